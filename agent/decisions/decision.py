@@ -162,6 +162,17 @@ def has_sealed(leave: Leave, ref: control_pb2.CheckpointRef) -> bool:
     return leave.spill is not None and leave.spill.sealed and leave.spill.digest == ref.digest
 
 
+def leaves_it_to_others(state: AgentState) -> bool:
+    """Whether the ranks have written their part and gone, as they were told, and another node is to seal the save."""
+    epoch = state.epoch
+    return (
+        epoch.outcome is Outcome.DRAINED
+        and epoch.drained is None
+        and epoch.told[2] == control_pb2.ENDING_WRITE
+        and not is_saved(state)
+    )
+
+
 def awaits_its_commit(state: AgentState) -> bool:
     """Whether these ranks have sealed their boundary, and the master has not yet said that it is recorded."""
     epoch = state.epoch
@@ -188,6 +199,8 @@ def what_is_unsaved(state: AgentState) -> str:
         return "its workers had no session open: what their script saves by itself is all that is kept"
     if state.epoch.agreed and state.epoch.outcome is Outcome.STOPPED:
         return f"its notice was over before everything was saved; {who_completes(state)}"
+    if leaves_it_to_others(state):
+        return f"its part of the last save is written; {who_completes(state)}"
     if state.epoch.drained is not None and state.epoch.drained_in_memory:
         return "nobody had said that others hold what it had in memory; the run goes on from what they have"
     if state.epoch.outcome is Outcome.DRAINED:

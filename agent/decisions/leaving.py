@@ -8,7 +8,7 @@ from dataclasses import replace
 from dalsegno.protos import control_pb2
 
 from . import events as ev
-from .decision import Decision, awaits_its_commit, is_saved
+from .decision import Decision, awaits_its_commit, is_saved, leaves_it_to_others
 from .memory import is_safe, spill
 from .state import Leave, Outcome, Workers
 
@@ -85,9 +85,14 @@ def check_leave(decision: Decision) -> None:
 
 
 def await_release(decision: Decision, leave: Leave) -> float:
-    """This node's part is safe: from the first such moment on it waits for the master. Returns until when."""
+    """This node's part is safe: from the first such moment on it waits for the master. Returns until when.
+
+    If others complete the save, that may take them until the notice ends.
+    """
     if leave.release_deadline is None:
         leave.release_deadline = decision.now + decision.state.settings.release_timeout
+        if leaves_it_to_others(decision.state):
+            leave.release_deadline = max(leave.release_deadline, leave.deadline)
     return leave.release_deadline
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from dalsegno.protos import control_pb2
 
 from . import memory
-from .live import AwaitedSave
-from .state import Job, Node, Part
+from .live import AwaitedSave, State
+from .state import Job, Member, Node, Part
 from .turn import Turn, names
 
 # Seconds after which people are told of a save that goes on; told again each time that has doubled.
@@ -138,6 +138,14 @@ def last_writer(job: Job) -> LastWriter | None:
     nodes = {incarnation: job.node_by(incarnation) for incarnation in working}
     stays = [incarnation for incarnation, node in nodes.items() if node is not None and not node.leaving]
     return LastWriter((stays or working or [""])[0], len(working) == 1)
+
+
+def is_left_to_others(state: State, member: Member | None, last: LastWriter | None) -> bool:
+    """Whether this member's ranks have written their part of a drain's save and gone, and others still complete it."""
+    job = state.job
+    if member is None or last is None or not last.incarnation or job.part(member) is not Part.DRAINED:
+        return False
+    return job.checkpoints.last_step(job.epoch) < state.live.epoch.top_step
 
 
 def ending_of(incarnation: str, last: LastWriter | None) -> control_pb2.Ending.ValueType:

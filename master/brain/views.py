@@ -6,12 +6,11 @@ from typing import Any
 
 from dalsegno.protos import control_pb2
 
-from . import memory
+from . import memory, saves
 from .checkpoints import only_size, prunable, resume_point, to_proto, witnesses
 from .forming import missing
 from .live import State
 from .registration import settings_proto
-from .saves import ending_of, last_writer, somebody_stays
 from .scaling import of_nodes
 from .state import Checkpoint, Job, Node, Part, Phase, World
 
@@ -40,8 +39,8 @@ class Common:
         head = resume_point(job)
         self.witnesses = witnesses(job)
         # The member that seals what a leaver left behind.
-        self.last_writer = last_writer(job)
-        self.somebody_stays = somebody_stays(job)
+        self.last_writer = saves.last_writer(job)
+        self.somebody_stays = saves.somebody_stays(job)
         self.to_memory = memory.to_memory(state, self.somebody_stays)
         self.writer = memory.writer(state)
         # Everything below the job is replaced whole: the same objects say the same.
@@ -76,7 +75,7 @@ class Common:
 
     def key(self, node: Node) -> tuple[object, ...]:
         """What else this node's directive depends on."""
-        ending = ending_of(node.incarnation, self.last_writer)
+        ending = saves.ending_of(node.incarnation, self.last_writer)
         part, held = self.job.parts.get(node.incarnation), node.name in self.state.live.held_until
         return node, part, held, ending, self.somebody_stays, self.to_memory
 
@@ -146,6 +145,8 @@ def order(common: Common, node: Node, directive: control_pb2.Directive) -> None:
     elif node.leaving and (member is None or job.part(member) is not Part.RUNNING or not job.phase.has_workers):
         if memory.is_needed(common.state, node):
             directive.wait.reason = f"{node.name} stays until another node has what it alone holds in memory"
+        elif saves.is_left_to_others(common.state, member, common.last_writer):
+            directive.wait.reason = f"{node.name} stays until the others have completed the save"
         else:
             directive.release.SetInParent()
     elif member is not None and job.world is not None and job.phase.has_workers:
@@ -153,7 +154,7 @@ def order(common: Common, node: Node, directive: control_pb2.Directive) -> None:
             directive.drain.epoch = job.epoch
             directive.drain.reason = job.drain.reason if job.drain is not None else ""
             directive.drain.run.CopyFrom(common.world(job.world, node))
-            directive.drain.ending = ending_of(node.incarnation, common.last_writer)
+            directive.drain.ending = saves.ending_of(node.incarnation, common.last_writer)
             directive.drain.all_leave = not common.somebody_stays
             directive.drain.to_memory = common.to_memory
         else:

@@ -15,6 +15,7 @@ from dalsegno.protos import control_pb2
 
 from .masters import decoded
 from .refusals import Refusals
+from .syncs import is_over
 
 if TYPE_CHECKING:
     from .agents import SimAgent
@@ -607,7 +608,8 @@ class Ledger:
                 # Taken for dead after it had drained, it cannot know that everything was recorded; before a rank's
                 # first hello it does not know a script that reports every step from one that reports none.
                 unknowing = (state.fenced and state.epoch.drained is not None) or not state.session_known
-                excused = unknowing or agent.ran_out or self.is_excused(state.started)
+                ran_out = agent.ran_out or is_over(agent)  # Others may still complete its save.
+                excused = unknowing or ran_out or self.is_excused(state.started)
                 self.require(excused, "planned changes lose nothing", f"{agent.label} exits {code}")
         else:
             # A name that somebody holds, or no master at the start.

@@ -33,16 +33,21 @@ def patience(sim: Simulation) -> float:
     return PATIENCE_SHARE * sim.plan.settings.stall_timeout
 
 
+def is_over(agent: SimAgent) -> bool:
+    """Its notice has run out, or is about to, on a slow disk."""
+    sim = agent.sim
+    if agent.noticed_at is None or not sim.plan.sync_time:
+        return False
+    return sim.clock.now >= agent.noticed_at + sim.plan.settings.drain_timeout - EARLY
+
+
 def outlasts_notice(group: Group) -> None:
     """A node's workers end, perhaps at the end of its notice: may that cost a step?
 
     Where nothing but joins and notices happens, only if its part is missing, or nobody stays to seal the others'.
     """
     sim, agent, run = group.agent.sim, group.agent, group.collective
-    over = agent.noticed_at is not None and (
-        sim.clock.now >= agent.noticed_at + sim.plan.settings.drain_timeout - EARLY
-    )
-    if not sim.plan.sync_time or not over:
+    if not is_over(agent):
         return
     agent.ran_out = True
     stays = [other for other in run.groups.values() if other.alive and not other.agent.noticed]

@@ -164,3 +164,33 @@ def test_steps_behind_a_committed_boundary_are_not_saved() -> None:
     agent.waits(10.1)
     agent.hear(ev.StepsCounted(1, 6), ev.WorkersStopped(1))
     assert left(agent)[0] == ev.EXIT_LEFT_UNSAVED
+
+
+# ---- its part is written, and others complete the save ---------------------------------------------------------------
+
+
+def wrote_its_part() -> Agent:
+    """Another leaver's notice is over: these ranks write what is theirs and go, and another node is to seal it."""
+    agent = saving(drain=drain(ending=control_pb2.ENDING_WRITE))
+    agent.said(drained=worker_pb2.Drained(step=4))
+    agent.exits(ev.WORKER_DRAINED)
+    agent.directed(wait=control_pb2.Wait(reason="me stays until the others have completed the save"))
+    agent.waits(6.0)
+    assert agent.did(ev.Exit) == []
+    return agent
+
+
+def test_who_leaves_the_seal_to_others_waits_for_their_commit() -> None:
+    """Longer than the master's word is waited for otherwise."""
+    agent = wrote_its_part()
+    agent.directed(head=head(4), release=control_pb2.Release())
+    assert left(agent) == SAFE
+
+
+def test_who_leaves_the_seal_to_others_goes_with_its_notice() -> None:
+    """Whether they complete it is not known by then; that the script saves nothing would be wrong."""
+    agent = wrote_its_part()
+    agent.waits(4.1)
+    code, text = left(agent)
+    assert code == ev.EXIT_LEFT_UNSAVED
+    assert text.startswith("left on notice; its part of the last save is written; the others complete the save if")

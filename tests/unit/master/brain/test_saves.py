@@ -238,6 +238,30 @@ def test_who_has_a_notice_of_its_own_seals_last() -> None:
     assert endings([a, b]) == [WRITE, WAIT]
 
 
+def test_a_leaver_whose_part_is_written_stays_until_the_save_is_complete() -> None:
+    """Its own notice is not over, so it can still say truly whether everything is saved."""
+    job = Driven(settings(drain_timeout=60))
+    a, b, c = leaving(job, 2)
+    b.leave(notice=50.0)
+    job.wait(9)
+    assert endings([a, b]) == [WAIT, WRITE]
+    b.drained(2)
+    assert (c.order, b.order) == ("release", "wait")
+    assert "stays until the others have completed the save" in b.directive.wait.reason
+    a.save(2)
+    assert b.order == "release"
+
+
+def test_a_leaver_is_not_kept_where_nobody_completes_the_save() -> None:
+    job = Driven(settings(drain_timeout=60))
+    a, b, _ = leaving(job, 2)
+    b.leave(notice=50.0)
+    job.wait(9)
+    b.drained(2)
+    a.failed("rank 2 had to go before its part was written")
+    assert (job.phase, b.order) == (Phase.FORMING, "release")
+
+
 def test_a_leaver_that_dies_while_it_saves_is_not_missed_yet() -> None:
     """Its part may be written."""
     job = Driven(settings(drain_timeout=30, node_timeout=6))
