@@ -52,11 +52,11 @@ def tend(turn: Turn) -> None:
 
 def make(turn: Turn, held: Conversion, source: Checkpoint) -> None:
     """Somebody has the lease, or gets it."""
-    if source.parts:
-        memory.want_durable(turn, source)
-        return
     conversion.retry(turn)
     held = turn.job.conversion or held
+    if source.parts:
+        bring_to_disk(turn, held, source)
+        return
     if held.lease:
         held = conversion.check_owner(turn, held)
     if held.lease or held.blocked or begins(turn):
@@ -68,6 +68,16 @@ def make(turn: Turn, held: Conversion, source: Checkpoint) -> None:
         conversion.lend(turn, held, min(fresh, key=lambda node: not has_seen(turn, node, source)))
     elif held.failed:
         conversion.block(turn, held)
+
+
+def bring_to_disk(turn: Turn, held: Conversion, source: Checkpoint) -> None:
+    """What is in memory is written down first: only files on the disk are converted."""
+    if memory.is_gone(turn, source):
+        give_up(turn, source, "the nodes that held a part of it in memory are gone")
+    elif not begins(turn):
+        memory.want_durable(turn, source)
+        if not held.blocked and memory.cannot_write(turn, source):
+            conversion.block(turn, conversion.change(turn, held, reason="nobody could write it to the disk"))
 
 
 def begins(turn: Turn) -> bool:

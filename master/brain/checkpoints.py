@@ -174,9 +174,19 @@ def put_newer(turn: Turn, record: Checkpoint) -> None:
         turn.update_run(budget=replace(budget, failures=0, doubtful=()), reopened=0)
 
 
+def owed(job: Job) -> Checkpoint | None:
+    """What the open world has re-sharded, while its universal files are owed; see `beside`."""
+    held = job.conversion
+    return job.checkpoint(held.source) if held is not None and held.beside else None
+
+
 def retire_in_memory(job: Job) -> None:
-    """There is a newer commit on the disk: nobody need write older memory checkpoints there, but for the best."""
-    older = [record for record in job.checkpoints.in_memory if record is not job.checkpoints.head]
+    """There is a newer commit on the disk: nobody need write older memory checkpoints there.
+
+    Except for the best one, and for what universal files are owed of.
+    """
+    kept = (job.checkpoints.head, owed(job))
+    older = [record for record in job.checkpoints.in_memory if not any(record is one for one in kept)]
     best = bests(job.checkpoints.usable) if older else set()
     for record in older:
         if record.name not in best:

@@ -23,9 +23,11 @@ from .turn import Turn, names
 __all__ = (
     "adopt",
     "buddies",
+    "cannot_write",
     "doubt",
     "durable",
     "give_up",
+    "is_gone",
     "is_held",
     "is_needed",
     "on_disk",
@@ -201,19 +203,25 @@ def adopt(turn: Turn) -> bool:
     return True
 
 
-def lost(turn: Turn, resume: Checkpoint | None) -> bool:
-    """A part of the resume point is nowhere any more, as all nodes have said: the run goes back. True: it did."""
-    if resume is None or not resume.parts:
-        return False
-    step = turn.live.held.step(resume)
+def is_gone(turn: Turn, record: Checkpoint) -> bool:
+    """Whether a part of a step has had no holder for a while, as all nodes have said."""
+    step = turn.live.held.step(record)
     if is_whole(turn.job, step):
         step.missing_since = None
         return False
     if step.missing_since is None:
         step.missing_since = turn.heard
     unheard = any(not turn.presence(node).spoke and turn.is_fresh(node) for node in turn.job.nodes.values())
-    if unheard or not turn.overdue(step.missing_since + LOST_AFTER):
+    return not unheard and turn.overdue(step.missing_since + LOST_AFTER)
+
+
+def lost(turn: Turn, resume: Checkpoint | None) -> bool:
+    """A part of the resume point is nowhere any more, as all nodes have said: the run goes back. True: it did."""
+    if resume is None or not resume.parts:
         return False
+    if not is_gone(turn, resume):
+        return False
+    step = turn.live.held.step(resume)
     # Nothing of it is anywhere: an older step of its epoch may still count.
     why = "the nodes that held a part of it are gone"
     if step.doubted:
@@ -274,6 +282,12 @@ def want_durable(turn: Turn, record: Checkpoint) -> None:
         turn.live.held.version += 1
 
 
+def cannot_write(turn: Turn, record: Checkpoint) -> bool:
+    """Whether two nodes, or all that there are, have just failed to write a step to the disk."""
+    unable = turn.live.held.step(record).unable
+    return bool(unable) and len(unable) >= min(2, sum(node.sees_directory for node in turn.job.nodes.values()))
+
+
 def retry(turn: Turn) -> None:
     """Nodes that could not write to the disk are asked again after a pause."""
     held = turn.live.held
@@ -291,7 +305,10 @@ def writer(state: State) -> tuple[Checkpoint, Node] | None:
     where nobody stays who could hold it, or where only files on the disk help.
     """
     job, live = state.job, state.live
-    record = job.checkpoints.head
+    # What universal files are owed of cannot wait for the newest.
+    record = checkpoints.owed(job)
+    if record is None or not record.parts:
+        record = job.checkpoints.head
     step = live.held.steps.get(record.digest) if record is not None and record.parts else None
     if record is None or step is None:
         return None

@@ -10,6 +10,7 @@ from dalsegno.elastic.saving.apart import PATIENCE_SHARE, WORD_SECONDS
 from dalsegno.protos import control_pb2, worker_pb2
 
 if TYPE_CHECKING:
+    from .agents import SimAgent
     from .workers import Collective, Group
     from .world import Simulation
 

@@ -402,3 +402,69 @@ def test_on_one_host_there_are_buddies_all_the_same() -> None:
         node.join()
     job.wait(1.1)
     assert list(nodes[1].directive.run.place.buddies) == ["10.0.0.2:7", "10.0.0.0:7"]
+
+
+# ---- universal files of it are owed ----------------------------------------------------------------------------------
+
+
+def owing() -> tuple[Driven, list[Node], pb.Checkpoint]:
+    """Two of three nodes have re-sharded step 4 from memory, and owe its universal files; nothing is written yet."""
+    job = Driven(settings(memory_replicas=1, universal_checkpoint=True))
+    nodes = [newcomer(job) for _ in range(3)]
+    for node in nodes:
+        node.join()
+    job.wait(1.1)
+    made = held(job, nodes, 4, any_size=False, reshards=True)
+    nodes[0].step(4)
+    nodes[2].hang_up()
+    job.wait(1.5)
+    joins(job, *nodes[:2], sees=made)
+    assert job.phase is Phase.RUNNING
+    assert nodes[0].directive.run.resume.source.in_memory
+    assert not nodes[0].directive.HasField("make_durable"), "the first step comes first"
+    nodes[0].step(5)
+    return job, nodes[:2], made
+
+
+def test_what_is_owed_of_a_step_in_memory_outlives_a_newer_commit() -> None:
+    """It is still written to the disk, and converted: there are universal files at each change of shape."""
+    job, (a, b), made = owing()
+    a.save(6, reshards=True)
+    writer = next(node for node in (a, b) if node.directive.HasField("make_durable"))
+    assert writer.directive.make_durable.ref == made.ref
+    writer.durable()
+    assert a.lease
+    a.convert()
+    assert "the universal files of step-4.e1.1 are there" in job.notices
+
+
+def test_what_is_owed_of_a_step_that_is_gone_is_given_up() -> None:
+    job, (a, b), made = owing()
+    for node in (a, b):
+        node.holds(made)
+    job.wait(4)
+    assert job.job.conversion is None
+    assert "could not be made (the nodes that held a part of it in memory are gone)" in job.notices
+
+
+def test_what_nobody_can_write_holds_no_world_up() -> None:
+    """While the world trains it is tried again; the next one opens without."""
+    job, (a, b), _ = owing()
+    for _ in range(2):
+        writer = next(node for node in (a, b) if node.directive.HasField("make_durable"))
+        writer.durable("no space left on device")
+    assert job.job.conversion is not None
+    assert job.job.conversion.blocked
+    b.hang_up()
+    job.wait(1.5)
+    joins(job, a, sees=in_memory_again(job))
+    job.wait(1)
+    assert job.members == [a.name]
+    assert "(nobody could write it to the disk): going on without them" in job.notices
+
+
+def in_memory_again(job: Driven) -> pb.Checkpoint:
+    """What the run goes on from, as a node has it in memory."""
+    head = job.job.checkpoints.head
+    assert head is not None
+    return pb.Checkpoint(ref=pb.CheckpointRef(name=head.name, digest=head.digest), in_memory=True)
