@@ -303,15 +303,19 @@ class Ledger:
     def _gone_from_memory(self, job: Job) -> None:
         """The run goes back from a step in memory: some part of it is nowhere, as far as the master can see."""
         digest, epoch = self.head[2], self.head[0]
-        here = [self.sim.by_incarnation(node.incarnation) for node in job.nodes.values()]
-        there = [agent for agent in here if agent is not None]
-        whole = all(any(agent.memory.has(digest, part) for agent in there) for part in range(self.parts_of(epoch)))
+        whole = self._is_whole(job, digest, epoch)
         bad = any(known == digest for _, known in self.sim.misread) or "cannot load it" in str(job.notices[-3:])
         self.require(
             not whole or bad or self.amnesia or self.is_excused(epoch),
             "no held step is skipped",
             f"{digest} was given up, and all of it is there",
         )
+
+    def _is_whole(self, job: Job, digest: str, epoch: int) -> bool:
+        """Each part of a step in memory is on some node that the master knows."""
+        here = [self.sim.by_incarnation(node.incarnation) for node in job.nodes.values()]
+        there = [agent for agent in here if agent is not None]
+        return all(any(agent.memory.has(digest, part) for agent in there) for part in range(self.parts_of(epoch)))
 
     def parts_of(self, epoch: int) -> int:
         """How many nodes the world of this epoch had."""
@@ -402,6 +406,7 @@ class Ledger:
             or record.damaged
             or not record.reshards  # It did not work: what is needed instead the gate sees to.
             or bool(record.universal_digest)
+            or (bool(record.parts) and not self._is_whole(job, record.digest, record.epoch))
             or self.sim.conversions.failed[last.resume] > 0,
             "universal files at each change",
             f"{what}, and nobody has made those of {last.resume}",

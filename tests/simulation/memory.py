@@ -94,7 +94,7 @@ class Memory:
     def make_durable(self, action: ev.MakeDurable) -> None:
         def fetched(failure: str) -> None:
             if failure:
-                self._agent.deliver(ev.MadeDurable(action.ref, failure))
+                self._not_written(action.ref, failure)
             else:
                 self._after(WRITE, self._write_down, action.ref)
 
@@ -142,10 +142,14 @@ class Memory:
                 return
         deliver(f"nobody has part {held.group_rank}")  # type: ignore[operator]
 
+    def _not_written(self, ref: control_pb2.CheckpointRef, why: str) -> None:
+        self._sim.conversions.failed[ref.digest] += 1  # Nor can it be converted.
+        self._agent.deliver(ev.MadeDurable(ref, why))
+
     def _write_down(self, ref: control_pb2.CheckpointRef) -> None:
         step, disk = self.steps.get(ref.digest), self._sim.disk
         if step is None or disk.full or self._agent.host in disk.blind:
-            self._agent.deliver(ev.MadeDurable(ref, "no space left on device" if step is not None else "it is gone"))
+            self._not_written(ref, "no space left on device" if step is not None else "it is gone")
             return
         written = disk.spilled.setdefault(ref.name, set())
         written |= step.parts
