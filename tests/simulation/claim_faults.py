@@ -257,6 +257,9 @@ def reuse_number(world: World) -> None:
     master = serving(world)
     if master is not None:
         master.end("killed")
+        starter = master.parent
+        if starter.alive and (starter.process.frozen or starter.starts is master):
+            return  # A zombie keeps its number until whoever started it looks.
         master.site.pids.reap(master.proc)
         site = master.site
         started = site.computer.ticks(world.clock.now) + 1
