@@ -18,7 +18,7 @@ from dalsegno.protos.text import name_problem
 
 from ..processes.signals import signals_of
 
-__all__ = ["UsageError", "build_parser", "ignored", "parse"]
+__all__ = ["build_parser", "ignored", "parse"]
 
 _TRUE = ("1", "true", "yes", "on")
 # Accepted because scripts for DLRover or torchrun use them: name, whether it takes a value, why it is not needed here.

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from dalsegno.protos.contract import EXIT_LEFT, EXIT_USAGE
+from dalsegno.protos.options import UsageError
 from dalsegno.protos.shortage import shortage
 
 from ..control.grpc_logs import quiet_grpc
 from ..processes.signals import SignalWatch, signals_of
 from ..script import ScriptError, check_script
 from ..shell.output import Output
-from .arguments import UsageError, ignored, parse
+from .arguments import ignored, parse
 
 __all__ = ["default_job_id", "main", "run"]
 

@@ -16,6 +16,7 @@ from torch.distributed.elastic.metrics.api import MetricsConfig
 
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import JobSettings, Variable
+from dalsegno.protos.options import UsageError
 from dalsegno.protos.shortage import CannotStartError, prove_room, shortage, starting
 from dalsegno.protos.trace import trace_into
 
@@ -35,7 +36,6 @@ from ..shell.mailbox import Mailbox
 from ..shell.output import Output
 from ..shell.rendezvous import NamedRendezvous
 from ..storage.job_directory import JobDirectory, StorageError
-from .arguments import UsageError
 
 __all__ = ["launch"]
 

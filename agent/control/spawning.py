@@ -26,7 +26,6 @@ __all__ = ["COMMAND", "MasterError", "Started", "TokenLostError", "make_token", 
 COMMAND = (sys.executable, "-m", "dalsegno.master")
 # Seconds.
 _START_TIMEOUT_SECONDS = 60.0
-# Characters of a token; the master takes no shorter one.
 
 
 class MasterError(Exception):

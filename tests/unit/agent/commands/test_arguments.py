@@ -11,7 +11,8 @@ import pytest
 from torch.distributed import run as torchrun
 
 from dalsegno.agent.commands import dlrover_run
-from dalsegno.agent.commands.arguments import UsageError, build_parser, ignored, parse
+from dalsegno.agent.commands.arguments import build_parser, ignored, parse
+from dalsegno.protos.options import UsageError
 
 
 def test_every_flag_of_torchrun_is_known() -> None:

@@ -8,8 +8,9 @@ import signal
 
 import pytest
 
-from dalsegno.agent.commands.arguments import UsageError, parse
+from dalsegno.agent.commands.arguments import parse
 from dalsegno.agent.processes.signals import SignalWatch, signals_of
+from dalsegno.protos.options import UsageError
 
 
 def test_signals_go_to_whoever_has_them_now() -> None:
