@@ -173,6 +173,7 @@ def _agent_config(
         expects_session=expects_session(script),
         run_ahead=runs_ahead(script, options.run_ahead),
         memory_budget_bytes=options.memory_budget,
+        memory_bytes_per_second=options.memory_bandwidth,
     )
 
 

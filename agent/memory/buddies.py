@@ -32,6 +32,7 @@ class Buddy:
     """One agent that holds our parts. Sends one at a time; of those that wait only the newest is sent.
 
     Args:
+        pace: of all buddies.
         on_held: called with the address when it holds a part.
         on_bad: called when a part of ours is not what was sealed.
     """
@@ -40,15 +41,15 @@ class Buddy:
         self,
         address: str,
         peers: Peers,
-        bytes_per_second: float | None,
+        pace: Pace,
         on_held: Callable[[Part, str], None],
         on_bad: Callable[[Part, CheckpointDamaged], None],
         say: Callable[[str, bool], None],
     ) -> None:
         self.address = address
-        self._peers, self._on_held, self._on_bad, self._say = peers, on_held, on_bad, say
+        self._peers, self._pace = peers, pace
+        self._on_held, self._on_bad, self._say = on_held, on_bad, say
         self._stop = threading.Event()
-        self._pace = Pace(bytes_per_second, self._stop)
         self._changed = threading.Condition()
         self._next: Part | None = None
         # It has been said that it does not take our parts.
@@ -116,7 +117,8 @@ class Buddy:
         if self._said or self._stop.is_set():
             return
         self._said = True
-        self._say(f"{self.address} does not hold {part}: {error}; training goes on, it will be asked again", True)
+        text = f"{self.address} does not hold {part}: {error}; training goes on, it will be asked again"
+        self._say(text, True)
 
 
 class Buddies:

@@ -38,25 +38,34 @@ class PeerError(Exception):
 
 
 class Pace:
-    """Holds back what is sent, so that so many bytes pass in a second. For one sender at a time.
+    """Holds back what is sent to buddies, to all of them together, so that so many bytes pass in a second. Thread-safe.
 
     Args:
         bytes_per_second: None: no limit.
-        stop: ends each wait.
     """
 
-    def __init__(self, bytes_per_second: float | None, stop: threading.Event) -> None:
-        self._rate, self._stop = bytes_per_second, stop
+    def __init__(self, bytes_per_second: float | None) -> None:
+        self._rate = bytes_per_second
+        self._lock = threading.Lock()
         self._free_at = 0.0
+        self._hurried = False
         share = PIECE_BYTES if bytes_per_second is None else int(bytes_per_second / _PIECES_IN_A_SECOND)
         self.piece_bytes = min(PIECE_BYTES, max(_SMALLEST_PIECE, share))
 
+    def hurry(self, wanted: bool) -> None:
+        """Whether people wait for what is sent: then nothing is held back, until they do not any more."""
+        self._hurried = wanted
+
     def wait(self, count: int) -> None:
-        """Before `count` bytes are sent."""
-        if self._rate is not None:
-            now = time.monotonic()
-            self._stop.wait(max(0.0, self._free_at - now))
-            self._free_at = max(now, self._free_at) + count / self._rate
+        """Before `count` bytes are sent. Each message waits for those before it: about 0.1 s for each buddy."""
+        if self._rate is None or self._hurried:
+            return
+        now = time.monotonic()
+        with self._lock:
+            begin = max(now, self._free_at)
+            self._free_at = begin + count / self._rate
+        # why: nothing happens but that time passes
+        time.sleep(begin - now)
 
 
 class Peers:

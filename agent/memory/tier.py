@@ -15,7 +15,7 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.shortage import shortage
 
 from .buddies import Buddies, Buddy
-from .calls import Peers
+from .calls import Pace, Peers
 from .durable import make_durable
 from .fence import Fence, OpenEpoch
 from .gathering import Gatherer
@@ -50,7 +50,7 @@ class MemoryTier:
         on_change: told what this node holds of one step, whenever that has changed; with no parts: nothing any more.
         say: one line for a person, and whether it is a warning.
         root: where directories of all agents are; None: /dev/shm/dalsegno-<uid>.
-        bytes_per_second: at most so much is sent to each buddy; None: no limit.
+        bytes_per_second: at most so much is sent to all buddies together; None: no limit.
         stall_seconds: a transfer is given up after so long without a byte.
 
     Attributes:
@@ -75,7 +75,7 @@ class MemoryTier:
     ) -> None:
         self.problem, self.address = "", ""
         self.path: Path | None = None
-        self._tell, self._say, self._rate = on_change, say, bytes_per_second
+        self._tell, self._say, self._pace = on_change, say, Pace(bytes_per_second)
         self._copies: dict[tuple[str, str, int], tuple[str, ...]] = {}
         self._copies_lock = threading.Lock()
         self._ending = threading.Event()
@@ -109,7 +109,7 @@ class MemoryTier:
         self._server = PeerServer(host, wire, service)
         self._peers = Peers(job_id, wire, self._watch, self._holdings, self._space)
         self._buddies = Buddies(
-            lambda address: Buddy(address, self._peers, self._rate, self._copied, self._found_bad, self._say)
+            lambda address: Buddy(address, self._peers, self._pace, self._copied, self._found_bad, self._say)
         )
 
     def _lines(self) -> None:
@@ -146,10 +146,14 @@ class MemoryTier:
             part = self._holdings.part(run_id, ref.name, ref.digest, group_rank) or part
         self._buddies.set([address for address in buddies if address != self.address], epoch, part)
 
-    def sealed(self, run_id: str, name: str, digest: str) -> None:
-        """This node's own part of a step is complete: it counts as held, and goes to the buddies."""
+    def sealed(self, run_id: str, name: str, digest: str, urgent: bool = False) -> None:
+        """This node's own part of a step is complete: it counts as held, and goes to the buddies.
+
+        `urgent`: people wait for it, so neither it nor what is sent before it is held back.
+        """
         if self.problem:
             return
+        self._pace.hurry(urgent)
         # The next world may open, with another rank for this node, before this is looked at.
         opened = self._fence.opened(run_id)
         if opened is None:
