@@ -291,7 +291,9 @@ def _add_ours(group: _Group) -> None:
     )
     group.switch("--new-run", help="start over although the job's last run is finished or has failed")
     group.value("--token-file", default=None, metavar="FILE", help="token for --master (or DALSEGNO_TOKEN: itself)")
-    group.value("--tls-ca", default=None, metavar="FILE", help="speak TLS; the master's authority (PEM)")
+    group.value(
+        "--tls-ca", default=None, metavar="FILE", help="speak TLS, also between agents; the master's authority (PEM)"
+    )
     group.value("--tls-cert", default=None, metavar="FILE", help="this agent's certificate (PEM)")
     group.value("--tls-key", default=None, metavar="FILE", help="its key (PEM)")
 

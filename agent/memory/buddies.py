@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged
+from dalsegno.protos.peer_address import shown
 
 from .calls import Pace, PeerError, Peers
 from .holdings import Part
@@ -32,6 +33,7 @@ class Buddy:
     """One agent that holds our parts. Sends one at a time; of those that wait only the newest is sent.
 
     Args:
+        address: as the master tells it (`PeerAddress`).
         pace: of all buddies.
         on_held: called with the address when it holds a part.
         on_bad: called when a part of ours is not what was sealed.
@@ -87,7 +89,7 @@ class Buddy:
             try:
                 self._send(part)
             except Exception:
-                logger.exception("%s was not sent to %s", part, self.address)
+                logger.exception("%s was not sent to %s", part, shown(self.address))
 
     def _send(self, part: Part) -> None:
         for pause in (*_PAUSES, None):
@@ -97,7 +99,7 @@ class Buddy:
                 self._on_bad(part, damaged)
                 return
             except PeerError as error:
-                logger.info("%s was not sent to %s: %s %s", part, self.address, error.code.name, error)
+                logger.info("%s was not sent to %s: %s %s", part, shown(self.address), error.code.name, error)
                 if pause is None or error.ours or error.code not in _MAY_PASS:
                     self._complain(part, error)
                     return
@@ -117,7 +119,7 @@ class Buddy:
         if self._said or self._stop.is_set():
             return
         self._said = True
-        text = f"{self.address} does not hold {part}: {error}; training goes on, it will be asked again"
+        text = f"{shown(self.address)} does not hold {part}: {error}; training goes on, it will be asked again"
         self._say(text, True)
 
 

@@ -13,6 +13,7 @@ from dalsegno.protos import peer_pb2
 from dalsegno.protos.text import one_line
 
 from .holdings import Held, Holdings, Part
+from .identity import StrangerError
 from .incoming import PartRefusedError, receive, received_header
 from .pieces import PIECE_BYTES, read_part
 from .space import Space
@@ -101,7 +102,7 @@ class Peers:
                 # An end that comes too early: gRPC would log what is raised here.
                 problems.append(error)
 
-        with self._wire.channel(address) as channel, self._holdings.at_work(part.run_id, part.manifest.name):
+        with self._holdings.at_work(part.run_id, part.manifest.name), self._channel(address) as channel:
             hold: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(f"/{SERVICE}/Hold")
             call = hold.future(messages(), metadata=self._metadata())
             with self._watch.over(call.cancel) as transfer:
@@ -123,7 +124,7 @@ class Peers:
         """Brings a part here, from the agent at `address`.
 
         Args:
-            address: HOST:PORT.
+            address: as the master tells it (`PeerAddress`).
             run_id, name, digest, group_rank: which one.
             stopped: asked now and then whether it is still wanted.
 
@@ -133,7 +134,7 @@ class Peers:
         request = peer_pb2.FetchRequest(
             job_id=self._job_id, run_id=run_id, name=name, digest=digest, group_rank=group_rank
         )
-        with self._wire.channel(address) as channel:
+        with self._channel(address) as channel:
             ask: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/{SERVICE}/Fetch")
             call = ask(request.SerializeToString(), metadata=self._metadata())
             with self._watch.over(call.cancel, stopped) as transfer:
@@ -167,6 +168,14 @@ class Peers:
                 raise PeerError(grpc.StatusCode.CANCELLED, "it is not wanted any more", ours=True)
 
         return receive(header, messages, self._holdings, self._space, moved)
+
+    def _channel(self, address: str) -> grpc.Channel:
+        try:
+            return self._wire.channel(address)
+        except StrangerError as error:
+            raise PeerError(grpc.StatusCode.UNAUTHENTICATED, str(error)) from error
+        except OSError as error:
+            raise PeerError(grpc.StatusCode.UNAVAILABLE, f"it cannot be reached: {error.strerror or error}") from error
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         try:

@@ -20,6 +20,7 @@ from .durable import make_durable
 from .fence import Fence, OpenEpoch
 from .gathering import Gatherer
 from .holdings import Held, Holdings, Part
+from .identity import Identity
 from .line import Line
 from .pieces import read_part
 from .place import NoMemoryError, Place, default_root
@@ -50,13 +51,14 @@ class MemoryTier:
         on_change: told what this node holds of one step, whenever that has changed; with no parts: nothing any more.
         say: one line for a person, and whether it is a warning.
         root: where directories of all agents are; None: /dev/shm/dalsegno-<uid>.
+        tls: other agents speak TLS, and none is spoken to without.
         bytes_per_second: at most so much is sent to all buddies together; None: no limit.
         stall_seconds: a transfer is given up after so long without a byte.
 
     Attributes:
         problem: Why there is no memory tier, in one line; empty where there is one. With a problem nothing else here
             does anything, and what is asked for fails with it.
-        address: HOST:PORT for other agents.
+        address: for other agents (`PeerAddress`).
         path: The directory of this process, for the keeper to remove; None where there is none.
     """
 
@@ -70,6 +72,7 @@ class MemoryTier:
         say: Callable[[str, bool], None],
         root: Path | None = None,
         *,
+        tls: bool = False,
         bytes_per_second: float | None = None,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
@@ -83,11 +86,15 @@ class MemoryTier:
             try:
                 self._place = Place(default_root() if root is None else root, job_id)
                 undo.callback(self._place.close)
-                self._start(job_id, host, token, budget_bytes, stall_seconds)
+                wire = Wire(token, Identity.make() if tls else None)
+                self._start(job_id, host, wire, budget_bytes, stall_seconds)
                 undo.callback(self._server.close)
                 self._lines()
             except NoMemoryError as error:
                 self.problem = f"no memory checkpoints: {error}"
+                return
+            except ImportError as error:
+                self.problem = f"no memory checkpoints: TLS between agents needs the package cryptography ({error})"
                 return
             except (OSError, RuntimeError) as error:
                 self.problem = f"no memory checkpoints: {shortage(error) or error}"
@@ -95,14 +102,11 @@ class MemoryTier:
             undo.pop_all()
         self.path, self.address = self._place.path, self._server.address
 
-    def _start(
-        self, job_id: str, host: str, token: Callable[[], str | None], budget: int | None, stall_seconds: float
-    ) -> None:
+    def _start(self, job_id: str, host: str, wire: Wire, budget: int | None, stall_seconds: float) -> None:
         self._holdings = Holdings(self._place.path)
         self._fence = Fence(job_id)
         self._space = Space(budget, self._holdings.bytes, self._place.free_bytes)
         self._watch = Watch(stall_seconds)
-        wire = Wire(token)
         service = PeerService(
             job_id, self._holdings, self._fence, self._space, self._watch, self._changed, self._found_bad
         )

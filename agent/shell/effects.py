@@ -280,6 +280,7 @@ class Effects:
             self._config.memory_budget_bytes,
             self._held_changed,
             self._say,
+            tls=self._config.tls,
             bytes_per_second=self._config.memory_bytes_per_second,
         )
         if memory.problem:
