@@ -501,7 +501,7 @@ class HeldPart(google.protobuf.message.Message):
     """The group rank of that node in the epoch that wrote the checkpoint."""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """HOST:PORT of the agents that hold it (peer.proto)."""
+        """`RegisterRequest.peer_address` of the agents that hold it."""
 
     def __init__(
         self,
@@ -559,7 +559,9 @@ class RegisterRequest(google.protobuf.message.Message):
     expects_session: builtins.bool
     """The script imports `dalsegno.elastic`: it may call session(), however late."""
     peer_address: builtins.str
-    """HOST:PORT where other agents reach this agent's memory (peer.proto); empty: it holds nothing for others."""
+    """Where other agents reach this agent's memory (peer.proto): HOST:PORT, or DIGEST@HOST:PORT if it speaks TLS, with the
+    SHA-256 of its certificate as 64 hex digits. Empty: it holds nothing for others.
+    """
     @property
     def settings(self) -> global___Settings: ...
     @property
@@ -1003,7 +1005,7 @@ class Place(google.protobuf.message.Message):
     nproc: builtins.int
     @property
     def buddies(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """HOST:PORT of the agents that are to hold this node's part of each memory checkpoint, too."""
+        """`RegisterRequest.peer_address` of the agents that are to hold this node's part of each memory checkpoint, too."""
 
     def __init__(
         self,

@@ -47,6 +47,8 @@ _IGNORED: tuple[tuple[str, bool, str], ...] = (
 _FOR_A_SERVICE = ("--token-file", "--tls-ca", "--tls-cert", "--tls-key")
 # Defaults.
 _SETTINGS = JobSettings()
+# Bytes in a second.
+_LEAST_BANDWIDTH = 1_000_000
 # Flags of torchrun that torch's launcher reads but nothing here: name, torch's default, why.
 _UNUSED: tuple[tuple[str, Any, str], ...] = (
     ("rdzv-conf", "", "the rendezvous is the master's, with flags of its own such as --join-timeout and --quiet-time"),
@@ -104,6 +106,13 @@ def _bytes(text: str) -> int:
     unit = (match[2] or "").upper()
     base = 1024 if unit.endswith("I") else 1000
     return int(float(match[1]) * base ** (" KMGT".index(unit[0]) if unit else 0))
+
+
+def _bandwidth(text: str) -> int:
+    value = _bytes(text.removesuffix("/s"))
+    if value < _LEAST_BANDWIDTH:
+        raise argparse.ArgumentTypeError(f"{text!r}: at least 1MB in a second, or no part would ever arrive")
+    return value
 
 
 def _nproc(text: str) -> str:
@@ -211,6 +220,13 @@ def _add_memory(group: _Group) -> None:
         metavar="SIZE",
         help="most memory that they may take on this node, like 32GiB; default: what is free",
     )
+    group.value(
+        "--memory-bandwidth",
+        default=None,
+        type=_bandwidth,
+        metavar="SIZE",
+        help="most of them that this node sends to others in a second, like 200MB; default: no limit",
+    )
 
 
 def _add_ours(group: _Group) -> None:
@@ -275,7 +291,9 @@ def _add_ours(group: _Group) -> None:
     )
     group.switch("--new-run", help="start over although the job's last run is finished or has failed")
     group.value("--token-file", default=None, metavar="FILE", help="token for --master (or DALSEGNO_TOKEN: itself)")
-    group.value("--tls-ca", default=None, metavar="FILE", help="speak TLS; the master's authority (PEM)")
+    group.value(
+        "--tls-ca", default=None, metavar="FILE", help="speak TLS, also between agents; the master's authority (PEM)"
+    )
     group.value("--tls-cert", default=None, metavar="FILE", help="this agent's certificate (PEM)")
     group.value("--tls-key", default=None, metavar="FILE", help="its key (PEM)")
 

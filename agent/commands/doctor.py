@@ -32,7 +32,7 @@ __all__ = ["PARTS", "add_arguments", "doctor"]
 
 _SCRIPTS = ("dlrover-run", "dalsegno-run", "dalsegno", "dlrover-master")
 PARTS = {
-    "": ("grpcio", "protobuf", "pydantic", "xxhash", "rich"),
+    "": ("cryptography", "grpcio", "protobuf", "pydantic", "xxhash", "rich"),
     "train": ("torch", "deepspeed", "numpy"),
     "etcd": ("aetcd",),
     "http": ("fastapi", "uvicorn"),

@@ -172,7 +172,10 @@ def _agent_config(
         script_flag=not knows_us(script),
         expects_session=expects_session(script),
         run_ahead=runs_ahead(script, options.run_ahead),
+        # An embedded master listens on this machine alone, in plaintext.
+        tls=bool(options.master) and CredentialFiles.given(options, None).tls,
         memory_budget_bytes=options.memory_budget,
+        memory_bytes_per_second=options.memory_bandwidth,
     )
 
 

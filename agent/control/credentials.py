@@ -36,6 +36,11 @@ class CredentialFiles:
         named = {name: values.get(name) for name in ("token_file", "tls_ca", "tls_cert", "tls_key")}
         return cls(token=token or None, **{name: Path(path) for name, path in named.items() if path})
 
+    @property
+    def tls(self) -> bool:
+        """Whether the master is spoken to over TLS."""
+        return Credentials(None, self.tls_ca, self.tls_cert, self.tls_key).tls
+
     def read(self) -> Credentials:
         """Reads the token, which may change while the agent lives. Each channel reads the certificates itself.
 

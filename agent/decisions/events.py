@@ -362,10 +362,14 @@ class HoldPart:
     """The ranks of this node have written their part of a memory checkpoint: send it to those who hold it, too.
 
     Answered by `HeldChanged`.
+
+    Attributes:
+        urgent: A drain waits for it.
     """
 
     name: str
     digest: str
+    urgent: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
     body = message.WhichOneof("body")
     if body == "sealed":
         if message.sealed.in_memory:
-            decision.do(ev.HoldPart(message.sealed.name, message.sealed.digest))
+            urgent = state.drain is not None or state.leaving or epoch.agreed
+            decision.do(ev.HoldPart(message.sealed.name, message.sealed.digest, urgent))
             return
         if len(state.reading) >= MOST_READING:
             return  # no script seals so fast; what is sealed lies on the disk, and is found there

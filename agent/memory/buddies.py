@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged
+from dalsegno.protos.peer_address import shown
 
 from .calls import Pace, PeerError, Peers
 from .holdings import Part
@@ -32,6 +33,8 @@ class Buddy:
     """One agent that holds our parts. Sends one at a time; of those that wait only the newest is sent.
 
     Args:
+        address: as the master tells it (`PeerAddress`).
+        pace: of all buddies.
         on_held: called with the address when it holds a part.
         on_bad: called when a part of ours is not what was sealed.
     """
@@ -40,15 +43,15 @@ class Buddy:
         self,
         address: str,
         peers: Peers,
-        bytes_per_second: float | None,
+        pace: Pace,
         on_held: Callable[[Part, str], None],
         on_bad: Callable[[Part, CheckpointDamaged], None],
         say: Callable[[str, bool], None],
     ) -> None:
         self.address = address
-        self._peers, self._on_held, self._on_bad, self._say = peers, on_held, on_bad, say
+        self._peers, self._pace = peers, pace
+        self._on_held, self._on_bad, self._say = on_held, on_bad, say
         self._stop = threading.Event()
-        self._pace = Pace(bytes_per_second, self._stop)
         self._changed = threading.Condition()
         self._next: Part | None = None
         # It has been said that it does not take our parts.
@@ -86,7 +89,7 @@ class Buddy:
             try:
                 self._send(part)
             except Exception:
-                logger.exception("%s was not sent to %s", part, self.address)
+                logger.exception("%s was not sent to %s", part, shown(self.address))
 
     def _send(self, part: Part) -> None:
         for pause in (*_PAUSES, None):
@@ -96,7 +99,7 @@ class Buddy:
                 self._on_bad(part, damaged)
                 return
             except PeerError as error:
-                logger.info("%s was not sent to %s: %s %s", part, self.address, error.code.name, error)
+                logger.info("%s was not sent to %s: %s %s", part, shown(self.address), error.code.name, error)
                 if pause is None or error.ours or error.code not in _MAY_PASS:
                     self._complain(part, error)
                     return
@@ -116,7 +119,8 @@ class Buddy:
         if self._said or self._stop.is_set():
             return
         self._said = True
-        self._say(f"{self.address} does not hold {part}: {error}; training goes on, it will be asked again", True)
+        text = f"{shown(self.address)} does not hold {part}: {error}; training goes on, it will be asked again"
+        self._say(text, True)
 
 
 class Buddies:

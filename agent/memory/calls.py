@@ -13,6 +13,7 @@ from dalsegno.protos import peer_pb2
 from dalsegno.protos.text import one_line
 
 from .holdings import Held, Holdings, Part
+from .identity import StrangerError
 from .incoming import PartRefusedError, receive, received_header
 from .pieces import PIECE_BYTES, read_part
 from .space import Space
@@ -38,25 +39,34 @@ class PeerError(Exception):
 
 
 class Pace:
-    """Holds back what is sent, so that so many bytes pass in a second. For one sender at a time.
+    """Holds back what is sent to buddies, to all of them together, so that so many bytes pass in a second. Thread-safe.
 
     Args:
         bytes_per_second: None: no limit.
-        stop: ends each wait.
     """
 
-    def __init__(self, bytes_per_second: float | None, stop: threading.Event) -> None:
-        self._rate, self._stop = bytes_per_second, stop
+    def __init__(self, bytes_per_second: float | None) -> None:
+        self._rate = bytes_per_second
+        self._lock = threading.Lock()
         self._free_at = 0.0
+        self._hurried = False
         share = PIECE_BYTES if bytes_per_second is None else int(bytes_per_second / _PIECES_IN_A_SECOND)
         self.piece_bytes = min(PIECE_BYTES, max(_SMALLEST_PIECE, share))
 
+    def hurry(self, wanted: bool) -> None:
+        """Whether people wait for what is sent: then nothing is held back, until they do not any more."""
+        self._hurried = wanted
+
     def wait(self, count: int) -> None:
-        """Before `count` bytes are sent."""
-        if self._rate is not None:
-            now = time.monotonic()
-            self._stop.wait(max(0.0, self._free_at - now))
-            self._free_at = max(now, self._free_at) + count / self._rate
+        """Before `count` bytes are sent. Each message waits for those before it: about 0.1 s for each buddy."""
+        if self._rate is None or self._hurried:
+            return
+        now = time.monotonic()
+        with self._lock:
+            begin = max(now, self._free_at)
+            self._free_at = begin + count / self._rate
+        # why: nothing happens but that time passes
+        time.sleep(begin - now)
 
 
 class Peers:
@@ -92,7 +102,7 @@ class Peers:
                 # An end that comes too early: gRPC would log what is raised here.
                 problems.append(error)
 
-        with self._wire.channel(address) as channel, self._holdings.at_work(part.run_id, part.manifest.name):
+        with self._holdings.at_work(part.run_id, part.manifest.name), self._channel(address) as channel:
             hold: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(f"/{SERVICE}/Hold")
             call = hold.future(messages(), metadata=self._metadata())
             with self._watch.over(call.cancel) as transfer:
@@ -114,7 +124,7 @@ class Peers:
         """Brings a part here, from the agent at `address`.
 
         Args:
-            address: HOST:PORT.
+            address: as the master tells it (`PeerAddress`).
             run_id, name, digest, group_rank: which one.
             stopped: asked now and then whether it is still wanted.
 
@@ -124,7 +134,7 @@ class Peers:
         request = peer_pb2.FetchRequest(
             job_id=self._job_id, run_id=run_id, name=name, digest=digest, group_rank=group_rank
         )
-        with self._wire.channel(address) as channel:
+        with self._channel(address) as channel:
             ask: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/{SERVICE}/Fetch")
             call = ask(request.SerializeToString(), metadata=self._metadata())
             with self._watch.over(call.cancel, stopped) as transfer:
@@ -158,6 +168,14 @@ class Peers:
                 raise PeerError(grpc.StatusCode.CANCELLED, "it is not wanted any more", ours=True)
 
         return receive(header, messages, self._holdings, self._space, moved)
+
+    def _channel(self, address: str) -> grpc.Channel:
+        try:
+            return self._wire.channel(address)
+        except StrangerError as error:
+            raise PeerError(grpc.StatusCode.UNAUTHENTICATED, str(error)) from error
+        except OSError as error:
+            raise PeerError(grpc.StatusCode.UNAVAILABLE, f"it cannot be reached: {error.strerror or error}") from error
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         try:

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 import grpc
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.peer_address import shown
 
 from .calls import PeerError, Peers
 from .fence import Fence
@@ -118,8 +119,8 @@ class Gatherer:
             try:
                 self._on_held(self._fetch(address, run_id, ref, part.group_rank, stopped))
             except PeerError as error:
-                logger.warning("part %d of %s from %s: %s", part.group_rank, ref.name, address, error)
-                reasons.append(f"{address}: {error}")
+                logger.warning("part %d of %s from %s: %s", part.group_rank, ref.name, shown(address), error)
+                reasons.append(f"{shown(address)}: {error}")
                 if error.ours or stopped():
                     break
             else:

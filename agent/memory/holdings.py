@@ -42,7 +42,7 @@ class Held:
     Attributes:
         checkpoint: As its manifest describes it, with `in_memory`.
         parts: Group ranks, in the epoch that wrote it, whose parts are here, each whole. Empty: nothing any more.
-        copies: HOST:PORT of the agents that have said that they hold this node's own part.
+        copies: Addresses (`PeerAddress`) of the agents that have said that they hold this node's own part.
     """
 
     run_id: str

@@ -15,11 +15,12 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.shortage import shortage
 
 from .buddies import Buddies, Buddy
-from .calls import Peers
+from .calls import Pace, Peers
 from .durable import make_durable
 from .fence import Fence, OpenEpoch
 from .gathering import Gatherer
 from .holdings import Held, Holdings, Part
+from .identity import Identity
 from .line import Line
 from .pieces import read_part
 from .place import NoMemoryError, Place, default_root
@@ -50,13 +51,14 @@ class MemoryTier:
         on_change: told what this node holds of one step, whenever that has changed; with no parts: nothing any more.
         say: one line for a person, and whether it is a warning.
         root: where directories of all agents are; None: /dev/shm/dalsegno-<uid>.
-        bytes_per_second: at most so much is sent to each buddy; None: no limit.
+        tls: other agents speak TLS, and none is spoken to without.
+        bytes_per_second: at most so much is sent to all buddies together; None: no limit.
         stall_seconds: a transfer is given up after so long without a byte.
 
     Attributes:
         problem: Why there is no memory tier, in one line; empty where there is one. With a problem nothing else here
             does anything, and what is asked for fails with it.
-        address: HOST:PORT for other agents.
+        address: for other agents (`PeerAddress`).
         path: The directory of this process, for the keeper to remove; None where there is none.
     """
 
@@ -70,12 +72,13 @@ class MemoryTier:
         say: Callable[[str, bool], None],
         root: Path | None = None,
         *,
+        tls: bool = False,
         bytes_per_second: float | None = None,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         self.problem, self.address = "", ""
         self.path: Path | None = None
-        self._tell, self._say, self._rate = on_change, say, bytes_per_second
+        self._tell, self._say, self._pace = on_change, say, Pace(bytes_per_second)
         self._copies: dict[tuple[str, str, int], tuple[str, ...]] = {}
         self._copies_lock = threading.Lock()
         self._ending = threading.Event()
@@ -83,11 +86,15 @@ class MemoryTier:
             try:
                 self._place = Place(default_root() if root is None else root, job_id)
                 undo.callback(self._place.close)
-                self._start(job_id, host, token, budget_bytes, stall_seconds)
+                wire = Wire(token, Identity.make() if tls else None)
+                self._start(job_id, host, wire, budget_bytes, stall_seconds)
                 undo.callback(self._server.close)
                 self._lines()
             except NoMemoryError as error:
                 self.problem = f"no memory checkpoints: {error}"
+                return
+            except ImportError as error:
+                self.problem = f"no memory checkpoints: TLS between agents needs the package cryptography ({error})"
                 return
             except (OSError, RuntimeError) as error:
                 self.problem = f"no memory checkpoints: {shortage(error) or error}"
@@ -95,21 +102,18 @@ class MemoryTier:
             undo.pop_all()
         self.path, self.address = self._place.path, self._server.address
 
-    def _start(
-        self, job_id: str, host: str, token: Callable[[], str | None], budget: int | None, stall_seconds: float
-    ) -> None:
+    def _start(self, job_id: str, host: str, wire: Wire, budget: int | None, stall_seconds: float) -> None:
         self._holdings = Holdings(self._place.path)
         self._fence = Fence(job_id)
         self._space = Space(budget, self._holdings.bytes, self._place.free_bytes)
         self._watch = Watch(stall_seconds)
-        wire = Wire(token)
         service = PeerService(
             job_id, self._holdings, self._fence, self._space, self._watch, self._changed, self._found_bad
         )
         self._server = PeerServer(host, wire, service)
         self._peers = Peers(job_id, wire, self._watch, self._holdings, self._space)
         self._buddies = Buddies(
-            lambda address: Buddy(address, self._peers, self._rate, self._copied, self._found_bad, self._say)
+            lambda address: Buddy(address, self._peers, self._pace, self._copied, self._found_bad, self._say)
         )
 
     def _lines(self) -> None:
@@ -146,10 +150,14 @@ class MemoryTier:
             part = self._holdings.part(run_id, ref.name, ref.digest, group_rank) or part
         self._buddies.set([address for address in buddies if address != self.address], epoch, part)
 
-    def sealed(self, run_id: str, name: str, digest: str) -> None:
-        """This node's own part of a step is complete: it counts as held, and goes to the buddies."""
+    def sealed(self, run_id: str, name: str, digest: str, urgent: bool = False) -> None:
+        """This node's own part of a step is complete: it counts as held, and goes to the buddies.
+
+        `urgent`: people wait for it, so neither it nor what is sent before it is held back.
+        """
         if self.problem:
             return
+        self._pace.hurry(urgent)
         # The next world may open, with another rank for this node, before this is looked at.
         opened = self._fence.opened(run_id)
         if opened is None:

@@ -1,7 +1,6 @@
 """How agents reach each other: channels, servers, and the job's token on every call.
 
-Peers speak plaintext with the token, as agents do to a master without certificates. Agents have certificates to check
-the master with, and none to be checked by themselves; `Wire.channel` and `Wire.bind` are where such would come in.
+Where the master speaks TLS they do, too, and never anything else: what would be plaintext is neither sent nor taken.
 """
 
 from __future__ import annotations
@@ -15,7 +14,9 @@ from typing import Any
 import grpc
 
 from dalsegno.protos import peer_pb2
+from dalsegno.protos.peer_address import PeerAddress
 
+from .identity import NAME, Identity, StrangerError, certificate_at
 from .pieces import MESSAGE_BYTES
 
 __all__ = ["SERVICE", "TokenGate", "Wire", "code_of", "detail_of"]
@@ -60,10 +61,11 @@ class Wire:
     Args:
         token: None: the job has none, and the master lets everybody in, too. While it raises OSError or ValueError (a
             file system that is away) the last one counts.
+        identity: this agent's own, and whoever is called must have one, too. None: agents speak plaintext.
     """
 
-    def __init__(self, token: Callable[[], str | None]) -> None:
-        self._ask = token
+    def __init__(self, token: Callable[[], str | None], identity: Identity | None = None) -> None:
+        self._ask, self._identity = token, identity
         self._lock = threading.Lock()
         self._last: str | None = None
         self._known = False
@@ -98,27 +100,48 @@ class Wire:
         # Constant time: an early mismatch must not be told from a late one.
         return any(hmac.compare_digest(value, f"Bearer {token}".encode()) for value in encoded)
 
-    @staticmethod
-    def channel(address: str) -> grpc.Channel:
-        """Opens a channel; it connects when it is first used."""
-        return grpc.insecure_channel(address, options=[*_OPTIONS, *_OF_CHANNEL])
+    def channel(self, address: str) -> grpc.Channel:
+        """Opens a channel; it connects when it is first used. With TLS it looks at the other side first, see below.
+
+        Raises:
+            StrangerError: what is there is not the agent that registered this address, or it cannot be called.
+            OSError: nobody answers; see `certificate_at` for how long that may take.
+        """
+        try:
+            peer = PeerAddress.parse(address)
+        except ValueError as error:
+            raise StrangerError(f"its address {error}") from error
+        options: list[tuple[str, int | str]] = [*_OPTIONS, *_OF_CHANNEL]
+        if self._identity is None:
+            if peer.certificate:
+                raise StrangerError("it speaks TLS, and this agent does not: give --tls-ca here, too")
+            return grpc.insecure_channel(peer.target, options=options)
+        if not peer.certificate:
+            raise StrangerError(
+                "it does not speak TLS, and this agent sends nothing in plaintext: give --tls-ca there, or upgrade it"
+            )
+        trusted = grpc.ssl_channel_credentials(certificate_at(peer))
+        options.append(("grpc.ssl_target_name_override", NAME))
+        return grpc.secure_channel(peer.target, trusted, options=options)
 
     @staticmethod
     def server_options() -> list[tuple[str, int]]:
         return [*_OPTIONS, *_OF_SERVER]
 
-    @staticmethod
-    def bind(server: grpc.Server, host: str) -> str:
-        """Has the server listen on a free port of `host`; returns HOST:PORT.
+    def bind(self, server: grpc.Server, host: str) -> str:
+        """Has the server listen on a free port of `host`; returns the address (`PeerAddress`) for other agents.
 
         Raises:
             RuntimeError: it cannot.
         """
-        shown = f"[{host}]" if ":" in host else host
-        port = server.add_insecure_port(f"{shown}:0")
+        shown, own = f"[{host}]" if ":" in host else host, self._identity
+        if own is None:
+            port = server.add_insecure_port(f"{shown}:0")
+        else:
+            port = server.add_secure_port(f"{shown}:0", grpc.ssl_server_credentials([(own.key, own.certificate)]))
         if not port:
             raise RuntimeError(f"cannot listen on {host}")
-        return f"{shown}:{port}"
+        return str(PeerAddress(f"{shown}:{port}", own.digest if own is not None else ""))
 
 
 class TokenGate(grpc.ServerInterceptor):

@@ -26,7 +26,9 @@ class AgentConfig:
         script_flag: if the job uses `--universal-checkpoint`, add the flag to the script's own arguments when it
             resumes from universal files.
         expects_session: the script's text says that it may call `session()`, however late.
+        tls: the master is spoken to over TLS, and so are other agents.
         memory_budget_bytes: the most that memory checkpoints may take on this node; None: found out.
+        memory_bytes_per_second: the most of them that is sent to other nodes in a second; None: no limit.
         run_ahead: standby workers run the script up to where it needs its place in a world.
     """
 
@@ -44,7 +46,9 @@ class AgentConfig:
     script_flag: bool = False
     expects_session: bool = False
     run_ahead: bool = False
+    tls: bool = False
     memory_budget_bytes: int | None = None
+    memory_bytes_per_second: int | None = None
 
 
 def differences(mine: control_pb2.Settings, job: control_pb2.Settings) -> str:

@@ -117,7 +117,7 @@ class Effects:
                 self.storage.sight(self.run_id, action.ref, self._mailbox.put)
             case ev.HoldPart():
                 if self.memory is not None:
-                    self.memory.sealed(self.run_id, action.name, action.digest)
+                    self.memory.sealed(self.run_id, action.name, action.digest, action.urgent)
             case ev.Doubt():
                 self._doubt(action.ref)
             case ev.MakeDurable():
@@ -280,6 +280,8 @@ class Effects:
             self._config.memory_budget_bytes,
             self._held_changed,
             self._say,
+            tls=self._config.tls,
+            bytes_per_second=self._config.memory_bytes_per_second,
         )
         if memory.problem:
             self._say(f"no memory checkpoints on this node: {memory.problem}", True)

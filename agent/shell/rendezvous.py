@@ -268,6 +268,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
         node_name=params.get("node_name", "") or "",
         local_addr=params.local_addr,
         addresses=params.endpoint,
+        tls=files.tls,
     )
     timeout = float(params.get_as_int("timeout", 900) or 900)
     return Rendezvous(config, params.endpoint.split(","), files, timeout)

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
 from dalsegno.protos.limits import LONGEST_SECONDS, MOST, MOST_CHECKPOINTS, MOST_SETTING
+from dalsegno.protos.peer_address import PeerAddress
 from dalsegno.protos.text import LONGEST_NAME, name_problem, one_line, text_problem
 
 __all__ = ("MOST_NODES", "ShapeError", "admit")
@@ -241,6 +242,13 @@ def _numbers_of(name: str) -> Iterable[int]:
     return (int(digits) for digits in re.findall(r"[0-9]+", name))
 
 
+def _peer_address(value: str) -> None:
+    try:
+        PeerAddress.parse(value)
+    except ValueError as error:
+        raise ShapeError(str(error)) from None
+
+
 def _secret(value: bytes) -> None:
     least, most = SECRET_BYTES
     if not least <= len(value) <= most:
@@ -269,6 +277,7 @@ _BY_NAME: dict[str, Callable[[Any], None]] = {
     "digest": _digest,
     "probe": _probe,
     "secret": _secret,
+    "peer_address": _peer_address,
     "nproc": _at_most(MOST_WORKERS),
     "store_port": _at_most(65535),
     # A training that has diverged reports NaN.

@@ -7,6 +7,7 @@ import hmac
 from dataclasses import replace
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.peer_address import speaks_tls
 from dalsegno.protos.processes import Process, is_of_earlier_boot
 
 from . import membership
@@ -59,7 +60,7 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
         if before is not None and proves(before, message.secret):
             membership.lose(turn, [(before, "it started anew")])
     free_earlier_boots(turn, message.process)
-    refused = name_taken(turn, message)
+    refused = speaks_otherwise(turn, message) or name_taken(turn, message)
     if refused is not None:
         return refused
     if len(job.nodes) >= MOST_NODES:
@@ -143,6 +144,28 @@ def name_taken(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | None
         )
     membership.lose(turn, [(holder, "a new agent took its name")])
     return None
+
+
+def speaks_otherwise(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | None:
+    """A refusal if the others speak TLS with each other, and this agent does not, or the other way round.
+
+    What the one held no other could fetch, and a world would wait for it in vain.
+    """
+    if not message.peer_address:
+        return None
+    heard = (node for node in turn.job.nodes.values() if node.peer_address and turn.presence(node).spoke)
+    other = next((node for node in heard if is_there(turn, node.name)), None)
+    if other is None:
+        return None
+    theirs, own = speaks_tls(other.peer_address), speaks_tls(message.peer_address)
+    if theirs == own:
+        return None
+    return Reply(
+        "INVALID_ARGUMENT",
+        f"agents hold each other's memory checkpoints, and {other.name} {'speaks' if theirs else 'does not speak'} TLS"
+        f" with others, this one {'does' if own else 'does not'}: give --tls-ca to all agents or to none, and the same"
+        " version of dalsegno",
+    )
 
 
 def process_of(message: control_pb2.RegisterRequest) -> Process | None:

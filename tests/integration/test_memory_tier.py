@@ -101,10 +101,7 @@ def test_ranks_and_peers_write_the_same_step_at_the_same_time(tmp_path: Path) ->
         part = one.tier._holdings.part(RUN, STEP, manifest.digest, 0)
         assert part is not None
         with ThreadPoolExecutor(4) as pool:
-            sent = [
-                pool.submit(one.tier._peers.send, two.tier.address, part, Pace(None, threading.Event()))
-                for _ in range(4)
-            ]
+            sent = [pool.submit(one.tier._peers.send, two.tier.address, part, Pace(None)) for _ in range(4)]
             assert [one.result(60) for one in sent] == [None] * 4
         assert (two.memory() / STEP / "rank0.pt").stat() == taken
 
@@ -125,6 +122,33 @@ def test_a_newer_step_takes_the_place_of_one_that_waits(tmp_path: Path) -> None:
         buddy.holds("step-3.e1.1", 0)
         assert [held.checkpoint.step for held in buddy.tier.held()] == [1, 3]
         assert [held.checkpoint.step for held in slow.tier.held()] == [1, 2, 3]
+
+
+def test_a_limit_is_for_all_buddies_and_not_for_a_drain(tmp_path: Path) -> None:
+    """What is under way is hurried, too: the drain's part comes behind it. The next save has the limit again."""
+    content, rate = os.urandom(1_000_000), 1e5
+    steps = [manifest_of(f"step-{step}.e1.1", {0: {"x": content}}) for step in (1, 2)]
+    with nodes(tmp_path, 1, bytes_per_second=rate) as (slow,), nodes(tmp_path / "more", 2) as two:
+        slow.tier.open_epoch(RUN, 1, 0, [buddy.tier.address for buddy in two])
+        began = time.monotonic()
+        slow.writes(steps[0], 0, {"x": content})
+        for buddy in two:
+            buddy.wait_for(lambda buddy=buddy: list(buddy.memory().glob("*.parts/.in-*")))  # type: ignore[misc]
+        time.sleep(2.0)
+        assert not any(buddy.parts("step-1.e1.1") for buddy in two)
+        slow.writes(steps[1], 0, {"x": content}, urgent=True)
+        for buddy in two:
+            buddy.holds("step-2.e1.1", 0)
+            assert buddy.parts("step-1.e1.1") == (0,)
+        # Four parts, of which all but a fraction were not held back.
+        assert time.monotonic() - began < 4 * len(content) / rate / 2
+        slow.tier.open_epoch(RUN, 2, 0, [two[0].tier.address])
+        two[0].tier.open_epoch(RUN, 2, 1, [])
+        last = manifest_of("step-3.e2.1", {0: {"x": content[:300_000]}})
+        began = time.monotonic()
+        slow.writes(last, 0, {"x": content[:300_000]})
+        two[0].holds(last.name, 0)
+        assert time.monotonic() - began > 0.8 * 300_000 / rate
 
 
 def test_new_buddies_get_what_is_newest(tmp_path: Path) -> None:
@@ -481,11 +505,11 @@ def test_a_tmpfs_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             part = one.tier._holdings.part(RUN, STEP, manifest.digest, 0)
             assert part is not None
             with pytest.raises(PeerError, match="No space left") as error:
-                one.tier._peers.send(full.tier.address, part, Pace(None, threading.Event()))
+                one.tier._peers.send(full.tier.address, part, Pace(None))
             assert error.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             full.wait_for(lambda: not list(full.memory().rglob(".in-*")))
             (full.memory() / "fills").unlink()
-            one.tier._peers.send(full.tier.address, part, Pace(None, threading.Event()))
+            one.tier._peers.send(full.tier.address, part, Pace(None))
             full.holds(STEP, 0)
     finally:
         subprocess.run(["umount", "-l", str(mount)], check=True)

@@ -18,10 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from dalsegno.agent.control.connection import Credentials
+from dalsegno.agent.memory.identity import certificate_at
+from dalsegno.agent.memory.place import root_of_user
 from dalsegno.protos import control_pb2
+from dalsegno.protos.peer_address import PeerAddress
 from tests.support.jobs import local_processes as processes
 from tests.support.jobs.certificates import Authority, Certificate
 from tests.support.jobs.cluster import ROOT, Training, Undisturbed
@@ -141,6 +145,56 @@ def test_a_second_node_joins_and_the_master_comes_back(job: Service, undisturbed
         assert "the master is back" in node.said()
         # Neither token nor gRPC's own complaints are for the console.
         assert "ssl_transport" not in node.text()
+
+
+def test_a_killed_nodes_run_goes_on_from_memory(tmp_path: Path, keys: Keys, undisturbed: Undisturbed) -> None:
+    """The other agent got its part over TLS; nothing was on the disk, and no agent speaks anything else."""
+    training = Training(steps=40, save_every=1000)
+    service = Service(
+        tmp_path / "job",
+        training,
+        nnodes="1:2",
+        step_time=0.02,
+        script_flags=("--memory-every=5",),
+        # Each world stands still three steps after the half: step 20 is held then.
+        agent_environment={"DALSEGNO_TEST_STEPS": "3"},
+        master_flags=as_flags(keys.server()),
+        agent_flags=("--memory-replicas=1", "--memory-bandwidth=50MB", "--quiet-time=60", *as_flags(keys.client())),
+        credentials=Credentials(keys.token, keys.ca),
+    )
+    with service as job:
+        job.start_master()
+        first = job.open("a", "b")
+        job.wait_step(23)
+        stored = b"".join(path.read_bytes() for path in job.directory.glob("job.sqlite*"))
+        addresses = {PeerAddress.parse(text.decode()) for text in re.findall(rb"[0-9a-f]{64}@127[.0-9]+:\d+", stored)}
+        assert len(addresses) == 2
+        for address in addresses:
+            # It is the one that is shown there.
+            assert b"BEGIN CERTIFICATE" in certificate_at(address)
+            with grpc.insecure_channel(address.target) as channel, pytest.raises(grpc.FutureTimeoutError):
+                grpc.channel_ready_future(channel).result(2)
+        wait_held(job, 20, parts=2)
+        assert not job.sealed()
+        job.kill_node(job.node("b"))
+        second = job.wait_world(1, after=first)
+        assert job.change(second).resumed == 20
+        job.finish()
+        job.assert_undisturbed(undisturbed)
+        job.assert_lost({second: range(1, 6)})
+        assert "does not hold" not in job.node("a").text()
+
+
+def wait_held(job: Service, step: int, parts: int) -> None:
+    """Until each agent has all parts of a step."""
+    memories = sorted((root_of_user() / job.job).glob("*/run-0001"))
+
+    def look() -> bool:
+        found = [list(memory.glob(f"step-{step}.e*.parts")) for memory in memories]
+        return all(len(one) == 1 and len(list(one[0].glob("*.json"))) == parts for one in found)
+
+    assert len(memories) == len(job.nodes)
+    job.wait_for(look, f"step {step} in the memory of all")
 
 
 def test_a_token_by_variable(shell: Shell, keys: Keys) -> None:

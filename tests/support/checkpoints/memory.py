@@ -111,10 +111,10 @@ class Node:
         assert path is not None, self.tier.problem
         return path
 
-    def writes(self, manifest: Manifest, group_rank: int, files: Files) -> None:
+    def writes(self, manifest: Manifest, group_rank: int, files: Files, urgent: bool = False) -> None:
         """Its ranks have written a step, and say so."""
         write_own(self.memory(manifest.run_id), manifest, group_rank, files)
-        self.tier.sealed(manifest.run_id, manifest.name, manifest.digest)
+        self.tier.sealed(manifest.run_id, manifest.name, manifest.digest, urgent)
 
     def gathers(
         self, manifest: Manifest, where: Mapping[int, list[str]], seconds: float = 60.0

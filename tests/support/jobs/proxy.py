@@ -1,4 +1,4 @@
-"""A TCP proxy that a test can cut: one node loses its way to the master, and nobody else does."""
+"""A TCP proxy that a test can cut, or that remembers: one node loses its way to the master, and nobody else does."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ class Proxy:
 
     Args:
         target: ``HOST:PORT``.
+        remembers: Keep what passes.
+
+    Attributes:
+        seen: What has passed, of each direction of each connection.
+        accepted: How many connections there were.
     """
 
-    def __init__(self, target: str) -> None:
-        host, _, port = target.rpartition(":")
-        self._target = host, int(port)
+    def __init__(self, target: str, remembers: bool = False) -> None:
+        self._target, self._remembers = self._parsed(target), remembers
+        self.seen: list[bytearray] = []
+        self.accepted = 0
         self._server = socket.create_server(("127.0.0.1", 0))
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
@@ -29,6 +35,15 @@ class Proxy:
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self._server.getsockname()[1]}"
+
+    @staticmethod
+    def _parsed(target: str) -> tuple[str, int]:
+        host, _, port = target.rpartition(":")
+        return host, int(port)
+
+    def lead_to(self, target: str) -> None:
+        """New connections go there."""
+        self._target = self._parsed(target)
 
     def cut(self) -> None:
         """Ends all connections; new ones are accepted and closed at once."""
@@ -58,6 +73,7 @@ class Proxy:
             while True:
                 near, _ = self._server.accept()
                 with self._lock:
+                    self.accepted += 1
                     cut = self._is_cut
                 if cut:
                     near.close()
@@ -74,9 +90,13 @@ class Proxy:
                     threading.Thread(target=self._pump, args=(one, other), daemon=True).start()
 
     def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        seen = bytearray()
+        self.seen.append(seen)
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 self._flowing.wait()
+                if self._remembers:
+                    seen += data
                 target.sendall(data)
         for one in (source, target):
             with contextlib.suppress(OSError):
@@ -84,9 +104,9 @@ class Proxy:
 
 
 @contextlib.contextmanager
-def proxy(target: str) -> Iterator[Proxy]:
+def proxy(target: str, remembers: bool = False) -> Iterator[Proxy]:
     """One, closed in the end."""
-    made = Proxy(target)
+    made = Proxy(target, remembers)
     try:
         yield made
     finally:

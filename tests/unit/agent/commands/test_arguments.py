@@ -65,6 +65,18 @@ def test_universal_files_beside_the_run_or_before(
     assert options.training_script == "x.py"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "environ", "expected"),
+    [
+        (["x.py"], {}, None),
+        (["--memory-bandwidth=200MB", "x.py"], {"PET_MEMORY_BANDWIDTH": "1GB"}, 200_000_000),
+        (["x.py"], {"PET_MEMORY_BANDWIDTH": "1.5MiB/s"}, 3 << 19),
+    ],
+)
+def test_a_bandwidth_is_a_size_in_a_second(arguments: list[str], environ: dict[str, str], expected: int | None) -> None:
+    assert parse(arguments, environ).memory_bandwidth == expected
+
+
 def test_another_way_to_make_universal_files_is_refused() -> None:
     with pytest.raises(UsageError, match=r"--universal-checkpoint has no value, or =beside, or =gate"):
         parse(["--universal-checkpoint=later", "x.py"], {})
@@ -110,6 +122,9 @@ def test_where_the_master_is(arguments: list[str], environ: dict[str, str], expe
         (["-m", "--no-python", "x"], {}, "exclude each other"),
         (["--standalone", "--master=h:1", "x.py"], {}, "--standalone"),
         (["--tls-cert=c", "x.py"], {}, "--tls-key"),
+        (["--memory-bandwidth=fast", "x.py"], {}, "no size"),
+        (["--memory-bandwidth=0", "x.py"], {}, "at least 1MB in a second"),
+        (["x.py"], {"PET_MEMORY_BANDWIDTH": "999KB"}, "at least 1MB in a second"),
         (["--redirects=9", "x.py"], {}, "neither"),
         (["--nnod=2", "x.py"], {}, "--nnod"),
         ([], {}, "training_script"),

@@ -36,6 +36,16 @@ def test_a_part_is_sent_to_its_buddies_and_nothing_is_committed() -> None:
     assert not agent.did(ev.ReadManifest)
 
 
+def test_what_a_drain_leaves_in_memory_is_urgent() -> None:
+    """Whoever began the drain: the master, this node, or another node, of which only the ranks know yet."""
+    for agent in (drained(), drained(leaving=True)):
+        assert agent.did(ev.HoldPart) == [ev.HoldPart(REF.name, REF.digest, urgent=True)]
+    agent = Agent().registered().running()
+    agent.directed(drain=control_pb2.Drain(epoch=1, run=world(), to_memory=True))
+    agent.said(sealed=SEALED)
+    assert agent.did(ev.HoldPart) == [ev.HoldPart(REF.name, REF.digest, urgent=True)]
+
+
 def test_what_is_held_is_told_once_and_to_each_new_master() -> None:
     agent = Agent().registered().running()
     for _ in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -91,15 +92,27 @@ def test_work_waits_in_line_and_is_bounded() -> None:
 def test_a_pace_holds_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many bytes in a second, in pieces of which several pass in a second; without one nothing waits."""
     waits: list[float] = []
-    stop = SimpleNamespace(wait=waits.append)
-    pace = Pace(1000.0, stop)  # type: ignore[arg-type]
+    monkeypatch.setattr(time, "sleep", waits.append)
+    pace = Pace(1000.0)
     for _ in range(3):
         pace.wait(500)
-    assert waits[0] == 0
-    assert sum(waits[1:]) == pytest.approx(1.5, abs=0.1)  # nothing slept: what was held back adds up
-    assert [Pace(rate, threading.Event()).piece_bytes for rate in (None, 1e9, 1e6, 1.0)] == [
-        1 << 20,
-        1 << 20,
-        100_000,
-        4096,
-    ]
+    # Nothing slept: what was held back adds up.
+    assert waits == [0.0, pytest.approx(0.5, abs=0.1), pytest.approx(1.0, abs=0.1)]
+    for one in (pace, Pace(None)):
+        one.hurry(True)
+        one.wait(1 << 30)
+    assert len(waits) == 3
+    pace.hurry(False)
+    pace.wait(1)
+    assert waits[3:] == [pytest.approx(1.5, abs=0.1)]
+    assert [Pace(rate).piece_bytes for rate in (None, 1e9, 1e6, 1.0)] == [1 << 20, 1 << 20, 100_000, 4096]
+
+
+def test_several_senders_share_a_pace() -> None:
+    """It is the node's, however many buddies there are."""
+    pace = Pace(1e6)
+    began = time.monotonic()
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(pace.wait, 50_000) for _ in range(8)]:
+            done.result(30)
+    assert time.monotonic() - began >= 7 * 0.05

@@ -222,6 +222,10 @@ def test_durations_are_bounded_and_only_two_may_be_negative() -> None:
         ({"host": "a\\b"}, "host"),
         ({"probe": "x" * 257}, "probe is 257 long"),
         ({"settings": settings((1, MOST_SETTING + 1))}, "max_nodes"),
+        ({"peer_address": f"{DIGEST}@{'x' * 65536}:1"}, "peer_address is 65603 long"),
+        ({"peer_address": f"{DIGEST[:63]}@10.0.0.1:7"}, "peer_address is '0123"),
+        ({"peer_address": "-----BEGIN CERTIFICATE-----\nMIIB"}, "peer_address"),
+        ({"peer_address": "10.0.0.1"}, "neither HOST:PORT, nor that after 64 hex digits"),
     ],
 )
 def test_a_registration_is_complete_and_bounded(changes: dict[str, Any], word: str) -> None:

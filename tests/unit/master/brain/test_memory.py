@@ -468,3 +468,37 @@ def in_memory_again(job: Driven) -> pb.Checkpoint:
     head = job.job.checkpoints.head
     assert head is not None
     return pb.Checkpoint(ref=pb.CheckpointRef(name=head.name, digest=head.digest), in_memory=True)
+
+
+TLS = 64 * "a" + "@"
+
+
+@pytest.mark.parametrize(
+    ("there", "comes", "words"),
+    [(TLS, "", "speaks TLS with others, this one does not"), ("", TLS, "this one does:")],
+)
+def test_an_agent_that_speaks_otherwise_is_told_so(there: str, comes: str, words: str) -> None:
+    """No other could fetch what it holds. Where nobody is who speaks the one way, all may speak the other."""
+    job = Driven(settings(memory_replicas=1, max_nodes=8, universal_checkpoint=False))
+    old = [job.node(host=f"host-{number}", peer_address=f"{there}10.0.0.{number}:7") for number in range(2)]
+    for node in old:
+        node.join()
+    job.wait(1.1)
+    assert [node.directive.run.place.buddies[0] for node in old] == [f"{there}10.0.0.1:7", f"{there}10.0.0.0:7"]
+    late = Node(job, "late")
+    reply = late.register(peer_address=f"{comes}10.0.0.9:7")
+    assert (reply.code, words in reply.detail) == ("INVALID_ARGUMENT", True)
+    assert "--tls-ca" in reply.detail
+    assert job.phase is Phase.RUNNING
+    # It keeps nothing in memory: nobody needs to reach it.
+    assert Node(job, "without").register(peer_address="").code == "OK"
+    for node in old:
+        node.hang_up()
+    assert late.register(peer_address=f"{comes}10.0.0.9:7").code == "OK"
+
+
+def test_nodes_that_only_the_record_knows_hold_up_nobody() -> None:
+    """All were started anew with TLS while the master was away."""
+    job, _ = started()
+    job.restart()
+    assert Node(job, "new").register(peer_address=f"{TLS}10.0.0.9:7").code == "OK"

@@ -1,0 +1,299 @@
+"""TLS between agents that hold each other's memory: real gRPC, a proxy that remembers, and all that does not fit."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+import grpc
+import pytest
+from cryptography import x509
+
+from dalsegno.agent.memory import buddies, identity
+from dalsegno.agent.memory.identity import Identity
+from dalsegno.agent.memory.wire import SERVICE, Wire
+from dalsegno.elastic.checkpoint import Manifest, read_sealed, verify
+from dalsegno.protos import control_pb2, peer_pb2
+from dalsegno.protos.peer_address import PeerAddress, shown
+from tests.support.checkpoints.memory import JOB, RUN, SMALL, TOKEN, Node, manifest_of, nodes
+from tests.support.jobs.proxy import Proxy, proxy
+
+pytestmark = pytest.mark.timeout(120)
+STEP = "step-10.e1.1"
+# Of `SMALL`, and in no other file.
+KNOWN = (b"zero" * 10, b"one" * 10)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the tries of a buddy."""
+    monkeypatch.setattr(buddies, "_PAUSES", (0.1,))
+
+
+@contextmanager
+def pair(root: Path, tls: bool = True) -> Iterator[tuple[Node, Node, Manifest]]:
+    """Two agents with the parts 0 and 1 of a step; the first has not sent its own."""
+    with nodes(root, 2, tls=tls) as (one, two):
+        manifest = manifest_of(STEP, {rank: SMALL[rank] for rank in range(2)})
+        one.tier.open_epoch(RUN, 1, 0, [])
+        two.tier.open_epoch(RUN, 1, 1, [])
+        two.writes(manifest, 1, SMALL[1])
+        two.holds(STEP, 1)
+        yield one, two, manifest
+
+
+def led_through(way: Proxy, node: Node) -> str:
+    """The address of a node, at the proxy."""
+    return str(PeerAddress(way.address, PeerAddress.parse(node.tier.address).certificate))
+
+
+def sends(node: Node, manifest: Manifest, address: str) -> None:
+    """It writes part 0, and sends it there."""
+    node.tier.open_epoch(RUN, 1, 0, [address])
+    node.writes(manifest, 0, SMALL[0])
+    node.holds(STEP, 0)
+
+
+def works(one: Node, two: Node, manifest: Manifest) -> None:
+    """Nobody was harmed: the second hands out what it has, and takes the other's part."""
+    sends(one, manifest, two.tier.address)
+    two.holds(STEP, 0, 1)
+    found = one.gathers(manifest, {1: [two.tier.address]})
+    assert isinstance(found, control_pb2.Checkpoint), found
+    verify(one.memory() / STEP, read_sealed(one.memory() / STEP, manifest.digest))
+
+
+# ---- what passes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tls", [True, False])
+def test_who_listens_reads_neither_token_nor_state(tmp_path: Path, tls: bool) -> None:
+    """In both directions; without TLS the same proxy reads both, so it looks in the right place."""
+    with pair(tmp_path, tls) as (one, two, manifest), proxy(shown(two.tier.address), remembers=True) as way:
+        address = led_through(way, two)
+        sends(one, manifest, address)
+        two.holds(STEP, 0, 1)
+        assert isinstance(one.gathers(manifest, {1: [address]}), control_pb2.Checkpoint)
+        verify(one.memory() / STEP, read_sealed(one.memory() / STEP, manifest.digest))
+        seen = [bytes(one) for one in way.seen]
+        secrets = (TOKEN.encode(), JOB.encode() + b"\x12", STEP.encode(), *KNOWN)
+        found = {secret for secret in secrets if any(secret in one for one in seen)}
+        assert found == (set() if tls else set(secrets))
+        assert sum(map(len, seen)) > sum(len(data) for rank in range(2) for data in SMALL[rank].values())
+
+
+def test_each_process_has_a_certificate_of_its_own(tmp_path: Path) -> None:
+    """It never expires, so that clocks may differ; its key never touches a disk."""
+    with nodes(tmp_path, 2, tls=True) as two:
+        digests = {PeerAddress.parse(node.tier.address).certificate for node in two}
+        assert len(digests) == 2
+        assert "" not in digests
+        assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"PRIVATE" in path.read_bytes()]
+    made = x509.load_pem_x509_certificate(Identity.make().certificate)
+    assert (made.not_valid_before_utc.year, made.not_valid_after_utc.year) == (2000, 9999)
+
+
+# ---- what does not fit -----------------------------------------------------------------------------------------------
+
+
+def expired() -> Identity:
+    """As one of ours, of another time."""
+
+    class Past(datetime):
+        def __new__(cls, year: int, *rest: int) -> Past:
+            return super().__new__(cls, 2001 if year == 9999 else year, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(identity, "datetime", Past)
+        return Identity.make()
+
+
+def another_name() -> Identity:
+    """As one of ours, for another name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(identity, "NAME", "elsewhere")
+        return Identity.make()
+
+
+@contextmanager
+def someone(wire: Wire, heard: list[dict[str, object]]) -> Iterator[str]:
+    """A server that takes everything, and notes with which metadata it was called; its address."""
+
+    def take(requests: object, context: grpc.ServicerContext) -> bytes:
+        heard.append(dict(context.invocation_metadata()))
+        return peer_pb2.HoldReply().SerializeToString()
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    handlers = {"Hold": grpc.stream_unary_rpc_method_handler(take), "Fetch": grpc.stream_unary_rpc_method_handler(take)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    address = wire.bind(server, "127.0.0.1")
+    server.start()
+    try:
+        yield address
+    finally:
+        server.stop(0).wait(10)
+
+
+def wire(own: Identity | None) -> Wire:
+    return Wire(lambda: TOKEN, own)
+
+
+def assert_refused(one: Node, two: Node, manifest: Manifest, address: str, words: str) -> None:
+    """One line where it was to be sent, the same where it was to be fetched; and nobody is harmed."""
+    sends(one, manifest, address)
+    one.wait_for(lambda: one.said)
+    reason = str(one.gathers(manifest, {1: [address]}))
+    for line in (one.said[0], reason):
+        assert words in line
+        assert "\n" not in line
+        assert "@" not in line
+    assert "training goes on" in one.said[0]
+    assert len(one.said) == 1
+    works(one, two, manifest)
+    assert len(one.said) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Identity.make, "another certificate than the one that the agent has registered"),
+        (expired, "certificate has expired"),
+        (another_name, "failed to connect to all addresses"),
+    ],
+)
+def test_a_certificate_that_is_not_that_agents(tmp_path: Path, make: Callable[[], Identity], words: str) -> None:
+    """Of another agent, of another time, for another name: what shows it hears nothing, not even the token."""
+    heard: list[dict[str, object]] = []
+    with pair(tmp_path) as (one, two, manifest), someone(wire(make()), heard) as address:
+        if make == Identity.make:
+            address = str(PeerAddress(shown(address), PeerAddress.parse(two.tier.address).certificate))
+        assert_refused(one, two, manifest, address, words)
+        assert not heard
+
+
+def test_who_only_has_the_certificate_is_found_out(tmp_path: Path) -> None:
+    """Whoever is in between passes the first look on to the right agent, and then answers itself."""
+    heard: list[dict[str, object]] = []
+    with (
+        pair(tmp_path) as (one, two, manifest),
+        someone(wire(Identity.make()), heard) as impostor,
+        proxy(shown(two.tier.address)) as way,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        look = identity.certificate_at
+
+        def looks(address: PeerAddress) -> bytes:
+            way.lead_to(shown(two.tier.address))
+            found = look(address)
+            way.lead_to(shown(impostor))
+            return found
+
+        patch.setattr("dalsegno.agent.memory.wire.certificate_at", looks)
+        sends(one, manifest, led_through(way, two))
+        one.wait_for(lambda: one.said)
+        assert "CERTIFICATE_VERIFY_FAILED" in one.said[0]
+        assert not heard
+        assert way.accepted >= 2
+
+
+def test_an_agent_without_tls_beside_one_with(tmp_path: Path) -> None:
+    """Neither calls the other; each says what to change."""
+    with pair(tmp_path / "tls") as (one, two, manifest), pair(tmp_path / "plain", False) as (plain, other, _):
+        assert_refused(one, two, manifest, plain.tier.address, "it does not speak TLS, and this agent sends nothing in")
+        assert_refused(
+            plain, other, manifest, two.tier.address, "it speaks TLS, and this agent does not: give --tls-ca"
+        )
+        certificate = PeerAddress.parse(two.tier.address).certificate
+        lying = str(PeerAddress(plain.tier.address, certificate))
+        assert "what answers there does not speak TLS" in str(one.gathers(manifest, {2: [lying]}))
+
+
+def test_a_caller_in_plaintext_is_not_heard(tmp_path: Path) -> None:
+    """Also one with the token, who knows where."""
+    with pair(tmp_path) as (one, two, manifest):
+        request = peer_pb2.FetchRequest(job_id=JOB, run_id=RUN, name=STEP, digest=manifest.digest, group_rank=1)
+        metadata = wire(None).metadata()
+        with grpc.insecure_channel(shown(two.tier.address)) as channel:
+            answers = channel.unary_stream(f"/{SERVICE}/Fetch")(request.SerializeToString(), metadata=metadata)
+            with pytest.raises(grpc.RpcError) as error:
+                list(answers)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        works(one, two, manifest)
+
+
+@pytest.mark.parametrize("token", [None, "", "f" * 32])
+def test_a_caller_without_the_token(tmp_path: Path, token: str | None) -> None:
+    """TLS says who is called, and the token who calls."""
+    others = nodes(tmp_path / "others", 1, tls=True, token=lambda: token)
+    with pair(tmp_path) as (one, two, manifest), others as (stranger,):
+        sends(stranger, manifest, two.tier.address)
+        stranger.wait_for(lambda: stranger.said)
+        assert "not an agent of this job" in stranger.said[0]
+        assert "not an agent of this job" in str(stranger.gathers(manifest, {1: [two.tier.address]}))
+        assert two.parts(STEP) == (1,)
+        works(one, two, manifest)
+
+
+DIGEST = "0" * 64
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["nonsense", "", f"{DIGEST[1:]}@127.0.0.1:7", f"{DIGEST}@127.0.0.1", "-----BEGIN", "x" * 70_000, "a\x1b:7"],
+)
+def test_addresses_that_are_none(tmp_path: Path, address: str) -> None:
+    """From a master that makes no sense."""
+    with pair(tmp_path) as (one, two, manifest):
+        sends(one, manifest, address)
+        one.wait_for(lambda: one.said)
+        assert "its address is " in one.said[0]
+        assert one.said[0].isprintable()
+        assert len(one.said[0]) < 2000
+        works(one, two, manifest)
+
+
+@pytest.mark.parametrize("how", ["says nothing", "hangs up", "is not there"])
+def test_what_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """It may be there again later: it is asked again, and then the next holder."""
+    monkeypatch.setattr(identity, "_PATIENCE", 0.5)
+    with pair(tmp_path) as (one, two, manifest), socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        if how == "is not there":
+            listener.close()
+        elif how == "hangs up":
+            threading.Thread(target=_hang_up, args=(listener,), daemon=True).start()
+        address = str(PeerAddress(f"127.0.0.1:{port}", PeerAddress.parse(two.tier.address).certificate))
+        began = time.monotonic()
+        sends(one, manifest, address)
+        one.wait_for(lambda: one.said)
+        assert "it cannot be reached: " in one.said[0]
+        found = one.gathers(manifest, {1: [address, two.tier.address]})
+        assert isinstance(found, control_pb2.Checkpoint), found
+        assert time.monotonic() - began < 60
+        one.tier.open_epoch(RUN, 1, 0, [two.tier.address])
+        two.holds(STEP, 0, 1)
+
+
+def _hang_up(listener: socket.socket) -> None:
+    while True:
+        try:
+            listener.accept()[0].close()
+        except OSError:
+            return
+
+
+def test_without_the_library_there_is_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather that than plaintext."""
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    node = Node(tmp_path / "node", tls=True)
+    assert "TLS between agents needs the package cryptography" in node.tier.problem
+    assert node.tier.address == ""
+    assert not list((tmp_path / "node" / JOB).glob("*"))
+    node.tier.close()

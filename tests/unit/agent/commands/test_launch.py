@@ -1,0 +1,31 @@
+"""What an agent's command line makes of its configuration."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dalsegno.agent.commands import launch
+from dalsegno.agent.commands.arguments import parse
+from dalsegno.agent.script import Script
+
+
+@pytest.mark.parametrize(
+    ("flags", "tls"),
+    [
+        (("--master=h:1",), False),
+        (("--master=h:1", "--tls-ca=ca.pem"), True),
+        # The master's certificate is checked with the system's roots.
+        (("--master=h:1", "--tls-cert=c.pem", "--tls-key=k.pem"), True),
+        # An embedded master speaks plaintext on this machine, and the flag has no effect.
+        (("--tls-ca=ca.pem",), False),
+    ],
+)
+def test_agents_speak_with_each_other_as_with_the_master(tmp_path: Path, flags: tuple[str, ...], tls: bool) -> None:
+    options = parse(["--job-id=job", "--memory-bandwidth=2MB", *flags, "train.py"], {})
+    script = Script(sys.executable, ("-u", "train.py"))
+    config = launch._agent_config(options, 1, SimpleNamespace(root=tmp_path), tmp_path, script)  # type: ignore[arg-type]
+    assert (config.tls, config.memory_bytes_per_second) == (tls, 2_000_000)
