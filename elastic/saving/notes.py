@@ -1,4 +1,4 @@
-"""`latest.json` and `best.json`, copies for people: written after the saves, and nobody waits for them."""
+"""`latest.json` and `best.json`, copies for people: written after the saves, and no save waits for them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class Notes:
         self._lock = threading.Lock()
         self._wanted: tuple[Manifest | None, Best | None] | None = None
         self._busy = False
+        # The last one that was started.
+        self._thread: threading.Thread | None = None
         self._best: str | None = None
 
     def write(self, latest: Manifest | None, best: Best | None) -> None:
@@ -34,13 +36,27 @@ class Notes:
             if self._busy:
                 return
             self._busy = True
-        if self._apart:
-            try:
-                threading.Thread(target=self._write, name="dalsegno-notes").start()
+            if self._apart and self._start():
                 return
-            except RuntimeError as error:  # The interpreter is about to end, or may have no more threads.
-                log.debug("no thread for latest.json: %s", error)
         self._write()
+
+    def close(self, seconds: float) -> None:
+        """Waits until everything that was asked for is written, for at most so long. The thread goes on after that."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(seconds)
+
+    def _start(self) -> bool:
+        """Whether a thread writes from now on. The caller holds the lock."""
+        thread = threading.Thread(target=self._write, name="dalsegno-notes")
+        try:
+            thread.start()
+        except RuntimeError as error:  # The interpreter is about to end, or may have no more threads.
+            log.debug("no thread for latest.json: %s", error)
+            return False
+        self._thread = thread
+        return True
 
     def _write(self) -> None:
         while True:

@@ -351,9 +351,13 @@ class Saver:
             )
 
     def close(self) -> None:
-        """Ends the saver when the script goes on without a session: a save under way gets some time. Not collective."""
+        """Ends the saver when the script goes on without a session. Not collective.
+
+        A save under way gets some time, and so do the notes for people: a script may move or delete the directory next.
+        """
         if self._under_way is not None and not self._under_way.flight.wait(LAST_WORDS_SECONDS):
             log.warning("%s is not sealed yet, and nobody will hear of it", self._under_way.own.name)
+        self._notes.close(LAST_WORDS_SECONDS)
 
     def improves(self, value: float | None) -> bool:
         """Whether a checkpoint with rank 0's ``value`` would be the best so far. Collective."""

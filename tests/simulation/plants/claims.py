@@ -96,10 +96,16 @@ def says_nothing(original: Any) -> Any:
 
 
 def _plant(
-    owner: Any, name: str, replace: Replace, *caught: str, seeds: int, suits: Callable[[ClaimPlan], bool]
+    owner: Any,
+    name: str,
+    replace: Replace,
+    *caught: str,
+    seeds: int,
+    suits: Callable[[ClaimPlan], bool],
+    first: int = 1,
 ) -> tuple[str, Plant]:
     made: Any = suits
-    return replace.__name__, Plant(owner, name, replace, frozenset(caught), suits=made, seeds=seeds)
+    return replace.__name__, Plant(owner, name, replace, frozenset(caught), suits=made, seeds=seeds, first=first)
 
 
 def has(*names: str) -> Callable[[ClaimPlan], bool]:
@@ -136,9 +142,20 @@ CLAIM_PLANTS: dict[str, Plant] = dict(
         _plant(
             Machine, "is_same_process", takes_a_number_for_a_process, KILLED, WELL, seeds=40, suits=has("reuse_number")
         ),
-        _plant(Claim, "is_reached_from", takes_another_boot_for_this_one, KILLED, WELL, seeds=40, suits=has("reboot")),
+        _plant(
+            Claim,
+            "is_reached_from",
+            takes_another_boot_for_this_one,
+            KILLED,
+            WELL,
+            seeds=40,
+            suits=has("reboot"),
+            first=39,
+        ),
         _plant(embedded, "_REPLACED", replaces_whoever_does_not_answer, REPLACED, seeds=20, suits=has("slow_master")),
-        _plant(embedded, "_STRANGERS", takes_a_stranger_for_the_master, WELL, seeds=40, suits=has("reuse_port")),
+        _plant(
+            embedded, "_STRANGERS", takes_a_stranger_for_the_master, WELL, seeds=40, suits=has("reuse_port"), first=47
+        ),
         _plant(
             EmbeddedMaster,
             "_renews",
@@ -168,6 +185,6 @@ CLAIM_PLANTS: dict[str, Plant] = dict(
             suits=lambda plan: len(plan.machines) > 1 and plan.node_timeout < 5.0,
         ),
         _plant(EmbeddedMaster, "_end", leaves_a_stopped_master, WELL, seeds=40, suits=has("stop_master")),
-        _plant(EmbeddedMaster, "_say_once", says_nothing, WELL, seeds=40, suits=has("freeze_all")),
+        _plant(EmbeddedMaster, "_say_once", says_nothing, WELL, seeds=40, suits=has("freeze_all"), first=60),
     ]
 )

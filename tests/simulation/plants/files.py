@@ -107,11 +107,23 @@ def believes_that_all_see_it(original: Any) -> Any:
 FILE_PLANTS: dict[str, Plant] = dict(
     [
         plant(checkpoints, "from_proto", records_what_nobody_sealed, "commits are sealed"),
-        plant(Collective, "_name", names_without_the_epoch, "names", kind="crashes"),
-        plant(Decision, "stop_conversion", lets_a_conversion_run_on, "one conversion", kind="convert"),
-        plant(directives, "side_orders", deletes_what_a_conversion_reads, "what is converted stays", kind="convert"),
+        plant(Collective, "_name", names_without_the_epoch, "names", kind="crashes", first=105),
+        plant(Decision, "stop_conversion", lets_a_conversion_run_on, "one conversion", kind="convert", first=538),
         plant(
-            directives, "side_orders", sweeps_what_is_made_beside, "what is converted stays", suits=makes_files_beside
+            directives,
+            "side_orders",
+            deletes_what_a_conversion_reads,
+            "what is converted stays",
+            kind="convert",
+            first=142,
+        ),
+        plant(
+            directives,
+            "side_orders",
+            sweeps_what_is_made_beside,
+            "what is converted stays",
+            suits=makes_files_beside,
+            first=69,
         ),
         plant(membership, "check_liveness", declares_nodes_of_an_ended_job_dead, "one end"),
         plant(checkpoints, "prunable", prunes_the_resume_point, "the resume point stays"),
@@ -123,6 +135,7 @@ FILE_PLANTS: dict[str, Plant] = dict(
             "resume point exists",
             kind="crashes",
             also=((membership, "sees_resume", believes_that_all_see_it),),
+            first=1375,
         ),
     ]
 )

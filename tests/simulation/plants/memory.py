@@ -71,6 +71,7 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             "held as a whole",
             also=((Memory, "gather", joins_with_what_it_has),),
             suits=in_memory,
+            first=38,
         ),
         plant(
             memory,
@@ -79,6 +80,7 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             "planned changes lose nothing",
             "left with everything saved",
             suits=in_memory,
+            first=38,
         ),
         plant(
             leaving,

@@ -194,6 +194,7 @@ SHELL_PLANTS: dict[str, Plant] = dict(
             "no event is set aside",
             suits=lambda plan: plan.crowd == 100 and has("several_deaths")(plan),
             seeds=6,
+            first=594,
         ),
         _plant(
             brain,
@@ -202,6 +203,7 @@ SHELL_PLANTS: dict[str, Plant] = dict(
             "who is gone is noticed",
             suits=lambda plan: 0 < plan.held_up <= plan.settings.node_timeout and has("stuck_node")(plan),
             seeds=40,
+            first=105,
         ),
         _plant(
             membership,
@@ -210,7 +212,7 @@ SHELL_PLANTS: dict[str, Plant] = dict(
             "turns are short",
             suits=lambda plan: plan.crowd == 200,
             seeds=3,
-            first=700,
+            first=722,
             also=((brain, "note", decides_at_every_heartbeat),),
         ),
         _plant(
@@ -221,7 +223,7 @@ SHELL_PLANTS: dict[str, Plant] = dict(
             "a leave ends",
             suits=lambda plan: plan.nproc > 1 and has("kill_node", "crash_worker", "kill_agent", "scale")(plan),
             seeds=60,
-            first=90,
+            first=270,
             also=((ElasticAgent, "_stop_world", forgets_to_say_that_workers_stopped),),
         ),
         _plant(
@@ -257,7 +259,7 @@ SHELL_PLANTS: dict[str, Plant] = dict(
             "who is told knows",
             suits=lambda plan: plan.holds[0] > 0,
             seeds=30,
-            first=130,
+            first=147,
             also=((MasterClient, "_tell", tells_at_once),),
         ),
         _plant(

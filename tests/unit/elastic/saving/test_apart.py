@@ -75,6 +75,7 @@ def test_the_last_rank_seals_what_is_there(tmp_path: Path, gone_at: int) -> None
     agent = FakeLink(0, control_pb2.ENDING_WAIT, control_pb2.ENDING_WAIT, control_pb2.ENDING_SEAL)
     one = saver(agent, tmp_path, gone_at)
     manifest = save(one)
+    one.close()
     assert manifest is not None
     assert one.apart
     verify(tmp_path / manifest.name, manifest, 1)
@@ -131,6 +132,7 @@ def test_two_seals_are_one(tmp_path: Path) -> None:
     """A thread of rank 0's may have been first."""
     one = saver(FakeLink(control_pb2.ENDING_SEAL), tmp_path, 3)
     manifest = save(one)
+    one.close()
     assert manifest is not None
     assert apart.seal_once(tmp_path / manifest.name, manifest) == manifest
 
@@ -169,6 +171,8 @@ def test_ranks_go_only_if_somebody_still_wants_them_to(tmp_path: Path, monkeypat
     to_the_boundary()
     with pytest.raises(Drained):
         session.leave_drained(lambda: closed.append(1))
+    assert session.saves.saver is not None
+    session.saves.saver.close()
     assert (insisted, closed, link.said[-1].drained.step) == ([83], [1], 3)
 
 

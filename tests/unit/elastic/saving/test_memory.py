@@ -9,6 +9,7 @@ import subprocess
 import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,8 @@ class Job:
             identity = self.identity(group.rank)
             assert identity.run_dir is not None
             agent: Any = self.agents[identity.group_rank]
-            return work(Saver(identity, group, CheckpointStore(identity.run_dir), agent, None), group)
+            with closing(Saver(identity, group, CheckpointStore(identity.run_dir), agent, None)) as saver:
+                return work(saver, group)
 
         return together(self.world, one)
 

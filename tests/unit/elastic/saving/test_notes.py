@@ -46,22 +46,16 @@ def _model(path: Path) -> None:
     (path / "model.pt").write_bytes(b"0")
 
 
-def finish() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "dalsegno-notes":
-            thread.join(30)
-            assert not thread.is_alive()
-
-
 def test_a_save_under_an_agent_is_over_before_its_note_is_written(tmp_path: Path) -> None:
     """What waits for it is a leaver's notice, and every other rank."""
     store, agent = Slow(tmp_path), FakeLink()
-    manifest = save(saver(store, agent), 1)
+    one = saver(store, agent)
+    manifest = save(one, 1)
     assert store.asked.wait(30)
     assert [sealed.name for sealed in agent.of("sealed")] == [manifest.name]
     assert store.written == []
     store.answers.set()
-    finish()
+    one.close()
     assert json.loads((tmp_path / "latest.json").read_text())["name"] == manifest.name
 
 
@@ -74,9 +68,37 @@ def test_what_was_noted_last_counts(tmp_path: Path) -> None:
     save(one, 2)
     last = save(one, 3)
     store.answers.set()
-    finish()
+    one.close()
     assert store.written == [first.name, last.name]
     assert json.loads((tmp_path / "latest.json").read_text())["step"] == 3
+
+
+def test_a_saver_that_is_closed_has_written_its_notes(tmp_path: Path) -> None:
+    """Nothing of it writes into the run's directory any more: the script may move it."""
+    store = Slow(tmp_path)
+    one = saver(store, FakeLink())
+    manifest = save(one, 1)
+    assert store.asked.wait(30)
+    answer = threading.Timer(0.2, store.answers.set)
+    answer.start()
+    one.close()
+    assert store.written == [manifest.name]
+    assert "dalsegno-notes" not in {thread.name for thread in threading.enumerate()}
+    answer.join()
+
+
+def test_a_saver_is_closed_where_the_disk_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script is not held up by a copy for people for longer than by a save."""
+    monkeypatch.setattr(saving, "LAST_WORDS_SECONDS", 0.05)
+    store = Slow(tmp_path)
+    one = saver(store, FakeLink())
+    save(one, 1)
+    one.close()
+    assert store.written == []
+    monkeypatch.undo()
+    store.answers.set()
+    one.close()
+    assert len(store.written) == 1
 
 
 def test_alone_a_note_is_there_when_the_save_returns(tmp_path: Path) -> None:

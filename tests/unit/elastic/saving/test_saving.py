@@ -58,6 +58,7 @@ def test_syncing_and_summing_are_seen_to_move(tmp_path: Path, monkeypatch: pytes
         assert sizes[-1] >= 3000 + manifest.total_bytes
         assert heard.said[-1].sealed.name == manifest.name
         heard.said.clear()
+    saver.close()
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
@@ -92,6 +93,7 @@ def test_a_power_cut_leaves_the_last_checkpoint_whole(
             assert settled is not None
             before.append(settled[1].name)
         assert set(before) <= set(sealed(power.image())), "what is announced is durable"
+    saver.close()
 
 
 def test_a_manifest_says_the_jobs_nodes(tmp_path: Path) -> None:
@@ -107,6 +109,7 @@ def test_a_manifest_says_the_jobs_nodes(tmp_path: Path) -> None:
         (path / "a.pt").write_bytes(bytes(10))
 
     manifest = saver.save(saving.Content(3, Position(0, 48)), write, create_directory=True, drain=False)
+    saver.close()
     assert manifest is not None
     written = Manifest.read(tmp_path / manifest.name).to_proto()
     assert (written.min_nodes, written.max_nodes) == (2, 4)

@@ -33,6 +33,7 @@ def test_no_part_of_a_save_begins_anew(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(tiers, "seal", seal)
     one = saving.Saver(Identity(epoch=1), Solo(), CheckpointStore(tmp_path), agent, None)  # type: ignore[arg-type]
     manifest = one.save(saving.Content(1, Position(0, 1)), _model, create_directory=True, drain=True)
+    one.close()
     assert manifest is not None
     size = sum(entry.size for entry in manifest.files)
     assert size > 1000
