@@ -91,6 +91,8 @@ class Survival:
         # In this order: a call in between finds that an optimizer has stepped.
         self._mark = mark
         self._stepping = False
+        # Not compared: a step without an optimizer's (a loss scale that was too large) has changed what it may.
+        self._probe = ""
         self._judge(time.thread_time() - began)
         if self._called:
             self._told()

@@ -95,6 +95,16 @@ def test_a_rank_that_loses_its_peer_in_the_step_saves_the_boundary(
         assert agent.of("progress")[-1].may_keep
 
 
+def test_a_step_that_is_done_is_not_lost(tmp_path: Path) -> None:
+    """The peer is lost behind its last collective in the step: the others end that, and fail in the next one."""
+    with FakeAgent(tmp_path, world=2, epoch=1, memory=True) as agent:
+        run(agent, place="ended")
+        assert agent.wait() == [1, -signal.SIGKILL], agent.outputs
+        manifest = kept(agent, 0)
+        assert manifest is not None, agent.outputs
+        assert manifest.step == STEP
+
+
 def test_the_run_goes_on_from_there_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """By as many ranks no bit of a loss differs; each sample comes once."""
     with FakeAgent(tmp_path / "alone", world=2, epoch=1, memory=True) as agent:
