@@ -27,6 +27,7 @@ class ToAgent(google.protobuf.message.Message):
     BAD_CHECKPOINT_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
     PEER_LOST_FIELD_NUMBER: builtins.int
+    KEEPING_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello: ...
     @property
@@ -49,6 +50,8 @@ class ToAgent(google.protobuf.message.Message):
     def refused(self) -> global___Refused: ...
     @property
     def peer_lost(self) -> global___PeerLost: ...
+    @property
+    def keeping(self) -> global___Keeping: ...
     def __init__(
         self,
         *,
@@ -63,10 +66,11 @@ class ToAgent(google.protobuf.message.Message):
         bad_checkpoint: global___BadCheckpoint | None = ...,
         refused: global___Refused | None = ...,
         peer_lost: global___PeerLost | None = ...,
+        keeping: global___Keeping | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["bad_checkpoint", b"bad_checkpoint", "body", b"body", "drained", b"drained", "draining", b"draining", "finished", b"finished", "hello", b"hello", "peer_lost", b"peer_lost", "progress", b"progress", "refused", b"refused", "save_failed", b"save_failed", "saving", b"saving", "sealed", b"sealed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bad_checkpoint", b"bad_checkpoint", "body", b"body", "drained", b"drained", "draining", b"draining", "finished", b"finished", "hello", b"hello", "peer_lost", b"peer_lost", "progress", b"progress", "refused", b"refused", "save_failed", b"save_failed", "saving", b"saving", "sealed", b"sealed"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "progress", "saving", "sealed", "save_failed", "draining", "drained", "finished", "bad_checkpoint", "refused", "peer_lost"] | None: ...
+    def HasField(self, field_name: typing.Literal["bad_checkpoint", b"bad_checkpoint", "body", b"body", "drained", b"drained", "draining", b"draining", "finished", b"finished", "hello", b"hello", "keeping", b"keeping", "peer_lost", b"peer_lost", "progress", b"progress", "refused", b"refused", "save_failed", b"save_failed", "saving", b"saving", "sealed", b"sealed"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bad_checkpoint", b"bad_checkpoint", "body", b"body", "drained", b"drained", "draining", b"draining", "finished", b"finished", "hello", b"hello", "keeping", b"keeping", "peer_lost", b"peer_lost", "progress", b"progress", "refused", b"refused", "save_failed", b"save_failed", "saving", b"saving", "sealed", b"sealed"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "progress", "saving", "sealed", "save_failed", "draining", "drained", "finished", "bad_checkpoint", "refused", "peer_lost", "keeping"] | None: ...
 
 global___ToAgent = ToAgent
 
@@ -78,6 +82,7 @@ class ToWorker(google.protobuf.message.Message):
     MASTER_SEEN_FIELD_NUMBER: builtins.int
     ENDING_FIELD_NUMBER: builtins.int
     TO_MEMORY_FIELD_NUMBER: builtins.int
+    KEEP_FIELD_NUMBER: builtins.int
     drain: builtins.bool
     """Save at the next agreed boundary and stop."""
     master_seen: builtins.bool
@@ -86,6 +91,10 @@ class ToWorker(google.protobuf.message.Message):
     """How the save of a drain ends, as dalsegno.control.v1.Ending."""
     to_memory: builtins.bool
     """The save of a drain goes to memory, if every rank is told so; else to the checkpoint directory."""
+    keep: builtins.bool
+    """The world has broken, and this process is about to be ended. A rank that still holds the last boundary exactly saves
+    it to memory, alone, and exits.
+    """
     def __init__(
         self,
         *,
@@ -93,8 +102,9 @@ class ToWorker(google.protobuf.message.Message):
         master_seen: builtins.bool = ...,
         ending: builtins.int = ...,
         to_memory: builtins.bool = ...,
+        keep: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["drain", b"drain", "ending", b"ending", "master_seen", b"master_seen", "to_memory", b"to_memory"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drain", b"drain", "ending", b"ending", "keep", b"keep", "master_seen", b"master_seen", "to_memory", b"to_memory"]) -> None: ...
 
 global___ToWorker = ToWorker
 
@@ -135,6 +145,7 @@ class Progress(google.protobuf.message.Message):
     LONGEST_FIELD_NUMBER: builtins.int
     ANYONE_SEES_MASTER_FIELD_NUMBER: builtins.int
     BEATS_FIELD_NUMBER: builtins.int
+    MAY_KEEP_FIELD_NUMBER: builtins.int
     step: builtins.int
     loss: builtins.float
     seconds: builtins.float
@@ -144,6 +155,8 @@ class Progress(google.protobuf.message.Message):
     """Some rank of the world can hear the master (from the exchange)."""
     beats: builtins.int
     """Counts signs of life between two steps, for instance in an evaluation. It only grows within an epoch."""
+    may_keep: builtins.bool
+    """If the world breaks, this rank may be able to save the last boundary alone (ToWorker.keep): it is given the time."""
     def __init__(
         self,
         *,
@@ -153,8 +166,9 @@ class Progress(google.protobuf.message.Message):
         longest: builtins.float = ...,
         anyone_sees_master: builtins.bool = ...,
         beats: builtins.int = ...,
+        may_keep: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["anyone_sees_master", b"anyone_sees_master", "beats", b"beats", "longest", b"longest", "loss", b"loss", "seconds", b"seconds", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["anyone_sees_master", b"anyone_sees_master", "beats", b"beats", "longest", b"longest", "loss", b"loss", "may_keep", b"may_keep", "seconds", b"seconds", "step", b"step"]) -> None: ...
 
 global___Progress = Progress
 
@@ -365,3 +379,20 @@ class PeerLost(google.protobuf.message.Message):
     ) -> None: ...
 
 global___PeerLost = PeerLost
+
+@typing.final
+class Keeping(google.protobuf.message.Message):
+    """A peer is lost. This rank holds this boundary exactly, and writes it to memory, alone; Sealed follows."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["step", b"step"]) -> None: ...
+
+global___Keeping = Keeping

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dalsegno.protos import control_pb2
 
 from . import events as ev
-from . import memory
+from . import keeping, memory
 from .decision import Decision
 from .state import DrainOrder, Epoch, Place, Workers
 
@@ -122,7 +122,7 @@ def ordered_gather(decision: Decision, gather: control_pb2.Gather) -> None:
         decision.do(ev.Say(gather.missing))
     state.wait_said = gather.missing
     if state.workers is Workers.RUNNING:
-        decision.kill_workers()
+        keeping.end_workers(decision)
 
 
 def ordered_wait(decision: Decision, wait: control_pb2.Wait) -> None:
@@ -131,7 +131,7 @@ def ordered_wait(decision: Decision, wait: control_pb2.Wait) -> None:
     state.place.order = wait
     state.drain = None
     if state.workers is Workers.RUNNING:
-        decision.kill_workers()
+        keeping.end_workers(decision)
     if wait.reason and wait.reason != state.wait_said:
         decision.do(ev.Say(wait.reason))
     state.wait_said = wait.reason

@@ -349,6 +349,8 @@ class TellWorkers:
     ending: int = 0
     # The save of a drain goes to memory.
     to_memory: bool = False
+    # The world has broken: save what is held, and end.
+    keep: bool = False
 
 
 @dataclass(frozen=True)

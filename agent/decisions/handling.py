@@ -6,7 +6,8 @@ same actions. A directive is a view of what the agent should be doing. So every 
 
 What happens on which failure:
 
-- a worker ends with an error: the rest of this node's workers are killed, the master is told, the agent waits;
+- a worker ends with an error: the rest of this node's workers are killed (those that may have something to save get a
+  moment for it, see `keeping`), the master is told, the agent waits;
 - the master is away: the workers go on; calls are kept and repeated; past the outage timeout the node drains if another
   node still reaches the master;
 - the agent was declared dead ("fenced"): its workers are killed at once, and it registers anew as a new incarnation;
@@ -19,7 +20,7 @@ from dataclasses import replace
 
 from dalsegno.protos import control_pb2
 
-from . import directives, leaving, memory, ranks
+from . import directives, keeping, leaving, memory, ranks
 from . import events as ev
 from .decision import Decision
 from .state import AgentSettings, AgentState, Door, Join, Link, Outcome, Place, Workers, fresh
@@ -226,6 +227,8 @@ def prepare_join(decision: Decision) -> None:
         return
     if state.epoch.outcome is Outcome.DRAINED and (state.reading or memory.awaits_its_part(decision)):
         return  # The commit goes first.
+    if keeping.awaits_word(decision):
+        return
     resume, wanted = wanted_join(state.place)
     if wanted is None or (state.memory.doubting and wanted.resume == state.memory.doubting):
         return
@@ -380,6 +383,7 @@ def settle(decision: Decision) -> None:
     if decision.state.door.answer_deadline is not None:
         decision.wake_at(decision.state.door.answer_deadline)
     register_when_due(decision)
+    keeping.check(decision)
     ranks.check_stopping(decision)
     if decision.state.ended:
         return  # a fenced leaver that waited only for its workers
@@ -416,7 +420,8 @@ def tell_workers(decision: Decision) -> None:
         return
     drain = state.leaving or state.drain is not None or state.link.drain
     ending = state.drain.ending if state.drain is not None else control_pb2.ENDING_TOGETHER
-    flags = (drain, state.link.up, ending, drain and memory.to_memory(state))
+    keep = state.epoch.keep_until is not None
+    flags = (drain, state.link.up, ending, drain and memory.to_memory(state), keep)
     if flags != state.epoch.told:
         state.epoch.told = flags
         decision.do(ev.TellWorkers(*flags))

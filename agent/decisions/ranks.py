@@ -5,7 +5,7 @@ from __future__ import annotations
 from dalsegno.protos import control_pb2, worker_pb2
 
 from . import events as ev
-from . import memory
+from . import keeping, memory
 from .decision import Decision
 from .state import Outcome, Workers
 from .worker_checks import MOST
@@ -23,6 +23,8 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
         if message.sealed.in_memory:
             urgent = state.drain is not None or state.leaving or epoch.agreed
             decision.do(ev.HoldPart(message.sealed.name, message.sealed.digest, urgent))
+            if event.epoch == state.started:
+                keeping.kept(decision, event.rank, message.sealed.digest)
             return
         if len(state.reading) >= MOST_READING:
             return  # no script seals so fast; what is sealed lies on the disk, and is found there
@@ -39,7 +41,10 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
         case "hello":
             epoch.has_session = state.session_known = True
             decision.report_progress()
+        case "keeping":
+            keeping.writes(decision, event.rank)
         case "progress":
+            keeping.may_keep(decision, event.rank, message.progress.may_keep)
             progress(decision, event.rank, message.progress)
         case "saving":
             saving(decision, event.rank, message.saving)
@@ -164,6 +169,8 @@ def worker_exited(decision: Decision, event: ev.WorkerExited) -> None:
     if event.epoch != state.started or state.workers is not Workers.RUNNING:
         return
     epoch.exits = (*epoch.exits, (event.local_rank, event.code))
+    if epoch.keep_until is not None:
+        return  # Why the world has broken is known.
     drained = event.code == ev.WORKER_DRAINED or (event.code == 0 and has_drained(decision, event.local_rank))
     refusal = epoch.refusals.get(global_rank(decision, event.local_rank))
     if refusal is not None and not drained:
@@ -223,7 +230,7 @@ def worker_failed(decision: Decision, event: ev.WorkerExited) -> None:
     how = f"was killed by signal {-event.code}" if event.code < 0 else f"exited with code {event.code}"
     text = f"local rank {event.local_rank} {how}" + (f": {event.message}" if event.message else "")
     report_failure(decision, text, event.code & 0xFF, whose(decision, event))
-    decision.kill_workers()
+    keeping.end_workers(decision)
 
 
 def whose(decision: Decision, event: ev.WorkerExited) -> control_pb2.FailureKind.ValueType:

@@ -195,8 +195,16 @@ class Epoch:
     refusals: Mapping[int, str] = field(default_factory=dict)
     # Ranks that reported that they end because a connection to another rank broke, and have made no step since.
     peer_lost: frozenset[int] = frozenset()
+    # Ranks that may be able to save the last boundary by themselves, and those that have begun to.
+    keepers: frozenset[int] = frozenset()
+    writers: frozenset[int] = frozenset()
+    # The world has broken: until when these ranks have time for that.
+    keep_until: float | None = None
+    # Digest of what was sealed in memory last, and until when it is waited for to be held.
+    kept: str = ""
+    kept_until: float | None = None
     # The flags as the workers were told last.
-    told: tuple[bool, bool, int, bool] = (False, False, 0, False)
+    told: tuple[bool, bool, int, bool, bool] = (False, False, 0, False, False)
 
 
 @dataclass

@@ -53,6 +53,8 @@ def checked(message: worker_pb2.ToAgent, rank: int, *, seals: bool = False) -> w
             message.save_failed.reason = one_line(message.save_failed.reason)
         case "draining":
             _bounded(message.draining.step, "step")
+        case "keeping":
+            _bounded(message.keeping.step, "step")
         case "drained":
             if message.drained.name or message.drained.digest:
                 _reference(message.drained.name, message.drained.digest)

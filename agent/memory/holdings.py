@@ -28,7 +28,14 @@ from dalsegno.elastic.checkpoint import (
 )
 from dalsegno.elastic.checkpoint.files import publish, write_exclusive
 from dalsegno.elastic.checkpoint.manifest import MAX_BYTES
-from dalsegno.elastic.checkpoint.parts import PARTS_SUFFIX, part_path, parts_directory, read_part, write_part
+from dalsegno.elastic.checkpoint.parts import (
+    PARTS_SUFFIX,
+    part_path,
+    parts_directory,
+    read_part,
+    read_parts,
+    write_part,
+)
 from dalsegno.elastic.checkpoint.reading import NotRegular, read_regular
 from dalsegno.protos import control_pb2
 
@@ -238,6 +245,8 @@ class Holdings:
     def add_own(self, run_id: str, name: str, digest: str, group_rank: int) -> Part:
         """What the ranks of this node have written: their part and the manifest are complete.
 
+        What a rank has saved alone are all parts, of which the other nodes' have no files.
+
         Raises:
             CheckpointDamaged: the manifest is not that one.
             ValueError, OSError: see `StepPlace.read_part`.
@@ -245,6 +254,9 @@ class Holdings:
         place = self.place(run_id, name)
         manifest = read_sealed(place.files, digest)
         self.add(run_id, manifest, group_rank, place.read_part(group_rank, manifest))
+        for other, paths in read_parts(place.files).items():
+            if not paths:
+                self.add(run_id, manifest, other, paths)
         part = self.part(run_id, name, digest, group_rank)
         assert part is not None
         return part

@@ -184,6 +184,7 @@ class ElasticAgent(LocalElasticAgent):
                     master_seen=action.master_seen,
                     ending=action.ending,
                     to_memory=action.to_memory,
+                    keep=action.keep,
                 )
             case ev.Exit():
                 self._ending = Ending(action.code, action.message)

@@ -154,10 +154,14 @@ class WorkerLink:
         self._thread = threading.Thread(target=self._serve, name="worker-link", daemon=True)
         self._thread.start()
 
-    def tell(self, *, drain: bool, master_seen: bool, ending: int = 0, to_memory: bool = False) -> None:
+    def tell(
+        self, *, drain: bool, master_seen: bool, ending: int = 0, to_memory: bool = False, keep: bool = False
+    ) -> None:
         """Sets what the workers should know; sent to all of them if it changed, and to newcomers."""
         with self._lock:
-            told = worker_pb2.ToWorker(drain=drain, master_seen=master_seen, ending=ending, to_memory=to_memory)
+            told = worker_pb2.ToWorker(
+                drain=drain, master_seen=master_seen, ending=ending, to_memory=to_memory, keep=keep
+            )
             if told == self._told:
                 return
             self._told = told

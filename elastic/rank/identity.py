@@ -33,7 +33,7 @@ class Identity:
 
     Attributes:
         socket: The agent's; None outside ``dlrover-run``.
-        group_rank: This node's number in the world.
+        group_rank, nodes: This node's number in the world, and how many nodes that has.
         run_dir: Where checkpoints are; None where nothing can be saved.
         memory_dir: Where memory checkpoints of the run are on this node; None where there are none.
         stall_timeout: Seconds in which nothing moves, after which a disk counts as stuck; 0: never.
@@ -56,6 +56,7 @@ class Identity:
     stall_timeout: float = 0.0
     resume: ResumeOrder | None = None
     group_rank: int = 0
+    nodes: int = 1
     memory_dir: Path | None = None
 
     @property
@@ -99,6 +100,7 @@ def from_environment(environ: Mapping[str, str] = os.environ, checkpoint_dir: Pa
         stall_timeout=float(environ.get(Variable.STALL_TIMEOUT, "0")),
         resume=_resume(environ),
         group_rank=_number(environ, "GROUP_RANK", 0),
+        nodes=_number(environ, "GROUP_WORLD_SIZE", 1),
         memory_dir=_path(environ, Variable.MEMORY_DIR),
     )
 

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 from dalsegno.protos import worker_pb2
 from dalsegno.protos.contract import FRAME
@@ -43,6 +44,8 @@ class Link:
         self._drain = self._to_memory = False
         self._master_seen = False
         self._ending = 0
+        self._keep = False
+        self._when_told_to_keep: Callable[[], None] | None = None
         self._alive = True
         try:
             self._socket.setblocking(False)
@@ -76,6 +79,20 @@ class Link:
     def ending(self) -> int:
         """How the save of a drain ends, as ``control.Ending``."""
         return self._ending
+
+    @property
+    def keep(self) -> bool:
+        """The world has broken: a rank that holds the last boundary saves it now, see ``worker.proto``."""
+        return self._keep
+
+    def when_told_to_keep(self, then: Callable[[], None]) -> None:
+        """``then`` is called on the reader's thread once `keep` is said."""
+        self._when_told_to_keep = then
+
+    @property
+    def is_sending(self) -> bool:
+        """Something is being sent just now, by whichever thread."""
+        return self._lock.locked()
 
     @property
     def alive(self) -> bool:
@@ -175,6 +192,9 @@ class Link:
             # Before the drain itself: who is told of that from another thread reads this next.
             self._to_memory = message.to_memory
             self._drain, self._master_seen, self._ending = message.drain, message.master_seen, message.ending
+            told, self._keep = message.keep and not self._keep, message.keep
+            if told and self._when_told_to_keep is not None:
+                self._when_told_to_keep()
 
     def _lost(self, error: Exception | None) -> None:
         if self._alive:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -92,13 +92,15 @@ class Meetings:
         if self._link is not None:
             self._link.send(worker_pb2.ToAgent(refused=worker_pb2.Refused(message=" ".join(line.split())[:4096])))
 
-    def say_if_a_peer_is_lost(self) -> None:
+    def say_if_a_peer_is_lost(self) -> bool:
         """Tells the agent, when this rank ends with an error, if a closed connection to a peer may be the cause.
 
-        The rank that fails first, by itself, still finds all connections open.
+        The rank that fails first, by itself, still finds all connections open. Returns whether one is closed.
         """
-        if self._link is not None and self._collective.has_lost_a_peer():
+        lost = self._link is not None and self._collective.has_lost_a_peer()
+        if self._link is not None and lost:
             self._link.send(worker_pb2.ToAgent(peer_lost=worker_pb2.PeerLost()))
+        return lost
 
     def _tell(self, error: Exception) -> None:
         text = " ".join(str(error).split()) or type(error).__name__
@@ -114,7 +116,7 @@ class Meetings:
             log.warning("the other ranks could not be told of it (%s)", alone)
 
 
-def watch_the_end(meetings: Meetings) -> None:
+def watch_the_end(meetings: Meetings, when_lost: Callable[[], None]) -> None:
     """Makes sure that the agent learns why this process ends, if we know more than the error's text says.
 
     Either a peer is lost, or we refuse something, wherever in the script the refusal is raised. Refusals outside a
@@ -125,8 +127,8 @@ def watch_the_end(meetings: Meetings) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not meetings.over and is_refusal(error, trace):
             meetings.refused(str(error) or kind.__name__)
-        elif not meetings.over and may_be_a_peers(error):
-            meetings.say_if_a_peer_is_lost()
+        elif not meetings.over and may_be_a_peers(error) and meetings.say_if_a_peer_is_lost():
+            when_lost()
         before(kind, error, trace)
 
     sys.excepthook = hook

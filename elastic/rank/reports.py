@@ -25,10 +25,12 @@ class Reports:
 
     Attributes:
         loss: The present step's loss, for people.
+        may_keep: This rank may be able to save the last boundary alone.
     """
 
     def __init__(self, link: Link | None, count: StepCount | None = None) -> None:
         self.loss = float("nan")
+        self.may_keep = False
         self._link, self._count = link, count
         self._mark = self._heard = time.monotonic()
         self._told, self._longest_seconds = 0.0, 0.0
@@ -85,5 +87,6 @@ class Reports:
             longest=self._longest_seconds,
             anyone_sees_master=self._master_seen,
             beats=self._beats,
+            may_keep=self.may_keep,
         )
         return worker_pb2.ToAgent(progress=progress)

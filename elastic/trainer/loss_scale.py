@@ -18,7 +18,10 @@ class LossScale:
 
     Attributes:
         skipped: Optimizer steps skipped so far because gradients were infinite or NaN. Their batches count.
+        stepped_alike: See ``held_state``.
     """
+
+    stepped_alike = True
 
     def __init__(self, scaler: GradScaler | None) -> None:
         self._scaler = scaler

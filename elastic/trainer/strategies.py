@@ -138,6 +138,14 @@ class Strategy(ABC):
         """
         loadable(dict(state), _TRAINERS_STATE)
 
+    def watched(self, state: Callable[[], Mapping[str, Any]]) -> TrainingState | None:
+        """What each rank has all of; None: the state is not replicated. Valid once `setup` is done.
+
+        Args:
+            state: Returns the `Trainer`'s own at any moment.
+        """
+        return None
+
     def write(self, path: Path, state: Mapping[str, Any]) -> None:
         """Writes this rank's files below ``path``."""
         write_files(path, self.files(state))
@@ -179,6 +187,10 @@ class Write:
     def rehearse(self) -> None:
         """See ``rehearsal.rehearse``."""
         self._strategy.rehearse(self._given())
+
+    def watched(self) -> TrainingState | None:
+        """See ``held_state.held_by``."""
+        return self._strategy.watched(self._state)
 
     def _given(self) -> Mapping[str, Any]:
         return self._state() if self._strategy.asks_all_ranks or self._rank == 0 else {}
@@ -256,6 +268,10 @@ class DDP(Strategy):
         self._held.load_state_dict(state)
         self._training.rehearse()
 
+    def watched(self, state: Callable[[], Mapping[str, Any]]) -> TrainingState | None:
+        self._held.source = state
+        return self._training
+
     @contextmanager
     def evaluated(self) -> Iterator[nn.Module]:
         # BatchNorm's statistics differ between ranks; rank 0's are the ones that are saved.
@@ -266,13 +282,23 @@ class DDP(Strategy):
 
 
 class TrainerState:
-    """The `Trainer`'s own state as a part of a `TrainingState`."""
+    """The `Trainer`'s own state as a part of a `TrainingState`.
+
+    Attributes:
+        source: Returns the state of this moment; None: it is that of the last save.
+    """
 
     def __init__(self) -> None:
         self._state: dict[str, Any] = {}
+        self.source: Callable[[], Mapping[str, Any]] | None = None
+
+    @property
+    def stepped_alike(self) -> bool:
+        """All ranks have the same. Callbacks are told things on rank 0 that others are not."""
+        return not any(dict(self.state_dict()["callbacks"]).values())
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self._state)
+        return dict(self._state if self.source is None else self.source())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._state = dict(state)

@@ -115,5 +115,5 @@ def _open_with(notice: Notice, identity: Identity, keep: int, verify: bool) -> S
         shield_loaders()
     found = Session(identity, collective, link=link, lock=lock, resume=resume, keep=keep, notice=notice)
     if link is not None:
-        watch_the_end(found.meetings)
+        watch_the_end(found.meetings, lambda: found.survivor.peer_lost())
     return found

@@ -38,6 +38,7 @@ from .sources import (
     say_what_cannot_resume,
     source_of,
 )
+from .survival import Survival
 
 log = logging.getLogger(__name__)
 
@@ -296,6 +297,8 @@ def _loop(
                 session.abandon_step(trained=found is not None and found.trained)
         run.took(batch)
         ready = run.at(session.end_step())
+        if ready:
+            run.look()
     run.finish()
 
 
@@ -316,6 +319,7 @@ class _Run:
         self._session, self._write, self._every = session, save, cadence.save_every
         self._memory = MemorySaves(session, 0 if save is None else cadence.memory_every, self._save_in_memory)
         self._position_of, self._metric, self._options = position, metric, options
+        self._survival = Survival(session, save, options, wanted=save is not None and bool(cadence.memory_every))
         # The position that the data give, or else the resume point's.
         says, resume = getattr(data, "position", None), session.resume
         self._position = resume.position if resume is not None else Position()
@@ -336,6 +340,15 @@ class _Run:
             found.check_complete()
             self._learn(found)
         self._position = getattr(found or batch, "position_after", self._position)
+        # The step's work is done. What follows are agreements and saves, which change nothing of the training.
+        self._survival.mark(self._session.step + 1, self._place())
+
+    def look(self) -> None:
+        """Behind a boundary at which the loop goes on. Collective."""
+        self._survival.look(self._place())
+
+    def _place(self) -> Position:
+        return self._position if self._position_of is None else self._position_of()
 
     def _learn(self, batch: Batch[Any]) -> None:
         """Notes what the training calls, if each rank has its own part of the global batch."""
@@ -382,7 +395,7 @@ class _Run:
         assert self._write is not None
         return self._session.save(
             self._write,
-            position=self._position if self._position_of is None else self._position_of(),
+            position=self._place(),
             # A metric may take an evaluation, and what is only in memory is no candidate for the best checkpoint.
             metric=None if self._metric is None or in_memory else self._metric(),
             drain=drain,

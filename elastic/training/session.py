@@ -36,6 +36,7 @@ from ..saving.background_save import Background
 from ..saving.content import Content
 from ..saving.declared import strategy_of
 from ..saving.resuming import Damaged, ResumePoint, restore_rng
+from ..saving.survivor import Survivor
 from ..saving.tracking import Tracking
 from .copies import Copies
 from .examination import Examination, refuse_to_go_on
@@ -67,6 +68,7 @@ class Session:
         meetings: How all ranks end where one of them refuses.
         copies: What all ranks have a copy of: compared before the first step, and right behind it.
         saves: What is saved where.
+        survivor: What this rank saves by itself when it has lost its peers.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Session:
         self._notice = notice
         self.left_in_a_step = False
         self._reports = Reports(link, count_steps(identity, self.step))
+        self.survivor = Survivor(identity, link, None if resume is None else resume.ref, self._reports)
         self._drain_not_before, self._drain_pause = 0.0, DRAIN_PAUSE_SECONDS
 
     # What a script calls.

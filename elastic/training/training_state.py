@@ -80,17 +80,27 @@ class TrainingState:
         self._stood: dict[str, list[Any]] = {}
         self._rates: dict[str, list[float]] = {}
 
+    @property
+    def parts(self) -> Mapping[str, Stateful]:
+        """The parts beside the model, by name."""
+        return self._parts
+
     def files(self) -> dict[str, Any]:
-        """What this rank saves, for ``background``. Tensors are the training's own.
+        """What this rank saves, for ``background``: rank 0 saves it all. Tensors are the training's own.
 
         Raises:
             TypeError: A part gives no state, or one that could not be loaded again. (For the optimizer and the model
                 that is only checked before the first step.)
             ValueError: A state is sharded, not the same on every rank.
         """
-        check_whole(self._model)
         if self._session.rank != 0:
+            check_whole(self._model)
             return {}
+        return self.copy()
+
+    def copy(self) -> dict[str, Any]:
+        """What this rank holds of what rank 0 saves, see `files`, on whichever rank it is asked."""
+        check_whole(self._model)
         kept = {name: {"type": _kind(part), "state": _state_of(name, part)} for name, part in self._parts.items()}
         for name, names in self._trained().items():
             kept[name]["parameters"], kept[name]["frozen"] = names, frozen(self._model)
@@ -103,7 +113,8 @@ class TrainingState:
         for name, part in self._parts.items():
             check = check_unsharded if hasattr(part, "param_groups") else loadable
             check(kept[name], f"the state of {name}")
-        self._unlisted.tell()
+        if self._session.rank == 0:
+            self._unlisted.tell()
         found = {MODEL_FILE: self._model.state_dict(), TRAINING_FILE: Bundle(kept)}
         changed = self._unlisted.changed_buffers()
         return {**found, UNLISTED_FILE: {"buffers": changed}} if changed else found

@@ -182,7 +182,7 @@ class SimAgent:
                 self._stop_workers(action.epoch)
             case ev.TellWorkers():
                 if self.group is not None:
-                    self.group.tell(action.drain, action.master_seen, action.ending, action.to_memory)
+                    self.group.tell(action.drain, action.master_seen, action.ending, action.to_memory, action.keep)
             case ev.ReadManifest():
                 self.sim.clock.after(self.sim.random.uniform(0.01, 0.3), self.run, self._read, action)
             case ev.StartConversion():

@@ -34,6 +34,7 @@ def memory_of(plan: Plan) -> None:
     plan.memory_every = random.choice((1, 2, 2, 3))
     for settings in (plan.settings, plan.other_settings):
         settings.memory_replicas = 1 + plan.seed % 7 // 6
+    plan.survivors = random.choice((0.0, 0.3, 0.8))
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Memory:
         self._agent, self._sim = agent, agent.sim
         self.address = f"{agent.host}:{agent.number}" if agent.sim.plan.memory_every else ""
         # What ranks have written, and what this agent knows to be whole.
-        self._written: dict[str, tuple[control_pb2.Checkpoint, tuple[tuple[int, int], ...], int]] = {}
+        self._written: dict[str, tuple[control_pb2.Checkpoint, tuple[tuple[int, int], ...], tuple[int, ...]]] = {}
         self.steps: dict[str, Step] = {}
         self._epoch = 0
         self._buddies: tuple[str, ...] = ()
@@ -62,9 +63,9 @@ class Memory:
     def open_epoch(self, world: control_pb2.World) -> None:
         self._epoch, self._buddies = world.epoch, tuple(world.place.buddies)
 
-    def write(self, message: control_pb2.Checkpoint, history: tuple[tuple[int, int], ...], part: int) -> None:
-        """The ranks of this node have written their part."""
-        self._written[message.ref.digest] = (message, history, part)
+    def write(self, message: control_pb2.Checkpoint, history: tuple[tuple[int, int], ...], *parts: int) -> None:
+        """The ranks of this node have written their part, or one of them, alone, all: its own comes first."""
+        self._written[message.ref.digest] = (message, history, parts)
 
     def has(self, digest: str, part: int) -> bool:
         """Whether it is here, whole."""
@@ -78,10 +79,11 @@ class Memory:
         written = self._written.get(action.digest)
         if written is None:
             return
-        message, history, part = written
-        self._put(message, history, part)
+        message, history, parts = written
+        for part in parts:
+            self._put(message, history, part)
         for address in self._buddies:
-            self._after(TRANSFER, self._send, address, message.ref.digest, part)
+            self._after(TRANSFER, self._send, address, message.ref.digest, parts[0])
 
     def gather(self, action: ev.PrepareJoin | ev.MakeDurable, deliver: object) -> None:
         """Fetches what is missing, from the first that has it; `deliver(failure)` once all is here or cannot be."""

@@ -140,6 +140,8 @@ class Plan:
     crowd: int = 0
     # Steps between two checkpoints in memory; 0: there are none.
     memory_every: int = 0
+    # Of the nodes that a crash leaves, so many save what they hold; 0.0: none, as their state is not replicated.
+    survivors: float = 0.0
 
 
 def plan_of(seed: int, shells: bool = False) -> Plan:
@@ -155,6 +157,7 @@ def _shells_of(plan: Plan) -> None:
     plan.shells = True
     # The shells' memory is real, and not of this clock.
     plan.memory_every = plan.settings.memory_replicas = plan.other_settings.memory_replicas = 0
+    plan.survivors = 0.0
     plan.slowness = random.choice((1.0, 1.0, 1.0, 4.0))
     plan.holds = random.choice(((0.0, 0.0), (0.0, 0.0), (0.01, 1.0), (0.05, 0.3)))
     plan.connect_timeout = random.choice((8.0, 60.0))

@@ -32,13 +32,20 @@ class Group:
         self.master_seen = False
         self.ending = 0
         self.to_memory = False
+        # It was told that the world has broken; and has saved what it held.
+        self.keep = self.kept = False
         # When it died or stood still for good.
         self.stopped_at: float | None = None
         # In force when these ranks were started.
         self.settings = agent.told or agent.settings
 
-    def tell(self, drain: bool, master_seen: bool, ending: int = 0, to_memory: bool = False) -> None:
+    def tell(
+        self, drain: bool, master_seen: bool, ending: int = 0, to_memory: bool = False, keep: bool = False
+    ) -> None:
         self.drain, self.to_memory = drain, to_memory
+        if keep and not self.keep:
+            self.keep = True
+            self.agent.sim.clock.after(self.agent.sim.random.uniform(0.001, 0.5), self.collective.survive, self)
         self.master_seen = master_seen
         self.ending = ending
         if ending and self.alive and self.collective.drain_save is not None:
@@ -154,8 +161,32 @@ class Collective:
                 self.sim.clock.after(self.sim.random.uniform(0.02, 4.0), self._error, group)
 
     def _error(self, group: Group) -> None:
-        if group.alive:
+        if group.alive and not self.survive(group):
             group.crash(1)
+
+    def survive(self, group: Group) -> bool:
+        """Saves the last boundary on one node alone, where that is still held, and ends there."""
+        sim = self.sim
+        first = self.world.resume.source.step if self.world.HasField("resume") else 0
+        if not sim.plan.survivors or group.kept or not (group.alive and group.up) or group.frozen or self.step <= first:
+            return False
+        if self.flight is not None or sim.random.random() >= sim.plan.survivors:
+            return False
+        group.kept = True
+        own, nodes = self.group_rank(group), len(self.groups)
+        message = self.manifest(f"step-{self.step}.e{self.epoch}.{1000 + own}", self._lead.settings, in_memory=True)
+        remember(sim, message, self.history)
+        group.says(0.001, 0, keeping=worker_pb2.Keeping(step=self.step))
+        sim.clock.after(sim.random.uniform(0.01, 0.5), self._survived, group, message, own, nodes)
+        return True
+
+    def _survived(self, group: Group, message: control_pb2.Checkpoint, own: int, nodes: int) -> None:
+        if not group.alive:
+            return
+        group.agent.memory.write(message, self.history, own, *(part for part in range(nodes) if part != own))
+        sealed = worker_pb2.Sealed(name=message.ref.name, digest=message.ref.digest, step=message.step, in_memory=True)
+        group.says(0.002, 0, sealed=sealed)
+        self.sim.clock.after(0.01, group.crash, 1)
 
     # ---- loading ----------------------------------------------------------------------------------------------------
 
@@ -246,6 +277,7 @@ class Collective:
         progress = worker_pb2.Progress(
             step=self.step, loss=1.0 / self.step, seconds=seconds, longest=1.0, anyone_sees_master=seen
         )
+        progress.may_keep = bool(self.sim.plan.survivors)
         for group in self.groups.values():
             group.says(0.001 + 0.005 * self.sim.random.random(), 0, progress=progress)
         if drain and self.step < self.sim.plan.steps:

@@ -12,6 +12,8 @@ before what is to happen to it has happened, however busy the machine is. In the
     DALSEGNO_TEST_STEPS     so many steps of the second half each epoch makes at once; the next one lasts until the
                             world is about to change or until `hurry`: the run does not end before, however slowly nodes
                             come
+    DALSEGNO_TEST_STANDS    where that long step stands still: `behind` the optimizer's step (as it is said nowhere), or
+                            `before` it, with the gradients of all ranks, or with those of this rank alone: `backward`
     DALSEGNO_TEST_SYNC      seconds that the disk takes to sync the model's file; `<file>=<seconds>` for another one.
                             Until `hurry`
     DALSEGNO_TEST_BACKGROUND  save in the background, on every rank 300,000 bytes more
@@ -83,14 +85,31 @@ def slow_down(steps: int) -> None:
     """Lets steps of the second half last long, unless the test is in a hurry or the world is about to change."""
     import common  # The example's own, from its directory.
 
-    plain = common.StepClock.wait
+    plain, stands = common.StepClock.wait, os.environ.get("DALSEGNO_TEST_STANDS", "behind")
 
     def wait(self: Any) -> None:
         if not in_a_hurry():
             plain(self)
-            wait_for_the_test(steps)
+            if stands == "behind":
+                wait_for_the_test(steps)
 
     common.StepClock.wait = wait
+    if stands == "before":
+        norm = common.gradient_norm
+
+        def wait_before(parameters: Any) -> float:
+            wait_for_the_test(steps)
+            return norm(parameters)  # type: ignore[no-any-return]
+
+        common.gradient_norm = wait_before
+    if stands == "backward":
+        backward = torch.Tensor.backward
+
+        def wait_for_others(self: Any, *arguments: Any, **options: Any) -> None:
+            wait_for_the_test(steps)
+            backward(self, *arguments, **options)
+
+        torch.Tensor.backward = wait_for_others  # type: ignore[method-assign]
 
 
 def hold_saves() -> None:

@@ -84,7 +84,14 @@ class FakeAgent:
         return self.directory / f"memory-{rank}"
 
     def drain(self, wanted: bool = True, *, to_memory: bool = False) -> None:
-        data = worker_pb2.ToWorker(drain=wanted, master_seen=True, to_memory=to_memory).SerializeToString()
+        self._tell(worker_pb2.ToWorker(drain=wanted, master_seen=True, to_memory=to_memory))
+
+    def keep(self) -> None:
+        """The world has broken: who holds the last boundary is to save it, and to end."""
+        self._tell(worker_pb2.ToWorker(keep=True))
+
+    def _tell(self, message: worker_pb2.ToWorker) -> None:
+        data = message.SerializeToString()
         for connection in list(self._connections):
             connection.sendall(struct.pack(">I", len(data)) + data)
 
@@ -136,7 +143,8 @@ class FakeAgent:
             env["DALSEGNO_RESUME_FORM"] = "sharded" if self.universal is None else "universal"
         if self._has_memory:
             self.memory(rank).mkdir(exist_ok=True)
-            env |= {"GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            env |= {"GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": str(self.world)}
+            env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             env["DALSEGNO_MEMORY_DIR"] = str(self.memory(rank))
         if self._held and self.resume is not None:
             env["DALSEGNO_RESUME_DIR"] = str(self.memory(rank) / self.resume.name)

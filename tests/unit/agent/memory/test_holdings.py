@@ -11,6 +11,7 @@ import pytest
 
 from dalsegno.agent.memory.holdings import Holdings
 from dalsegno.elastic.checkpoint import MANIFEST, CheckpointDamaged, Manifest
+from dalsegno.elastic.checkpoint.parts import write_part
 from tests.support.checkpoints.memory import RUN, SMALL, manifest_of, write_own
 
 
@@ -155,3 +156,20 @@ def test_only_sharded_checkpoints_are_in_memory(tmp_path: Path) -> None:
     for name in ("step-4.e1.1.universal.1", "../step-4.e1.1", "step-4"):
         with pytest.raises(ValueError, match=r"not a checkpoint name|later form"):
             Holdings(tmp_path).place(RUN, name)
+
+
+def test_what_a_rank_has_saved_alone_is_all_of_it(tmp_path: Path, memory: Path) -> None:
+    """The other nodes' parts have no files, and are here as well."""
+    holdings, name = Holdings(tmp_path), "step-10.e1.1001"
+    files = {path: data for part in SMALL.values() for path, data in part.items()}
+    manifest = manifest_of(name, {1: files})
+    write_own(memory, manifest, 1, files)
+    for other in (0, 2):
+        write_part(memory / name, other, ())
+    holdings.add_own(RUN, name, manifest.digest, 1)
+    (held,) = holdings.all()
+    assert held.parts == (0, 1, 2)
+    assert not holdings.missing(RUN, name)
+    empty = holdings.part(RUN, name, manifest.digest, 2)
+    assert empty is not None
+    assert not empty.entries

@@ -116,9 +116,11 @@ def test_the_agent_hears_whose_end_it_was(
     link: Any = FakeLink()
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
     group = Lost(lost)
-    watch_the_end(Meetings(group, link))
+    heard: list[bool] = []
+    watch_the_end(Meetings(group, link), lambda: heard.append(True))
     sys.excepthook(type(error), error, None)
     assert group.asked == int(asks)
+    assert heard == [True] * (asks and lost)
     assert [message.WhichOneof("body") for message in link.said] == ["peer_lost"] * (asks and lost)
 
 
@@ -139,7 +141,7 @@ def test_what_we_refuse_outside_of_meetings_is_told_too(
     link: Any = FakeLink()
     shown: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(error))
-    watch_the_end(Meetings(Solo(), link))
+    watch_the_end(Meetings(Solo(), link), lambda: None)
     try:
         exec(raises, {"__name__": "__main__"})
     except Exception as error:

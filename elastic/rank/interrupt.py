@@ -1,0 +1,57 @@
+"""Calls the main thread from another one, also out of a sleep: between two of its instructions, wherever it is."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+log = logging.getLogger(__name__)
+
+# One that no library of training scripts uses.
+SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
+AGAIN_SECONDS = 0.02
+
+
+class Interrupt:
+    """Made on the main thread; on another one, or where the signal is in use, it never calls.
+
+    Args:
+        then: Called on the main thread. Where that waits in a library it comes when that returns.
+    """
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+        self._over = threading.Event()
+        self._works = False
+        if threading.current_thread() is not threading.main_thread():
+            return
+        before = signal.getsignal(SIGNAL)
+        # Another loop of this process may have had one.
+        if before is signal.SIG_DFL or getattr(before, "__func__", None) is Interrupt._heard:
+            signal.signal(SIGNAL, self._heard)
+            self._works = True
+        else:
+            log.debug("signal %d is in use: the main thread is not called", SIGNAL)
+
+    def begin(self) -> None:
+        """Calls again and again from now on, on a thread of its own, until `close`. Any thread."""
+        if self._works and not self._over.is_set():
+            threading.Thread(target=self._call, name="dalsegno-interrupt", daemon=True).start()
+
+    def close(self) -> None:
+        """No more calls."""
+        self._over.set()
+
+    def _call(self) -> None:
+        main = threading.main_thread()
+        while not self._over.is_set() and main.is_alive() and main.ident is not None:
+            signal.pthread_kill(main.ident, SIGNAL)
+            # A call that came at a bad moment is made again.
+            self._over.wait(AGAIN_SECONDS)
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if not self._over.is_set():
+            self._then()

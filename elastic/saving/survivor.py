@@ -1,0 +1,119 @@
+"""A memory checkpoint by one rank: of a replicated state each rank has all of it.
+
+A rank that has lost its peers cannot ask them anything. So it writes the whole checkpoint into its own node's memory,
+in a directory that no other node uses, and says of all other nodes' parts that there is nothing in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dalsegno.protos import worker_pb2
+
+from ..checkpoint import CheckpointName, CheckpointStore, FileEntry, Manifest, Ref
+from ..checkpoint.files import write_exclusive
+from ..checkpoint.layout import MANIFEST
+from ..checkpoint.parts import delete_parts, write_part
+from ..rank import rng
+from ..rank.identity import Identity
+from ..rank.link import Link
+from ..rank.reports import Reports
+from .content import Content
+from .writing import SummedFile, save
+
+# Attempts from this number on are those of survivors: each node's has a name of its own, and no other save has it.
+FIRST_ATTEMPT = 1000
+
+
+class Survivor:
+    """Of one session.
+
+    Args:
+        identity: Who saves.
+        link: The agent, who is told.
+        resumed_from: The resume point of this epoch.
+        reports: With which the agent hears that this rank may do so.
+
+    Attributes:
+        peer_lost: Called when this rank ends because a peer is gone.
+    """
+
+    def __init__(self, identity: Identity, link: Link | None, resumed_from: Ref | None, reports: Reports) -> None:
+        self._identity, self._link, self._resumed_from = identity, link, resumed_from
+        self._reports = reports
+        self.peer_lost: Callable[[], None] = _nothing
+
+    @property
+    def is_busy(self) -> bool:
+        """The agent is being told something just now, perhaps by the thread that asks."""
+        return self._link is not None and self._link.is_sending
+
+    def when_broken(self, lost: Callable[[], None], told: Callable[[], None]) -> None:
+        """Calls ``lost`` when this rank ends because a peer is gone, and ``told``, on any thread, as the agent says."""
+        self.peer_lost = lost
+        if self._link is not None:
+            self._link.when_told_to_keep(told)
+
+    def may_keep(self, may: bool) -> None:
+        """Tells the agent, with each progress, whether this rank may be able to save by itself."""
+        self._reports.may_keep = may
+
+    def save(self, content: Content, files: Mapping[str, Any], generators: bytes) -> Manifest | None:
+        """Writes and seals it, and tells the agent. None: another rank of this node does that, or has done it.
+
+        Args:
+            content: What is saved.
+            files: As rank 0 would write them, see ``background``.
+            generators: This rank's, as of that step.
+
+        Raises:
+            OSError: There is no room.
+        """
+        identity, link, began = self._identity, self._link, time.monotonic()
+        assert identity.memory_dir is not None
+        assert link is not None
+        name = str(CheckpointName(content.step, identity.epoch, FIRST_ATTEMPT + identity.group_rank))
+        path = CheckpointStore(identity.memory_dir).path(name)
+        try:
+            path.mkdir()
+        except FileExistsError:
+            return None
+        link.send(worker_pb2.ToAgent(keeping=worker_pb2.Keeping(step=content.step)))
+        try:
+            manifest = self._write(path, content, {**files, rng.file_name(identity.rank): generators})
+        except BaseException:
+            with contextlib.suppress(OSError):
+                delete_parts(path)
+                shutil.rmtree(path)
+            raise
+        sealed = worker_pb2.Sealed(name=name, digest=manifest.digest, step=content.step, in_memory=True)
+        sealed.seconds = time.monotonic() - began
+        link.send(worker_pb2.ToAgent(sealed=sealed))
+        return manifest
+
+    def _write(self, path: Path, content: Content, files: Mapping[str, Any]) -> Manifest:
+        identity, entries = self._identity, list[FileEntry]()
+        for file, value in sorted(files.items()):
+            target = path / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with SummedFile(target) as summed:
+                save(value, summed)
+                digest = summed.finish(lasting=False)
+            entries.append(FileEntry(file, summed.size, digest))
+        manifest = content.manifest(path.name, identity, self._resumed_from, tuple(entries))
+        write_exclusive(path / MANIFEST, manifest.to_bytes(), lasting=False)
+        for other in range(identity.nodes):
+            if other != identity.group_rank:
+                write_part(path, other, ())
+        # Last: the agent looks for it.
+        write_part(path, identity.group_rank, [entry.path for entry in entries])
+        return manifest
+
+
+def _nothing() -> None:
+    """Where no loop can save by itself."""

@@ -1,0 +1,227 @@
+"""After a crash, a rank that is left saves the last boundary alone, if it still holds exactly that: no step is lost.
+
+With DDP each rank has all of the state, and a step changes none of it before the optimizer's step. So what a rank holds
+when the collective of a backward pass breaks is the last boundary, unless something else has changed since. That must
+be known (`unchanged`), not hoped: what is noted at each boundary is compared with this moment, and that such changes
+are seen at all in this training was tried before. All else that a checkpoint needs, position and random generators, was
+noted at the boundary.
+
+A rank saves when it ends because a peer is lost, or when its agent says that the world has broken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..checkpoint import Position
+from ..rank import rng
+from ..rank.interrupt import Interrupt
+from ..saving.content import Content
+from .held_state import HeldState, held_by
+from .session import Session
+from .unchanged import Boundary, Now, Seen, UnclearError, is_due, why_not
+
+log = logging.getLogger(__name__)
+
+# Watching that takes more than this part of a step, and more than so many seconds, is given up.
+MOST_SHARE, MOST_SECONDS = 0.02, 0.001
+# Steps that this is judged by.
+JUDGED_STEPS = 32
+
+
+class _Mark(NamedTuple):
+    """A boundary, and what changes after it without being part of what is watched."""
+
+    boundary: Boundary
+    position: Position
+    generators: rng.Taken
+
+
+class Survival:
+    """Of one loop. Collective: all ranks make it alike. Main thread only.
+
+    Args:
+        session: The process's.
+        save: What the loop saves with.
+        options: What it says of each checkpoint, see ``Session.save``.
+        wanted: The loop makes memory checkpoints.
+    """
+
+    def __init__(self, session: Session, save: Any, options: Mapping[str, Any], *, wanted: bool) -> None:
+        self._session, self._options = session, options
+        self._held: HeldState | None = None
+        # The state when it was last looked at, and those of its tensors of which a rank may have its own.
+        self._known: Seen | None = None
+        self._lone: dict[int, int] = {}
+        self._mark: _Mark | None = None
+        self._stepping, self._witnessed = False, False
+        self._boundaries = self._watched = 0
+        # The checksum of the last look, until it is compared; changes are seen, as that has shown; all ranks hold it.
+        self._probe, self._proved, self._alike = "", False, False
+        self._called = self._saving = False
+        self._watched_seconds, self._began = 0.0, time.monotonic()
+        state = held_by(save)
+        plain = options["strategy"] == "ddp" and options["any_world_size"] in (None, True)
+        wanted = wanted and plain and state is not None and session.world_size > 1
+        # Alike on all ranks.
+        self._wanted = wanted and session.can_save_in_memory
+        if self._wanted and state is not None:
+            self._held = HeldState(state, self._steps)
+            self._interrupt = Interrupt(self._told)
+            session.survivor.when_broken(self.peer_lost, self._interrupt.begin)
+
+    # At each step.
+
+    def mark(self, step: int, position: Position) -> None:
+        """The step's work is all done, which makes this boundary ``step``."""
+        held = self._held
+        if held is None:
+            return
+        began = time.thread_time()
+        self._witnessed = self._stepping
+        mark = None
+        if self._known is not None:
+            mark = self._noted(held, step, position)
+        # In this order: a call in between finds that an optimizer has stepped.
+        self._mark = mark
+        self._stepping = False
+        # Not compared: a step without an optimizer's (a loss scale that was too large) has changed what it may.
+        self._probe = ""
+        self._judge(time.thread_time() - began)
+        if self._called:
+            self._told()
+
+    def _noted(self, held: HeldState, step: int, position: Position) -> _Mark | None:
+        try:
+            boundary = Boundary(step, held.versions(), held.plain(), self._witnessed)
+        except Exception as error:
+            self._cannot(error)
+            return None
+        return _Mark(boundary, position, rng.taken())
+
+    def _judge(self, seconds: float) -> None:
+        self._watched_seconds += seconds
+        self._watched += 1
+        if self._watched % JUDGED_STEPS:
+            return
+        now = time.monotonic()
+        mean, step = self._watched_seconds / JUDGED_STEPS, (now - self._began) / JUDGED_STEPS
+        self._watched_seconds, self._began = 0.0, now
+        if mean > max(MOST_SECONDS, MOST_SHARE * step):
+            self._give_up(f"watching the state takes {1000 * mean:.1f} ms of {1000 * step:.0f} in each step")
+
+    def look(self, position: Position) -> None:
+        """Behind a boundary's saves, at some boundaries: looks at the state, and compares it with rank 0's. Collective.
+
+        What was noted of the boundary is noted anew.
+        """
+        self._boundaries += 1
+        if not self._wanted or not is_due(self._boundaries):
+            return
+        said, held = "", self._held
+        if held is not None:
+            try:
+                self._known = held.look()
+                self._probe, self._lone = held.content(), held.lone()
+                said = held.same_everywhere(self._known, self._probe)
+                self._mark = self._noted(held, self._session.step, position)
+            except Exception as error:
+                self._cannot(error)
+        first = self._session.gather(said)[0]
+        self._alike = said != "" and said == first
+        self._may_keep()
+
+    def _steps(self) -> None:
+        """An optimizer begins its step."""
+        if self._probe and not self._stepping:
+            self._try_out()
+        self._stepping = True
+
+    def _try_out(self) -> None:
+        """Whether what is not seen to have changed since the look has not changed."""
+        probe, self._probe = self._probe, ""
+        held = self._held
+        if held is None or self._why_not():
+            return
+        if held.content() != probe:
+            self._give_up("the state changes before the optimizer's step, unseen")
+            return
+        self._proved = True
+        self._may_keep()
+
+    def _may_keep(self) -> None:
+        self._session.survivor.may_keep(self._held is not None and self._proved and self._alike)
+
+    def _cannot(self, error: Exception) -> None:
+        """The training goes on without this, whatever the error is."""
+        if not isinstance(error, UnclearError):
+            log.warning("the state of this training cannot be watched", exc_info=error)
+        self._give_up(f"the state cannot be watched: {error}")
+
+    def _give_up(self, why: str) -> None:
+        log.debug("after a crash this rank saves nothing: %s", why)
+        self._held, self._known, self._mark = None, None, None
+        self._session.survivor.may_keep(False)
+
+    # When the world has broken.
+
+    def peer_lost(self) -> None:
+        """This rank ends because a peer is lost."""
+        self._save()
+
+    def _told(self) -> None:
+        """The agent says so. Between any two instructions of the main thread; it is called again and again."""
+        self._called = True
+        if self._saving or self._session.survivor.is_busy:
+            return
+        if self._save():
+            # A call that interrupts a print cannot flush what that has.
+            with contextlib.suppress(RuntimeError):
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()
+            # Nothing else is of use: the agent waits for this end, and handlers may wait for peers.
+            os._exit(1)
+
+    def _why_not(self) -> str:
+        held, known, mark = self._held, self._known, self._mark
+        if held is None or known is None or mark is None:
+            return "the state is not watched"
+        if self._session.rank and not held.stepped_alike:
+            return "rank 0 may have more than this rank"
+        lone = self._lone if self._session.rank else {}
+        now = Now(held.seen(held.files()), held.versions(), held.plain(), self._stepping, lone)
+        return why_not(known, mark.boundary, now)
+
+    def _save(self) -> bool:
+        """Saves the boundary. Returns whether that is done, by this rank or another one of this node."""
+        self._saving = True
+        try:
+            why = self._why_not() if self._proved and self._alike else "that changes are seen was not shown"
+            if not why:
+                self._write()
+                self._interrupt.close()
+                return True
+        # Whatever it is, this process is about to end, and its own error says more.
+        except Exception as error:
+            why = str(error) or type(error).__name__
+        finally:
+            self._saving = False
+        log.debug("the last boundary is not saved by this rank: %s", why)
+        return False
+
+    def _write(self) -> None:
+        held, mark, session = self._held, self._mark, self._session
+        assert held is not None
+        assert mark is not None
+        step, saver = mark.boundary.step, session.saves.saver
+        if session.saves.of(step) is not None:
+            return  # It is on the disk.
+        best = None if saver is None else saver.best
+        content = Content(step, mark.position, self._options["order"], cut=self._options["cut"], best=best)
+        session.survivor.save(content, held.files(), rng.encoded(mark.generators))

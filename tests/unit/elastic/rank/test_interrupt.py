@@ -1,0 +1,70 @@
+"""The main thread is called out of what it does, again and again, and not after that is over."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from dalsegno.elastic.rank.interrupt import SIGNAL, Interrupt
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def before() -> Iterator[None]:
+    handler = signal.getsignal(SIGNAL)
+    yield
+    signal.signal(SIGNAL, handler)
+
+
+def test_it_is_called_out_of_a_sleep_until_it_has_done_its_work() -> None:
+    """On the main thread, between two of its instructions."""
+    calls: list[threading.Thread] = []
+
+    def called() -> None:
+        calls.append(threading.current_thread())
+        if len(calls) == 3:
+            interrupt.close()
+
+    interrupt = Interrupt(called)
+    threading.Thread(target=interrupt.begin).start()
+    deadline = time.monotonic() + 30
+    while len(calls) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)  # a sleep goes on behind the call
+    assert calls == [threading.main_thread()] * 3
+    time.sleep(0.1)
+    assert len(calls) == 3
+
+
+def test_a_signal_that_is_in_use_is_left_alone() -> None:
+    calls: list[str] = []
+    signal.signal(SIGNAL, lambda *_: calls.append("the script's"))
+    interrupt = Interrupt(lambda: calls.append("ours"))
+    interrupt.begin()
+    signal.raise_signal(SIGNAL)
+    assert calls == ["the script's"]
+
+
+def test_the_next_loop_of_a_process_takes_over() -> None:
+    calls: list[int] = []
+    Interrupt(lambda: calls.append(1))
+    Interrupt(lambda: calls.append(2))
+    signal.raise_signal(SIGNAL)
+    assert calls == [2]
+
+
+def test_another_thread_has_none() -> None:
+    calls: list[int] = []
+
+    def begin() -> None:
+        Interrupt(lambda: calls.append(1)).begin()
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(SIGNAL) is signal.SIG_DFL
+    assert not calls

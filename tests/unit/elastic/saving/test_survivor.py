@@ -1,0 +1,78 @@
+"""A memory checkpoint by one rank alone: whole, once for each node, and nothing is left of one that fails."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dalsegno.elastic.checkpoint import CheckpointName, Position, Ref, verify
+from dalsegno.elastic.checkpoint.parts import read_parts
+from dalsegno.elastic.rank.identity import Identity
+from dalsegno.elastic.rank.reports import Reports
+from dalsegno.elastic.saving.content import Content
+from dalsegno.elastic.saving.survivor import FIRST_ATTEMPT, Survivor
+from tests.support.workers.fake_link import FakeLink
+
+CONTENT = Content(7, Position(0, 112))
+FILES: dict[str, Any] = {"model.pt": {"weight": torch.ones(3)}, "deep/notes.txt": b"notes"}
+
+
+def survivor(directory: Path, rank: int = 2, local_rank: int = 0) -> tuple[Survivor, Any]:
+    identity = Identity(
+        rank=rank,
+        world_size=6,
+        local_rank=local_rank,
+        local_world_size=2,
+        epoch=4,
+        job_id="job",
+        run_id="run-0001",
+        group_rank=1,
+        nodes=3,
+        memory_dir=directory,
+    )
+    link: Any = FakeLink()
+    return Survivor(identity, link, Ref("step-5.e3.1", "d" * 64), Reports(link)), link
+
+
+def test_it_is_whole_and_the_agent_hears_of_it(tmp_path: Path) -> None:
+    one, link = survivor(tmp_path)
+    manifest = one.save(CONTENT, FILES, b"generators")
+    assert manifest is not None
+    path = tmp_path / manifest.name
+    verify(path, manifest)
+    assert {entry.path for entry in manifest.files} == {"model.pt", "deep/notes.txt", "rng/rank-2.json"}
+    assert read_parts(path) == {0: (), 1: tuple(sorted(entry.path for entry in manifest.files)), 2: ()}
+    assert (manifest.step, manifest.epoch, manifest.position) == (7, 4, Position(0, 112))
+    assert (manifest.shape.world_size, manifest.shape.loads_at(1)) == (6, True)
+    assert manifest.resumed_from == Ref("step-5.e3.1", "d" * 64)
+    assert CheckpointName.parse(manifest.name).attempt == FIRST_ATTEMPT + 1
+    assert [message.WhichOneof("body") for message in link.said] == ["keeping", "sealed"]
+    (sealed,) = link.of("sealed")
+    assert (sealed.name, sealed.digest, sealed.in_memory) == (manifest.name, manifest.digest, True)
+
+
+def test_one_rank_of_a_node_is_enough(tmp_path: Path) -> None:
+    survivor(tmp_path)[0].save(CONTENT, FILES, b"")
+    other, link = survivor(tmp_path, 3, 1)
+    assert other.save(CONTENT, FILES, b"") is None
+    assert not link.said
+
+
+def test_nothing_is_left_of_one_that_fails(tmp_path: Path) -> None:
+    one, link = survivor(tmp_path)
+    with pytest.raises(OSError, match="too long"):
+        one.save(CONTENT, {**FILES, 300 * "x": b""}, b"")
+    assert not os.listdir(tmp_path)
+    assert not link.of("sealed")
+
+
+def test_the_agent_hears_with_each_progress_whether_it_may() -> None:
+    one, _ = survivor(Path("/nowhere"))
+    reports: Any = one._reports
+    assert [reports._progress(1, 0.1).progress.may_keep] == [False]
+    one.may_keep(True)
+    assert reports._progress(2, 0.1).progress.may_keep
