@@ -21,7 +21,7 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
     body = message.WhichOneof("body")
     if body == "sealed":
         if message.sealed.in_memory:
-            decision.do(ev.HoldPart(message.sealed.name, message.sealed.digest))
+            memory.sealed(decision, event.epoch, message.sealed)
             return
         if len(state.reading) >= MOST_READING:
             return  # no script seals so fast; what is sealed lies on the disk, and is found there

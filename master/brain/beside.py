@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import conversion, memory
+from . import conversion, durable
 from .live import ConversionLife, Wait
 from .membership import in_rank_order
 from .state import Checkpoint, Conversion, Node, Part, Phase, World
@@ -53,7 +53,7 @@ def tend(turn: Turn) -> None:
 def make(turn: Turn, held: Conversion, source: Checkpoint) -> None:
     """Somebody has the lease, or gets it."""
     if source.parts:
-        memory.want_durable(turn, source)
+        durable.want_durable(turn, source)
         return
     conversion.retry(turn)
     held = turn.job.conversion or held
