@@ -186,6 +186,7 @@ def test_who_is_no_member_commits_nothing(parts: tuple[int, ...]) -> None:
 
 
 def test_what_the_run_began_from_goes_first() -> None:
+    """Of what is wanted meanwhile the newest comes next: none has begun."""
     job, nodes = started(2)
     nodes[0].step(12)
     made = in_memory(job, 10)
@@ -196,8 +197,8 @@ def test_what_the_run_began_from_goes_first() -> None:
     joins(job, nodes[0], sees=made)
     job.wait(1.5)
     nodes[0].step(11)
-    later = in_memory(job, 11)
-    nodes[0].holds(later, 0, wanted=True)
-    assert orders(nodes[:1]) == [("step-10", [], False)]
+    for step in (11, 12):
+        nodes[0].holds(in_memory(job, step), 0, wanted=True)
+        assert orders(nodes[:1]) == [("step-10", [], False)]
     nodes[0].durable()
-    assert orders(nodes[:1]) == [("step-11", [0], False)]
+    assert orders(nodes[:1]) == [("step-12", [0], False)]
