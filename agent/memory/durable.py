@@ -161,6 +161,8 @@ def _write(
             for number, entry in enumerate(batch):
                 _copy(source, entry, aside / str(number), stopped)
             _sync(system, [aside / str(number) for number in range(len(batch))])
+            if why := stopped():
+                return why  # The directory may be deleted just now, and must not be made again.
             for number, entry in enumerate(batch):
                 path = target / entry.path
                 path.parent.mkdir(parents=True, exist_ok=True)
