@@ -822,20 +822,30 @@ class MakeDurable(google.protobuf.message.Message):
 
     REF_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
+    WRITE_FIELD_NUMBER: builtins.int
+    SEAL_FIELD_NUMBER: builtins.int
+    seal: builtins.bool
+    """Every part is written: only the seal is missing."""
     @property
     def ref(self) -> global___CheckpointRef: ...
     @property
     def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HeldPart]:
         """Where its parts are: what is not here is fetched first."""
 
+    @property
+    def write(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Only these parts, which are held here: others write the rest, and one node seals. Empty: all of it."""
+
     def __init__(
         self,
         *,
         ref: global___CheckpointRef | None = ...,
         parts: collections.abc.Iterable[global___HeldPart] | None = ...,
+        write: collections.abc.Iterable[builtins.int] | None = ...,
+        seal: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["ref", b"ref"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["parts", b"parts", "ref", b"ref"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["parts", b"parts", "ref", b"ref", "seal", b"seal", "write", b"write"]) -> None: ...
 
 global___MakeDurable = MakeDurable
 
@@ -1689,6 +1699,9 @@ class HeldRequest(google.protobuf.message.Message):
     CALLER_FIELD_NUMBER: builtins.int
     CHECKPOINT_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
+    MAKE_DURABLE_FIELD_NUMBER: builtins.int
+    make_durable: builtins.bool
+    """Its ranks want it in the checkpoint directory."""
     @property
     def caller(self) -> global___Caller: ...
     @property
@@ -1705,9 +1718,10 @@ class HeldRequest(google.protobuf.message.Message):
         caller: global___Caller | None = ...,
         checkpoint: global___Checkpoint | None = ...,
         parts: collections.abc.Iterable[builtins.int] | None = ...,
+        make_durable: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller", "checkpoint", b"checkpoint"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "checkpoint", b"checkpoint", "parts", b"parts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "checkpoint", b"checkpoint", "make_durable", b"make_durable", "parts", b"parts"]) -> None: ...
 
 global___HeldRequest = HeldRequest
 
@@ -1718,21 +1732,27 @@ class DurableRequest(google.protobuf.message.Message):
     CALLER_FIELD_NUMBER: builtins.int
     REF_FIELD_NUMBER: builtins.int
     FAILURE_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
     failure: builtins.str
     """Why it could not be written; empty where it was."""
     @property
     def caller(self) -> global___Caller: ...
     @property
     def ref(self) -> global___CheckpointRef: ...
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """It was about these parts only, as ordered. Empty: it is there as a whole, and sealed."""
+
     def __init__(
         self,
         *,
         caller: global___Caller | None = ...,
         ref: global___CheckpointRef | None = ...,
         failure: builtins.str = ...,
+        parts: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller", "ref", b"ref"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "failure", b"failure", "ref", b"ref"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "failure", b"failure", "parts", b"parts", "ref", b"ref"]) -> None: ...
 
 global___DurableRequest = DurableRequest
 

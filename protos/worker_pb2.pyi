@@ -212,6 +212,7 @@ class Sealed(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
     IN_MEMORY_FIELD_NUMBER: builtins.int
+    MAKE_DURABLE_FIELD_NUMBER: builtins.int
     name: builtins.str
     digest: builtins.str
     step: builtins.int
@@ -219,6 +220,8 @@ class Sealed(google.protobuf.message.Message):
     """Seconds from the beginning of the save; 0: not known."""
     in_memory: builtins.bool
     """It is in this node's memory, as far as the node's own ranks have written it. Sent by local rank 0 of each node."""
+    make_durable: builtins.bool
+    """It is in memory, and the agents are to write it to the checkpoint directory."""
     def __init__(
         self,
         *,
@@ -227,8 +230,9 @@ class Sealed(google.protobuf.message.Message):
         step: builtins.int = ...,
         seconds: builtins.float = ...,
         in_memory: builtins.bool = ...,
+        make_durable: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "in_memory", b"in_memory", "name", b"name", "seconds", b"seconds", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "in_memory", b"in_memory", "make_durable", b"make_durable", "name", b"name", "seconds", b"seconds", "step", b"step"]) -> None: ...
 
 global___Sealed = Sealed
 

@@ -56,6 +56,7 @@ def new_master(decision: Decision, directive: control_pb2.Directive) -> None:
     state = decision.state
     state.heard_generation = directive.generation
     state.verified = 0
+    state.memory.wrote = None
     memory.tell_all(decision)
     if max((notice.sequence for notice in directive.notices), default=0) < state.notice:
         state.notice = 0
@@ -83,8 +84,8 @@ def side_orders(decision: Decision, directive: control_pb2.Directive) -> None:
     if directive.HasField("head") and directive.head.ref.digest != state.head:
         state.head = directive.head.ref.digest
         if decision.is_rank_zero():
-            # A commit of the open epoch: whatever older epochs left unsealed is of no use to anybody any more.
-            sweep = ev.Sweep(directive.head.epoch, directive.converting)
+            # A commit of the open epoch: whatever was left unsealed before it is of no use to anybody any more.
+            sweep = ev.Sweep(directive.head.epoch, directive.head.step, directive.converting)
             decision.do(ev.WriteLatest(directive.head), sweep)
 
 

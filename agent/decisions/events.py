@@ -244,10 +244,11 @@ class Doubted:
 
 @dataclass(frozen=True)
 class MadeDurable:
-    """What `MakeDurable` names is in the run's directory; `failure`: why it is not."""
+    """What `MakeDurable` names is in the run's directory; `failure`: why it is not. `write`: only these parts."""
 
     ref: control_pb2.CheckpointRef
     failure: str = ""
+    write: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -387,6 +388,16 @@ class MakeDurable:
 
     ref: control_pb2.CheckpointRef
     parts: tuple[control_pb2.HeldPart, ...] = ()
+    # Only these parts, which are here, and without a seal; or only the seal, as all parts are written.
+    write: tuple[int, ...] = ()
+    seal: bool = False
+
+
+@dataclass(frozen=True)
+class StopWriting:
+    """Nobody wants a memory checkpoint on the disk any more that is being written there."""
+
+    ref: control_pb2.CheckpointRef
 
 
 @dataclass(frozen=True)
@@ -433,12 +444,13 @@ class WriteLatest:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Delete what epochs before `epoch` began to save and never sealed: nobody will read it.
+    """Delete what was begun to be saved before this step of `epoch` and never sealed: nobody will read it.
 
     But of `converting`, a checkpoint's name, some node makes a later form now.
     """
 
     epoch: int
+    step: int
     converting: str = ""
 
 
@@ -474,6 +486,7 @@ Action = (
     | HoldPart
     | Doubt
     | MakeDurable
+    | StopWriting
     | KeepInMemory
     | StartConversion
     | StopConversion

@@ -5,11 +5,11 @@ What is held here changes by itself (`HeldChanged`); the master hears it, and so
 
 from __future__ import annotations
 
-from dalsegno.protos import control_pb2
+from dalsegno.protos import control_pb2, worker_pb2
 
 from . import events as ev
 from .decision import Decision, has_sealed
-from .state import AgentState, Spill
+from .state import AgentState, DurableOrder, Spill
 
 __all__ = [
     "awaits_its_part",
@@ -19,6 +19,7 @@ __all__ = [
     "held_changed",
     "is_safe",
     "made_durable",
+    "sealed",
     "spill",
     "tell_all",
     "to_memory",
@@ -26,6 +27,18 @@ __all__ = [
 
 # What the ranks drained into memory is told before their drain is. After so many seconds it is told without.
 PART_PATIENCE = 10.0
+# So many steps that the ranks want on the disk are remembered: the newest counts, and older ones are being written.
+MOST_WANTED = 8
+
+
+def sealed(decision: Decision, epoch: int, said: worker_pb2.Sealed) -> None:
+    """The ranks of this node have written their part of a step into memory."""
+    state = decision.state
+    if said.make_durable and epoch == state.started:
+        steps = {**state.epoch.to_disk, said.digest: said.step}
+        state.epoch.to_disk = dict(list(steps.items())[-MOST_WANTED:])
+    urgent = state.drain is not None or state.leaving or state.epoch.agreed
+    decision.do(ev.HoldPart(said.name, said.digest, urgent))
 
 
 def held_changed(decision: Decision, event: ev.HeldChanged) -> None:
@@ -46,6 +59,7 @@ def tell(decision: Decision, event: ev.HeldChanged) -> None:
     """Says which parts of a step are here."""
     if decision.state.incarnation and not decision.state.fenced:
         request = control_pb2.HeldRequest(caller=decision.caller(), checkpoint=event.checkpoint, parts=event.parts)
+        request.make_durable = event.checkpoint.ref.digest in decision.state.epoch.to_disk
         decision.call("ReportHeld", request)
 
 
@@ -78,18 +92,51 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
     state = decision.state
     in_memory = directive.HasField("head") and directive.head.in_memory
     state.memory.head = directive.head.ref if in_memory else None
-    if directive.HasField("make_durable") and directive.make_durable.ref.digest != state.memory.writing:
-        state.memory.writing = directive.make_durable.ref.digest
-        decision.do(ev.MakeDurable(directive.make_durable.ref, tuple(directive.make_durable.parts)))
+    if directive.HasField("make_durable"):
+        ordered(decision, directive.make_durable)
+    else:
+        state.memory.wrote = None
+        if is_in_vain(state, directive):
+            assert state.memory.writing is not None
+            decision.do(ev.StopWriting(state.memory.writing.ref))
+            state.memory.writing = None
     wanted = still_wanted(state)
     if (state.started, wanted) != state.memory.kept:
         state.memory.kept = (state.started, wanted)
         decision.do(ev.KeepInMemory(state.started, wanted))
 
 
+def ordered(decision: Decision, told: control_pb2.MakeDurable) -> None:
+    """Brings a step to the disk, or this node's share of it. What was done already is said again."""
+    memory, order = decision.state.memory, DurableOrder(told.ref, tuple(told.write), told.seal)
+    if memory.wrote is not None and memory.wrote.covers(order):
+        decision.call("ReportDurable", said_of(decision, order.ref, order.write))
+    elif memory.writing is None or not memory.writing.covers(order):
+        memory.writing = order
+        decision.do(ev.MakeDurable(order.ref, tuple(told.parts), order.write, order.seal))
+
+
+def is_in_vain(state: AgentState, directive: control_pb2.Directive) -> bool:
+    """Whether what is being written here counts no more: a newer step does, and this is not the best."""
+    memory, head = state.memory, directive.head
+    held = None if memory.writing is None else memory.held.get(memory.writing.digest)
+    if held is None or not directive.HasField("head") or head.best == held.checkpoint.ref.name:
+        return False
+    return (head.epoch, head.step) > (held.checkpoint.epoch, held.checkpoint.step)
+
+
+def to_disk(state: AgentState) -> str:
+    """Digest of the newest step that the ranks want on the disk, where nothing newer is; empty: there is none."""
+    epoch = state.epoch
+    wanted = [(step, digest) for digest, step in epoch.to_disk.items() if step > epoch.committed_step]
+    return max(wanted, default=(0, ""))[1]
+
+
 def still_wanted(state: AgentState) -> frozenset[str]:
     """Digests of the steps that somebody may still need, besides the newest ones of the open epoch."""
-    found = {state.memory.writing}
+    found = {to_disk(state)}
+    if state.memory.writing is not None:
+        found.add(state.memory.writing.digest)
     if state.leave is not None and state.leave.spill is not None:
         found.add(state.leave.spill.digest)
     if state.memory.head is not None:
@@ -105,16 +152,25 @@ def still_wanted(state: AgentState) -> frozenset[str]:
 
 
 def made_durable(decision: Decision, event: ev.MadeDurable) -> None:
-    """A step is on the disk, or could not be written there."""
+    """A step, or some parts of it, are on the disk, or could not be written there."""
     leave, memory = decision.state.leave, decision.state.memory
-    if leave is not None and leave.spill is not None and leave.spill.digest == event.ref.digest:
+    writing = None if memory.writing is None else (memory.writing.digest, memory.writing.write)
+    own = writing == (event.ref.digest, event.write)
+    spilt = leave is not None and leave.spill is not None and leave.spill.digest == event.ref.digest
+    if leave is not None and leave.spill is not None and spilt and not event.write:
         leave.spill = Spill(event.ref.digest, over=True, sealed=leave.spill.sealed or not event.failure)
-        if event.failure and event.ref.digest != memory.writing:
+        if event.failure and not own:
             return  # Other parts of it are elsewhere, and nobody has asked for it.
-    if event.ref.digest == memory.writing:
-        memory.writing = ""
-    request = control_pb2.DurableRequest(caller=decision.caller(), ref=event.ref, failure=event.failure)
-    decision.call("ReportDurable", request)
+    if own:
+        memory.wrote = None if event.failure else memory.writing
+        memory.writing = None
+    decision.call("ReportDurable", said_of(decision, event.ref, event.write, event.failure))
+
+
+def said_of(
+    decision: Decision, ref: control_pb2.CheckpointRef, write: tuple[int, ...], failure: str = ""
+) -> control_pb2.DurableRequest:
+    return control_pb2.DurableRequest(caller=decision.caller(), ref=ref, failure=failure, parts=write)
 
 
 def to_memory(state: AgentState) -> bool:
@@ -156,11 +212,17 @@ def needed(state: AgentState) -> control_pb2.CheckpointRef | None:
 def spill(decision: Decision) -> None:
     """A leaver writes what it holds to the disk: all others may leave, too, and the master be away."""
     state, leave, ref = decision.state, decision.state.leave, needed(decision.state)
-    if leave is None or ref is None or ref.digest == state.memory.writing:
+    if leave is None or ref is None or writes_all(state, ref):
         return
     if leave.spill is None or leave.spill.digest != ref.digest:
         leave.spill = Spill(ref.digest)
         decision.do(ev.MakeDurable(ref))
+
+
+def writes_all(state: AgentState, ref: control_pb2.CheckpointRef) -> bool:
+    """Whether it is being written here as a whole, because the master asked."""
+    writing = state.memory.writing
+    return writing is not None and not writing.write and writing.digest == ref.digest
 
 
 def is_safe(state: AgentState) -> bool:

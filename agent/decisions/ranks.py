@@ -21,8 +21,7 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
     body = message.WhichOneof("body")
     if body == "sealed":
         if message.sealed.in_memory:
-            urgent = state.drain is not None or state.leaving or epoch.agreed
-            decision.do(ev.HoldPart(message.sealed.name, message.sealed.digest, urgent))
+            memory.sealed(decision, event.epoch, message.sealed)
             if event.epoch == state.started:
                 keeping.kept(decision, event.rank, message.sealed.digest)
             return

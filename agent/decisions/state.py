@@ -137,6 +137,24 @@ class Link:
     drain: bool = False
 
 
+@dataclass(frozen=True)
+class DurableOrder:
+    """The master's order to bring a step to the disk: see `control.MakeDurable`."""
+
+    ref: control_pb2.CheckpointRef
+    write: tuple[int, ...] = ()
+    seal: bool = False
+
+    @property
+    def digest(self) -> str:
+        return self.ref.digest
+
+    def covers(self, other: DurableOrder) -> bool:
+        """Whether who carries this out carries out the other one, too."""
+        less = bool(other.write) and set(other.write) <= set(self.write)
+        return self.digest == other.digest and (self == other or less)
+
+
 @dataclass
 class Memory:
     """What this node's memory has of checkpoints. It outlives ranks, worlds and incarnations, as its files do."""
@@ -145,8 +163,9 @@ class Memory:
     held: Mapping[str, HeldChanged] = field(default_factory=dict)
     # The epoch and the digests that are kept, as was said last.
     kept: tuple[int, frozenset[str]] = (0, frozenset())
-    # Digest of the step that is being written to the disk because the master asked.
-    writing: str = ""
+    # What is being written to the disk because the master asked, and what has been, while it still asks.
+    writing: DurableOrder | None = None
+    wrote: DurableOrder | None = None
     # Digest of a step that could not be loaded from here, while it is looked at.
     doubting: str = ""
     # The newest commit, if it is in memory alone.
@@ -167,6 +186,8 @@ class Epoch:
     part_deadline: float | None = None
     # What these ranks drained into came too late: a newer epoch was open already.
     refused: bool = False
+    # Steps in memory that the agents are to bring to the disk, by digest.
+    to_disk: Mapping[str, int] = field(default_factory=dict)
     # The last step of this epoch that a rank of this node has sealed, and the last that the master says is committed.
     sealed_step: int = 0
     committed_step: int = 0

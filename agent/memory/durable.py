@@ -2,7 +2,7 @@
 
 The files are written aside, in batches; a batch is made durable, and only then its files get their names; the manifest
 comes last. So whoever finds a directory without a manifest goes on where another node was killed: what has its name and
-its checksum is there for good. Two nodes may do this at the same time: they write the same bytes.
+its checksum is there for good. Several nodes may do this at the same time: what two of them write are the same bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,7 +38,7 @@ from dalsegno.elastic.checkpoint.reading import NotRegular, size_of_regular
 
 from .pieces import open_sealed
 
-__all__ = ["make_durable"]
+__all__ = ["make_durable", "seal_written"]
 
 # What is made durable at once, at most: a kill in the middle costs so much again.
 _BATCH_BYTES, _BATCH_FILES = 1 << 30, 2048
@@ -45,14 +46,22 @@ _BATCH_BYTES, _BATCH_FILES = 1 << 30, 2048
 _ASIDE = ".durable"
 # Where two nodes write the same, one finds at its second look that the other has sealed it.
 _TRIES = 3
+# Seconds between two looks for what other nodes have written: over NFS it may come into sight late.
+_SIGHT_PAUSES_SECONDS = (0.2, 0.5, 1.0, 3.0, 6.0)
 
 
 class _Stopped(Exception):
-    """The agent ends."""
+    """It is given up."""
 
 
 def make_durable(
-    source: Path, manifest: Manifest, here: Collection[str], run_dir: Path, stopped: Callable[[], bool]
+    source: Path,
+    manifest: Manifest,
+    here: Collection[str],
+    run_dir: Path,
+    stopped: Callable[[], str],
+    *,
+    seals: bool = True,
 ) -> str:
     """Why `source` could not be written to `run_dir` under its name; empty where all of it is there, and sealed.
 
@@ -63,7 +72,8 @@ def make_durable(
         here: paths of its files that are here.
         manifest: of it.
         run_dir: made if need be, the directory above it is not.
-        stopped: asked now and then whether to give up.
+        stopped: asked now and then: a reason to give up, or "".
+        seals: False: only what is here is written, and another node seals, see `seal_written`.
 
     Raises:
         CheckpointDamaged: a file in memory is not what was sealed.
@@ -77,9 +87,9 @@ def make_durable(
                 return ""
             if problem := _obstacle(target):
                 return problem
-            return _write(source, manifest, here, target, stopped)
-        except _Stopped:
-            return "the agent ends"
+            return _write(source, manifest, here, target, stopped, seals=seals)
+        except _Stopped as why:
+            return str(why)
         except (FileNotFoundError, FileExistsError) as error:
             # Another node is at it as well, and has cleared away or sealed what we were writing: we look again.
             problem = f"{manifest.name} cannot be written to the disk: {error}"
@@ -89,6 +99,34 @@ def make_durable(
             problem = f"{manifest.name} cannot be written to the disk: {damaged}"
         except OSError as error:
             return f"{manifest.name} cannot be written to the disk: {error}"
+    return problem
+
+
+def seal_written(manifest: Manifest, run_dir: Path, stopped: Callable[[], str]) -> str:
+    """Why it could not be sealed; empty where it is. Others have said that all files are there, as they summed them.
+
+    Args:
+        manifest, run_dir, stopped: See `make_durable`.
+    """
+    target, problem = run_dir / manifest.name, ""
+    for pause in (*_SIGHT_PAUSES_SECONDS, 0.0):
+        try:
+            if not _is_sealed(target, manifest):
+                if problem := _obstacle(target):
+                    return problem
+                verify_listing(target, manifest)
+                seal(target, manifest)
+            with contextlib.suppress(OSError):
+                _sweep(target)
+            return ""
+        except (CheckpointDamaged, FileNotFoundError, FileExistsError) as error:
+            problem = f"{manifest.name} cannot be sealed on the disk: {error}"
+        except OSError as error:
+            return f"{manifest.name} cannot be sealed on the disk: {error}"
+        if why := stopped():
+            return why
+        # No event tells when another machine's files come into sight over NFS.
+        threading.Event().wait(pause)
     return problem
 
 
@@ -111,7 +149,11 @@ def _obstacle(target: Path) -> str:
     return ""
 
 
-def _write(source: Path, manifest: Manifest, here: Collection[str], target: Path, stopped: Callable[[], bool]) -> str:
+def _write(
+    source: Path, manifest: Manifest, here: Collection[str], target: Path, stopped: Callable[[], str], *, seals: bool
+) -> str:
+    if why := stopped():
+        return why
     target.mkdir(exist_ok=True)
     _clear(target, manifest)
     with _aside(target) as aside, FileSystem(target) as system:
@@ -119,10 +161,14 @@ def _write(source: Path, manifest: Manifest, here: Collection[str], target: Path
             for number, entry in enumerate(batch):
                 _copy(source, entry, aside / str(number), stopped)
             _sync(system, [aside / str(number) for number in range(len(batch))])
+            if why := stopped():
+                return why  # The directory may be deleted just now, and must not be made again.
             for number, entry in enumerate(batch):
                 path = target / entry.path
                 path.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(aside / str(number), path)
+    if not seals:
+        return ""
     missing = [entry.path for entry in manifest.files if entry.path not in here and not _is_there(target, entry)]
     if missing:
         return f"{missing[0]} of {manifest.name} is not in this node's memory"
@@ -204,7 +250,7 @@ def _is_there(target: Path, entry: FileEntry) -> bool:
     return True
 
 
-def _copy(source: Path, entry: FileEntry, path: Path, stopped: Callable[[], bool]) -> None:
+def _copy(source: Path, entry: FileEntry, path: Path, stopped: Callable[[], str]) -> None:
     """Writes one file aside, and sums it on the way."""
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(min(BUFFER_BYTES, entry.size) or 1))
@@ -213,8 +259,8 @@ def _copy(source: Path, entry: FileEntry, path: Path, stopped: Callable[[], bool
         open(path, "xb", buffering=0) as writer,
     ):
         while count := reader.readinto(buffer):
-            if stopped():
-                raise _Stopped
+            if why := stopped():
+                raise _Stopped(why)
             digest.update(buffer[:count])
             rest = buffer[:count]
             while rest:

@@ -16,7 +16,7 @@ from dalsegno.protos.shortage import shortage
 
 from .buddies import Buddies, Buddy
 from .calls import Pace, Peers
-from .durable import make_durable
+from .durable import make_durable, seal_written
 from .fence import Fence, OpenEpoch
 from .gathering import Gatherer
 from .holdings import Held, Holdings, Part
@@ -82,6 +82,8 @@ class MemoryTier:
         self._copies: dict[tuple[str, str, int], tuple[str, ...]] = {}
         self._copies_lock = threading.Lock()
         self._ending = threading.Event()
+        # Set where nobody wants on the disk any more what was ordered before; by digest.
+        self._stops: dict[str, threading.Event] = {}
         with contextlib.ExitStack() as undo:
             try:
                 self._place = Place(default_root() if root is None else root, job_id)
@@ -209,18 +211,78 @@ class MemoryTier:
         """
         if self.problem:
             then(self.problem)
-        elif not self._slow.put(lambda: then(self._write_durable(run_id, ref, run_dir))):
+        else:
+            self._put_writing(run_id, ref, run_dir, None, then)
+
+    def write_parts(
+        self,
+        run_id: str,
+        ref: control_pb2.CheckpointRef,
+        run_dir: Path,
+        parts: Collection[int],
+        then: Callable[[str], None],
+    ) -> None:
+        """Copies these parts of a checkpoint, which are here, to the run's directory on the disk, at low priority.
+
+        Without parts: seals it there, as others say that they have written all of it. `then` is called once: with "",
+        or with the reason why not.
+        """
+        if self.problem:
+            then(self.problem)
+        else:
+            self._put_writing(run_id, ref, run_dir, parts, then)
+
+    def stop_writing(self, ref: control_pb2.CheckpointRef) -> None:
+        """Nobody wants it on the disk any more: what was ordered ends, with a reason why not."""
+        self._stops.pop(ref.digest, threading.Event()).set()
+
+    def _put_writing(
+        self,
+        run_id: str,
+        ref: control_pb2.CheckpointRef,
+        run_dir: Path,
+        parts: Collection[int] | None,
+        then: Callable[[str], None],
+    ) -> None:
+        stop = self._stops.setdefault(ref.digest, threading.Event())
+
+        def work() -> None:
+            try:
+                then(self._write_durable(run_id, ref, run_dir, parts, stop))
+            finally:
+                if self._stops.get(ref.digest) is stop:
+                    self._stops.pop(ref.digest, None)
+
+        if not self._slow.put(work):
             then("too many checkpoints are being written to the disk")
 
-    def _write_durable(self, run_id: str, ref: control_pb2.CheckpointRef, run_dir: Path) -> str:
+    def _write_durable(
+        self,
+        run_id: str,
+        ref: control_pb2.CheckpointRef,
+        run_dir: Path,
+        parts: Collection[int] | None,
+        stop: threading.Event,
+    ) -> str:
+        def stopped() -> str:
+            return "the agent ends" if self._ending.is_set() else "a newer one counts" if stop.is_set() else ""
+
         with self._holdings.at_work(run_id, ref.name):
             manifest = self._holdings.manifest(run_id, ref.name)
             if manifest is None or manifest.digest != ref.digest:
                 return f"nothing of {ref.name} is in this node's memory"
-            here = {entry.path for entry in manifest.files} - set(self._holdings.missing(run_id, ref.name))
             source = self._place.run(run_id) / ref.name
             try:
-                return make_durable(source, manifest, here, run_dir, self._ending.is_set)
+                if parts is None:
+                    here = {entry.path for entry in manifest.files} - set(self._holdings.missing(run_id, ref.name))
+                    return make_durable(source, manifest, here, run_dir, stopped)
+                if not parts:
+                    return seal_written(manifest, run_dir, stopped)
+                held = [self._holdings.part(run_id, ref.name, ref.digest, part) for part in parts]
+                files = [entry.path for part in held if part is not None for entry in part.entries]
+                if None in held:
+                    return f"not all of what {ref.name} has on this node is in its memory any more"
+                return make_durable(source, manifest, files, run_dir, stopped, seals=False)
             except CheckpointDamaged as damaged:
                 for group_rank in self._holdings.parts_with(run_id, ref.name, damaged.file):
                     part = self._holdings.part(run_id, ref.name, ref.digest, group_rank)

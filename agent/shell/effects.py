@@ -122,6 +122,9 @@ class Effects:
                 self._doubt(action.ref)
             case ev.MakeDurable():
                 self._make_durable(action)
+            case ev.StopWriting():
+                if self.memory is not None:
+                    self.memory.stop_writing(action.ref)
             case ev.KeepInMemory():
                 if self.memory is not None:
                     self.memory.keep(self.run_id, action.epoch, action.digests)
@@ -130,7 +133,7 @@ class Effects:
             case ev.WriteLatest():
                 self.storage.write_latest(self.run_id, action.head)
             case ev.Sweep():
-                self.storage.sweep(self.run_id, action.epoch, action.converting)
+                self.storage.sweep(self.run_id, action.epoch, action.step, action.converting)
             case ev.MarkFinished():
                 self._mark_finished(action.run_id or self.run_id)
             case ev.Say():
@@ -308,10 +311,13 @@ class Effects:
         memory, ref, run_id, run_dir = self.memory, action.ref, self.run_id, self.run_dir()
 
         def done(failure: str) -> None:
-            self._mailbox.put(ev.MadeDurable(ref, failure))
+            self._mailbox.put(ev.MadeDurable(ref, failure, action.write))
 
         if memory is None:
             done("this node has no memory checkpoints")
+            return
+        if action.write or action.seal:
+            memory.write_parts(run_id, ref, run_dir, action.write, done)
             return
 
         def fetched(found: control_pb2.Checkpoint | str) -> None:

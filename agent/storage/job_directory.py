@@ -350,8 +350,8 @@ class Storage:
 
         self._submit(self._slow, work)
 
-    def sweep(self, run_id: str, epoch: int, converting: str = "") -> None:
-        """Deletes directories without a manifest that epochs before `epoch` left behind.
+    def sweep(self, run_id: str, epoch: int, step: int = 0, converting: str = "") -> None:
+        """Deletes directories without a manifest that epochs before `epoch`, and its saves before `step`, left behind.
 
         Forms of `converting` stay: one of them is being made, perhaps by another node out of those that were begun.
         """
@@ -361,7 +361,7 @@ class Storage:
                 store = CheckpointStore(self._own_run(run_id))
                 for name in store.lost_manifest(epoch):
                     logger.warning("%s was sealed and has lost its manifest: it stays, delete it by hand", name)
-                left = [name for name in store.never_sealed(epoch) if not _is_form(name, converting)]
+                left = [name for name in store.never_sealed(epoch, step) if not _is_form(name, converting)]
                 problems = store.prune(left)
             except OSError as error:
                 logger.warning("unsealed checkpoints cannot be removed: %s", error)

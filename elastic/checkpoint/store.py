@@ -109,8 +109,10 @@ class CheckpointStore:
         names = [CheckpointName.parse(name) for name in self._names() if is_checkpoint_name(name)]
         return max((name.epoch + 1 for name in names), default=0)
 
-    def never_sealed(self, before_epoch: int) -> list[str]:
+    def never_sealed(self, before_epoch: int, before_step: int = 0) -> list[str]:
         """Directories without a manifest whose epoch is below ``before_epoch``: saves and forms that were given up.
+
+        Of that epoch itself they are its saves below ``before_step``.
 
         A directory that cannot be read is left out, and so are links and what was sealed once.
 
@@ -118,7 +120,7 @@ class CheckpointStore:
             OSError: The marks of what was sealed cannot be read.
         """
         sealed = marked(self.run_dir)
-        return [name for name in self._without_manifest(before_epoch) if name not in sealed]
+        return [name for name in self._without_manifest(before_epoch, before_step) if name not in sealed]
 
     def lost_manifest(self, before_epoch: int) -> list[str]:
         """Names of what was sealed and has no manifest any more: see ``marks``.
@@ -129,9 +131,12 @@ class CheckpointStore:
         sealed = marked(self.run_dir)
         return [name for name in self._without_manifest(before_epoch) if name in sealed]
 
-    def _without_manifest(self, before_epoch: int) -> list[str]:
-        names = [name for name in self._names() if is_checkpoint_name(name)]
-        old = [name for name in names if CheckpointName.parse(name).epoch < before_epoch]
+    def _without_manifest(self, before_epoch: int, before_step: int = 0) -> list[str]:
+        def is_old(name: CheckpointName) -> bool:
+            save_of_epoch = name.epoch == before_epoch and name.lease is None
+            return name.epoch < before_epoch or (save_of_epoch and name.step < before_step)
+
+        old = [name for name in self._names() if is_checkpoint_name(name) and is_old(CheckpointName.parse(name))]
         return sorted(name for name in old if self._has_no_manifest(self.run_dir / name))
 
     def prune(self, names: Iterable[str]) -> dict[str, OSError]:

@@ -25,6 +25,7 @@ class Content:
         best: The best checkpoint as of this one.
         keep: How many of the run's checkpoints are kept, 0: all; None: the job's setting.
         cut: How its batches become gradients; None if the script has its own way.
+        make_durable: It goes to memory, and the agents bring it to the disk. The checkpoint itself does not say so.
     """
 
     step: int
@@ -37,6 +38,7 @@ class Content:
     best: Best | None = None
     keep: int | None = None
     cut: Cut | None = None
+    make_durable: bool = False
 
     def manifest(
         self, name: str, identity: Identity, resumed_from: Ref | None, files: tuple[FileEntry, ...]

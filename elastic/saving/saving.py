@@ -471,7 +471,7 @@ class Saver:
         if self._link is not None:
             took = time.monotonic() - began
             sealed = worker_pb2.Sealed(name=manifest.name, digest=manifest.digest, step=manifest.step, seconds=took)
-            sealed.in_memory = in_memory
+            sealed.in_memory, sealed.make_durable = in_memory, own.content.make_durable
             self._link.send(worker_pb2.ToAgent(sealed=sealed))
         if not in_memory:
             self._notes.write(manifest, manifest.best)
@@ -488,7 +488,8 @@ class Saver:
         name, in_memory = own.name, own.tier.in_memory
         if self._identity.rank == 0 and not fatal:
             where = " in memory" if in_memory else ""
-            log.warning("saving %s%s failed, the last commit stands: %s", name or "a step", where, reason)
+            then = "the ranks save to the disk" if own.content.make_durable else "the last commit stands"
+            log.warning("saving %s%s failed, %s: %s", name or "a step", where, then, reason)
         if own.tier.leads and name:
             for error in own.tier.remove(name):
                 log.warning("what the failed save left in %s could not be removed: %s", name, error)

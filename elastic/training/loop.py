@@ -328,6 +328,8 @@ class _Run:
         # Checks that what is to be saved could be loaded again. Collective.
         self.rehearse = partial(rehearse, session, given if session.can_save else None)
         self._new = session.resume is None
+        # The metric of the step that is being saved.
+        self._value: float | None = None
 
     def took(self, batch: Any) -> None:
         """Counts the batch as trained: the run's position is the one after it.
@@ -367,14 +369,23 @@ class _Run:
         if boundary.end:
             return False
         if boundary.drain:
-            if self._write is None or self._save(drain=True) is not None:
+            if self._write is None or self._save(self._measure(), drain=True) is not None:
                 self._session.leave_drained()
             else:
                 self._session.drain_failed()
-        elif self._due(boundary.step):
-            self._save(wait=False)
-        self._memory.at(boundary.step, saved=boundary.drain or self._due(boundary.step))
+        self._save_between(boundary.step, due=not boundary.drain and self._due(boundary.step), saved=boundary.drain)
         return True
+
+    def _save_between(self, step: int, *, due: bool, saved: bool) -> None:
+        """What is due between two changes, on the disk or in memory; ``saved``: the step is saved already."""
+        metric = self._measure() if due else None
+        # What goes to memory first the agents bring to the disk. Not so the best: later checkpoints name it.
+        to_disk = due and self._memory.on and not self._is_best(metric)
+        if due and not to_disk:
+            self._save(metric, wait=False)
+        self._value = metric
+        if self._memory.at(step, saved=saved or due, to_disk=to_disk):
+            self._save(metric, wait=False)
 
     def _due(self, step: int) -> bool:
         """Whether this step is to be saved; never if there is nothing to save with, or no directory."""
@@ -385,21 +396,37 @@ class _Run:
     def finish(self) -> None:
         """Makes the last save, and tells the agent that the training is over."""
         if self._write is not None and self._session.step > 0:
-            save_at_last(self._session.step, lambda: self._save() is not None)
+            save_at_last(self._session.step, lambda: self._save(self._measure()) is not None)
         self._session.finish()
 
-    def _save_in_memory(self) -> Ref | None:
-        return self._save(wait=False, in_memory=True)
+    def _measure(self) -> float | None:
+        return None if self._metric is None else self._metric()
 
-    def _save(self, *, drain: bool = False, wait: bool = True, in_memory: bool = False) -> Ref | None:
+    def _is_best(self, metric: float | None) -> bool:
+        """Whether the present step is the best so far. Collective."""
+        return self._session.worth_saving or self._session.saves.improves(metric)
+
+    def _save_in_memory(self, to_disk: bool) -> Ref | None:
+        # A metric may take an evaluation, and what is only in memory is no candidate for the best checkpoint.
+        return self._save(self._value if to_disk else None, wait=False, in_memory=True, make_durable=to_disk)
+
+    def _save(
+        self,
+        metric: float | None,
+        *,
+        drain: bool = False,
+        wait: bool = True,
+        in_memory: bool = False,
+        make_durable: bool = False,
+    ) -> Ref | None:
         assert self._write is not None
         return self._session.save(
             self._write,
             position=self._place(),
-            # A metric may take an evaluation, and what is only in memory is no candidate for the best checkpoint.
-            metric=None if self._metric is None or in_memory else self._metric(),
+            metric=metric,
             drain=drain,
             wait=wait,
             in_memory=in_memory,
+            make_durable=make_durable,
             **self._options,
         )

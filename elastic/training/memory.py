@@ -1,4 +1,4 @@
-"""Memory checkpoints between the durable ones, in the loop of `steps`."""
+"""Memory checkpoints in the loop of `steps`: between the durable ones, and for those that the agents make durable."""
 
 from __future__ import annotations
 
@@ -19,38 +19,66 @@ class MemorySaves:
     Args:
         session: The process's.
         every: Steps between two, ``"auto"``, or 0: there are none.
-        save: Saves the present step in memory: at once, or it begins to. None: that failed. On all ranks alike.
+        save: Saves the present step in memory: at once, or it begins to. None: that failed. On all ranks alike. It is
+            told whether the agents are to write the step to the disk.
     """
 
-    def __init__(self, session: Session, every: int | str, save: Callable[[], Ref | None]) -> None:
+    def __init__(self, session: Session, every: int | str, save: Callable[[bool], Ref | None]) -> None:
         self._session, self._save, self._auto = session, save, every == AUTO
         self._cadence: Cadence | None = None
-        # The step that is being saved.
+        # The step that is being saved, and whether the agents are to write it to the disk.
         self._saving: int | None = None
+        self._to_disk = False
         self._mark = time.monotonic()
         if every and session.can_save_in_memory:
             self._cadence = Cadence(every)
         elif every:
             log.debug("memory_every=%s, and the nodes keep no memory checkpoints (--memory-replicas)", every)
 
-    def at(self, step: int, *, saved: bool) -> None:
-        """Behind each step; ``saved``: it has a save of another kind."""
+    @property
+    def on(self) -> bool:
+        """Whether there are memory checkpoints. On all ranks alike."""
+        return self._cadence is not None
+
+    def at(self, step: int, *, saved: bool, to_disk: bool = False) -> bool:
+        """Behind each step.
+
+        Args:
+            saved: It has a save of another kind, or of this one (``to_disk``).
+            to_disk: It is to be saved here, and the agents are to write it to the disk. Only where this is `on`.
+
+        Returns:
+            Whether the ranks save the present step to the disk themselves: memory had no room for what was to go there.
+        """
         cadence, session = self._cadence, self._session
         if cadence is None:
-            return
+            return False
         cadence.measure(time.monotonic() - self._mark, saving=self._saving is not None)
+        lacks = False
         if self._saving is not None and not session.saves.under_way(in_memory=True):
-            self._ended(cadence, step)
+            lacks = self._ended(cadence, step) and not saved
         # Nobody waits for a disk, and what a durable save under way has is hardly older.
-        if not saved and cadence.due(step) and not session.saves.under_way(in_memory=False):
-            began, self._saving = time.monotonic(), step
-            begun = self._save()
-            cadence.began(time.monotonic() - began)
-            if begun is None or not session.saves.under_way(in_memory=True):
-                self._ended(cadence, step)
+        due = not saved and cadence.due(step) and not session.saves.under_way(in_memory=False)
+        if to_disk or due:
+            lacks = self._begin(cadence, step, to_disk) or lacks
         self._mark = time.monotonic()
+        return lacks
 
-    def _ended(self, cadence: Cadence, step: int) -> None:
+    def _begin(self, cadence: Cadence, step: int, to_disk: bool) -> bool:
+        """Returns whether a save that was to come to the disk has failed: this one, or the one before."""
+        session, lacks = self._session, False
+        if self._saving is not None:
+            session.settle()
+            lacks = self._ended(cadence, step) and not to_disk
+        began, self._saving, self._to_disk = time.monotonic(), step, to_disk
+        begun = self._save(to_disk)
+        cadence.began(time.monotonic() - began)
+        if begun is None or not session.saves.under_way(in_memory=True):
+            lacks = self._ended(cadence, step) or lacks
+        return lacks
+
+    def _ended(self, cadence: Cadence, step: int) -> bool:
+        """Returns whether the save has failed, and was to come to the disk."""
         assert self._saving is not None
         failed = self._session.saves.of(self._saving, in_memory=True) is None
         apart = cadence.proposal()
@@ -58,3 +86,4 @@ class MemorySaves:
             apart = self._session.saves.largest(apart)
         cadence.ended(self._saving, step, apart, failed=failed)
         self._saving = None
+        return failed and self._to_disk

@@ -109,6 +109,11 @@ class Saves:
             self._memory = not lacks
         return self._memory
 
+    def improves(self, value: float | None) -> bool:
+        """See `Saver`. Collective."""
+        assert self.saver is not None
+        return self.saver.improves(value)
+
     def largest(self, value: int) -> int:
         """Of all ranks. Collective."""
         return self._collective.max([value])[0]

@@ -315,6 +315,7 @@ class Session:
         keep: int | None = None,
         drain: bool = False,
         in_memory: bool = False,
+        make_durable: bool = False,
     ) -> Ref | None:
         """Saves the present step on all ranks. Collective.
 
@@ -334,6 +335,7 @@ class Session:
                 the job's settings or the session's own ``keep`` say.
             drain: It is the save of a drain. It goes to memory where the agents say so.
             in_memory: To the nodes' memory (`can_save_in_memory`), where it lasts until there is a newer one.
+            make_durable: With ``in_memory``: the agents write it to the disk from there while the training goes on.
 
         Returns:
             The sealed checkpoint; if this step is saved already, the one that it is saved as. None if the save failed:
@@ -357,7 +359,8 @@ class Session:
             self.settle()
             data = {"position": position or Position(), "order": order, "cut": cut}
             reshards = bool(getattr(write, "reshards", False))
-            content = self._content(strategy, any_world_size, metric, reshards=reshards, keep=keep, **data)
+            options = {"reshards": reshards, "keep": keep, "make_durable": make_durable and in_memory}
+            content = self._content(strategy, any_world_size, metric, **options, **data)
             if create_directory is None:
                 create_directory = not strategy.startswith("deepspeed")
             where = {"create_directory": create_directory, "wait": wait, "drain": drain, "in_memory": in_memory}

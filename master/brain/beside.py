@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import conversion, memory
+from . import conversion, durable, memory
 from .live import ConversionLife, Wait
 from .membership import in_rank_order
 from .state import Checkpoint, Conversion, Node, Part, Phase, World
@@ -75,8 +75,8 @@ def bring_to_disk(turn: Turn, held: Conversion, source: Checkpoint) -> None:
     if memory.is_gone(turn, source):
         give_up(turn, source, "the nodes that held a part of it in memory are gone")
     elif not begins(turn):
-        memory.want_durable(turn, source)
-        if not held.blocked and memory.cannot_write(turn, source):
+        durable.want_durable(turn, source)
+        if not held.blocked and durable.cannot_write(turn, source):
             conversion.block(turn, conversion.change(turn, held, reason="nobody could write it to the disk"))
 
 

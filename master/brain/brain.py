@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dalsegno.protos.processes import Process
 from dalsegno.protos.text import one_line
 
-from . import beside, calls, forming, membership, memory, running
+from . import beside, calls, durable, forming, membership, running
 from .events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
 from .invariants import check
 from .live import ConversionLife, DrainLife, EpochLife, LeaseLife, Live, Pause, State, VerificationLife
@@ -201,7 +201,7 @@ def settle(turn: Turn) -> None:
 def transition(turn: Turn) -> bool:
     """Applies one step of what the phase, the state and the time call for. Returns whether anything changed."""
     phase = turn.job.phase
-    memory.retry(turn)
+    durable.tend(turn)
     if not phase.is_terminal:
         beside.tend(turn)
     if phase in (Phase.WAITING, Phase.FORMING):

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
 
-from . import announcements, checkpoints, conversion, failures, membership, memory, refusals, running, saves
+from . import announcements, checkpoints, conversion, durable, failures, membership, memory, refusals, running, saves
 from .events import Reply
 from .recollection import remember
 from .registration import proves, register
@@ -113,7 +113,7 @@ def join(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> Answer:
         remember(turn, 0, [entry for entry in message.inventory if not entry.in_memory])
     if message.HasField("last_step"):
         counted(turn, node, message)
-    memory.on_disk(turn, message.inventory, node)
+    durable.on_disk(turn, message.inventory, node)
     if job.phase in (Phase.WAITING, Phase.FORMING):
         checkpoints.adopt_sealed(turn, message.inventory, node)
     digests = {entry.ref.digest for entry in message.inventory}
@@ -440,5 +440,5 @@ HANDLERS: dict[type[Message], Callable[..., Answer]] = {
     control_pb2.PrunedRequest: pruned,
     control_pb2.SightedRequest: sighted,
     control_pb2.HeldRequest: memory.report,
-    control_pb2.DurableRequest: memory.durable,
+    control_pb2.DurableRequest: durable.durable,
 }

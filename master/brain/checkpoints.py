@@ -153,16 +153,43 @@ def record_commit(turn: Turn, message: control_pb2.Checkpoint, by: str) -> str:
         floor = max(floor, job.world.resumed_step)
     if message.step <= floor:
         return f"{message.ref.name} is not newer than step {floor}"
-    record = replace(from_proto(message), unseen=by)
-    head = job.checkpoints.head
+    put_commit(turn, replace(from_proto(message), unseen=by))
+    return ""
+
+
+def put_commit(turn: Turn, record: Checkpoint) -> None:
+    """Records the newest commit, which is on the disk."""
+    head = turn.job.checkpoints.head
     if head is not None and head.unconvertible and head.strategy == record.strategy:
         record = replace(record, unconvertible=head.unconvertible)
     put_newer(turn, record)
     turn.open.put_off = False
     turn.live.committed = turn.heard
-    retire_in_memory(job)
+    retire_in_memory(turn.job)
     retire_old(turn)
-    return ""
+
+
+def record_written(turn: Turn, record: Checkpoint, by: str) -> None:
+    """Records what nodes have written to the disk, out of their memory, for the ranks of the last epoch.
+
+    Steps are committed in order: what comes after a newer one does not count, and its files may be deleted. What comes
+    after its epoch is found when nodes join (`note_late`).
+    """
+    job = turn.job
+    record = replace(record, parts=0, unseen=by)
+    if record.epoch != job.epoch:
+        return
+    if record.step > job.checkpoints.last_step(job.epoch):
+        put_commit(turn, record)
+    elif len(job.late) < LATE_KEPT and record.name not in {known.name for known in job.late}:
+        job.late = (*job.late, record)
+
+
+def now_on_disk(turn: Turn, record: Checkpoint, by: str) -> None:
+    """What is recorded, and was in memory alone, is a commit like others now."""
+    turn.job.checkpoints.put(replace(record, parts=0, unseen=by))
+    turn.live.committed = turn.heard
+    retire_old(turn)
 
 
 def put_newer(turn: Turn, record: Checkpoint) -> None:

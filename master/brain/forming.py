@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import announcements, beside, conversion, failures, memory, refusals, sight
+from . import announcements, beside, conversion, durable, failures, memory, refusals, sight
 from .checkpoints import give_up_resharding, loads_now, resharded, resume_point, same_shape
 from .live import EpochLife, Missing, State
 from .membership import agree_on_directory, eligible, expected, has_answered, of_size, select
@@ -166,7 +166,7 @@ def gate_open(turn: Turn, resume: Checkpoint | None, candidate: list[Node]) -> b
     if resume is None or loads_now(turn.job, resume, sum(node.nproc for node in candidate)):
         return True
     if resume.parts:
-        memory.want_durable(turn, resume)
+        durable.want_durable(turn, resume)
     else:
         conversion.tend(turn, resume)
     return False

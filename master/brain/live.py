@@ -201,8 +201,12 @@ class HeldStep:
     missing_since: float | None = None
     # It must be on the disk before a world can open.
     urgent: bool = False
-    # Nodes that could not write it to the disk, by incarnation, and when they are asked again.
+    # The ranks want it on the disk; the parts that nodes have said to be there.
+    wanted: bool = False
+    written: set[int] = field(default_factory=set)
+    # Nodes that could not write it to the disk, by incarnation, and when they are asked again; of whom people know.
     unable: dict[str, float] = field(default_factory=dict)
+    told: dict[str, None] = field(default_factory=dict)
 
     def hold(self, incarnation: str, parts: Iterable[int]) -> None:
         """This node holds these parts, and no others."""
@@ -218,6 +222,8 @@ class Held:
     """All memory checkpoints that are known, by digest."""
 
     steps: dict[str, HeldStep] = field(default_factory=dict)
+    # Digest of the step that nodes write to the disk because the ranks want it there; empty: none.
+    writing: str = ""
     # Grows with each change.
     version: int = 0
 

@@ -1,51 +1,41 @@
-"""Memory checkpoints: which nodes hold which parts, which step the run goes on from, and who writes it to the disk.
+"""Memory checkpoints: which nodes hold which parts, and which step the run goes on from.
 
 Each node holds its *part*, the files of its own ranks, and those of its buddies. Nodes say what they hold, again to
 each new master; nothing of it is stored. While every part of a step has a living holder the step is *held*. When a
 world ends, the newest held step is recorded like a commit, with the number of its parts, before anybody starts from it.
-Behind the first step of the next world one node writes it to the checkpoint directory. From then on it is a commit like
-others.
+`durable` brings it to the checkpoint directory, and what the ranks want there. From then on it is a commit like others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from dalsegno.protos import control_pb2
 
 from . import checkpoints
 from .live import HeldStep, State
-from .membership import in_rank_order
 from .state import Checkpoint, Job, Member, Node, Phase
 from .turn import Turn, names
 
 __all__ = (
     "adopt",
     "buddies",
-    "cannot_write",
     "doubt",
-    "durable",
     "give_up",
     "is_gone",
     "is_held",
     "is_needed",
-    "on_disk",
     "parts_of",
     "passed_over",
     "report",
-    "retry",
     "to_memory",
-    "want_durable",
     "who_may_hold",
-    "writer",
 )
 
 # A part of the resume point that nobody holds is lost after so long (seconds): a new master hears its holders one by
 # one.
 LOST_AFTER = 3.0
-# A node that could not write a step to the disk is asked again so much later (seconds).
-ASKED_AGAIN = 10.0
 # Steps of one epoch that are remembered: nodes hold two or three, and not all the same ones.
 MOST_STEPS = 8
 
@@ -89,6 +79,7 @@ def report(turn: Turn, node: Node, message: control_pb2.HeldRequest) -> tuple[st
         step = held.step(record)
     if step is not None:
         step.hold(node.incarnation, message.parts)
+        step.wanted = step.wanted or message.make_durable
         held.version += 1
         forget_old(turn)
     return "OK", ""
@@ -112,10 +103,10 @@ def worth_knowing(turn: Turn, node: Node, said: control_pb2.Checkpoint) -> Check
 
 
 def forget_old(turn: Turn) -> None:
-    """Keeps the newest steps, and what is recorded."""
+    """Keeps the newest steps, what is recorded, and what is being written to the disk."""
     job, held = turn.job, turn.live.held
     for step in held.newest_first()[MOST_STEPS:]:
-        if job.checkpoint(step.record.digest) is None:
+        if job.checkpoint(step.record.digest) is None and step.record.digest != held.writing:
             del held.steps[step.record.digest]
 
 
@@ -269,92 +260,3 @@ def give_up(turn: Turn, record: Checkpoint, why: str) -> None:
     before = checkpoints.resume_point(turn.job)
     back = f"going back to {before.name}" if before is not None else "no checkpoint is left: starting from step 0"
     turn.notice(f"{record.name} was in memory only, and {why}: {back}", True)
-
-
-# ---- made durable ---------------------------------------------------------------------------------------------------
-
-
-def want_durable(turn: Turn, record: Checkpoint) -> None:
-    """It must be on the disk before a world can open: only files there can be converted."""
-    step = turn.live.held.step(record)
-    if not step.urgent:
-        step.urgent = True
-        turn.live.held.version += 1
-
-
-def cannot_write(turn: Turn, record: Checkpoint) -> bool:
-    """Whether two nodes, or all that there are, have just failed to write a step to the disk."""
-    unable = turn.live.held.step(record).unable
-    return bool(unable) and len(unable) >= min(2, sum(node.sees_directory for node in turn.job.nodes.values()))
-
-
-def retry(turn: Turn) -> None:
-    """Nodes that could not write to the disk are asked again after a pause."""
-    held = turn.live.held
-    for step in held.steps.values():
-        for incarnation, at in list(step.unable.items()):
-            if turn.due(at):
-                del step.unable[incarnation]
-                held.version += 1
-
-
-def writer(state: State) -> tuple[Checkpoint, Node] | None:
-    """The memory checkpoint that is to be written to the disk, and the node that does it. None: there is none.
-
-    Behind the first step of the world that began from it, because until then disks and cores have other work. Before,
-    where nobody stays who could hold it, or where only files on the disk help.
-    """
-    job, live = state.job, state.live
-    # What universal files are owed of cannot wait for the newest.
-    record = checkpoints.owed(job)
-    if record is None or not record.parts:
-        record = job.checkpoints.head
-    step = live.held.steps.get(record.digest) if record is not None and record.parts else None
-    if record is None or step is None:
-        return None
-    started = job.phase.has_workers and live.epoch.first_step_at is not None
-    somebody_stays = any(not node.leaving for node in job.nodes.values())
-    if somebody_stays and not started and not step.urgent:
-        return None
-    able = [
-        node
-        for node in job.nodes.values()
-        if node.sees_directory and node.peer_address and node.incarnation not in step.unable
-    ]
-
-    def missing(node: Node) -> int:
-        return sum(node.incarnation not in step.holders.get(part, ()) for part in range(record.parts))
-
-    chosen = min(in_rank_order(job, able), key=lambda node: (node.leaving, missing(node)), default=None)
-    return (record, chosen) if chosen is not None else None
-
-
-def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tuple[str, str]:
-    """A memory checkpoint is on the disk, or this node could not write it. Returns (status code, detail)."""
-    job, held = turn.job, turn.live.held
-    record = job.checkpoint(message.ref.digest)
-    if record is None or not record.parts or record.retired:
-        return "OK", ""
-    if message.failure:
-        held.version += 1
-        held.step(record).unable[node.incarnation] = turn.now + ASKED_AGAIN
-        turn.notice(f"{node.name} could not write {record.name} to the disk: {message.failure}", True)
-    else:
-        note_durable(turn, record, node)
-    return "OK", ""
-
-
-def note_durable(turn: Turn, record: Checkpoint, node: Node) -> None:
-    """It is a commit like others now."""
-    turn.live.held.version += 1
-    turn.job.checkpoints.put(replace(record, parts=0, unseen=node.name))
-    turn.live.committed = turn.heard
-    checkpoints.retire_old(turn)
-
-
-def on_disk(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], node: Node) -> None:
-    """A node has a memory checkpoint in sight on the disk: leavers have written it there."""
-    for entry in inventory if turn.job.checkpoints.in_memory else ():
-        record = turn.job.checkpoint(entry.ref.digest)
-        if record is not None and record.parts and not record.retired and not entry.in_memory:
-            note_durable(turn, record, node)

@@ -6,7 +6,7 @@ from typing import Any
 
 from dalsegno.protos import control_pb2
 
-from . import memory, saves
+from . import durable, memory, saves
 from .checkpoints import only_size, prunable, resume_point, to_proto, witnesses
 from .forming import missing
 from .live import State
@@ -42,7 +42,7 @@ class Common:
         self.last_writer = saves.last_writer(job)
         self.somebody_stays = saves.somebody_stays(job)
         self.to_memory = memory.to_memory(state, self.somebody_stays)
-        self.writer = memory.writer(state)
+        self.durable = durable.orders(state)
         # Everything below the job is replaced whole: the same objects say the same.
         self.parts = (
             *(job.generation, job.phase, job.epoch, job.run.number, job.settings, head, job.noticed, job.world),
@@ -56,7 +56,7 @@ class Common:
                 self.witnesses,
             ),
             frozenset(record.digest for record in prunable(job)),
-            *(state.live.held.version, self.writer[1].incarnation if self.writer is not None else ""),
+            *(state.live.held.version, frozenset(self.durable)),
             memory.who_may_hold(job),
             # What a spare is told of the unit depends on how many nodes there are.
             len(job.nodes) if job.settings.node_unit > 1 else 0,
@@ -128,11 +128,18 @@ def directive_of(common: Common, node: Node) -> control_pb2.Directive:
     head = resume_point(common.job)
     if head is not None and node.name in common.witnesses:
         directive.sight.name, directive.sight.digest = head.name, head.digest
-    if common.writer is not None and common.writer[1] is node:
-        record, durable = common.writer[0], directive.make_durable
-        durable.ref.name, durable.ref.digest = record.name, record.digest
-        tell_parts(common.state, record, durable.parts)
+    if node.incarnation in common.durable:
+        tell_durable(common.state, common.durable[node.incarnation], directive.make_durable)
     return directive
+
+
+def tell_durable(state: State, order: durable.Order, told: control_pb2.MakeDurable) -> None:
+    """What a node does to bring a memory checkpoint to the disk."""
+    told.ref.name, told.ref.digest = order.record.name, order.record.digest
+    told.write.extend(order.write)
+    told.seal = order.seal
+    if not order.write and not order.seal:
+        tell_parts(state, order.record, told.parts)
 
 
 def order(common: Common, node: Node, directive: control_pb2.Directive) -> None:

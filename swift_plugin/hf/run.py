@@ -86,7 +86,7 @@ class Run:
         self.writing: Write | None = None
         self.in_memory = self._failed = False
         self._to_memory: Callable[[], None] = lambda: None
-        self._memory = MemorySaves(session, options.memory_every, self._save_in_memory)
+        self._memory = MemorySaves(session, options.memory_every, lambda to_disk: self._save_in_memory())
         self._memory_ref: Ref | None = None
         self._may_leave, self._ask_every, self._asked, self._asked_at = False, 1, 0, 0.0
         # The Trainer deletes nothing: this setting prunes the run's own checkpoints instead.

@@ -38,21 +38,52 @@ def spread(agent: FakeAgent, name: str, *, to: int | None = None) -> Manifest:
 
 
 @WAYS
-def test_memory_checkpoints_come_between_the_durable_ones(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """Each node tells its agent; a step that is saved on the disk is not saved again, and the last one is durable."""
+def test_the_ranks_save_to_memory_and_the_last_step_to_the_disk(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Each node tells its agent, and which ones it is to bring to the disk; only the last one is there at once."""
     with FakeAgent(tmp_path, world=2, epoch=1, memory=True) as agent:
         agent.start("--steps", "12", "--save-every", "5", "--memory-every", "2", *flags)
         assert agent.wait() == [0, 0], agent.outputs
         sealed = agent.of("sealed")
-        held = [one.step for one in sealed if one.in_memory]
-        assert sorted(one.step for one in sealed if not one.in_memory) == [5, 10, 12]
-        if not flags:
-            assert sorted(held) == [2, 2, 4, 4, 6, 6, 8, 8]
-        # Beside a durable one that is being written there may be none.
-        assert set(held) <= {2, 4, 6, 8}
-        assert sorted(held) == sorted(2 * list(set(held)))
+        assert [one.step for one in sealed if not one.in_memory] == [12]
+        assert sorted(one.step for one in sealed if one.in_memory) == sorted(2 * [2, 4, 5, 6, 8, 10])
+        assert sorted(one.step for one in sealed if one.make_durable) == [5, 5, 10, 10]
+        assert len(CheckpointStore(agent.run_dir).sealed()) == len(list(agent.run_dir.glob("step-*"))) == 1
         for name in {one.name for one in sealed if one.in_memory}:
             spread(agent, name)
+
+
+@WAYS
+def test_the_best_is_saved_to_the_disk_at_once(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Later checkpoints name it, so it must outlive all memories. Beside it there is no memory checkpoint."""
+    with FakeAgent(tmp_path, world=2, epoch=1, memory=True) as agent:
+        agent.start("--steps", "12", "--save-every", "4", "--memory-every", "2", "--improves-at", "8", *flags)
+        assert agent.wait() == [0, 0], agent.outputs
+        sealed = agent.of("sealed")
+        # The first value of all is the best, too.
+        assert sorted(one.step for one in sealed if not one.in_memory) == [1, 8, 12]
+        assert sorted(one.step for one in sealed if one.make_durable) == [4, 4]
+        best = next(one.name for one in sealed if one.step == 8)
+        last = CheckpointStore(agent.run_dir).sealed()[-1]
+        assert (last.step, last.best is not None and last.best.name) == (12, best)
+        (held,) = {one.name for one in sealed if one.in_memory and one.step == 4}
+        assert spread(agent, held).metric == 0.0
+
+
+@WAYS
+def test_what_memory_has_no_room_for_the_ranks_save_to_the_disk(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """At once, or at the next boundary behind a save in the background; one line says so, and the training goes on."""
+    with FakeAgent(tmp_path, world=2, epoch=1, memory=True) as agent:
+        more = ("--save-every", "5", "--memory-every", "100", "--fail-rank", "1", "--step-time", "0.1")
+        agent.start("--steps", "12", *more, *flags)
+        assert agent.wait() == [0, 0], agent.outputs
+        sealed = agent.of("sealed")
+        durable = sorted(one.step for one in sealed if not one.in_memory)
+        assert durable[1:] == [12]
+        assert durable[0] == 5 if not flags else 5 <= durable[0] < 10
+        assert sorted(one.step for one in sealed if one.make_durable) == [10, 10]
+        assert not agent.of("save_failed")
+    said = "".join(agent.outputs)
+    assert said.count("saving step-5.e1.1 in memory failed, the ranks save to the disk: ") == 1
 
 
 @pytest.mark.parametrize(("world", "flags"), [(1, ()), (2, ()), (2, ("--background",)), (3, ("--background",))])

@@ -21,7 +21,7 @@ from dalsegno.agent.memory.calls import Pace, PeerError
 from dalsegno.agent.memory.holdings import Holdings
 from dalsegno.agent.memory.pieces import read_part
 from dalsegno.agent.memory.wire import SERVICE
-from dalsegno.elastic.checkpoint import Manifest, read_sealed, verify
+from dalsegno.elastic.checkpoint import FileEntry, Manifest, read_sealed, verify
 from dalsegno.protos import control_pb2
 from tests.support.checkpoints.memory import JOB, RUN, SMALL, Node, manifest_of, nodes, write_own
 from tests.support.checkpoints.power import Power, only_whole_checkpoints, sealed
@@ -675,6 +675,79 @@ def test_a_complete_step_becomes_durable(tmp_path: Path) -> None:
         assert "link" in two[0].makes_durable(fourth, run_dir) or "belongs to" in two[0].makes_durable(fourth, run_dir)
         verify(run_dir / STEP, read_sealed(run_dir / STEP, manifest.digest))
         assert other.digest != manifest.digest
+
+
+def test_each_node_writes_its_part_and_one_seals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No part is read back for the seal, and there is none while a file is missing, or not whole."""
+    run_dir, read = tmp_path / RUN, list[str]()
+    plain = durable.checksum
+    monkeypatch.setattr(durable, "checksum", lambda root, path: read.append(path) or plain(root, path))
+    monkeypatch.setattr(durable, "_SIGHT_PAUSES_SECONDS", (0.0,))
+    with nodes(tmp_path / "nodes", 3) as three:
+        manifest = world(three)
+        assert three[0].makes_durable(manifest, run_dir, (0,)) == ""
+        assert three[1].makes_durable(manifest, run_dir, (0, 1)) == ""
+        assert set(read) <= {path for part in (0, 1) for path in SMALL[part]}
+        read.clear()
+        missing = three[0].makes_durable(manifest, run_dir, ())
+        assert any(path in missing for path in SMALL[2])
+        assert not (run_dir / STEP / "MANIFEST.json").exists()
+        assert "not all of what" in three[0].makes_durable(manifest, run_dir, (1, 2))
+        assert three[2].makes_durable(manifest, run_dir, (2,)) == ""
+        torn = run_dir / STEP / next(iter(SMALL[2]))
+        whole = torn.read_bytes()
+        torn.write_bytes(whole[:-1])
+        assert "cannot be sealed" in three[0].makes_durable(manifest, run_dir, ())
+        torn.write_bytes(whole)
+        assert three[0].makes_durable(manifest, run_dir, ()) == ""
+        assert not read
+        for parts in ((), (1,), None):
+            assert three[1].makes_durable(manifest, run_dir, parts) == ""  # It is there.
+    verify(run_dir / STEP, read_sealed(run_dir / STEP, manifest.digest))
+    assert sorted(os.listdir(run_dir)) == [".sealed", STEP]
+
+
+def test_a_part_comes_into_sight_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who seals looks again: over a network another node's files may be seen later than they are told of."""
+    run_dir = tmp_path / RUN
+    with nodes(tmp_path / "nodes", 2) as two:
+        manifest = world(two)
+        assert two[0].makes_durable(manifest, run_dir, (0,)) == ""
+        looks, plain = [], durable.verify_listing
+
+        def looked(target: Path, listed: Manifest) -> None:
+            looks.append(target)
+            if len(looks) == 2:
+                assert two[1].makes_durable(manifest, run_dir, (1,)) == ""
+            plain(target, listed)
+
+        monkeypatch.setattr(durable, "verify_listing", looked)
+        assert two[0].makes_durable(manifest, run_dir, ()) == ""
+    verify(run_dir / STEP, read_sealed(run_dir / STEP, manifest.digest))
+
+
+def test_what_nobody_wants_any_more_is_not_written_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer step counts: nothing more of it comes to the disk, and other steps do."""
+    with nodes(tmp_path / "nodes", 1) as (one,):
+        older, newer = (manifest_of(name, {0: SMALL[0]}) for name in (STEP, "step-20.e1.1"))
+        one.tier.open_epoch(RUN, 1, 0, [])
+        for manifest in (older, newer):
+            one.writes(manifest, 0, SMALL[0])
+            one.holds(manifest.name, 0)
+        plain = durable.open_sealed
+
+        def overtaken(source: Path, entry: FileEntry) -> int:
+            one.tier.stop_writing(older.ref.to_proto())
+            return plain(source, entry)
+
+        for parts in ((0,), None):
+            monkeypatch.setattr(durable, "open_sealed", overtaken)
+            assert one.makes_durable(older, tmp_path / RUN, parts) == "a newer one counts"
+            assert not list((tmp_path / RUN / STEP).rglob("*.pt"))
+            monkeypatch.setattr(durable, "open_sealed", plain)
+        assert one.makes_durable(newer, tmp_path / RUN, (0,)) == ""
+        # The run may go back to it.
+        assert one.makes_durable(older, tmp_path / RUN) == ""
 
 
 def test_a_damaged_memory_is_not_made_durable(tmp_path: Path) -> None:

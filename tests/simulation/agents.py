@@ -195,6 +195,8 @@ class SimAgent:
                 self.sim.clock.after(self.sim.random.uniform(0.05, 1.0), self.deliver, ev.Doubted(action.ref))
             case ev.MakeDurable():
                 self.memory.make_durable(action)
+            case ev.StopWriting():
+                self.memory.unwanted = action.ref.digest
             case ev.KeepInMemory():
                 self.memory.keep(action.epoch, action.digests)
             case ev.Verify():
@@ -210,6 +212,7 @@ class SimAgent:
                 self._exit(action)
             case ev.Sweep():
                 self.sim.ledger.swept(action.epoch, action.converting)
+                self.sim.disk.sweep(action.epoch, action.step)
             case ev.Say() | ev.WriteLatest():
                 pass
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from dalsegno.elastic.checkpoint import CheckpointName
 from dalsegno.protos import control_pb2
 
 from .clock import Clock
@@ -36,6 +37,8 @@ class Disk:
         self.probe = "the job's probe"
         self.sealed: dict[str, Sealed] = {}
         self.ever: dict[str, Sealed] = {}
+        # Names of all that was ever sealed here, and not only in memory.
+        self.were_here: set[str] = set()
         self.begun: set[str] = set()
         self.finished: list[str] = []
         # Parts of memory checkpoints that somebody has written, by name: without a manifest until all are there.
@@ -58,8 +61,15 @@ class Disk:
         """Writes the manifest."""
         entry = Sealed(message, history, writer, self._clock.now)
         self.sealed[message.ref.name] = entry
+        self.were_here.add(message.ref.name)
         self.ever[message.ref.digest] = entry
         return entry
+
+    def sweep(self, epoch: int, step: int) -> None:
+        """Parts that were written before this step, and never sealed, go."""
+        for name in [name for name in self.spilled if CheckpointName.parse(name).age[:2] < (epoch, step)]:
+            if name not in self.sealed:
+                del self.spilled[name]
 
     def delete(self, name: str) -> None:
         self.sealed.pop(name, None)

@@ -13,6 +13,7 @@ from dalsegno.master.brain.forming import LEAST_QUIET_SECONDS, QUIET_TIMES
 from dalsegno.master.brain.state import Checkpoint, Job, Phase, Settings, World
 from dalsegno.protos import control_pb2
 
+from .behind import Behind
 from .masters import decoded
 from .refusals import Refusals
 from .syncs import is_over
@@ -85,6 +86,7 @@ class Ledger:
         # Epochs of a silent script of which the console says that they began.
         self.presented: set[int] = set()
         self.refusals = Refusals(self)
+        self.behind = Behind(self)
         # Epochs of which people were told what they cost.
         self.told: set[int] = set()
         # The most nodes that a world may have since a person said so, and when that was.
@@ -109,6 +111,8 @@ class Ledger:
         # How often each name arrived.
         self.came: Counter[str] = Counter()
         self.left_drained: list[tuple[str, str]] = []
+        # Epochs that some node left at once: what it alone had in memory went with it, whatever others were told.
+        self.left_at_once: set[int] = set()
         self.last_step_at = 0.0
 
     def require(self, holds: bool, name: str, text: str) -> None:
@@ -266,6 +270,7 @@ class Ledger:
         )
 
     def _commits(self, job: Job) -> None:
+        self.behind.recorded(job)
         for record in job.checkpoints:
             if record.digest in self.committed:
                 continue
@@ -515,6 +520,7 @@ class Ledger:
 
     def stepped(self, epoch: int, step: int) -> None:
         self.executed.append((epoch, step))
+        self.behind.stepped(epoch)
         known = self.worlds.get(epoch)
         if (
             self.sim.plan.kind == "planned"
@@ -610,6 +616,7 @@ class Ledger:
                     f"{agent.label}: step {run.step} of epoch {run.epoch} was made, {run.saved_step} saved",
                 )
             if code == ev.EXIT_LEFT_UNSAVED:
+                self.left_at_once.add(state.started)
                 # Taken for dead after it had drained, it cannot know that everything was recorded; before a rank's
                 # first hello it does not know a script that reports every step from one that reports none.
                 unknowing = (state.fenced and state.epoch.drained is not None) or not state.session_known
@@ -649,4 +656,5 @@ class Ledger:
         for label, digest in [] if self.hidden else self.left_drained:
             if self.stores_lost and self.sim.disk.ever[digest].message.in_memory:
                 continue  # What is in memory alone is in no store that could be read back.
-            self.require(digest in self.committed, "left with everything saved", f"{label}: {digest} was not committed")
+            saved = digest in self.committed or self.sim.disk.ever[digest].message.epoch in self.left_at_once
+            self.require(saved, "left with everything saved", f"{label}: {digest} was not committed")

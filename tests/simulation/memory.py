@@ -59,6 +59,8 @@ class Memory:
         self.steps: dict[str, Step] = {}
         self._epoch = 0
         self._buddies: tuple[str, ...] = ()
+        # Digest of what nobody wants on the disk any more.
+        self.unwanted = ""
 
     def open_epoch(self, world: control_pb2.World) -> None:
         self._epoch, self._buddies = world.epoch, tuple(world.place.buddies)
@@ -94,6 +96,12 @@ class Memory:
         self._after(TRANSFER, self._fetch, action, missing[0], deliver)
 
     def make_durable(self, action: ev.MakeDurable) -> None:
+        if self.unwanted == action.ref.digest:
+            self.unwanted = ""
+        if action.write or action.seal:
+            self._after(WRITE, self._write_parts, action)
+            return
+
         def fetched(failure: str) -> None:
             if failure:
                 self._not_written(action.ref, failure)
@@ -148,14 +156,40 @@ class Memory:
         self._sim.conversions.failed[ref.digest] += 1  # Nor can it be converted.
         self._agent.deliver(ev.MadeDurable(ref, why))
 
+    def _write_parts(self, action: ev.MakeDurable) -> None:
+        """Those of this node, or the seal."""
+        step, ref = self.steps.get(action.ref.digest), action.ref
+        problem = self._cannot_write(step, ref)
+        if step is not None and not problem and set(action.write) - step.parts:
+            problem = "not all of it is here any more"
+        if step is None or problem:
+            self._agent.deliver(ev.MadeDurable(ref, problem, action.write))
+        elif action.write:
+            self._sim.disk.spilled.setdefault(ref.name, set()).update(action.write)
+            self._agent.deliver(ev.MadeDurable(ref, "", action.write))
+        else:
+            self._seal(step, ref)
+
+    def _cannot_write(self, step: Step | None, ref: control_pb2.CheckpointRef) -> str:
+        if step is None:
+            return "it is gone"
+        if self.unwanted == ref.digest:
+            return "a newer one counts"
+        blocked = self._sim.disk.full or self._agent.host in self._sim.disk.blind
+        return "no space left on device" if blocked else ""
+
     def _write_down(self, ref: control_pb2.CheckpointRef) -> None:
-        step, disk = self.steps.get(ref.digest), self._sim.disk
-        if step is None or disk.full or self._agent.host in disk.blind:
-            self._not_written(ref, "no space left on device" if step is not None else "it is gone")
+        step = self.steps.get(ref.digest)
+        problem = self._cannot_write(step, ref)
+        if step is None or problem:
+            self._not_written(ref, problem)
             return
-        written = disk.spilled.setdefault(ref.name, set())
-        written |= step.parts
-        if len(written) < self._sim.ledger.parts_of(step.message.epoch):
+        self._sim.disk.spilled.setdefault(ref.name, set()).update(step.parts)
+        self._seal(step, ref)
+
+    def _seal(self, step: Step, ref: control_pb2.CheckpointRef) -> None:
+        disk = self._sim.disk
+        if len(disk.spilled.get(ref.name, ())) < self._sim.ledger.parts_of(step.message.epoch):
             self._agent.deliver(ev.MadeDurable(ref, "some parts are elsewhere"))
             return
         message = control_pb2.Checkpoint()

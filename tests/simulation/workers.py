@@ -310,6 +310,9 @@ class Collective:
         if drain and self._drains_to_memory():
             self._later(0.01, self._save_to_memory, True)
             return
+        if not drain and self._goes_through_memory():
+            self._later(0.01, self._save_to_memory, False, True)
+            return
         self.attempt += 1
         name = self._name()
         while not self.sim.disk.begin(name):
@@ -336,12 +339,22 @@ class Collective:
         groups = self.groups.values()
         return bool(self.sim.plan.memory_every) and all(group.to_memory or not group.drain for group in groups)
 
-    def _save_to_memory(self, drain: bool) -> None:
+    def _goes_through_memory(self) -> bool:
+        """The agents bring it to the disk. Not the best, and not the last one."""
+        if not self.sim.plan.memory_every or self.step >= self.sim.plan.steps:
+            return False
+        found = self.manifest("the best", self._lead.settings)
+        return found.best != found.ref.name
+
+    def _save_to_memory(self, drain: bool, to_disk: bool = False) -> None:
         """Each node's ranks write their part into its memory, and train on."""
         self.attempt += 1
         message = self.manifest(self._name(), self._lead.settings, in_memory=True)
         remember(self.sim, message, self.history)
         sealed = worker_pb2.Sealed(name=message.ref.name, digest=message.ref.digest, step=self.step, in_memory=True)
+        sealed.make_durable = to_disk
+        if to_disk:
+            self.sim.ledger.behind.wanted(self.epoch, self.step)
         for group in self.groups.values():
             group.agent.memory.write(message, self.history, self.group_rank(group))
             group.says(0.003, 0, sealed=sealed)

@@ -8,9 +8,11 @@ from dalsegno.agent.decisions import leaving
 from dalsegno.agent.decisions import memory as agents_memory
 from dalsegno.agent.decisions.decision import Decision
 from dalsegno.agent.decisions.state import AgentState, Spill
-from dalsegno.master.brain import memory
+from dalsegno.master.brain import checkpoints, durable, memory
 from dalsegno.master.brain.live import HeldStep, State
 from dalsegno.master.brain.state import Job, Node
+from dalsegno.master.brain.turn import Turn
+from dalsegno.protos import control_pb2
 
 from ..memory import Memory
 from ..plan import Plan
@@ -58,6 +60,29 @@ def leaves_from_memory(original: Any) -> Any:
     return is_safe
 
 
+def commits_a_part(original: Any) -> Any:
+    def heard_of_wanted(turn: Turn, node: Node, message: control_pb2.DurableRequest, step: HeldStep) -> None:
+        original(turn, node, message, step)
+        if message.parts and not message.failure:
+            checkpoints.record_written(turn, step.record, node.name)
+
+    return heard_of_wanted
+
+
+def forgets_what_is_wanted(original: Any) -> Any:
+    def to_disk(state: AgentState) -> str:
+        return ""
+
+    return to_disk
+
+
+def begins_anew_with_each(original: Any) -> Any:
+    def can_go_on(job: Job, step: HeldStep) -> bool:
+        return False
+
+    return can_go_on
+
+
 def in_memory(plan: Plan) -> bool:
     return plan.memory_every > 0
 
@@ -90,6 +115,15 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             "left with everything saved",
             also=((leaving, "is_safe", leaves_from_memory),),
             suits=in_memory,
+        ),
+        plant(durable, "heard_of_wanted", commits_a_part, "commits are on the disk", suits=in_memory),
+        plant(
+            agents_memory,
+            "to_disk",
+            forgets_what_is_wanted,
+            "wanted steps come to the disk",
+            also=((durable, "can_go_on", begins_anew_with_each),),
+            suits=lambda plan: in_memory(plan) and plan.kind == "planned",
         ),
     ]
 )

@@ -131,7 +131,10 @@ class Node:
         assert done.wait(seconds)
         return found[0]
 
-    def makes_durable(self, manifest: Manifest, run_dir: Path, seconds: float = 60.0) -> str:
+    def makes_durable(
+        self, manifest: Manifest, run_dir: Path, parts: tuple[int, ...] | None = None, seconds: float = 60.0
+    ) -> str:
+        """All that is here, and the seal; or only these parts; or, with none of them, only the seal."""
         found: list[str] = []
         done = threading.Event()
 
@@ -139,7 +142,11 @@ class Node:
             found.append(problem)
             done.set()
 
-        self.tier.make_durable(manifest.run_id, manifest.ref.to_proto(), run_dir, then)
+        ref = manifest.ref.to_proto()
+        if parts is None:
+            self.tier.make_durable(manifest.run_id, ref, run_dir, then)
+        else:
+            self.tier.write_parts(manifest.run_id, ref, run_dir, parts, then)
         assert done.wait(seconds)
         return found[0]
 

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from dalsegno.agent.control.connection import Credentials
-from dalsegno.elastic.checkpoint import Manifest
+from dalsegno.elastic.checkpoint import CheckpointName, Manifest, is_checkpoint_name
 from dalsegno.protos import control_pb2, control_pb2_grpc
 
 from . import local_processes as processes
@@ -163,6 +163,27 @@ def held_conversions(files: int = 5) -> dict[str, str]:
 def held_verifications() -> dict[str, str]:
     """Environment of an agent that stops when it verifies a checkpoint."""
     return {"PYTHONPATH": str(Path(__file__).with_name("held_agents")), "DALSEGNO_TEST_HELD_VERIFICATION": "1"}
+
+
+def noted_makers() -> dict[str, str]:
+    """Environment of an agent that notes who makes directories of checkpoints, it or its workers; see `makers`."""
+    return {"PYTHONPATH": str(Path(__file__).with_name("held_agents")), "DALSEGNO_TEST_MAKERS": "1"}
+
+
+def makers(cluster: Cluster) -> dict[str, set[int]]:
+    """The steps of which directories were made on the disk, by "agent" and "worker"."""
+    found: dict[str, set[int]] = {"agent": set(), "worker": set()}
+    for line in (cluster.holds / "made").read_text(encoding="utf-8").splitlines():
+        who, path = line.split(" ", 1)
+        name = Path(path).name
+        if is_checkpoint_name(name):
+            found[who].add(CheckpointName.parse(name).step)
+    return found
+
+
+def held_writings(how: str = "held") -> dict[str, str]:
+    """Environment of an agent that stops when it writes a memory checkpoint to the disk, or `fails` to."""
+    return {"PYTHONPATH": str(Path(__file__).with_name("held_agents")), "DALSEGNO_TEST_HELD_WRITING": how}
 
 
 def wait_held_converter(cluster: Cluster) -> int:

@@ -147,15 +147,17 @@ class Node:
         request.unusable.extend(control_pb2.UnusableCheckpoint(name=name, reason="checksum") for name in unusable)
         return request
 
-    def holds(self, checkpoint: control_pb2.Checkpoint, *parts: int) -> Reply:
-        """Says which parts of a memory checkpoint it has, all of them."""
-        return self.job.call(control_pb2.HeldRequest(caller=self.caller(), checkpoint=checkpoint, parts=parts))
+    def holds(self, checkpoint: control_pb2.Checkpoint, *parts: int, wanted: bool = False) -> Reply:
+        """Says which parts of a memory checkpoint it has, all of them. `wanted`: its ranks want it on the disk."""
+        request = control_pb2.HeldRequest(caller=self.caller(), checkpoint=checkpoint, parts=parts, make_durable=wanted)
+        return self.job.call(request)
 
     def durable(self, failure: str = "") -> Reply:
         """Does what `make_durable` asks for, or says why not."""
         wanted = self.directive.make_durable
         assert wanted.ref.digest
-        return self.job.call(control_pb2.DurableRequest(caller=self.caller(), ref=wanted.ref, failure=failure))
+        request = control_pb2.DurableRequest(caller=self.caller(), ref=wanted.ref, failure=failure, parts=wanted.write)
+        return self.job.call(request)
 
     def sights(self) -> Reply:
         """Does what a `sight` asks for."""

@@ -1,16 +1,19 @@
-"""On an agent's PYTHONPATH: it stops in the middle of a conversion or a verification, or has little room, until a test
-lets it go on.
+"""On an agent's PYTHONPATH: it stops in the middle of what it does, or has little room, until a test lets it go on.
 
-In the agent's environment: DALSEGNO_TEST_HOLDS, the directory where `conversion-<pid>` or `verification-<pid>` appears
-when one is held; it goes on when `release` appears there. And
+In the agent's environment: DALSEGNO_TEST_HOLDS, the directory where `conversion-<pid>`, `verification-<pid>` or
+`writing-<pid>` appears when it is held; it goes on when `release` appears there. And
 
     DALSEGNO_TEST_HELD_FILES         its converters stop when so many files are begun
     DALSEGNO_TEST_HELD_VERIFICATION  it stops when it reads a checkpoint's file; its workers, who do so too, do not
+    DALSEGNO_TEST_HELD_WRITING       it stops when it writes a memory checkpoint to the disk; "fails": it cannot do so
+    DALSEGNO_TEST_MAKERS             notes there, in `made`, who makes directories of checkpoints on the disk: agent or
+                                     worker, and the path
     DALSEGNO_TEST_FILE_BYTES         no file of it and of what it starts grows beyond so many
 
 An audit hook stays in force in processes that are forked later, and the product knows nothing of it.
 """
 
+import errno
 import os
 import resource
 import sys
@@ -41,7 +44,29 @@ def converting(files: int) -> Held:
 def verifying(path: str, flags: int) -> bool:
     """The agent itself reads a file of a checkpoint."""
     reads = not flags & (os.O_WRONLY | os.O_RDWR)
-    return reads and path.endswith(".pt") and sys.argv[0].endswith("dlrover-run")
+    return reads and path.endswith(".pt") and is_agent()
+
+
+def is_agent() -> bool:
+    return sys.argv[0].endswith("dlrover-run")
+
+
+def writing(path: str, flags: int) -> bool:
+    """The agent itself writes a file of a memory checkpoint aside."""
+    held = bool(flags & os.O_EXCL) and "/.durable/" in path and is_agent()
+    if held and os.environ["DALSEGNO_TEST_HELD_WRITING"] == "fails":
+        raise OSError(errno.ENOSPC, "no space left, says the test", path)
+    return held
+
+
+def note_makers(holds: Path) -> None:
+    def note(event: str, arguments: tuple[object, ...]) -> None:
+        path = str(arguments[0]) if event == "os.mkdir" else ""
+        if Path(path).name.startswith("step-") and not path.startswith("/dev/shm/"):
+            with open(holds / "made", "a", encoding="utf-8") as file:
+                file.write(f"{'agent' if is_agent() else 'worker'} {path}\n")
+
+    sys.addaudithook(note)
 
 
 def install(what: str, held: Held, holds: Path) -> None:
@@ -67,6 +92,10 @@ if "DALSEGNO_TEST_HELD_FILES" in os.environ:
     )
 if "DALSEGNO_TEST_HELD_VERIFICATION" in os.environ:
     install("verification", verifying, Path(os.environ["DALSEGNO_TEST_HOLDS"]))
+if "DALSEGNO_TEST_HELD_WRITING" in os.environ:
+    install("writing", writing, Path(os.environ["DALSEGNO_TEST_HOLDS"]))
+if "DALSEGNO_TEST_MAKERS" in os.environ:
+    note_makers(Path(os.environ["DALSEGNO_TEST_HOLDS"]))
 if "DALSEGNO_TEST_FILE_BYTES" in os.environ and not (Path(os.environ["DALSEGNO_TEST_HOLDS"]) / "release").exists():
     size, hard = int(os.environ["DALSEGNO_TEST_FILE_BYTES"]), resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))

@@ -233,3 +233,121 @@ def test_a_copy_that_cannot_be_loaded_is_looked_at_before_it_is_used_again() -> 
     agent.hear(ev.Doubted(REF))
     assert len(agent.calls("ReportHeld")) == told + 1
     assert agent.did(ev.PrepareJoin)[-1].resume == REF
+
+
+# ---- what the ranks want on the disk ----
+
+
+def wanted(step: int) -> worker_pb2.Sealed:
+    name = f"step-{step}.e1.1"
+    return worker_pb2.Sealed(name=name, digest=f"d{step}", step=step, in_memory=True, make_durable=True)
+
+
+def step_of(number: int, epoch: int = 1) -> control_pb2.Checkpoint:
+    ref = control_pb2.CheckpointRef(name=f"step-{number}.e{epoch}.1", digest=f"d{number}")
+    return control_pb2.Checkpoint(ref=ref, step=number, epoch=epoch, in_memory=True)
+
+
+def ordered(*write: int, seal: bool = False, step: int = 6) -> control_pb2.MakeDurable:
+    return control_pb2.MakeDurable(ref=step_of(step).ref, write=write, seal=seal)
+
+
+def kept(agent: Agent) -> frozenset[str]:
+    """What stays in memory, besides the newest."""
+    return agent.did(ev.KeepInMemory)[-1].digests
+
+
+def test_what_the_ranks_want_on_the_disk_is_told_and_kept() -> None:
+    """The newest one, until something as new is on the disk. Older ones are kept as long as they are written."""
+    agent = Agent().registered().running()
+    for number in (6, 8):
+        agent.said(sealed=wanted(number))
+        agent.hear(ev.HeldChanged(step_of(number), (0,)))
+        assert agent.calls("ReportHeld")[-1].make_durable
+    assert kept(agent) == {"d8"}
+    agent.said(sealed=worker_pb2.Sealed(name="step-9.e1.1", digest="d9", step=9, in_memory=True))
+    agent.hear(ev.HeldChanged(step_of(9), (0,)))
+    assert not agent.calls("ReportHeld")[-1].make_durable
+    agent.directed(run=world(), make_durable=ordered(0))
+    assert kept(agent) == {"d6", "d8"}
+    agent.hear(ev.MadeDurable(REF, write=(0,)))
+    agent.directed(run=world())
+    assert kept(agent) == {"d8"}
+    on_disk = step_of(8)
+    on_disk.in_memory = False
+    agent.directed(run=world(), head=on_disk)
+    assert kept(agent) == frozenset()
+
+
+def test_another_worlds_wishes_are_forgotten() -> None:
+    agent = Agent().registered().running()
+    agent.said(sealed=wanted(6))
+    agent.exits(1)
+    agent.hear(ev.WorkersStopped(1))
+    agent.running(epoch=2)
+    agent.said(sealed=wanted(7), epoch=1)
+    agent.hear(ev.HeldChanged(step_of(7), (0,)))
+    assert not agent.calls("ReportHeld")[-1].make_durable
+
+
+def test_parts_are_written_once_and_said_again() -> None:
+    """An order is a view: repeated, it has no second effect, and what was done is said once more."""
+    agent = Agent().registered().running()
+    agent.hear(ev.HeldChanged(STEP, (0, 1)))
+    for order in (ordered(0, 1), ordered(0, 1), ordered(1)):
+        agent.directed(run=world(), make_durable=order)
+    assert agent.did(ev.MakeDurable) == [ev.MakeDurable(REF, write=(0, 1))]
+    agent.hear(ev.MadeDurable(REF, write=(0, 1)))
+    assert [tuple(said.parts) for said in agent.calls("ReportDurable")] == [(0, 1)]
+    agent.directed(run=world(), make_durable=ordered(0, 1))
+    assert len(agent.did(ev.MakeDurable)) == 1
+    assert [tuple(said.parts) for said in agent.calls("ReportDurable")] == [(0, 1)] * 2
+    agent.directed(run=world(), make_durable=ordered(seal=True))
+    assert agent.did(ev.MakeDurable)[1:] == [ev.MakeDurable(REF, seal=True)]
+    agent.hear(ev.MadeDurable(REF))
+    assert not agent.calls("ReportDurable")[-1].parts
+    # Once it was not asked for, or by a new master, it is looked at anew.
+    agent.directed(run=world())
+    agent.directed(run=world(), make_durable=ordered(seal=True))
+    assert len(agent.did(ev.MakeDurable)) == 3
+    agent.hear(ev.MadeDurable(REF))
+    agent.directed(generation=2, run=world(), make_durable=ordered(seal=True))
+    assert len(agent.did(ev.MakeDurable)) == 4
+
+
+def test_what_fails_is_not_done() -> None:
+    agent = Agent().registered().running()
+    agent.hear(ev.HeldChanged(STEP, (0,)))
+    agent.directed(run=world(), make_durable=ordered(0))
+    agent.hear(ev.MadeDurable(REF, "no space left on the device", write=(0,)))
+    said = agent.calls("ReportDurable")[-1]
+    assert (said.failure, list(said.parts)) == ("no space left on the device", [0])
+    agent.directed(run=world(), make_durable=ordered(0))
+    assert len(agent.did(ev.MakeDurable)) == 2
+
+
+def test_what_a_newer_commit_overtakes_is_given_up() -> None:
+    """But not what is the best: later checkpoints name it."""
+    agent = Agent().registered().running()
+    agent.hear(ev.HeldChanged(STEP, (0,)))
+    agent.directed(run=world(), make_durable=ordered(0))
+    agent.directed(run=world(), head=step_of(5))
+    newer = step_of(7)
+    newer.best = STEP.ref.name
+    agent.directed(run=world(), head=newer)
+    assert not agent.did(ev.StopWriting)
+    newer.best = ""
+    for _ in range(2):
+        agent.directed(run=world(), head=newer)
+    assert agent.did(ev.StopWriting) == [ev.StopWriting(REF)]
+
+
+def test_a_part_that_is_written_does_not_make_a_leaver_safe() -> None:
+    """Its spill is all that it holds of the drain's step; the part of it that the master wanted is not that."""
+    agent = drained(leaving=True)
+    agent.hear(ev.HeldChanged(STEP, (0,)), ev.LinkChanged(False))
+    assert agent.did(ev.MakeDurable) == [ev.MakeDurable(REF)]
+    agent.hear(ev.MadeDurable(REF, write=(0,)), ev.Tick())
+    assert agent.state.leave is not None
+    assert agent.state.leave.spill is not None
+    assert not agent.state.leave.spill.over

@@ -375,7 +375,7 @@ def test_what_is_being_converted_is_not_swept(directory: JobDirectory, storage: 
 def test_what_was_never_sealed_goes_once_a_newer_epoch_has_committed(
     directory: JobDirectory, storage: Storage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only directories without any manifest, never those that had one, and only those of older epochs."""
+    """Only directories without any manifest, never those that had one; of that epoch itself only its older saves."""
     run_dir = directory.run("run-0001")
     make_checkpoint(run_dir, "step-5.e2.1")
     for name in ("step-7.e2.1", "step-5.e2.1.universal.1", "step-9.e3.1", "notes"):
@@ -388,12 +388,14 @@ def test_what_was_never_sealed_goes_once_a_newer_epoch_has_committed(
         make_checkpoint(run_dir, name)
     for name in lost:
         (run_dir / name / "MANIFEST.json").unlink()
-    storage.sweep("run-0001", 3)
+    (run_dir / "step-8.e3.1").mkdir()
+    (run_dir / "step-8.e3.1.universal.1").mkdir()
+    storage.sweep("run-0001", 3, 9)
     deadline = time.monotonic() + 20
-    while (run_dir / "step-7.e2.1").exists():
+    while (run_dir / "step-7.e2.1").exists() or (run_dir / "step-8.e3.1").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    stays = [*lost, "step-5.e2.1", "step-6.e2.1", "step-9.e3.1"]
+    stays = [*lost, "step-5.e2.1", "step-6.e2.1", "step-8.e3.1.universal.1", "step-9.e3.1"]
     assert sorted(os.listdir(run_dir)) == [".sealed", "notes", *stays]
     assert "step-4.e2.1 was sealed and has lost its manifest: it stays, delete it by hand" in caplog.text
 

@@ -1,0 +1,218 @@
+"""Memory checkpoints on their way to the disk: which one is written, which node writes which part, and who seals it.
+
+Two kinds of them are written, one step at a time. What a change has left in memory is what the run goes on from, and is
+on the record already: one node writes all of it behind the world's first step. And what the ranks want on the disk,
+instead of writing it there themselves: each node writes its part while the world trains; one of them seals it when all
+parts are there, and only then is it recorded. What nodes have said of that is not stored: a new master has them look
+again at what they wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dalsegno.protos import control_pb2
+
+from . import checkpoints
+from .live import HeldStep, State
+from .membership import in_rank_order
+from .memory import holders, is_whole
+from .state import Checkpoint, Job, Node
+from .turn import Turn
+
+__all__ = ("Order", "cannot_write", "durable", "on_disk", "orders", "tend", "want_durable")
+
+# A node that could not write a step to the disk is asked again so much later (seconds).
+ASKED_AGAIN = 10.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """What one node does to bring a memory checkpoint to the disk.
+
+    Attributes:
+        write: Only these parts; empty: all of it.
+        seal: Every part is written, only the seal is missing.
+    """
+
+    record: Checkpoint
+    write: tuple[int, ...] = ()
+    seal: bool = False
+
+
+def want_durable(turn: Turn, record: Checkpoint) -> None:
+    """It must be on the disk before a world can open: only files there can be converted."""
+    step = turn.live.held.step(record)
+    if not step.urgent:
+        step.urgent = True
+        turn.live.held.version += 1
+
+
+def cannot_write(turn: Turn, record: Checkpoint) -> bool:
+    """Whether two nodes, or all that there are, have just failed to write a step to the disk."""
+    unable = turn.live.held.step(record).unable
+    return bool(unable) and len(unable) >= min(2, sum(node.sees_directory for node in turn.job.nodes.values()))
+
+
+# ---- what is written ------------------------------------------------------------------------------------------------
+
+
+def tend(turn: Turn) -> None:
+    """Chooses the next step that the ranks want on the disk, and asks nodes again that could not write to it."""
+    held = turn.live.held
+    for step in held.steps.values():
+        for incarnation, at in list(step.unable.items()):
+            if turn.due(at):
+                del step.unable[incarnation]
+                held.version += 1
+    under_way = held.steps.get(held.writing)
+    if under_way is not None and is_wanted(turn.job, under_way) and can_go_on(turn.job, under_way):
+        return
+    newest = (step for step in held.newest_first() if is_wanted(turn.job, step) and is_whole(turn.job, step))
+    chosen = next(newest, None)
+    writing = chosen.record.digest if chosen is not None else ""
+    if writing != held.writing:
+        held.writing = writing
+        held.version += 1
+
+
+def is_wanted(job: Job, step: HeldStep) -> bool:
+    """The ranks of the open world want it on the disk, and nothing newer is there."""
+    record, head = step.record, job.checkpoints.head
+    open_now = job.phase.has_workers and record.epoch == job.epoch
+    recorded = job.checkpoint(record.digest) is not None or record.step <= job.checkpoints.last_step(job.epoch)
+    # What the run began from goes first.
+    return step.wanted and open_now and not recorded and (head is None or not head.parts)
+
+
+def can_go_on(job: Job, step: HeldStep) -> bool:
+    """Somebody has each part that is not written yet."""
+    return all(part in step.written or holders(job, step, part) for part in range(step.record.parts))
+
+
+def orders(state: State) -> dict[str, Order]:
+    """Who writes what, by incarnation."""
+    whole = writer(state)
+    if whole is not None:
+        record, node = whole
+        return {node.incarnation: Order(record)}
+    step = state.live.held.steps.get(state.live.held.writing)
+    return {} if step is None or not is_wanted(state.job, step) else orders_of_parts(state.job, step)
+
+
+def orders_of_parts(job: Job, step: HeldStep) -> dict[str, Order]:
+    """Each part is written by the node whose ranks made it, or by another one that has it.
+
+    A part of which no holder can write just now waits.
+    """
+    world, record = job.world, step.record
+    missing = [part for part in range(record.parts) if part not in step.written]
+    if not missing:
+        there = {node.incarnation: node for part in range(record.parts) for node in holders(job, step, part)}
+        sealer = first_of(job, able(step, there.values()))
+        return {} if sealer is None else {sealer.incarnation: Order(record, seal=True)}
+    parts: dict[str, list[int]] = {}
+    for part in missing:
+        can = able(step, holders(job, step, part))
+        own = world.members[part].incarnation if world is not None and part < len(world.members) else ""
+        node = next((node for node in can if node.incarnation == own), None) or first_of(job, can)
+        if node is not None:
+            parts.setdefault(node.incarnation, []).append(part)
+    return {incarnation: Order(record, tuple(own)) for incarnation, own in parts.items()}
+
+
+def able(step: HeldStep, nodes: Iterable[Node]) -> list[Node]:
+    """Those that can write to the disk, as far as is known."""
+    return [node for node in nodes if node.sees_directory and node.peer_address and node.incarnation not in step.unable]
+
+
+def first_of(job: Job, nodes: list[Node]) -> Node | None:
+    """In rank order; who leaves comes last."""
+    return min(in_rank_order(job, nodes), key=lambda node: node.leaving, default=None)
+
+
+def writer(state: State) -> tuple[Checkpoint, Node] | None:
+    """What the run goes on from, if that is in memory alone, and the node that writes it. None: there is none.
+
+    Behind the first step of the world that began from it, because until then disks and cores have other work. Before,
+    where nobody stays who could hold it, or where only files on the disk help.
+    """
+    job, live = state.job, state.live
+    # What universal files are owed of cannot wait for the newest.
+    record = checkpoints.owed(job)
+    if record is None or not record.parts:
+        record = job.checkpoints.head
+    step = live.held.steps.get(record.digest) if record is not None and record.parts else None
+    if record is None or step is None:
+        return None
+    started = job.phase.has_workers and live.epoch.first_step_at is not None
+    somebody_stays = any(not node.leaving for node in job.nodes.values())
+    if somebody_stays and not started and not step.urgent:
+        return None
+
+    def missing(node: Node) -> int:
+        return sum(node.incarnation not in step.holders.get(part, ()) for part in range(record.parts))
+
+    candidates = in_rank_order(job, able(step, job.nodes.values()))
+    chosen = min(candidates, key=lambda node: (node.leaving, missing(node)), default=None)
+    return (record, chosen) if chosen is not None else None
+
+
+# ---- what nodes say -------------------------------------------------------------------------------------------------
+
+
+def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tuple[str, str]:
+    """A memory checkpoint, or parts of it, are on the disk, or could not be written. Returns (status code, detail)."""
+    job, digest = turn.job, message.ref.digest
+    record, step = job.checkpoint(digest), turn.live.held.steps.get(digest)
+    if record is None:
+        if step is not None and step.wanted:
+            heard_of_wanted(turn, node, message, step)
+    elif not record.parts or record.retired or (message.parts and not message.failure):
+        pass  # It is there already, or it was only a part, and the run goes on from it since.
+    elif message.failure:
+        cannot(turn, node, turn.live.held.step(record), message.failure)
+    else:
+        note_durable(turn, record, node)
+    return "OK", ""
+
+
+def heard_of_wanted(turn: Turn, node: Node, message: control_pb2.DurableRequest, step: HeldStep) -> None:
+    """Of a step that the ranks want on the disk."""
+    held, world = turn.live.held, turn.job.world
+    if message.failure:
+        if step.record.digest == held.writing:
+            if not message.parts:
+                # Who could not seal it may have missed what others wrote: they look at it again.
+                step.written.clear()
+            cannot(turn, node, step, message.failure)
+    elif message.parts:
+        step.written.update(part for part in message.parts if part < step.record.parts)
+        held.version += 1
+    elif world is not None and world.member(node.incarnation) is not None:
+        checkpoints.record_written(turn, step.record, node.name)
+        held.version += 1
+
+
+def cannot(turn: Turn, node: Node, step: HeldStep, failure: str) -> None:
+    """A node could not write it: another one does, or the same one after a pause. People are told once of each node."""
+    turn.live.held.version += 1
+    step.unable[node.incarnation] = turn.now + ASKED_AGAIN
+    if node.incarnation not in step.told:
+        step.told[node.incarnation] = None
+        turn.notice(f"{node.name} could not write {step.record.name} to the disk: {failure}", True)
+
+
+def note_durable(turn: Turn, record: Checkpoint, node: Node) -> None:
+    """It is a commit like others now."""
+    turn.live.held.version += 1
+    checkpoints.now_on_disk(turn, record, node.name)
+
+
+def on_disk(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], node: Node) -> None:
+    """A node has a memory checkpoint in sight on the disk: leavers have written it there."""
+    for entry in inventory if turn.job.checkpoints.in_memory else ():
+        record = turn.job.checkpoint(entry.ref.digest)
+        if record is not None and record.parts and not record.retired and not entry.in_memory:
+            note_durable(turn, record, node)

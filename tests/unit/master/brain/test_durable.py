@@ -1,0 +1,204 @@
+"""What the ranks want on the disk: which step is written, who writes which part, who seals it, and when it counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dalsegno.master.brain.durable import ASKED_AGAIN
+from dalsegno.master.brain.state import Phase
+from dalsegno.protos import control_pb2 as pb
+from tests.support.jobs.masters import Driven, Node
+
+from .test_memory import in_memory, joins, newcomer, started
+
+
+def wanted(job: Driven, nodes: list[Node], step: int, **shape: Any) -> pb.Checkpoint:
+    """Each node has its own part, and that of the node before; the ranks want the step on the disk."""
+    made = in_memory(job, step, **shape)
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank, (rank - 1) % len(nodes), wanted=True)
+    return made
+
+
+def orders(nodes: list[Node]) -> list[tuple[str, list[int], bool]]:
+    """What each node is to write: the step, the parts, and whether it is only the seal."""
+    told = (node.directive.make_durable for node in nodes)
+    return [(one.ref.name.partition(".")[0], list(one.write), one.seal) for one in told]
+
+
+NOTHING: tuple[str, list[int], bool] = ("", [], False)
+
+
+def steps(job: Driven) -> list[int]:
+    """Steps of all commits that are on the disk."""
+    return [record.step for record in job.job.checkpoints.usable if not record.parts]
+
+
+def test_each_node_writes_its_own_part_and_one_seals() -> None:
+    job, nodes = started(3)
+    nodes[0].step(12)
+    made = wanted(job, nodes, 10)
+    assert orders(nodes) == [("step-10", [0], False), ("step-10", [1], False), ("step-10", [2], False)]
+    nodes[1].durable()
+    nodes[0].durable()
+    assert orders(nodes) == [NOTHING, NOTHING, ("step-10", [2], False)]
+    assert steps(job) == []
+    nodes[2].durable()
+    assert orders(nodes) == [("step-10", [], True), NOTHING, NOTHING]
+    assert steps(job) == []
+    nodes[0].durable()
+    assert orders(nodes) == [NOTHING] * 3
+    assert steps(job) == [10]
+    head = nodes[1].directive.head
+    assert (head.ref.name, head.in_memory) == (made.ref.name, False)
+    assert nodes[1].directive.sight.name == made.ref.name  # Only who sealed it has seen it.
+
+
+def test_what_nobody_wants_on_the_disk_stays_in_memory() -> None:
+    job, nodes = started(2)
+    nodes[0].step(12)
+    made = in_memory(job, 10)
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank)
+    assert orders(nodes) == [NOTHING] * 2
+
+
+def test_it_begins_when_every_part_is_somewhere() -> None:
+    job, nodes = started(2)
+    nodes[0].step(12)
+    made = in_memory(job, 10)
+    nodes[0].holds(made, 0, wanted=True)
+    assert orders(nodes) == [NOTHING] * 2
+    nodes[1].holds(made, 1)  # One node's word is enough.
+    assert orders(nodes) == [("step-10", [0], False), ("step-10", [1], False)]
+
+
+def test_a_newer_one_takes_the_place_of_one_that_has_not_begun() -> None:
+    job, nodes = started(2)
+    nodes[0].step(42)
+    wanted(job, nodes, 10)
+    for step in (20, 30):
+        wanted(job, nodes, step)
+        assert [name for name, *_ in orders(nodes)] == ["step-10"] * 2
+    for node in (*nodes, nodes[0]):
+        node.durable()
+    assert steps(job) == [10]
+    assert orders(nodes) == [("step-30", [0], False), ("step-30", [1], False)]
+
+
+def test_what_is_being_written_is_known_however_many_come_after_it() -> None:
+    job, nodes = started(2)
+    nodes[0].step(100)
+    wanted(job, nodes, 1)
+    for step in range(2, 30):
+        wanted(job, nodes, step)
+    for node in (*nodes, nodes[0]):
+        node.durable()
+    assert steps(job) == [1]
+
+
+def test_a_node_that_cannot_write_is_replaced_by_who_has_its_part() -> None:
+    job, nodes = started(3)
+    nodes[0].step(12)
+    wanted(job, nodes, 10)
+    for _ in range(2):
+        nodes[1].durable("no space left on the device")
+        assert orders(nodes) == [("step-10", [0], False), NOTHING, ("step-10", [1, 2], False)]
+        job.wait(ASKED_AGAIN + 1)
+        assert orders(nodes)[1] == ("step-10", [1], False)
+    assert job.notices.count("could not write step-10") == 1
+    nodes[1].durable("no space left on the device")
+    nodes[2].durable()
+    nodes[0].durable()
+    nodes[0].durable("the manifest cannot be written")
+    # What others have said that they wrote is looked at again.
+    assert orders(nodes) == [NOTHING, NOTHING, ("step-10", [1, 2], False)]
+    nodes[2].durable()
+    assert steps(job) == []
+    job.wait(ASKED_AGAIN + 1)
+    nodes[0].durable()
+    nodes[0].durable()
+    assert steps(job) == [10]
+
+
+def test_a_part_that_is_lost_makes_it_no_commit() -> None:
+    """The run goes on from what is held, and that is written behind the next world's first step."""
+    job, nodes = started(3)
+    nodes[0].step(12)
+    made = wanted(job, nodes, 10)
+    nodes[0].durable()
+    nodes[1].hang_up()
+    job.wait(1.5)
+    assert steps(job) == []
+    assert orders([nodes[0], nodes[2]]) == [NOTHING] * 2
+    assert nodes[0].directive.gather.resume.name == made.ref.name
+    for node in (nodes[0], nodes[2]):
+        node.holds(made, 0, 1, 2)
+    joins(job, nodes[0], nodes[2], sees=made)
+    job.wait(1.5)
+    assert job.phase is Phase.RUNNING
+    nodes[0].step(11)
+    assert orders([nodes[0], nodes[2]]) == [("step-10", [], False), NOTHING]
+    nodes[0].durable()
+    assert steps(job) == [10]
+
+
+def test_a_new_master_has_everybody_look_again() -> None:
+    job, nodes = started(2)
+    nodes[0].step(12)
+    made = wanted(job, nodes, 10)
+    nodes[0].durable()
+    job.restart()
+    assert orders(nodes) == [NOTHING] * 2
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank, 1 - rank, wanted=True)
+    assert orders(nodes) == [("step-10", [0], False), ("step-10", [1], False)]
+    for node in (*nodes, nodes[0]):
+        node.durable()
+    assert steps(job) == [10]
+
+
+def test_a_newer_commit_overtakes_it() -> None:
+    """It is no commit any more, whatever is said of it later, and its files may go."""
+    job, nodes = started(2)
+    nodes[0].step(12)
+    made = wanted(job, nodes, 10)
+    nodes[0].durable()
+    nodes[0].save(11, any_size=True)
+    assert orders(nodes) == [NOTHING] * 2
+    for node in nodes:
+        job.call(pb.DurableRequest(caller=node.caller(), ref=made.ref))
+    assert steps(job) == [11]
+    assert [ref.name for ref in nodes[0].directive.prune] == [made.ref.name]
+
+
+@pytest.mark.parametrize("parts", [(), (0,)])
+def test_who_is_no_member_commits_nothing(parts: tuple[int, ...]) -> None:
+    job, nodes = started(2, max_nodes=2)
+    nodes[0].step(12)
+    made = wanted(job, nodes, 10)
+    spare = newcomer(job)
+    job.call(pb.DurableRequest(caller=spare.caller(), ref=made.ref, parts=parts))
+    job.call(pb.DurableRequest(caller=nodes[0].caller(), ref=pb.CheckpointRef(name="step-9.e1.1", digest="0" * 64)))
+    assert steps(job) == []
+
+
+def test_what_the_run_began_from_goes_first() -> None:
+    """Of what is wanted meanwhile the newest comes next: none has begun."""
+    job, nodes = started(2)
+    nodes[0].step(12)
+    made = in_memory(job, 10)
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank, 1 - rank)
+    nodes[1].hang_up()
+    job.wait(1.5)
+    joins(job, nodes[0], sees=made)
+    job.wait(1.5)
+    nodes[0].step(11)
+    for step in (11, 12):
+        nodes[0].holds(in_memory(job, step), 0, wanted=True)
+        assert orders(nodes[:1]) == [("step-10", [], False)]
+    nodes[0].durable()
+    assert orders(nodes[:1]) == [("step-12", [0], False)]
