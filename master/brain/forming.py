@@ -135,7 +135,7 @@ def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
     The quiet time has an end of its own, so that agents that come, crash and come again hold nobody up for ever.
     """
     settings, gathering = turn.job.settings, turn.live.gathering
-    if len(ready) >= turn.job.most_nodes and not awaits_witness(turn.job, waited_for, ready):
+    if len(ready) >= turn.job.most_nodes and not awaits_witness(turn, waited_for, ready):
         return True
     enough = bool(select(turn, ready))
     if not enough or not turn.job.next.quiet:
@@ -153,12 +153,15 @@ def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
     return turn.due(quiet)
 
 
-def awaits_witness(job: Job, waited_for: list[Node], ready: list[Node]) -> bool:
-    """Whether no node of the last world has joined, and some will: they know what it sealed without a master."""
-    members = job.world.by_incarnation if job.world is not None else {}
-    return any(node.incarnation in members for node in waited_for) and not any(
-        node.incarnation in members for node in ready
-    )
+def awaits_witness(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
+    """Whether nodes of the last world will still join, and nobody else can tell what of it counts.
+
+    One of them knows what it sealed without a master. Of what it held in memory each of them may have a part.
+    """
+    members = turn.job.world.by_incarnation if turn.job.world is not None else {}
+    if not any(node.incarnation in members for node in waited_for):
+        return False
+    return memory.lacks_parts(turn) or not any(node.incarnation in members for node in ready)
 
 
 def gate_open(turn: Turn, resume: Checkpoint | None, candidate: list[Node]) -> bool:

@@ -26,6 +26,7 @@ __all__ = (
     "is_gone",
     "is_held",
     "is_needed",
+    "lacks_parts",
     "parts_of",
     "passed_over",
     "report",
@@ -124,6 +125,18 @@ def is_whole(job: Job, step: HeldStep) -> bool:
 def newest_held(state: State) -> HeldStep | None:
     """The newest step of which each part has a living holder."""
     return next((step for step in state.live.held.newest_first() if is_whole(state.job, step)), None)
+
+
+def lacks_parts(turn: Turn) -> bool:
+    """Whether the run would go on from the disk, although newer steps are in memory: of each some part has no holder.
+
+    A new master hears the holders one by one.
+    """
+    job, head = turn.job, turn.job.checkpoints.head
+    if head is not None and head.parts:
+        return False
+    newer = [step for step in turn.live.held.steps.values() if may_count(job, step.record, head)]
+    return bool(newer) and not any(is_whole(job, step) for step in newer)
 
 
 def is_held(turn: Turn, step: int) -> bool:

@@ -14,6 +14,7 @@ from .disk import Sealed
 if TYPE_CHECKING:
     from .agents import SimAgent
     from .plan import Plan
+    from .real_agent import RealAgent
     from .world import Simulation
 
 # How many schedules have memory checkpoints.
@@ -51,7 +52,7 @@ class Step:
 class Memory:
     """One agent's. It goes with the process."""
 
-    def __init__(self, agent: SimAgent) -> None:
+    def __init__(self, agent: SimAgent | RealAgent) -> None:
         self._agent, self._sim = agent, agent.sim
         self.address = f"{agent.host}:{agent.number}" if agent.sim.plan.memory_every else ""
         # What ranks have written, and what this agent knows to be whole.
@@ -63,7 +64,10 @@ class Memory:
         self.unwanted = ""
 
     def open_epoch(self, world: control_pb2.World) -> None:
-        self._epoch, self._buddies = world.epoch, tuple(world.place.buddies)
+        self.opened(world.epoch, tuple(world.place.buddies))
+
+    def opened(self, epoch: int, buddies: tuple[str, ...]) -> None:
+        self._epoch, self._buddies = epoch, buddies
 
     def write(self, message: control_pb2.Checkpoint, history: tuple[tuple[int, int], ...], *parts: int) -> None:
         """The ranks of this node have written their part, or one of them, alone, all: its own comes first."""

@@ -155,8 +155,6 @@ def plan_of(seed: int, shells: bool = False) -> Plan:
 def _shells_of(plan: Plan) -> None:
     random = Random(f"shells {plan.seed}")
     plan.shells = True
-    # The shells' memory is real, and not of this clock.
-    plan.memory_every = plan.settings.memory_replicas = plan.other_settings.memory_replicas = 0
     plan.survivors = 0.0
     plan.slowness = random.choice((1.0, 1.0, 1.0, 4.0))
     plan.holds = random.choice(((0.0, 0.0), (0.0, 0.0), (0.01, 1.0), (0.05, 0.3)))

@@ -29,7 +29,9 @@ from dalsegno.protos import control_pb2
 
 from . import threads
 from .agents import LOOK_FOR, SLOW_PART, SLOW_PARTS, short
+from .memory import Memory
 from .processes import Worker
+from .real_memory import Tier
 from .threads import Hands, Process, running
 from .wire import Credentials, Endpoint
 from .workers import Group
@@ -356,6 +358,7 @@ class RealAgent:
         self.held_before = 0.0
         # The code with which its last registration was refused.
         self.refused_with = ""
+        self.memory = Memory(self)
         self.effects: Effects | None = None
         self.shell: Shell | None = None
         self._nobody = self.fresh_state()
@@ -395,6 +398,12 @@ class RealAgent:
     @property
     def seen_epoch(self) -> int:
         return self.effects._epoch if self.effects is not None else 0
+
+    @property
+    def _tier(self) -> Tier:
+        tier: Any = self.effects.memory if self.effects is not None else None
+        assert isinstance(tier, Tier)
+        return tier
 
     @property
     def has_stream(self) -> bool:
@@ -460,6 +469,10 @@ class RealAgent:
                 self.shell._signalled(event.number)
             case ev.ConversionUpdate():
                 self.effects._converting(event)
+            case ev.HeldChanged():
+                self._tier.changed(self.effects.run_id, event)
+            case ev.MadeDurable():
+                self._tier.made(event)
             case _:
                 self.shell._mailbox.put(event)
 
@@ -518,6 +531,10 @@ def _stores(address: str) -> Stores:
     return Stores(_here())
 
 
+def _tier(_job: str, _host: str, _token: object, _budget: object, on_change: Callable[..., None], _say: object) -> Tier:
+    return Tier(_here(), on_change)
+
+
 def _converting(*_: object) -> Converting:
     return Converting(_here())
 
@@ -529,5 +546,6 @@ def patched() -> Iterator[None]:
         mock.patch.object(effects, "Storage", _files),
         mock.patch.object(effects, "StoreServers", _stores),
         mock.patch.object(effects, "ConversionJob", _converting),
+        mock.patch.object(effects, "MemoryTier", _tier),
     ):
         yield

@@ -502,3 +502,27 @@ def test_nodes_that_only_the_record_knows_hold_up_nobody() -> None:
     job, _ = started()
     job.restart()
     assert Node(job, "new").register(peer_address=f"{TLS}10.0.0.9:7").code == "OK"
+
+
+def test_spares_do_not_open_a_world_before_all_holders_were_heard() -> None:
+    """A new master has heard of one part alone: enough spares are no reason to go back to the disk."""
+    job, (a, b) = started(2, max_nodes=2)
+    a.save(2, any_size=True)
+    spares = [newcomer(job), newcomer(job)]
+    for node in spares:
+        node.join()
+    made = in_memory(job, 4)
+    a.step(4)
+    a.failed()
+    job.restart()
+    for node in spares:
+        node.join()
+    a.holds(made, 0)
+    a.join()
+    assert job.phase is Phase.FORMING
+    b.holds(made, 1)
+    b.join()
+    joins(job, a, b, *spares, sees=made)
+    assert job.phase is Phase.RUNNING
+    assert job.members == [a.name, b.name]
+    assert a.directive.run.resume.source.step == 4

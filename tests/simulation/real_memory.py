@@ -1,0 +1,83 @@
+"""The product's `MemoryTier` as an agent's shell knows it, over the simulated memory of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dalsegno.agent.decisions import events as ev
+from dalsegno.agent.memory.tier import Held
+from dalsegno.protos import control_pb2
+
+from .threads import Hands
+
+if TYPE_CHECKING:
+    from .real_agent import RealAgent
+
+# How long a node looks at its copy of a step that could not be loaded, seconds.
+LOOK = (0.05, 1.0)
+
+
+class Tier:
+    """One agent's. Every method returns at once; callbacks come on a thread of its own."""
+
+    def __init__(self, agent: RealAgent, on_change: Callable[[Held], None]) -> None:
+        self.problem, self.address = "", agent.memory.address
+        self.path: Path | None = None
+        self._agent, self._memory, self._on_change = agent, agent.memory, on_change
+        self._hands = Hands(agent.process, "memory")
+        # Who hears of a step that is being written to the disk, by digest.
+        self._writing: dict[str, list[Callable[[str], None]]] = {}
+
+    # ---- for the product --------------------------------------------------------------------------------------------
+
+    def open_epoch(self, run_id: str, epoch: int, group_rank: int, buddies: Sequence[str]) -> None:
+        self._memory.opened(epoch, tuple(buddies))
+
+    def sealed(self, run_id: str, name: str, digest: str) -> None:
+        self._memory.hold(ev.HoldPart(name, digest))
+
+    def gather(
+        self,
+        run_id: str,
+        ref: control_pb2.CheckpointRef,
+        parts: Sequence[control_pb2.HeldPart],
+        then: Callable[[control_pb2.Checkpoint | str], None],
+    ) -> None:
+        def fetched(failure: str) -> None:
+            step = self._memory.steps.get(ref.digest)
+            found = failure or ("it is gone" if step is None else step.message)
+            self._hands.give(then, found)
+
+        self._memory.gather(ev.MakeDurable(ref, tuple(parts)), fetched)
+
+    def make_durable(
+        self, run_id: str, ref: control_pb2.CheckpointRef, run_dir: Path, then: Callable[[str], None]
+    ) -> None:
+        self._writing.setdefault(ref.digest, []).append(then)
+        # What is elsewhere was fetched before, where it was asked for.
+        self._memory.make_durable(ev.MakeDurable(ref))
+
+    def doubt(self, run_id: str, ref: control_pb2.CheckpointRef, then: Callable[[str], None]) -> None:
+        sim = self._agent.sim
+        sim.clock.after(sim.random.uniform(*LOOK), self._agent.run, self._hands.give, then, "")
+
+    def keep(self, run_id: str, epoch: int, digests: Collection[str]) -> None:
+        self._memory.keep(epoch, frozenset(digests))
+
+    def close(self) -> None: ...
+
+    # ---- for the simulation -----------------------------------------------------------------------------------------
+
+    def changed(self, run_id: str, event: ev.HeldChanged) -> None:
+        """On a thread of the agent: what is held here has changed."""
+        step = self._memory.steps.get(event.checkpoint.ref.digest)
+        copies = () if step is None else tuple(sorted(step.copies))
+        self._hands.give(self._on_change, Held(run_id, event.checkpoint, event.parts, copies))
+
+    def made(self, event: ev.MadeDurable) -> None:
+        """The oldest order to write this step is carried out, or cannot be."""
+        waiting = self._writing.get(event.ref.digest)
+        if waiting:
+            self._hands.give(waiting.pop(0), event.failure)
