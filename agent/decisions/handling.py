@@ -229,7 +229,7 @@ def prepare_join(decision: Decision) -> None:
         return  # The commit goes first.
     if keeping.awaits_word(decision):
         return
-    resume, wanted = wanted_join(state.place)
+    resume, wanted = wanted_join(state.place, is_in_memory_alone(decision))
     if wanted is None or (state.memory.doubting and wanted.resume == state.memory.doubting):
         return
     join = state.place.join
@@ -246,34 +246,51 @@ def prepare_join(decision: Decision) -> None:
     decision.do(ev.PrepareJoin(wanted.round, resume, patient=wanted.patient, parts=parts))
 
 
-def wanted_join(place: Place) -> tuple[control_pb2.CheckpointRef | None, Join | None]:
-    """The checkpoint that the present order names, and the Join that answers it; None: none is wanted."""
+def wanted_join(place: Place, nowhere: bool) -> tuple[control_pb2.CheckpointRef | None, Join | None]:
+    """The checkpoint that the present order names, and the Join that answers it; None: none is wanted.
+
+    `nowhere`: it cannot come into sight.
+    """
     order = place.order
     if isinstance(order, control_pb2.Gather):
         resume = order.resume if order.HasField("resume") else None
-        return resume, Join(order.round, resume.digest if resume else "")
+        return resume, Join(order.round, resume.digest if resume else "", gathers=bool(order.parts))
     if order is None or not (order.round or order.HasField("look_for")):
         return None, None
     resume = order.look_for if order.HasField("look_for") else None
     digest = resume.digest if resume else ""
     # The master first learns that it is not in sight; only then is it looked for without an end.
-    return resume, Join(order.round, digest, patient=bool(digest) and digest == place.unseen)
+    patient = bool(digest) and digest == place.unseen and not nowhere
+    return resume, Join(order.round, digest, patient, gathers=bool(order.parts))
 
 
 def answers(place: Place, join: Join, wanted: Join) -> bool:
-    """Whether this Join is the wanted one, or looks without an end for the same checkpoint."""
+    """Whether this Join is the wanted one, or looks without an end for the same checkpoint.
+
+    What is fetched from memory is not looked for any more; but what is on its way comes, also if it is on the disk now.
+    """
     patient = join.patient == wanted.patient or (join.patient and isinstance(place.order, control_pb2.Wait))
-    return patient and join.answers(wanted.round, wanted.resume)
+    return patient and (join.gathers or not wanted.gathers) and join.answers(wanted.round, wanted.resume)
 
 
 def is_blind(decision: Decision) -> bool:
-    """Whether the master wants a Join without a checkpoint, yet gives no place: this directory is not the job's.
+    """Whether the master gives no place because this directory is not the job's, and nothing to look for instead.
 
-    This happens only before the first commit; afterwards the order names a checkpoint to look for.
+    This happens before the first commit, and while the newest one is in memory alone; otherwise the order names a
+    checkpoint to look for.
     """
     order = decision.state.place.order
-    waits = isinstance(order, control_pb2.Wait) and bool(order.reason) and not order.HasField("look_for")
-    return waits and not decision.state.has_head
+    if not isinstance(order, control_pb2.Wait) or not order.reason:
+        return False
+    return is_in_memory_alone(decision) if order.HasField("look_for") else not decision.state.has_head
+
+
+def is_in_memory_alone(decision: Decision) -> bool:
+    """Whether the order is to look for what is in memory, and does not say where: it is in no directory."""
+    order, head = decision.state.place.order, decision.state.memory.head
+    if not isinstance(order, control_pb2.Wait) or order.parts or head is None:
+        return False
+    return order.HasField("look_for") and order.look_for.digest == head.digest
 
 
 def join_failed(decision: Decision, event: ev.JoinFailed) -> None:
@@ -388,6 +405,7 @@ def settle(decision: Decision) -> None:
     if decision.state.ended:
         return  # a fenced leaver that waited only for its workers
     prepare_join(decision)
+    memory.spill_unheard(decision)
     leaving.check_outage(decision)
     leaving.check_leave(decision)
     if not decision.state.ended:

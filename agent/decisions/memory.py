@@ -9,7 +9,7 @@ from dalsegno.protos import control_pb2, worker_pb2
 
 from . import events as ev
 from .decision import Decision, has_sealed
-from .state import AgentState, DurableOrder, Spill
+from .state import AgentState, DurableOrder, Spill, Workers
 
 __all__ = [
     "awaits_its_part",
@@ -21,6 +21,7 @@ __all__ = [
     "made_durable",
     "sealed",
     "spill",
+    "spill_unheard",
     "tell_all",
     "to_memory",
 ]
@@ -161,6 +162,8 @@ def made_durable(decision: Decision, event: ev.MadeDurable) -> None:
         leave.spill = Spill(event.ref.digest, over=True, sealed=leave.spill.sealed or not event.failure)
         if event.failure and not own:
             return  # Other parts of it are elsewhere, and nobody has asked for it.
+    if event.failure and not own and event.ref.digest == decision.state.epoch.spilled:
+        return
     if own:
         memory.wrote = None if event.failure else memory.writing
         memory.writing = None
@@ -207,6 +210,20 @@ def needed(state: AgentState) -> control_pb2.CheckpointRef | None:
     """What the run goes on from, if that is in memory, and some of it here."""
     ref = state.epoch.drained if drained_into(state) else state.memory.head
     return ref if ref is not None and ref.digest in state.memory.held else None
+
+
+def spill_unheard(decision: Decision) -> None:
+    """Who stays writes what it has drained to the disk, too, while no master is heard.
+
+    Leavers may each count on the copy that another leaver has. Whoever finds all parts on the disk seals them.
+    """
+    state, digest = decision.state, drained_into(decision.state)
+    if state.link.up or state.leave is not None or state.workers is not Workers.NONE or digest not in state.memory.held:
+        return
+    ref = state.epoch.drained
+    if ref is not None and digest != state.epoch.spilled and not writes_all(state, ref):
+        state.epoch.spilled = digest
+        decision.do(ev.MakeDurable(ref))
 
 
 def spill(decision: Decision) -> None:

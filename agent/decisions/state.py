@@ -70,6 +70,8 @@ class Join:
     resume: str = ""
     # It is looked for without an end: the master knows that it is not in sight.
     patient: bool = False
+    # Its parts are fetched from the memory of nodes.
+    gathers: bool = False
     sent: bool = False
     # When the same Join is prepared again.
     again_at: float | None = None
@@ -184,6 +186,8 @@ class Epoch:
     # That is in memory. Until when its part is waited for before the drain is reported.
     drained_in_memory: bool = False
     part_deadline: float | None = None
+    # Digest of what this node, which stays, writes to the disk because it hears no master.
+    spilled: str = ""
     # What these ranks drained into came too late: a newer epoch was open already.
     refused: bool = False
     # Steps in memory that the agents are to bring to the disk, by digest.

@@ -351,3 +351,41 @@ def test_a_part_that_is_written_does_not_make_a_leaver_safe() -> None:
     assert agent.state.leave is not None
     assert agent.state.leave.spill is not None
     assert not agent.state.leave.spill.over
+
+
+def test_who_stays_writes_its_part_to_the_disk_while_no_master_is_heard() -> None:
+    """Leavers may rely on each other's copies; once, and that other parts are elsewhere is no news for the master."""
+    agent = drained()
+    agent.hear(ev.HeldChanged(STEP, (0,)))
+    assert not agent.did(ev.MakeDurable)
+    agent.hear(ev.LinkChanged(False))
+    agent.waits(1.0)
+    assert agent.did(ev.MakeDurable) == [ev.MakeDurable(REF)]
+    agent.hear(ev.MadeDurable(REF, "some parts are elsewhere"))
+    assert not agent.calls("ReportDurable")
+    agent.hear(ev.MadeDurable(REF))
+    assert agent.calls("ReportDurable")[-1].ref == REF
+
+
+def test_a_node_without_the_directory_looks_again_where_the_newest_step_is_in_memory_alone() -> None:
+    """It would never come into sight on the disk, and that the directory is there by now was never said."""
+    agent = Agent().registered()
+    wait = control_pb2.Wait(round=2, reason="me does not see the job's checkpoint directory", look_for=REF)
+    agent.directed(head=STEP, wait=wait)
+    agent.hear(ev.JoinPrepared(2, REF.digest, "h", 7, "another probe", ()))
+    assert len(agent.calls("Join")) == 1
+    agent.actions.clear()
+    agent.waits(5.1)
+    assert agent.did(ev.PrepareJoin) == [ev.PrepareJoin(2, REF, patient=False)]
+
+
+def test_what_is_looked_for_on_the_disk_is_fetched_once_the_order_says_where_it_is() -> None:
+    agent = Agent().registered()
+    wait = control_pb2.Wait(round=2, reason="me does not see it", look_for=REF)
+    agent.directed(wait=wait)
+    agent.hear(ev.JoinPrepared(2, REF.digest, "h", 7, "probe", ()))
+    agent.actions.clear()
+    held = control_pb2.HeldPart(group_rank=0, addresses=["10.0.0.1:7"])
+    wait.parts.append(held)
+    agent.directed(head=STEP, wait=wait)
+    assert [action.parts for action in agent.did(ev.PrepareJoin)] == [(held,)]
