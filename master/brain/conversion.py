@@ -119,7 +119,9 @@ def nobody_waits_for(turn: Turn, node: Node) -> bool:
     """Whether the node has not answered, and gathering goes on without it."""
     gathering = turn.live.gathering
     loops = gathering.is_crash_looping(node.name, turn.now)
-    return node.name in gathering.overdue or loops or turn.is_held(node) or bool(node.refused)
+    resume = resume_point(turn.job)
+    is_spare = bool(node.refused) or (resume is not None and node.unreadable == resume.digest)
+    return node.name in gathering.overdue or loops or turn.is_held(node) or is_spare
 
 
 def block(turn: Turn, conversion: Conversion) -> Conversion:

@@ -386,3 +386,18 @@ def test_it_goes_back_as_far_as_it_must_one_at_a_time() -> None:
         node.join(sees=[oldest])
     job.wait(2.0)
     assert a.directive.run.resume.source.ref == oldest.ref
+
+
+@pytest.mark.parametrize("why", ["it cannot read it", "it was refused"])
+def test_a_spare_that_is_asked_for_no_join_does_not_hold_the_run_up(why: str) -> None:
+    """It says nothing in this round, so nothing was ever concluded from what the others do not see."""
+    job, (a, b, c), (older, newest) = gathering(3)
+    node = job.job.nodes[c.name]
+    spare = {"unreadable": newest.ref.digest} if why == "it cannot read it" else {"refused": "other data"}
+    job.job.nodes.put(c.name, replace(node, **spare))
+    for _ in range(2):
+        for one in (a, b):
+            one.join(sees=[older])
+        job.wait(sight.UNSEEN_LIMIT_SECONDS / 2 + 1)
+    assert c.order == "wait"
+    assert f"going back to {older.ref.name}" in job.notices
