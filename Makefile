@@ -131,7 +131,7 @@ test: lint wheel tools
 	$(PYTEST)
 
 # The schedules were all run by `simulate`: the test of the simulator itself needs few.
-test test-all: export SIM_RUNS ?= 100
+test test-all: export SIM_RUNS ?= 20
 test test-all: export SIM_SHELL_RUNS ?= 5
 test test-all: export SIM_CLAIM_RUNS ?= 5
 # Inputs of each fuzzer; the tests themselves say how many are a quick look.

@@ -12,10 +12,13 @@ import gc
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.support.forks.forked import SHARED
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -85,6 +88,11 @@ class Passed:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        # Its processes inherit the environment.
+        directory = tempfile.TemporaryDirectory(prefix="forks-")
+        os.environ[SHARED] = directory.name
+        config.add_cleanup(directory.cleanup)
     if config.getoption("resume"):
         passed = Passed(config.getoption("resume"), collects_only=hasattr(config, "workerinput"))
         config.pluginmanager.register(passed, "passed")

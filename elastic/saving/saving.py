@@ -351,10 +351,7 @@ class Saver:
             )
 
     def close(self) -> None:
-        """Ends the saver when the script goes on without a session. Not collective.
-
-        A save under way gets some time, and so do the notes for people: a script may move or delete the directory next.
-        """
+        """Ends it when the script goes on without a session: what is under way gets some time. Not collective."""
         if self._under_way is not None and not self._under_way.flight.wait(LAST_WORDS_SECONDS):
             log.warning("%s is not sealed yet, and nobody will hear of it", self._under_way.own.name)
         self._notes.close(LAST_WORDS_SECONDS)

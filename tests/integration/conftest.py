@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -48,8 +49,11 @@ def executes(repetition: int, request: pytest.FixtureRequest, monkeypatch: pytes
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """Undisturbed runs, each made once per session."""
-    return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
+    """Undisturbed runs, each made once by all pytest processes."""
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "undisturbed"
+    directory.mkdir(exist_ok=True)
+    return Undisturbed(directory)
 
 
 @pytest.fixture

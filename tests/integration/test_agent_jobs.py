@@ -68,6 +68,14 @@ for step in itertools.count(1):
 dist.destroy_process_group()
 """
 
+# The world resumes from universal files, whatever the master says.
+UNIVERSAL = """
+from dalsegno.agent.shell import elastic_agent
+from dalsegno.protos import control_pb2 as pb
+original = elastic_agent.ElasticAgent._arguments
+elastic_agent.ElasticAgent._arguments = lambda self, world: original(
+    self, pb.World(epoch=world.epoch, resume=pb.ResumePoint(form=pb.FORM_UNIVERSAL)))
+"""
 
 Started = subprocess.Popen[bytes] | Forked
 
@@ -143,30 +151,17 @@ def test_a_killed_agent_takes_everything_along(programs: Programs, how: str) -> 
     )
 
 
-def test_a_script_that_does_not_know_our_flag(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_does_not_know_our_flag(programs: Programs) -> None:
     """It is told in one line, and started again without the flag; one that knows it keeps it."""
-    code = """
-import os, sys, time
-from dalsegno.agent.shell import elastic_agent; from dalsegno.agent.decisions import events as ev
-from dalsegno.protos import control_pb2 as pb
-# The world resumes from universal files, whatever the master says.
-original = elastic_agent.ElasticAgent._arguments
-elastic_agent.ElasticAgent._arguments = lambda self, world: original(
-    self, pb.World(epoch=world.epoch, resume=pb.ResumePoint(form=pb.FORM_UNIVERSAL)))
-from dalsegno.agent.commands.dlrover_run import main
-main()
-"""
+    (programs.directory / "sitecustomize.py").write_text(UNIVERSAL)
     for name, flag in (("knows", "parser.add_argument('--universal-checkpoint', action='store_true')"), ("strict", "")):
         script = programs.directory / f"{name}.py"
         script.write_text(
             f"import argparse, sys\nparser = argparse.ArgumentParser()\n{flag}\nparser.parse_args()\n"
             "print('ran with', sys.argv[1:])\n"
         )
-        agent = programs.start(
-            name,
-            *(sys.executable, "-c", code, "--checkpoint-dir", "ck", "--job-id", name, "--nproc-per-node", "2"),
-            *("--universal-checkpoint", str(script)),
-        )
+        flags = ("--nproc-per-node", "2", "--universal-checkpoint")
+        agent = programs.agent(name, *flags, str(script), job=name, PYTHONPATH=str(programs.directory))
         assert agent.wait(90) == 0, programs.log(name)
     assert programs.log("knows").count("ran with ['--universal-checkpoint']") == 2
     assert programs.log("strict").count("ran with []") == 2

@@ -31,9 +31,9 @@ def test_the_first_to_end_finds_its_peers_there_and_they_do_not(tmp_path: Path, 
 
 def test_a_killed_node_is_named_and_its_quick_steps_are_counted(clusters: Callable[..., Cluster]) -> None:
     """No line blames a survivor; of steps that take milliseconds none is left out of what the death has cost."""
-    job = clusters(training=Training(steps=600, save_every=100_000), nnodes="1:3", step_time=0.001)
+    job = clusters(training=Training(steps=300, save_every=100_000), nnodes="1:3", step_time=0.001)
     first = job.open("a", "b", "c")
-    job.wait_step(200)
+    job.wait_step(100)
     job.kill_node(job.member(2))
     second = job.wait_world(2, after=first)
     told = job.change(second)

@@ -27,8 +27,12 @@ Clusters = Callable[..., Cluster]
 TRAINING = Training(steps=400, save_every=200)
 PARTS = ("agent", "keeper", "nursery", "worker", "loaders", "master")
 SUBSETS = [frozenset(chosen) for size in range(1, 7) for chosen in itertools.combinations(PARTS, size)]
-ALONE = [subset for subset in SUBSETS if len(subset) == 1]
 ALL = frozenset(PARTS)
+# Without the agent: each part alone, and all others.
+SPARED = [*(subset for subset in SUBSETS if len(subset) == 1 and "agent" not in subset), ALL - {"agent"}]
+# Those in which it matters how loaders are started.
+WORKERS = [frozenset({"worker"}), frozenset({"loaders"}), ALL - {"agent"}]
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def a_job(clusters: Clusters, context: str = "fork") -> Cluster:
@@ -80,14 +84,23 @@ def leave(job: Cluster, subset: frozenset[str], number: signal.Signals, backward
     job.wait_world(1, steps=2, after=both)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "ways",
+    [
+        pytest.param([(number, number == signal.SIGINT) for number in NUMBERS], id="each signal once"),
+        *(
+            pytest.param([(number, backwards) for backwards in (False, True)], id=number.name, marks=pytest.mark.full)
+            for number in NUMBERS
+        ),
+    ],
+)
 def test_a_node_of_which_everything_is_signalled_leaves_saved(
-    clusters: Clusters, undisturbed: Undisturbed, number: signal.Signals
+    clusters: Clusters, undisturbed: Undisturbed, ways: list[tuple[signal.Signals, bool]]
 ) -> None:
     """The agent first, or last: 75, and no step is lost."""
     job = a_job(clusters)
     job.open("a")
-    for backwards in (False, True):
+    for number, backwards in ways:
         leave(job, ALL, number, backwards)
     job.finish()
     job.assert_lost({})
@@ -108,12 +121,22 @@ def spared(job: Cluster, subset: frozenset[str], number: signal.Signals) -> None
 
 
 # Nothing of ours knows spawn: its loaders are told by the same words as those of the fork server.
-@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.full), "forkserver"])
-def test_what_is_not_the_agent_is_signalled(clusters: Clusters, undisturbed: Undisturbed, context: str) -> None:
+@pytest.mark.parametrize(
+    ("context", "subsets"),
+    [
+        pytest.param("fork", SPARED, id="fork"),
+        pytest.param("forkserver", WORKERS, id="forkserver"),
+        pytest.param("forkserver", SPARED, id="forkserver, each part", marks=pytest.mark.full),
+        pytest.param("spawn", SPARED, id="spawn", marks=pytest.mark.full),
+    ],
+)
+def test_what_is_not_the_agent_is_signalled(
+    clusters: Clusters, undisturbed: Undisturbed, context: str, subsets: list[frozenset[str]]
+) -> None:
     """Each part alone, and all but the agent: the run goes on and loses nothing."""
     job = a_job(clusters, context)
     job.open("a")
-    for subset in (*(one for one in ALONE if "agent" not in one), ALL - {"agent"}):
+    for subset in subsets:
         spared(job, subset, signal.SIGTERM)
     job.finish()
     job.assert_lost({})
@@ -121,7 +144,7 @@ def test_what_is_not_the_agent_is_signalled(clusters: Clusters, undisturbed: Und
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", NUMBERS)
 def test_every_subset(clusters: Clusters, undisturbed: Undisturbed, number: signal.Signals) -> None:
     """All 63 of them, in one run."""
     job = a_job(clusters)

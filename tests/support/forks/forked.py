@@ -6,14 +6,18 @@ environment, directory, output and session, and killed like any other.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
+import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +28,9 @@ PRELOADED = "tests.support.forks.preloaded"
 # Whether what a test starts first is executed as a user would; else it is forked, too. Each test finds it set
 # (`integration/conftest.py`).
 EXECUTES = True
+# Names a directory in which the pytest processes of a run note what they fork from (`tests/conftest.py`): one has
+# started it, and all use it.
+SHARED = "DALSEGNO_TEST_FORKS"
 # Makes room in the initial environment, for the marks by which processes are found.
 _ROOM = "DALSEGNO_TEST_ROOM"
 _ROOM_BYTES = 2048
@@ -77,17 +84,59 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+class _Joined(forkserver.ForkServer):
+    """A process to fork from that another pytest process has started.
+
+    It ends when nobody has the write end of a pipe open any more; so we open that, too.
+
+    Raises:
+        OSError: it has ended.
+    """
+
+    def __init__(self, address: str, pid: int) -> None:
+        super().__init__()
+        words = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace")
+        pipe = re.search(r"forkserver import main; main\(\d+, (\d+)", words)
+        if pipe is None:
+            raise ProcessLookupError(pid)
+        self._forkserver_address = address
+        self._forkserver_alive_fd = os.open(f"/proc/{pid}/fd/{pipe[1]}", os.O_WRONLY)
+
+    def ensure_running(self) -> None:
+        resource_tracker.ensure_running()
+
+
 def _server(preloaded: str) -> forkserver.ForkServer:
-    """The process that others are forked from; started when it is first asked for."""
+    """The process that others are forked from; started when it is first asked for, by whichever pytest process."""
     if preloaded not in _servers:
-        server = forkserver.ForkServer()
-        server.set_forkserver_preload([preloaded])
-        # In 3.11 it imports nothing from the `sys.path` that it is given, and is silent about it.
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        with mock.patch.dict(os.environ, {_ROOM: "." * _ROOM_BYTES, "PYTHONPATH": path}):
-            server.ensure_running()
-        _servers[preloaded] = server
+        directory = os.environ.get(SHARED)
+        # Newer Pythons let nobody in but the process that has started it.
+        if directory is None or hasattr(forkserver.ForkServer(), "_forkserver_authkey"):
+            _servers[preloaded] = _started(preloaded)
+        else:
+            _servers[preloaded] = _found(preloaded, Path(directory))
     return _servers[preloaded]
+
+
+def _found(preloaded: str, directory: Path) -> forkserver.ForkServer:
+    note = directory / preloaded
+    with open(directory / "lock", "w", encoding="ascii") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):
+            return _Joined(*json.loads(note.read_text(encoding="utf-8")))
+        server: Any = _started(preloaded)
+        note.write_text(json.dumps([server._forkserver_address, server._forkserver_pid]), encoding="utf-8")
+        return server  # type: ignore[no-any-return]
+
+
+def _started(preloaded: str) -> forkserver.ForkServer:
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([preloaded])
+    # In 3.11 it imports nothing from the `sys.path` that it is given, and is silent about it.
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with mock.patch.dict(os.environ, {_ROOM: "." * _ROOM_BYTES, "PYTHONPATH": path}):
+        server.ensure_running()
+    return server
 
 
 def _run(preloaded: str, target: Callable[..., Any], *arguments: object) -> None:
@@ -135,10 +184,19 @@ def take_environment(environment: Mapping[str, str]) -> None:
     """
     os.environ.clear()
     os.environ.update(environment)
-    marks = [f"{name}={value}" for name, value in environment.items() if name.startswith("DALSEGNO_")]
-    text = b"".join(os.fsencode(mark) + b"\0" for mark in marks)
+    _show([f"{name}={value}" for name, value in environment.items() if name.startswith("DALSEGNO_")], 47)
+
+
+def take_command_line(command: Sequence[str]) -> None:
+    """Makes its first words (`python -u -m MODULE`) what `/proc/<pid>/cmdline` shows of this forked process."""
+    _show(command[:4], 45)
+
+
+def _show(words: Sequence[str], field: int) -> None:
+    """Writes where the kernel reads it; `field`: of its first byte's address, in proc(5)'s stat behind the name."""
+    text = b"".join(os.fsencode(word) + b"\0" for word in words)
     fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    begin, end = int(fields[47]), int(fields[48])
-    assert len(text) < end - begin, f"no room for {marks}"
+    begin, end = int(fields[field]), int(fields[field + 1])
+    assert len(text) < end - begin, f"no room for {words}"
     ctypes.memset(begin, 0, end - begin)
     ctypes.memmove(begin, text, len(text))

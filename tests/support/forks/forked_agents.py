@@ -1,8 +1,9 @@
 """Agents, executed as a user does it, or forked with the nursery of their standby workers (`forked`).
 
-All of a forked agent's own code runs as it would otherwise, from the console script's `main` on. Its nursery is a
-process that it has forked before anything else, and that waits to be one: `subprocess.Popen`, where the pool calls it,
-gives it the command line, the environment and the files. A second nursery is executed.
+All of a forked agent's own code runs as it would otherwise, from the console script's `main` on. Its nursery and its
+embedded master are processes that it has forked before anything else, and that wait to be one: `subprocess.Popen`,
+where the agent calls it for them, gives them the command line, the environment and the files. A second nursery or
+master is executed.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import process, resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .forked import PRELOADED, ROOT, Forked, take_environment
+from dalsegno.agent.control.spawning import COMMAND as MASTER
+
+from .forked import PRELOADED, ROOT, Forked, take_command_line, take_environment
 
 DLROVER_RUN = str(Path(sysconfig.get_path("scripts")) / "dlrover-run")
 NURSERY = "dalsegno.agent.standby.nursery"
@@ -79,15 +82,17 @@ def _run_agent(command: list[str], environment: dict[str, str], files: tuple[str
     stdout, stderr = (os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for file in files)
     _take_files({1: stdout, 2: stderr})
     os.chdir(cwd)
-    # Before the environment: a nursery that no one has asked for carries no mark by which a test would find it.
-    seed = _Seed()
+    # Before the environment: what no one has asked for carries no mark by which a test would find it.
+    nursery, master = _Seed(_be_nursery), _Seed(_be_master)
     take_environment(environment)
     _take_arguments(command, os.path.dirname(command[0]))
     _customize()
     from dalsegno.agent.commands import dlrover_run
+    from dalsegno.agent.control import spawning
     from dalsegno.agent.standby import standby_pool
 
-    standby_pool.subprocess = _Subprocess(seed)  # type: ignore[assignment]
+    standby_pool.subprocess = _Subprocess(nursery, (sys.executable, "-u", "-m", NURSERY))  # type: ignore[assignment]
+    spawning.subprocess = _Subprocess(master, MASTER)  # type: ignore[assignment]
     dlrover_run.main()
     raise AssertionError("the agent returned")
 
@@ -124,74 +129,106 @@ def _customize() -> None:
 
 
 class _Seed:
-    """A child of this process that waits to become its nursery; it ends with this process if nobody asks for it."""
+    """A child of this process that waits to become what it is asked for; it ends with this process if nobody asks.
 
-    def __init__(self) -> None:
+    Args:
+        be: what it does in the end, with its command line; returns its exit code.
+    """
+
+    def __init__(self, be: Callable[[list[str]], object]) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
         if not self.pid:
             self._channel.close()
-            _become_nursery(theirs)
+            _grow(theirs, be)
         theirs.close()
 
-    def grow(self, command: list[str], environment: Mapping[str, str], files: Mapping[int, int]) -> None:
-        """Returns when it has its own session."""
-        message = json.dumps([command, dict(environment), list(files)]).encode()
-        socket.send_fds(self._channel, [message], list(files.values()))
+    def grow(self, command: Sequence[str], options: Mapping[str, Any], files: Mapping[int, int]) -> None:
+        """Returns when it has its own session. `options`: of `subprocess.Popen`."""
+        blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
+        given = [list(command), dict(options["env"]), options.get("cwd") or os.getcwd(), blocked, list(files)]
+        socket.send_fds(self._channel, [json.dumps(given).encode()], list(files.values()))
         self._channel.recv(1)
         self._channel.close()
 
 
-def _become_nursery(channel: socket.socket) -> NoReturn:
+def _grow(channel: socket.socket, be: Callable[[list[str]], object]) -> NoReturn:
     message, fds, _, _ = socket.recv_fds(channel, _MAX_MESSAGE, 16)
     if not message:
         os._exit(0)
-    command, environment, numbers = json.loads(message)
+    command, environment, directory, blocked, numbers = json.loads(message)
     os.setsid()
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     channel.send(b".")
     channel.detach()
+    take_command_line(command)
     take_environment(environment)
+    os.chdir(directory)
     _take_files(dict(zip(numbers, fds, strict=True)))
     # As with -u.
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(fd, "w", closefd=False), write_through=True) for fd in (1, 2))
     _take_arguments(command, os.getcwd())
     _customize()
-    from dalsegno.agent.standby import nursery
-
     code: object = 1
     try:
-        nursery.main()
-        code = 0
+        code = be(command)
     except SystemExit as error:
         code = error.code
     finally:
         os._exit(code if isinstance(code, int) else 1)
 
 
-class _Child(subprocess.Popen[bytes]):
-    """A child of this process that nobody has to start any more."""
+def _be_nursery(command: list[str]) -> object:
+    from dalsegno.agent.standby import nursery
 
-    def __init__(self, pid: int, command: list[str]) -> None:
+    sys.argv = command[3:]
+    nursery.main()
+    return 0
+
+
+def _be_master(command: list[str]) -> object:
+    from dalsegno.master import cli
+
+    sys.argv = command[2:]
+    return cli.main()
+
+
+class _Child(subprocess.Popen[Any]):
+    """A child of this process that nobody has to start any more. `stdout`: what it says there, if that is a pipe."""
+
+    def __init__(self, pid: int, command: Sequence[str], stdout: io.TextIOWrapper | None) -> None:
         self.pid, self.args, self.returncode = pid, command, None  # type: ignore[assignment]
-        self.stdin = self.stdout = self.stderr = None
+        self.stdin, self.stdout, self.stderr = None, stdout, None
         self._child_created = True
         self._waitpid_lock = threading.Lock()
 
 
 class _Subprocess:
-    """What the pool sees as the module `subprocess`."""
+    """What a module of the agent's sees as `subprocess`.
 
-    def __init__(self, seed: _Seed) -> None:
+    Args:
+        seed: becomes the first process that is started with this command.
+        command: how its command line begins.
+    """
+
+    def __init__(self, seed: _Seed, command: Sequence[str]) -> None:
         self._seed: _Seed | None = seed
+        self._command = list(command)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
 
-    def Popen(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+    def Popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         seed, self._seed = self._seed, None
-        if seed is None or command[1:4] != ["-u", "-m", NURSERY]:
+        if seed is None or list(command[: len(self._command)]) != self._command:
             return subprocess.Popen(command, **options)
         assert options["start_new_session"]
-        files = {1: options["stdout"].fileno(), 2: options["stderr"].fileno(), **{fd: fd for fd in options["pass_fds"]}}
-        seed.grow([NURSERY, *command[4:]], options["env"], files)
-        return _Child(seed.pid, command)
+        said, theirs = None, options["stdout"]
+        if theirs == subprocess.PIPE:
+            ours, other = os.pipe()
+            said, theirs = open(ours, encoding="utf-8"), open(other, "wb")  # noqa: SIM115
+        kept = {fd: fd for fd in options.get("pass_fds", ())}
+        seed.grow(command, options, {1: theirs.fileno(), 2: options["stderr"].fileno(), **kept})
+        if said is not None:
+            theirs.close()
+        return _Child(seed.pid, command, said)

@@ -7,14 +7,16 @@ the kept history against the undisturbed run's. Every wait has a deadline and fa
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import itertools
 import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -89,36 +91,46 @@ class Training:
 
 
 class Undisturbed:
-    """Undisturbed runs, each made once: the plain script alone, without agent and master."""
+    """Undisturbed runs: the plain script alone, without agent and master.
+
+    Each is made once by all pytest processes that were given the same directory.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._known: dict[Training, dict[int, KeptStep]] = {}
-        self._places: dict[Training, Path] = {}
 
     def place(self, training: Training) -> Path:
         """The directory that an undisturbed run was made in."""
-        self.history(training)
-        return self._places[training]
+        place = self._directory / hashlib.sha256(repr(training).encode()).hexdigest()[:16]
+        with open(f"{place}.lock", "w", encoding="ascii") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (place / "made").exists():
+                shutil.rmtree(place, ignore_errors=True)
+                place.mkdir()
+                self._make(training, place)
+                (place / "made").touch()
+        return place
 
     def history(self, training: Training) -> dict[int, KeptStep]:
         """The kept history of an undisturbed run."""
         if training not in self._known:
-            place = Path(tempfile.mkdtemp(prefix="undisturbed-", dir=self._directory))
-            step_log = place / "steps"
-            directory, command = f"--checkpoint-dir={place / 'checkpoints'}", training.words(hooked=False)
-            command += training.flags(step_log)
-            environment, console = {**os.environ, **training.environment(step_log)}, place / "console"
-            if training.needs_agent:
-                line = [DLROVER_RUN, "--nnodes=1", directory, *command]
-                run = start_agent(line, environment, console, place, executed=False, preloaded=training.preloaded)
-            else:
-                run = fork_script([*command, directory], environment, console, place)
-            code = run.wait(2 * PATIENCE)
-            assert code == 0, console.read_text(encoding="utf-8", errors="replace")[-6000:]
-            self._places[training] = place
-            self._known[training] = kept_history(StepLogReader(step_log).poll())
+            self._known[training] = kept_history(StepLogReader(self.place(training) / "steps").poll())
         return self._known[training]
+
+    @staticmethod
+    def _make(training: Training, place: Path) -> None:
+        step_log = place / "steps"
+        directory, command = f"--checkpoint-dir={place / 'checkpoints'}", training.words(hooked=False)
+        command += training.flags(step_log)
+        environment, console = {**os.environ, **training.environment(step_log)}, place / "console"
+        if training.needs_agent:
+            line = [DLROVER_RUN, "--nnodes=1", directory, *command]
+            run = start_agent(line, environment, console, place, executed=False, preloaded=training.preloaded)
+        else:
+            run = fork_script([*command, directory], environment, console, place)
+        code = run.wait(2 * PATIENCE)
+        assert code == 0, console.read_text(encoding="utf-8", errors="replace")[-6000:]
 
 
 @dataclass
@@ -592,10 +604,16 @@ def _is_master(pid: int) -> bool:
 
 
 def change_worlds(job: Cluster) -> None:
-    """1, 2, 3 nodes, a kill of one, a leave, and the end: five epochs. What was kept is judged by the caller."""
+    """1, 2, 3 nodes, a kill of one, a leave, and the end: five epochs. What was kept is judged by the caller.
+
+    Where the first agent would be executed as a user's is, the second one is.
+    """
     # Each world is waited for until it has made three, and not every one tells of a step before the next one begins.
     job.agent_environment = {**job.agent_environment, "DALSEGNO_TEST_STEPS": "4"}
+    # One that is executed imports everything anew in each world that it is in: not the one that is in all five.
+    executed, job.executed = job.executed, 0
     job.open("a")
+    job.executed = 2 * executed
     job.start("b")
     second = job.wait_world(2, steps=3)
     job.start("c")
