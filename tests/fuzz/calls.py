@@ -128,6 +128,10 @@ def _checkpoint(rng: random.Random, scene: Scene) -> pb.Checkpoint:
     return checkpoint
 
 
+def _parts(rng: random.Random) -> list[int]:
+    return [rng.choice((0, 1, 2, 2**31)) for _ in range(rng.randrange(3))]
+
+
 def _known(rng: random.Random, scene: Scene) -> pb.CheckpointRef:
     return rng.choice(scene.commits) if scene.commits else pb.CheckpointRef(name="step-1.e1.1", digest="0" * 64)
 
@@ -169,11 +173,9 @@ def _sensible(rng: random.Random, scene: Scene, method: str) -> Any:
             return pb.PrunedRequest(refs=scene.commits)
         case "ReportHeld":
             known = _checkpoint(rng, scene)
-            return pb.HeldRequest(
-                checkpoint=known, parts=[rng.choice((0, 1, 2, 2**31)) for _ in range(rng.randrange(3))]
-            )
+            return pb.HeldRequest(checkpoint=known, parts=_parts(rng), make_durable=rng.random() < 0.5)
         case "ReportDurable":
-            return pb.DurableRequest(ref=_known(rng, scene), failure=rng.choice(("", "no space")))
+            return pb.DurableRequest(ref=_known(rng, scene), failure=rng.choice(("", "no space")), parts=_parts(rng))
         case "Scale":
             return pb.ScaleRequest(job_id="job", protocol=1, nodes=rng.choice((0, 2, 3, 2**31)))
         case "GetStatus":

@@ -282,8 +282,9 @@ class Files:
         if run_id not in self._sim.disk.finished:
             self._sim.disk.finished.append(run_id)
 
-    def sweep(self, run_id: str, epoch: int, converting: str = "") -> None:
+    def sweep(self, run_id: str, epoch: int, step: int = 0, converting: str = "") -> None:
         self._sim.ledger.swept(epoch, converting)
+        self._sim.disk.sweep(epoch, step)
 
     def write_latest(self, run_id: str, head: control_pb2.Checkpoint) -> None: ...
 
