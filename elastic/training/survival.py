@@ -140,7 +140,11 @@ class Survival:
     def _steps(self) -> None:
         """An optimizer begins its step."""
         if self._probe and not self._stepping:
-            self._try_out()
+            try:
+                self._try_out()
+            # It is the script's step, which goes on.
+            except Exception as error:
+                self._cannot(error)
         self._stepping = True
 
     def _try_out(self) -> None:
@@ -156,7 +160,9 @@ class Survival:
         self._may_keep()
 
     def _may_keep(self) -> None:
-        self._session.survivor.may_keep(self._held is not None and self._proved and self._alike)
+        held = self._held
+        may = held is not None and self._proved and self._alike
+        self._session.survivor.may_keep(may and (self._session.rank == 0 or held is None or held.stepped_alike))
 
     def _cannot(self, error: Exception) -> None:
         """The training goes on without this, whatever the error is."""

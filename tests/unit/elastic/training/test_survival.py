@@ -1,0 +1,182 @@
+"""When a rank may save by itself: once it was shown that changes are seen, and never at the training's expense."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from dalsegno.elastic.checkpoint import Position
+from dalsegno.elastic.rank.collective import Solo
+from dalsegno.elastic.training.copies import Copies
+from dalsegno.elastic.training.examination import Examination
+from dalsegno.elastic.training.session import Session
+from dalsegno.elastic.training.survival import JUDGED_STEPS, Survival
+from dalsegno.elastic.training.training_state import TrainingState
+
+OPTIONS = {"strategy": "ddp", "any_world_size": None, "order": None, "cut": None}
+
+
+class Part:
+    """A part of the state, which may be slow, or fail."""
+
+    def __init__(self) -> None:
+        self.seconds, self.fails = 0.0, False
+        self.stepped_alike = True
+
+    def state_dict(self) -> dict[str, Any]:
+        until = time.thread_time() + self.seconds
+        while time.thread_time() < until:
+            pass
+        if self.fails:
+            raise RuntimeError("it has no state just now")
+        return {"value": 1}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class Loop:
+    """What ``steps`` does of it, on one rank of two."""
+
+    def __init__(self, rank: int = 0, other: str = "", **options: Any) -> None:
+        self.may: list[bool] = []
+        self.saved: list[tuple[int, Position]] = []
+        survivor = SimpleNamespace(
+            may_keep=self.may.append,
+            when_broken=lambda lost, told: setattr(self, "lost", lost),
+            save=lambda content, files, generators: self.saved.append((content.step, content.position)),
+            is_busy=False,
+        )
+        self.session = SimpleNamespace(
+            rank=rank,
+            world_size=2,
+            step=0,
+            resume=None,
+            can_save_in_memory=True,
+            gather=lambda said: [other or said, said],
+            survivor=survivor,
+            saves=SimpleNamespace(of=lambda step: None, saver=None),
+            examination=Examination(0, True, 1, 1, True),
+            copies=Copies(Solo()),
+        )
+        self.part, self.model = Part(), nn.Linear(2, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        session = cast(Session, self.session)
+        state = TrainingState(session, model=self.model, optimizer=self.optimizer, part=self.part)
+        self.survival = Survival(session, state.write, {**OPTIONS, **options}, wanted=True)
+        self.lost = getattr(self, "lost", lambda: None)
+
+    def step(self, times: int = 1, *, optimizer: bool = True) -> None:
+        for _ in range(times):
+            self.begin()
+            if optimizer:
+                self.optimizer.step()
+            self.end()
+
+    def begin(self) -> None:
+        self.model(torch.ones(1, 2)).sum().backward()
+
+    def end(self) -> None:
+        step = self.session.step + 1
+        self.survival.mark(step, Position(0, step))
+        self.session.step = step
+        self.survival.look(Position(0, step))
+
+
+def test_it_may_once_it_was_shown_that_changes_are_seen() -> None:
+    loop = Loop()
+    loop.step()
+    assert not loop.may[-1]
+    loop.step()
+    assert loop.may[-1]
+    loop.begin()
+    loop.lost()
+    assert loop.saved == [(2, Position(0, 2))]
+
+
+def test_a_boundary_without_an_optimizers_step_is_not_trusted() -> None:
+    """Nobody knows how such a training steps; the next boundary with one is."""
+    loop = Loop()
+    loop.step(2)
+    loop.step(optimizer=False)
+    loop.lost()
+    assert not loop.saved
+    loop.step()
+    loop.lost()
+    assert [step for step, _ in loop.saved] == [4]
+
+
+def test_a_look_is_compared_with_the_step_behind_it_only() -> None:
+    """A skipped step may have changed something that was seen; that says nothing of what is not seen."""
+    loop = Loop()
+    loop.step()
+    loop.step(optimizer=False)
+    with torch.no_grad():
+        loop.model.weight.mul_(2)
+    loop.end()
+    loop.step()
+    assert not loop.may[-1]
+    loop.step(2)
+    assert loop.may[-1]
+
+
+@pytest.mark.parametrize("when", ["at the boundary", "in the step"])
+def test_a_part_that_fails_costs_the_training_nothing(when: str) -> None:
+    loop = Loop()
+    loop.step()
+    loop.begin()
+    loop.part.fails = when == "in the step"
+    loop.optimizer.step()
+    loop.part.fails = True
+    loop.end()
+    assert not loop.may[-1]
+    loop.part.fails = False
+    loop.step(8)
+    assert not loop.may[-1]
+    loop.lost()
+    assert not loop.saved
+
+
+def test_a_part_that_fails_at_the_end_saves_nothing() -> None:
+    loop = Loop()
+    loop.step(3)
+    loop.part.fails = True
+    loop.lost()
+    assert not loop.saved
+
+
+def test_watching_that_takes_too_long_is_given_up() -> None:
+    loop = Loop()
+    loop.part.seconds = 0.005
+    loop.step(JUDGED_STEPS + 1)
+    assert not loop.may[-1]
+
+
+def test_a_rank_with_another_state_than_rank_0_may_not() -> None:
+    loop = Loop(rank=1, other="another")
+    loop.step(3)
+    assert not any(loop.may)
+    loop.lost()
+    assert not loop.saved
+
+
+def test_a_rank_whose_parts_are_rank_0s_may_not() -> None:
+    loop = Loop(rank=1)
+    loop.part.stepped_alike = False
+    loop.step(3)
+    assert not any(loop.may)
+    loop.lost()
+    assert not loop.saved
+
+
+@pytest.mark.parametrize("options", [{"strategy": "own"}, {"any_world_size": False}])
+def test_what_is_not_known_to_be_whole_on_each_rank_is_not_watched(options: dict[str, Any]) -> None:
+    loop = Loop(**options)
+    loop.step(3)
+    loop.lost()
+    assert not loop.may
+    assert not loop.saved
