@@ -15,6 +15,15 @@ from dalsegno.protos.contract import EXIT_USAGE as EXIT_USAGE
 from dalsegno.protos.contract import WORKER_BAD_CHECKPOINT as WORKER_BAD_CHECKPOINT
 from dalsegno.protos.contract import WORKER_DRAINED as WORKER_DRAINED
 
+from .memory_events import Doubt as Doubt
+from .memory_events import Doubted as Doubted
+from .memory_events import HeldChanged as HeldChanged
+from .memory_events import HoldPart as HoldPart
+from .memory_events import KeepInMemory as KeepInMemory
+from .memory_events import MadeDurable as MadeDurable
+from .memory_events import MakeDurable as MakeDurable
+from .memory_events import StopWriting as StopWriting
+
 # ---- events ---------------------------------------------------------------------------------------------------------
 
 
@@ -223,35 +232,6 @@ class Sighted:
 
 
 @dataclass(frozen=True)
-class HeldChanged:
-    """Which parts of a memory checkpoint are held here, each by the group rank that wrote it; none: it is gone.
-
-    `copies`: so many other agents have said that they hold this node's own part.
-    """
-
-    checkpoint: control_pb2.Checkpoint
-    parts: tuple[int, ...]
-    copies: int = 0
-
-
-@dataclass(frozen=True)
-class Doubted:
-    """What `Doubt` names was looked at; what was damaged is gone. `found`: the first damage; empty: none."""
-
-    ref: control_pb2.CheckpointRef
-    found: str = ""
-
-
-@dataclass(frozen=True)
-class MadeDurable:
-    """What `MakeDurable` names is in the run's directory; `failure`: why it is not. `write`: only these parts."""
-
-    ref: control_pb2.CheckpointRef
-    failure: str = ""
-    write: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class Tick:
     """The time that `AgentState.wake` names has come."""
 
@@ -358,54 +338,6 @@ class TellWorkers:
 class ReadManifest:
     name: str
     digest: str
-
-
-@dataclass(frozen=True)
-class HoldPart:
-    """The ranks of this node have written their part of a memory checkpoint: send it to those who hold it, too.
-
-    Answered by `HeldChanged`.
-
-    Attributes:
-        urgent: A drain waits for it.
-    """
-
-    name: str
-    digest: str
-    urgent: bool = False
-
-
-@dataclass(frozen=True)
-class Doubt:
-    """Sum what is here of a memory checkpoint, and drop what is damaged. Answered by `Doubted`."""
-
-    ref: control_pb2.CheckpointRef
-
-
-@dataclass(frozen=True)
-class MakeDurable:
-    """Write a memory checkpoint to the run's directory; fetch what is not here first. Answered by `MadeDurable`."""
-
-    ref: control_pb2.CheckpointRef
-    parts: tuple[control_pb2.HeldPart, ...] = ()
-    # Only these parts, which are here, and without a seal; or only the seal, as all parts are written.
-    write: tuple[int, ...] = ()
-    seal: bool = False
-
-
-@dataclass(frozen=True)
-class StopWriting:
-    """Nobody wants a memory checkpoint on the disk any more that is being written there."""
-
-    ref: control_pb2.CheckpointRef
-
-
-@dataclass(frozen=True)
-class KeepInMemory:
-    """Drop memory checkpoints but for these digests and the newest of this epoch."""
-
-    epoch: int
-    digests: frozenset[str]
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from .answers import TOLD_OTHERWISE, Answers
 from .apart import PATIENCE_SHARE, all_files, has_to_seal, missing_parts, seal_once, unless_stuck
 from .background_save import LAST_WORDS_SECONDS, PARTS, Flight, UnderWay, check_paths
 from .content import Content, Own
-from .declared import DDP, contradiction, of_each_rank
+from .declared import DDP, contradiction, say_what_each_rank_has
 from .names import Names
 from .notes import Notes
 from .save_errors import Failed, describe, kept, problem
@@ -341,14 +341,9 @@ class Saver:
         if self._looked or content.strategy != DDP or not content.any_world_size:
             return
         self._looked = True
-        own = [path for path in paths if PurePosixPath(path).parts[0] not in (rng.DIRECTORY, PARTS)]
-        each = of_each_rank(own, self._identity.world_size)
-        if each is not None and self._identity.rank == 0:
-            remark(
-                "each rank has saved a file of its own, %s, and strategy='ddp' says that any number of ranks loads "
-                "them: if they hold parts of the model or of the optimizer, give save or steps any_world_size=False",
-                each,
-            )
+        if self._identity.rank == 0:
+            own = [path for path in paths if PurePosixPath(path).parts[0] not in (rng.DIRECTORY, PARTS)]
+            say_what_each_rank_has(own, self._identity.world_size)
 
     def close(self) -> None:
         """Ends it when the script goes on without a session: what is under way gets some time. Not collective."""
