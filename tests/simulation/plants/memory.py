@@ -115,6 +115,7 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             "left with everything saved",
             also=((leaving, "is_safe", leaves_from_memory),),
             suits=in_memory,
+            first=476,
         ),
         plant(durable, "heard_of_wanted", commits_a_part, "commits are on the disk", suits=in_memory),
         plant(
