@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture(autouse=True)
 def before() -> Iterator[None]:
-    handler = signal.getsignal(SIGNAL)
+    handler = signal.signal(SIGNAL, signal.SIG_DFL)
     yield
     signal.signal(SIGNAL, handler)
 
