@@ -69,7 +69,7 @@ def tend(turn: Turn) -> None:
     under_way = held.steps.get(held.writing)
     if under_way is not None and is_wanted(turn.job, under_way) and can_go_on(turn.job, under_way):
         return
-    newest = (step for step in held.newest_first() if is_wanted(turn.job, step) and is_whole(turn.job, step))
+    newest = (step for step in held.newest_first() if is_wanted(turn.job, step) and can_begin(turn.job, step))
     chosen = next(newest, None)
     writing = chosen.record.digest if chosen is not None else ""
     if writing != held.writing:
@@ -84,6 +84,11 @@ def is_wanted(job: Job, step: HeldStep) -> bool:
     recorded = job.checkpoint(record.digest) is not None or record.step <= job.checkpoints.last_step(job.epoch)
     # What the run began from goes first.
     return step.wanted and open_now and not recorded and (head is None or not head.parts)
+
+
+def can_begin(job: Job, step: HeldStep) -> bool:
+    """All parts are there, and all nodes have told of their own: else a buddy that is heard first would write them."""
+    return is_whole(job, step) and len(step.own) == step.record.parts
 
 
 def can_go_on(job: Job, step: HeldStep) -> bool:

@@ -201,6 +201,8 @@ class HeldStep:
     missing_since: float | None = None
     # It must be on the disk before a world can open.
     urgent: bool = False
+    # Parts that the nodes whose ranks wrote them have said to hold.
+    own: set[int] = field(default_factory=set)
     # The ranks want it on the disk; the parts that nodes have said to be there.
     wanted: bool = False
     written: set[int] = field(default_factory=set)

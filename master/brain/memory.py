@@ -81,6 +81,9 @@ def report(turn: Turn, node: Node, message: control_pb2.HeldRequest) -> tuple[st
     if step is not None:
         step.hold(node.incarnation, message.parts)
         step.wanted = step.wanted or message.make_durable
+        member = turn.job.world.member(node.incarnation) if turn.job.world is not None else None
+        if member is not None and step.record.epoch == turn.job.epoch and member.group_rank in message.parts:
+            step.own.add(member.group_rank)
         held.version += 1
         forget_old(turn)
     return "OK", ""

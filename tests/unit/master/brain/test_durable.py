@@ -75,6 +75,19 @@ def test_it_begins_when_every_part_is_somewhere() -> None:
     assert orders(nodes) == [("step-10", [0], False), ("step-10", [1], False)]
 
 
+def test_who_has_a_copy_does_not_write_what_its_owner_has_not_told_of_yet() -> None:
+    """A buddy may be heard first: the disk work would be one node's."""
+    job, nodes = started(2)
+    nodes[0].step(12)
+    made = in_memory(job, 10)
+    nodes[0].holds(made, 0, 1, wanted=True)
+    assert orders(nodes) == [NOTHING] * 2
+    nodes[1].holds(made, 0, wanted=True)
+    assert orders(nodes) == [NOTHING] * 2
+    nodes[1].holds(made, 0, 1, wanted=True)
+    assert orders(nodes) == [("step-10", [0], False), ("step-10", [1], False)]
+
+
 def test_a_newer_one_takes_the_place_of_one_that_has_not_begun() -> None:
     job, nodes = started(2)
     nodes[0].step(42)
