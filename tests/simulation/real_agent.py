@@ -136,9 +136,11 @@ class _Link:
     def __init__(self, agent: RealAgent) -> None:
         self._agent = agent
 
-    def tell(self, *, drain: bool, master_seen: bool, ending: int = 0, to_memory: bool = False) -> None:
+    def tell(
+        self, *, drain: bool, master_seen: bool, ending: int = 0, to_memory: bool = False, keep: bool = False
+    ) -> None:
         if self._agent.group is not None:
-            self._agent.group.tell(drain, master_seen, ending, to_memory)
+            self._agent.group.tell(drain, master_seen, ending, to_memory, keep)
 
     def started(self, local_rank: int, pid: Callable[[], int]) -> None: ...
 
@@ -532,7 +534,9 @@ def _stores(address: str) -> Stores:
     return Stores(_here())
 
 
-def _tier(_job: str, _host: str, _token: object, _budget: object, on_change: Callable[..., None], _say: object) -> Tier:
+def _tier(
+    _job: str, _host: str, _token: object, _budget: object, on_change: Callable[..., None], _say: object, **_: object
+) -> Tier:
     return Tier(_here(), on_change)
 
 

@@ -27,15 +27,15 @@ class Tier:
         self.path: Path | None = None
         self._agent, self._memory, self._on_change = agent, agent.memory, on_change
         self._hands = Hands(agent.process, "memory")
-        # Who hears of a step that is being written to the disk, by digest.
-        self._writing: dict[str, list[Callable[[str], None]]] = {}
+        # Who hears of a step, or of some parts of it, that are being written to the disk.
+        self._writing: dict[tuple[str, tuple[int, ...]], list[Callable[[str], None]]] = {}
 
     # ---- for the product --------------------------------------------------------------------------------------------
 
     def open_epoch(self, run_id: str, epoch: int, group_rank: int, buddies: Sequence[str]) -> None:
         self._memory.opened(epoch, tuple(buddies))
 
-    def sealed(self, run_id: str, name: str, digest: str) -> None:
+    def sealed(self, run_id: str, name: str, digest: str, urgent: bool = False) -> None:
         self._memory.hold(ev.HoldPart(name, digest))
 
     def gather(
@@ -55,9 +55,21 @@ class Tier:
     def make_durable(
         self, run_id: str, ref: control_pb2.CheckpointRef, run_dir: Path, then: Callable[[str], None]
     ) -> None:
-        self._writing.setdefault(ref.digest, []).append(then)
         # What is elsewhere was fetched before, where it was asked for.
-        self._memory.make_durable(ev.MakeDurable(ref))
+        self._write(ev.MakeDurable(ref), then)
+
+    def write_parts(
+        self,
+        run_id: str,
+        ref: control_pb2.CheckpointRef,
+        run_dir: Path,
+        parts: Collection[int],
+        then: Callable[[str], None],
+    ) -> None:
+        self._write(ev.MakeDurable(ref, write=tuple(parts), seal=not parts), then)
+
+    def stop_writing(self, ref: control_pb2.CheckpointRef) -> None:
+        self._memory.unwanted = ref.digest
 
     def doubt(self, run_id: str, ref: control_pb2.CheckpointRef, then: Callable[[str], None]) -> None:
         sim = self._agent.sim
@@ -78,6 +90,10 @@ class Tier:
 
     def made(self, event: ev.MadeDurable) -> None:
         """The oldest order to write this step is carried out, or cannot be."""
-        waiting = self._writing.get(event.ref.digest)
+        waiting = self._writing.get((event.ref.digest, event.write))
         if waiting:
             self._hands.give(waiting.pop(0), event.failure)
+
+    def _write(self, action: ev.MakeDurable, then: Callable[[str], None]) -> None:
+        self._writing.setdefault((action.ref.digest, action.write), []).append(then)
+        self._memory.make_durable(action)
