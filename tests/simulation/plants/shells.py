@@ -241,7 +241,7 @@ SHELL_PLANTS: dict[str, Plant] = dict(
             gives_up_a_slow_save,
             "planned changes lose nothing",
             suits=is_slow,
-            first=960,
+            first=1477,
             seeds=60,
         ),
         _plant(
