@@ -232,10 +232,10 @@ def test_mutual_tls(tmp_path: Path) -> None:
     ("arguments", "line"),
     [
         (["--nnodes", "4:1"], "did you mean 1:4"),
-        (["--nnodes", "many"], "is not MIN:MAX"),
+        (["--nnodes", "many"], "is not N or MIN:MAX"),
         (["--nnodes", "0:2"], "at least 1 node"),
         (["--nnodes", "1:999999999"], "at most 1048576 nodes"),
-        (["--nnodes", "9" * 5000], "is not MIN:MAX"),
+        (["--nnodes", "9" * 5000], "is not N or MIN:MAX"),
         (["--port", "99999"], "is no port"),
         (["--host", "0.0.0.0"], "--token-file"),
         (["--host", "nosuch.invalid", "--insecure"], "cannot listen on nosuch.invalid"),

@@ -18,11 +18,11 @@ import dalsegno.elastic.deepspeed.engine
 import dalsegno.elastic.training.accumulation
 import dalsegno.elastic.training.entry
 import dalsegno.elastic.training.training_state
-import dalsegno.master.cli
 
 # As the console script imports it: gRPC reads how much it is to say only once.
 with dalsegno.agent.commands.dlrover_run.quiet_grpc():
     import dalsegno.agent.commands.launch
+    import dalsegno.master.cli
 
 # Each rank would ask a compiler what it can build, with all of setuptools.
 OPERATIONS = deepspeed.ops.__compatible_ops__
