@@ -95,8 +95,16 @@ def wait_held(job: Cluster, nodes: list[Node], step: int = HELD, parts: int | No
     """Until each of these nodes has all parts of a step, and the world stands still behind it."""
     wanted = len(nodes) if parts is None else parts
     job.wait_step(step + FREE)
+    job.wait_for(lambda: stands_still(job), "the world to stand still")
     look = lambda node: lambda: held(job, node, step, wanted)  # noqa: E731
     return [job.wait_for(look(node), f"step {step} in the memory of {node.name}") for node in nodes]
+
+
+def stands_still(job: Cluster) -> bool:
+    """All ranks of the last world are in the step that does not end: until then they may hold a boundary to save."""
+    found = [path.name.split("-") for path in job.holds.glob("standing-*")]
+    last = [words for words in found if int(words[1]) == max(int(one[1]) for one in found)]
+    return bool(last) and len(last) == int(last[0][4])
 
 
 def wait_durable(job: Cluster, step: int) -> None:

@@ -11,7 +11,7 @@ before what is to happen to it has happened, however busy the machine is. In the
                             background there is `writing-N` instead of `saved-N`: this rank's part is being written
     DALSEGNO_TEST_STEPS     so many steps of the second half each epoch makes at once; the next one lasts until the
                             world is about to change or until `hurry`: the run does not end before, however slowly nodes
-                            come
+                            come. Then `standing-<epoch>-<rank>-of-<ranks>` appears
     DALSEGNO_TEST_STANDS    where that long step stands still: `behind` the optimizer's step (as it is said nowhere), or
                             `before` it, with the gradients of all ranks, or with those of this rank alone: `backward`
     DALSEGNO_TEST_SYNC      seconds that the disk takes to sync the model's file; `<file>=<seconds>` for another one.
@@ -75,6 +75,10 @@ def wait_for_the_test(steps: int) -> None:
     else:
         slow = next(seconds for part, seconds in SLOW_STEPS if session().step >= part * steps)
     deadline = time.monotonic() + slow
+    if free and slow:
+        here = session()
+        name = f"standing-{here.epoch}-{here.rank}-of-{here.world_size}"
+        (Path(os.environ["DALSEGNO_TEST_HOLDS"]) / name).touch()
     while time.monotonic() < deadline and not in_a_hurry() and not session().should_drain:
         if free:
             session().busy()  # It is no stall.
