@@ -95,16 +95,9 @@ def wait_held(job: Cluster, nodes: list[Node], step: int = HELD, parts: int | No
     """Until each of these nodes has all parts of a step, and the world stands still behind it."""
     wanted = len(nodes) if parts is None else parts
     job.wait_step(step + FREE)
-    job.wait_for(lambda: stands_still(job), "the world to stand still")
+    job.wait_standing()
     look = lambda node: lambda: held(job, node, step, wanted)  # noqa: E731
     return [job.wait_for(look(node), f"step {step} in the memory of {node.name}") for node in nodes]
-
-
-def stands_still(job: Cluster) -> bool:
-    """All ranks of the last world are in the step that does not end: until then they may hold a boundary to save."""
-    found = [path.name.split("-") for path in job.holds.glob("standing-*")]
-    last = [words for words in found if int(words[1]) == max(int(one[1]) for one in found)]
-    return bool(last) and len(last) == int(last[0][4])
 
 
 def wait_durable(job: Cluster, step: int) -> None:
@@ -163,7 +156,7 @@ def test_a_killed_agent_leaves_no_memory_behind(jobs: Clusters) -> None:
 def test_a_killed_node_and_its_only_buddy(jobs: Clusters, undisturbed: Undisturbed) -> None:
     """A part is nowhere any more: the run goes back to what is on the disk, and says so."""
     job, first = together(jobs, "a", "b", "c", training=BESIDE_DISK)
-    job.wait_step(HELD + FREE)
+    job.wait_standing()
     job.wait_for(lambda: ON_DISK in {one.step for one in job.sealed()}, "the save on the disk")
     for name in ("a", "b"):
         job.kill_node(job.node(name))

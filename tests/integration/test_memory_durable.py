@@ -123,6 +123,7 @@ def test_a_writer_is_killed_in_the_middle(jobs: Clusters, undisturbed: Undisturb
     first = job.wait_world(2)
     job.wait_for(lambda: list(job.holds.glob("writing-*")), "b held while it writes")
     job.wait_for(lambda: list(run_directory(job).glob(f"step-{HELD}.*/*")), "the part of a")
+    job.wait_standing()
     assert not job.sealed()
     job.kill_node(job.node("b"))
     second = job.wait_world(1, after=first)

@@ -435,6 +435,19 @@ class Cluster:
         """With which step an epoch began."""
         return min(line.step for line in self.poll() if line.epoch == epoch)
 
+    def wait_standing(self) -> None:
+        """Until all ranks of the last world are in a step that does not end (`DALSEGNO_TEST_STEPS`, `jobs.hooked`).
+
+        Until then a rank that is left may still hold a boundary to save.
+        """
+
+        def stand_still() -> bool:
+            found = [path.name.split("-") for path in self.holds.glob("standing-*")]
+            last = [words for words in found if int(words[1]) == max(int(one[1]) for one in found)]
+            return bool(last) and len(last) == int(last[0][4])
+
+        self.wait_for(stand_still, "the world to stand still")
+
     def wait_step(self, step: int, seconds: float = PATIENCE) -> int:
         """Until any rank has done this step in the newest epoch; returns the epoch."""
 
