@@ -34,7 +34,6 @@ from dalsegno.master.record.store import (
     open_store,
 )
 
-
 _opened: list[SqliteStore] = []
 
 
