@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ __all__ = ["launch"]
 
 logger = logging.getLogger(__name__)
 
+# The file with a worker's errors, behind its last words.
+_FILE = re.compile(r" \(see [^)]*\)")
 # Variables by which DLRover's client library, if a script uses it, would take our master for its own.
 _NOT_FOR_WORKERS = (Variable.MASTER, Variable.TOKEN)
 
@@ -95,6 +98,7 @@ def _trace_into(directory: str | None) -> None:
 
 def verdict(reason: str, log_dir: Path) -> str:
     """The last line of a failed job: why it failed, where to find more, and what to do."""
+    reason = _FILE.sub("", reason)  # it was named when it happened
     return (
         f"the job failed: {reason}; logs in {log_dir}; the same command tries again, from the newest checkpoint if"
         " there is one, --new-run starts over"
