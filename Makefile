@@ -60,7 +60,8 @@ help:
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
+# What a training needs; the demo asks for no more.
+$(VENV)/.trains: setup.cfg pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON): install Python 3.10 or newer, or pass PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: $(PYTHON) is older than 3.10: pass PYTHON=..." >&2; exit 1; }
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
@@ -68,6 +69,11 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	@echo "installing into .venv (PyTorch first, then the rest)"
 	@# PyTorch by itself and pinned: with it in place nothing pulls a newer build.
 	$(PY) -m pip install --quiet '$(TORCH)'
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[train]'
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.trains
+	@echo "installing what the tests need"
 	$(PY) -m pip install --quiet -c constraints.txt -e '.[train,etcd,swift,dev]'
 	@touch $@
 
@@ -146,7 +152,7 @@ test-all: lint wheel tools
 	@[ -z "$(TREE)" ] || touch "$(DONE).simulated"
 	$(PYTEST) --full --repeat 20 $(if $(TREE),--resume "$(DONE)")
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.trains
 	$(PY) -m examples.demo
 
 bench: $(VENV)/.installed
