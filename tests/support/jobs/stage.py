@@ -95,7 +95,8 @@ class Stage:
         # Not its fixed port, which another test may have.
         self._offer("torchrun", "-m torch.distributed.run --standalone")
         # So that `make` finds what it would install first.
-        (directory / ".venv" / ".installed").touch()
+        for mark in (".trains", ".installed"):
+            (directory / ".venv" / mark).touch()
 
     def _offer(self, program: str, arguments: str) -> None:
         """A program that is this interpreter: the wheel's environment has not all of them."""
