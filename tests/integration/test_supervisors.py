@@ -1,0 +1,85 @@
+"""The recipes of docs/supervisors.md, as they are printed, with programs in the place of Slurm's and ours."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from dalsegno.protos.contract import JobSettings
+from tests.support.pages.sources import ROOT
+
+PAGE = (ROOT / "docs" / "supervisors.md").read_text(encoding="utf-8")
+# It leaves on notice a moment later, as an agent that drains does.
+AGENT = """#!/bin/bash
+trap 'sleep 0.3; echo left >> "$LOG"; exit "$CODE"' TERM
+echo "started $*" >> "$LOG"
+[ "$WAITS" ] && while :; do sleep 0.05; done
+exit "$CODE"
+"""
+
+
+def program(directory: Path, name: str, text: str) -> None:
+    path = directory / name
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def handles_term(pid: int) -> bool:
+    caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 75, 76])
+@pytest.mark.parametrize("notice", [False, True])
+def test_slurms_script_asks_for_another_start_of_who_left(tmp_path: Path, code: int, notice: bool) -> None:
+    """It passes the notice on, waits for the end, and requeues its own task after 75 and 76 only."""
+    (script,) = re.findall(r"```text\n(#!/bin/bash\n#SBATCH.*?)```", PAGE, re.DOTALL)
+    program(tmp_path, "train.sbatch", script)
+    program(tmp_path, "dlrover-run", AGENT)
+    program(tmp_path, "scontrol", '#!/bin/sh\necho "scontrol $*" >> "$LOG"\n')
+    log = tmp_path / "log"
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "LOG": str(log),
+        "CODE": str(code),
+        "WAITS": "yes" if notice else "",
+        "SLURM_ARRAY_JOB_ID": "7",
+        "SLURM_ARRAY_TASK_ID": "2",
+    }
+    job = subprocess.Popen([str(tmp_path / "train.sbatch")], env=environment, cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while not log.exists() or (notice and not handles_term(job.pid)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    if notice:
+        job.send_signal(signal.SIGTERM)
+    assert job.wait(60) == code
+    started, *rest = log.read_text().splitlines()
+    assert "--job-id=gpt" in started
+    assert rest == ["left"] * notice + ["scontrol requeue 7_2"] * (code in (75, 76))
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")
+def test_systemds_unit_is_one(tmp_path: Path) -> None:
+    """Every line of it is known to systemd; the program, the user and the directory are other people's."""
+    (unit,) = re.findall(r"```text\n(\[Unit\].*?)```", PAGE, re.DOTALL)
+    (tmp_path / "train.service").write_text(unit.replace("/opt/train/bin/dlrover-run", "/bin/true"))
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(tmp_path / "train.service")],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    said = [line for line in checked.stderr.splitlines() if "train.service" in line]
+    assert not said
+    stop = int(re.search(r"TimeoutStopSec=(\d+)", unit)[1])  # type: ignore[index]
+    assert stop >= JobSettings().drain_timeout + 15
