@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..data.batches import Batch
+from ..data.batch import Batch
 from ..data.micro_batch import MicroBatch
 from .wrappers import Frozen, tell
 
