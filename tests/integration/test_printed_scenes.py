@@ -18,7 +18,10 @@ from tests.support.workers import tiny_swift
 pytestmark = pytest.mark.timeout(900)
 
 Line = Callable[[str], str]
-PLAIN, ELASTIC = 'engine.load_checkpoint("checkpoints")', "save=state.write, save_every=20):"
+PLAIN, ELASTIC = (
+    'engine.load_checkpoint("checkpoints")',
+    "for batch in s.steps(batches, state, max_steps=300, save_every=20):",
+)
 SAVED, LOST = 75, -9
 
 
