@@ -148,6 +148,10 @@ class Session(lower.Session):
         parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, **parts}
         with self.meetings.telling():
             self._check_before("state", self._trained)
+            if self._configured:
+                raise ValueError(
+                    "s.deepspeed_config(...) was called, so an engine trains the model: s.engine(engine), not s.state"
+                )
             checked_parts(model, parts)
             found = State(self, model, **parts)
         found.load(cast=cast, other_schedule=other_schedule, weights_only=weights_only)

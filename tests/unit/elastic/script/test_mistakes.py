@@ -90,6 +90,7 @@ IN_STATE: dict[str, tuple[Callable[[Script], Any], str]] = {
         "ConstantLR is no optimizer",
     ),
     "an engine": (lambda x: x.state(ENGINE), r"s\.engine\(engine\)"),
+    "beside an engine": (lambda x: (setattr(x.s, "_configured", True), x.state()), r"s\.engine\(engine\), not"),
     "twice": (lambda x: (x.state(), x.state()), "has its state already"),
     "no engine": (lambda x: x.s.engine(x.model), r"s\.state\(model, optimizer\) is for it"),
     "a tuple of deepspeed's": (lambda x: x.s.engine((1, 2)), "give the first of"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dalsegno.master.brain.checkpoints import prunable
-from dalsegno.master.brain.state import Phase
+from dalsegno.master.brain.state import Budget, Phase
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import Driven, Node, settings
 
@@ -21,6 +21,7 @@ def go_on(job: Driven, node: Node, *steps: int) -> None:
     """It trains these steps, each saved, and is gone."""
     run(job, node)
     for step in steps:
+        node.step(step)
         node.save(step)
     gone(job, node)
 
@@ -190,6 +191,7 @@ def test_a_failed_run_is_taken_up_from_there() -> None:
     node.hang_up()
     late = job.node(resume_step=10)
     assert "takes it up again from step 20; run-0001 goes back to step 10" in remark(late)
+    assert job.job.run.budget == Budget(), "steps that were made before are progress"
     assert resumed(job, late) == 10
 
 
@@ -208,6 +210,28 @@ def test_a_finished_run_stays_finished(embedded: bool) -> None:
     assert code == "FAILED_PRECONDITION"
     assert said.startswith("run-0001 is finished, and --resume-step=10 goes back in a run that is not: leave it out")
     assert job.phase is Phase.SUCCEEDED
+
+
+def test_a_finished_run_that_went_back_before_stays_finished() -> None:
+    """A node that comes late, with the flag of all, is told so like any other."""
+    job = trained(10, 20)
+    node = job.node(resume_step=10)
+    run(job, node)
+    node.save(15)
+    node.finished(15)
+    assert job.phase is Phase.SUCCEEDED
+    late = job.node(resume_step=10)
+    assert late.directive.finish.success
+
+
+def test_what_is_aside_does_not_count_as_lost() -> None:
+    job = trained(10, 20)
+    other = job.node()
+    job.wait(8)
+    assert job.job.run.left_step == 20
+    gone(job, other)
+    job.node(resume_step=10)
+    assert job.job.run.left_step == 10
 
 
 def test_what_the_last_world_sealed_without_a_record_is_aside_too() -> None:
