@@ -125,47 +125,6 @@ def test_before_the_first_step(name: str) -> None:
     assert script.s.step == 0
 
 
-def step_inside(script: Script, batch: Any) -> None:
-    for micro in batch:
-        micro.scale(script.loss(micro.data)).backward()
-        script.optimizer.step()
-
-
-def clear_inside(script: Script, batch: Any) -> None:
-    for micro in batch:
-        script.optimizer.zero_grad()
-        micro.scale(script.loss(micro.data)).backward()
-    script.optimizer.step()
-
-
-def leave_inside(script: Script, batch: Any) -> None:
-    for micro in batch:
-        micro.scale(script.loss(micro.data)).backward()
-        break
-    script.optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("body", "micro_batch", "line"),
-    [
-        # Also where a rank has only one micro-batch, as it will have more with fewer ranks.
-        (step_inside, 16, r"call optimizer\.step\(\) behind that loop"),
-        (step_inside, 4, r"call optimizer\.step\(\) behind that loop"),
-        (clear_inside, 4, r"cleared between its micro-batches: call optimizer\.zero_grad\(\) behind"),
-        (leave_inside, 4, "its gradient is not the global batch's"),
-    ],
-)
-def test_in_the_loop(body: Callable[[Script, Any], None], micro_batch: int, line: str) -> None:
-    """Before a wrong gradient is used."""
-    script = Script()
-    data, state = script.data(micro_batch=micro_batch), script.state()
-    batch = next(iter(script.s.steps(data, state, max_steps=2)))
-    before = [p.detach().clone() for p in script.model.parameters()]
-    with pytest.raises(RuntimeError, match=line):
-        body(script, batch)
-    assert all(torch.equal(a, b) for a, b in zip(before, script.model.parameters(), strict=True))
-
-
 def test_a_loop_over_epochs_around_the_loop() -> None:
     script = Script()
     data, state = script.data(data_epochs=1), script.state()
@@ -182,27 +141,6 @@ def test_data_or_state_in_the_loop() -> None:
         script.step(batch)
         with pytest.raises(ValueError, match=r"s\.data\(\.\.\.\) comes before the loop"):
             script.data()
-
-
-def test_a_model_that_moves_after_its_state_was_loaded() -> None:
-    """At the first start already, where it does no harm yet."""
-    script = Script()
-    data, state = script.data(), script.state()
-    script.model.double()
-    with pytest.raises(ValueError, match=r"moved after s\.state.*from cpu, torch\.float32 to cpu, torch\.float64"):
-        script.train(data, state)
-
-
-def test_an_evaluation_that_leaves_its_mode_behind(caplog: pytest.LogCaptureFixture) -> None:
-    """One line; a model that is in evaluation mode from the start has none."""
-    script = Script()
-    data, state = script.data(), script.state()
-    for batch in script.s.steps(data, state, max_steps=4):
-        script.step(batch)
-        script.model.eval()
-    lines = [one for one in caplog.messages if "evaluation mode" in one]
-    assert len(lines) == 1
-    assert lines[0].startswith("step 2 was computed with the model in evaluation mode")
 
 
 def test_an_evaluation_in_between(caplog: pytest.LogCaptureFixture) -> None:
