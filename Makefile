@@ -20,10 +20,9 @@ SHELL_RUNS ?= 60
 CLAIM_RUNS ?= 100
 COUNT ?= 1000
 # Process tests wait for a third of their time. Each pytest process has its share of them, and helps the others out at the
-# end: one more of them than cores keeps two cores busy.
-TEST_JOBS ?= 3
+# end: two more of them than cores keep two cores busy.
+TEST_JOBS ?= 4
 check: TEST_JOBS = 2
-test-all: TEST_JOBS = 4
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Rewriting the tests' assertions takes each pytest process 10 s, once where it may keep what comes out of it.

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from dalsegno.elastic.checkpoint import CheckpointStore
 from dalsegno.protos import control_pb2, control_pb2_grpc
 from dalsegno.protos.contract import CONTROL_PROTOCOL, Variable
 from dalsegno.protos.text import one_line
@@ -23,6 +24,7 @@ from ..control.credentials import CredentialFiles
 from ..control.handshake import mismatch
 from ..control.spawning import read_token
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
+from ..storage.survey import runs_in_order
 
 __all__ = ["scale", "status"]
 
@@ -109,10 +111,10 @@ def _ask(options: argparse.Namespace, method: str, request: Any, lines_of: Calla
         except grpc.RpcError as error:
             text = f"the master at {address} does not answer: {code_of(error).name}: {detail_of(error)}"
             if not options.master and code_of(error) is grpc.StatusCode.UNAVAILABLE:
-                text = (
-                    f"nobody runs job {options.job_id} just now: its embedded master, last at {address}, is gone. The "
-                    "dlrover-run command that began it goes on with it, or begins the next run if this one is finished"
-                )
+                text, finished = _without_master(Path(options.checkpoint_dir) / options.job_id)
+                if finished and method == "GetStatus":
+                    print(one_line(text))
+                    return EXIT_FINISHED
             if code_of(error) in _REFUSED:
                 text = detail_of(error)
             print(f"dalsegno: {one_line(mismatch(address, credentials) or text)}", file=sys.stderr)
@@ -120,6 +122,22 @@ def _ask(options: argparse.Namespace, method: str, request: Any, lines_of: Calla
     for line in lines_of(reply):
         print(line)
     return EXIT_FINISHED
+
+
+def _without_master(runs: Path) -> tuple[str, bool]:
+    """How the last run of a job stands that has no master just now, by its directory; and whether it is finished."""
+    job, names = runs.name, runs_in_order(os.listdir(runs) if runs.is_dir() else ())
+    if not names:
+        return f"nobody runs job {job} just now, and it has no run: its dlrover-run command begins one", False
+    run = CheckpointStore(runs / names[-1])
+    newest = run.newest()
+    kept = f"its newest checkpoint is {newest.name}" if newest is not None else "it has no checkpoint"
+    if run.finished:
+        text = f"job {job}, {names[-1]}: finished; {kept}; the same dlrover-run command with --new-run trains again"
+        return text, True
+    goes_on = f"step {newest.step}" if newest is not None else "step 0"
+    text = f"nobody runs job {job} just now: {names[-1]} is not finished, {kept}; the dlrover-run command that began it"
+    return f"{text} goes on from {goes_on}", False
 
 
 def counted(number: int, what: str) -> str:

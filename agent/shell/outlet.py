@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import threading
 import time
 from collections import deque
+
+from ..processes.ready import writable
 
 __all__ = ["Outlet"]
 
@@ -102,7 +103,7 @@ class Outlet:
                 written = os.write(self._fd, view[:_PIECE_BYTES])
             except BlockingIOError:
                 # Another process that shares the terminal may have made it non-blocking.
-                select.select([], [self._fd], [])
+                writable(self._fd)
                 continue
             view = view[written:]
             with self._changed:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import select
 import stat
 import sys
 import threading
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from ..processes.ready import first_readable
 from .console import Console, LogFile
 from .outlet import Outlet
 
@@ -148,11 +148,11 @@ class _Pump:
 
     def _pump(self) -> None:
         while True:
-            readable, _, _ = select.select([self._reader, self._stop_reader], [], [])
+            ready = first_readable(self._reader, self._stop_reader)
             try:
                 data = os.read(self._reader, _READ_BYTES)
             except BlockingIOError:
-                if self._stop_reader in readable:
+                if self._stop_reader in ready:
                     return
                 continue
             self._log.write(data)

@@ -97,7 +97,8 @@ class Rendezvous(RendezvousHandler):
         self._running: control_pb2.World | None = None
         self._stop_wanted = False
         self._ending: ev.Exit | None = None
-        self._closed = False
+        # Torch has called `shutdown`; and nobody waits for an answer any more.
+        self._closed = self._over = False
         self._mailbox: Mailbox[ev.Event] = Mailbox()
         settings = handling.AgentSettings(
             nproc=config.nproc,
@@ -193,6 +194,8 @@ class Rendezvous(RendezvousHandler):
                 self._mailbox.put(ev.WorkerExited(running.epoch, rank, code, ""))
             with self._changed:
                 self._changed.wait_for(lambda: self._ending, _LAST_WORD_SECONDS if code == 0 else 0)
+        with self._changed:
+            self._over = True
         self._mailbox.put(ev.Tick())
         self._thread.join(_LAST_WORD_SECONDS)
         self._effects.close(_LAST_CALLS_SECONDS)
@@ -214,7 +217,7 @@ class Rendezvous(RendezvousHandler):
             event = self._mailbox.get(None if wake is None else max(0.0, wake - time.monotonic()))
             self._handle(ev.Tick() if event is None else event)
             with self._changed:
-                if self._closed and (self._ending is not None or not len(self._mailbox)):
+                if self._over and (self._ending is not None or not len(self._mailbox)):
                     return
 
     def _handle(self, event: ev.Event) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import select
 import threading
 import time
+
+from ..processes.ready import readable, writable
 
 __all__ = ["KeptOutput"]
 
@@ -38,7 +39,7 @@ class KeptOutput:
     @property
     def full(self) -> bool:
         """Whether so much is kept that a further write must wait."""
-        return not select.select([], [self._writer], [], 0)[1]
+        return not writable(self._writer, 0)
 
     def release(self, path: str | None, console: int, *, writes: bool) -> None:
         """Writes out what was kept, then connects the stream to the file of this path, or to the console.
@@ -53,13 +54,13 @@ class KeptOutput:
         target = os.dup(console) if path is None else os.open(path, flags, 0o666)
         patience = time.monotonic() + _PATIENCE_SECONDS
         _pass_on(self._reader, target)
-        while writes and time.monotonic() < patience and select.select([self._reader], [], [], _QUIET_SECONDS)[0]:
+        while writes and time.monotonic() < patience and readable(self._reader, _QUIET_SECONDS):
             _pass_on(self._reader, target)
         os.close(self._writer)
         for fd in _duplicates(self._reader):
             os.dup2(target, fd, inheritable=os.get_inheritable(fd))
         # A write under way still has the pipe, and must not be cut off. Nobody can begin another one.
-        while select.select([self._reader], [], [], _PAUSE_SECONDS)[0]:
+        while readable(self._reader, _PAUSE_SECONDS):
             if _pass_on(self._reader, target):
                 os.close(self._reader)
                 os.close(target)
@@ -92,11 +93,11 @@ def _pass_on(source: int, target: int) -> bool:
             try:
                 data = data[os.write(target, data) :]
             except BlockingIOError:  # another process has made the console non-blocking
-                select.select([], [target], [])
+                writable(target)
     return False
 
 
 def _pass_all_on(source: int, target: int) -> None:
     with contextlib.suppress(OSError):
         while not _pass_on(source, target):
-            select.select([source], [], [])
+            readable(source)

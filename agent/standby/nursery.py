@@ -26,7 +26,6 @@ import gc
 import importlib
 import json
 import os
-import select
 import selectors
 import signal
 import socket
@@ -37,6 +36,7 @@ import warnings
 from dalsegno.protos.contract import FRAME
 from dalsegno.protos.shortage import shortage
 
+from ..processes.ready import readable
 from .word import MAX_MESSAGE_BYTES, Word
 from .worker_main import Assignment, become
 
@@ -176,7 +176,7 @@ class _Nursery:
 
     def _take_requests(self) -> bool:
         """Receives all waiting requests: a start and its cancelling may come together. False: the agent is gone."""
-        while select.select([self._channel], [], [], 0)[0]:
+        while readable(self._channel.fileno(), 0):
             message = receive(self._channel)
             if message is None:
                 return False

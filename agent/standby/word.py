@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import socket
 from typing import Any
+
+from ..processes.ready import readable
 
 __all__ = ["MAX_MESSAGE_BYTES", "Word"]
 
@@ -44,7 +45,7 @@ class Word:
     def waits(self, seconds: float) -> bool:
         """Whether something can be received within so many seconds, even if it is only the end."""
         try:
-            return not self._is_ours() or bool(select.select([self._fd], [], [], seconds)[0])
+            return not self._is_ours() or readable(self._fd, seconds)
         except (OSError, ValueError):
             return True
 

@@ -20,11 +20,14 @@ from .turn import Turn, names
 STEPS_NAMED, REMEMBERED = 8, 256
 
 
-def finished(job: Job, message: control_pb2.RegisterRequest) -> Reply | None:
-    """A refusal if the run is finished, and nothing of it would be trained again."""
-    if not message.HasField("resume_step") or job.phase is not Phase.SUCCEEDED or message.previous_incarnation:
+def refused(job: Job, message: control_pb2.RegisterRequest) -> Reply | None:
+    """A refusal if the run is finished, and nothing of it would be trained again; or is to be left for a new one."""
+    if not message.HasField("resume_step") or message.previous_incarnation:
         return None
-    if _known(job, _wish(job, message)) is not None:
+    if message.new_run:
+        why = "--new-run starts over, and --resume-step goes back in the run that is there: give one of them"
+        return Reply("INVALID_ARGUMENT", why)
+    if job.phase is not Phase.SUCCEEDED or _known(job, _wish(job, message)) is not None:
         return None
     return Reply(
         "FAILED_PRECONDITION",
@@ -42,7 +45,7 @@ def go_back(turn: Turn, message: control_pb2.RegisterRequest, is_there: Callable
         is_there: Whether the node of this name is still in the job.
     """
     job = turn.job
-    if not message.HasField("resume_step") or message.previous_incarnation:
+    if not message.HasField("resume_step") or message.previous_incarnation or job.phase.is_terminal:
         return ""
     wish = _wish(job, message)
     known = _known(job, wish)

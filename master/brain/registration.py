@@ -52,8 +52,8 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
             return Reply("FAILED_PRECONDITION", f"incarnation {message.incarnation!r} is another agent's")
         membership.hear(turn, known)
         return accepted(turn, known)
-    if (ended := going_back.finished(job, message)) is not None:
-        return ended
+    if (wrong := going_back.refused(job, message)) is not None:
+        return wrong
     remark = new_run_without_effect(turn, message) or reopen(turn, message)
     if isinstance(remark, Reply):
         return remark
@@ -226,11 +226,11 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
     job = turn.job
     if not job.phase.is_terminal or message.previous_incarnation:
         return ""  # an agent of the ended run is told how it ended, even if it was away then
-    if job.phase is Phase.SUCCEEDED and not (message.new_run or job.embedded):
-        return ""  # it is let in, and its first directive says how the job ended
+    if job.phase is Phase.SUCCEEDED and not message.new_run:
+        # It is let in, and its first directive says how the job ended.
+        return f"{job.run_id} is finished: nothing is left to do; --new-run trains again, from step 0"
     if any(is_there(turn, name) for name in job.nodes):
         return Reply("UNAVAILABLE", "the agents of the run that has ended are still leaving")
-    finished, ended = job.phase is Phase.SUCCEEDED, job.run_id
     failed = job.message
     for node in list(job.nodes.values()):
         membership.drop(turn, node)
@@ -243,10 +243,9 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
     turn.live.pause = None
     turn.gather_anew()
     turn.enter(Phase.WAITING)
-    if finished or message.new_run:
+    if message.new_run:
         begin_anew(turn, message)
-        # An agent that asked for a new run knows.
-        return "" if message.new_run else f"{ended} is finished: this is the next run, {job.run_id}, from step 0"
+        return ""
     # A supervisor may start agents again and again, so each time says how often it was in vain so far.
     turn.update_run(budget=Budget(last_step=job.run.budget.last_step), reopened=job.run.reopened + 1)
     times = f", for the {ordinal(job.run.reopened)} time without a commit" if job.run.reopened > 1 else ""

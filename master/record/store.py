@@ -172,7 +172,6 @@ class SqliteStore:
     def __init__(self, path: Path, job_id: str) -> None:
         """Opens or creates `path`. Raises StoreError if it cannot be used or belongs to another job."""
         self._path = path
-        self._reserve = Reserve(RESERVED_DESCRIPTORS)
         if not path.parent.is_dir():
             raise StoreError(
                 f"cannot open the store {path}: the directory {path.parent.absolute()} does not exist"
@@ -185,6 +184,7 @@ class SqliteStore:
             self._db = sqlite3.connect(
                 path, timeout=LOCK_TIMEOUT_SECONDS, isolation_level=None, check_same_thread=False
             )
+        self._reserve = Reserve(RESERVED_DESCRIPTORS)
         # Invalid text is returned in a form in which a checksum or a seal finds it wrong.
         self._db.text_factory = lambda data: data.decode(errors="surrogateescape")
         try:

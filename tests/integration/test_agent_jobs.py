@@ -200,7 +200,9 @@ def test_plain_torchrun(programs: Programs) -> None:
         second.wait()
         wait_for(lambda: alone() - before, 120, "no world of one")
         (out / "end").touch()
+        told = time.monotonic()
         assert first.wait(120) == 0, programs.log("first")
+        assert time.monotonic() - told < 25, "it waited for a word that had come"
         late = programs.start("late", *command)
         assert late.wait(120) == 0, programs.log("late")
     assert "Traceback" not in programs.log("late")

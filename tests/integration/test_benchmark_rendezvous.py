@@ -23,6 +23,7 @@ SCENES = {
 NODE_TIMEOUT = 5.0
 
 
+@pytest.mark.full
 def test_five_nodes_pass_through_every_scene(monkeypatch: pytest.MonkeyPatch) -> None:
     """All worlds form, no call fails where nothing is lost, and the silent are lost by nothing but silence."""
     monkeypatch.setattr(rendezvous, "REPORT_SECONDS", 1.5)

@@ -45,17 +45,24 @@ def test_finished_job_of_a_service(tmp_path: Path, undisturbed: Undisturbed) -> 
         job.assert_undisturbed(undisturbed)
 
 
-def test_same_command_after_the_end(clusters: Callable[..., Cluster], undisturbed: Undisturbed) -> None:
-    """Without a service the same command starts a new run from step 0, whether the old master is still there or not."""
+def test_the_same_command_after_the_end(clusters: Callable[..., Cluster], undisturbed: Undisturbed) -> None:
+    """It trains nothing again, and says what does, whether the embedded master is still there or not."""
     job = clusters(training=SHORT)
-    for number in (1, 2, 3):
-        job.start("a")
-        job.finish()
-        assert (run_directory(job, f"run-{number:04d}") / "FINISHED.json").exists()
-        assert len(job.poll()) == number * SHORT.steps
-        job.assert_undisturbed(undisturbed)
-        if number == 2:
-            wait_until(lambda: job.master_pid() is None, "the end of the embedded master")
+    job.start("a")
+    job.finish()
+    for name in ("late", "later"):
+        (late,) = job.start(name)
+        job.wait_exit(late)
+        assert len([line for line in late.said() if "nothing is left to do; --new-run trains again" in line]) == 1
+        assert late.said()[-1] == "the run finished at step 15"
+        wait_until(lambda: job.master_pid() is None, "the end of the embedded master")
+    assert len(job.poll()) == SHORT.steps
+    job.agent_flags = ["--new-run"]
+    job.start("anew")
+    job.finish()
+    assert [(run_directory(job, run) / "FINISHED.json").exists() for run in ("run-0001", "run-0002")] == [True, True]
+    assert len(job.poll()) == 2 * SHORT.steps
+    job.assert_undisturbed(undisturbed)
 
 
 def test_power_cut(clusters: Callable[..., Cluster], undisturbed: Undisturbed) -> None:

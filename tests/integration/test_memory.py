@@ -215,7 +215,7 @@ def test_all_nodes_leave(jobs: Clusters, undisturbed: Undisturbed) -> None:
     end(job, undisturbed)
 
 
-@pytest.mark.parametrize("way", ["leave", "kill"])
+@pytest.mark.parametrize("way", ["kill", pytest.param("leave", marks=pytest.mark.full)])
 def test_zero_at_another_number_of_ranks(jobs: Clusters, undisturbed: Undisturbed, way: str) -> None:
     """Shards of two ranks, from memory, into one."""
     training = Training(script=TRAIN, steps=STEPS, save_every=1000, extra=("--zero-stage=1",))

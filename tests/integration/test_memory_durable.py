@@ -83,7 +83,13 @@ def end(job: Cluster, undisturbed: Undisturbed) -> None:
     job.assert_undisturbed(undisturbed)
 
 
-@pytest.mark.parametrize("training", [{}, {"script": TRAIN, "extra": ("--zero-stage=1",)}], ids=["ddp", "zero1"])
+@pytest.mark.parametrize(
+    "training",
+    [
+        pytest.param({}, id="ddp"),
+        pytest.param({"script": TRAIN, "extra": ("--zero-stage=1",)}, id="zero1", marks=pytest.mark.full),
+    ],
+)
 def test_the_agents_write_what_the_ranks_save(jobs: Clusters, undisturbed: Undisturbed, training: Any) -> None:
     """Between two changes no rank touches the disk: the agents do, and only the last step is the ranks' own."""
     job = jobs(10, training=training)

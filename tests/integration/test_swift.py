@@ -211,6 +211,7 @@ def run_swift(module: str, flags: list[str], *, executed: bool) -> None:
         assert code == 0 or aborted, text[-3000:]
 
 
+@pytest.mark.full
 def test_swift_by_itself_is_unchanged(made: Path, tmp_path: Path, repetition: int) -> None:
     """Without `dlrover-run` the plugin does nothing, and our entry what it stands for: the same losses and files."""
     twice = ["--gradient_accumulation_steps", "2"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+import pytest
 
 from dalsegno.protos.processes import status_of
 
@@ -95,3 +98,18 @@ def seconds_until(condition: Callable[[], bool], limit: float) -> float:
         now = time.monotonic()
         elapsed, last = elapsed + min(now - last, 2 * LOOK_EVERY), now
     return limit
+
+
+@contextlib.contextmanager
+def many_open_files(count: int = 1100) -> Iterator[None]:
+    """So many files more are open here: what is opened then has large numbers. Skipped where that is not allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = len(os.listdir("/proc/self/fd")) + count + 256
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        pytest.skip(f"the hard limit of open files is {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    with contextlib.ExitStack() as opened:
+        for _ in range(count):
+            opened.enter_context(open(os.devnull))
+        yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -86,6 +86,8 @@ def untidy(source: str) -> list[str]:
             found.append(f"{node.lineno}: weights_only=False unpickles")
         if isinstance(node, ast.keyword) and node.arg == "shell" and getattr(node.value, "value", 0) is True:
             found.append(f"{node.lineno}: shell=True")
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "select.select":
+            found.append(f"{node.lineno}: select.select refuses descriptors from 1024 on; see agent/processes/ready.py")
     for line in sleeps(tree):
         if "# why" not in lines[line - 1] and "# why" not in lines[line - 2]:
             found.append(f"{line}: a sleep without `# why`; is there an event to wait for?")
@@ -120,6 +122,7 @@ def _function(lines: int) -> str:
         '"""m"""\nclass _C: ...\nclass D:\n    "doc"\n    def f(self):\n' + "        x = 1\n" * 6,
         '"""m"""\nx = torch.load(p, weights_only=False)',
         '"""m"""\nsubprocess.run(c, shell=True)',
+        '"""m"""\nselect.select([fd], [], [], 0)',
         '"""m"""\n# TODO later',
     ],
 )

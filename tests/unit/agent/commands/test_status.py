@@ -11,7 +11,9 @@ import pytest
 
 from dalsegno.agent.commands.dalsegno import run
 from dalsegno.agent.commands.status import status_lines
+from dalsegno.elastic.checkpoint import CheckpointStore
 from dalsegno.protos import control_pb2 as pb
+from tests.unit.agent.storage.test_storage import make_checkpoint
 
 
 @pytest.fixture
@@ -41,15 +43,41 @@ def ask(directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     return code, capsys.readouterr().err
 
 
-def test_a_job_that_nobody_runs_is_said_to_be_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not a word of gRPC's; what to do."""
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("run", ["", "run-0010"])
+def test_a_job_that_nobody_runs_is_said_to_be_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], run: str, checkpoint: bool
+) -> None:
+    """Not a word of gRPC's; how far it came, and what to do."""
     claim(tmp_path, "job-1", gone())
+    if run:
+        (tmp_path / "job-1" / "run-0009").mkdir(parents=True)
+        (tmp_path / "job-1" / run).mkdir()
+        if checkpoint:
+            make_checkpoint(tmp_path / "job-1" / run, "step-12.e1.1")
     code, said = ask(tmp_path, capsys)
     assert code == 1
     assert len(said.splitlines()) == 1
     assert "nobody runs job job-1 just now" in said
     assert "dlrover-run command" in said
+    assert ("run-0010 is not finished" in said) == bool(run)
+    assert ("goes on from step 12" in said) == bool(run and checkpoint)
     assert "UNAVAILABLE" not in said
+
+
+def test_a_finished_job_says_so_from_what_it_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its master is gone, and that is no failure; a limit can no longer be set."""
+    claim(tmp_path, "job-1", gone())
+    directory = tmp_path / "job-1" / "run-0001"
+    directory.mkdir(parents=True)
+    make_checkpoint(directory, "step-12.e1.1")
+    CheckpointStore(directory).mark_finished(12, None)
+    assert run(["status", f"--checkpoint-dir={tmp_path}"]) == 0
+    said = capsys.readouterr().out
+    assert "job job-1, run-0001: finished; its newest checkpoint is step-12.e1.1" in said
+    assert "--new-run" in said
+    assert run(["scale", "2", f"--checkpoint-dir={tmp_path}"]) == 1
+    assert "finished" in capsys.readouterr().err
 
 
 def test_of_several_jobs_the_one_that_runs_is_meant(

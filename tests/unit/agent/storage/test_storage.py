@@ -28,7 +28,7 @@ from dalsegno.elastic.checkpoint import CheckpointName, Manifest, Position, Shap
 from dalsegno.elastic.checkpoint.marks import marked
 from dalsegno.protos import control_pb2 as pb
 from tests.support.checkpoints.damage import HARM
-from tests.support.jobs.local_processes import process_state
+from tests.support.jobs.local_processes import many_open_files, process_state
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -488,6 +488,17 @@ def conversions(
     one = Conversions(tmp_path, request.param == "nursery")
     yield one
     one.close()
+
+
+def test_a_conversion_of_an_agent_with_many_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it hands to its nursery has large numbers then."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("HOW", "bad")
+    with many_open_files():
+        conversions = Conversions(tmp_path, nursery=True)
+        conversions.start(3)
+        assert conversions.end().state == pb.CONVERSION_STATE_SOURCE_BAD
+        conversions.close()
 
 
 def test_a_conversion_that_succeeds(conversions: Conversions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -543,27 +543,19 @@ def test_with_a_master_of_its_own_a_finished_job_stays_finished() -> None:
     assert late.directive.finish.success
 
 
-def test_embedded_a_finished_job_starts_a_new_run() -> None:
-    """Once its agents have gone; a spare that died without a word does not keep it from that."""
-    job, a = ended(True)
+@pytest.mark.parametrize("embedded", [False, True])
+def test_new_run_starts_over_on_request(embedded: bool) -> None:
+    """Once the agents of the last run have gone; a spare that died without a word does not keep it from that."""
+    job, a = ended(embedded)
     late = Node(job, "late")
-    assert late.register().code == "UNAVAILABLE"
+    assert late.register(new_run=True).code == "UNAVAILABLE"
     job.silent.add(a.incarnation)
     job.wait(8)
-    assert late.register().code == "OK"
+    assert late.register(new_run=True).code == "OK"
     late.join()
     job.wait(2)
     assert (job.job.run_id, job.phase) == ("run-0002", Phase.RUNNING)
     assert not late.directive.run.HasField("resume")
-
-
-def test_new_run_starts_over_on_request() -> None:
-    """--new-run with a master of its own."""
-    job, a = ended(False)
-    a.hang_up()
-    late = Node(job, "late")
-    assert late.register(new_run=True).code == "OK"
-    assert job.job.run_id == "run-0002"
 
 
 def test_embedded_a_failed_run_is_resumed() -> None:

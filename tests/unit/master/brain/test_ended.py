@@ -167,16 +167,21 @@ def test_new_run_on_every_node_of_a_new_run_is_no_news() -> None:
     assert job.job.run_id == "run-0002"
 
 
-@pytest.mark.parametrize("new_run", [False, True])
-def test_the_same_command_after_the_end_begins_the_next_run_and_says_so(new_run: bool) -> None:
-    """With an embedded master: nobody may think that the finished run goes on. Who asked for a new one knows."""
-    job = Driven(embedded=True)
+@pytest.mark.parametrize("embedded", [False, True])
+def test_a_finished_run_stays_finished(embedded: bool) -> None:
+    """The same command, or a terminal that comes late, trains nothing again: it says so, and what does."""
+    job = Driven(embedded=embedded)
     (node,) = job.start(1)
     node.save(4)
     node.finished(4)
     assert job.phase is Phase.SUCCEEDED
     node.hang_up()
-    said = remark(job, job.node(new_run=new_run))
-    assert said == ("" if new_run else "run-0001 is finished: this is the next run, run-0002, from step 0")
+    said = "run-0001 is finished: nothing is left to do; --new-run trains again, from step 0"
+    assert [remark(job, job.node()) for _ in range(2)] == [said, said]
+    assert (job.phase, job.job.run_id) == (Phase.SUCCEEDED, "run-0001")
+    job.wait(2)
+    for late in job.nodes:
+        late.hang_up()
+    assert remark(job, job.node(new_run=True)) == ""
     assert job.job.run_id == "run-0002"
     assert remark(job, job.node()) == ""

@@ -222,6 +222,14 @@ def test_a_finished_run_that_went_back_before_stays_finished() -> None:
     assert job.phase is Phase.SUCCEEDED
     late = job.node(resume_step=10)
     assert late.directive.finish.success
+    assert "has been followed" not in remark(late)
+
+
+def test_to_start_over_and_to_go_back_is_too_much() -> None:
+    job = trained(10, 20)
+    code, said = refusal(job, resume_step=10, new_run=True)
+    assert (code, "give one of them" in said) == ("INVALID_ARGUMENT", True)
+    assert job.job.run_id == "run-0001"
 
 
 def test_what_is_aside_does_not_count_as_lost() -> None:

@@ -192,7 +192,7 @@ def test_a_new_run_may_have_another_directory() -> None:
     a.finished(4)
     assert job.phase is Phase.SUCCEEDED
     a.hang_up()
-    b = job.node(probe="another directory")
+    b = job.node(probe="another directory", new_run=True)
     b.join()
     job.wait(2)
     assert (job.phase, job.members) == (Phase.RUNNING, [b.name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 import os
@@ -33,9 +34,20 @@ from dalsegno.master.record.store import (
     open_store,
 )
 
+_opened: list[SqliteStore] = []
+
 
 def opened(path: Path, job_id: str = "job") -> SqliteStore:
-    return SqliteStore(path, job_id)
+    """A store that is closed at the test's end: its reserved descriptors would never be given back."""
+    _opened.append(SqliteStore(path, job_id))
+    return _opened[-1]
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while _opened:
+        _opened.pop().close()
 
 
 @pytest.fixture(params=["sqlite", "memory"])
@@ -431,6 +443,7 @@ def test_the_codec_refuses_what_it_does_not_understand(change: dict[str, bytes],
 @contextmanager
 def no_descriptor_left() -> Iterator[None]:
     """As if connections held every one that this process may have."""
+    gc.collect()  # what earlier tests have left gives none back meanwhile
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = [os.open(os.devnull, os.O_RDONLY)]
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(held[0], *map(int, os.listdir("/proc/self/fd"))) + 1, hard))
@@ -460,3 +473,13 @@ def test_want_of_descriptors_is_no_failure_of_the_store(tmp_path: Path, monkeypa
         store.raise_generation()
     assert store.raise_generation() == 1
     store.close()
+
+
+def test_a_store_that_cannot_be_opened_keeps_no_descriptors(tmp_path: Path) -> None:
+    """A master that waits for its store tries again and again."""
+    (tmp_path / "s.sqlite").write_bytes(b"not a database" * 1000)
+    before = len(os.listdir("/proc/self/fd"))
+    for path in (tmp_path / "s.sqlite", tmp_path, tmp_path / "none" / "s.sqlite"):
+        with pytest.raises(StoreError):
+            opened(path)
+    assert len(os.listdir("/proc/self/fd")) == before
