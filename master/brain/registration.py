@@ -52,8 +52,8 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
             return Reply("FAILED_PRECONDITION", f"incarnation {message.incarnation!r} is another agent's")
         membership.hear(turn, known)
         return accepted(turn, known)
-    if (wrong := going_back.refused(job, message)) is not None:
-        return wrong
+    if (at_once := going_back.refused(job, message)) is not None:
+        return at_once
     remark = new_run_without_effect(turn, message) or reopen(turn, message)
     if isinstance(remark, Reply):
         return remark
