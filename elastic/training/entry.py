@@ -22,9 +22,9 @@ from .examination import is_examined
 from .opening import check_directory, check_world, hello, refuse, take_lock
 from .session import Session
 
-# The session of this process, and how many it has had that are closed.
+# The session of this process, and how many it had before.
 _sessions: list[Session] = []
-_closed: list[bool] = []
+_before = [0]
 S = TypeVar("S", bound=Session)
 
 
@@ -51,7 +51,8 @@ def open_session(kind: type[S], checkpoint_dir: str | Path | None = None, *, kee
     directory = None if checkpoint_dir is None else Path(checkpoint_dir).absolute()
     if _sessions and _sessions[0].closed:
         _check_may_follow(_sessions[0])
-        _closed.append(bool(_sessions.pop()))
+        _sessions.clear()
+        _before[0] += 1
     if _sessions:
         _check_same_run(_sessions[0], directory)
     else:
@@ -97,7 +98,7 @@ def _open_with(kind: type[S], notice: Notice, identity: Identity, keep: int, ver
     collective: Collective = Solo()
     if identity.world_size > 1:
         # All ranks open their sessions in the same order, so these have numbers.
-        collective = GlooCollective(identity.rank, identity.world_size, identity.epoch, number=len(_closed))
+        collective = GlooCollective(identity.rank, identity.world_size, identity.epoch, number=_before[0])
         mark("met")
     link = lock = resume = None
     if identity.socket is not None:

@@ -57,7 +57,6 @@ def process() -> Iterator[None]:
     yield
     while entry._sessions:
         entry._sessions.pop().close()
-    entry._closed.clear()
 
 
 ENGINE = SimpleNamespace(zero_optimization_stage=lambda: 1)

@@ -30,7 +30,6 @@ def process() -> Iterator[None]:
     yield
     while entry._sessions:
         entry._sessions.pop().close()
-    entry._closed.clear()
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
