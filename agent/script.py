@@ -190,9 +190,10 @@ def runs_ahead(script: Script, wanted: str) -> bool:
     return wanted == "always" or (wanted == "auto" and expects_session(script))
 
 
-def tells_of_a_peer(error: str) -> bool:
-    """Whether the last line of a script's errors is what gloo or NCCL say when another rank is gone."""
-    return _PEER.search(error) is not None
+def tells_of_a_peer(error: str) -> str:
+    """What gloo or NCCL say in a line of a script's errors of another rank that is gone; empty if they do not."""
+    found = _PEER.search(error)
+    return found[0] if found else ""
 
 
 def modules_of(script: Path | str | None) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from dalsegno.protos.options import Parser, UsageError, job_id, nnodes, seconds
 from dalsegno.protos.text import name_problem
 
 from ..processes.signals import signals_of
+from .endpoint import meeting_point
 
 __all__ = ["build_parser", "ignored", "parse"]
 
@@ -320,8 +321,8 @@ def _add_ours(group: _Group) -> None:
 def _add_torchrun(group: _Group) -> None:
     group.value("--nnodes", default="1:1", type=nnodes, metavar="N|MIN:MAX", help="number of nodes, or their range")
     group.value("--nproc-per-node", default="1", type=_nproc, metavar="N", help="workers per node; or auto, cpu, gpu")
-    group.value("--rdzv-backend", default="dalsegno", help="only dalsegno")
-    group.value("--rdzv-endpoint", default="", metavar="HOST:PORT", help="as --master")
+    group.value("--rdzv-backend", default="dalsegno", help="c10d: the node at --rdzv-endpoint hosts the master")
+    group.value("--rdzv-endpoint", default="", metavar="HOST:PORT", help="as --master, or the node that hosts it")
     group.value("--rdzv-id", default="none", help="as --job-id")
     group.value("--rdzv-conf", default=None, help="no effect: for plain torchrun")
     group.switch("--standalone", help="a master of its own (the default)")
@@ -386,11 +387,12 @@ def ignored(options: argparse.Namespace) -> list[str]:
     """One line for each accepted flag that has no effect here."""
     lines = []
     for flag, _, why in _IGNORED:
-        if getattr(options, "ignored_" + flag.lstrip("-").replace("-", "_")) is not None:
+        used = options.meet and flag in ("--master-addr", "--master-port")
+        if getattr(options, "ignored_" + flag.lstrip("-").replace("-", "_")) is not None and not used:
             lines.append(f"{flag} is not needed and has no effect: {why}")
     lines += [f"--{flag} has no effect: {why}" for flag, _, why in _UNUSED if flag in options.unused]
     given = [flag for flag in _FOR_A_SERVICE if getattr(options, flag[2:].replace("-", "_")) is not None]
-    if given and not options.master:
+    if given and not (options.master or options.meet):
         lines.append(f"{', '.join(given)} without --master: no effect, the embedded master has a token of its own")
     if options.rdzv_backend not in ("dalsegno", "static", "c10d"):
         lines.append(f"--rdzv-backend={options.rdzv_backend} has no effect: dlrover-run has a rendezvous of its own")
@@ -414,12 +416,14 @@ def parse(arguments: Sequence[str] | None, environ: Mapping[str, str] = os.envir
             options.unused.append(flag)
     if options.module and options.no_python:
         raise UsageError("--module and --no-python exclude each other: drop one")
-    if options.rdzv_endpoint and not options.master:
+    options.min_nodes, options.max_nodes = options.nnodes
+    options.meet = "" if options.master or options.standalone else meeting_point(options)
+    if options.rdzv_endpoint and not options.master and not options.meet:
         try:
             options.master = _address(options.rdzv_endpoint)
         except argparse.ArgumentTypeError as error:
             raise UsageError(f"argument --rdzv-endpoint: {error}") from error
-    if not options.master and not options.standalone and environ.get(Variable.MASTER):
+    if not options.master and not options.meet and not options.standalone and environ.get(Variable.MASTER):
         try:
             options.master = _address(environ[Variable.MASTER])
         except argparse.ArgumentTypeError as error:
@@ -433,7 +437,6 @@ def parse(arguments: Sequence[str] | None, environ: Mapping[str, str] = os.envir
             raise UsageError(f"argument --rdzv-id: {error}") from error
     if (options.tls_cert is None) != (options.tls_key is None):
         raise UsageError("--tls-cert and --tls-key belong together")
-    options.min_nodes, options.max_nodes = options.nnodes
     options.nnodes = f"{options.min_nodes}:{options.max_nodes}"  # torchrun's own code reads it, too
     if -(-options.min_nodes // options.node_unit) * options.node_unit > options.max_nodes:
         raise UsageError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from dalsegno.protos.options import UsageError
 from dalsegno.protos.shortage import CannotStartError, prove_room, shortage, starting
 from dalsegno.protos.trace import trace_into
 
-from ..control.connection import Connector
+from ..control.connection import Connector, Credentials
 from ..control.credentials import CredentialFiles, CredentialsError
 from ..control.embedded import EmbeddedMaster, MasterError
 from ..control.handshake import mismatch
+from ..control.spawning import LOOPBACK, read_token
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE, Event
 from ..processes.lifeline import Lifeline
 from ..processes.signals import SignalWatch
@@ -36,11 +38,14 @@ from ..shell.mailbox import Mailbox
 from ..shell.output import Output
 from ..shell.rendezvous import NamedRendezvous
 from ..storage.job_directory import JobDirectory, StorageError
+from .endpoint import answers, local_address, split
 
 __all__ = ["launch"]
 
 logger = logging.getLogger(__name__)
 
+# The file with a worker's errors, behind its last words.
+_FILE = re.compile(r" \(see [^)]*\)")
 # Variables by which DLRover's client library, if a script uses it, would take our master for its own.
 _NOT_FOR_WORKERS = (Variable.MASTER, Variable.TOKEN)
 
@@ -95,6 +100,7 @@ def _trace_into(directory: str | None) -> None:
 
 def verdict(reason: str, log_dir: Path) -> str:
     """The last line of a failed job: why it failed, where to find more, and what to do."""
+    reason = _FILE.sub("", reason)  # it was named when it happened
     return (
         f"the job failed: {reason}; logs in {log_dir}; the same command tries again, from the newest checkpoint if"
         " there is one, --new-run starts over"
@@ -114,9 +120,14 @@ class _Where:
 class _Source:
     """The master's addresses: given by the user, or an embedded master's."""
 
-    def __init__(self, addresses: Sequence[str], files: CredentialFiles, embedded: EmbeddedMaster | None) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        credentials: Callable[[], Credentials],
+        embedded: EmbeddedMaster | None = None,
+    ) -> None:
         self._addresses = tuple(addresses)
-        self._files = files
+        self._credentials = credentials
         self.embedded = embedded
         self.generation = embedded.abandoned_generation if embedded is not None else 0
 
@@ -127,7 +138,7 @@ class _Source:
         embedded = self.embedded
         if embedded is not None:
             return Connector(embedded.addresses, embedded.credentials, embedded.missing)
-        return Connector(lambda: self._addresses, self._files.read, explain=mismatch)
+        return Connector(lambda: self._addresses, self._credentials, explain=mismatch)
 
     def close(self) -> None:
         if self.embedded is not None:
@@ -169,12 +180,12 @@ def _agent_config(
         resume_step=options.resume_step,
         master_outage_timeout=options.master_outage_timeout,
         connect_timeout=options.connect_timeout,
-        addresses=options.master or "embedded",
+        addresses=options.master or options.meet or "embedded",
         script_flag=not knows_us(script),
         expects_session=expects_session(script),
         run_ahead=runs_ahead(script, options.run_ahead),
-        # An embedded master listens on this machine alone, in plaintext.
-        tls=bool(options.master) and CredentialFiles.given(options, None).tls,
+        # An embedded master speaks plaintext.
+        tls=bool(options.master or options.meet) and CredentialFiles.given(options, None).tls,
         memory_budget_bytes=options.memory_budget,
         memory_bytes_per_second=options.memory_bandwidth,
     )
@@ -185,8 +196,10 @@ def _connect(
 ) -> _Source:
     """Finds the master's address, starting an embedded master if there is to be one."""
     by_default = getattr(options, "job_id_is_default", False)
-    if options.master:
-        files = CredentialFiles.given(options, token)
+    files = CredentialFiles.given(options, token)
+    # With credentials of its own the node at the meeting point is no agent of ours, but a master that is a service.
+    addresses = options.master or (options.meet if files.some else "")
+    if addresses:
         try:
             files.check()
         except CredentialsError as error:
@@ -195,18 +208,36 @@ def _connect(
             console.say(
                 f"job {options.job_id} (from user, script and arguments; --job-id names another); logs in {log_dir}"
             )
-        return _Source(options.master.split(","), files, None)
+        return _Source(addresses.split(","), files.read)
     if by_default:
         console.say(f"job {options.job_id} (the same command in another terminal joins it); logs in {log_dir}")
+    listen = LOOPBACK
+    if options.meet:
+        host, port = split(options.meet)
+        if not (own := local_address(host)):
+            return _hosted_elsewhere(options.meet, directory, console)
+        listen = (own, int(port))
     embedded = EmbeddedMaster(
-        directory.private, options.job_id, options.node_timeout, console.say, patience=options.connect_timeout
+        directory.private,
+        options.job_id,
+        options.node_timeout,
+        console.say,
+        patience=options.connect_timeout,
+        listen=listen,
     )
     try:
         embedded.start()
     except (MasterError, OSError) as error:
         embedded.close()
         raise UsageError(str(error)) from error
-    return _Source((), CredentialFiles(), embedded)
+    return _Source((), embedded.credentials, embedded)
+
+
+def _hosted_elsewhere(address: str, directory: JobDirectory, console: Console) -> _Source:
+    """The master that another node hosts; the job's token comes with the checkpoint directory that all nodes see."""
+    if not answers(address):
+        console.say(f"waiting for the master at {address}: the node with that address hosts it")
+    return _Source((address,), lambda: Credentials(read_token(directory.private)))
 
 
 def _run(

@@ -37,6 +37,11 @@ class CredentialFiles:
         return cls(token=token or None, **{name: Path(path) for name, path in named.items() if path})
 
     @property
+    def some(self) -> bool:
+        """Whether anything was given at all."""
+        return self != CredentialFiles()
+
+    @property
     def tls(self) -> bool:
         """Whether the master is spoken to over TLS."""
         return Credentials(None, self.tls_ca, self.tls_cert, self.tls_key).tls

@@ -25,7 +25,7 @@ from ..storage.private import NotPrivateError, check_private
 from .claim import Claim, ClaimFile, LockTimeout
 from .connection import RETRIED, Credentials, code_of
 from .machine import LocksUnavailable, Machine
-from .spawning import COMMAND, MasterError, TokenLostError, make_token, read_token, start_master
+from .spawning import COMMAND, LOOPBACK, MasterError, TokenLostError, make_token, read_token, start_master
 
 __all__ = ["EmbeddedMaster", "MasterError"]
 
@@ -82,6 +82,7 @@ class EmbeddedMaster:
         command: starts a master.
         patience: seconds after which this agent gives up, for this time, a living master that does not answer.
         machine: stands for the kernel.
+        listen: where a master that this agent starts serves.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class EmbeddedMaster:
         command: Sequence[str] = COMMAND,
         patience: float = 60.0,
         machine: Machine | None = None,
+        listen: tuple[str, int] = LOOPBACK,
     ) -> None:
         self._directory = directory
         self._job_id = job_id
@@ -101,6 +103,7 @@ class EmbeddedMaster:
         # Messages said since the master was found last.
         self._said: set[str] = set()
         self._command = tuple(command)
+        self._listen = listen
         # A watched claim must have time to show that it stands still.
         self._patience_seconds = max(patience, self._watch_seconds + _SILENCE_SECONDS)
         self._machine = machine or Machine()
@@ -384,7 +387,7 @@ class EmbeddedMaster:
         remark = make_token(self._directory)
         if remark:
             self._say(remark, True)
-        started = start_master(self._directory, self._job_id, self._command)
+        started = start_master(self._directory, self._job_id, self._command, self._listen)
         process = started.process
         self._children.append(process)
         if started.remark:

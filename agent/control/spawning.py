@@ -21,8 +21,18 @@ from ..processes.keeper import DEAF_TO
 from ..processes.signals import held_back
 from ..storage.private import open_private, put_aside, read_private
 
-__all__ = ["COMMAND", "MasterError", "Started", "TokenLostError", "make_token", "read_token", "start_master"]
+__all__ = [
+    "COMMAND",
+    "LOOPBACK",
+    "MasterError",
+    "Started",
+    "TokenLostError",
+    "make_token",
+    "read_token",
+    "start_master",
+]
 
+LOOPBACK = ("127.0.0.1", 0)
 COMMAND = (sys.executable, "-m", "dalsegno.master")
 # Seconds.
 _START_TIMEOUT_SECONDS = 60.0
@@ -91,13 +101,16 @@ class Started:
     remark: str
 
 
-def start_master(directory: Path, job_id: str, command: Sequence[str] = COMMAND) -> Started:
+def start_master(
+    directory: Path, job_id: str, command: Sequence[str] = COMMAND, listen: tuple[str, int] = LOOPBACK
+) -> Started:
     """Starts a master for a job whose token exists.
 
     Args:
         directory: private to the job; it has the master's store and log.
         job_id: the job's.
         command: the program, without the master's arguments.
+        listen: the address and the port where it serves; 0: any port.
 
     Raises:
         MasterError: it did not start.
@@ -107,7 +120,7 @@ def start_master(directory: Path, job_id: str, command: Sequence[str] = COMMAND)
     # Not --nnodes: agents bring settings, and an agent that disagrees must still be able to start the job's master.
     words = [
         *command,
-        *("--host", "127.0.0.1", "--port", "0", "--job-id", job_id),
+        *("--host", listen[0], "--port", str(listen[1]), "--job-id", job_id),
         *("--store", f"sqlite:///{directory / 'master.sqlite'}"),
         *("--token-file", str(directory / "token"), "--log-file", str(log), "--embedded"),
     ]

@@ -349,7 +349,7 @@ class ElasticAgent(LocalElasticAgent):
                 self._adoption.settle()
             if (step := self._link.last_step(epoch, first_rank + rank)) is not None:
                 self._mailbox.put(ev.StepsCounted(epoch, step))
-            self._mailbox.put(_Exited(epoch, rank, code, message, tells_of_a_peer(message), start))
+            self._mailbox.put(_Exited(epoch, rank, code, message, bool(tells_of_a_peer(message)), start))
 
         return exited
 

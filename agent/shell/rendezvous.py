@@ -30,7 +30,7 @@ from ..control.handshake import mismatch
 from ..decisions import events as ev
 from ..decisions import handling
 from ..processes.lifeline import Lifeline
-from ..storage.job_directory import JobDirectory
+from ..storage.job_directory import JobDirectory, StorageError
 from ..workers.worker_env import place_of
 from .config import AgentConfig
 from .console import Console, make_log_dir, set_up_logging
@@ -253,10 +253,20 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     `token_file`, `tls_ca`, `tls_cert`, `tls_key` as dlrover-run's flags.
 
     Raises:
-        ValueError: the endpoint is missing, or token or certificates cannot be used.
+        SystemExit: with one line; the endpoint is missing, or token, certificates or checkpoint directory are unusable.
     """
+    try:
+        return _create(params)
+    except (ValueError, StorageError) as error:
+        # Torch would show an error with its own stack, which nobody can do anything about.
+        raise SystemExit(f"torchrun: error: {error}") from error
+
+
+def _create(params: RendezvousParameters) -> Rendezvous:
     if not params.endpoint:
-        raise ValueError("--rdzv-endpoint=HOST:PORT of the master is needed with --rdzv-backend=dalsegno")
+        raise ValueError(
+            "--rdzv-backend=dalsegno needs --rdzv-endpoint=HOST:PORT of a dlrover-master; without one use dlrover-run"
+        )
     root = Path(params.get("checkpoint_dir", "checkpoints")).absolute()
     named = {name: params.get(name) for name in ("token_file", "tls_ca", "tls_cert", "tls_key")}
     files = CredentialFiles.given(named, os.environ.get(Variable.TOKEN))

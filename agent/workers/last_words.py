@@ -9,13 +9,14 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..script import tells_of_a_peer
+from .tracebacks import last_raised
+
 __all__ = ["error_message", "last_words"]
 
 # How many bytes at the end of a worker's errors are read, and how many characters of its last line are shown.
 _TAIL_BYTES = 8192
 _LONGEST_LINE = 300
-# The last line of a traceback: the exception's name, not indented, alone or with its text.
-_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?$")
 # A progress bar of tqdm: `  5%|▌    | 5/100 [00:01<00:19, 4.9it/s]`, or `5it [00:01, 4.9it/s]`.
 _BAR = re.compile(r"^.*\[\d+:\d\d(:\d\d)?(<|, )[^\]]*\]")
 # Sequences that move the cursor of a terminal, or colour its text.
@@ -27,9 +28,10 @@ logger = logging.getLogger(__name__)
 def last_words(path: str, code: int) -> str:
     """Why a worker ended with `code`, according to the end of its errors, and where to find the rest.
 
-    For a script that ended by itself it is the last line, whatever that says. A signal (a negative code) ends a process
-    anywhere, so its last line counts only if it is an error of Python itself. Empty if its errors are in no file. A
-    progress bar does not count as a line, because it was there before.
+    An exception is named with the script's own line that it passed last. Without one it is the last line, whatever that
+    says. A signal (a negative code) ends a process anywhere, so there its last line counts only if it is an error of
+    Python itself. What a lost peer makes a collective say is cut to that. A progress bar does not count as a line,
+    because it was there before. Empty if its errors are in no file.
     """
     if not path:
         return ""
@@ -43,10 +45,21 @@ def last_words(path: str, code: int) -> str:
     if not text.strip():
         return ""
     lines = [line for physical in text.split("\n") if (line := _without_bars(physical))]
-    line = ""
-    if lines:
-        line = lines[-1].strip() if code > 0 else _error_of_python(lines)
-    return f"{line[:_LONGEST_LINE]} (see {path})" if line else f"see {path}"
+    words = _words(lines, code) if lines else ""
+    return f"{words} (see {path})" if words else f"see {path}"
+
+
+def _words(lines: Sequence[str], code: int) -> str:
+    """The line that says why, with its place in the script; empty if a signal came from outside."""
+    fatal = next((line.strip() for line in reversed(lines) if line.startswith("Fatal Python error: ")), "")
+    if code < 0 and fatal:
+        return fatal[:_LONGEST_LINE]
+    raised = last_raised(lines)
+    if raised is None or (code < 0 and raised.rest):
+        return "" if code < 0 else lines[-1].strip()[:_LONGEST_LINE]
+    if peer := tells_of_a_peer(" ".join((raised.text, *raised.rest))):
+        return f"it lost a peer ({peer})"
+    return raised.text[:_LONGEST_LINE] + (f" ({raised.where})" if raised.where else "")
 
 
 def _without_bars(physical: str) -> str:
@@ -60,15 +73,6 @@ def _without_bars(physical: str) -> str:
     if bars:
         return behind.strip() if any(letter.isalpha() for letter in behind) else ""
     return "" if drawn or last != line else last
-
-
-def _error_of_python(lines: Sequence[str]) -> str:
-    """The line that names the exception of a traceback at the end, or of the interpreter's own death; "" if none."""
-    for line in reversed(lines):
-        if line.startswith("Fatal Python error: "):
-            return line.strip()
-    traceback = any(line.startswith("Traceback (most recent call last):") for line in lines)
-    return lines[-1].strip() if traceback and _EXCEPTION.match(lines[-1]) else ""
 
 
 def error_message(path: str) -> str:

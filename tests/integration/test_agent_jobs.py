@@ -23,6 +23,7 @@ from tests.support.forks.forked import Forked
 from tests.support.forks.forked_agents import DLROVER_RUN, start_agent
 from tests.support.jobs.local_processes import is_same_process, process_state
 from tests.support.jobs.master_process import master_process
+from tests.support.jobs.ports import free_port
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.executed]
 
@@ -208,6 +209,31 @@ def test_plain_torchrun(programs: Programs) -> None:
     assert "Traceback" not in programs.log("late")
     text = programs.log("first")
     assert re.search(r"torchrun: .*worker failed", text), text
+
+
+def test_torchrun_without_an_endpoint_says_so_in_one_line(programs: Programs) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=dalsegno", "script.py"]
+    (programs.directory / "script.py").touch()
+    assert programs.start("torchrun", *command).wait(60) == 1
+    said = programs.log("torchrun")
+    assert "torchrun: error: --rdzv-backend=dalsegno needs --rdzv-endpoint=HOST:PORT" in said.splitlines()[-1]
+    assert "Traceback" not in said
+
+
+def test_torchruns_usual_line_for_several_nodes(programs: Programs) -> None:
+    """The node at the endpoint hosts the master there; the others find it, whoever comes first."""
+    out = programs.directory / "out"
+    out.mkdir()
+    (out / "end").touch()
+    script = programs.directory / "script.py"
+    script.write_text(TORCHRUN)
+    endpoint = f"127.0.0.2:{free_port()}"
+    flags = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
+    nodes = [programs.agent(name, *flags, str(script), str(out), job="job") for name in ("first", "second")]
+    assert [node.wait(90) for node in nodes] == [0, 0], programs.log("first")
+    assert sorted(rows for rows in steps_of(out).values()) == [[(1, 2)], [(1, 2)]]
+    claim = json.loads(next(programs.directory.rglob("claim.json")).read_text())
+    assert claim["address"] == endpoint
 
 
 def test_workers_do_not_see_the_master(programs: Programs) -> None:

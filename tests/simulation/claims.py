@@ -405,7 +405,7 @@ class World:
         slow = agent.site.slow if agent.site.slow_until > self.clock.now else 0.0
         self.kernel.sleep(self.random.uniform(0.0, QUICK) + slow)
 
-    def _start_master(self, directory: Path, job_id: str, command: object) -> spawning.Started:
+    def _start_master(self, directory: Path, job_id: str, command: object, listen: object) -> spawning.Started:
         agent = here()
         self.ledger.spawns(agent)
         master = agent.starts = Master(self, agent.site, agent)

@@ -105,6 +105,14 @@ COMMANDS: dict[str, How] = {
         "a node of a job with a master, under torchrun",
         "tests/integration/test_agent_jobs.py::test_plain_torchrun",
     ),
+    "torchrun --rdzv-backend=dalsegno --rdzv-endpoint=HOST:PORT --rdzv-id=JOB --nnodes=1:4 train.py": Elsewhere(
+        "the same, with all that it needs",
+        "tests/integration/test_agent_jobs.py::test_plain_torchrun",
+    ),
+    "dlrover-run --nnodes=2 --rdzv-id=42 --rdzv-backend=c10d --rdzv-endpoint=node0:29500 train.py": Elsewhere(
+        "nodes that meet at an address of this machine",
+        "tests/integration/test_agent_jobs.py::test_torchruns_usual_line_for_several_nodes",
+    ),
     # The Makefile, and what CONTRIBUTING.md says.
     "make demo": Run(says="consumed every sample once", full=True),
     "make demo TORCH=...": Elsewhere(_NETWORK, "demo TORCH=torch"),

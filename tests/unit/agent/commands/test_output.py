@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from pathlib import Path
@@ -47,8 +48,51 @@ def test_the_reason_of_a_signal_is_not_what_was_printed_last(tmp_path: Path, err
     path = tmp_path / "stderr.log"
     path.write_text(errors)
     assert last_words(str(path), -9) == (f"{reason} (see {path})" if reason else f"see {path}")
-    last = errors.strip().splitlines()[-1].strip()
-    assert last_words(str(path), 1) == f"{last} (see {path})"
+
+
+OWN = '  File "/tmp/it/train.py", line 10, in main\n    load(path)\n    ^^^^^^^^^^\n'
+LIBRARY = f'  File "{json.__file__}", line 346, in loads\n    return decode(s)\n'
+INSTALLED = '  File "/env/lib/python3.11/site-packages/torch/nn/module.py", line 5, in forward\n    return f(x)\n'
+
+
+@pytest.mark.parametrize(
+    ("errors", "reason"),
+    [
+        (f"{OWN}{LIBRARY}ValueError: boom\n", "ValueError: boom (train.py, line 10, in main)"),
+        (f"{OWN}{INSTALLED}ValueError: boom\n", "ValueError: boom (train.py, line 10, in main)"),
+        (f"{INSTALLED}ValueError: boom\n", "ValueError: boom"),
+        # The message has several lines, and a library says something at the end.
+        (f"{OWN}RuntimeError: CUDA error: x\nCompile with it.\n[W1 a.cpp:5] bye\n", "RuntimeError: CUDA error: x ("),
+        (f"{OWN}KeyboardInterrupt\n", "KeyboardInterrupt (train.py, line 10, in main)"),
+        ('  File "/tmp/it/train.py", line 3\n    = 1\n    ^\nSyntaxError: invalid\n', "invalid (train.py, line 3)"),
+        # The last of a chain.
+        (f"{OWN}OSError: a\n\nDuring it\n\nTraceback (most recent call last):\n{OWN}KeyError: 'b'\n", "KeyError: 'b'"),
+        (f"{OWN}it was cut off\n  in the mid", "in the mid"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "[rank3]: "])
+def test_an_exception_is_named_with_the_scripts_own_line(tmp_path: Path, errors: str, reason: str, prefix: str) -> None:
+    """Frames of Python and of installed packages are not the script's."""
+    path = tmp_path / "stderr.log"
+    lines = ["loading", "Traceback (most recent call last):", *errors.splitlines()]
+    path.write_text("\n".join(prefix + line for line in lines))
+    said = last_words(str(path), 1)
+    assert reason in said
+    assert said.endswith(f"(see {path})")
+    assert ("rank3" in said) == (bool(prefix) and "cut off" in errors)
+
+
+def test_what_a_lost_peer_makes_gloo_and_nccl_say_is_short(tmp_path: Path) -> None:
+    """It is the effect of something else, which is told, too."""
+    path = tmp_path / "stderr.log"
+    nccl = "DistBackendError: NCCL error in: work.cpp:90\nncclRemoteError: A call failed.\nLast error:\nsocket: closed"
+    path.write_text(f"Traceback (most recent call last):\n{OWN}torch.distributed.{nccl}\n")
+    assert last_words(str(path), 1) == f"it lost a peer (ncclRemoteError) (see {path})"
+    gloo = "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:30646. This is typically caused"
+    path.write_text(f"Traceback (most recent call last):\n{OWN}RuntimeError: {gloo} by a crash. Check the logs.\n")
+    said = last_words(str(path), 1)
+    assert said == f"it lost a peer (Connection closed by peer) (see {path})"
+    assert tells_of_a_peer(said)
 
 
 BARS = "\r  0%|          | 0/100 [00:00<?, ?it/s]\r 10%|█         | 10/100 [00:00<00:02, 44.1it/s, loss=0.1]"
@@ -96,13 +140,13 @@ def test_a_progress_bar_is_no_reason(tmp_path: Path, errors: str, ended: str, ki
 )
 def test_what_gloo_and_nccl_say_of_a_lost_peer_is_known(line: str, tells: bool) -> None:
     """Of scripts without a session nothing else tells."""
-    assert tells_of_a_peer(line) is tells
+    assert bool(tells_of_a_peer(line)) is tells
 
 
 def test_the_verdict_of_a_failed_job_says_what_to_do(tmp_path: Path) -> None:
     """Under either kind of master the next agent takes the run up again."""
-    line = verdict("a: no luck", tmp_path)
-    assert line.startswith("the job failed: a: no luck; ")
+    line = verdict("a: no luck (see /tmp/errors); 4 failures", tmp_path)
+    assert line.startswith("the job failed: a: no luck; 4 failures; ")
     assert str(tmp_path) in line
     assert "the same command tries again" in line
     assert "--new-run starts over" in line

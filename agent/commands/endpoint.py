@@ -1,0 +1,72 @@
+"""torchrun's meeting point: HOST:PORT of a node that hosts the rendezvous, which is the job's master here."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import socket
+
+from dalsegno.protos.options import UsageError
+
+__all__ = ["answers", "local_address", "meeting_point", "split"]
+
+# torchrun's own defaults, of --rdzv-backend=c10d and of --master-addr.
+_C10D_PORT, _STATIC_PORT = 29400, 29500
+# Seconds in which a listener must answer; a person is told of a wait for it behind that.
+_LOOK_SECONDS = 0.5
+
+
+def meeting_point(options: argparse.Namespace) -> str:
+    """HOST:PORT where the nodes of this command line meet, as torchrun's users give it; empty: they do not.
+
+    `--rdzv-endpoint` with `--rdzv-backend=c10d` (or static), or `--master-addr` and `--master-port` for several nodes.
+
+    Raises:
+        UsageError: it is no address.
+    """
+    flag, text, port = "--rdzv-endpoint", options.rdzv_endpoint, _C10D_PORT
+    if text and options.rdzv_backend not in ("c10d", "static"):
+        return ""
+    if not text and options.max_nodes > 1 and options.ignored_master_addr:
+        flag, port = "--master-addr", _port(options.ignored_master_port or str(_STATIC_PORT), "--master-port")
+        text = options.ignored_master_addr
+    if not text:
+        return ""
+    host, given = split(text)
+    if not host or " " in host:
+        raise UsageError(f"argument {flag}: {text!r} is not HOST:PORT")
+    return f"[{host}]:{_port(given or str(port), flag)}" if ":" in host else f"{host}:{_port(given or str(port), flag)}"
+
+
+def _port(text: str, flag: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise UsageError(f"argument {flag}: {text!r} is no port")
+    return int(text)
+
+
+def split(address: str) -> tuple[str, str]:
+    """Host, without the brackets of IPv6, and port, which may be missing."""
+    if address.startswith("["):
+        host, _, rest = address[1:].partition("]")
+        return host, rest.removeprefix(":")
+    host, colon, port = address.rpartition(":")
+    return (host, port) if colon and ":" not in host else (address, "")
+
+
+def local_address(host: str) -> str:
+    """The address of this machine that a host name means; empty: it is another machine's, or not known."""
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            # Only an address of one's own can be bound.
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as trial:
+                trial.bind((address[0], 0, *address[2:]))
+                return str(address[0])
+    return ""
+
+
+def answers(address: str) -> bool:
+    """Whether somebody listens there just now."""
+    host, port = split(address)
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=_LOOK_SECONDS):
+        return True
+    return False

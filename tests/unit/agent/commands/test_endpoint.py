@@ -1,0 +1,101 @@
+"""Where nodes meet that were started with torchrun's flags."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+
+import pytest
+
+from dalsegno.agent.commands import launch
+from dalsegno.agent.commands.arguments import ignored, parse
+from dalsegno.agent.commands.endpoint import answers, local_address, split
+from dalsegno.agent.shell.console import Console
+from dalsegno.agent.storage.job_directory import JobDirectory
+from dalsegno.protos.options import UsageError
+
+SCRIPT = "train.py"
+
+
+@pytest.mark.parametrize(
+    ("flags", "meet"),
+    [
+        (["--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500"], "node0:29500"),
+        (["--rdzv-backend=c10d", "--rdzv-endpoint=node0"], "node0:29400"),
+        (["--rdzv_backend", "static", "--rdzv_endpoint", "[fd00::1]:29500"], "[fd00::1]:29500"),
+        (["--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=1234"], "10.0.0.1:1234"),
+        (["--nnodes=2", "--master_addr=10.0.0.1"], "10.0.0.1:29500"),
+        # On one machine torchrun's users give a free port, which is not needed here.
+        (["--nnodes=1", "--master-addr=127.0.0.1", "--master-port=1234"], ""),
+        (["--master=m:1", "--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500"], ""),
+        ([], ""),
+    ],
+)
+def test_where_they_meet(flags: list[str], meet: str) -> None:
+    """It is no master of its own that is a service, and the flags that name it have an effect."""
+    options = parse([*flags, SCRIPT], {"DLROVER_MASTER_ADDR": "else:1"} if meet else {})
+    assert options.meet == meet
+    assert not (meet and options.master)
+    assert [line for line in ignored(options) if "--master-" in line and meet] == []
+
+
+def test_an_endpoint_without_a_backend_is_a_master_that_is_a_service() -> None:
+    options = parse(["--rdzv-endpoint=node0:29500", SCRIPT], {})
+    assert (options.master, options.meet) == ("node0:29500", "")
+
+
+@pytest.mark.parametrize("endpoint", ["node0:x", "node0:70000", "node 0:1", ":1"])
+def test_what_is_no_endpoint(endpoint: str) -> None:
+    with pytest.raises(UsageError, match="--rdzv-endpoint"):
+        parse(["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", SCRIPT], {})
+
+
+def test_which_addresses_are_this_machines() -> None:
+    """A name of this machine, any of its addresses; not one that others have, nor what nobody knows."""
+    assert local_address("localhost") in ("127.0.0.1", "::1")
+    assert local_address("127.0.0.2") == "127.0.0.2"
+    assert local_address("203.0.113.1") == ""
+    assert local_address("no-such-host.invalid") == ""
+
+
+def test_host_and_port() -> None:
+    assert split("node:1") == ("node", "1")
+    assert split("node") == ("node", "")
+    assert split("[fd00::1]:2") == ("fd00::1", "2")
+    assert split("fd00::1") == ("fd00::1", "")
+
+
+@pytest.mark.parametrize("hosted", [False, True])
+def test_the_others_wait_for_the_node_that_hosts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hosted: bool
+) -> None:
+    """They say so at once, and read the job's token where that node writes it, later than they come."""
+    monkeypatch.setattr(launch, "local_address", lambda host: "")
+    caplog.set_level(logging.INFO)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        if not hosted:
+            server.close()
+        assert answers(address) == hosted
+        options = parse(["--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=j", SCRIPT], {})
+        directory = JobDirectory(tmp_path, "j")
+        directory.prepare()
+        source = launch._connect(options, None, directory, Console(), tmp_path)
+    assert source.addresses() == (address,)
+    assert (f"waiting for the master at {address}" in caplog.text) != hosted
+    connector = source.connector()
+    assert connector.token() is None
+    (directory.private / "token").write_text("a" * 64)
+    (directory.private / "token").chmod(0o600)
+    assert connector.token() == "a" * 64
+    source.close()
+
+
+def test_credentials_mean_a_master_that_is_a_service(tmp_path: Path) -> None:
+    """Nothing is started at the meeting point then."""
+    options = parse(["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=j", SCRIPT], {})
+    directory = JobDirectory(tmp_path, "j")
+    source = launch._connect(options, "sesame-sesame-sesame-sesame", directory, Console(), tmp_path)
+    assert source.embedded is None
+    assert source.connector().token() == "sesame-sesame-sesame-sesame"
