@@ -58,7 +58,7 @@ _HEAVY = (
 # What these modules import only when used, which then takes seconds; "?": silently left out if it is missing.
 _LATER = {
     "deepspeed": ("deepspeed.runtime.zero.muon.muon_optimizer?",),
-    "dalsegno.elastic": ("dalsegno.elastic.training.entry?",),
+    "dalsegno.elastic": ("dalsegno.elastic.script.session?",),
     # Its package imports nothing by itself.
     "transformers": ("transformers.trainer?",),
     "dalsegno.swift_plugin": ("dalsegno.swift_plugin.hf.trainer?",),

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .checkpoint import CheckpointStore, Order, Position, Tracked
-    from .data.batches import Batch, Batches
+    from .data.batch import Batch
+    from .data.batches import Batches
     from .data.counts import Counts
     from .data.evaluator import Evaluator
     from .data.micro_batch import MicroBatch
@@ -22,14 +23,13 @@ if TYPE_CHECKING:
     from .saving.background_save import background
     from .saving.resuming import ResumePoint
     from .saving.saving import SaveError
+    from .script.session import Session, session
     from .trainer.callbacks import Callback, EarlyStopping
     from .trainer.deepspeed_strategy import DeepSpeed
     from .trainer.fsdp import FSDP
     from .trainer.strategies import DDP, Strategy
     from .trainer.trainer import Trainer
     from .training.accumulation import Accumulation
-    from .training.entry import session
-    from .training.session import Session
     from .training.training_state import TrainingState
 
 __all__ = (
@@ -73,7 +73,7 @@ _MODULES = {
     "FSDP": "trainer.fsdp",
     "Accumulation": "training.accumulation",
     "BadResumePoint": "rank.exits",
-    "Batch": "data.batches",
+    "Batch": "data.batch",
     "BatchPlan": "data.plan",
     "Batches": "data.batches",
     "Boundary": "rank.exchange",
@@ -90,14 +90,14 @@ _MODULES = {
     "Position": "checkpoint",
     "ResumePoint": "saving.resuming",
     "SaveError": "saving.saving",
-    "Session": "training.session",
+    "Session": "script.session",
     "Strategy": "trainer.strategies",
     "Tracked": "checkpoint",
     "Trainer": "trainer.trainer",
     "TrainingState": "training.training_state",
     "background": "saving.background_save",
     "sample_generator": "rank.rng",
-    "session": "training.entry",
+    "session": "script.session",
 }
 
 

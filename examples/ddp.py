@@ -15,11 +15,11 @@ import os
 import common
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler, TrainingState, session  # elastic
+from dalsegno.elastic import session  # elastic
 
 
 def make_model(width: int = 64) -> nn.Module:
@@ -36,29 +36,24 @@ def main() -> None:
     torch.manual_seed(flags.seed)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=flags.learning_rate)
-    state = TrainingState(s, model=model, optimizer=optimizer)  # elastic: saved by rank 0, every rank has the same
-    state.load()  # elastic
+    state = s.state(model, optimizer)  # elastic: loaded where the run resumes
     wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
 
-    data = common.StdlibText()
-    sampler = ElasticSampler(len(data), flags.global_batch_size, seed=flags.seed)  # elastic
-    plan = BatchPlan(flags.global_batch_size, s.world_size, flags.max_micro_batch_size)  # elastic
-    batches: Batches[Tensor] = Batches(data, sampler, plan, s.rank, resume=s.resume)  # elastic
-    accumulate = Accumulation(wrapped, optimizer)  # elastic: no_sync and its bookkeeping
+    data = s.data(  # elastic: instead of DistributedSampler and DataLoader
+        common.StdlibText(),
+        global_batch=flags.global_batch_size,
+        micro_batch=flags.max_micro_batch_size,
+        seed=flags.seed,
+    )
 
     log = common.StepLog(flags.step_log, rank=s.rank, world_size=s.world_size, epoch=s.epoch)
     clock = common.StepClock(flags.step_time)
     steps = s.steps(  # elastic
-        batches,
-        max_steps=flags.steps,
-        save=state.write,
-        save_every=flags.save_every,
-        memory_every=flags.memory_every,
-        seed=flags.seed,
+        data, state, max_steps=flags.steps, save_every=flags.save_every, memory_every=flags.memory_every
     )
     for batch in steps:
         total = 0.0
-        for micro in accumulate(batch):
+        for micro in batch:  # elastic: as many as this rank computes
             logits = wrapped(micro.data[:, :-1])
             loss = cross_entropy(logits.flatten(0, 1), micro.data[:, 1:].flatten())
             micro.scale(loss).backward()  # elastic: instead of loss / accumulation

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler, session  # elastic
-from dalsegno.elastic import deepspeed as elastic_deepspeed  # elastic
+from dalsegno.elastic import session  # elastic
 
 BLOCK, WIDTH, HEADS, LAYERS = 64, 128, 4, 6
 
@@ -80,41 +79,33 @@ def main() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
     s = session(checkpoint_dir=flags.checkpoint_dir)  # elastic
-    elastic_deepspeed.prepare()  # elastic: instead of deepspeed.init_distributed()
-    plan = BatchPlan(flags.global_batch_size, s.world_size, flags.max_micro_batch_size)  # elastic
+    data = s.data(  # elastic
+        common.StdlibText(BLOCK),
+        global_batch=flags.global_batch_size,
+        micro_batch=flags.max_micro_batch_size,
+        seed=flags.seed,
+    )
     config = {
         "zero_optimization": {"stage": flags.zero_stage},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 1.0,
     }
-    config = elastic_deepspeed.config(config, plan, s.resume)  # elastic: instead of batch sizes in the config
+    config = s.deepspeed_config(config, data)  # elastic: instead of batch sizes in the config
 
     torch.manual_seed(flags.seed)
     model = Gpt(flags.layers)
     optimizer = make_optimizer(model, flags.learning_rate)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    elastic_deepspeed.restore(engine, s.resume)  # elastic: instead of engine.load_checkpoint(...)
-
-    data = common.StdlibText(BLOCK)
-    sampler = ElasticSampler(len(data), flags.global_batch_size, seed=flags.seed)  # elastic
-    batches: Batches[Tensor] = Batches(data, sampler, plan, s.rank, scale="deepspeed", resume=s.resume)  # elastic
-
-    accumulate = Accumulation(engine)  # elastic
+    state = s.engine(engine)  # elastic: instead of engine.load_checkpoint(...)
 
     log = common.StepLog(flags.step_log, rank=s.rank, world_size=s.world_size, epoch=s.epoch)
     clock = common.StepClock(flags.step_time)
-    save = elastic_deepspeed.save(engine)  # elastic: instead of engine.save_checkpoint(...)
-    for batch in s.steps(  # elastic
-        batches,
-        max_steps=flags.steps,
-        save=save,
-        save_every=flags.save_every,
-        memory_every=flags.memory_every,
-        strategy=elastic_deepspeed.strategy(engine),
-        seed=flags.seed,
-    ):
+    steps = s.steps(  # elastic: instead of engine.save_checkpoint(...)
+        data, state, max_steps=flags.steps, save_every=flags.save_every, memory_every=flags.memory_every
+    )
+    for batch in steps:
         total = 0.0
-        for micro in accumulate(batch):
+        for micro in batch:  # elastic
             loss = engine(micro.data.to(engine.device))
             engine.backward(micro.scale(loss))  # elastic: instead of engine.backward(loss)
             norm = common.gradient_norm(model.parameters()) if flags.zero_stage == 0 else 0.0

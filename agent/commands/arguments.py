@@ -156,6 +156,14 @@ def _log_level(text: str) -> str:
     return text.upper()
 
 
+def _resume_step(text: str) -> tuple[int, int]:
+    """A step, and for the how manieth time it is asked for: 400, 400:2."""
+    match = re.fullmatch(r"(\d{1,15})(?::([1-9]\d{0,5}))?", text, re.ASCII)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no step, like 400, or 400:2 to go back there once more")
+    return int(match[1]), int(match[2] or 1)
+
+
 def _commas(text: str) -> list[str]:
     return [part.replace("\0", ",") for part in text.replace(",,", "\0").split(",")]
 
@@ -230,6 +238,17 @@ def _add_memory(group: _Group) -> None:
     )
 
 
+def _add_where_to_begin(group: _Group) -> None:
+    group.switch("--new-run", help="start over although the job's last run is finished or has failed")
+    group.value(
+        "--resume-step",
+        default=None,
+        type=_resume_step,
+        metavar="N",
+        help="go back to this step's checkpoint at this start, once; later ones are kept aside (N:2: once more)",
+    )
+
+
 def _add_ours(group: _Group) -> None:
     as_seconds = {"metavar": "SECONDS"}
     group.value("--job-id", default=None, type=job_id, help="the job; default: from user, script and arguments")
@@ -290,7 +309,7 @@ def _add_ours(group: _Group) -> None:
         metavar="DIR",
         help="note there what happens when at each change of the world (dalsegno pauses DIR)",
     )
-    group.switch("--new-run", help="start over although the job's last run is finished or has failed")
+    _add_where_to_begin(group)
     group.value("--token-file", default=None, metavar="FILE", help="token for --master (or DALSEGNO_TOKEN: itself)")
     group.value(
         "--tls-ca", default=None, metavar="FILE", help="speak TLS, also between agents; the master's authority (PEM)"

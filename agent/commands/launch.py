@@ -177,6 +177,7 @@ def _agent_config(
         node_name=options.node_name,
         local_addr=options.local_addr,
         new_run=options.new_run,
+        resume_step=options.resume_step,
         master_outage_timeout=options.master_outage_timeout,
         connect_timeout=options.connect_timeout,
         addresses=options.master or options.meet or "embedded",

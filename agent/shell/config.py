@@ -21,6 +21,7 @@ class AgentConfig:
         node_name: empty: the master gives one.
         local_addr: address under which other nodes reach this one; None: find it out.
         new_run: start over although the job's last run is finished or has failed.
+        resume_step: go back to this step, for the how manieth time; None: go on from the newest checkpoint.
         connect_timeout: how long the first registration may take.
         addresses: where the master was looked for, for people.
         script_flag: if the job uses `--universal-checkpoint`, add the flag to the script's own arguments when it
@@ -40,6 +41,7 @@ class AgentConfig:
     node_name: str = ""
     local_addr: str | None = None
     new_run: bool = False
+    resume_step: tuple[int, int] | None = None
     master_outage_timeout: float = 60.0
     connect_timeout: float = 60.0
     addresses: str = ""

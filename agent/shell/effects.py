@@ -170,6 +170,8 @@ class Effects:
         self.client.new_session()
         incarnation = secrets.token_hex(8)
 
+        back = None if previous else self._config.resume_step
+
         def ready(survey: Survey) -> None:
             self.client.register(
                 control_pb2.RegisterRequest(
@@ -188,6 +190,8 @@ class Effects:
                     expects_session=self._config.expects_session,
                     process=control_pb2.Process(**dataclasses.asdict(own_process())),
                     peer_address=self.memory.address if self.memory is not None else "",
+                    resume_step=None if back is None else back[0],
+                    resume_time=0 if back is None else back[1],
                 )
             )
 

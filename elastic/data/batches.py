@@ -6,7 +6,7 @@ import functools
 import logging
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -17,10 +17,11 @@ from ..rank import rng
 from ..rank.agreement import PART, Unlike
 from ..rank.collective import Done
 from ..rank.remarks import remark
+from .batch import Batch, Total
 from .fetching import Loading, Maker, Part, is_iterable
 from .looking import Look, Seen
 from .micro_batch import MicroBatch
-from .plan import BatchPlan, Slice
+from .plan import BatchPlan
 from .prints import Likeness, likeness
 from .same_data import compared, merged, of_a_stream
 from .sampler import ElasticSampler, check_cut
@@ -47,108 +48,6 @@ _AT_ONCE, _PATIENT = (2, 1.0), (12, 20.0)
 
 # What people call the fields of an order.
 _IN_ORDER = {"seed": "seed of the order", "length": "length of the data set", "version": "version of the order"}
-
-
-@dataclass
-class Batch(Generic[T]):
-    """One optimizer step of this rank.
-
-    Attributes:
-        step: The optimizer step, counted from 1.
-        n: Real samples of the whole global batch.
-        sample_ids: This rank's real samples.
-        position: Where the global batch begins.
-        position_after: The run's position once this step is done.
-        handed_out: How many micro-batches ``micro_batches`` has yielded so far.
-        scale: ``"ddp"`` or ``"deepspeed"``: what the factors are made for.
-        abandoned: The loop over ``micro_batches`` was left before its end.
-        trained: All of its micro-batches were computed, and the sampler stands behind it.
-        scaled: The ``loss_scale`` of one of its micro-batches was asked for.
-        trained_by: The `Accumulation` that goes through it; None: there is none.
-    """
-
-    step: int
-    n: int
-    sample_ids: tuple[int, ...]
-    position: Position
-    position_after: Position
-    handed_out: int = 0
-    scale: str = "ddp"
-    abandoned: bool = False
-    trained: bool = False
-    scaled: bool = False
-    trained_by: Any = field(default=None, repr=False)
-    _parts: list[tuple[Part, T]] = field(default_factory=list, repr=False)
-    _owner: Batches[T] | None = field(default=None, repr=False)
-    _total: _Total | None = field(default=None, repr=False)
-
-    @property
-    def tokens(self) -> int:
-        """Real tokens of the whole global batch, with token means; else 0, and 0 before ``micro_batches`` has begun.
-
-        They are summed over the ranks while the first forward pass computes; asking earlier waits for the sum.
-        """
-        return 0 if self._total is None else self._total.value
-
-    @property
-    def made_by(self) -> Batches[T] | None:
-        """The `Batches` that made it."""
-        return self._owner
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches of this step, alike on all ranks and in all steps."""
-        return len(self._parts)
-
-    @property
-    def cut(self) -> tuple[tuple[Slice, T], ...]:
-        """This rank's slices in order with their data, for code that must see a whole step before it computes."""
-        return tuple((part.slice, data) for part, data in self._parts)
-
-    @property
-    def micro_batches(self) -> Iterator[MicroBatch[T]]:
-        """The micro-batches in order. With token means all ranks must begin this loop in the same step.
-
-        When the loop ends, the step counts as trained: the sampler then stands at ``position_after``.
-        """
-        if self._owner is None:
-            raise RuntimeError("this batch was not made by Batches")
-        return self._owner.micro_batches(self, self._parts)
-
-    def check_complete(self) -> None:
-        """Checks at the end of the step that all of its micro-batches were computed.
-
-        Raises:
-            RuntimeError: They were not: the gradient would be that of a part of the global batch.
-        """
-        missing = self.handed_out < self.accumulation
-        if missing or self.abandoned:
-            where = f"after {self.handed_out} of its {self.accumulation}" if missing else "in the last of its"
-            raise RuntimeError(
-                f"step {self.step} ended {where} micro-batches: its "
-                "gradient is not the global batch's. Go through all of batch.micro_batches before the optimizer steps"
-            )
-        if self._owner is not None:
-            self._owner.trained(self)
-
-
-def batch_in(item: Any) -> Batch[Any] | None:
-    """The `Batch` that a loop got, alone or beside something else (``enumerate``, ``zip``); None: there is none."""
-    parts = item if isinstance(item, tuple | list) else (item,)
-    return next((part for part in parts if isinstance(part, Batch)), None)
-
-
-class _Total:
-    """A sum over the ranks that is waited for once, when it is needed."""
-
-    def __init__(self, pending: Any) -> None:
-        self._pending, self._value = pending, 0
-
-    @property
-    def value(self) -> int:
-        if self._pending is not None:
-            self._value, self._pending = int(self._pending.wait()[0]), None
-        return self._value
 
 
 class Batches(Generic[T]):
@@ -237,6 +136,7 @@ class Batches(Generic[T]):
         self._sampler, self._plan, self._rank, self._scale = sampler, plan, rank, scale
         self._count_tokens, self._reduce = count_tokens, reduce
         self._data_epochs = data_epochs
+        self._through: Callable[[Any], Iterator[MicroBatch[T]]] | None = None
         maker = Maker(collate, self._seed, self.order.seed)
         self._loading = Loading(dataset, sampler, plan, rank, maker, data_epochs, options)
         self._left = self._count_left()
@@ -250,6 +150,25 @@ class Batches(Generic[T]):
     def order(self) -> Order:
         """The order of samples, for the manifest of checkpoints."""
         return self._sampler.order
+
+    @property
+    def plan(self) -> BatchPlan:
+        """Which rank computes what."""
+        return self._plan
+
+    @property
+    def rank(self) -> int:
+        """The rank whose micro-batches these are."""
+        return self._rank
+
+    def given_to(self, through: Callable[[Batch[T]], Iterator[MicroBatch[T]]], scale: str) -> None:
+        """Lets ``for micro in batch`` call ``through(batch)``, in batches that are made from now on.
+
+        Args:
+            through: An `Accumulation`.
+            scale: What the factors are made for, as in the constructor.
+        """
+        self._through, self._scale = through, scale
 
     @property
     def alike(self) -> dict[str, Any]:
@@ -366,6 +285,7 @@ class Batches(Generic[T]):
                 position=one.position,
                 position_after=one.position_after,
                 scale=self._scale,
+                through=self._through,
                 _parts=gathered,
                 _owner=self,
             )
@@ -438,7 +358,7 @@ class Batches(Generic[T]):
         for part, data in parts:
             mask = (torch.arange(part.slice.rows) < part.slice.n,) if self._plan.pad else ()
             found.append(0 if part.slice.filler else int(self._count_tokens(data, *mask)))
-        batch._total = _Total(_begun(self._reduce, sum(found)))
+        batch._total = Total(_begun(self._reduce, sum(found)))
         return found
 
     def _count_left(self) -> int | None:

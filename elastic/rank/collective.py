@@ -136,12 +136,15 @@ class GlooCollective:
         rank: As in ``RANK``.
         world_size: As in ``WORLD_SIZE``.
         epoch: Keeps keys of different epochs apart if a store outlives one.
+        number: The same for groups that follow one another in a process.
         timeout: Seconds that any one operation may take.
     """
 
-    def __init__(self, rank: int, world_size: int, epoch: int, *, timeout: float = TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self, rank: int, world_size: int, epoch: int, *, number: int = 0, timeout: float = TIMEOUT_SECONDS
+    ) -> None:
         self.rank, self.world_size = rank, world_size
-        self._epoch = epoch
+        self._epoch = f"{epoch}.{number}" if number else str(epoch)
         self._timeout_seconds = timedelta(seconds=timeout)
         self._group: Any = None
         self._store: Any = None

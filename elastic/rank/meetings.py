@@ -46,8 +46,8 @@ class Meetings:
         """Raises RuntimeError if the session has ended, and names the step at which it did."""
         if self.over:
             raise RuntimeError(
-                f"this session is over: its run was drained or finished, at step {step}, and a process trains one "
-                "run. Train the next one in a process of its own, with a checkpoint_dir of its own"
+                f"this session is over: its run was drained or finished, at step {step}. Train the next run with a "
+                "checkpoint_dir of its own, and put `with session(checkpoint_dir):` around each, or use two processes"
             )
 
     def compare(self, alike: Mapping[str, Any], problem: str = "", *, final: bool = True) -> None:

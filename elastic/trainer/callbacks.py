@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from ..saving.replicas import loadable
 
 if TYPE_CHECKING:
-    from ..data.batches import Batch
+    from ..data.batch import Batch
     from .trainer import Trainer
 
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from ..checkpoint import Best, Position, Tracked
-from ..data.batches import Batch, Batches
+from ..data.batch import Batch
+from ..data.batches import Batches
 from ..data.counts import sum_over_ranks
 from ..data.evaluator import Evaluator, Interrupted, to_device
 from ..data.plan import BatchPlan
@@ -29,10 +30,9 @@ from ..saving.cadence import checked
 from ..saving.replicas import unwrapped
 from ..saving.resuming import check_strategy
 from ..saving.saving import SaveError
+from ..script.session import Session, session
 from ..training.accumulation import Accumulation
 from ..training.draws import drawn_in
-from ..training.entry import session
-from ..training.session import Session
 from .alike import alike_of
 from .callbacks import Callback, Console, Logger, forgetful
 from .hooks import Hooks

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..data.batches import Batch
+from ..data.batch import Batch
 from ..data.micro_batch import MicroBatch
 from .wrappers import Frozen, tell
 
@@ -107,8 +107,8 @@ class Accumulation:
         if bool(model.is_gradient_accumulation_boundary()) != micro.is_last:
             raise RuntimeError(
                 f"micro-batch {batch.handed_out} of {batch.accumulation} begins, but the engine, which accumulates "
-                f"over {model.gradient_accumulation_steps()}, does not take it so. Its config must be made by "
-                "elastic.deepspeed.config for the present plan, and engine.step() be called after each micro-batch"
+                f"over {model.gradient_accumulation_steps()}, does not take it so. Call engine.step() after each "
+                "micro-batch, and make its config for the present plan (s.deepspeed_config or elastic.deepspeed.config)"
             )
 
     def _zero(self, micro: MicroBatch[T], stack: ExitStack) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from dalsegno.protos.trace import mark
 
@@ -21,11 +22,14 @@ from .examination import is_examined
 from .opening import check_directory, check_world, hello, refuse, take_lock
 from .session import Session
 
+# The session of this process, and how many it had before.
 _sessions: list[Session] = []
+_before = [0]
+S = TypeVar("S", bound=Session)
 
 
-def session(checkpoint_dir: str | Path | None = None, *, keep: int = 0, verify: bool = True) -> Session:
-    """The session of this process. A second call returns the first one's: a process trains one run.
+def open_session(kind: type[S], checkpoint_dir: str | Path | None = None, *, keep: int = 0, verify: bool = True) -> S:
+    """The session of this process. A second call returns the first one's, until that one is closed.
 
     Under ``dlrover-run`` everything comes from the environment. Outside, the world is torchrun's or one rank. With a
     ``checkpoint_dir`` the newest sound checkpoint in it is the resume point, and SIGTERM saves before it stops. Under
@@ -33,24 +37,31 @@ def session(checkpoint_dir: str | Path | None = None, *, keep: int = 0, verify: 
     afterwards ignore those signals, so that they are there for the step that is saved.
 
     Args:
+        kind: The class of a new session.
         checkpoint_dir: Only for use outside ``dlrover-run``, which gives its own.
         keep: Outside ``dlrover-run``: how many checkpoints to keep; 0: all.
         verify: Read the resume point's files and compare their checksums before anything is loaded.
 
     Raises:
         RuntimeError: The environment is incomplete, the directory is in use, the checkpoints there do not fit, or the
-            session of this process has another directory.
+            session of this process has another directory. Or it is closed, and this is ``dlrover-run``.
         OSError: The agent or the directory cannot be reached.
         BadResumePoint: The resume point is damaged; the agent was told. Exit code 84.
     """
     directory = None if checkpoint_dir is None else Path(checkpoint_dir).absolute()
+    if _sessions and _sessions[0].closed:
+        _check_may_follow(_sessions[0])
+        _sessions.clear()
+        _before[0] += 1
     if _sessions:
         _check_same_run(_sessions[0], directory)
     else:
         mark("session")
-        _sessions.append(_open(from_environment(checkpoint_dir=directory), keep, verify))
+        _sessions.append(_open(kind, from_environment(checkpoint_dir=directory), keep, verify))
         mark("verified")
-    return _sessions[0]
+    found = _sessions[0]
+    assert isinstance(found, kind)
+    return found
 
 
 def refused_together() -> AbstractContextManager[None]:
@@ -62,23 +73,32 @@ def _check_same_run(first: Session, directory: Path | None) -> None:
     if first.alone and directory is not None and directory != first.run_dir:
         raise RuntimeError(
             f"this process has a session with checkpoint_dir={first.run_dir}, and trains that run alone, not one in "
-            f"{directory}, too: train each run in a process of its own"
+            f"{directory}, too: leave the first one before (`with session(...) as s:`), or use another process"
         )
 
 
-def _open(identity: Identity, keep: int, verify: bool) -> Session:
+def _check_may_follow(before: Session) -> None:
+    if not before.alone:
+        raise RuntimeError(
+            "under dlrover-run a process trains one run, whose session was left: start each run with a dlrover-run of "
+            "its own"
+        )
+
+
+def _open(kind: type[S], identity: Identity, keep: int, verify: bool) -> S:
     notice = Notice()
     try:
-        return _open_with(notice, identity, keep, verify)
+        return _open_with(kind, notice, identity, keep, verify)
     except BaseException:
         notice.release()
         raise
 
 
-def _open_with(notice: Notice, identity: Identity, keep: int, verify: bool) -> Session:
+def _open_with(kind: type[S], notice: Notice, identity: Identity, keep: int, verify: bool) -> S:
     collective: Collective = Solo()
     if identity.world_size > 1:
-        collective = GlooCollective(identity.rank, identity.world_size, identity.epoch)
+        # All ranks open their sessions in the same order, so these have numbers.
+        collective = GlooCollective(identity.rank, identity.world_size, identity.epoch, number=_before[0])
         mark("met")
     link = lock = resume = None
     if identity.socket is not None:
@@ -113,7 +133,7 @@ def _open_with(notice: Notice, identity: Identity, keep: int, verify: bool) -> S
     if not identity.alone or identity.run_dir is not None:
         notice.watch(noticed())
         shield_loaders()
-    found = Session(identity, collective, link=link, lock=lock, resume=resume, keep=keep, notice=notice)
+    found = kind(identity, collective, link=link, lock=lock, resume=resume, keep=keep, notice=notice)
     if link is not None:
         watch_the_end(found.meetings, lambda: found.survivor.peer_lost())
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..checkpoint import Cut, Order, Position, Ref
-from ..data.batches import Batch, batch_in
+from ..data.batch import Batch, batch_in
 from ..data.sampler import check_order
 from ..rank.agreement import PART
 from ..rank.exchange import MAX_STEPS_APART, Boundary

@@ -62,8 +62,8 @@ class Session:
         epoch: The membership's epoch; 0 outside ``dlrover-run``. (The data's own is ``position.data_epoch``.)
         run_dir: Where checkpoints are saved; None if they cannot be.
         resume: What to load before the first step; None: start from step 0.
-        step: Optimizer steps done, including those before the resume point.
         left_in_a_step: A loop was left during a step, which does not count.
+        closed: `close` was called: this process may open another session.
         examination: What is known of this training, for people; ends with the first ``meet``.
         meetings: How all ranks end where one of them refuses.
         copies: What all ranks have a copy of: compared before the first step, and right behind it.
@@ -84,7 +84,7 @@ class Session:
     ) -> None:
         self.rank, self.world_size, self.local_rank = identity.rank, identity.world_size, identity.local_rank
         self.epoch, self.run_dir, self.resume = 0 if identity.alone else identity.epoch, identity.run_dir, resume
-        self.step = 0 if resume is None else resume.step
+        self._step = 0 if resume is None else resume.step
         self._identity, self._collective, self._link, self._lock = identity, collective, link, lock
         self._exchange, self.meetings = Exchange(collective), Meetings(collective, link)
         self.saves = Saves(identity, collective, link, resume, keep)
@@ -93,12 +93,24 @@ class Session:
         self.examination = Examination(self.rank, begins, self.world_size, self.max_world_size, self.can_save)
         self.copies = Copies(collective)
         self._notice = notice
-        self.left_in_a_step = False
+        self.left_in_a_step = self.closed = False
         self._reports = Reports(link, count_steps(identity, self.step))
         self.survivor = Survivor(identity, link, None if resume is None else resume.ref, self._reports)
         self._drain_not_before, self._drain_pause = 0.0, DRAIN_PAUSE_SECONDS
 
     # What a script calls.
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done, including those before the resume point."""
+        return self._step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        raise AttributeError(
+            f"session.step counts the steps that were made, and cannot be set (to {value}): a run goes on where its "
+            "checkpoint ends; dlrover-run --resume-step names an earlier one"
+        )
 
     @property
     def should_drain(self) -> bool:
@@ -158,10 +170,7 @@ class Session:
 
     @property
     def best(self) -> Best | None:
-        """The best checkpoint so far by the tracked metric; it is never pruned. The same on all ranks.
-
-        None if nothing is saved, whatever ``improved`` has returned.
-        """
+        """The best checkpoint so far by the tracked metric, never pruned, alike on all ranks; None: none is saved."""
         return self._tracking.best
 
     def track(self, metric: str, *, mode: str = "min", min_delta: float = 0.0) -> None:
@@ -287,7 +296,7 @@ class Session:
             self.report(loss)
         seconds = self._reports.lap()
         boundary = self._exchange.end(seconds)
-        self.step = boundary.step
+        self._step = boundary.step
         self._reports.step(boundary, seconds)
         self.copies.behind(self.step)
         if boundary.save_failed or (boundary.exchanged and not boundary.saving):
@@ -296,7 +305,7 @@ class Session:
 
     def abandon_step(self, *, trained: bool = False) -> None:
         """Gives up a step in which the loop was left. It does not count; ``trained``: it was complete, and counts."""
-        self.step += int(trained and self._exchange.under_way)
+        self._step += int(trained and self._exchange.under_way)
         self.left_in_a_step = not trained
         self._exchange.abandon()
 
@@ -433,7 +442,7 @@ class Session:
 
     def close(self) -> None:
         """Leaves the session's group and the agent's socket, for scripts that go on doing other things."""
-        self.meetings.over = True
+        self.meetings.over = self.closed = True
         self._notice.release()
         if self.saves.saver is not None:
             self.saves.saver.close()

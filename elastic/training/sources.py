@@ -22,7 +22,8 @@ from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSamp
 
 from ..checkpoint import Position
 from ..checkpoint.files import write_exclusive
-from ..data.batches import Batches, batch_in
+from ..data.batch import batch_in
+from ..data.batches import Batches
 from ..rank.agreement import PART
 from ..rank.remarks import remark
 from ..saving.background_save import Background, in_background

@@ -27,6 +27,7 @@ from dalsegno.protos.text import few
 from dalsegno.protos.trace import mark
 
 from ..checkpoint import SHARDED
+from ..rank.remarks import remark
 from ..saving.bundles import Bundle, unpacked
 from ..saving.optimizers import check_kept, check_parameters, say_added
 from ..saving.replicas import check_unsharded, check_whole, loadable, tensors, unwrapped, without_prefixes
@@ -79,6 +80,8 @@ class TrainingState:
         self._left_out: dict[str, list[weakref.ref[Any]]] = {}
         self._stood: dict[str, list[Any]] = {}
         self._rates: dict[str, list[float]] = {}
+        # The checkpoint of which this run once took the weights only; "": there is none.
+        self._weights_from = ""
 
     @property
     def parts(self) -> Mapping[str, Stateful]:
@@ -102,6 +105,9 @@ class TrainingState:
         """What this rank holds of what rank 0 saves, see `files`, on whichever rank it is asked."""
         check_whole(self._model)
         kept = {name: {"type": _kind(part), "state": _state_of(name, part)} for name, part in self._parts.items()}
+        if self._weights_from:
+            for said in kept.values():
+                said["weights_from"] = self._weights_from
         for name, names in self._trained().items():
             kept[name]["parameters"], kept[name]["frozen"] = names, frozen(self._model)
             self._say_added(name, names)
@@ -193,7 +199,7 @@ class TrainingState:
             self.rehearse()  # Says which part it is.
             raise
 
-    def load(self, *, cast: bool = False, other_schedule: bool = False) -> bool:
+    def load(self, *, cast: bool = False, other_schedule: bool = False, weights_only: bool = False) -> bool:
         """Loads the session's resume point: weights, then the parts in their order. False: there is none.
 
         Collective if there is one: if something does not fit on some rank, no rank goes on.
@@ -201,6 +207,8 @@ class TrainingState:
         Args:
             cast: Convert weights that were saved with another dtype.
             other_schedule: Accept a schedule (``LambdaLR``) whose functions have changed.
+            weights_only: Load the model, and let the other parts begin anew (another optimizer). Step and data go on.
+                Once in a run: what is saved from then on says so, and is loaded whole.
 
         Raises:
             ValueError: On all ranks: the model is sharded; or the checkpoint is of another model, or of a training with
@@ -214,11 +222,11 @@ class TrainingState:
             return False
         mark("built")
         with self._session.meetings.together(), paused():
-            self._load(resume, cast, other_schedule)
+            self._load(resume, cast, other_schedule, weights_only)
         mark("loaded")
         return True
 
-    def _load(self, resume: ResumePoint, cast: bool, other_schedule: bool) -> None:
+    def _load(self, resume: ResumePoint, cast: bool, other_schedule: bool, weights_only: bool) -> None:
         check_whole(self._model)
         if resume.form != SHARDED:
             raise ValueError(f"{resume.ref.name} is handed out as {resume.form}: it was not saved by TrainingState")
@@ -228,18 +236,11 @@ class TrainingState:
         check_same_names(weights, wanted)
         if not cast:
             check_same_dtypes(weights, wanted)
-        had = {name: str(part["type"]) for name, part in kept.items()}
-        have = {name: _kind(part) for name, part in self._parts.items()}
-        if had != have:
-            raise ValueError(
-                f"{resume.ref.name} was saved with {_named(had)}, this training has {_named(have)}: it would go on"
-                " in another way than it began; make the same ones, or start a new run"
-            )
-        for name, names in self._trained().items():
-            # Earlier versions did not say.
-            self._had_frozen = kept[name].get("frozen")
-            if "parameters" in kept[name]:
-                _same_parameters(resume.ref.name, kept[name]["parameters"], names)
+        self._weights_from = next((str(part["weights_from"]) for part in kept.values() if "weights_from" in part), "")
+        if weights_only and not self._weights_from:
+            self._weights_from, kept = resume.ref.name, {}
+        else:
+            self._check_parts(resume.ref.name, kept)
         try:
             # What is no tensor of the model's is kept as it comes.
             self._model.load_state_dict(
@@ -249,7 +250,9 @@ class TrainingState:
             raise ValueError(f"{resume.ref.name} is of another model: {error}") from error
         if any(entry.path == UNLISTED_FILE for entry in resume.manifest.files):
             self._unlisted.load(read_tensors(resume.path / UNLISTED_FILE)["buffers"])
-        for name, part in self._parts.items():
+        if not kept and self._parts and self._session.rank == 0:
+            remark("of %s only the weights are loaded: %s begin anew", resume.ref.name, few(self._parts))
+        for name, part in self._parts.items() if kept else ():
             try:
                 load_part(part, kept[name]["state"], cast=cast)
             except (ValueError, KeyError, RuntimeError) as error:
@@ -260,6 +263,25 @@ class TrainingState:
                 self._stood[name] = kept[name]["left_out"]
             if hasattr(part, "param_groups"):
                 self._rates[name] = rates_of(group["lr"] for group in part.param_groups)
+
+    def _check_parts(self, checkpoint: str, kept: Mapping[str, Any]) -> None:
+        """Compares the parts with those of a checkpoint.
+
+        Raises:
+            ValueError: They are others, or train other parameters.
+        """
+        had = {name: str(part["type"]) for name, part in kept.items()}
+        have = {name: _kind(part) for name, part in self._parts.items()}
+        if had != have:
+            raise ValueError(
+                f"{checkpoint} was saved with {_named(had)}, this training has {_named(have)}: it would go on"
+                " in another way than it began; make the same ones, or start a new run"
+            )
+        for name, names in self._trained().items():
+            # Earlier versions did not say.
+            self._had_frozen = kept[name].get("frozen")
+            if "parameters" in kept[name]:
+                _same_parameters(checkpoint, kept[name]["parameters"], names)
 
 
 def _same_parameters(checkpoint: str, saved: Sequence[str], here: Sequence[str]) -> None:

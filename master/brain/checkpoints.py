@@ -288,6 +288,9 @@ def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], by: No
         if message.form == control_pb2.FORM_UNIVERSAL:
             forms.append(message)
         elif message.epoch == job.epoch and job.epoch and job.checkpoint(message.ref.digest) is None:
+            if has_gone_back(job):
+                set_aside(job, from_proto(message))
+                continue
             refused = record_commit(turn, message, by.name) if may_tell(turn, by) else "a stranger reported it"
             if not refused:
                 turn.notice(f"{message.ref.name} was sealed but not yet recorded: it counts")
@@ -356,6 +359,20 @@ def retire(job: Job, record: Checkpoint, damaged: bool) -> None:
     job.checkpoints.put(replace(record, retired=True, damaged=record.damaged or damaged))
 
 
+def set_aside(job: Job, record: Checkpoint) -> bool:
+    """Takes out of the run what it goes back behind. Returns whether that is on the disk, where it stays."""
+    if record.parts:
+        retire(job, record, damaged=False)
+        return False
+    job.checkpoints.put(replace(record, retired=True, aside=True))
+    return True
+
+
+def has_gone_back(job: Job) -> bool:
+    """Whether the run went back since the last world opened: what that world sealed does not count any more."""
+    return bool(job.run.gone_back) and job.run.gone_back[-1].epoch == job.epoch
+
+
 def retire_old(turn: Turn) -> None:
     """Beyond the last N, retires what nothing can still choose or use. Recorded before any file is deleted.
 
@@ -416,7 +433,9 @@ def prunable(job: Job) -> list[Checkpoint]:
     gone = [
         record
         for record in job.checkpoints.retired
-        if record.digest not in in_use and (not record.damaged or (newest is not None and newest.age > record.age))
+        if record.digest not in in_use
+        and not record.aside
+        and (not record.damaged or (newest is not None and newest.age > record.age))
     ]
     return [*job.late, *gone][:PRUNED_AT_ONCE]
 

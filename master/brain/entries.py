@@ -96,6 +96,8 @@ class Checkpoint:
     retired: bool = False
     # Retired because of damage: its files stay until a newer checkpoint is committed.
     damaged: bool = False
+    # Retired because the run went back behind it: its files stay.
+    aside: bool = False
     # Name of the node that committed it, until another node sees it, too.
     unseen: str = ""
     # In how many parts it is in the memory of nodes, see `memory`; 0: it is in the checkpoint directory.

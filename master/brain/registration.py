@@ -10,7 +10,7 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.peer_address import speaks_tls
 from dalsegno.protos.processes import Process, is_of_earlier_boot
 
-from . import membership
+from . import going_back, membership
 from .checkpoints import resume_point
 from .door import MOST_NODES
 from .events import Reply
@@ -52,6 +52,8 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
             return Reply("FAILED_PRECONDITION", f"incarnation {message.incarnation!r} is another agent's")
         membership.hear(turn, known)
         return accepted(turn, known)
+    if (at_once := going_back.refused(job, message)) is not None:
+        return at_once
     remark = new_run_without_effect(turn, message) or reopen(turn, message)
     if isinstance(remark, Reply):
         return remark
@@ -66,7 +68,10 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
     if len(job.nodes) >= MOST_NODES:
         return Reply("RESOURCE_EXHAUSTED", f"{len(job.nodes)} nodes are registered, which is all that a job may have")
     first_agent(turn, message)
-    return accepted(turn, admit(turn, message, remark))
+    gone_back = going_back.go_back(turn, message, lambda name: is_there(turn, name))
+    if isinstance(gone_back, Reply):
+        return gone_back
+    return accepted(turn, admit(turn, message, "; ".join(filter(None, (remark, gone_back)))))
 
 
 def digest_of(secret: bytes) -> str:

@@ -37,6 +37,7 @@ __all__ = (
     "Drain",
     "EpochRecord",
     "Failure",
+    "GoneBack",
     "Job",
     "Joined",
     "Member",
@@ -331,6 +332,15 @@ class NextWorld:
 
 
 @dataclass(frozen=True)
+class GoneBack:
+    """A start of the run asked for an earlier step, for the nth time, when this was the last opened epoch."""
+
+    step: int
+    time: int
+    epoch: int
+
+
+@dataclass(frozen=True)
 class Run:
     """One training from step 0 to its end; dropped when the next one begins."""
 
@@ -349,6 +359,8 @@ class Run:
     growth_cost_seconds: float = 0.0
     # The step that it had reached when its last world ended.
     left_step: int = 0
+    # The earlier steps that it went back to, in order.
+    gone_back: tuple[GoneBack, ...] = ()
 
 
 @dataclass(frozen=True)

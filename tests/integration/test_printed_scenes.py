@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs.stage import Stage
+from tests.support.jobs.master_process import eventually
+from tests.support.jobs.stage import PATIENCE, Stage
 from tests.support.pages import printed
 from tests.support.pages.printed_code import CODE, NO_COMPILER
 from tests.support.pages.printed_commands import COMMANDS, Scene
@@ -18,7 +19,10 @@ from tests.support.workers import tiny_swift
 pytestmark = pytest.mark.timeout(900)
 
 Line = Callable[[str], str]
-PLAIN, ELASTIC = 'engine.load_checkpoint("checkpoints")', "save=state.write, save_every=20):"
+PLAIN, ELASTIC = (
+    'engine.load_checkpoint("checkpoints")',
+    "for batch in s.steps(batches, state, max_steps=300, save_every=20):",
+)
 SAVED, LOST = 75, -9
 
 
@@ -123,6 +127,50 @@ def test_a_master_that_is_a_service(stage: Stage, line: Line, tmp_path: Path) ->
     assert "finished" in stage.type(node)
     master.terminate()
     master.wait()
+
+
+# It makes steps for minutes.
+PATIENT = """
+import time, torch
+from dalsegno.elastic import session
+s = session()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+state = s.state(model, optimizer)
+data = s.data(torch.zeros(64, 5), global_batch=16, micro_batch=4)
+for batch in s.steps(data, state, max_steps=4000, save_every=10):
+    for micro in batch:
+        micro.scale(model(micro.data[:, :4]).square().mean()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.full  # the short one: test_going_back.py
+def test_back_to_an_earlier_step(stage: Stage, line: Line) -> None:
+    """What came after stays on the disk; the same command does not go back again; once more on request."""
+    (stage.directory / "train.py").write_text(PATIENT)
+    back = line("dlrover-run").replace(" train.py", " --keep-checkpoints=0 train.py")
+
+    def sealed(step: int, epoch: int) -> list[Path]:
+        return list(stage.directory.glob(f"checkpoints/*/run-0001/step-{step}.e{epoch}.*/MANIFEST.json"))
+
+    def leave_after(typed: str, step: int, epoch: int) -> str:
+        """What is said until this step of that epoch is saved, and the node has left."""
+        terminal = stage.start(typed)
+        eventually(lambda: sealed(step, epoch) or terminal.process.poll() is not None, PATIENCE)
+        terminal.press_ctrl_c()
+        assert terminal.wait() == SAVED, terminal.text
+        assert "Traceback" not in terminal.text
+        return terminal.text
+
+    leave_after(back.replace("--resume-step=20 ", ""), 40, 1)
+    assert "run-0001 goes back to step 20 (step-20.e1.1), as --resume-step says" in leave_after(back, 30, 2)
+    said = leave_after(back, 50, 3)
+    assert "--resume-step has been followed: run-0001 went back to step 20 before epoch 2, and goes on from" in said
+    assert "goes back to step 20 (step-20.e1.1)" in leave_after(back.replace("=20", "=20:2"), 30, 4)
+    assert all(sealed(step, 1) for step in (10, 20, 30, 40)), "kept aside, not deleted"
 
 
 def test_a_conversion_by_hand(stage: Stage, line: Line) -> None:

@@ -15,8 +15,8 @@ import dalsegno.agent.commands.dlrover_run
 import dalsegno.agent.standby.nursery
 import dalsegno.elastic.data.batches
 import dalsegno.elastic.deepspeed.engine
+import dalsegno.elastic.script.session
 import dalsegno.elastic.training.accumulation
-import dalsegno.elastic.training.entry
 import dalsegno.elastic.training.training_state
 
 # As the console script imports it: gRPC reads how much it is to say only once.

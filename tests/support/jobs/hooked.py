@@ -199,7 +199,7 @@ def read_in_processes(context: str) -> None:
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         loader = {"num_workers": 2, "multiprocessing_context": context}
-        plain(self, *arguments, loader_options=loader, **options)
+        plain(self, *arguments, **{**options, "loader_options": loader})
 
     Batches.__init__ = init  # type: ignore[method-assign]
 

@@ -126,7 +126,7 @@ CODE = (
     ),
     Snippet(
         "README.md",
-        "save=state.write, save_every=20):",
+        "for batch in s.steps(batches, state, max_steps=300, save_every=20):",
         DDP,
         "assert s.step == 40\nfrom dalsegno.elastic import CheckpointStore\n"
         "assert [m.step for m in CheckpointStore(s.run_dir).sealed()] == [20, 40]\n",
@@ -140,11 +140,41 @@ CODE = (
     ),
     Snippet(
         "docs/deepspeed.md",
-        "save=save, save_every=20,",
+        "state = s.engine(engine)",
         GPT,
         "assert s.step == 40\nfrom dalsegno.elastic import CheckpointStore\n"
         "assert [m.step for m in CheckpointStore(s.run_dir).sealed()] == [20, 40]\n",
         {"max_steps=300": "max_steps=40"},
+    ),
+    Snippet(
+        "docs/loop.md",
+        "clip_grad_norm_(model.parameters(), 1.0)",
+        ROWS,
+        "assert s.step == 6\nfrom dalsegno.elastic import CheckpointStore\n"
+        "assert [m.step for m in CheckpointStore(s.run_dir).sealed()] == [3, 6]\n",
+        {"max_steps=1000": "max_steps=6", "save_every=100": "save_every=3", "batch.step % 100": "batch.step % 2"},
+    ),
+    Snippet(
+        "docs/loop.md",
+        "for rate in (1e-3, 1e-4):",
+        ROWS + "done = []\ndef train(s, rate): done.append((s.run_dir.name, s.step))\n",
+        "assert done == [('0.001', 0), ('0.0001', 0)], done\n",
+    ),
+    Snippet(
+        "docs/lower-layer.md",
+        "state = TrainingState(s, model=model, optimizer=optimizer)",
+        ROWS,
+        "assert s.step == 40\nfrom dalsegno.elastic import CheckpointStore\n"
+        "assert [m.step for m in CheckpointStore(s.run_dir).sealed()] == [20, 40]\n",
+        {"max_steps=300": "max_steps=40"},
+    ),
+    Snippet(
+        "docs/lower-layer.md",
+        "elastic_deepspeed.restore(engine, s.resume)",
+        ROWS
+        + "import deepspeed\nfrom dalsegno.elastic import deepspeed as elastic_deepspeed\ns = session('checkpoints')\n",
+        "assert s.step == 4\n",
+        {"max_steps=300": "max_steps=4"},
     ),
     Snippet(
         "docs/data.md",
@@ -231,6 +261,13 @@ CODE = (
         "state.load()",
         TINY + "scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)\nscaler = torch.amp.GradScaler('cpu')\n",
         "assert s.step == 3",
+    ),
+    Snippet(
+        "elastic/script/session.py",
+        "state = s.state(model, optimizer)",
+        ROWS + "dataset = data\n",
+        "assert s.step == 4",
+        {"max_steps=1000": "max_steps=4"},
     ),
     Snippet(
         "elastic/training/session.py",

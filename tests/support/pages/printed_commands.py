@@ -92,6 +92,7 @@ COMMANDS: dict[str, How] = {
     "dlrover-run --nnodes=1:4 --universal-checkpoint train.py --save-dir '${save_dir}'": Scene(
         "test_a_script_without_a_session"
     ),
+    "dlrover-run --nnodes=1:4 --resume-step=20 train.py": Scene("test_back_to_an_earlier_step"),
     "mkdir -p /var/lib/dalsegno": Scene("test_a_master_that_is_a_service"),
     "(umask 077; openssl rand -hex 32 > token)": Scene("test_a_master_that_is_a_service"),
     "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 365 -subj /CN=gpt"

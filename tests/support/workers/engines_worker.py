@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from dalsegno import elastic
 from dalsegno.elastic import DDP, FSDP, Accumulation, Batches, BatchPlan, DeepSpeed, ElasticSampler, SaveError, Trainer
 from dalsegno.elastic.checkpoint import inventory
 from dalsegno.elastic.training import entry
@@ -442,7 +443,7 @@ def close_session(case: dict[str, Any]) -> None:
 def new_session(case: dict[str, Any]) -> Any:
     """A session of the case's own."""
     close_session(case)
-    return entry.session(case.get("directory"))
+    return elastic.session(case.get("directory"))
 
 
 CASES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

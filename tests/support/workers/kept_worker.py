@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
+from dalsegno import elastic
 from dalsegno.elastic import Batches, BatchPlan, Callback, ElasticSampler, Trainer, TrainingState
 from dalsegno.elastic.trainer.deepspeed_strategy import DeepSpeed
-from dalsegno.elastic.training import entry
 from tests.support.workers import cases
 
 LENGTH, GLOBAL_BATCH = 36, 6
@@ -152,7 +152,7 @@ def trainer(case: dict[str, Any]) -> dict[str, Any]:
 
 def loop(case: dict[str, Any]) -> dict[str, Any]:
     """A loop of one's own; its ``StepLR`` is given to ``TrainingState``, or left out, or moved by the script."""
-    session = entry.session(case["directory"])
+    session = elastic.session(case["directory"])
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     model = make_model(case)
@@ -193,7 +193,7 @@ def engine(case: dict[str, Any]) -> dict[str, Any]:
 
     from dalsegno.elastic.deepspeed import engine as ours
 
-    session = entry.session(case["directory"])
+    session = elastic.session(case["directory"])
     if not dist.is_initialized():
         ours.prepare()
     model, base = make_model(case), case["base"]

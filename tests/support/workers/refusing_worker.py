@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dalsegno import elastic
 from dalsegno.elastic import Batch, Batches, BatchPlan, Callback, ElasticSampler, Trainer, TrainingState
 from dalsegno.elastic.trainer.deepspeed_strategy import DeepSpeed
-from dalsegno.elastic.training import entry
 from tests.support.workers import cases
 
 STEPS, LATE = 6, 3
@@ -126,7 +126,7 @@ def trainer(case: Case) -> list[int]:
 
 
 def loop(case: Case) -> list[int]:
-    s = entry.session(directory(case))
+    s = elastic.session(directory(case))
     model = model_of(case)
     state = TrainingState(s, model=model, optimizer=optimizer_of(case, model), average=Part(case))
     state.load()

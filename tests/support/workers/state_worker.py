@@ -19,6 +19,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from dalsegno import elastic
 from dalsegno.elastic import (
     DDP,
     FSDP,
@@ -34,7 +35,6 @@ from dalsegno.elastic import (
     background,
 )
 from dalsegno.elastic.trainer.deepspeed_strategy import DeepSpeed
-from dalsegno.elastic.training import entry
 from tests.support.workers import cases
 
 LENGTH, GLOBAL_BATCH, STEPS = 24, 6, 4
@@ -129,7 +129,7 @@ def make_adam(model: nn.Module) -> torch.optim.Optimizer:
 
 def loop(case: dict[str, Any], build: Callable[[Session], tuple[nn.Module, dict[str, Any]]]) -> dict[str, Any]:
     """A training of ``TrainingState``; ``build`` gives what is called, and what is given to it."""
-    session = entry.session(case["directory"])
+    session = elastic.session(case["directory"])
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     wrapped, parts = build(session)
@@ -230,7 +230,7 @@ BUILDS = {
 
 def own_save(case: dict[str, Any]) -> dict[str, Any]:
     """A save of the script's own that cannot succeed, or leaves nothing."""
-    session = entry.session(case["directory"])
+    session = elastic.session(case["directory"])
     steps: list[int] = []
 
     def save(path: Path) -> None:
@@ -251,7 +251,7 @@ def own_save(case: dict[str, Any]) -> dict[str, Any]:
 
 def with_dcp(case: dict[str, Any]) -> dict[str, Any]:
     """torch's distributed checkpoint, whose writer finds the disk full in the first saves on the last rank."""
-    session = entry.session(case["directory"])
+    session = elastic.session(case["directory"])
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     model = make_model()

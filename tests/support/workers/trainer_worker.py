@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, IterableDataset
 
+from dalsegno import elastic
 from dalsegno.elastic import (
     Accumulation,
     Batches,
@@ -35,7 +36,6 @@ from dalsegno.elastic.data import counts
 from dalsegno.elastic.trainer.deepspeed_strategy import DeepSpeed
 from dalsegno.elastic.trainer.fsdp import FSDP
 from dalsegno.elastic.trainer.strategies import DDP, Strategy
-from dalsegno.elastic.training import entry
 from tests.support.workers import cases
 
 LENGTH, GLOBAL_BATCH, MICRO = 50, 13, 3
@@ -240,7 +240,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
 def by_hand(case: dict[str, Any]) -> dict[str, Any]:
     """The same training without a Trainer: DDP with a TrainingState, or FSDP1 with torch's scaler and no checkpoint."""
     dtype = torch.float32 if case["sharded"] else torch.float64
-    session = entry.session(case.get("directory"))
+    session = elastic.session(case.get("directory"))
     torch.manual_seed(5)
     model: nn.Module = Model().to(dtype)
     wrapped, optimizer = model, make_optimizer(model)

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
+from dalsegno import elastic
 from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, Position, Trainer, background
-from dalsegno.elastic.training import entry
 from dalsegno.elastic.training.session import Session
 from tests.support.workers import cases
 
@@ -56,7 +56,7 @@ class Case:
         if self.rank == 0 and self.options.get("lose"):  # which rank 0 alone looks for
             for path in self.directory.glob(f"step-{self.options['lose']}.*"):
                 shutil.rmtree(path)
-        return entry.session(self.directory if self.here("directory", True) else None)
+        return elastic.session(self.directory if self.here("directory", True) else None)
 
     def batches(self, s: Session) -> Batches[Any]:
         length = self.here("length", LENGTH)
@@ -221,7 +221,7 @@ def twice(case: Case) -> None:
         case.directory = case.directory / "other"
         trained(case)
     elif case.here("second") == "sum":
-        case.steps.append([int(entry.session().sum(case.rank + 1.0)) for _ in range(2)])
+        case.steps.append([int(elastic.session().sum(case.rank + 1.0)) for _ in range(2)])
     else:
         s = case.open()
         case.loop(s, case.batches(s))

@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback
 
+from dalsegno import elastic
 from dalsegno.elastic import Drained, ElasticSampler
 from dalsegno.elastic.checkpoint import inventory
 from dalsegno.elastic.training import entry
@@ -107,7 +108,7 @@ def make(
 ) -> Any:
     """A Trainer with the session of this directory."""
     close()
-    own = entry.session(directory / "checkpoints")
+    own = elastic.session(directory / "checkpoints")
     own._exchange._interval = 0.0  # agree in every step, however fast they are
     given = {
         "output_dir": str(directory / "out"),

@@ -236,7 +236,7 @@ def test_the_newest_and_its_best_always_stay(saves: list[tuple[int, bool]], keep
 def start(run_dir: Path, keep: int = 0) -> Iterator[Session]:
     """What ``session(checkpoint_dir=...)`` makes, without the process-wide one and its signal handler."""
     handler = signal.getsignal(signal.SIGTERM)
-    session = entry._open(Identity(run_dir=run_dir), keep, True)
+    session = entry._open(Session, Identity(run_dir=run_dir), keep, True)
     try:
         yield session
     finally:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import Dataset
 
+from dalsegno import elastic
 from dalsegno.elastic import (
     BatchPlan,
     Callback,
@@ -322,7 +323,7 @@ def test_a_strategy_whose_files_belong_to_ranks_is_refused_in_another_world(
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, process: Callable[[], None]) -> None:
     """A script's own checkpoint in the same directory: one line that says what is missing."""
-    s = entry.session(tmp_path)
+    s = elastic.session(tmp_path)
     list(s.steps(iter([1]), save=lambda path: (path / "own.txt").touch() or None))
     process()
     with pytest.raises(ValueError, match="of step 1 has no place in the data"):
@@ -550,7 +551,7 @@ def test_deepspeed_has_one_clipping() -> None:
     assert strategy.name == "deepspeed-zero-2"
     from dalsegno.elastic.trainer.strategies import Setting
 
-    setting = Setting(entry.session(), torch.device("cpu"), BatchPlan(4, 1, 4), 0.5)
+    setting = Setting(elastic.session(), torch.device("cpu"), BatchPlan(4, 1, 4), 0.5)
     with pytest.raises(ValueError, match=r"gradient_clipping is 1\.0 and max_grad_norm 0\.5"):
         strategy.setup(make_model(), make_optimizer, None, setting)
 

@@ -140,7 +140,7 @@ def test_an_engine_keeps_its_own_count_and_both_are_compared() -> None:
         with pytest.raises(RuntimeError, match=f"accumulates over {wrong}, does not take it so"):
             assert not [engine.step() for _ in parts]
     forgetful = Accumulation(Engine(3))
-    with pytest.raises(RuntimeError, match=r"engine\.step\(\) be called after each"):
+    with pytest.raises(RuntimeError, match=r"Call engine\.step\(\) after each"):
         list(forgetful(next(iter(make(4, scale="deepspeed")))))
 
 

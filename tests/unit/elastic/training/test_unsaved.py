@@ -24,7 +24,7 @@ STEPS = 6
 def opened(run_dir: Path | None = None) -> Iterator[Session]:
     """A session in a world of one, outside `dlrover-run`."""
     handler = signal.getsignal(signal.SIGTERM)
-    session = entry._open(Identity(run_dir=run_dir), 0, True)
+    session = entry._open(Session, Identity(run_dir=run_dir), 0, True)
     try:
         yield session
     finally:

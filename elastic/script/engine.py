@@ -1,0 +1,89 @@
+"""A DeepSpeed engine in a loop of one's own: its configuration for the present world, and what the loop is given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..data.batches import Batches
+from ..data.plan import BatchPlan
+from ..deepspeed import engine as ours
+from ..saving.background_save import background
+from ..training.session import Session
+from .micros import Micros
+from .state import Write
+
+_SIZES = {"train_batch_size": "global_batch", "train_micro_batch_size_per_gpu": "micro_batch"}
+
+
+def config_for(session: Session, config: Mapping[str, Any] | str | Path, data: Batches[Any]) -> dict[str, Any]:
+    """DeepSpeed's configuration for the present world, see ``Session.deepspeed_config``."""
+    base = _read(config) if isinstance(config, str | Path) else config
+    if not isinstance(base, Mapping):
+        raise ValueError(f"a DeepSpeed config is a dictionary or the path of a JSON file, not a {type(base).__name__}")
+    plan = data.plan
+    for key, value in zip(_SIZES, (plan.global_batch_size, plan.max_micro_batch_size), strict=True):
+        if base.get(key, "auto") not in ("auto", value):
+            raise ValueError(
+                f"the DeepSpeed config has {key} {base[key]}, and s.data has {_SIZES[key]}={value}: leave {key} out"
+            )
+    ours.prepare()
+    return ours.config(base, plan, session.resume)
+
+
+def _read(path: str | Path) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the DeepSpeed config {path} is no JSON: {error}") from error
+
+
+class Engine:
+    """An engine, loaded. Made by ``Session.engine``.
+
+    Args:
+        session: This process's session.
+        engine: From ``deepspeed.initialize(..., config=s.deepspeed_config(...))``.
+
+    Raises:
+        ValueError, RuntimeError, OSError: See ``elastic.deepspeed.restore``.
+
+    Attributes:
+        engine: The engine.
+        scale: What the factors of micro-batches are made for.
+    """
+
+    scale = "deepspeed"
+
+    def __init__(self, session: Session, engine: Any, *, other_schedule: bool = False) -> None:
+        ours.restore(engine, session.resume, other_schedule=other_schedule)
+        self.engine = engine
+        self._save = ours.save(engine)
+        self._micros: Micros | None = None
+
+    def begin(self, data: Batches[Any]) -> Micros:
+        """See ``state.Trained``."""
+        check_sizes(self.engine, data.plan)
+        self._micros = self._micros or Micros(self.engine)
+        return self._micros
+
+    def saving(self, *, beside: bool) -> Write:
+        """See ``state.Trained``."""
+        return background(self._save) if beside else self._save
+
+
+def check_sizes(engine: Any, plan: BatchPlan) -> None:
+    """Checks that the engine was made for this plan.
+
+    Raises:
+        ValueError: It divides or counts otherwise.
+    """
+    has = (int(engine.train_micro_batch_size_per_gpu()), int(engine.gradient_accumulation_steps()))
+    if has != (plan.micro_batch_size, plan.accumulation):
+        raise ValueError(
+            f"the engine was made for {has[1]} micro-batches of {has[0]} in a step, and these data have "
+            f"{plan.accumulation} of {plan.micro_batch_size}: deepspeed.initialize(config=s.deepspeed_config(config, "
+            "data)) with the data that the loop gets"
+        )

@@ -1,0 +1,134 @@
+"""A loop of one's own through `s.data`, `s.state` and `s.steps`: what is refused in it, and what one line says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dalsegno.elastic import session
+from dalsegno.elastic.training import entry
+from tests.support.pages.mistakes import Comes, brings
+
+
+class Script:
+    """A script up to its loop."""
+
+    def __init__(self, micro_batch: int = 4) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Linear(4, 1)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.s = session()
+        self.state = self.s.state(self.model, self.optimizer)
+        self.data = self.s.data(torch.randn(100, 5), global_batch=16, micro_batch=micro_batch)
+
+    def loss(self, rows: Tensor) -> Tensor:
+        return (self.model(rows[:, :4]) - rows[:, 4:]).square().mean()
+
+    def first(self) -> Any:
+        """The first batch of a loop."""
+        return next(iter(self.s.steps(self.data, self.state, max_steps=2)))
+
+    def step(self, batch: Any) -> None:
+        for micro in batch:
+            micro.scale(self.loss(micro.data)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.fixture(autouse=True)
+def process() -> Iterator[None]:
+    yield
+    while entry._sessions:
+        entry._sessions.pop().close()
+
+
+def step_inside(script: Script, batch: Any) -> None:
+    for micro in batch:
+        micro.scale(script.loss(micro.data)).backward()
+        script.optimizer.step()
+
+
+def clear_inside(script: Script, batch: Any) -> None:
+    for micro in batch:
+        script.optimizer.zero_grad()
+        micro.scale(script.loss(micro.data)).backward()
+    script.optimizer.step()
+
+
+def leave_inside(script: Script, batch: Any) -> None:
+    for micro in batch:
+        micro.scale(script.loss(micro.data)).backward()
+        break
+    script.optimizer.step()
+
+
+@pytest.mark.parametrize("micro_batch", [16, 4])
+@brings(
+    "`optimizer.step()` inside `for micro in batch`, also where a rank has only one micro-batch",
+    Comes.REFUSED,
+    "the gradient is that of a part of the global batch; with fewer ranks there are more micro-batches",
+    "call it behind that loop",
+)
+def test_a_step_inside(micro_batch: int) -> None:
+    """Before the weights have moved."""
+    refused(micro_batch, step_inside, r"call optimizer\.step\(\) behind that loop")
+
+
+@brings(
+    "`optimizer.zero_grad()` inside `for micro in batch`",
+    Comes.REFUSED,
+    "only the last micro-batch's gradient would be left. Seen in the first step that has several",
+    "call it behind that loop",
+)
+def test_gradients_cleared_inside() -> None:
+    """Before the optimizer steps."""
+    refused(4, clear_inside, r"cleared between its micro-batches: call optimizer\.zero_grad\(\) behind")
+
+
+def test_a_loop_that_is_left() -> None:
+    """As in the lower layer."""
+    refused(4, leave_inside, "its gradient is not the global batch's")
+
+
+def refused(micro_batch: int, body: Any, line: str) -> None:
+    script = Script(micro_batch)
+    batch = script.first()
+    before = [p.detach().clone() for p in script.model.parameters()]
+    with pytest.raises(RuntimeError, match=line):
+        body(script, batch)
+    assert all(torch.equal(a, b) for a, b in zip(before, script.model.parameters(), strict=True))
+
+
+@brings(
+    "a model that is moved, or converted to another dtype, after `s.state(model, optimizer)`",
+    Comes.REFUSED,
+    "the optimizer's state would stay where it was loaded: no harm at the first start, but at the next one",
+    "move it before",
+)
+def test_a_model_that_moves() -> None:
+    """At the first start already."""
+    script = Script()
+    script.model.double()
+    with pytest.raises(ValueError, match=r"moved after s\.state.*from cpu, torch\.float32 to cpu, torch\.float64"):
+        script.first()
+
+
+@brings(
+    "`model.eval()` for an evaluation in between, and no `model.train()` behind it",
+    Comes.SAID,
+    "dropout and BatchNorm compute otherwise from then on, which may be meant",
+    "`model.train()`",
+)
+def test_an_evaluation_that_leaves_its_mode_behind(caplog: pytest.LogCaptureFixture) -> None:
+    """Once."""
+    script = Script()
+    for batch in script.s.steps(script.data, script.state, max_steps=4):
+        script.step(batch)
+        script.model.eval()
+    lines = [one for one in caplog.messages if "evaluation mode" in one]
+    assert len(lines) == 1
+    assert lines[0].startswith("step 2 was computed with the model in evaluation mode")

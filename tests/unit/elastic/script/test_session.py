@@ -1,0 +1,181 @@
+"""A loop of one's own gives what the same loop of the lower layer gives, and leaves out what the session knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import IterableDataset
+
+from dalsegno.elastic import Accumulation, Batches, BatchPlan, CheckpointStore, ElasticSampler, TrainingState, session
+from dalsegno.elastic.rank.process_group import init_alone
+from dalsegno.elastic.training import entry
+
+ROWS = torch.randn(40, 5, generator=torch.Generator().manual_seed(5))
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(ROWS)
+
+
+@pytest.fixture(autouse=True)
+def process() -> Iterator[None]:
+    yield
+    while entry._sessions:
+        entry._sessions.pop().close()
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def loss_of(model: Any, rows: Tensor) -> Tensor:
+    loss: Tensor = (model(rows[:, :4]) - rows[:, 4:]).square().mean()
+    return loss
+
+
+def lower(directory: Path, steps: int) -> list[float]:
+    """The losses of a loop of the lower layer."""
+    s = session(directory)
+    model, optimizer = made()
+    state = TrainingState(s, model=model, optimizer=optimizer)
+    state.load()
+    plan = BatchPlan(16, s.world_size, 4)
+    batches: Any = Batches(ROWS, ElasticSampler(len(ROWS), 16, seed=3), plan, s.rank, resume=s.resume)
+    accumulate, losses = Accumulation(model, optimizer), []
+    for batch in s.steps(batches, max_steps=steps, save=state.write, save_every=2, seed=3):
+        losses.append(step_of(accumulate(batch), model, optimizer))
+    s.close()
+    return losses
+
+
+def upper(directory: Path, steps: int, **options: Any) -> list[float]:
+    """Those of the same loop with what the session knows left out."""
+    with session(directory) as s:
+        model, optimizer = made()
+        state = s.state(model, optimizer)
+        data = s.data(ROWS, global_batch=16, micro_batch=4, seed=3)
+        loop = s.steps(data, state, max_steps=steps, save_every=2, **options)
+        return [step_of(batch, model, optimizer) for batch in loop]
+
+
+def step_of(micros: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    total = 0.0
+    for micro in micros:
+        loss = loss_of(model, micro.data)
+        micro.scale(loss).backward()
+        total += float(loss.detach()) * micro.n
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+@pytest.mark.parametrize("options", [{}, {"background": True}])
+def test_it_is_exact_as_the_lower_layer(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Bit for bit, also through a restart; each may go on with what the other has saved."""
+    losses = lower(tmp_path / "lower", 9)
+    assert upper(tmp_path / "upper", 4, **options) == losses[:4]
+    assert upper(tmp_path / "upper", 6, **options) == losses[4:6]
+    assert lower(tmp_path / "upper", 8) == losses[6:8]
+    assert upper(tmp_path / "upper", 9) == losses[8:]
+    assert [one.step for one in CheckpointStore(tmp_path / "upper").sealed()] == [2, 4, 6, 8, 9]
+
+
+def test_data_epochs_end_the_training() -> None:
+    """Each sample once in each, the last batch of each is short, and the loop knows where they end."""
+    with session() as s:
+        model, optimizer = made()
+        state = s.state(model, optimizer)
+        data = s.data(ROWS, global_batch=16, micro_batch=4, data_epochs=2)
+        seen = [
+            (batch.n, batch.ends_data_epoch, sorted(step_ids(batch, model, optimizer)))
+            for batch in s.steps(data, state)
+        ]
+    assert [(n, ends) for n, ends, _ in seen] == [(16, False), (16, False), (8, True)] * 2
+    assert sorted(i for _, _, ids in seen[:3] for i in ids) == list(range(40))
+
+
+def step_ids(batch: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    step_of(batch, model, optimizer)
+    return tuple(batch.sample_ids)
+
+
+def test_a_stream_keeps_its_order_and_a_loader_has_workers() -> None:
+    """What a DataLoader takes, `s.data` takes."""
+    with session() as s:
+        model, optimizer = made()
+        state = s.state(model, optimizer)
+        data = s.data(Stream(), global_batch=16, micro_batch=16, data_epochs=1, num_workers=1, collate_fn=torch.stack)
+        rows = []
+        for batch in s.steps(data, state):
+            for micro in batch:
+                rows.append(micro.data)
+                micro.scale(loss_of(model, micro.data)).backward()
+            optimizer.step()
+    assert torch.equal(torch.cat(rows), ROWS)
+
+
+@pytest.mark.parametrize("first", ["state", "wrapper"])
+def test_synchronisation_waits_for_the_last_micro_batch(first: str) -> None:
+    """Whether the model is wrapped before or after the state is made, and compiled around that."""
+    init_alone("gloo")
+    try:
+        with session() as s:
+            model, optimizer = made()
+            if first == "state":
+                state = s.state(model, optimizer)
+                wrapped = torch.compile(DistributedDataParallel(model), backend="eager", disable=True)
+            else:
+                wrapped = DistributedDataParallel(model)
+                state = s.state(wrapped, optimizer)
+            data = s.data(ROWS, global_batch=16, micro_batch=4)
+            for batch in s.steps(data, state, max_steps=2):
+                step_of(batch, wrapped, optimizer)
+            assert state.begin(data).deferrals == 2 * 3
+    finally:
+        dist.destroy_process_group()
+
+
+def test_several_runs_in_one_process(tmp_path: Path) -> None:
+    """One after the other; each goes on by itself, and leaves its directory to others."""
+    once = upper(tmp_path / "a", 4)
+    assert upper(tmp_path / "b", 4) == once
+    assert upper(tmp_path / "a", 5) == upper(tmp_path / "b", 5)
+    with session(tmp_path / "a") as s:
+        assert s.step == 5
+        with pytest.raises(RuntimeError, match="leave the first one before"):
+            session(tmp_path / "b")
+
+
+def test_weights_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Another optimizer begins with the weights; once, so that a restart loses nothing of it."""
+    upper(tmp_path, 4)
+
+    def begin(**options: Any) -> tuple[Any, Any, Any, Any]:
+        s = session(tmp_path)
+        model, _ = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        return s, model, optimizer, s.state(model, optimizer, **options)
+
+    with pytest.raises(ValueError, match=r"was saved with optimizer AdamW, this training has optimizer SGD"):
+        begin()
+    entry._sessions.pop().close()
+    s, model, optimizer, state = begin(weights_only=True)
+    assert "only the weights are loaded: optimizer begin anew" in caplog.text
+    assert s.step == 4
+    assert not optimizer.state
+    for batch in s.steps(s.data(ROWS, global_batch=16, micro_batch=4, seed=3), state, max_steps=6):
+        step_of(batch, model, optimizer)
+    s.close()
+    momentum = [one["momentum_buffer"].clone() for one in optimizer.state.values()]
+    _, _, optimizer, _ = begin(weights_only=True)
+    assert all(torch.equal(a, b["momentum_buffer"]) for a, b in zip(momentum, optimizer.state.values(), strict=True))
