@@ -90,7 +90,7 @@ def fit(state: State, now: float) -> None:
             live.nodes[name].joined = heard
     epoch = job.world.epoch if job.world is not None else 0
     if live.epoch.epoch != epoch or now == live.phase_since:
-        live.epoch = EpochLife(epoch=epoch, is_taken_over=True, moved=heard)
+        live.epoch = EpochLife(epoch=epoch, opened=heard, is_taken_over=True, moved=heard)
     if job.drain is None:
         live.epoch.drain = None
     elif live.epoch.drain is None:

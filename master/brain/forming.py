@@ -7,7 +7,7 @@ from dataclasses import replace
 from . import announcements, beside, conversion, durable, failures, memory, refusals, sight
 from .checkpoints import give_up_resharding, loads_now, resharded, resume_point, same_shape
 from .live import EpochLife, Missing, State
-from .membership import agree_on_directory, eligible, expected, has_answered, of_size, select
+from .membership import agree_on_directory, counts, eligible, expected, has_answered, of_size, select
 from .running import end, end_refused, hopeless
 from .scaling import has_shrunk, of_nodes
 from .state import Checkpoint, Job, Member, NextWorld, Node, Opened, Part, Phase, Recollection, World
@@ -67,6 +67,8 @@ def forming(turn: Turn) -> bool:
         failures.acquit(turn)  # Counted as the script's only if it fails again.
         beside.tend(turn)
         resume = resume_point(job)
+    if gathered and failures.blames_shape(turn) and failures.leave_shape(turn, ready):
+        return True
     if beside.holds(turn, gathered):
         return moved
     if not gate_open(turn, resume, candidate):
@@ -75,7 +77,7 @@ def forming(turn: Turn) -> bool:
         candidate = fallback(turn, resume, ready) if gathered else []
     if gathered and candidate:
         announcements.unexplained(turn, now=True)
-    if gathered and candidate and not failures.count(turn):
+    if gathered and candidate and not failures.count(turn) and not failures.pauses(turn):
         open_world(turn, candidate, resume)
         return True
     return moved or job.phase.is_terminal
@@ -135,9 +137,11 @@ def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
     The quiet time has an end of its own, so that agents that come, crash and come again hold nobody up for ever.
     """
     settings, gathering = turn.job.settings, turn.live.gathering
-    if len(ready) >= turn.job.most_nodes and not awaits_witness(turn, waited_for, ready):
+    chosen = len(select(turn, ready))
+    full = len(ready) >= turn.job.most_nodes and chosen == max(counts(turn, ready), default=0)
+    if full and not awaits_witness(turn, waited_for, ready):
         return True
-    enough = bool(select(turn, ready))
+    enough = bool(chosen)
     if not enough or not turn.job.next.quiet:
         gathering.complete_at = None
     elif gathering.complete_at is None:
@@ -264,19 +268,6 @@ def say_missing(turn: Turn) -> None:
         live.missing = Missing(text, turn.now)
 
 
-def is_proven(job: Job, node: Node) -> bool:
-    """Whether the node's ranks have made a step of this run: in the last world, or before."""
-    member = job.world.member(node.incarnation) if job.world is not None else None
-    return node.trained or (member is not None and (member.proven or job.told.first_step))
-
-
-def note_trained(turn: Turn) -> None:
-    """Keeps what the last world has proven of its nodes: some may sit the next one out, and come back after it."""
-    for node in list(turn.job.nodes.values()):
-        if not node.trained and is_proven(turn.job, node):
-            turn.update(node, trained=True)
-
-
 def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None:
     """Opens a world in one transition, and so closes the previous epoch for ever."""
     job, live = turn.job, turn.live
@@ -291,12 +282,11 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
         turn.cause(f"scaled to {of_nodes(job.limit)}")
     causes = job.next.causes + ((f"{names(arrived)} joined",) if arrived else ())
     size = sum(node.nproc for node in nodes)
-    note_trained(turn)
     job.epoch += 1
     world = World(
         epoch=job.epoch,
         members=tuple(
-            Member(node.name, node.incarnation, node.host, node.nproc, rank, is_proven(job, node))
+            Member(node.name, node.incarnation, node.host, node.nproc, rank, job.nodes[node.name].trained)
             for rank, node in enumerate(nodes)
         ),
         store_host=first.store_host,
@@ -318,7 +308,7 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     for node in nodes:
         turn.update(job.nodes[node.name], joined=None)
     exactly = live.gathering.counted or not old
-    live.epoch = EpochLife(epoch=job.epoch, moved=turn.heard, lost_exactly=exactly)
+    live.epoch = EpochLife(epoch=job.epoch, opened=turn.heard, moved=turn.heard, lost_exactly=exactly)
     turn.gather_anew()
     turn.enter(Phase.RUNNING)
     if unheard:

@@ -59,6 +59,8 @@ class EpochLife:
     """The open epoch: what its ranks report."""
 
     epoch: int = 0
+    # When it was opened, by the listening clock.
+    opened: float = 0.0
     # By node: the last step, bytes saved, signs of life between steps.
     steps: dict[str, int] = field(default_factory=dict)
     saved_bytes: dict[str, int] = field(default_factory=dict)
@@ -137,6 +139,8 @@ class Gathering:
     vain_until: float | None = None
     # The last steps of the previous world are known: counted on some node after their end, or drained at a boundary.
     counted: bool = False
+    # The workers failed without progress again: when they are started next.
+    restart_at: float | None = None
 
     def is_crash_looping(self, name: str, now: float) -> bool:
         """Whether the name was lost in this very round, lately, and more than once."""
@@ -263,6 +267,8 @@ class RunLife:
     growth_done_at: float | None = None
     # The first and the last of consecutive epochs that lost members before their first step.
     stillborn: tuple[int, int] = (0, -1)
+    # When so many workers failed last, see `shapes`.
+    shape_failed_at: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import announcements, beside, refusals, saves
+from . import announcements, beside, failures, refusals, saves
 from .checkpoints import only_size
 from .live import DrainLife, Pause
 from .membership import may_call_session, newcomers, select
@@ -78,7 +78,7 @@ def go_without(turn: Turn, leavers: list[str]) -> None:
 
 def grow(turn: Turn) -> None:
     """Drains, or restarts the workers, to take newcomers in."""
-    job, new = turn.job, newcomers(turn)
+    job, new = turn.job, to_take_in(turn)
     if job.has_session:
         start_drain(turn, f"{names(n.name for n in new)} {'joins' if len(new) == 1 else 'join'}", growth=True)
         return
@@ -146,11 +146,15 @@ def end_of_epoch(turn: Turn) -> bool:
 
 
 def hopeless(turn: Turn) -> bool:
-    """Whether every node's workers failed before the run ever made a step: trying again would not help."""
+    """Whether every node's workers failed before the run ever made a step: trying again would not help.
+
+    Of a script without a session nobody can tell that; it is started again as often as --max-restarts says.
+    """
     job = turn.job
     return (
         not job.run.ever_stepped
-        and not job.told.start
+        and not job.run.shapes.worked
+        and (job.has_session or may_call_session(turn))
         and all(part is Part.FAILED for part in job.parts.values())
         and job.verification is None
     )
@@ -171,6 +175,7 @@ def regroup(turn: Turn) -> None:
     since = turn.now if turn.open.stepped_at is None else turn.open.stepped_at
     turn.live.pause = Pause(since, turn.open.is_taken_over)
     announcements.close_record(turn, world, job.run.left_step)
+    failures.note_end(turn, world)
     turn.gather_anew()
     # A boundary is reported together with its save.
     turn.live.gathering.counted = bool({Part.DRAINED, Part.FINISHED} & set(job.parts.values()))
@@ -218,10 +223,8 @@ def wants_to_grow(turn: Turn) -> bool:
         return False  # only the members are here
     if turn.open.ended or any(part is not Part.RUNNING for part in job.parts.values()):
         return False
-    new = newcomers(turn)
-    members = [n for n in (job.node_by(m.incarnation) for m in world.members) if n is not None]
-    grown = select(turn, members + new)
-    if not new or len(grown) <= len(world.members) or only_size(job) not in (0, sum(node.nproc for node in grown)):
+    new = to_take_in(turn)
+    if not new:
         return False
     if not job.has_session:
         since = unheard_since(turn, new)
@@ -240,7 +243,24 @@ def wants_to_grow(turn: Turn) -> bool:
         return False
     if not turn.due(max(live.grow_hold_until, (live.run.growth_done_at or float("-inf")) + grow_interval(turn))):
         return False
-    return is_warm(turn, members, new) and not beside.holds_growth(turn, new)
+    return is_warm(turn, members_of(turn), new) and not beside.holds_growth(turn, new)
+
+
+def to_take_in(turn: Turn) -> list[Node]:
+    """The newcomers by which the world could grow; none if no larger world could be opened."""
+    job, world = turn.job, world_of(turn)
+    new = newcomers(turn)
+    grown = select(turn, members_of(turn) + new) if new else []
+    if len(grown) <= len(world.members) or only_size(job) not in (0, sum(node.nproc for node in grown)):
+        return []
+    chosen = {node.incarnation for node in grown}
+    return [node for node in new if node.incarnation in chosen]
+
+
+def members_of(turn: Turn) -> list[Node]:
+    """The nodes of the open world that are there."""
+    nodes = (turn.job.node_by(member.incarnation) for member in world_of(turn).members)
+    return [node for node in nodes if node is not None]
 
 
 def is_warm(turn: Turn, members: list[Node], new: list[Node]) -> bool:

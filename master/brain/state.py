@@ -27,6 +27,7 @@ from functools import cached_property
 from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS, JobSettings, run_name
 
 from .entries import Checkpoint, Checkpoints, Joined, Node, Nodes
+from .tried import FailedShape, Shapes
 
 __all__ = (
     "LEAST_NODE_TIMEOUT_SECONDS",
@@ -36,6 +37,7 @@ __all__ = (
     "Conversion",
     "Drain",
     "EpochRecord",
+    "FailedShape",
     "Failure",
     "Job",
     "Joined",
@@ -50,6 +52,7 @@ __all__ = (
     "Recollection",
     "Run",
     "Settings",
+    "Shapes",
     "Told",
     "Verification",
     "World",
@@ -349,6 +352,7 @@ class Run:
     growth_cost_seconds: float = 0.0
     # The step that it had reached when its last world ended.
     left_step: int = 0
+    shapes: Shapes = field(default_factory=Shapes)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,8 @@ _NAMES = {
     "run.growth_cost_seconds": "growth_cost",
     "recollection.epoch": "listening_epoch",
 }
+# Values of the job's row that its first writers did not know, as they are read there.
+_SINCE: dict[str, Any] = {"shapes": {}}
 # One letter for each member, so that the row of all parts is short even for a large world.
 _LETTERS = {Part.RUNNING: "r", Part.DRAINED: "d", Part.FINISHED: "f", Part.FAILED: "x", Part.LOST: "l", Part.LEFT: "g"}
 _PART_OF = {letter: part for part, letter in _LETTERS.items()}
@@ -215,7 +217,7 @@ def _json(key: str, data: bytes) -> Any:
 
 
 def _job(plain: Mapping[str, Any], letters: str) -> Job:
-    head = _HEAD.decode(plain[_JOB], _JOB)
+    head = _HEAD.decode({**_SINCE, **plain[_JOB]}, _JOB)
     job = _unfolded(head)
     nodes = [_NODES.decode(row, key) for key, row in plain.items() if key.startswith(_NODE)]
     job.nodes = Nodes(sorted(nodes, key=lambda node: node.order))
