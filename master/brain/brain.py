@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dalsegno.protos.processes import Process
 from dalsegno.protos.text import one_line
 
-from . import beside, calls, durable, forming, membership, running
+from . import beside, calls, durable, forming, membership, running, waits
 from .events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
 from .invariants import check
 from .live import ConversionLife, DrainLife, EpochLife, LeaseLife, Live, Pause, State, VerificationLife
@@ -189,11 +189,13 @@ def settle(turn: Turn) -> None:
     """Applies what the state and the time call for until nothing changes."""
     for _ in range(MAX_MOVES):
         turn.state.wake = None
+        waits.begin_look(turn)
         membership.look_at_streams(turn)
         moved = release_leavers(turn) or membership.check_liveness(turn) or transition(turn)
         if not moved:
             check(turn.state)
             forming.say_missing(turn)
+            waits.end_look(turn)
             return
     raise AssertionError(f"the brain does not come to rest in phase {turn.job.phase.value}")
 

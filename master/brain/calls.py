@@ -9,7 +9,19 @@ from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
 
-from . import announcements, checkpoints, conversion, durable, failures, membership, memory, refusals, running, saves, shapes
+from . import (
+    announcements,
+    checkpoints,
+    conversion,
+    durable,
+    failures,
+    membership,
+    memory,
+    refusals,
+    running,
+    saves,
+    shapes,
+)
 from .events import Reply
 from .recollection import remember
 from .registration import proves, register

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import announcements, beside, conversion, durable, failures, memory, refusals, sight
+from . import announcements, beside, conversion, durable, failures, memory, refusals, sight, waits
 from .checkpoints import give_up_resharding, loads_now, resharded, resume_point, same_shape
 from .live import EpochLife, Missing, State
 from .membership import agree_on_directory, counts, eligible, expected, has_answered, of_size, select
@@ -48,6 +48,8 @@ def forming(turn: Turn) -> bool:
     if sight.look(turn) or memory.lost(turn, resume_point(job)):
         return True
     conversion.tend_verification(turn)
+    if job.verification is not None and job.verification.verifier:
+        waits.say(turn, "verification", f"waiting for {job.verification.verifier} to verify a checkpoint")
     prospects = {node.name: node for node in [*ready, *waited_for]}
     possible = len(prospects) - len(prospects) % max(1, job.settings.node_unit)
     stuck = is_blocked(turn) and not old_shape(turn, resume_point(job), ready)
@@ -89,6 +91,8 @@ def listening(turn: Turn) -> bool:
     if gathering.listen_until is None:
         gathering.listen_until = turn.heard + job.settings.node_timeout
     if not turn.overdue(gathering.listen_until):
+        text = "the master's record was lost, and agents remember a run: listening to all of them"
+        waits.say(turn, "listening", text, gathering.listen_until - turn.heard, "--node-timeout")
         return False
     job.recollection = known = replace(job.recollection, listening=False)
     job.epoch = max(job.epoch, known.epoch)
@@ -147,6 +151,7 @@ def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
     elif gathering.complete_at is None:
         gathering.complete_at = turn.now
     if waited_for:
+        say_who_is_missing(turn, waited_for)
         return False
     if not turn.job.next.quiet:
         return True
@@ -154,7 +159,23 @@ def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
     if enough and gathering.complete_at is not None:
         longest = max(LEAST_QUIET_SECONDS, QUIET_TIMES * settings.quiet_time)
         quiet = min(quiet, gathering.complete_at + longest)
-    return turn.due(quiet)
+    if turn.due(quiet):
+        return True
+    text = f"{of_nodes(len(ready))} of at most {turn.job.most_nodes} here: starting unless others come"
+    left = quiet - turn.now
+    waits.say(turn, "quiet", text, left, "--quiet-time", now=enough and left > waits.SAID_AFTER_SECONDS)
+    return False
+
+
+def say_who_is_missing(turn: Turn, waited_for: list[Node]) -> None:
+    """Says whose Join is waited for, if that takes long."""
+    last = max(turn.live.gathering.asked.get(node.name, turn.heard) for node in waited_for)
+    left = last + turn.job.settings.join_timeout - turn.heard
+
+    def text() -> str:
+        return f"waiting for {names(sorted(node.name for node in waited_for))} to stop workers and join"
+
+    waits.say(turn, "joins", text, left, "--join-timeout")
 
 
 def awaits_witness(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
@@ -174,9 +195,20 @@ def gate_open(turn: Turn, resume: Checkpoint | None, candidate: list[Node]) -> b
         return True
     if resume.parts:
         durable.want_durable(turn, resume)
+        waits.say(turn, "durable", f"waiting for {resume.name} to be written from memory to the disk")
     else:
         conversion.tend(turn, resume)
+        say_conversion(turn, resume)
     return False
+
+
+def say_conversion(turn: Turn, resume: Checkpoint) -> None:
+    """Says who converts, and how far it is, if that takes long."""
+    held, files = turn.job.conversion, turn.live.conversion.lease.files
+    if held is not None and held.lease and not held.blocked:
+        far = f" ({files} files so far)" if files > 0 else ""
+        text = f"waiting for the universal files of {resume.name}, which {held.owner} makes{far}"
+        waits.say(turn, "conversion", text)
 
 
 def old_shape(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[Node]:
@@ -195,9 +227,11 @@ def fallback(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[N
     # `wants_to_grow`.
     if nodes and not conversion.is_vain(turn):
         reason = job.conversion.reason if job.conversion is not None else ""
-        turn.notice(f"nobody could convert {resume.name} ({reason}): going on in its old shape", True)
         job.conversion_failures += 1
-        turn.live.grow_hold_until = turn.now + growth_hold(job.conversion_failures)
+        hold = growth_hold(job.conversion_failures)
+        text = f"nobody could convert {resume.name} ({reason}): going on in its old shape"
+        turn.notice(f"{text}; a growth is tried again after {hold:.0f} s", True)
+        turn.live.grow_hold_until = turn.now + hold
     return nodes
 
 
@@ -252,6 +286,12 @@ def owed(job: Job) -> str:
     return f"the universal files of {source.name}" if source is not None else ""
 
 
+def missing_until(state: State) -> str:
+    """The same, and for how long that is waited for."""
+    limit = state.job.settings.wait_for_nodes
+    return missing(state) + (f"; the job ends after {limit:.0f} s of that (--wait-for-nodes)" if limit >= 0 else "")
+
+
 def say_missing(turn: Turn) -> None:
     """Tells agents what WAITING lacks: at once if it is new, then from time to time."""
     live, told = turn.live, turn.live.missing
@@ -260,10 +300,10 @@ def say_missing(turn: Turn) -> None:
             live.missing = Missing()
         return
     if told.text and turn.now < told.at + MISSING_EVERY_SECONDS:
-        if len(turn.job.nodes) > 0 and missing(turn.state) != told.text:
+        if len(turn.job.nodes) > 0 and missing_until(turn.state) != told.text:
             turn.due(told.at + MISSING_EVERY_SECONDS)
         return
-    text = missing(turn.state)
+    text = missing_until(turn.state)
     if text != told.text:
         live.missing = Missing(text, turn.now)
 

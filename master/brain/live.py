@@ -29,6 +29,8 @@ __all__ = (
     "State",
     "VerificationLife",
     "Wait",
+    "Waiting",
+    "Waits",
 )
 
 
@@ -260,6 +262,22 @@ class Missing:
 
 
 @dataclass
+class Waiting:
+    """Something is waited for: since when, and after how many seconds that is said."""
+
+    since: float
+    said_after: float
+
+
+@dataclass
+class Waits:
+    """All that is waited for, by subject, and the subjects that the present look has met. See `waits`."""
+
+    known: dict[str, Waiting] = field(default_factory=dict)
+    noted: set[str] = field(default_factory=set)
+
+
+@dataclass
 class RunLife:
     """The run as this process has seen it; made with `Job.run`."""
 
@@ -285,6 +303,7 @@ class Live:
     held: Held = field(default_factory=Held)
     pause: Pause | None = None
     missing: Missing = Missing()
+    waits: Waits = field(default_factory=Waits)
     held_until: dict[str, float] = field(default_factory=dict)
     lost_at: dict[str, list[float]] = field(default_factory=dict)
     phase_since: float = 0.0
