@@ -17,6 +17,7 @@ __all__ = (
     "EXIT_LEFT_UNSAVED",
     "EXIT_USAGE",
     "FRAME",
+    "GROW_SOON_SECONDS",
     "HEARTBEAT_SECONDS",
     "LEAST_NODE_TIMEOUT_SECONDS",
     "PROGRESS_SECONDS",
@@ -81,6 +82,11 @@ def run_number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+# What `grow_wait` is where a person has set none, and no commit can ever come: the script has no session, and saves
+# nothing where it is looked for. It goes on from what it finds itself, as under torchrun. Seconds.
+GROW_SOON_SECONDS = 5.0
+
+
 @dataclass(frozen=True)
 class JobSettings:
     """What all agents of a job must agree on, with the defaults: `Settings` of control.proto.
@@ -96,7 +102,7 @@ class JobSettings:
     join_timeout: float = 60.0
     stall_timeout: float = 600.0
     grow_interval: float = -1.0
-    grow_wait: float = 300.0
+    grow_wait: float = -1.0
     wait_for_nodes: float = -1.0
     quiet_time: float = 1.0
     max_restarts: int = 3

@@ -289,6 +289,7 @@ class Settings(google.protobuf.message.Message):
     grow_interval: builtins.float
     """Negative: auto."""
     grow_wait: builtins.float
+    """Of a script without a session. Negative: auto, until there is a checkpoint, and then some minutes for the next one."""
     wait_for_nodes: builtins.float
     """Negative: for ever."""
     quiet_time: builtins.float

@@ -86,7 +86,7 @@ def _node_timeout(text: str) -> float:
     return value
 
 
-def _grow_interval(text: str) -> float:
+def _seconds_or_auto(text: str) -> float:
     return -1.0 if text == "auto" else seconds(text)
 
 
@@ -249,6 +249,16 @@ def _add_where_to_begin(group: _Group) -> None:
     )
 
 
+def _add_growth(group: _Group) -> None:
+    known: dict[str, Any] = {"type": _seconds_or_auto, "metavar": "SECONDS|auto"}
+    group.value("--grow-interval", help="least time between growths", **known)
+    group.value(
+        "--grow-wait",
+        help="how long a growth of a script without a session waits for a checkpoint; then all workers restart",
+        **known,
+    )
+
+
 def _add_ours(group: _Group) -> None:
     as_seconds = {"metavar": "SECONDS"}
     group.value("--job-id", default=None, type=job_id, help="the job; default: from user, script and arguments")
@@ -273,8 +283,7 @@ def _add_ours(group: _Group) -> None:
     group.value("--drain-timeout", type=_more_than_none, help="notice that SIGTERM gives", **as_seconds)
     group.value("--join-timeout", type=_more_than_none, help="time to stop workers and join", **as_seconds)
     group.value("--stall-timeout", type=_more_than_none, help="no step for so long: stuck", **as_seconds)
-    group.value("--grow-interval", type=_grow_interval, metavar="SECONDS|auto", help="least time between growths")
-    group.value("--grow-wait", type=seconds, help="wait for a commit of a script without session", **as_seconds)
+    _add_growth(group)
     group.value("--wait-for-nodes", type=seconds, help="give up waiting; default: never", **as_seconds)
     group.value(
         "--master-outage-timeout",

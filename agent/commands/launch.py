@@ -16,7 +16,7 @@ from torch.distributed.elastic.metrics import initialize_metrics
 from torch.distributed.elastic.metrics.api import MetricsConfig
 
 from dalsegno.protos import control_pb2
-from dalsegno.protos.contract import JobSettings, Variable
+from dalsegno.protos.contract import GROW_SOON_SECONDS, JobSettings, Variable
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.shortage import CannotStartError, prove_room, shortage, starting
 from dalsegno.protos.trace import trace_into
@@ -37,6 +37,7 @@ from ..shell.elastic_agent import ElasticAgent, Ending
 from ..shell.mailbox import Mailbox
 from ..shell.output import Output
 from ..shell.rendezvous import NamedRendezvous
+from ..storage.adoption import MACRO
 from ..storage.job_directory import JobDirectory, StorageError
 from .endpoint import answers, local_address, split
 
@@ -168,6 +169,9 @@ def _agent_config(
     settings = control_pb2.Settings(**{name: getattr(options, name) for name in JobSettings.names()})
     # Also if the user gave the script this flag itself; it is called the same.
     settings.universal_checkpoint |= asks_for_universal(options.training_script_args)
+    adopts = any(MACRO in argument for argument in script.arguments)
+    if settings.grow_wait < 0 and not adopts and not expects_session(script):
+        settings.grow_wait = GROW_SOON_SECONDS
     return AgentConfig(
         job_id=options.job_id,
         nproc=nproc,
@@ -184,6 +188,7 @@ def _agent_config(
         script_flag=not knows_us(script),
         expects_session=expects_session(script),
         run_ahead=runs_ahead(script, options.run_ahead),
+        adopts=adopts,
         # An embedded master speaks plaintext.
         tls=bool(options.master or options.meet) and CredentialFiles.given(options, None).tls,
         memory_budget_bytes=options.memory_budget,

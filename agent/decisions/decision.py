@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from dalsegno.protos import control_pb2
 
 from . import events as ev
@@ -83,13 +85,13 @@ class Decision:
         """Kills the workers without grace, because they are stuck in a collective anyway."""
         self.stop_workers(0.0)
 
-    def stop_workers(self, grace: float) -> None:
-        """Gives this node's ranks SIGTERM and `grace` seconds; 0 kills at once."""
+    def stop_workers(self, grace: float, still: float = math.inf) -> None:
+        """Gives this node's ranks SIGTERM and `grace` seconds; 0 kills at once. `still`: see `StopWorkers`."""
         state = self.state
         if state.workers is Workers.RUNNING:
             state.workers = Workers.STOPPING
             state.stop_deadline = self.now + grace + STOP_PATIENCE_SECONDS
-            self.do(ev.StopWorkers(state.started, grace))
+            self.do(ev.StopWorkers(state.started, grace, still))
 
     def stop_conversion(self) -> None:
         if self.state.lease:

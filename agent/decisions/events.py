@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
@@ -314,10 +315,14 @@ class StartWorkers:
 
 @dataclass(frozen=True)
 class StopWorkers:
-    """SIGTERM and `grace` seconds, then SIGKILL; 0 kills at once. Answered by `WorkersStopped`."""
+    """SIGTERM and `grace` seconds, then SIGKILL; 0 kills at once. Answered by `WorkersStopped`.
+
+    SIGKILL comes earlier if they live on and write hardly anything for `still` seconds.
+    """
 
     epoch: int
     grace: float = 0.0
+    still: float = math.inf
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ NAME_PAUSE_SECONDS = 2.0
 # The same for a node that has just started: a supervisor may have been quicker than the master, which must still notice
 # that the previous agent was killed.
 START_PATIENCE_SECONDS = 3.0
+# Seconds without an answer to the first registration after which people are told.
+SILENCE_SECONDS = 5.0
 START_PAUSE_SECONDS = 0.5
 
 __all__ = ("AgentSettings", "AgentState", "Outcome", "Workers", "fresh", "handle")
@@ -142,7 +144,15 @@ def postponed(decision: Decision, detail: str) -> None:
 def check_answer(decision: Decision) -> None:
     """Gives up if nobody has answered the first registration, once nothing else is in the queue, such as an answer."""
     state = decision.state
-    if state.door.answer_deadline is not None and decision.now >= state.door.answer_deadline:
+    deadline = state.door.answer_deadline
+    if deadline is None:
+        return
+    told_at = deadline - state.settings.connect_timeout + SILENCE_SECONDS
+    if told_at <= decision.now < deadline and not state.door.told:
+        state.door.told = True
+        left = f"{deadline - decision.now:.0f} s more (--connect-timeout)"
+        decision.do(ev.Say(f"no master has answered yet at {state.settings.addresses}: trying for {left}"))
+    if decision.now >= deadline:
         seconds = state.settings.connect_timeout
         where = f" ({state.settings.addresses})" if state.settings.addresses else ""
         decision.exit(
@@ -397,8 +407,9 @@ def settle(decision: Decision) -> None:
     """Does what follows from the state, after every event."""
     decision.state.wake = None
     report_ended(decision)
-    if decision.state.door.answer_deadline is not None:
-        decision.wake_at(decision.state.door.answer_deadline)
+    if (deadline := decision.state.door.answer_deadline) is not None:
+        told_at = deadline - decision.state.settings.connect_timeout + SILENCE_SECONDS
+        decision.wake_at(deadline if decision.state.door.told else min(told_at, deadline))
     register_when_due(decision)
     keeping.check(decision)
     ranks.check_stopping(decision)

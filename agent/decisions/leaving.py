@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from dataclasses import replace
 
@@ -14,6 +15,8 @@ from .state import Leave, Outcome, Workers
 
 # Seconds that a leaver whose notice has run out still waits for the processes that it has killed.
 KILL_PATIENCE_SECONDS = 2.0
+# Seconds without a write after which workers without a session, which have had their signal, are not waited for.
+STILL_SECONDS = 5.0
 
 
 def signalled(decision: Decision, number: int) -> None:
@@ -35,9 +38,7 @@ def signalled(decision: Decision, number: int) -> None:
     state.leave = Leave(decision.now + state.settings.drain_timeout, unsaved)
     decision.stop_conversion()
     if state.workers is Workers.RUNNING and not state.epoch.has_session:
-        # Nothing of ours can save it, so the script gets the signal and the notice, as under torchrun.
-        decision.do(ev.Say(f"{name}: passed on to the workers, which have no session open; then leaving"))
-        decision.stop_workers(state.settings.drain_timeout)
+        stop_unheard(decision, name)
     elif state.workers is Workers.RUNNING:
         decision.do(ev.Say(f"{name}: saving at the next step boundary, then leaving"))
     else:
@@ -46,6 +47,23 @@ def signalled(decision: Decision, number: int) -> None:
         decision.call("Leave", control_pb2.LeaveRequest(caller=decision.caller(), notice=state.settings.drain_timeout))
     else:
         decision.exit_left()
+
+
+def stop_unheard(decision: Decision, signal_name: str) -> None:
+    """Passes the notice on to a script without a session, as torchrun does: nothing of ours can save for it.
+
+    It may catch the signal to save by itself, and it may do nothing about it while it waits for the other ranks. So it
+    has the whole notice only where its saves are adopted, or while it writes.
+    """
+    settings = decision.state.settings
+    notice, still = settings.drain_timeout, math.inf if settings.adopts else STILL_SECONDS
+    at_most = f"{notice:.0f} s (--drain-timeout)"
+    if still < notice:
+        at_most = f"{still:.0f} s, or {at_most} while they write"
+    decision.do(
+        ev.Say(f"{signal_name}: passed on to the workers, which have no session open; leaving when they end: {at_most}")
+    )
+    decision.stop_workers(notice, still)
 
 
 def check_leave(decision: Decision) -> None:

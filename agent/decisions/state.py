@@ -39,6 +39,8 @@ class AgentSettings:
     # As the user gave it; empty: the master gives one.
     node_name: str = ""
     drain_timeout: float = 30.0
+    # What its script saves on a notice becomes the run's, although it has no session.
+    adopts: bool = False
     master_outage_timeout: float = 60.0
     # Where the master was looked for, for a person.
     addresses: str = ""
@@ -55,6 +57,8 @@ class Door:
     registering: bool = False
     # For the first registration: until when a master must have answered, and the last reason why it was put off.
     answer_deadline: float | None = None
+    # People know that nobody has answered yet.
+    told: bool = False
     postponed: str = ""
     # If another live node holds the user's node name: when to ask again, and until when.
     register_at: float | None = None

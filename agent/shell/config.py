@@ -30,6 +30,7 @@ class AgentConfig:
         tls: the master is spoken to over TLS, and so are other agents.
         memory_budget_bytes: the most that memory checkpoints may take on this node; None: found out.
         memory_bytes_per_second: the most of them that is sent to other nodes in a second; None: no limit.
+        adopts: what the script saves becomes the run's, although it has no session.
         run_ahead: standby workers run the script up to where it needs its place in a world.
     """
 
@@ -48,6 +49,7 @@ class AgentConfig:
     script_flag: bool = False
     expects_session: bool = False
     run_ahead: bool = False
+    adopts: bool = False
     tls: bool = False
     memory_budget_bytes: int | None = None
     memory_bytes_per_second: int | None = None

@@ -119,6 +119,7 @@ class ElasticAgent(LocalElasticAgent):
                 nproc=config.nproc,
                 node_name=config.node_name,
                 drain_timeout=config.settings.drain_timeout,
+                adopts=config.adopts,
                 master_outage_timeout=config.master_outage_timeout,
                 addresses=config.addresses,
                 connect_timeout=config.connect_timeout,
@@ -177,7 +178,7 @@ class ElasticAgent(LocalElasticAgent):
                 self._start_world(action.world)
             case ev.StopWorkers():
                 self._mark("stopping")
-                self._stop_world(action.epoch, action.grace)
+                self._stop_world(action.epoch, action.grace, action.still)
             case ev.TellWorkers():
                 self._link.tell(
                     drain=action.drain,
@@ -407,13 +408,13 @@ class ElasticAgent(LocalElasticAgent):
             **self._lifeline.environment(),
         }
 
-    def _stop_world(self, epoch: int, grace: float) -> None:
+    def _stop_world(self, epoch: int, grace: float, still: float) -> None:
         context = self._context
 
         def stop() -> None:
             try:
                 if context is not None:
-                    context.stop(grace)
+                    context.stop(grace, still)
             except Exception:
                 logger.exception("the workers of epoch %d were not stopped in order", epoch)
             finally:

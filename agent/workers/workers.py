@@ -8,6 +8,7 @@ We end workers ourselves, because torch checks that a process lives and signals 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from torch.numa.binding import NumaOptions
 from dalsegno.protos.shortage import starting
 
 from ..processes.lifeline import Lifeline
-from ..processes.proc import kill_group, start_time
+from ..processes.proc import kill_group, start_time, written_bytes
 from ..script import Script
 from ..standby.nursery import CANNOT_START
 from ..standby.nursery_client import StandbyProcess
@@ -42,6 +43,8 @@ _LAST_WORDS_SECONDS = 5.0
 _KILL_TIMEOUT_SECONDS = 10.0
 # Seconds that the last lines of a worker's files may take to the console.
 _OUTPUT_TIMEOUT_SECONDS = 2.0
+# Workers that write fewer bytes than this in a while do not save: they may write a log.
+_LEAST_WRITTEN_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -177,8 +180,10 @@ class WorkersContext(SubprocessContext):
         for tail in self._tail_logs:
             tail.start()
 
-    def stop(self, grace: float) -> None:
+    def stop(self, grace: float, still: float = math.inf) -> None:
         """Ends all workers and waits for them; SIGKILL after `grace` seconds, at once for 0. Any thread, repeatedly.
+
+        SIGKILL comes earlier when they have written hardly anything to a disk for `still` seconds.
 
         When this returns, every exit has been reported through `on_exit`, except of processes that SIGKILL did not end
         in time: those are named in the log and given up. Takes at most 17 s more than `grace`.
@@ -187,7 +192,7 @@ class WorkersContext(SubprocessContext):
             self._stopping = True
         if grace > 0:
             self._signal(signal.SIGTERM)
-            self._wait(grace)
+            self._wait_while_written(grace, still)
         self._signal(signal.SIGKILL)
         if stuck := self._wait(_KILL_TIMEOUT_SECONDS):
             logger.error("processes %s did not end within %.0f s of SIGKILL: given up", stuck, _KILL_TIMEOUT_SECONDS)
@@ -213,6 +218,16 @@ class WorkersContext(SubprocessContext):
         """Waits for all workers together; returns the processes that are left."""
         deadline = time.monotonic() + seconds
         return [one.process.pid for one in self._running if not one.ended.wait(max(0.0, deadline - time.monotonic()))]
+
+    def _wait_while_written(self, grace: float, still: float) -> None:
+        """Waits for all workers, at most `grace` seconds, and only `still` seconds from the last of what they wrote."""
+        deadline = time.monotonic() + grace
+        before = {one.process.pid: written_bytes(one.process.pid) for one in self._running}
+        while (left := deadline - time.monotonic()) > 0 and (pids := self._wait(min(left, still))):
+            now = {pid: written_bytes(pid) for pid in pids}
+            if not any(now[pid] >= before.get(pid, 0) + _LEAST_WRITTEN_BYTES for pid in pids):
+                return
+            before = now
 
     def _end_output(self) -> None:
         """Ends the threads that copy files to the console. A thread whose write does not end is left alone."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .checkpoints import resume_point
 from .membership import may_call_session
 from .state import EpochRecord, Job, Node, Part, World
 from .turn import HISTORY, Turn, names
+from .waits import SAID_AFTER_SECONDS
 
 # Seconds after the start of its workers from which a script that has not called `session()` may have none.
 SESSION_WITHIN = 30.0
@@ -104,41 +106,43 @@ def perhaps_stalled(turn: Turn, world: World) -> None:
     turn.notice(f"{what}: whether the script is at work or stuck cannot be told; it is left alone", True)
 
 
-def waiting_to_grow(turn: Turn, new: list[Node], until: float | None) -> None:
+def waiting_to_grow(turn: Turn, new: list[Node], until: float | None, since: float) -> None:
     """Says when everybody will be restarted for the newcomers of a script that cannot be drained yet.
 
     `until`: by the listening clock; None: no time is set. Then it is said again each time the wait has doubled, with
-    what a person can do if the script will never call session().
+    what a person can do about it; and not before the wait has lasted (`since`), because a session may be on its way.
     """
     who, epoch = frozenset(node.name for node in new), turn.open
+    if until is None and not turn.job.told.unheard and not turn.overdue(since + SAID_AFTER_SECONDS):
+        return
     if who <= epoch.growth_told and (until is not None or not turn.overdue(epoch.growth_told_at)):
         return
     epoch.growth_told = who
+    resume = resume_point(turn.job)
     if until is None:
         epoch.growth_told_at = turn.heard + max(SESSION_WITHIN, turn.heard - turn.live.phase_heard)
         turn.overdue(epoch.growth_told_at)
+        if may_call_session(turn):
+            what = (
+                ". It imports dalsegno.elastic, so its first step is waited for, or a checkpoint that it saves below"
+                " ${save_dir}; if neither will come, end all agents and start them together"
+            )
+        else:
+            what = (
+                ", and nothing of it could be resumed: all workers restart with the first checkpoint that it saves"
+                " below ${save_dir}; --grow-wait=SECONDS restarts them without one, too"
+            )
+    elif resume is not None:
         what = (
-            ". It imports dalsegno.elastic, so its first step is waited for, or a checkpoint that it saves below"
-            " ${save_dir}; if neither will come, end all agents and start them together"
+            ", so it cannot be drained: all workers restart with its next checkpoint, or from that of step"
+            f" {resume.step} in {until - turn.heard:.0f} s (--grow-wait)"
         )
     else:
         what = (
-            " and cannot be drained before: all workers restart with the next commit, or in"
-            f" {until - turn.heard:.0f} s (--grow-wait)"
+            f", so it cannot be drained: all workers restart in {until - turn.heard:.0f} s (--grow-wait), and go on"
+            " from what the script itself has saved"
         )
     turn.notice(f"{names(sorted(who))} joined: {not_yet(turn)}{what}")
-
-
-def waiting_for_starts(turn: Turn, new: list[Node], cold: list[str]) -> None:
-    """Says that newcomers wait for a script that takes long to start, and that the training goes on."""
-    who = frozenset(node.name for node in new)
-    if who <= turn.open.growth_told:
-        return
-    turn.open.growth_told = who
-    turn.notice(
-        f"{names(sorted(who))} joined: taken in as soon as the script has started on {names(sorted(cold))}; training"
-        " goes on meanwhile"
-    )
 
 
 def restart_to_grow(turn: Turn, new: list[Node], committed: bool) -> None:
@@ -146,8 +150,10 @@ def restart_to_grow(turn: Turn, new: list[Node], committed: bool) -> None:
     who = names(sorted(node.name for node in new))
     if committed:
         why = "the commit that was waited for is there"
+    elif resume_point(turn.job) is not None:
+        why = "no other commit came (--grow-wait)"
     else:
-        why = f"no commit came within {turn.job.settings.grow_wait:.0f} s (--grow-wait)"
+        why = "they go on from what the script itself has saved (--grow-wait)"
     turn.notice(f"all workers restart to take {who} in; {why}", not committed)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dalsegno.protos.processes import Process
 from dalsegno.protos.text import one_line
 
-from . import beside, calls, durable, forming, membership, running
+from . import beside, calls, durable, forming, membership, running, waits
 from .events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
 from .invariants import check
 from .live import ConversionLife, DrainLife, EpochLife, LeaseLife, Live, Pause, State, VerificationLife
@@ -90,7 +90,7 @@ def fit(state: State, now: float) -> None:
             live.nodes[name].joined = heard
     epoch = job.world.epoch if job.world is not None else 0
     if live.epoch.epoch != epoch or now == live.phase_since:
-        live.epoch = EpochLife(epoch=epoch, is_taken_over=True, moved=heard)
+        live.epoch = EpochLife(epoch=epoch, opened=heard, is_taken_over=True, moved=heard)
     if job.drain is None:
         live.epoch.drain = None
     elif live.epoch.drain is None:
@@ -189,11 +189,13 @@ def settle(turn: Turn) -> None:
     """Applies what the state and the time call for until nothing changes."""
     for _ in range(MAX_MOVES):
         turn.state.wake = None
+        waits.begin_look(turn)
         membership.look_at_streams(turn)
         moved = release_leavers(turn) or membership.check_liveness(turn) or transition(turn)
         if not moved:
             check(turn.state)
             forming.say_missing(turn)
+            waits.end_look(turn)
             return
     raise AssertionError(f"the brain does not come to rest in phase {turn.job.phase.value}")
 

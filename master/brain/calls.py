@@ -9,7 +9,19 @@ from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
 
-from . import announcements, checkpoints, conversion, durable, failures, membership, memory, refusals, running, saves
+from . import (
+    announcements,
+    checkpoints,
+    conversion,
+    durable,
+    failures,
+    membership,
+    memory,
+    refusals,
+    running,
+    saves,
+    shapes,
+)
 from .events import Reply
 from .recollection import remember
 from .registration import proves, register
@@ -246,6 +258,7 @@ def reached(turn: Turn, node: Node, step: int) -> bool:
         # The nodes are gathering already: steps beyond the next world's beginning are lost.
         turn.update_run(left_step=step)
         announcements.close_record(turn, world, step)
+        shapes.note_worked(turn, world)
     return True
 
 

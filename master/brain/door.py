@@ -266,6 +266,7 @@ def _any(value: Any) -> None:
 # Rules by message and field, then by field, then by type.
 _RULES: dict[tuple[str, str], Callable[[Any], None]] = {
     ("Settings", "grow_interval"): _signed_seconds,
+    ("Settings", "grow_wait"): _signed_seconds,
     ("Settings", "wait_for_nodes"): _signed_seconds,
 }
 _BY_NAME: dict[str, Callable[[Any], None]] = {

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import running
-from .membership import has_answered
-from .state import Checkpoint, Failure, Member, Part, Phase
+from . import running, shapes
+from .membership import counts, has_answered, may_call_session
+from .state import Budget, Checkpoint, Failure, Member, Node, Part, Phase, World
 from .turn import Turn
+
+# Seconds before workers that failed without progress a second time are started again; they double.
+RESTART_SECONDS = 1.0
+MAX_RESTART_SECONDS = 60.0
 
 
 def count(turn: Turn) -> bool:
@@ -31,6 +35,7 @@ def count(turn: Turn) -> bool:
         )
     turn.update_run(budget=budget)
     if budget.failures <= job.settings.max_restarts:
+        put_off_restart(turn, failure, budget)
         return False
     running.end(
         turn,
@@ -39,6 +44,78 @@ def count(turn: Turn) -> bool:
         f"{job.settings.max_restarts})",
     )
     return True
+
+
+def put_off_restart(turn: Turn, failure: Failure, budget: Budget) -> None:
+    """Has the workers started again only after a while, if they have failed without progress more than once."""
+    if budget.failures < 2 or budget.doubtful:
+        return
+    pause = min(RESTART_SECONDS * 2.0 ** min(budget.failures - 2, 20), MAX_RESTART_SECONDS)
+    turn.live.gathering.restart_at = turn.now + pause
+    left = turn.job.settings.max_restarts - budget.failures
+    turn.notice(
+        f"{budget.failures} failures without progress, the last one on {failure.node}: the workers start again in"
+        f" {pause:.0f} s; {left or 'no'} more {'is' if left == 1 else 'are'} survived (--max-restarts)"
+    )
+
+
+def pauses(turn: Turn) -> bool:
+    """Whether the next world waits, because its workers have failed again and again."""
+    restart_at = turn.live.gathering.restart_at
+    return restart_at is not None and not turn.due(restart_at)
+
+
+def note_end(turn: Turn, world: World) -> None:
+    """A world is over: if it has worked, its shape has."""
+    if has_worked(turn, world):
+        shapes.note_worked(turn, world)
+
+
+def has_worked(turn: Turn, world: World) -> bool:
+    """Whether the world that ends now made a step or a commit; without a session, whether it lived for long.
+
+    Nothing had failed of a world that ends because nodes come or go, so that one worked as far as anybody knows.
+    """
+    job = turn.job
+    if job.told.first_step or turn.open.top_step > world.resumed_step or job.checkpoints.last_step(world.epoch) >= 0:
+        return True
+    if job.has_session or may_call_session(turn):
+        return False
+    broken = {Part.FAILED, Part.LOST} & set(job.parts.values())
+    return not broken or turn.heard - turn.open.opened >= shapes.LIVED_SECONDS
+
+
+def blames_shape(turn: Turn) -> bool:
+    """Whether the last world failed before a step, and all that is wrong with it may be its shape, see `shapes`.
+
+    Other worlds of this run have worked; either so many workers never did, or only some of its nodes had trained.
+    While a node is silent it may be lost, too: then the next world shows it.
+    """
+    job = turn.job
+    world, pending, worked = job.world, job.run.budget.pending, job.run.shapes.worked
+    if world is None or pending is None or pending.refused or not worked:
+        return False
+    nodes = [job.node_by(member.incarnation) for member in world.members]
+    trained = [node is not None and node.trained for node in nodes]
+    has_newcomers = any(trained) and not all(trained)
+    if world.size in worked and not has_newcomers:
+        return False
+    return all(answers(turn, member) and not broke_it(turn, member) for member in world.members)
+
+
+def leave_shape(turn: Turn, ready: list[Node]) -> bool:
+    """Goes back to another shape after a world that failed because of its own. Returns whether there is one.
+
+    That was no failure of the script.
+    """
+    world, pending = turn.job.world, turn.job.run.budget.pending
+    if world is None or pending is None:
+        return False
+    goes_on = shapes.give_up(turn, world, ready, counts(turn, ready), f"{pending.node}: {pending.message}")
+    if goes_on:
+        turn.cause(f"back from {shapes.of_nodes(len(world.members))}")
+        turn.update_run(budget=replace(turn.job.run.budget, pending=None, doubtful=()))
+    return bool(goes_on)
 
 
 def blame(turn: Turn, failure: Failure) -> None:

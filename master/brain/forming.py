@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import announcements, beside, conversion, durable, failures, memory, refusals, sight
+from . import announcements, beside, conversion, durable, failures, memory, refusals, sight, waits
 from .checkpoints import give_up_resharding, loads_now, resharded, resume_point, same_shape
 from .live import EpochLife, Missing, State
-from .membership import agree_on_directory, eligible, expected, has_answered, of_size, select
+from .membership import agree_on_directory, counts, eligible, expected, has_answered, of_size, select
 from .running import end, end_refused, hopeless
 from .scaling import has_shrunk, of_nodes
 from .state import Checkpoint, Job, Member, NextWorld, Node, Opened, Part, Phase, Recollection, World
@@ -48,6 +48,8 @@ def forming(turn: Turn) -> bool:
     if sight.look(turn) or memory.lost(turn, resume_point(job)):
         return True
     conversion.tend_verification(turn)
+    if job.verification is not None and job.verification.verifier:
+        waits.say(turn, "verification", f"waiting for {job.verification.verifier} to verify a checkpoint")
     prospects = {node.name: node for node in [*ready, *waited_for]}
     possible = len(prospects) - len(prospects) % max(1, job.settings.node_unit)
     stuck = is_blocked(turn) and not old_shape(turn, resume_point(job), ready)
@@ -67,6 +69,8 @@ def forming(turn: Turn) -> bool:
         failures.acquit(turn)  # Counted as the script's only if it fails again.
         beside.tend(turn)
         resume = resume_point(job)
+    if gathered and failures.blames_shape(turn) and failures.leave_shape(turn, ready):
+        return True
     if beside.holds(turn, gathered):
         return moved
     if not gate_open(turn, resume, candidate):
@@ -75,7 +79,7 @@ def forming(turn: Turn) -> bool:
         candidate = fallback(turn, resume, ready) if gathered else []
     if gathered and candidate:
         announcements.unexplained(turn, now=True)
-    if gathered and candidate and not failures.count(turn):
+    if gathered and candidate and not failures.count(turn) and not failures.pauses(turn):
         open_world(turn, candidate, resume)
         return True
     return moved or job.phase.is_terminal
@@ -87,6 +91,8 @@ def listening(turn: Turn) -> bool:
     if gathering.listen_until is None:
         gathering.listen_until = turn.heard + job.settings.node_timeout
     if not turn.overdue(gathering.listen_until):
+        text = "the master's record was lost, and agents remember a run: listening to all of them"
+        waits.say(turn, "listening", text, gathering.listen_until - turn.heard, "--node-timeout")
         return False
     job.recollection = known = replace(job.recollection, listening=False)
     job.epoch = max(job.epoch, known.epoch)
@@ -135,14 +141,17 @@ def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
     The quiet time has an end of its own, so that agents that come, crash and come again hold nobody up for ever.
     """
     settings, gathering = turn.job.settings, turn.live.gathering
-    if len(ready) >= turn.job.most_nodes and not awaits_witness(turn, waited_for, ready):
+    chosen = len(select(turn, ready))
+    full = len(ready) >= turn.job.most_nodes and chosen == max(counts(turn, ready), default=0)
+    if full and not awaits_witness(turn, waited_for, ready):
         return True
-    enough = bool(select(turn, ready))
+    enough = bool(chosen)
     if not enough or not turn.job.next.quiet:
         gathering.complete_at = None
     elif gathering.complete_at is None:
         gathering.complete_at = turn.now
     if waited_for:
+        say_who_is_missing(turn, waited_for)
         return False
     if not turn.job.next.quiet:
         return True
@@ -150,7 +159,23 @@ def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
     if enough and gathering.complete_at is not None:
         longest = max(LEAST_QUIET_SECONDS, QUIET_TIMES * settings.quiet_time)
         quiet = min(quiet, gathering.complete_at + longest)
-    return turn.due(quiet)
+    if turn.due(quiet):
+        return True
+    text = f"{of_nodes(len(ready))} of at most {turn.job.most_nodes} here: starting unless others come"
+    left = quiet - turn.now
+    waits.say(turn, "quiet", text, left, "--quiet-time", now=enough and left > waits.SAID_AFTER_SECONDS)
+    return False
+
+
+def say_who_is_missing(turn: Turn, waited_for: list[Node]) -> None:
+    """Says whose Join is waited for, if that takes long."""
+    last = max(turn.live.gathering.asked.get(node.name, turn.heard) for node in waited_for)
+    left = last + turn.job.settings.join_timeout - turn.heard
+
+    def text() -> str:
+        return f"waiting for {names(sorted(node.name for node in waited_for))} to stop workers and join"
+
+    waits.say(turn, "joins", text, left, "--join-timeout")
 
 
 def awaits_witness(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
@@ -170,9 +195,20 @@ def gate_open(turn: Turn, resume: Checkpoint | None, candidate: list[Node]) -> b
         return True
     if resume.parts:
         durable.want_durable(turn, resume)
+        waits.say(turn, "durable", f"waiting for {resume.name} to be written from memory to the disk")
     else:
         conversion.tend(turn, resume)
+        say_conversion(turn, resume)
     return False
+
+
+def say_conversion(turn: Turn, resume: Checkpoint) -> None:
+    """Says who converts, and how far it is, if that takes long."""
+    held, files = turn.job.conversion, turn.live.conversion.lease.files
+    if held is not None and held.lease and not held.blocked:
+        far = f" ({files} files so far)" if files > 0 else ""
+        text = f"waiting for the universal files of {resume.name}, which {held.owner} makes{far}"
+        waits.say(turn, "conversion", text)
 
 
 def old_shape(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[Node]:
@@ -191,9 +227,11 @@ def fallback(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[N
     # `wants_to_grow`.
     if nodes and not conversion.is_vain(turn):
         reason = job.conversion.reason if job.conversion is not None else ""
-        turn.notice(f"nobody could convert {resume.name} ({reason}): going on in its old shape", True)
         job.conversion_failures += 1
-        turn.live.grow_hold_until = turn.now + growth_hold(job.conversion_failures)
+        hold = growth_hold(job.conversion_failures)
+        text = f"nobody could convert {resume.name} ({reason}): going on in its old shape"
+        turn.notice(f"{text}; a growth is tried again after {hold:.0f} s", True)
+        turn.live.grow_hold_until = turn.now + hold
     return nodes
 
 
@@ -248,6 +286,12 @@ def owed(job: Job) -> str:
     return f"the universal files of {source.name}" if source is not None else ""
 
 
+def missing_until(state: State) -> str:
+    """The same, and for how long that is waited for."""
+    limit = state.job.settings.wait_for_nodes
+    return missing(state) + (f"; the job ends after {limit:.0f} s of that (--wait-for-nodes)" if limit >= 0 else "")
+
+
 def say_missing(turn: Turn) -> None:
     """Tells agents what WAITING lacks: at once if it is new, then from time to time."""
     live, told = turn.live, turn.live.missing
@@ -256,25 +300,12 @@ def say_missing(turn: Turn) -> None:
             live.missing = Missing()
         return
     if told.text and turn.now < told.at + MISSING_EVERY_SECONDS:
-        if len(turn.job.nodes) > 0 and missing(turn.state) != told.text:
+        if len(turn.job.nodes) > 0 and missing_until(turn.state) != told.text:
             turn.due(told.at + MISSING_EVERY_SECONDS)
         return
-    text = missing(turn.state)
+    text = missing_until(turn.state)
     if text != told.text:
         live.missing = Missing(text, turn.now)
-
-
-def is_proven(job: Job, node: Node) -> bool:
-    """Whether the node's ranks have made a step of this run: in the last world, or before."""
-    member = job.world.member(node.incarnation) if job.world is not None else None
-    return node.trained or (member is not None and (member.proven or job.told.first_step))
-
-
-def note_trained(turn: Turn) -> None:
-    """Keeps what the last world has proven of its nodes: some may sit the next one out, and come back after it."""
-    for node in list(turn.job.nodes.values()):
-        if not node.trained and is_proven(turn.job, node):
-            turn.update(node, trained=True)
 
 
 def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None:
@@ -291,12 +322,11 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
         turn.cause(f"scaled to {of_nodes(job.limit)}")
     causes = job.next.causes + ((f"{names(arrived)} joined",) if arrived else ())
     size = sum(node.nproc for node in nodes)
-    note_trained(turn)
     job.epoch += 1
     world = World(
         epoch=job.epoch,
         members=tuple(
-            Member(node.name, node.incarnation, node.host, node.nproc, rank, is_proven(job, node))
+            Member(node.name, node.incarnation, node.host, node.nproc, rank, job.nodes[node.name].trained)
             for rank, node in enumerate(nodes)
         ),
         store_host=first.store_host,
@@ -318,7 +348,7 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     for node in nodes:
         turn.update(job.nodes[node.name], joined=None)
     exactly = live.gathering.counted or not old
-    live.epoch = EpochLife(epoch=job.epoch, moved=turn.heard, lost_exactly=exactly)
+    live.epoch = EpochLife(epoch=job.epoch, opened=turn.heard, moved=turn.heard, lost_exactly=exactly)
     turn.gather_anew()
     turn.enter(Phase.RUNNING)
     if unheard:

@@ -29,6 +29,8 @@ __all__ = (
     "State",
     "VerificationLife",
     "Wait",
+    "Waiting",
+    "Waits",
 )
 
 
@@ -59,6 +61,8 @@ class EpochLife:
     """The open epoch: what its ranks report."""
 
     epoch: int = 0
+    # When it was opened, by the listening clock.
+    opened: float = 0.0
     # By node: the last step, bytes saved, signs of life between steps.
     steps: dict[str, int] = field(default_factory=dict)
     saved_bytes: dict[str, int] = field(default_factory=dict)
@@ -137,6 +141,8 @@ class Gathering:
     vain_until: float | None = None
     # The last steps of the previous world are known: counted on some node after their end, or drained at a boundary.
     counted: bool = False
+    # The workers failed without progress again: when they are started next.
+    restart_at: float | None = None
 
     def is_crash_looping(self, name: str, now: float) -> bool:
         """Whether the name was lost in this very round, lately, and more than once."""
@@ -256,6 +262,22 @@ class Missing:
 
 
 @dataclass
+class Waiting:
+    """Something is waited for: since when, and after how many seconds that is said."""
+
+    since: float
+    said_after: float
+
+
+@dataclass
+class Waits:
+    """All that is waited for, by subject, and the subjects that the present look has met. See `waits`."""
+
+    known: dict[str, Waiting] = field(default_factory=dict)
+    noted: set[str] = field(default_factory=set)
+
+
+@dataclass
 class RunLife:
     """The run as this process has seen it; made with `Job.run`."""
 
@@ -263,6 +285,8 @@ class RunLife:
     growth_done_at: float | None = None
     # The first and the last of consecutive epochs that lost members before their first step.
     stillborn: tuple[int, int] = (0, -1)
+    # When so many workers failed last, see `shapes`.
+    shape_failed_at: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -279,6 +303,7 @@ class Live:
     held: Held = field(default_factory=Held)
     pause: Pause | None = None
     missing: Missing = Missing()
+    waits: Waits = field(default_factory=Waits)
     held_until: dict[str, float] = field(default_factory=dict)
     lost_at: dict[str, list[float]] = field(default_factory=dict)
     phase_since: float = 0.0

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from . import shapes
 from .checkpoints import resume_point
 from .listening import HEARTBEAT_SECONDS
 from .live import VerificationLife
@@ -17,6 +18,7 @@ __all__ = (
     "agree_on_directory",
     "answers",
     "check_liveness",
+    "counts",
     "drop",
     "eligible",
     "expected",
@@ -367,12 +369,21 @@ def eligible(turn: Turn) -> list[Node]:
     return in_rank_order(turn.job, free)
 
 
-def select(turn: Turn, nodes: list[Node]) -> list[Node]:
-    """The members of a world of these nodes: at most `max`, a multiple of the unit, never less than `min`."""
+def counts(turn: Turn, nodes: list[Node]) -> range:
+    """How many of these nodes a world may have, the most first: a multiple of the unit, from `min` to `max`."""
     settings = turn.job.settings
-    count = min(len(nodes), turn.job.most_nodes)
-    count -= count % max(1, settings.node_unit)
-    return nodes[:count] if count >= settings.min_nodes else []
+    unit = max(1, settings.node_unit)
+    most = min(len(nodes), turn.job.most_nodes)
+    return range(most - most % unit, settings.least_nodes - 1, -unit)
+
+
+def select(turn: Turn, nodes: list[Node]) -> list[Node]:
+    """The members of a world of these nodes: as many as possible, but not as many as are known to fail, see `shapes`.
+
+    If all numbers failed, that is not considered. Empty if a world would be too small.
+    """
+    possible = counts(turn, nodes)
+    return (shapes.best(turn, nodes, possible) or nodes[: possible[0]]) if possible else []
 
 
 def of_size(nodes: list[Node], world_size: int, settings: Settings, most: int) -> list[Node]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import announcements, beside, refusals, saves
-from .checkpoints import only_size
+from . import announcements, beside, failures, refusals, saves, waits
+from .checkpoints import only_size, resume_point
 from .live import DrainLife, Pause
 from .membership import may_call_session, newcomers, select
 from .scaling import is_too_large, of_nodes, wants_to_shrink
@@ -19,8 +19,8 @@ from .turn import Turn, names
 # The others train on meanwhile. So it is longer than an agent waits for its imports (120) and for its script to run
 # ahead (600) before it says that there is nothing to wait for.
 WARM_LIMIT_SECONDS = 750.0
-# Seconds later a line says what the newcomers wait for.
-WARM_SAID_SECONDS = 10.0
+# Seconds that a growth waits for the next commit of a script without a session, if something could be resumed.
+GROW_WAIT_SECONDS = 300.0
 # The auto grow interval: this many times the cost of the last growth, at most MAX_GROW_SECONDS seconds.
 GROW_FACTOR = 20.0
 MAX_GROW_SECONDS = 60.0
@@ -78,7 +78,7 @@ def go_without(turn: Turn, leavers: list[str]) -> None:
 
 def grow(turn: Turn) -> None:
     """Drains, or restarts the workers, to take newcomers in."""
-    job, new = turn.job, newcomers(turn)
+    job, new = turn.job, to_take_in(turn)
     if job.has_session:
         start_drain(turn, f"{names(n.name for n in new)} {'joins' if len(new) == 1 else 'join'}", growth=True)
         return
@@ -128,6 +128,8 @@ def end_of_epoch(turn: Turn) -> bool:
         else:
             unplanned(turn)
         return True
+    if Part.FINISHED in parts and Part.RUNNING in parts:
+        waits.say(turn, "end", lambda: still_at_work(turn))
     if Part.LEFT in parts and Part.RUNNING not in parts and saves.may_still_come(turn):
         return False
     if parts == {Part.LEFT}:
@@ -145,12 +147,24 @@ def end_of_epoch(turn: Turn) -> bool:
     return False
 
 
+def still_at_work(turn: Turn) -> str:
+    """Who has finished, and who has not."""
+    members, part = world_of(turn).members, turn.job.part
+    done = names(member.node for member in members if part(member) is Part.FINISHED)
+    others = names(member.node for member in members if part(member) is Part.RUNNING)
+    return f"{done} finished: waiting for {others} to finish, too"
+
+
 def hopeless(turn: Turn) -> bool:
-    """Whether every node's workers failed before the run ever made a step: trying again would not help."""
+    """Whether every node's workers failed before the run ever made a step: trying again would not help.
+
+    Of a script without a session nobody can tell that; it is started again as often as --max-restarts says.
+    """
     job = turn.job
     return (
         not job.run.ever_stepped
-        and not job.told.start
+        and not job.run.shapes.worked
+        and (job.has_session or may_call_session(turn))
         and all(part is Part.FAILED for part in job.parts.values())
         and job.verification is None
     )
@@ -171,6 +185,7 @@ def regroup(turn: Turn) -> None:
     since = turn.now if turn.open.stepped_at is None else turn.open.stepped_at
     turn.live.pause = Pause(since, turn.open.is_taken_over)
     announcements.close_record(turn, world, job.run.left_step)
+    failures.note_end(turn, world)
     turn.gather_anew()
     # A boundary is reported together with its save.
     turn.live.gathering.counted = bool({Part.DRAINED, Part.FINISHED} & set(job.parts.values()))
@@ -218,29 +233,68 @@ def wants_to_grow(turn: Turn) -> bool:
         return False  # only the members are here
     if turn.open.ended or any(part is not Part.RUNNING for part in job.parts.values()):
         return False
-    new = newcomers(turn)
-    members = [n for n in (job.node_by(m.incarnation) for m in world.members) if n is not None]
-    grown = select(turn, members + new)
-    if not new or len(grown) <= len(world.members) or only_size(job) not in (0, sum(node.nproc for node in grown)):
+    new = to_take_in(turn)
+    if not new:
         return False
     if not job.has_session:
-        since = unheard_since(turn, new)
-        # After an outage a hello may still be on its way.
-        heard = turn.overdue(live.phase_heard + job.settings.node_timeout)
-        if heard and live.committed > since:
-            return True
-        # While session() may still come, time alone is no reason to restart everybody.
-        until = None if may_call_session(turn) else since + job.settings.grow_wait
-        if until is not None and turn.overdue(until):
-            return True
-        if job.told.unheard:
-            announcements.waiting_to_grow(turn, new, until)
+        return wants_to_restart(turn, new)
+    who = f"{names(sorted(node.name for node in new))} joined: taken in"
+    if turn.open.first_step_at is None:
+        waits.say(turn, "first step", f"{who} after the first step of epoch {world.epoch}")
         return False
-    if turn.open.first_step_at is None or turn.open.put_off:
+    if turn.open.put_off:
+        waits.say(turn, "put off", f"{who} with the next commit, as growing was put off")
         return False
-    if not turn.due(max(live.grow_hold_until, (live.run.growth_done_at or float("-inf")) + grow_interval(turn))):
+    held = max(live.grow_hold_until, (live.run.growth_done_at or float("-inf")) + grow_interval(turn))
+    if not turn.due(held):
+        auto = "--grow-interval" + (" auto" if job.settings.grow_interval < 0 else "")
+        left, text = held - turn.now, f"{who} when the last growth is long enough ago"
+        waits.say(turn, "interval", text, left, auto, now=left > waits.SAID_AFTER_SECONDS)
         return False
-    return is_warm(turn, members, new) and not beside.holds_growth(turn, new)
+    return is_warm(turn, members_of(turn), new) and not beside.holds_growth(turn, new)
+
+
+def wants_to_restart(turn: Turn, new: list[Node]) -> bool:
+    """Whether all workers of a script without a session restart now, to take the newcomers in."""
+    since = unheard_since(turn, new)
+    # After an outage a hello may still be on its way.
+    heard = turn.overdue(turn.live.phase_heard + turn.job.settings.node_timeout)
+    if heard and turn.live.committed > since:
+        return True
+    until = restart_by(turn, since)
+    if until is not None and turn.overdue(until):
+        return True
+    announcements.waiting_to_grow(turn, new, until, since)
+    return False
+
+
+def restart_by(turn: Turn, since: float) -> float | None:
+    """When they restart even if no commit comes; None: they do not.
+
+    While session() may still come, time alone is no reason. Neither is it where nothing could be resumed, unless
+    somebody has set a time. (For a script from which no commit can come its agents have set one.)
+    """
+    wait = turn.job.settings.grow_wait
+    if may_call_session(turn) or (wait < 0 and resume_point(turn.job) is None):
+        return None
+    return since + (GROW_WAIT_SECONDS if wait < 0 else wait)
+
+
+def to_take_in(turn: Turn) -> list[Node]:
+    """The newcomers by which the world could grow; none if no larger world could be opened."""
+    job, world = turn.job, world_of(turn)
+    new = newcomers(turn)
+    grown = select(turn, members_of(turn) + new) if new else []
+    if len(grown) <= len(world.members) or only_size(job) not in (0, sum(node.nproc for node in grown)):
+        return []
+    chosen = {node.incarnation for node in grown}
+    return [node for node in new if node.incarnation in chosen]
+
+
+def members_of(turn: Turn) -> list[Node]:
+    """The nodes of the open world that are there."""
+    nodes = (turn.job.node_by(member.incarnation) for member in world_of(turn).members)
+    return [node for node in nodes if node is not None]
 
 
 def is_warm(turn: Turn, members: list[Node], new: list[Node]) -> bool:
@@ -251,8 +305,9 @@ def is_warm(turn: Turn, members: list[Node], new: list[Node]) -> bool:
     since = max(oldest_join(turn, new), epoch.first_step_heard)
     if not cold or turn.overdue(since + WARM_LIMIT_SECONDS):
         return True
-    if turn.overdue(since + WARM_SAID_SECONDS):
-        announcements.waiting_for_starts(turn, new, cold)
+    who = f"{names(sorted(node.name for node in new))} joined: taken in as soon as the script has started on"
+    text = f"{who} {names(sorted(cold))}; training goes on meanwhile"
+    waits.say(turn, "starts", text, since + WARM_LIMIT_SECONDS - turn.heard)
     return False
 
 
@@ -323,10 +378,10 @@ def draining(turn: Turn) -> bool:
         turn.drain_life.deadline = notice_end(turn)
         return True
     if drain.growth and not drain.agreed and not drained and not newcomers(turn, presumed=True):
-        withdraw(turn, "the newcomer is gone")
+        withdraw(turn, "the newcomer is gone", again="")
         return True
     if drain.shrink and not drain.agreed and not drained and not is_too_large(turn):
-        withdraw(turn, "it is not wanted any more")
+        withdraw(turn, "it is not wanted any more", again="")
         return True
     if drain.agreed or drained:
         return saving(turn, drain, drained)
@@ -337,6 +392,8 @@ def draining(turn: Turn) -> bool:
     if drain.optional:
         deadline = max(deadline, epoch.moved + patience)
     if not turn.overdue(deadline):
+        text = f"{drain.subject} waits for a step boundary of all ranks"
+        waits.say(turn, "boundary", text, deadline - turn.heard, "--drain-timeout")
         return False
     if drain.optional:
         withdraw(turn, f"the ranks did not agree on a boundary within {patience:.0f} s")
@@ -379,10 +436,10 @@ def give_up_drain(turn: Turn, drain: Drain) -> None:
     unplanned(turn)
 
 
-def withdraw(turn: Turn, why: str) -> None:
-    """Withdraws a drain: nobody goes and nobody comes now, the ranks train on, and the next commit tries it again."""
+def withdraw(turn: Turn, why: str, again: str = "; it is tried again with the next commit") -> None:
+    """Withdraws a drain: nobody goes and nobody comes now, the ranks train on, and the next commit tries it `again`."""
     if turn.job.drain is not None:
-        turn.notice(f"{turn.job.drain.subject} is put off: {why}")
+        turn.notice(f"{turn.job.drain.subject} is put off: {why}{again}")
     turn.open.stopping = False
     turn.open.put_off = True
     turn.open.moved = turn.heard

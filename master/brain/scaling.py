@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dalsegno.protos import control_pb2
 
 from .checkpoints import only_size
@@ -33,6 +35,8 @@ def scale(turn: Turn, message: control_pb2.ScaleRequest) -> Reply:
     count = len(job.world.members) if job.world is not None else 0
     if limit != job.limit:
         job.limit = limit
+        # A person who asks for a number of nodes wants it tried, whatever failed before.
+        turn.update_run(shapes=replace(job.run.shapes, failed=()))
         turn.notice(f"scaled to {of_nodes(message.nodes)}" + (f", the world has {count}" if count else ""))
     return Reply(message=control_pb2.ScaleReply(generation=job.generation, limit=job.most_nodes, nodes=count))
 

@@ -27,6 +27,7 @@ from functools import cached_property
 from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS, JobSettings, run_name
 
 from .entries import Checkpoint, Checkpoints, Joined, Node, Nodes
+from .tried import FailedShape, Shapes
 
 __all__ = (
     "LEAST_NODE_TIMEOUT_SECONDS",
@@ -36,6 +37,7 @@ __all__ = (
     "Conversion",
     "Drain",
     "EpochRecord",
+    "FailedShape",
     "Failure",
     "GoneBack",
     "Job",
@@ -51,6 +53,7 @@ __all__ = (
     "Recollection",
     "Run",
     "Settings",
+    "Shapes",
     "Told",
     "Verification",
     "World",
@@ -361,6 +364,7 @@ class Run:
     left_step: int = 0
     # The earlier steps that it went back to, in order.
     gone_back: tuple[GoneBack, ...] = ()
+    shapes: Shapes = field(default_factory=Shapes)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from dalsegno.protos import control_pb2
 
-from . import durable, memory, saves
+from . import durable, memory, saves, shapes
 from .checkpoints import only_size, prunable, resume_point, to_proto, witnesses
 from .forming import missing
 from .live import State
@@ -46,6 +46,7 @@ class Common:
         # Everything below the job is replaced whole: the same objects say the same.
         self.parts = (
             *(job.generation, job.phase, job.epoch, job.run.number, job.settings, head, job.noticed, job.world),
+            job.run.shapes,
             *(
                 job.conversion,
                 job.verification,
@@ -235,8 +236,10 @@ def has_looked_in_vain(job: Job, node: Node, digest: str) -> bool:
 def spare_reason(state: State, node: Node) -> str:
     """Why a node has no place, for a person; empty if it is about to get one."""
     if node.name in state.live.held_until:
-        return f"{node.name} was lost too often lately: it is a spare for a while"
+        return f"{node.name} was lost too often lately: it is a spare for {state.job.holds[node.name]:.0f} s"
     job = state.job
+    if job.world is not None and (why := shapes.why_spare(job.run.shapes.failed, node, job.world.size)):
+        return why
     head = resume_point(job)
     if job.world is not None and len(job.world.members) >= job.most_nodes:
         scaled = "the job was scaled to" if job.limit else "the world has"

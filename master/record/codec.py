@@ -52,8 +52,8 @@ _NAMES = {
     "run.growth_cost_seconds": "growth_cost",
     "recollection.epoch": "listening_epoch",
 }
-# Values that came after the first records of this version, as those had them.
-_SINCE: dict[str, Any] = {"gone_back": []}
+# Values that came after the first records of this version, as they are read there.
+_SINCE: dict[str, Any] = {"gone_back": [], "shapes": {}}
 # One letter for each member, so that the row of all parts is short even for a large world.
 _LETTERS = {Part.RUNNING: "r", Part.DRAINED: "d", Part.FINISHED: "f", Part.FAILED: "x", Part.LOST: "l", Part.LEFT: "g"}
 _PART_OF = {letter: part for part, letter in _LETTERS.items()}

@@ -12,6 +12,7 @@ import socket
 import stat
 import struct
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -663,6 +664,31 @@ def test_stop_kills_the_whole_group_at_once(node: Node, how: str) -> None:
     wait_for(lambda: not any(alive(pid) for pid in pids))
 
 
+@pytest.mark.parametrize("writes", [True, False], ids=["writes", "stands still"])
+def test_a_notice_lasts_as_long_as_workers_write(node: Node, writes: bool) -> None:
+    """One catches the signal and saves for seconds, another one does nothing about it: that one is not waited for."""
+    text = f"""
+        import os, pathlib, signal, sys, threading, time
+        told = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: told.set())
+        pathlib.Path("ready").touch()
+        told.wait()
+        for part in range(12 if {writes} else 0):
+            with open(f"part-{{part}}", "wb") as file:
+                file.write(os.urandom(4_000_000))
+            time.sleep(0.5)  # why: longer in all than a worker that writes nothing is waited for
+        time.sleep(0 if {writes} else 300)
+    """
+    script = script_in(node.directory, f"import os; os.chdir({str(node.directory)!r})\n{textwrap.dedent(text)}")
+    context = node.workers(script, 1, None)
+    context.start()
+    wait_for((node.directory / "ready").exists)
+    begin = time.monotonic()
+    context.stop(100, 3)
+    assert node.exits.get(timeout=0.1)[:2] == ((0, 0) if writes else (0, -9))
+    assert time.monotonic() - begin < 60
+
+
 @pytest.mark.parametrize("grace", [0, 5])
 def test_workers_that_end_while_they_are_stopped(node: Node, grace: float) -> None:
     """Eight whose own ends fall together with the stop, again and again: each stop ends, after every exit was told."""
@@ -692,14 +718,14 @@ def test_the_word_that_workers_have_stopped_comes_in_any_case(how: str) -> None:
     """Whatever stopping them meets: the decisions wait for it."""
 
     class Context:
-        def stop(self, grace: float) -> None:
+        def stop(self, grace: float, still: float) -> None:
             if how == "raises":
                 raise ProcessLookupError
 
     agent = object.__new__(ElasticAgent)
     agent._mailbox = Mailbox()
     agent._context = Context()  # type: ignore[assignment]
-    agent._stop_world(3, 0.0)
+    agent._stop_world(3, 0.0, 0.0)
     assert agent._mailbox.get(30) == ev.WorkersStopped(3)
 
 

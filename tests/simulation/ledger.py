@@ -16,6 +16,7 @@ from dalsegno.protos import control_pb2
 from .behind import Behind
 from .masters import decoded
 from .refusals import Refusals
+from .shapes import ShapeChecks
 from .syncs import is_over
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Ledger:
         # Epochs of a silent script of which the console says that they began.
         self.presented: set[int] = set()
         self.refusals = Refusals(self)
+        self.shapes = ShapeChecks(self)
         self.behind = Behind(self)
         # Epochs of which people were told what they cost.
         self.told: set[int] = set()
@@ -366,6 +368,7 @@ class Ledger:
         self._nothing_lost(world)
         self._nothing_owed(job, f"epoch {world.epoch} opened")
         self.refusals.opening(world)
+        self.shapes.opening(world)
         if world.resume:
             self._resumable(world)
         self._seen_by_members(world)
@@ -637,8 +640,11 @@ class Ledger:
         if self.success is False:
             over_budget = self.sim.plan.settings.max_restarts < 100 and "max-restarts" in self.message
             at_once = not self.ever_stepped
+            self.shapes.ended(self.message)
             self.require(
-                self.refusals.excuse_the_end or (self.script_failures > 0 and (over_budget or at_once)),
+                self.refusals.excuse_the_end
+                or self.shapes.excuse_the_end
+                or (self.script_failures > 0 and (over_budget or at_once)),
                 "no failure without a reason",
                 self.message,
             )

@@ -10,6 +10,7 @@ from dalsegno.protos import control_pb2
 
 from .memory import memory_of
 from .refusals import refusals_of
+from .shapes import shapes_of
 from .syncs import sync_of
 
 HOSTS = ("host-a", "host-b", "host-c", "host-d")
@@ -142,6 +143,8 @@ class Plan:
     memory_every: int = 0
     # Of the nodes that a crash leaves, so many save what they hold; 0.0: none, as their state is not replicated.
     survivors: float = 0.0
+    # Numbers of workers with which the script fails as soon as it has loaded.
+    bad_sizes: frozenset[int] = frozenset()
 
 
 def plan_of(seed: int, shells: bool = False) -> Plan:
@@ -261,6 +264,7 @@ def _plan_of(seed: int) -> Plan:
         wanted = seed % 5 < 3 or kind == "convert"
         settings.universal_checkpoint = plan.other_settings.universal_checkpoint = wanted
     memory_of(plan)
+    shapes_of(plan)
     if plan.silent:
         # Long enough for one world to be presented, also where only half of the time is listened to.
         plan.steps, plan.step_time = 70, 1.0

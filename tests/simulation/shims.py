@@ -134,6 +134,7 @@ def installed(kernel: Kernel, seed: int, modules: Sequence[types.ModuleType] = M
         stack.enter_context(mock.patch.object(effects, "MasterClient", client))
         stack.enter_context(mock.patch.object(workers, "kill_group", processes.kill_group))
         stack.enter_context(mock.patch.object(workers, "start_time", processes.start_time))
+        stack.enter_context(mock.patch.object(workers, "written_bytes", processes.written_bytes))
         threads.install(kernel)
         try:
             yield

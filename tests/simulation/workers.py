@@ -11,6 +11,7 @@ from .disk import Sealed, digest_of
 from .flights import Flight
 from .memory import remember
 from .refusals import LINE, are_refused
+from .shapes import fails
 from .syncs import DrainSave, outlasts_notice, patience
 
 if TYPE_CHECKING:
@@ -217,6 +218,8 @@ class Collective:
                 for group in self.groups.values():
                     group.crash(1)
                 return
+        if fails(self):
+            return
         self.history = source.history if source is not None else ()
         self.loaded = True
         self.sim.trace("workers", "epoch {} loaded step {}", self.epoch, self.step)

@@ -23,6 +23,7 @@ from dalsegno.master.brain import (
     calls,
     checkpoints,
     conversion,
+    failures,
     forming,
     listening,
     membership,
@@ -30,6 +31,7 @@ from dalsegno.master.brain import (
     refusals,
     running,
     scaling,
+    shapes,
     views,
 )
 from dalsegno.master.brain.live import State
@@ -564,6 +566,25 @@ def takes_a_refusal_for_a_failure(original: Any) -> Any:
     return worker_refused
 
 
+def counts_what_a_newcomer_brought(original: Any) -> Any:
+    def blames_shape(turn: Turn) -> bool:
+        return False
+
+    return blames_shape
+
+
+def tries_what_failed_again(original: Any) -> Any:
+    def best(turn: Turn, nodes: list[Node], counts: range) -> list[Node]:
+        return nodes[: counts[0]]
+
+    return best
+
+
+def refuses_sizes(plan: Plan) -> bool:
+    """The script fails with some numbers of workers, and with nothing else."""
+    return bool(plan.bad_sizes) and plan.settings.max_restarts < 3
+
+
 def is_slow(plan: Plan) -> bool:
     """A sync outlasts a notice."""
     return plan.sync_time > plan.settings.drain_timeout
@@ -680,6 +701,21 @@ PLANTS: dict[str, Plant] = dict(
         plant(refusals, "put_aside", takes_a_refusing_node_again, "who refuses is put aside", suits=refuses),
         plant(refusals, "ends_job", tries_what_all_refuse_again, "one line", "a refusal ends the job", suits=refuses),
         plant(running, "end_refused", says_what_ended_it_twice, "one line", suits=refuses),
+        plant(
+            failures,
+            "blames_shape",
+            counts_what_a_newcomer_brought,
+            "a newcomer ends no healthy job",
+            suits=refuses_sizes,
+        ),
+        plant(
+            shapes,
+            "best",
+            tries_what_failed_again,
+            "what failed is not tried again",
+            kind="planned",
+            suits=refuses_sizes,
+        ),
         plant(ranks, "worker_refused", takes_a_refusal_for_a_failure, "liveness", suits=refuses, first=24),
         plant(Collective, "_settle", leaves_before_the_write_has_ended, "planned changes lose nothing", first=15),
         plant(Collective, "__init__", skips_a_sample, "each sample once"),

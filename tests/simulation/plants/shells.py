@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,7 +62,7 @@ def decides_at_every_heartbeat(original: Any) -> Any:
 
 
 def signals_whom_it_found_alive_before(original: Any) -> Any:
-    def stop(self: WorkersContext, grace: float) -> None:
+    def stop(self: WorkersContext, grace: float, still: float = math.inf) -> None:
         for _ in ("as told", "for good"):
             for one in self._running:
                 process: Any = one.process._process  # type: ignore[union-attr]
@@ -81,12 +82,12 @@ def signals_whom_it_found_alive_before(original: Any) -> Any:
 
 
 def forgets_to_say_that_workers_stopped(original: Any) -> Any:
-    def stop_world(self: ElasticAgent, epoch: int, grace: float) -> None:
+    def stop_world(self: ElasticAgent, epoch: int, grace: float, still: float = math.inf) -> None:
         context = self._context
 
         def stop() -> None:
             if context is not None:
-                context.stop(grace)
+                context.stop(grace, still)
             self._mailbox.put(ev.WorkersStopped(epoch))
 
         threads.Thread(target=stop, name="stop-workers", daemon=True).start()

@@ -11,6 +11,7 @@ import pytest
 from dalsegno.agent.commands import launch
 from dalsegno.agent.commands.arguments import parse
 from dalsegno.agent.script import Script
+from dalsegno.protos.contract import GROW_SOON_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -29,3 +30,28 @@ def test_agents_speak_with_each_other_as_with_the_master(tmp_path: Path, flags: 
     script = Script(sys.executable, ("-u", "train.py"))
     config = launch._agent_config(options, 1, SimpleNamespace(root=tmp_path), tmp_path, script)  # type: ignore[arg-type]
     assert (config.tls, config.memory_bytes_per_second) == (tls, 2_000_000)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text", "own", "seconds", "adopts"),
+    [
+        # No commit can come: nobody waits for one.
+        ((), "import torch", (), GROW_SOON_SECONDS, False),
+        (("--grow-wait=auto",), "import torch", ("--out=here",), GROW_SOON_SECONDS, False),
+        # One can.
+        ((), "import torch", ("--out=${save_dir}",), -1.0, True),
+        ((), "import dalsegno.elastic", (), -1.0, False),
+        # A person has said how long.
+        (("--grow-wait=40",), "import torch", (), 40.0, False),
+        (("--grow-wait=40",), "import torch", ("--out=${save_dir}",), 40.0, True),
+    ],
+)
+def test_a_growth_waits_for_commits_that_can_come(
+    tmp_path: Path, flags: tuple[str, ...], text: str, own: tuple[str, ...], seconds: float, adopts: bool
+) -> None:
+    """Whether any can is known by the script and its arguments."""
+    (tmp_path / "train.py").write_text(text)
+    options = parse(["--job-id=job", *flags, str(tmp_path / "train.py"), *own], {})
+    script = Script(sys.executable, ("-u", str(tmp_path / "train.py"), *own))
+    config = launch._agent_config(options, 1, SimpleNamespace(root=tmp_path), tmp_path, script)  # type: ignore[arg-type]
+    assert (config.settings.grow_wait, config.adopts) == (seconds, adopts)

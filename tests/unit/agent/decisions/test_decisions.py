@@ -684,10 +684,19 @@ def test_sigterm_raises_the_flag_at_once_and_tells_the_master() -> None:
 
 
 def test_workers_without_a_session_get_the_signal_themselves() -> None:
-    """Nothing of ours can save them: they have the notice to end."""
+    """Nothing of ours can save them: they have the notice to end as long as they write, and else some seconds."""
     agent = Agent().registered().running(session=False)
     agent.hear(ev.Signalled(signal.SIGTERM))
+    assert agent.did(ev.StopWorkers) == [ev.StopWorkers(1, grace=10.0, still=leaving.STILL_SECONDS)]
+    assert "5 s, or 10 s (--drain-timeout) while they write" in agent.did(ev.Say)[-1].text
+
+
+def test_workers_whose_saves_are_adopted_have_the_whole_notice() -> None:
+    """Their script may catch the signal, and save what the run then goes on from."""
+    agent = Agent(adopts=True).registered().running(session=False)
+    agent.hear(ev.Signalled(signal.SIGTERM))
     assert agent.did(ev.StopWorkers) == [ev.StopWorkers(1, grace=10.0)]
+    assert "10 s (--drain-timeout)" in agent.did(ev.Say)[-1].text
 
 
 @pytest.mark.parametrize("order", ["release", "gather", "wait", "finish", "failed", "run", "fenced"])
@@ -706,7 +715,7 @@ def test_nothing_the_master_says_cuts_the_notice_of_workers_without_a_session(or
     agent.hear(ev.Signalled(signal.SIGTERM))
     agent.directed(**orders[order])
     agent.waits(9.0)
-    assert agent.did(ev.StopWorkers) == [ev.StopWorkers(1, grace=10.0)]
+    assert agent.did(ev.StopWorkers) == [ev.StopWorkers(1, grace=10.0, still=leaving.STILL_SECONDS)]
     assert not agent.did(ev.Exit)
     agent.hear(ev.WorkersStopped(1))
     (exit_,) = agent.did(ev.Exit)

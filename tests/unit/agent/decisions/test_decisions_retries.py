@@ -178,11 +178,15 @@ def test_the_pauses_are_what_the_tests_take_them_for() -> None:
 
 
 def test_a_master_that_never_answers_ends_the_agent() -> None:
-    """One line, once the time for the first answer is over, and not before."""
-    agent = Agent(connect_timeout=20.0)
+    """One line, once the time for the first answer is over, and one before, because nothing is silent for so long."""
+    agent = Agent(connect_timeout=20.0, addresses="h:1")
     agent.hear(ev.Started())
-    assert agent.state.wake == agent.now + 20.0
-    assert agent.waits(19.0) == []
+    assert agent.waits(4.0) == []
+    assert agent.state.wake == agent.now + 1.0
+    said = "no master has answered yet at h:1: trying for 15 s more (--connect-timeout)"
+    assert agent.waits(1.0) == [ev.Say(said)]
+    assert agent.state.wake == agent.now + 15.0
+    assert agent.waits(14.0) == []
     (ending,) = agent.waits(1.0)
     assert isinstance(ending, ev.Exit)
     assert ending.code == ev.EXIT_USAGE

@@ -199,7 +199,7 @@ def test_durations_and_metrics_are_finite(kind: type[Message], path: tuple[str, 
 
 def test_durations_are_bounded_and_only_two_may_be_negative() -> None:
     """-1 is "auto" or "for ever" for two settings, and nothing for the others."""
-    admit(register(settings=settings(grow_interval=-1.0, wait_for_nodes=-1.0)))
+    admit(register(settings=settings(grow_interval=-1.0, grow_wait=-1.0, wait_for_nodes=-1.0)))
     assert "node_timeout" in refusal(register(settings=settings(node_timeout=-1.0)))
     assert "notice" in refusal(pb.LeaveRequest(caller=caller(), notice=-0.1))
     assert "stall_timeout" in refusal(register(settings=settings(stall_timeout=2 * LONGEST_SECONDS)))

@@ -27,6 +27,7 @@ def fail(job: Driven, node: Node, step: int = 0) -> None:
         node.failed("boom", step=step)
         if job.phase is not Phase.FAILED:
             node.join()
+            job.wait(5)
     assert job.phase is Phase.FAILED
     node.hang_up()
 

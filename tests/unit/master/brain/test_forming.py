@@ -446,6 +446,7 @@ def test_what_a_closed_epoch_sealed_too_late_is_deleted_once_a_newer_one_is_comm
     assert job.epoch == 2
     b.failed()
     all_join([a, b])
+    job.wait(1)
     assert job.epoch == 3
     assert not job.job.late
     a.save(3)

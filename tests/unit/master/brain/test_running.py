@@ -70,7 +70,7 @@ def test_a_growth_waits_for_the_first_step_and_for_warm_newcomers() -> None:
 
 
 def test_a_growth_waits_for_the_standby_workers_of_members_too() -> None:
-    """Else everybody would wait for their start. It is said once; a planned change of any other kind does not wait."""
+    """Else everybody would wait for their start. It is said now and then; no other planned change waits for it."""
     job = Driven()
     a, b = job.start(2)
     a.step(1)
@@ -84,8 +84,9 @@ def test_a_growth_waits_for_the_standby_workers_of_members_too() -> None:
         a.step(2 + second)
         b.step(2 + second, cold=True)
     assert job.phase is Phase.RUNNING
+    said = f"{late.name} joined: taken in as soon as the script has started on {b.name}; training goes on meanwhile"
     assert [line for line in job.notices.splitlines() if "training goes on meanwhile" in line] == [
-        f"{late.name} joined: taken in as soon as the script has started on {b.name}; training goes on meanwhile"
+        f"{said}; at most {left} s more" for left in (745, 740, 730)
     ]
     b.step(40)
     assert job.phase is Phase.DRAINING
@@ -740,11 +741,27 @@ def test_an_epoch_that_lost_a_node_counts_no_failure() -> None:
 def test_every_node_failing_before_any_step_ends_the_job_at_once() -> None:
     """Trying again would not help; the message is the worker's."""
     job = Driven()
-    a, b = job.start(2)
+    a, b = job.start(2, expects_session=True)
     a.failed("no module named train")
     b.failed("no module named train")
     assert job.phase is Phase.FAILED
     assert "no module named train" in job.job.message
+
+
+def test_a_script_without_a_session_that_fails_at_its_start_is_tried_again() -> None:
+    """Nobody knows that it made no step: it has --max-restarts, as under torchrun, with pauses."""
+    job = Driven(settings(max_restarts=2))
+    a, b = job.start(2)
+    began = job.now
+    for epoch in (1, 2, 3):
+        assert (job.phase, job.epoch) == (Phase.RUNNING, epoch)
+        a.failed("no module named train")
+        b.failed("no module named train")
+        all_join([a, b])
+        job.wait(1.1)
+    assert job.phase is Phase.FAILED
+    assert "3 failures without progress" in job.job.message
+    assert job.now - began < 5
 
 
 def test_a_failure_report_carries_the_step_that_progress_did_not() -> None:

@@ -152,6 +152,7 @@ def test_what_was_said_in_an_earlier_round_is_asked_again() -> None:
     a.failed()
     assert job.job.verification is None
     all_join([a, b, late])
+    job.wait(1)
     assert job.job.verification is None
     assert late.name in job.members
 

@@ -209,3 +209,51 @@ def test_a_node_that_leaves_during_a_slow_start_is_not_waited_for() -> None:
     assert not lines(job, "epoch 2")
     a.failed("no such data")
     assert job.phase is Phase.FAILED
+
+
+def test_where_nothing_could_be_resumed_nobody_is_restarted() -> None:
+    """Its saves are adopted, and there is none yet: the first one is waited for, however long, and that is said."""
+    job = Driven(settings(grow_wait=-1))
+    a, late = job.start(1)[0], job.node()
+    job.wait(SESSION_WITHIN + 1)
+    late.join()
+    job.wait(1000)
+    assert (job.phase, job.epoch) == (Phase.RUNNING, 1)
+    said = lines(job, f"{late.name} joined:")
+    assert len(said) >= 4
+    for line in said:
+        assert "nothing of it could be resumed" in line
+        assert "--grow-wait=SECONDS restarts them without one" in line
+    a.save(4)
+    assert job.phase is Phase.FORMING
+
+
+def test_what_can_be_resumed_is_waited_for_five_minutes() -> None:
+    """There is a commit, and the next one may be far away."""
+    job = Driven(settings(grow_wait=-1))
+    a, late = job.start(1)[0], job.node()
+    job.wait(SESSION_WITHIN + 1)
+    a.save(4)
+    job.wait(10)
+    late.join()
+    job.wait(290)
+    assert job.phase is Phase.RUNNING
+    (line,) = lines(job, f"{late.name} joined:")
+    assert "with its next checkpoint, or from that of step 4 in 300 s (--grow-wait)" in line
+    job.wait(11)
+    assert job.phase is Phase.FORMING
+
+
+def test_a_newcomer_hears_at_once_when_it_is_taken_in() -> None:
+    """Not only half a minute after the start of the world that is there."""
+    job = Driven(settings(grow_wait=5))
+    a = job.start(1)[0]
+    job.wait(10)
+    late = job.node()
+    late.join()
+    (line,) = lines(job, f"{late.name} joined:")
+    assert "all workers restart in 5 s (--grow-wait), and go on from what the script itself has saved" in line
+    job.wait(6)
+    assert job.phase is Phase.FORMING
+    all_join([a, late])
+    assert len(job.members) == 2

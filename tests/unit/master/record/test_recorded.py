@@ -11,7 +11,19 @@ import pytest
 
 from dalsegno.master.brain import brain, checkpoints
 from dalsegno.master.brain.events import StreamOpened, Tick
-from dalsegno.master.brain.state import Budget, Failure, GoneBack, Job, NextWorld, Part, Phase, Recollection, Run
+from dalsegno.master.brain.state import (
+    Budget,
+    FailedShape,
+    Failure,
+    GoneBack,
+    Job,
+    NextWorld,
+    Part,
+    Phase,
+    Recollection,
+    Run,
+    Shapes,
+)
 from dalsegno.master.record.codec import JobCodec
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import Driven, Node, all_join, settings
@@ -195,10 +207,12 @@ def test_every_value_of_a_job_is_stored() -> None:
     """Also of the objects inside it: none is at its default here, and each comes back."""
     job = job_at("converting")
     conversion, failure = job.conversion, job_at("failed_once").run.budget.pending
-    job.run = Run(2, True, 3, True, True, Budget(1, 2, failure, ("i",)), 4, 5, 6.0, 7, (GoneBack(8, 2, 9),))
+    shapes = Shapes((1, 2), (FailedShape(3, 2, ("k",), 4, "it"),))
+    back = (GoneBack(8, 2, 9),)
+    job.run = Run(2, True, 3, True, True, Budget(1, 2, failure, ("i",)), 4, 5, 6.0, 7, back, shapes)
     job.next = NextWorld(("a",), True, True, conversion, job_at("verifying").verification)
     job.recollection = Recollection(True, 3, 2)
-    for inside in (job.run, job.run.budget, job.next, job.recollection):
+    for inside in (job.run, job.run.budget, shapes, job.next, job.recollection):
         plain = type(inside)()
         assert [
             field.name for field in fields(inside) if getattr(inside, field.name) == getattr(plain, field.name)
