@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dalsegno.protos.contract import Variable
+
 __all__ = [
     "ALWAYS",
     "FLAG",
@@ -24,6 +26,7 @@ __all__ = [
     "expects_session",
     "knows_us",
     "modules_of",
+    "reads_resume_point",
     "refuses_flag",
     "runs_ahead",
     "tells_of_a_peer",
@@ -188,6 +191,12 @@ def runs_ahead(script: Script, wanted: str) -> bool:
     if sys.version_info < (3, 11) or not script.adoptable:
         return False
     return wanted == "always" or (wanted == "auto" and expects_session(script))
+
+
+def reads_resume_point(script: Script) -> bool:
+    """Whether the script's text says that it finds the resume point by itself, in its environment."""
+    source = script.source
+    return isinstance(source, Path) and Variable.RESUME_DIR in _text(source)
 
 
 def tells_of_a_peer(error: str) -> str:

@@ -17,6 +17,7 @@ from dalsegno.protos.options import Parser, UsageError, job_id, nnodes, seconds
 from dalsegno.protos.text import name_problem
 
 from ..processes.signals import signals_of
+from ..storage.naming import is_pattern
 from .endpoint import meeting_point
 
 __all__ = ["build_parser", "ignored", "parse"]
@@ -127,6 +128,12 @@ def _address(text: str) -> str:
         host, colon, port = one.rpartition(":")
         if not host or not colon or not port.isdecimal() or not 0 < int(port) < 65536:
             raise argparse.ArgumentTypeError(f"{one!r} is not HOST:PORT")
+    return text
+
+
+def _glob(text: str) -> str:
+    if text and not is_pattern(text):
+        raise argparse.ArgumentTypeError(f"{text!r} must be relative to '${{save_dir}}', and lead to what is below it")
     return text
 
 
@@ -247,6 +254,13 @@ def _add_ours(group: _Group) -> None:
         "them (one with a session needs none); a world that can load the others' shards trains meanwhile; without it "
         "they are made only where ranks cannot",
         gate="each world waits until they are there, and loads them",
+    )
+    group.value(
+        "--checkpoint-glob",
+        default="",
+        type=_glob,
+        metavar="GLOB",
+        help="which files or directories below '${save_dir}' are checkpoints; default: all that look like one",
     )
     group.value("--node-unit", type=_count(1), metavar="N", help="worlds have a multiple of N nodes")
     group.value("--node-name", type=_node_name, default="", metavar="NAME", help="default: the host name and a number")

@@ -182,6 +182,7 @@ def _agent_config(
         addresses=options.master or options.meet or "embedded",
         script_flag=not knows_us(script),
         expects_session=expects_session(script),
+        checkpoint_glob=options.checkpoint_glob,
         run_ahead=runs_ahead(script, options.run_ahead),
         # An embedded master speaks plaintext.
         tls=bool(options.master or options.meet) and CredentialFiles.given(options, None).tls,

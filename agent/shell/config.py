@@ -26,6 +26,7 @@ class AgentConfig:
         script_flag: if the job uses `--universal-checkpoint`, add the flag to the script's own arguments when it
             resumes from universal files.
         expects_session: the script's text says that it may call `session()`, however late.
+        checkpoint_glob: which files or directories below `${save_dir}` are checkpoints; empty: what looks like one.
         tls: the master is spoken to over TLS, and so are other agents.
         memory_budget_bytes: the most that memory checkpoints may take on this node; None: found out.
         memory_bytes_per_second: the most of them that is sent to other nodes in a second; None: no limit.
@@ -47,6 +48,7 @@ class AgentConfig:
     expects_session: bool = False
     run_ahead: bool = False
     tls: bool = False
+    checkpoint_glob: str = ""
     memory_budget_bytes: int | None = None
     memory_bytes_per_second: int | None = None
 

@@ -32,11 +32,12 @@ from ..decisions import events as ev
 from ..decisions import handling
 from ..processes.lifeline import Lifeline
 from ..processes.signals import SignalWatch
-from ..script import FLAG, Script, modules_of, refuses_flag, tells_of_a_peer
+from ..script import FLAG, Script, modules_of, reads_resume_point, refuses_flag, tells_of_a_peer
 from ..standby.room import has_room_beside
 from ..standby.standby_pool import StandbyPool
 from ..standby.worker_main import Assignment
-from ..storage.adoption import Adoption, Origin
+from ..storage.adoption import Origin
+from ..storage.save_dir import Adoption
 from ..workers.worker_env import Place, job_environment, place_of, worker_environment
 from ..workers.worker_link import WorkerLink
 from ..workers.workers import WorkersContext
@@ -57,6 +58,11 @@ class _Exited(ev.WorkerExited):
     """Also says to which start of the epoch's workers it belongs."""
 
     start: int = 0
+
+
+@dataclass(frozen=True)
+class _Placed(ev.StartFailed):
+    """What a script without a session needs of the resume point is there, or cannot be: then there is a message."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,9 @@ class ElasticAgent(LocalElasticAgent):
         self._prepared_for = 0
         self._link = WorkerLink(self._worker_said)
         lifeline.add_path(self._link.directory)
-        self._adoption = Adoption(script.arguments, mailbox.put)
+        self._adoption = Adoption(
+            script.arguments, mailbox.put, config.checkpoint_glob, looks=reads_resume_point(script)
+        )
         self._pool = self._make_pool()
         if self._pool is not None:
             effects.conversion.nursery = self._pool.start_helper
@@ -157,6 +165,9 @@ class ElasticAgent(LocalElasticAgent):
         )
 
     def _handle(self, event: ev.Event) -> None:
+        if isinstance(event, _Placed) and not event.message:
+            self._start_placed(event.epoch)
+            return
         if isinstance(event, _Exited) and (event.start != self._starts or self._refused_the_flag(event)):
             return
         ran = self._state.workers is not handling.Workers.NONE
@@ -231,13 +242,32 @@ class ElasticAgent(LocalElasticAgent):
                 raise OSError(f"the store of epoch {world.epoch} is not open any more")
             self._enter(world, self._place)
             self._open_memory(world)
-            self._start_workers(self._worker_group)
+            # On a thread, because it may be a large file: the agent must hear its master meanwhile.
+            first, then = self._place.group_rank == 0, partial(self._placed, world.epoch)
+            if not self._adoption.place(self._effects.run_dir(), world, then, first=first):
+                self._start_workers(self._worker_group)
         except (OSError, ValueError, RuntimeError) as error:
-            logger.exception("the workers of epoch %d could not be started", world.epoch)
-            text = f"the workers cannot be started: {shortage(error) or error}"
-            self._mailbox.put(ev.StartFailed(world.epoch, str(error) if isinstance(error, CannotStartError) else text))
+            self._start_failed(world.epoch, error)
             return
         self._worker_group.state = WorkerState.HEALTHY
+
+    def _start_failed(self, epoch: int, error: Exception) -> None:
+        logger.exception("the workers of epoch %d could not be started", epoch)
+        text = f"the workers cannot be started: {shortage(error) or error}"
+        self._mailbox.put(ev.StartFailed(epoch, str(error) if isinstance(error, CannotStartError) else text))
+
+    def _placed(self, epoch: int, problem: str) -> None:
+        self._mailbox.put(_Placed(epoch, f"the workers cannot be started: {problem}" if problem else ""))
+
+    def _start_placed(self, epoch: int) -> None:
+        """Starts the workers of a world whose resume point is where the script looks, if they are still wanted."""
+        state = self._state
+        if epoch != state.started or state.workers is not handling.Workers.RUNNING or self._context is not None:
+            return
+        try:
+            self._start_workers(self._worker_group)
+        except (OSError, ValueError, RuntimeError) as error:
+            self._start_failed(epoch, error)
 
     def _open_memory(self, world: control_pb2.World) -> None:
         """Parts of older epochs are refused from now on, and own ones go to this world's buddies."""
@@ -386,7 +416,8 @@ class ElasticAgent(LocalElasticAgent):
     def _assignments_ahead(self) -> list[Assignment]:
         """What standby workers run before they have a place; empty if that is not wanted, or memory is short."""
         running = () if self._context is None else self._context.pids().values()
-        if not self._config.run_ahead or not has_room_beside(running):
+        # The arguments of a script that saves below its epoch's directory are not known yet.
+        if not self._config.run_ahead or self._adoption.wanted or not has_room_beside(running):
             return []
         spec = self._worker_group.spec
         ours = (
