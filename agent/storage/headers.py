@@ -110,7 +110,10 @@ def number_in(path: Path) -> int | None:
 def _pairs(text: bytes) -> Iterator[tuple[str, int]]:
     """Text that is followed by a whole number, where the outermost dictionary has its keys and values."""
     memo: dict[int, str] = {}
-    depth, dictionaries, key, last, before = 0, 0, None, "", ""
+    depth, dictionaries, last, before = 0, 0, "", ""
+    # A key, whether an inner dictionary begins right before it, and its number once that is known.
+    key: tuple[str, bool] | None = None
+    pair: tuple[str, int] | None = None
     for opcode, argument, _ in pickletools.genops(text):
         name = opcode.name
         if name in _PUSHES_NOTHING:
@@ -122,14 +125,19 @@ def _pairs(text: bytes) -> Iterator[tuple[str, int]]:
             depth += 1
         elif opcode.stack_before and pickletools.markobject in opcode.stack_before:
             depth -= 1
+        if pair is not None:
+            # An inner dictionary of one entry has no mark.
+            if not (key is not None and key[1] and name == "SETITEM"):
+                yield pair
+            key = pair = None
         number = argument if name in ("BININT", "BININT1", "BININT2", "LONG1", "INT") else None
         if key is not None and depth <= 1 and type(number) is int and 0 <= number < LARGEST:
-            yield key, number
+            pair = key[0], number
+            continue
         if name in ("BINGET", "LONG_BINGET", "GET"):
-            last = memo.get(int(argument), "")
+            last = memo.get(int(argument or 0), "")
         else:
             last = argument if "UNICODE" in name and isinstance(argument, str) else ""
         dictionaries += name == "EMPTY_DICT"
-        # The first key of an inner dictionary stands right behind its beginning, and has no mark if it is alone.
-        key = last if last and not (before == "EMPTY_DICT" and dictionaries > 1) else None
+        key = (last, before == "EMPTY_DICT" and dictionaries > 1) if last else None
         before = name

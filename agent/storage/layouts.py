@@ -120,8 +120,8 @@ def _tree(root: Path, path: str) -> tuple[list[str], tuple[tuple[str, str], ...]
     """Files below a unit, relative to it, and its links to what is in it."""
     try:
         return list_files(root / path), ()
-    except CheckpointDamaged as error:
-        links = _links(root, path, error)
+    except CheckpointDamaged:
+        links = _links(root, path)
     files = [
         os.path.relpath(os.path.join(where, name), root / path)
         for where, _, names in os.walk(root / path)
@@ -131,7 +131,7 @@ def _tree(root: Path, path: str) -> tuple[list[str], tuple[tuple[str, str], ...]
     return sorted(files), links
 
 
-def _links(root: Path, path: str, problem: CheckpointDamaged) -> tuple[tuple[str, str], ...]:
+def _links(root: Path, path: str) -> tuple[tuple[str, str], ...]:
     """All links in a unit, if there is nothing else that is no file, and none leads out of it."""
     found = []
     for where, directories, names in os.walk(root / path):
@@ -140,7 +140,7 @@ def _links(root: Path, path: str, problem: CheckpointDamaged) -> tuple[tuple[str
             if one.is_symlink():
                 target = os.path.normpath(os.path.join(where, os.readlink(one)))
                 if not target.startswith(f"{root / path}{os.sep}"):
-                    raise problem
+                    raise CheckpointDamaged(root / path, str(one.relative_to(root / path)), Damage.NOT_A_FILE)
                 found.append((str(one.relative_to(root)), os.path.relpath(target, root)))
             elif name in names and not one.is_file():
                 raise CheckpointDamaged(root / path, str(one.relative_to(root / path)), Damage.NOT_A_FILE)

@@ -30,24 +30,24 @@ _RANK = re.compile(rf"{_WORD}(?:rank|proc(?:ess)?)[-_=.]?([0-9]{{1,9}})")
 _FLOAT = re.compile(r"[0-9]+\.[0-9]+(?:e[-+]?[0-9]+)?")
 _ANY = re.compile("[0-9]+")
 # Logs, settings, pictures, notes; and what is being written.
-_NO_DATA = frozenset(
-    ".txt .log .out .err .json .jsonl .csv .tsv .yaml .yml .toml .ini .cfg .md .rst .html .py .pyc .sh .png .jpg .jpeg "
-    ".gif .svg .pdf .wandb .tmp .temp .part .partial .lock .pid .swp".split()
+_NO_DATA = re.compile(
+    r".+\.(?:txt|log|out|err|jsonl?|csv|tsv|ya?ml|toml|ini|cfg|md|rst|html|pyc?|sh|png|jpe?g|gif|svg|pdf|wandb|te?mp"
+    r"|part|partial|lock|pid|swp)",
+    re.DOTALL,
 )
-
-_LOGS = tuple(".log .out .err .csv .tsv .jsonl .wandb .png .jpg .jpeg .gif .svg .pdf .html".split())
+_LOG = re.compile(r".*\.(?:log|out|err|csv|tsv|jsonl|wandb|png|jpe?g|gif|svg|pdf|html)", re.DOTALL)
 
 
 def is_data(name: str) -> bool:
     """Whether a file of this name may be a checkpoint, rather than a log, a note, or something under another name."""
-    stem, dot, ending = name.lower().rpartition(".")
-    return not (name.startswith(".") or "tfevents" in name or (dot and stem and f".{ending}" in _NO_DATA))
+    name = name.lower()
+    return not (name.startswith(".") or "tfevents" in name or _NO_DATA.fullmatch(name))
 
 
 def is_log(path: str) -> bool:
     """Whether a file that is no checkpoint is one of those that a training writes beside its checkpoints."""
     name = path.rpartition("/")[2].lower()
-    return "tfevents" in name or name.startswith(".") or name.endswith(_LOGS)
+    return "tfevents" in name or name.startswith(".") or bool(_LOG.fullmatch(name))
 
 
 def number_of(name: str, *, directory: bool = False) -> int | None:
@@ -66,7 +66,7 @@ def number_of(name: str, *, directory: bool = False) -> int | None:
     stem = text[: -len(_ending(text))] if _ending(text) else text
     if _FLOAT.search(stem):
         return None  # a loss
-    match = _BARE.search(stem)
+    match = _BARE.search(stem.rstrip("-_=."))
     return int(match[1]) if match else None
 
 

@@ -12,7 +12,7 @@ class SavedAs:
     """Where the files of an adopted checkpoint lay below the script's own directory. Paths have forward slashes.
 
     Attributes:
-        below: Where in that directory these files lay; "": in the directory itself, under the paths that they have here.
+        below: Where in that directory these files lay; "": in the directory itself, under the paths they have here.
         newest: What was saved last, a directory or a file, relative to the script's directory.
         numbers: For each thing that was saved, what is the same for it at each step, and the number of this one.
         links: Links in the script's directory and what they lead to, both relative to it.

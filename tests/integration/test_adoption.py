@@ -46,3 +46,33 @@ def test_a_deepspeed_script_without_a_session(clusters: Clusters, undisturbed: U
     found = inventory(run_directory(job))
     assert {one.form for one in found} == {"sharded", "universal"}
     assert max(one.step for one in found) == 1000, "saved in the moment before it ended"
+
+
+LAYOUTS = Path(__file__).resolve().parents[1] / "support" / "workers" / "plain_layouts.py"
+# How each of them is told where its last checkpoint is.
+TOLD = {
+    "nanogpt": ["--init_from=${resume_dir:+resume}"],
+    "lightning": [],
+    "accelerate": ["--resume_from_checkpoint", "${resume_dir}"],
+}
+
+
+@pytest.mark.parametrize("layout", ["nanogpt", *(pytest.param(one, marks=pytest.mark.full) for one in list(TOLD)[1:])])
+def test_scripts_of_other_layouts_go_on(clusters: Clusters, undisturbed: Undisturbed, layout: str) -> None:
+    """One node, two from a checkpoint on, and one again after a kill: nothing that was saved is lost."""
+    training = Training(script=LAYOUTS, steps=1000, save_every=20, extra=(f"--layout={layout}",))
+    job = clusters(training=training, hooked=False, universal="", agent_flags=["--grow-wait=60"])
+    job.script_flags = ["--save-dir=${save_dir}", *TOLD[layout]]
+    job.start("a")
+    adopted(job)
+    job.start("b")
+    second = job.wait_world(2, steps=5)
+    grown = job.first_step(second)
+    assert grown > 20
+    last = adopted(job, after=grown)
+    job.kill_node(job.node("b"))
+    third = job.wait_world(1, steps=5, after=second)
+    assert job.first_step(third) > last
+    job.finish()
+    job.assert_undisturbed(undisturbed)
+    assert max(one.step for one in inventory(run_directory(job))) == 1000, "saved in the moment before it ended"

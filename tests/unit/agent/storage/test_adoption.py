@@ -277,7 +277,8 @@ def test_what_nobody_can_convert_is_not_taken_for_damaged(
 ) -> None:
     """A checkpoint that verifies is never retired: the run keeps it, and goes on with as many ranks as saved it."""
     path = tmp_path / "e1" / "checkpoint-30"
-    states(path, *(f"{engine}{name}" for name in (ZERO_1 if engine else ["model_rank_0.pt"])), "rng_state_0.pth", "rng_state_1.pth")
+    states(path, *(f"{engine}{name}" for name in (ZERO_1 if engine else ["model_rank_0.pt"])))
+    states(path, "rng_state_0.pth", "rng_state_1.pth")
     (path / "trainer_state.json").write_text("{}")
     taken, heard = begun(tmp_path, monkeypatch, world(1))
     event = heard.get(timeout=20)
