@@ -17,6 +17,7 @@ from dalsegno.protos.options import Parser, UsageError, job_id, nnodes, seconds
 from dalsegno.protos.text import name_problem
 
 from ..processes.signals import signals_of
+from ..storage.macros import SAVE_DIR, has_macros, macros_of
 from ..storage.naming import is_pattern
 from .endpoint import meeting_point
 
@@ -237,6 +238,21 @@ def _add_memory(group: _Group) -> None:
     )
 
 
+def _add_for_plain_scripts(group: _Group) -> None:
+    group.switch(
+        "--deepspeed-load-universal",
+        help="a script without a session: its engine loads universal files where it resumes from them, as with "
+        "checkpoint.load_universal in its configuration",
+    )
+    group.value(
+        "--checkpoint-glob",
+        default="",
+        type=_glob,
+        metavar="GLOB",
+        help="which files or directories below '${save_dir}' are checkpoints; default: all that look like one",
+    )
+
+
 def _add_ours(group: _Group) -> None:
     as_seconds = {"metavar": "SECONDS"}
     group.value("--job-id", default=None, type=job_id, help="the job; default: from user, script and arguments")
@@ -255,13 +271,7 @@ def _add_ours(group: _Group) -> None:
         "they are made only where ranks cannot",
         gate="each world waits until they are there, and loads them",
     )
-    group.value(
-        "--checkpoint-glob",
-        default="",
-        type=_glob,
-        metavar="GLOB",
-        help="which files or directories below '${save_dir}' are checkpoints; default: all that look like one",
-    )
+    _add_for_plain_scripts(group)
     group.value("--node-unit", type=_count(1), metavar="N", help="worlds have a multiple of N nodes")
     group.value("--node-name", type=_node_name, default="", metavar="NAME", help="default: the host name and a number")
     group.value("--node-timeout", type=_node_timeout, help="silence after which a node is dead", **as_seconds)
@@ -409,6 +419,11 @@ def parse(arguments: Sequence[str] | None, environ: Mapping[str, str] = os.envir
             setattr(options, name, default)
         else:
             options.unused.append(flag)
+    if options.deepspeed_load_universal and options.no_python:
+        raise UsageError("--deepspeed-load-universal needs a script in Python, which --no-python says it is not")
+    own = options.training_script_args
+    if has_macros(own) and SAVE_DIR not in macros_of(own):
+        raise UsageError("'${resume_dir}' without '${save_dir}': only what the script saves there can be resumed from")
     if options.module and options.no_python:
         raise UsageError("--module and --no-python exclude each other: drop one")
     options.min_nodes, options.max_nodes = options.nnodes

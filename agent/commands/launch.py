@@ -180,7 +180,9 @@ def _agent_config(
         master_outage_timeout=options.master_outage_timeout,
         connect_timeout=options.connect_timeout,
         addresses=options.master or options.meet or "embedded",
-        script_flag=not knows_us(script),
+        # With the other flag its configuration says what this one would tell it.
+        script_flag=not (knows_us(script) or options.deepspeed_load_universal),
+        deepspeed_load_universal=options.deepspeed_load_universal,
         expects_session=expects_session(script),
         checkpoint_glob=options.checkpoint_glob,
         run_ahead=runs_ahead(script, options.run_ahead),

@@ -25,6 +25,7 @@ class AgentConfig:
         addresses: where the master was looked for, for people.
         script_flag: if the job uses `--universal-checkpoint`, add the flag to the script's own arguments when it
             resumes from universal files.
+        deepspeed_load_universal: DeepSpeed loads universal files in the script's workers where it resumes from them.
         expects_session: the script's text says that it may call `session()`, however late.
         checkpoint_glob: which files or directories below `${save_dir}` are checkpoints; empty: what looks like one.
         tls: the master is spoken to over TLS, and so are other agents.
@@ -45,6 +46,7 @@ class AgentConfig:
     connect_timeout: float = 60.0
     addresses: str = ""
     script_flag: bool = False
+    deepspeed_load_universal: bool = False
     expects_session: bool = False
     run_ahead: bool = False
     tls: bool = False

@@ -32,7 +32,7 @@ from ..decisions import events as ev
 from ..decisions import handling
 from ..processes.lifeline import Lifeline
 from ..processes.signals import SignalWatch
-from ..script import FLAG, Script, modules_of, reads_resume_point, refuses_flag, tells_of_a_peer
+from ..script import FLAG, Script, advice, modules_of, reads_resume_point, refuses_flag, tells_of_a_peer
 from ..standby.room import has_room_beside
 from ..standby.standby_pool import StandbyPool
 from ..standby.worker_main import Assignment
@@ -112,6 +112,7 @@ class ElasticAgent(LocalElasticAgent):
         self._place: Place | None = None
         self._use_flag = config.script_flag
         self._starts = 0
+        self._advised: set[str] = set()
         # The epoch whose successors the standby workers are.
         self._prepared_for = 0
         self._link = WorkerLink(self._worker_said)
@@ -170,6 +171,9 @@ class ElasticAgent(LocalElasticAgent):
             return
         if isinstance(event, _Exited) and (event.start != self._starts or self._refused_the_flag(event)):
             return
+        if isinstance(event, _Exited) and (help := advice(event.message)) and help not in self._advised:
+            self._advised.add(help)
+            self._effects.perform(ev.Say(help, True))
         ran = self._state.workers is not handling.Workers.NONE
         self._state, actions = handling.handle(self._state, event, time.monotonic())
         if ran and self._state.workers is handling.Workers.NONE:
@@ -310,6 +314,8 @@ class ElasticAgent(LocalElasticAgent):
         environment: Any
         for local, environment in enumerate(added):
             environment |= self._node_environment()
+            if self._config.deepspeed_load_universal and world.resume.form == control_pb2.FORM_UNIVERSAL:
+                environment[Variable.LOAD_UNIVERSAL] = "1"
             self._set_local_rank_env(environment, local, spec)
             envs[local] = environment
         settings = self._effects.settings
@@ -326,7 +332,7 @@ class ElasticAgent(LocalElasticAgent):
             self._arguments(world),
             first=place.group_rank == 0,
         )
-        if hint := self._adoption.hint(world, arguments):
+        if not self._config.deepspeed_load_universal and (hint := self._adoption.hint(world, arguments)):
             self._effects.perform(ev.Say(hint, True))
         self._starts += 1
         self._link.expect(world.epoch, place.first_rank, place.nproc)
@@ -416,8 +422,9 @@ class ElasticAgent(LocalElasticAgent):
     def _assignments_ahead(self) -> list[Assignment]:
         """What standby workers run before they have a place; empty if that is not wanted, or memory is short."""
         running = () if self._context is None else self._context.pids().values()
-        # The arguments of a script that saves below its epoch's directory are not known yet.
-        if not self._config.run_ahead or self._adoption.wanted or not has_room_beside(running):
+        # A script's arguments, or what it imports, are other ones in each epoch.
+        unknown = self._adoption.wanted or self._config.deepspeed_load_universal
+        if not self._config.run_ahead or unknown or not has_room_beside(running):
             return []
         spec = self._worker_group.spec
         ours = (

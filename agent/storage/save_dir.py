@@ -8,9 +8,8 @@ would not do: a script that opens its checkpoint for writing cuts it off where i
 from __future__ import annotations
 
 import os
-import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest, SavedAs
@@ -24,55 +23,16 @@ from ..script import FLAG
 from .adoption import Adopter, Before, Origin, save_directory
 from .foreign import NOTE_BYTES, OURS
 from .layouts import state_of
+from .macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand, macros_of
 
-__all__ = ["Adoption", "expand", "macros_of", "place", "prepare"]
+__all__ = ["Adoption", "place", "prepare"]
 
-SAVE, RESUME, RESUME_PATH = "save_dir", "resume_dir", "resume_path"
-# As a shell's: with `:-` what to take where there is no resume point, with `:+` what to take where there is one.
-_MACRO = re.compile(r"\$\{(save_dir|resume_dir|resume_path)(?::([-+])([^}]*))?\}")
 # In an epoch's directory: the resume point is there. No layout has such a name.
 _PLACED = f"{OURS}-resume-point"
 # Seconds between two looks whether it is, on another node than the one that puts it there.
 _LOOK_SECONDS = 0.1
 # Seconds that the end of a worker waits for its last save to be adopted.
 SETTLE_WITHIN_SECONDS = 600.0
-
-
-def macros_of(arguments: Sequence[str]) -> frozenset[str]:
-    """The macros in a script's arguments whose value it gets; `${resume_dir:+WORD}` only asks whether there is one."""
-    return frozenset(match[1] for text in arguments for match in _MACRO.finditer(text) if match[2] != "+")
-
-
-def expand(arguments: Sequence[str], values: Mapping[str, str | None]) -> tuple[str, ...]:
-    """A script's arguments with the macros' values in them. Pure.
-
-    An argument with a macro that has no value is left out, and so is the flag before it: an argument that begins with a
-    hyphen and has no `=`.
-
-    Args:
-        arguments: as people wrote them.
-        values: by the macro's name; None: it has none now.
-    """
-    made: list[str] = []
-    before = ""
-    for argument in arguments:
-        lacks = False
-
-        def fill(match: re.Match[str]) -> str:
-            nonlocal lacks
-            value = values[match[1]]
-            if match[2] == "-":
-                return match[3] if value is None else value
-            lacks = lacks or value is None
-            return (match[3] if match[2] == "+" else value) or ""
-
-        text = _MACRO.sub(fill, argument)
-        if not lacks:
-            made.append(text)
-        elif before.startswith("-") and "=" not in before and made and made[-1] == before:
-            made.pop()
-        before = argument
-    return tuple(made)
 
 
 def prepare(run_dir: Path, world: control_pb2.World, saved_as: SavedAs | None = None) -> Path:
@@ -164,8 +124,8 @@ class Adoption:
         self, arguments: Sequence[str], deliver: Callable[[ev.Event], None], pattern: str = "", *, looks: bool = False
     ) -> None:
         self._macros = macros_of(arguments)
-        self.wanted = SAVE in self._macros
-        self._places = self.wanted and not looks and not {RESUME, RESUME_PATH} & self._macros
+        self.wanted = SAVE_DIR in self._macros
+        self._places = self.wanted and not looks and not {RESUME_DIR, RESUME_PATH} & self._macros
         self._deliver, self._pattern = deliver, pattern
         self._adopter: Adopter | None = None
         self._placing: _Placing | None = None
@@ -231,8 +191,8 @@ class Adoption:
                 before = Before(resume, {file.name: file for file in state_of(directory, placed)}, saved_as)
             self._adopter = Adopter(run_dir, world, origin, self._deliver, self._pattern, before)
         values = {
-            SAVE: str(directory),
-            RESUME: None if newest is None else str(newest if newest.is_dir() else newest.parent),
+            SAVE_DIR: str(directory),
+            RESUME_DIR: None if newest is None else str(newest if newest.is_dir() else newest.parent),
             RESUME_PATH: None if newest is None else str(newest),
         }
         return expand(arguments, values)
@@ -243,7 +203,8 @@ class Adoption:
             return ""
         return (
             f"the script resumes at another number of ranks, from universal files, and is not told so: start with "
-            f"{FLAG}, which it is handed then, and set checkpoint.load_universal in DeepSpeed's config where it has it"
+            f"{FLAG}, which it is handed then, and set checkpoint.load_universal in DeepSpeed's config where it has "
+            "it; or start with --deepspeed-load-universal, which sets that for it"
         )
 
     def settle(self, timeout: float = SETTLE_WITHIN_SECONDS) -> None:

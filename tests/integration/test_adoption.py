@@ -25,11 +25,23 @@ def adopted(job: Cluster, after: int = 0) -> int:
     return max(found)
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
-def test_a_deepspeed_script_without_a_session(clusters: Clusters, undisturbed: Undisturbed, stage: int) -> None:
-    """One node, two from a checkpoint on, and one again after a kill, through universal files."""
+@pytest.mark.parametrize(
+    ("stage", "flags"),
+    [
+        (1, ["--deepspeed-load-universal"]),
+        pytest.param(1, [], marks=pytest.mark.full),
+        pytest.param(3, [], marks=pytest.mark.full),
+    ],
+)
+def test_a_deepspeed_script_without_a_session(
+    clusters: Clusters, undisturbed: Undisturbed, stage: int, flags: list[str]
+) -> None:
+    """One node, two from a checkpoint on, and one again after a kill, through universal files.
+
+    The script loads them because it is told to, or because its configuration is changed in its workers.
+    """
     training = Training(script=PLAIN, steps=1000, save_every=20, extra=(f"--zero-stage={stage}",))
-    job = clusters(training=training, hooked=False, agent_flags=["--grow-wait=60"])
+    job = clusters(training=training, hooked=False, agent_flags=["--grow-wait=60", *flags])
     job.script_flags = ["--save-dir=${save_dir}"]
     job.start("a")
     adopted(job)

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from dalsegno.agent.decisions import events as ev
-from dalsegno.agent.storage import adoption, save_dir
-from dalsegno.agent.storage.save_dir import Adoption, expand
+from dalsegno.agent.storage import adoption
+from dalsegno.agent.storage.macros import expand, macros_of
+from dalsegno.agent.storage.save_dir import Adoption
 from dalsegno.elastic.checkpoint import Manifest, verify
 from dalsegno.protos import control_pb2
 from tests.support.jobs.faults import volume
@@ -365,5 +366,5 @@ def test_a_file_that_cannot_be_read_is_said(runs: Callable[..., Run], monkeypatc
 
 
 def test_a_macro_needs_its_directory() -> None:
-    assert save_dir.macros_of(["--x=${resume_dir:+a}", "${resume_path}"]) == {"resume_path"}
+    assert macros_of(["--x=${resume_dir:+a}", "${resume_path}"]) == {"resume_path"}
     assert not Adoption(["${resume_path}"], lambda event: None).wanted
