@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint import (
@@ -38,8 +37,7 @@ from dalsegno.protos import control_pb2, worker_pb2
 
 from ..decisions import events as ev
 from .foreign import COUNTED, NOTE_BYTES, Found, Unit, shown, survey
-from .headers import number_in
-from .layouts import Complete, FileState, complete, state_of
+from .layouts import Complete, FileState, complete, number_of_file, state_of
 from .naming import is_log
 from .slices import Behind, Slice, choose, names_it
 
@@ -176,6 +174,8 @@ def _take(root: Path, files: tuple[FileState, ...], target: Path, below: str, be
         now = os.stat(link)
         if (now.st_size, now.st_mtime_ns, os.stat(copy).st_size) != (file.size, file.written, file.size):
             raise Changed
+        # A script may take the newest of several.
+        os.utime(copy, ns=(now.st_atime_ns, file.written))
         os.replace(copy, link)
 
 
@@ -299,7 +299,7 @@ class Adopter:
         """The newest of a series that is complete."""
         for number, unit in enumerate(members[:MOST_MEMBERS]):
             if self._is_behind(unit):
-                return None
+                continue
             try:
                 one = complete(self._root, unit, self._origin.world_size)
             except FileNotFoundError:
@@ -352,8 +352,12 @@ class Adopter:
         if before != piece.files or now - since < looks * LOOK_EVERY_SECONDS:
             # A caller of `settle` makes the look come early.
             self._undecided = True
-            if now - self._since > PATIENCE_LOOKS * LOOK_EVERY_SECONDS and len(units) > 1:
-                self._complain(piece.newest.unit.path, "something beside it changes all the time: --checkpoint-glob")
+            if now - self._since > PATIENCE_LOOKS * LOOK_EVERY_SECONDS:
+                self._complain(
+                    shown(piece.newest.unit.names) or piece.newest.unit.path,
+                    "it, or what was saved beside it, changes all the time, and is never known to be whole; save less "
+                    "often, or name with --checkpoint-glob what is a checkpoint",
+                )
             return True
         return self._adopt(piece, found)
 
@@ -389,7 +393,7 @@ class Adopter:
         if all(self._known.get(file.name) == file for file in one.files):
             return self._numbers.get(one.unit.series, self._resumed.get(one.unit.series))
         largest = sorted(one.files, key=lambda file: file.size)[-MOST_READ:]
-        numbers = (_number_in(self._root / file.name, file) for file in reversed(largest))
+        numbers = (number_of_file(self._root / file.name) for file in reversed(largest))
         return next((number for number in numbers if number is not None), None)
 
     def _notes(self, piece: Slice, found: Found) -> tuple[FileState, ...]:
@@ -427,13 +431,7 @@ class Adopter:
         """Warns once of a problem, even if the next checkpoint has the same."""
         if problem not in self._said:
             self._said.add(problem)
-            self._deliver(ev.ManifestRead(printable(path.rpartition("/")[2]), None, problem))
-
-
-@lru_cache(maxsize=64)
-def _number_in(path: Path, _: FileState) -> int | None:
-    """Remembered for as long as the file stays the same."""
-    return number_in(path)
+            self._deliver(ev.ManifestRead(printable(path), None, problem))
 
 
 def _size(path: Path) -> int:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint.errors import printable
 
-from .naming import is_data, matches, number_of, series_of
+from .naming import is_data, matches, number_of, series_of, unversioned
 
 __all__ = [
     "ACCELERATE",
@@ -138,19 +138,19 @@ class _Walk:
         for name in names.directories:
             if depth < DEEPEST and not name.startswith((".", "__pycache__")) and name != "wandb":
                 self._directory(f"{where}{name}", depth + 1)
-        data = []
+        data: dict[str, int] = {}
         for entry in names.files:
             path = f"{where}{entry.name}"
             if matches(self._pattern, path) if self._pattern else is_data(entry.name) and not _is_note(entry):
-                data.append(path)
+                data[path] = _written(entry)
             elif _is_note(entry):
                 self.found.notes.append(path)
             elif not entry.name.startswith("."):
                 self.found.other.append(path)
         if not self._pattern and _layout("", names) in (ACCELERATE, DISTCP):
             # The script's directory itself, or another without a number: what numbers there are, are of ranks.
-            data += [path for path in (f"{where}.metadata",) if os.path.lexists(self._root / path)]
-            self.found.units.append(Unit(where.rstrip("/") or ".", f"{where}*", FILES, None, tuple(sorted(data))))
+            every = [*data, *(path for path in (f"{where}.metadata",) if os.path.lexists(self._root / path))]
+            self.found.units.append(Unit(where.rstrip("/") or ".", f"{where}*", FILES, None, tuple(sorted(every))))
         else:
             self.found.units += _files(where, data)
 
@@ -217,6 +217,13 @@ def _is_note(entry: os.DirEntry[str]) -> bool:
         return False
 
 
+def _written(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
 def _layout(name: str, names: _Names) -> str:
     files = [entry.name for entry in names.files]
     if _GLOBAL_STEP.fullmatch(name) or any(_STATES.fullmatch(one) for one in files):
@@ -230,13 +237,21 @@ def _layout(name: str, names: _Names) -> str:
     return ""
 
 
-def _files(where: str, data: Iterable[str]) -> list[Unit]:
-    """Files of one directory: those of one series and number together, and all without a number together."""
+def _files(where: str, data: Mapping[str, int]) -> list[Unit]:
+    """Files of one directory: those of one series and number together, and all without a number together.
+
+    Args:
+        where: the directory.
+        data: when each file was written. Of the versions of one file only the newest counts.
+    """
+    newest: dict[str, str] = {}
+    for path in sorted(data, key=lambda path: (data[path], path)):
+        newest[unversioned(path)] = path
     groups: dict[tuple[str, int | None], list[str]] = {}
-    for path in data:
+    for path, file in newest.items():
         number = number_of(path.rpartition("/")[2])
         series = f"{where}*" if number is None else series_of(path)
-        groups.setdefault((series, number), []).append(path)
+        groups.setdefault((series, number), []).append(file)
     return [
         Unit(names[0] if len(names) == 1 else where.rstrip("/") or ".", series, FILES, number, tuple(sorted(names)))
         for (series, number), names in groups.items()

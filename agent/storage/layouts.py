@@ -17,10 +17,10 @@ from dalsegno.elastic.checkpoint.files import list_files
 from dalsegno.elastic.checkpoint.reading import read_regular
 
 from .foreign import ACCELERATE, COUNTED, DEEPSPEED, DISTCP, FILES, NOTE_BYTES, TRANSFORMERS, Unit
-from .headers import is_archive, was_ended
+from .headers import is_archive, number_in, was_ended
 from .naming import ranks_of
 
-__all__ = ["Complete", "FileState", "complete", "state_of"]
+__all__ = ["Complete", "FileState", "complete", "number_of_file", "state_of"]
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_00_optim_states\.pt")
 _MODEL_OF_RANK = re.compile(r"zero_pp_rank_([0-9]{1,9})_mp_rank_00_model_states\.pt")
@@ -239,8 +239,9 @@ def _of_any(path: Path, names: list[str]) -> _Verdict | str:
 def _of_files(root: Path, unit: Unit, world_size: int) -> Complete | str:
     if torn := _torn(root, unit.names):
         return torn
-    # A file alone that has an end is complete; of several another one may be about to come.
-    sure = len(unit.names) == 1 and _ended(root / unit.names[0]) is True
+    # A file alone that has an end is complete, and so is one that counts steps itself; of others one may be to come.
+    ended = all(_ended(root / name) is True for name in unit.names)
+    sure = ended and (len(unit.names) == 1 or all(number_of_file(root / name) is not None for name in unit.names))
     ranks = ranks_of(unit.names)
     if ranks and ranks != set(range(world_size)):
         sure = False
@@ -266,6 +267,17 @@ def _ended(path: Path) -> bool | None:
 def _was_ended(path: Path, *state: int) -> bool | None:
     """Remembered for as long as the file stays the same, because all files are looked at every second."""
     return was_ended(path)
+
+
+def number_of_file(path: Path) -> int | None:
+    """See `number_in`; remembered for as long as the file stays the same."""
+    stat = os.stat(path, follow_symlinks=False)
+    return _number_in(path, stat.st_size, stat.st_mtime_ns, stat.st_ino)
+
+
+@lru_cache(maxsize=64)
+def _number_in(path: Path, *state: int) -> int | None:
+    return number_in(path)
 
 
 def state_of(root: Path, names: Sequence[str]) -> tuple[FileState, ...]:

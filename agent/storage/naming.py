@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-__all__ = ["LARGEST", "is_data", "is_log", "is_pattern", "matches", "number_of", "ranks_of", "series_of"]
+__all__ = ["LARGEST", "is_data", "is_log", "is_pattern", "matches", "number_of", "ranks_of", "series_of", "unversioned"]
 
 # The largest number that is a step; `CheckpointName` has room for 18 digits.
 LARGEST = 10**15
@@ -28,6 +28,7 @@ _PARTS = re.compile(
 )
 _RANK = re.compile(rf"{_WORD}(?:rank|proc(?:ess)?)[-_=.]?([0-9]{{1,9}})")
 _FLOAT = re.compile(r"[0-9]+\.[0-9]+(?:e[-+]?[0-9]+)?")
+_VERSION = re.compile(r"-v[0-9]+(?=\.[A-Za-z]+$)")
 _ANY = re.compile("[0-9]+")
 # Logs, settings, pictures, notes; and what is being written.
 _NO_DATA = re.compile(
@@ -80,6 +81,11 @@ def ranks_of(names: Iterable[str]) -> set[int]:
 def series_of(path: str) -> str:
     """The same text for the same checkpoint of other steps."""
     return _ANY.sub("#", path)
+
+
+def unversioned(path: str) -> str:
+    """The name that Lightning wanted to give a file when another one had it: `last-v1.ckpt` is another `last.ckpt`."""
+    return _VERSION.sub("", path)
 
 
 def _ending(name: str) -> str:

@@ -91,6 +91,8 @@ def place(
             copy_file(source / entry.path, path)
             if entry.size <= NOTE_BYTES:
                 _point_here(path, save_directory(source.parent, manifest.epoch), target)
+            written = os.stat(source / entry.path)
+            os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
         for name, leads_to in saved_as.links:
             path = target / name
             path.parent.mkdir(parents=True, exist_ok=True)

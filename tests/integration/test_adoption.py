@@ -88,3 +88,19 @@ def test_scripts_of_other_layouts_go_on(clusters: Clusters, undisturbed: Undistu
     job.finish()
     job.assert_undisturbed(undisturbed)
     assert max(one.step for one in inventory(run_directory(job))) == 1000, "saved in the moment before it ended"
+
+
+@pytest.mark.full
+def test_deepspeeds_own_error_says_what_helps(clusters: Clusters) -> None:
+    """A plain script that resumes at another number of ranks, and whose configuration does not know of that."""
+    training = Training(script=PLAIN, steps=1000, save_every=20)
+    job = clusters(training=training, hooked=False, universal="", agent_flags=["--grow-wait=60"])
+    job.script_flags = ["--save-dir=${save_dir}"]
+    (node,) = job.start("a")
+    adopted(job)
+    job.start("b")
+    line = '"checkpoint": {"load_universal": os.environ.get("DALSEGNO_RESUME_FORM") == "universal"}'
+    said = job.wait_for(
+        lambda: [text for text in node.said() if line in text] if node.alive else ["ended"], "what helps", seconds=120
+    )
+    assert "or start with --deepspeed-load-universal" in said[0], node.text()

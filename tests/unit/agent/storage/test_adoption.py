@@ -20,6 +20,7 @@ from dalsegno.agent.storage.save_dir import Adoption, prepare
 from dalsegno.elastic.checkpoint import Manifest, verify
 from dalsegno.elastic.universal import EnvironmentFailed, convert
 from dalsegno.protos import control_pb2
+from tests.unit.agent.storage.test_storage import make_checkpoint
 
 ORIGIN = Origin("job", 1, 2, 1, 4)
 
@@ -117,6 +118,7 @@ def test_what_the_script_saves_is_sealed_once_under_our_name(tmp_path: Path, mon
     """Only what is newer than the resume point; and the script's own may go, or be written again."""
     monkeypatch.setattr(adoption, "LOOK_EVERY_SECONDS", 0.02)
     heard: queue.Queue[ev.Event] = queue.Queue()
+    make_checkpoint(tmp_path, "step-20.e1.1")
     taken = Adoption(["--out=${save_dir}"], heard.put)
     arguments = taken.begin(tmp_path, world(2, "step-20.e1.1"), ORIGIN, ["train.py", "--out=${save_dir}"], first=True)
     assert arguments == ("train.py", f"--out={tmp_path / 'e2'}")
@@ -291,6 +293,7 @@ def test_what_nobody_can_convert_is_not_taken_for_damaged(
 
 def test_a_script_that_began_anew_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would train again what the run has behind it, and nobody would see why no step counts."""
+    make_checkpoint(tmp_path, "step-20.e1.1")
     taken, heard = begun(tmp_path, monkeypatch, world(2, "step-20.e1.1"))
     states(tmp_path / "e2" / "global_step20", *ZERO_1)
     states(tmp_path / "e2" / "global_step10", *ZERO_1)

@@ -232,6 +232,37 @@ def test_what_is_being_written_is_left_alone(runs: Callable[..., Run], monkeypat
     run.taken.close()
 
 
+def test_the_newest_of_several_is_still_the_newest(runs: Callable[..., Run]) -> None:
+    """Lightning looks for the newest `last*.ckpt`; of versions of one file only that one is kept."""
+    run = runs()
+    run.next()
+    for name, written in (("last-v1.ckpt", 4), ("last.ckpt", 3), ("b.ckpt", 1), ("a.ckpt", 2)):
+        save(run.out / name, global_step=written)
+        os.utime(run.out / name, (written, written))
+    assert [one.path for one in run.sealed().files] == ["a.ckpt", "b.ckpt", "last-v1.ckpt"]
+    run.next()
+    assert [one.name for one in sorted(run.out.iterdir(), key=os.path.getmtime)][:3] == [
+        "b.ckpt",
+        "a.ckpt",
+        "last-v1.ckpt",
+    ]
+    run.quiet()
+    run.taken.close()
+
+
+def test_files_that_count_themselves_need_not_wait_for_each_other(runs: Callable[..., Run]) -> None:
+    """One that is written again and again keeps no other from being taken."""
+    run = runs()
+    run.next()
+    for number in range(40):
+        save(run.out / "last.ckpt", global_step=number)
+        if number < 10:
+            save(run.out / "best.ckpt", global_step=number)
+        time.sleep(0.13)  # why: longer than one look, and shorter than several
+    assert run.sealed().step < 39
+    run.taken.close()
+
+
 def test_odd_names_are_names(runs: Callable[..., Run]) -> None:
     """Spaces, newlines, quotes: kept, and found again."""
     run = runs()
