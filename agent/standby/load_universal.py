@@ -1,6 +1,6 @@
 """In a worker: lets DeepSpeed load universal files in a script whose configuration does not say so.
 
-`dlrover-run --deepspeed-load-universal` asks for it, and a worker does it where its resume point is universal files:
+The agent's `--deepspeed-load-universal` asks for it, and a worker does it where its resume point is universal files:
 an engine's `load_checkpoint` then takes what `latest_universal` names. The script's own text, file and configuration
 stay as they are. Executed as a module, with a script and its arguments, this runs the script that way in a fresh
 interpreter.
