@@ -232,6 +232,8 @@ class Adopter:
         self._undecided = False
         # The file system has allowed all of the last look.
         self._calm = True
+        # Seconds that the last look took, without copying.
+        self._took = 0.0
         self._closing = False
         self._asked = self._answered = 0
         self._news = threading.Condition()
@@ -257,14 +259,13 @@ class Adopter:
             asked = self._wait(pause, asked)
             if self._closing:
                 return
-            began = time.monotonic()
             calm = self._look()
             if not (calm and self._undecided):
                 with self._news:
                     self._answered = asked
                     self._news.notify_all()
             # Not every second, because each try may first fill the disk.
-            pause = max(LOOK_EVERY_SECONDS, SHARE * (time.monotonic() - began)) if calm else 2 * pause
+            pause = max(LOOK_EVERY_SECONDS, SHARE * self._took) if calm else 2 * pause
             pause = min(pause, LONGEST_PAUSE_SECONDS)
 
     def _wait(self, pause: float, asked: int) -> int:
@@ -280,10 +281,12 @@ class Adopter:
             Whether the file system allowed it.
         """
         self._undecided, self._calm = False, True
+        began = time.monotonic()
         try:
             found = survey(self._root, self._pattern)
             units = [one for members in found.series() if (one := self._newest(members)) is not None]
             self._tell_of_others(found)
+            self._took = time.monotonic() - began
             return self._consider(units, found) and self._calm
         except (FileNotFoundError, Changed):
             # The script deletes old ones during the look, or writes one again.

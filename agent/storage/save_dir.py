@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest, SavedAs
-from dalsegno.elastic.checkpoint.files import copy_file, replace_file
+from dalsegno.elastic.checkpoint.files import CANNOT, copy_file, replace_file
 from dalsegno.elastic.checkpoint.reading import read_regular
 from dalsegno.protos import control_pb2
 from dalsegno.protos.shortage import starting
@@ -97,7 +97,13 @@ def place(
             path = target / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)
-            path.symlink_to(os.path.relpath(target / leads_to, path.parent))
+            try:
+                path.symlink_to(os.path.relpath(target / leads_to, path.parent))
+            except OSError as error:
+                # Mounts without links have none of the script's, either; but this may be another mount.
+                if error.errno not in CANNOT or not (target / leads_to).is_file():
+                    raise
+                copy_file(target / leads_to, path)
     except OSError:
         for name in names:
             (target / name).unlink(missing_ok=True)

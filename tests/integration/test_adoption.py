@@ -25,14 +25,8 @@ def adopted(job: Cluster, after: int = 0) -> int:
     return max(found)
 
 
-@pytest.mark.parametrize(
-    ("stage", "flags"),
-    [
-        (1, ["--deepspeed-load-universal"]),
-        pytest.param(1, [], marks=pytest.mark.full),
-        pytest.param(3, [], marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("stage", "flags"), [(1, ["--deepspeed-load-universal"]), (1, []), (3, [])])
 def test_a_deepspeed_script_without_a_session(
     clusters: Clusters, undisturbed: Undisturbed, stage: int, flags: list[str]
 ) -> None:
@@ -72,15 +66,15 @@ TOLD = {
 @pytest.mark.parametrize("layout", ["nanogpt", *(pytest.param(one, marks=pytest.mark.full) for one in list(TOLD)[1:])])
 def test_scripts_of_other_layouts_go_on(clusters: Clusters, undisturbed: Undisturbed, layout: str) -> None:
     """One node, two from a checkpoint on, and one again after a kill: nothing that was saved is lost."""
-    training = Training(script=LAYOUTS, steps=1000, save_every=20, extra=(f"--layout={layout}",))
-    job = clusters(training=training, hooked=False, universal="", agent_flags=["--grow-wait=60"])
+    training = Training(script=LAYOUTS, steps=1000, save_every=10, extra=(f"--layout={layout}",))
+    job = clusters(training=training, hooked=False, universal="", step_time=0.2, agent_flags=["--grow-wait=60"])
     job.script_flags = ["--save-dir=${save_dir}", *TOLD[layout]]
     job.start("a")
     adopted(job)
     job.start("b")
     second = job.wait_world(2, steps=5)
     grown = job.first_step(second)
-    assert grown > 20
+    assert grown > 10
     last = adopted(job, after=grown)
     job.kill_node(job.node("b"))
     third = job.wait_world(1, steps=5, after=second)
