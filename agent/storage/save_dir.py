@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -31,6 +32,8 @@ __all__ = ["Adoption", "place", "prepare"]
 _PLACED = f"{OURS}-resume-point"
 # Seconds between two looks whether it is, on another node than the one that puts it there.
 _LOOK_SECONDS = 0.1
+# The longest that a node waits for it.
+_PATIENCE_SECONDS = 600.0
 # Seconds that the end of a worker waits for its last save to be adopted.
 SETTLE_WITHIN_SECONDS = 600.0
 
@@ -258,9 +261,7 @@ class _Placing:
         problem = ""
         try:
             if not self._first:
-                while not os.path.lexists(self._target / _PLACED):
-                    if self._over.wait(_LOOK_SECONDS):
-                        return
+                problem = self._wait()
             else:
                 self.files = place(self._source, self._manifest, self._target, self._over.is_set)
                 replace_file(self._target / _PLACED, b"", lasting=False)
@@ -271,3 +272,14 @@ class _Placing:
             )
         if not self._over.is_set():
             self._then(problem)
+
+    def _wait(self) -> str:
+        """Until it is there, or nobody needs it; says why it is not there."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not self._over.wait(_LOOK_SECONDS) and not os.path.lexists(self._target / _PLACED):
+            if time.monotonic() > deadline:
+                return (
+                    f"the last checkpoint did not come into {self._target} within {_PATIENCE_SECONDS:.0f} s: all nodes "
+                    "must run the same command, and see the same file system"
+                )
+        return ""

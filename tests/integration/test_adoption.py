@@ -8,7 +8,7 @@ import pytest
 
 from dalsegno.elastic.checkpoint import inventory
 from tests.support.jobs.cluster import Cluster, Training, Undisturbed
-from tests.support.jobs.faults import run_directory
+from tests.support.jobs.faults import held_placings, run_directory
 
 from .test_membership import Clusters
 
@@ -82,6 +82,24 @@ def test_scripts_of_other_layouts_go_on(clusters: Clusters, undisturbed: Undistu
     job.finish()
     job.assert_undisturbed(undisturbed)
     assert max(one.step for one in inventory(run_directory(job))) == 1000, "saved in the moment before it ended"
+
+
+@pytest.mark.full
+def test_a_node_that_dies_while_it_copies_the_resume_point(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """Others wait for its copy; it is killed in the middle, and they go on from the same checkpoint without it."""
+    training = Training(script=LAYOUTS, steps=1000, save_every=10, extra=("--layout=nanogpt",))
+    job = clusters(training=training, hooked=False, universal="", step_time=0.2, agent_flags=["--grow-wait=60"])
+    job.script_flags = ["--save-dir=${save_dir}", *TOLD["nanogpt"]]
+    job.start("a", environment=held_placings())
+    adopted(job)
+    job.start("b")
+    job.wait_for(lambda: list(job.holds.glob("placing-*")) or None, "the copy that is held")
+    assert not [line for line in job.poll() if line.epoch == 2], "its workers wait"
+    job.kill_node(job.node("a"))
+    alone = job.wait_world(1, steps=5, after=2)
+    assert job.first_step(alone) > 10
+    job.finish()
+    job.assert_undisturbed(undisturbed)
 
 
 @pytest.mark.full

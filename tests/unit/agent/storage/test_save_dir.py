@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dalsegno.agent.decisions import events as ev
-from dalsegno.agent.storage import adoption
+from dalsegno.agent.storage import adoption, save_dir
 from dalsegno.agent.storage.macros import expand, macros_of
 from dalsegno.agent.storage.save_dir import Adoption
 from dalsegno.elastic.checkpoint import Manifest, verify
@@ -359,6 +359,13 @@ def test_other_nodes_wait_for_the_copy(runs: Callable[..., Run], monkeypatch: py
     with pytest.raises(queue.Empty):
         said.get(timeout=0.3)
     run.taken.close()
+    monkeypatch.setattr(save_dir, "_PATIENCE_SECONDS", 0.2)
+    assert other.place(run.directory, world(4, run.resume.name), said.put, first=False)  # type: ignore[union-attr]
+    assert "did not come into" in said.get(timeout=20)
+    waiting = [thread for thread in threading.enumerate() if thread.name == "placing"]
+    for thread in waiting:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of others")
