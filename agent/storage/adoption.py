@@ -353,9 +353,9 @@ class Adopter:
         self._since = self._since if self._since is not None else now
         looks = 1 if piece.sure else UNSURE_LOOKS
         if before != piece.files or now - since < looks * LOOK_EVERY_SECONDS:
-            # A caller of `settle` makes the look come early.
-            self._undecided = True
-            if now - self._since > PATIENCE_LOOKS * LOOK_EVERY_SECONDS:
+            # A caller of `settle` makes the look come early, and waits for it no longer than that.
+            self._undecided = now - self._since <= PATIENCE_LOOKS * LOOK_EVERY_SECONDS
+            if not self._undecided:
                 self._complain(
                     shown(piece.newest.unit.names) or piece.newest.unit.path,
                     "it, or what was saved beside it, changes all the time, and is never known to be whole; save less "

@@ -263,6 +263,30 @@ def test_files_that_count_themselves_need_not_wait_for_each_other(runs: Callable
     run.taken.close()
 
 
+def test_what_never_stops_changing_is_said(runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And who waits for the last save does not wait for it without end."""
+    monkeypatch.setattr(adoption, "PATIENCE_LOOKS", 6)
+    run = runs()
+    run.next()
+    over = threading.Event()
+
+    def restless() -> None:
+        while not over.wait(0.02):
+            (run.out / "replay.bin").write_bytes(os.urandom(8))
+
+    thread = threading.Thread(target=restless)
+    thread.start()
+    try:
+        assert "is never known to be whole" in run.said()
+        began = time.monotonic()
+        run.taken.settle(30)
+        assert time.monotonic() - began < 20
+    finally:
+        over.set()
+        thread.join()
+    run.taken.close()
+
+
 def test_odd_names_are_names(runs: Callable[..., Run]) -> None:
     """Spaces, newlines, quotes: kept, and found again."""
     run = runs()
