@@ -14,16 +14,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dalsegno.protos.contract import Variable
+
 __all__ = [
     "ALWAYS",
     "FLAG",
     "Script",
     "ScriptError",
+    "advice",
     "asks_for_universal",
     "check_script",
     "expects_session",
     "knows_us",
     "modules_of",
+    "reads_resume_point",
     "refuses_flag",
     "runs_ahead",
     "tells_of_a_peer",
@@ -38,6 +42,11 @@ _SWIFT_PLUGIN = "dalsegno_swift_plugin"
 
 # What torch says about a collective whose peer has ended: gloo, and NCCL (ncclRemoteError).
 _PEER = re.compile("Connection closed by peer|Connection reset by peer|ncclRemoteError|remote process exited")
+
+# What DeepSpeed says of a checkpoint in the other form than its configuration does.
+_OTHER_SIZE = re.compile(r"used a DP world size of [0-9]+ but the current world size is [0-9]+")
+_NOT_UNIVERSAL = re.compile("Invalid for universal checkpoint: .*latest_universal does not exist")
+_LOAD_UNIVERSAL = '"checkpoint": {"load_universal": os.environ.get("DALSEGNO_RESUME_FORM") == "universal"}'
 
 # Imported by the first DDP wrap, which takes seconds on a busy machine.
 ALWAYS = ("torch", "torch.distributed", "torch._dynamo")
@@ -190,10 +199,31 @@ def runs_ahead(script: Script, wanted: str) -> bool:
     return wanted == "always" or (wanted == "auto" and expects_session(script))
 
 
+def reads_resume_point(script: Script) -> bool:
+    """Whether the script's text says that it finds the resume point by itself, in its environment."""
+    source = script.source
+    return isinstance(source, Path) and Variable.RESUME_DIR in _text(source)
+
+
 def tells_of_a_peer(error: str) -> str:
     """What gloo or NCCL say in a line of a script's errors of another rank that is gone; empty if they do not."""
     found = _PEER.search(error)
     return found[0] if found else ""
+
+
+def advice(error: str) -> str:
+    """What helps against the error with which a worker ended, where the script's text must change; empty if unknown."""
+    if _OTHER_SIZE.search(error):
+        return (
+            "DeepSpeed loads what another number of ranks has saved only from universal files, and only if its "
+            f"configuration says so: put in {_LOAD_UNIVERSAL}, or start with --deepspeed-load-universal"
+        )
+    if _NOT_UNIVERSAL.search(error):
+        return (
+            "DeepSpeed's configuration says load_universal, and this resume point has no universal files, as it needs "
+            f"none: put in {_LOAD_UNIVERSAL} instead"
+        )
+    return ""
 
 
 def modules_of(script: Path | str | None) -> tuple[str, ...]:

@@ -17,6 +17,8 @@ from dalsegno.protos.options import Parser, UsageError, job_id, nnodes, seconds
 from dalsegno.protos.text import name_problem
 
 from ..processes.signals import signals_of
+from ..storage.macros import SAVE_DIR, has_macros, macros_of
+from ..storage.naming import is_pattern
 from .endpoint import meeting_point
 
 __all__ = ["build_parser", "ignored", "parse"]
@@ -127,6 +129,12 @@ def _address(text: str) -> str:
         host, colon, port = one.rpartition(":")
         if not host or not colon or not port.isdecimal() or not 0 < int(port) < 65536:
             raise argparse.ArgumentTypeError(f"{one!r} is not HOST:PORT")
+    return text
+
+
+def _glob(text: str) -> str:
+    if text and not is_pattern(text):
+        raise argparse.ArgumentTypeError(f"{text!r} must be relative to '${{save_dir}}', and lead to what is below it")
     return text
 
 
@@ -259,6 +267,21 @@ def _add_growth(group: _Group) -> None:
     )
 
 
+def _add_for_plain_scripts(group: _Group) -> None:
+    group.switch(
+        "--deepspeed-load-universal",
+        help="a script without a session: its engine loads universal files where it resumes from them, as with "
+        "checkpoint.load_universal in its configuration",
+    )
+    group.value(
+        "--checkpoint-glob",
+        default="",
+        type=_glob,
+        metavar="GLOB",
+        help="which files or directories below '${save_dir}' are checkpoints; default: all that look like one",
+    )
+
+
 def _add_ours(group: _Group) -> None:
     as_seconds = {"metavar": "SECONDS"}
     group.value("--job-id", default=None, type=job_id, help="the job; default: from user, script and arguments")
@@ -277,6 +300,7 @@ def _add_ours(group: _Group) -> None:
         "they are made only where ranks cannot",
         gate="each world waits until they are there, and loads them",
     )
+    _add_for_plain_scripts(group)
     group.value("--node-unit", type=_count(1), metavar="N", help="worlds have a multiple of N nodes")
     group.value("--node-name", type=_node_name, default="", metavar="NAME", help="default: the host name and a number")
     group.value("--node-timeout", type=_node_timeout, help="silence after which a node is dead", **as_seconds)
@@ -423,6 +447,11 @@ def parse(arguments: Sequence[str] | None, environ: Mapping[str, str] = os.envir
             setattr(options, name, default)
         else:
             options.unused.append(flag)
+    if options.deepspeed_load_universal and options.no_python:
+        raise UsageError("--deepspeed-load-universal needs a script in Python, which --no-python says it is not")
+    own = options.training_script_args
+    if has_macros(own) and SAVE_DIR not in macros_of(own):
+        raise UsageError("'${resume_dir}' without '${save_dir}': only what the script saves there can be resumed from")
     if options.module and options.no_python:
         raise UsageError("--module and --no-python exclude each other: drop one")
     options.min_nodes, options.max_nodes = options.nnodes

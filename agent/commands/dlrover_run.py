@@ -105,6 +105,8 @@ def run_checked(options: argparse.Namespace, watch: SignalWatch, output: Output)
     except ScriptError as error:
         raise UsageError(str(error)) from error
     check_installation()
+    if options.deepspeed_load_universal and importlib.util.find_spec("deepspeed") is None:
+        raise UsageError("--deepspeed-load-universal: deepspeed is not installed here")
     if options.job_id is None:
         options.job_id = default_job_id(options, getpass.getuser())
         options.job_id_is_default = True

@@ -37,8 +37,8 @@ from ..shell.elastic_agent import ElasticAgent, Ending
 from ..shell.mailbox import Mailbox
 from ..shell.output import Output
 from ..shell.rendezvous import NamedRendezvous
-from ..storage.adoption import MACRO
 from ..storage.job_directory import JobDirectory, StorageError
+from ..storage.macros import SAVE_DIR, macros_of
 from .endpoint import answers, local_address, split
 
 __all__ = ["launch"]
@@ -169,7 +169,7 @@ def _agent_config(
     settings = control_pb2.Settings(**{name: getattr(options, name) for name in JobSettings.names()})
     # Also if the user gave the script this flag itself; it is called the same.
     settings.universal_checkpoint |= asks_for_universal(options.training_script_args)
-    adopts = any(MACRO in argument for argument in script.arguments)
+    adopts = SAVE_DIR in macros_of(script.arguments)
     if settings.grow_wait < 0 and not adopts and not expects_session(script):
         settings.grow_wait = GROW_SOON_SECONDS
     return AgentConfig(
@@ -185,8 +185,11 @@ def _agent_config(
         master_outage_timeout=options.master_outage_timeout,
         connect_timeout=options.connect_timeout,
         addresses=options.master or options.meet or "embedded",
-        script_flag=not knows_us(script),
+        # With the other flag its configuration says what this one would tell it.
+        script_flag=not (knows_us(script) or options.deepspeed_load_universal),
+        deepspeed_load_universal=options.deepspeed_load_universal,
         expects_session=expects_session(script),
+        checkpoint_glob=options.checkpoint_glob,
         run_ahead=runs_ahead(script, options.run_ahead),
         adopts=adopts,
         # An embedded master speaks plaintext.

@@ -189,6 +189,13 @@ class ManifestRead:
 
 
 @dataclass(frozen=True)
+class Remark:
+    """Something that people must be told about what their script does."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class ConversionUpdate:
     """The conversion job moved, or ended. `checkpoint` describes the sealed universal form if it is READY."""
 
@@ -257,6 +264,7 @@ Event = (
     | JoinPrepared
     | JoinFailed
     | ManifestRead
+    | Remark
     | ConversionUpdate
     | VerificationMoved
     | VerificationDone

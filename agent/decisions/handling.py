@@ -89,6 +89,8 @@ def take(decision: Decision, event: ev.Event) -> None:
             join_prepared(decision, event)
         case ev.JoinFailed():
             join_failed(decision, event)
+        case ev.Remark():
+            decision.do(ev.Say(event.text, True))
         case ev.ManifestRead():
             manifest_read(decision, event)
         case ev.ConversionUpdate():

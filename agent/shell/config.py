@@ -26,7 +26,9 @@ class AgentConfig:
         addresses: where the master was looked for, for people.
         script_flag: if the job uses `--universal-checkpoint`, add the flag to the script's own arguments when it
             resumes from universal files.
+        deepspeed_load_universal: DeepSpeed loads universal files in the script's workers where it resumes from them.
         expects_session: the script's text says that it may call `session()`, however late.
+        checkpoint_glob: which files or directories below `${save_dir}` are checkpoints; empty: what looks like one.
         tls: the master is spoken to over TLS, and so are other agents.
         memory_budget_bytes: the most that memory checkpoints may take on this node; None: found out.
         memory_bytes_per_second: the most of them that is sent to other nodes in a second; None: no limit.
@@ -47,10 +49,12 @@ class AgentConfig:
     connect_timeout: float = 60.0
     addresses: str = ""
     script_flag: bool = False
+    deepspeed_load_universal: bool = False
     expects_session: bool = False
     run_ahead: bool = False
     adopts: bool = False
     tls: bool = False
+    checkpoint_glob: str = ""
     memory_budget_bytes: int | None = None
     memory_bytes_per_second: int | None = None
 

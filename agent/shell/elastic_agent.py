@@ -32,11 +32,12 @@ from ..decisions import events as ev
 from ..decisions import handling
 from ..processes.lifeline import Lifeline
 from ..processes.signals import SignalWatch
-from ..script import FLAG, Script, modules_of, refuses_flag, tells_of_a_peer
+from ..script import FLAG, Script, advice, modules_of, reads_resume_point, refuses_flag, tells_of_a_peer
 from ..standby.room import has_room_beside
 from ..standby.standby_pool import StandbyPool
 from ..standby.worker_main import Assignment
-from ..storage.adoption import Adoption, Origin
+from ..storage.adoption import Origin
+from ..storage.save_dir import Adoption
 from ..workers.worker_env import Place, job_environment, place_of, worker_environment
 from ..workers.worker_link import WorkerLink
 from ..workers.workers import WorkersContext
@@ -57,6 +58,11 @@ class _Exited(ev.WorkerExited):
     """Also says to which start of the epoch's workers it belongs."""
 
     start: int = 0
+
+
+@dataclass(frozen=True)
+class _Placed(ev.StartFailed):
+    """What a script without a session needs of the resume point is there, or cannot be: then there is a message."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +112,14 @@ class ElasticAgent(LocalElasticAgent):
         self._place: Place | None = None
         self._use_flag = config.script_flag
         self._starts = 0
+        self._advised: set[str] = set()
         # The epoch whose successors the standby workers are.
         self._prepared_for = 0
         self._link = WorkerLink(self._worker_said)
         lifeline.add_path(self._link.directory)
-        self._adoption = Adoption(script.arguments, mailbox.put)
+        self._adoption = Adoption(
+            script.arguments, mailbox.put, config.checkpoint_glob, looks=reads_resume_point(script)
+        )
         self._pool = self._make_pool()
         if self._pool is not None:
             effects.conversion.nursery = self._pool.start_helper
@@ -158,8 +167,14 @@ class ElasticAgent(LocalElasticAgent):
         )
 
     def _handle(self, event: ev.Event) -> None:
+        if isinstance(event, _Placed) and not event.message:
+            self._start_placed(event.epoch)
+            return
         if isinstance(event, _Exited) and (event.start != self._starts or self._refused_the_flag(event)):
             return
+        if isinstance(event, _Exited) and (help := advice(event.message)) and help not in self._advised:
+            self._advised.add(help)
+            self._effects.perform(ev.Say(help, True))
         ran = self._state.workers is not handling.Workers.NONE
         self._state, actions = handling.handle(self._state, event, time.monotonic())
         if ran and self._state.workers is handling.Workers.NONE:
@@ -232,13 +247,32 @@ class ElasticAgent(LocalElasticAgent):
                 raise OSError(f"the store of epoch {world.epoch} is not open any more")
             self._enter(world, self._place)
             self._open_memory(world)
-            self._start_workers(self._worker_group)
+            # On a thread, because it may be a large file: the agent must hear its master meanwhile.
+            first, then = self._place.group_rank == 0, partial(self._placed, world.epoch)
+            if not self._adoption.place(self._effects.run_dir(), world, then, first=first):
+                self._start_workers(self._worker_group)
         except (OSError, ValueError, RuntimeError) as error:
-            logger.exception("the workers of epoch %d could not be started", world.epoch)
-            text = f"the workers cannot be started: {shortage(error) or error}"
-            self._mailbox.put(ev.StartFailed(world.epoch, str(error) if isinstance(error, CannotStartError) else text))
+            self._start_failed(world.epoch, error)
             return
         self._worker_group.state = WorkerState.HEALTHY
+
+    def _start_failed(self, epoch: int, error: Exception) -> None:
+        logger.exception("the workers of epoch %d could not be started", epoch)
+        text = f"the workers cannot be started: {shortage(error) or error}"
+        self._mailbox.put(ev.StartFailed(epoch, str(error) if isinstance(error, CannotStartError) else text))
+
+    def _placed(self, epoch: int, problem: str) -> None:
+        self._mailbox.put(_Placed(epoch, f"the workers cannot be started: {problem}" if problem else ""))
+
+    def _start_placed(self, epoch: int) -> None:
+        """Starts the workers of a world whose resume point is where the script looks, if they are still wanted."""
+        state = self._state
+        if epoch != state.started or state.workers is not handling.Workers.RUNNING or self._context is not None:
+            return
+        try:
+            self._start_workers(self._worker_group)
+        except (OSError, ValueError, RuntimeError) as error:
+            self._start_failed(epoch, error)
 
     def _open_memory(self, world: control_pb2.World) -> None:
         """Parts of older epochs are refused from now on, and own ones go to this world's buddies."""
@@ -281,6 +315,8 @@ class ElasticAgent(LocalElasticAgent):
         environment: Any
         for local, environment in enumerate(added):
             environment |= self._node_environment()
+            if self._config.deepspeed_load_universal and world.resume.form == control_pb2.FORM_UNIVERSAL:
+                environment[Variable.LOAD_UNIVERSAL] = "1"
             self._set_local_rank_env(environment, local, spec)
             envs[local] = environment
         settings = self._effects.settings
@@ -297,7 +333,7 @@ class ElasticAgent(LocalElasticAgent):
             self._arguments(world),
             first=place.group_rank == 0,
         )
-        if hint := self._adoption.hint(world, arguments):
+        if not self._config.deepspeed_load_universal and (hint := self._adoption.hint(world, arguments)):
             self._effects.perform(ev.Say(hint, True))
         self._starts += 1
         self._link.expect(world.epoch, place.first_rank, place.nproc)
@@ -387,7 +423,9 @@ class ElasticAgent(LocalElasticAgent):
     def _assignments_ahead(self) -> list[Assignment]:
         """What standby workers run before they have a place; empty if that is not wanted, or memory is short."""
         running = () if self._context is None else self._context.pids().values()
-        if not self._config.run_ahead or not has_room_beside(running):
+        # A script's arguments, or what it imports, are other ones in each epoch.
+        unknown = self._adoption.wanted or self._config.deepspeed_load_universal
+        if not self._config.run_ahead or unknown or not has_room_beside(running):
             return []
         spec = self._worker_group.spec
         ours = (

@@ -13,10 +13,11 @@ import types
 from importlib.machinery import SourceFileLoader
 from typing import NoReturn
 
+from . import load_universal
 from .run_ahead import RunAhead, report_of
 from .word import Word
 
-__all__ = ["Assignment", "become"]
+__all__ = ["Assignment", "become", "run_to_end"]
 
 _SESSION_PACKAGE = "dalsegno.elastic"
 
@@ -121,20 +122,35 @@ def become(
     if running is None:
         _redirect(assignment.stdout, console[0], 1)
         _redirect(assignment.stderr, console[1], 2)
+    universal = load_universal.wanted(assignment.environment)
     if fresh:
-        flags = ["-u", "-m"] if assignment.module else ["-u"]
-        os.execv(sys.executable, [sys.executable, *flags, *assignment.arguments])
+        words = ("-u", *(["-m"] if assignment.module else []), *assignment.arguments)
+        os.execv(sys.executable, [sys.executable, *(load_universal.arguments_for(words) if universal else words)])
+    if universal:
+        load_universal.install()
     sys.argv = list(assignment.arguments)
     if word is not None and _SESSION_PACKAGE not in sys.modules:
         sys.meta_path.insert(0, _SessionImport(word))
     if running is not None:
         running.begin()
+    run_to_end(assignment.arguments[0], assignment.module, assignment.cwd, running)
+
+
+def run_to_end(name: str, module: bool, cwd: str, running: RunAhead | None = None) -> NoReturn:
+    """Runs the script or module of this name as `__main__`, and ends the process as it would have ended.
+
+    Args:
+        name: the script's path, or the module's name; `sys.argv` has the arguments.
+        module: it names a module.
+        cwd: the working directory.
+        running: it runs ahead.
+    """
     try:
-        if assignment.module:
-            _set_first_path(assignment.cwd)
-            runpy.run_module(assignment.arguments[0], run_name="__main__", alter_sys=True)
+        if module:
+            _set_first_path(cwd)
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
-            _run_script(assignment.arguments[0])
+            _run_script(name)
     except KeyboardInterrupt:
         raise
     except BaseException as error:

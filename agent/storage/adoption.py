@@ -1,10 +1,9 @@
-"""Takes over checkpoints that DeepSpeed or Hugging Face's Trainer saved in scripts without a session.
+"""Takes over checkpoints of scripts without a session.
 
 A script that gets `${save_dir}` saves below a directory of its epoch's own, in its usual way. The agent of group rank 0
 looks there, and puts a copy of each complete checkpoint among the run's, sealed like any other. A link would not do:
 the script may delete its own checkpoint, or save again under the same name, which overwrites its files in place. The
-script never writes into ours, because the next epoch has another directory, whose `latest` leads DeepSpeed from there
-to the resume point.
+script never writes into ours, because the next epoch has another directory (`save_dir`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,28 +24,43 @@ from dalsegno.elastic.checkpoint import (
     Manifest,
     Position,
     Ref,
+    SavedAs,
     Shape,
     describe,
     seal,
 )
-from dalsegno.elastic.checkpoint.files import copy_file, place_file, replace_file
+from dalsegno.elastic.checkpoint.errors import printable
+from dalsegno.elastic.checkpoint.files import copy_file, place_file
 from dalsegno.elastic.checkpoint.layout import MANIFEST
+from dalsegno.elastic.checkpoint.reading import read_regular
 from dalsegno.protos import control_pb2, worker_pb2
 
 from ..decisions import events as ev
-from ..script import FLAG
-from .foreign import Foreign, candidates, complete, state_of
+from .foreign import COUNTED, NOTE_BYTES, Found, Unit, shown, survey
+from .layouts import Complete, FileState, complete, number_of_file, state_of
+from .naming import is_log
+from .slices import Behind, Slice, choose, names_it
 
-__all__ = ["MACRO", "Adopter", "Adoption", "Origin", "prepare", "save_directory"]
+__all__ = ["Adopter", "Before", "Origin", "adopt", "save_directory"]
 
-MACRO = "${save_dir}"
 # Seconds between two looks; what has not changed between them is no longer being written.
 LOOK_EVERY_SECONDS = 1.0
-# The longest pause, in seconds, after a copy that could not be written.
+# Looks without a change after which that is so, where no rule says that nothing is missing.
+UNSURE_LOOKS = 4
+# The longest pause, in seconds, after a copy that could not be written; and how many times what a look takes.
 LONGEST_PAUSE_SECONDS = 60.0
-# Seconds that the end of a worker waits for its last save to be adopted.
-SETTLE_WITHIN_SECONDS = 600.0
-_BEGAN_ANEW = "it is older than the resume point: the script did not load what DALSEGNO_RESUME_DIR names"
+SHARE = 10
+# Looks without a change after which an incomplete checkpoint is named; and what changes is no longer waited for.
+PATIENCE_LOOKS = 30
+# The most members of a series that are looked at, and files of one that are searched for a number.
+MOST_MEMBERS, MOST_READ = 16, 4
+# The least bytes of a file that is not known for a checkpoint and may be one.
+LARGE_BYTES = 1 << 20
+# The most notes that may be a checkpoint's.
+MOST_NOTES = 64
+_BEGAN_ANEW = (
+    "it is older than the resume point: the script did not load what ${resume_dir} and DALSEGNO_RESUME_DIR name"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -54,24 +68,6 @@ logger = logging.getLogger(__name__)
 def save_directory(run_dir: Path, epoch: int) -> Path:
     """The directory in which the script saves in this epoch, and in no other."""
     return run_dir / f"e{epoch}"
-
-
-def prepare(run_dir: Path, world: control_pb2.World) -> Path:
-    """Makes the epoch's directory, as DeepSpeed expects it. Every agent does that before its workers start.
-
-    Raises:
-        OSError: the file system says no.
-    """
-    directory = save_directory(run_dir, world.epoch)
-    directory.mkdir(parents=True, exist_ok=True)
-    if world.HasField("resume"):
-        # `latest` holds a tag, which DeepSpeed appends to the directory as a path: a way out of the directory. It is of
-        # this epoch only, and the next epoch's agents make their own, so nothing has to survive a power cut.
-        replace_file(directory / "latest", f"../{world.resume.source.ref.name}".encode(), lasting=False)
-        if world.resume.form == control_pb2.FORM_UNIVERSAL:
-            universal = f"../{world.resume.universal.name}".encode()
-            replace_file(directory / "latest_universal", universal, lasting=False)
-    return directory
 
 
 @dataclass(frozen=True)
@@ -85,33 +81,62 @@ class Origin:
     max_nodes: int
 
 
+@dataclass(frozen=True)
+class Before:
+    """A sealed checkpoint whose files may be those of the next one, too.
+
+    Attributes:
+        directory: it.
+        files: as they were in the script's directory when it was sealed, or put there from it, by their names there.
+        saved_as: as its manifest has it.
+    """
+
+    directory: Path
+    files: Mapping[str, FileState]
+    saved_as: SavedAs
+
+
 class Changed(Exception):
     """The script writes a checkpoint again."""
 
 
-def adopt(foreign: Foreign, run_dir: Path, world: control_pb2.World, origin: Origin) -> Manifest:
+def adopt(
+    piece: Slice,
+    saved_as: SavedAs,
+    run_dir: Path,
+    world: control_pb2.World,
+    origin: Origin,
+    notes: Iterable[FileState] = (),
+    before: Before | None = None,
+) -> Manifest:
     """Seals a copy of it among the run's checkpoints. A copy that cannot be finished is removed again.
+
+    Args:
+        piece, saved_as: what is taken.
+        run_dir, world, origin: see `Adopter`.
+        notes: small files that belong to it.
+        before: files that did not change since then are taken from there.
 
     Raises:
         Changed: it is being written again.
         CheckpointDamaged: another process has changed the copy.
         OSError: the file system says no.
     """
-    name = str(CheckpointStore(run_dir).next_name(foreign.step, world.epoch))
+    name = str(CheckpointStore(run_dir).next_name(piece.step, world.epoch))
     target = run_dir / name
     target.mkdir()
     try:
-        _take(foreign, target)
+        _take(save_directory(run_dir, world.epoch), (*piece.files, *notes), target, saved_as.below, before)
         resumed = world.resume.source.ref if world.HasField("resume") else None
         manifest = Manifest(
             name=name,
             job_id=origin.job_id,
             run_id=world.run_id,
-            step=foreign.step,
+            step=piece.step,
             epoch=world.epoch,
             generation=origin.generation,
             form=SHARDED,
-            shape=Shape(origin.world_size, foreign.strategy, foreign.any_world_size),
+            shape=Shape(origin.world_size, piece.strategy, piece.any_world_size),
             position=Position(),
             order=None,
             source=None,
@@ -120,6 +145,7 @@ def adopt(foreign: Foreign, run_dir: Path, world: control_pb2.World, origin: Ori
             max_nodes=origin.max_nodes,
             metric=None,
             files=describe(target),
+            saved_as=saved_as,
         )
         seal(target, manifest)
     except BaseException:
@@ -130,22 +156,41 @@ def adopt(foreign: Foreign, run_dir: Path, world: control_pb2.World, origin: Ori
     return manifest
 
 
-def _take(foreign: Foreign, target: Path) -> None:
-    """Copies its files. All are first linked, in a moment, so that the script may delete them meanwhile."""
-    for name, _, _ in foreign.state:
-        place_file(foreign.path / name, target / name)
-    if state_of(foreign.path, [name for name, _, _ in foreign.state]) != foreign.state:
+def _take(root: Path, files: tuple[FileState, ...], target: Path, below: str, before: Before | None) -> None:
+    """Copies files. All are first linked, in a moment, so that the script may delete them meanwhile."""
+    mine: list[tuple[FileState, Path]] = []
+    for file in files:
+        link = target / _inside(file.name, below)
+        if before is None or before.files.get(file.name) != file or not _reuse(before, file.name, link):
+            place_file(root / file.name, link)
+            mine.append((file, link))
+    if state_of(root, [file.name for file in files]) != files:
         raise Changed
-    for number, (name, size, written) in enumerate(foreign.state):
-        link = target / name
+    for number, (file, link) in enumerate(mine):
         if os.stat(link).st_nlink == 1:
             continue  # it is a copy already, or the script has deleted its own
         copy = target / f".copy-{number}"
         copy_file(link, copy)
         now = os.stat(link)
-        if (now.st_size, now.st_mtime_ns, os.stat(copy).st_size) != (size, written, size):
+        if (now.st_size, now.st_mtime_ns, os.stat(copy).st_size) != (file.size, file.written, file.size):
             raise Changed
+        # A script may take the newest of several.
+        os.utime(copy, ns=(now.st_atime_ns, file.written))
         os.replace(copy, link)
+
+
+def _inside(name: str, below: str) -> str:
+    return name[len(below) + 1 :] if below else name
+
+
+def _reuse(before: Before, name: str, link: Path) -> bool:
+    """Takes a file from a sealed checkpoint, where nobody writes. False: it is not there any more."""
+    try:
+        place_file(before.directory / _inside(name, before.saved_as.below), link)
+    except OSError:
+        link.unlink(missing_ok=True)
+        return False
+    return True
 
 
 class Adopter:
@@ -155,18 +200,40 @@ class Adopter:
         run_dir: the run's directory.
         world: the epoch's world.
         origin: for the manifests.
-        deliver: gets the same events as for a worker that sealed something or found a bad checkpoint.
+        deliver: gets the same events as for a worker that sealed something or found a bad checkpoint, and lines.
+        pattern: `--checkpoint-glob`; empty: none.
+        before: the resume point, if it was adopted, and its files where they were put into this epoch's directory.
     """
 
     def __init__(
-        self, run_dir: Path, world: control_pb2.World, origin: Origin, deliver: Callable[[ev.Event], None]
+        self,
+        run_dir: Path,
+        world: control_pb2.World,
+        origin: Origin,
+        deliver: Callable[[ev.Event], None],
+        pattern: str = "",
+        before: Before | None = None,
     ) -> None:
         self._run_dir, self._world, self._origin, self._deliver = run_dir, world, origin, deliver
-        self._step = world.resume.source.step if world.HasField("resume") else 0
-        self._seen: dict[Path, tuple[Foreign, float]] = {}
+        self._root, self._pattern = save_directory(run_dir, world.epoch), pattern
+        self._resumed_step = self._step = world.resume.source.step if world.HasField("resume") else 0
+        self._before = before
+        self._known: dict[str, FileState] = dict(before.files) if before is not None else {}
+        self._resumed = dict(before.saved_as.numbers) if before is not None else {}
+        self._numbers: dict[str, int | None] = {}
+        # What was complete at the last look, and since when nothing of it changes; the same of what was incomplete.
+        self._seen: tuple[tuple[FileState, ...], float] = ((), 0.0)
+        self._lacks: dict[str, tuple[object, float]] = {}
+        self._since: float | None = None
+        # Sizes of large files that are nobody's, as long as nothing else was found.
+        self._others: dict[str, int] | None = {}
         self._said: set[str] = set()
         # Something is new, or has changed: the next look decides.
         self._undecided = False
+        # The file system has allowed all of the last look.
+        self._calm = True
+        # Seconds that the last look took, without copying.
+        self._took = 0.0
         self._closing = False
         self._asked = self._answered = 0
         self._news = threading.Condition()
@@ -187,19 +254,19 @@ class Adopter:
             self._news.wait_for(lambda: self._closing or self._answered >= mine, timeout)
 
     def _run(self) -> None:
-        directory = save_directory(self._run_dir, self._world.epoch)
         pause, asked = LOOK_EVERY_SECONDS, 0
         while True:
             asked = self._wait(pause, asked)
             if self._closing:
                 return
-            calm = self._look(directory)
+            calm = self._look()
             if not (calm and self._undecided):
                 with self._news:
                     self._answered = asked
                     self._news.notify_all()
             # Not every second, because each try may first fill the disk.
-            pause = LOOK_EVERY_SECONDS if calm else min(2 * pause, LONGEST_PAUSE_SECONDS)
+            pause = max(LOOK_EVERY_SECONDS, SHARE * self._took) if calm else 2 * pause
+            pause = min(pause, LONGEST_PAUSE_SECONDS)
 
     def _wait(self, pause: float, asked: int) -> int:
         """Waits for the next look; not if somebody waits for it. Returns how many ever waited, `asked` before."""
@@ -207,117 +274,179 @@ class Adopter:
             self._news.wait_for(lambda: self._closing or self._asked > asked, pause)
             return self._asked
 
-    def _look(self, directory: Path) -> bool:
-        """Looks at everything newer than what the run has; newest first, because there may be time for no more.
+    def _look(self) -> bool:
+        """Looks at all that the run does not have; the newest of each series, as there may be time for no more.
 
         Returns:
             Whether the file system allowed it.
         """
+        self._undecided, self._calm = False, True
+        began = time.monotonic()
         try:
-            found = candidates(directory)
+            found = survey(self._root, self._pattern)
+            units = [one for members in found.series() if (one := self._newest(members)) is not None]
+            self._tell_of_others(found)
+            self._took = time.monotonic() - began
+            return self._consider(units, found) and self._calm
+        except (FileNotFoundError, Changed):
+            # The script deletes old ones during the look, or writes one again.
+            self._undecided = True
         except OSError as error:
-            self._complain(directory, str(error))
+            self._complain(".", str(error))
             return False
-        calm, self._undecided = True, False
-        for step, path in found:
-            if self._closing:
-                break
-            if step < self._world.resume.source.step:
-                self._complain(path, _BEGAN_ANEW)
-            if step <= self._step:
+        except (ValueError, CheckpointDamaged) as error:
+            self._complain(".", str(error))
+        return True
+
+    def _newest(self, members: list[Unit]) -> Complete | None:
+        """The newest of a series that is complete."""
+        for number, unit in enumerate(members[:MOST_MEMBERS]):
+            if self._is_behind(unit):
                 continue
             try:
-                self._consider(path, step)
-            except (FileNotFoundError, Changed):
-                # The script deletes old ones during the look, or writes this one again.
+                one = complete(self._root, unit, self._origin.world_size)
+            except FileNotFoundError:
                 self._undecided = True
+            except (CheckpointDamaged, ValueError) as error:
+                self._complain(unit.path, str(error))
             except OSError as error:
-                self._complain(path, str(error))
-                calm = False
-            except (ValueError, CheckpointDamaged) as error:
-                self._complain(path, str(error))
-        return calm
+                self._complain(unit.path, str(error))
+                self._calm = False
+            else:
+                if isinstance(one, Complete):
+                    return one
+                if number == 0:
+                    self._lacking(unit, one)
+        return None
 
-    def _consider(self, path: Path, step: int) -> None:
-        foreign = complete(path, step, self._origin.world_size)
-        if foreign is None:
-            return
-        before, since = self._seen.get(path, (None, 0.0))
-        if before != foreign:
-            since = time.monotonic()
-            self._seen[path] = foreign, since
-        # A caller of `settle` makes the look come early.
-        if before != foreign or time.monotonic() - since < LOOK_EVERY_SECONDS:
-            self._undecided = True
-            return
-        manifest = adopt(foreign, self._run_dir, self._world, self._origin)
-        logger.info("%s was saved by the script as %s", manifest.name, path.name)
-        self._step = step
+    def _is_behind(self, unit: Unit) -> bool:
+        """Whether a checkpoint that counts steps in its name has nothing new; if it began anew, that is said."""
+        if unit.layout not in COUNTED or unit.number is None:
+            return False
+        if unit.number < self._resumed_step:
+            self._complain(unit.path, _BEGAN_ANEW)
+        return unit.number <= self._step
+
+    def _lacking(self, unit: Unit, missing: str) -> None:
+        """Names what stays incomplete though nothing of it changes."""
+        now = time.monotonic()
+        state = (missing, _extent(self._root, unit))
+        before, since = self._lacks.get(unit.path, (None, now))
+        self._lacks = {**self._lacks, unit.path: (state, since if before == state else now)}
+        if before == state and now - since >= PATIENCE_LOOKS * LOOK_EVERY_SECONDS:
+            self._complain(unit.path, f"it is not complete: {missing}")
+
+    def _consider(self, units: list[Complete], found: Found) -> bool:
+        numbers = {one.unit.path: number for one in units if (number := self._number(one)) is not None}
+        piece = choose(units, self._known, self._numbers, self._resumed, numbers, self._step)
+        if isinstance(piece, Behind):
+            self._complain(piece.unit.path, _BEGAN_ANEW)
+            return True
+        if piece is None:
+            self._since = None
+            return True
+        now = time.monotonic()
+        before, since = self._seen
+        if before != piece.files:
+            self._seen = piece.files, now
+            since = now
+        self._since = self._since if self._since is not None else now
+        looks = 1 if piece.sure else UNSURE_LOOKS
+        if before != piece.files or now - since < looks * LOOK_EVERY_SECONDS:
+            # A caller of `settle` makes the look come early, and waits for it no longer than that.
+            self._undecided = now - self._since <= PATIENCE_LOOKS * LOOK_EVERY_SECONDS
+            if not self._undecided:
+                self._complain(
+                    shown(piece.newest.unit.names) or piece.newest.unit.path,
+                    "it, or what was saved beside it, changes all the time, and is never known to be whole; save less "
+                    "often, or name with --checkpoint-glob what is a checkpoint",
+                )
+            return True
+        return self._adopt(piece, found)
+
+    def _adopt(self, piece: Slice, found: Found) -> bool:
+        notes = () if piece.below else self._notes(piece, found)
+        try:
+            saved_as = piece.saved_as(found.links)
+            manifest = adopt(piece, saved_as, self._run_dir, self._world, self._origin, notes, self._before)
+        except (Changed, FileNotFoundError):
+            raise
+        except OSError as error:
+            self._complain(piece.newest.unit.path, str(error))
+            return False
+        except (ValueError, CheckpointDamaged) as error:
+            self._complain(piece.newest.unit.path, str(error))
+            return True
+        logger.info("%s was saved by the script as %s", manifest.name, printable(piece.newest.unit.path))
+        self._step = manifest.step
+        self._known = {file.name: file for file in piece.files}
+        changed = {one.unit.series for one in piece.changed}
+        self._numbers |= {series: number for series, number in piece.numbers if series in changed}
+        self._before = Before(self._run_dir / manifest.name, self._known, saved_as)
+        self._lacks, self._since = {}, None
         self._said &= {_BEGAN_ANEW}
         sealed = worker_pb2.Sealed(name=manifest.name, digest=manifest.digest, step=manifest.step)
         self._deliver(ev.WorkerSaid(self._world.epoch, 0, worker_pb2.ToAgent(sealed=sealed)))
+        return True
 
-    def _complain(self, path: Path, problem: str) -> None:
+    def _number(self, one: Complete) -> int | None:
+        """The number in a file of it, where its name has none."""
+        if one.unit.number is not None:
+            return None
+        if all(self._known.get(file.name) == file for file in one.files):
+            return self._numbers.get(one.unit.series, self._resumed.get(one.unit.series))
+        largest = sorted(one.files, key=lambda file: file.size)[-MOST_READ:]
+        numbers = (number_of_file(self._root / file.name) for file in reversed(largest))
+        return next((number for number in numbers if number is not None), None)
+
+    def _notes(self, piece: Slice, found: Found) -> tuple[FileState, ...]:
+        """Small files that name it: `latest` and its like."""
+        names = []
+        for name in found.notes[:MOST_NOTES]:
+            try:
+                text = read_regular(self._root / name, NOTE_BYTES).decode()
+            except (OSError, ValueError):
+                continue
+            if names_it(text, piece.units, str(self._root)):
+                names.append(name)
+        return state_of(self._root, names)
+
+    def _tell_of_others(self, found: Found) -> None:
+        """Says once, at the first save, that nothing which the script saved is taken for a checkpoint."""
+        if found.units or self._others is None:
+            self._others = None
+            return
+        sizes = {name: size for name in found.other if (size := _size(self._root / name)) >= LARGE_BYTES}
+        saved = [name for name, size in sizes.items() if not is_log(name) and self._others.get(name) == size]
+        self._others = sizes
+        if saved:
+            self._others = None
+            matching = f", nor does it match --checkpoint-glob={printable(self._pattern)}" if self._pattern else ""
+            self._deliver(
+                ev.Remark(
+                    f"the script saved {shown(saved)}, which is not known for a checkpoint{matching}: nothing is kept "
+                    "through a change of the world; name its checkpoints, relative to ${save_dir}, with "
+                    "--checkpoint-glob"
+                )
+            )
+
+    def _complain(self, path: str, problem: str) -> None:
         """Warns once of a problem, even if the next checkpoint has the same."""
         if problem not in self._said:
             self._said.add(problem)
-            self._deliver(ev.ManifestRead(path.name, None, problem))
+            self._deliver(ev.ManifestRead(printable(path), None, problem))
 
 
-class Adoption:
-    """Adopts checkpoints for one agent, through all epochs. Does nothing for a script that gets no `${save_dir}`.
+def _size(path: Path) -> int:
+    try:
+        return os.stat(path, follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return 0
 
-    Args:
-        arguments: the script's arguments.
-        deliver: see `Adopter`.
-    """
 
-    def __init__(self, arguments: Sequence[str], deliver: Callable[[ev.Event], None]) -> None:
-        self._wanted = any(MACRO in argument for argument in arguments)
-        self._deliver = deliver
-        self._adopter: Adopter | None = None
-
-    def begin(
-        self, run_dir: Path, world: control_pb2.World, origin: Origin, arguments: Sequence[str], *, first: bool
-    ) -> tuple[str, ...]:
-        """Called when an epoch's workers are about to start.
-
-        Args:
-            run_dir, world, origin: see `Adopter`.
-            arguments: the script's arguments.
-            first: whether this agent is the world's first, which is the one that looks.
-
-        Returns:
-            The arguments with the epoch's directory in them.
-
-        Raises:
-            OSError: the file system says no.
-        """
-        self.close()
-        if not self._wanted:
-            return tuple(arguments)
-        directory = prepare(run_dir, world)
-        if first:
-            self._adopter = Adopter(run_dir, world, origin, self._deliver)
-        return tuple(argument.replace(MACRO, str(directory)) for argument in arguments)
-
-    def hint(self, world: control_pb2.World, arguments: Sequence[str]) -> str:
-        """What people must change for the script to find its resume point; empty if nothing."""
-        if not self._wanted or world.resume.form != control_pb2.FORM_UNIVERSAL or FLAG in arguments:
-            return ""
-        return (
-            f"the script resumes at another number of ranks, from universal files, and is not told so: start with "
-            f"{FLAG}, which it is handed then, and set checkpoint.load_universal in DeepSpeed's config where it has it"
-        )
-
-    def settle(self, timeout: float = SETTLE_WITHIN_SECONDS) -> None:
-        """Called when a worker has ended well: adopts its last save before its end is reported. From any thread."""
-        adopter = self._adopter
-        if adopter is not None:
-            adopter.settle(timeout)
-
-    def close(self) -> None:
-        """Called when the epoch is over."""
-        if self._adopter is not None:
-            self._adopter.close()
-            self._adopter = None
+def _extent(root: Path, unit: Unit) -> tuple[int, int]:
+    """Files and bytes of a unit."""
+    if unit.names:
+        return len(unit.names), sum(_size(root / name) for name in unit.names)
+    every = [os.path.join(where, name) for where, _, names in os.walk(root / unit.path) for name in names]
+    return len(every), sum(_size(Path(name)) for name in every)

@@ -1,146 +1,265 @@
-"""Finds checkpoints in the layouts of DeepSpeed and of Hugging Face's Trainer, and tells whether they are complete.
+"""Finds what a script saved below its directory: which files are one checkpoint, and which of its parts is the newest.
 
-It goes by the names of the files and their last bytes; nothing is loaded.
+Only names are read here; nothing is opened, no link is followed. `layouts` tells what is complete.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import zipfile
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint.errors import printable
-from dalsegno.elastic.checkpoint.files import list_files
-from dalsegno.elastic.checkpoint.reading import read_regular
 
-__all__ = ["Foreign", "candidates", "complete", "state_of"]
+from .naming import is_data, matches, number_of, series_of, unversioned
 
-_DEEPSPEED = re.compile(r"global_step([0-9]{1,18})")
-_TRANSFORMERS = re.compile(r"checkpoint-([0-9]{1,18})")
-_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_00_optim_states\.pt")
-_MODEL_OF_RANK = re.compile(r"zero_pp_rank_([0-9]{1,9})_mp_rank_00_model_states\.pt")
-_MODEL = "mp_rank_00_model_states.pt"
-_NOT_ONLY_DATA = re.compile(r"(?:layer_|expp_rank_|.*mp_rank_(?!00_)).*[-_](?:model|optim)_states\.pt")
-_TRAINER_STATE = "trainer_state.json"
-# The most bytes of DeepSpeed's `latest`, which holds the name of a directory.
-_MAX_TAG_BYTES = 4096
-_RNG_OF_RANK = re.compile(r"rng_state_([0-9]{1,9})\.pth")
+__all__ = [
+    "ACCELERATE",
+    "COUNTED",
+    "DEEPSPEED",
+    "DIRECTORY",
+    "DISTCP",
+    "FILES",
+    "NOTE_BYTES",
+    "OURS",
+    "TRANSFORMERS",
+    "Found",
+    "TooMany",
+    "Unit",
+    "shown",
+    "survey",
+]
+
+DEEPSPEED, TRANSFORMERS, ACCELERATE, DISTCP = "deepspeed", "transformers", "accelerate", "torch-distributed"
+DIRECTORY, FILES = "directory", "files"
+# Layouts with a number of steps in each name, and nothing beside their directories that a script would need.
+COUNTED = (DEEPSPEED, TRANSFORMERS)
+# The most entries that are looked at, and the most directories in each other.
+MOST_ENTRIES = 100_000
+DEEPEST = 12
+# What names of ours in the script's directory begin with.
+OURS = ".dalsegno"
+# The most bytes of a note, which names a checkpoint.
+NOTE_BYTES = 4096
+
+_GLOBAL_STEP = re.compile("global_step[0-9]{1,15}")
+_CHECKPOINT = re.compile("checkpoint-[0-9]{1,15}")
+_STATES = re.compile(r".*_(?:model|optim)_states\.pt")
+_OF_TRAINER = re.compile(r"trainer_state\.json|training_args\.bin|rng_state(_[0-9]{1,9})?\.pth")
+_RANDOM_STATES = re.compile(r"random_states_[0-9]{1,9}\.pkl")
+_DISTCP_FILE = re.compile(r"__[0-9]{1,9}_[0-9]{1,9}\.distcp")
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """A complete checkpoint in the layout of its framework.
+class Unit:
+    """One checkpoint in the script's directory, or one of several things that make it up.
 
     Attributes:
-        path: its directory.
-        step: optimizer steps done.
-        strategy: the strategy, for the manifest's shape.
-        any_world_size: it loads at any world size.
-        state: names, sizes and times of its files, which change while it is being written.
+        path: a directory, or the only file, relative to the script's directory; of several files the directory that
+            they are in.
+        series: the same for the same unit of other steps.
+        layout: one of this module's names.
+        number: the number in its name that says how far the training was.
+        names: of `FILES`, the files, relative to the script's directory.
     """
 
-    path: Path
-    step: int
-    strategy: str
-    any_world_size: bool
-    state: tuple[tuple[str, int, int], ...]
+    path: str
+    series: str
+    layout: str
+    number: int | None = None
+    names: tuple[str, ...] = ()
 
 
-def candidates(directory: Path) -> list[tuple[int, Path]]:
-    """(step, directory) of everything that is named like a checkpoint in a script's directory, newest first.
+@dataclass
+class Found:
+    """What is below a script's directory.
+
+    Attributes:
+        units: all that may be checkpoints, or parts of one.
+        links: links and what they lead to, both relative to the script's directory; those that lead out are not here.
+        notes: small files, which may name a checkpoint: `latest`, `latest_checkpointed_iteration.txt`.
+        other: other files, which are nobody's checkpoint.
+    """
+
+    units: list[Unit] = field(default_factory=list)
+    links: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    other: list[str] = field(default_factory=list)
+
+    def series(self) -> list[list[Unit]]:
+        """The units of each series, newest first. Where there are checkpoints that count steps, only these."""
+        counted = [unit for unit in self.units if unit.layout in COUNTED]
+        by_series: dict[str, list[Unit]] = {}
+        for unit in counted or self.units:
+            by_series.setdefault(unit.series, []).append(unit)
+        every = by_series.values()
+        return [sorted(units, key=lambda one: (one.number or 0, one.path), reverse=True) for units in every]
+
+
+class TooMany(ValueError):
+    """More files than can be looked at every second."""
+
+
+def survey(directory: Path, pattern: str = "") -> Found:
+    """Looks at all names below a script's directory.
+
+    Args:
+        directory: the script's directory.
+        pattern: only what matches is a checkpoint (`--checkpoint-glob`); empty: what looks like one.
 
     Raises:
+        TooMany: there is too much.
         OSError: the file system says no.
     """
-    found = []
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            match = _DEEPSPEED.fullmatch(entry.name) or _TRANSFORMERS.fullmatch(entry.name)
-            if match and entry.is_dir(follow_symlinks=False):
-                found.append((int(match[1]), Path(entry.path)))
-    return sorted(found, reverse=True)
+    walk = _Walk(directory, pattern)
+    walk.place("", 0)
+    return walk.found
 
 
-def complete(path: Path, step: int, world_size: int) -> Foreign | None:
-    """One of the `candidates`, if all ranks have written their files.
-
-    Raises:
-        CheckpointDamaged: it holds something that is no file.
-        ValueError: it was not written by data parallelism alone.
-        OSError: the file system says no.
-    """
-    look = _of_deepspeed if _DEEPSPEED.fullmatch(path.name) else _of_transformers
-    return look(path, step, world_size)
+@dataclass
+class _Names:
+    directories: list[str] = field(default_factory=list)
+    files: list[os.DirEntry[str]] = field(default_factory=list)
 
 
-def _of_deepspeed(path: Path, step: int, world_size: int) -> Foreign | None:
-    names = list_files(path)
-    partitioned = _engine_is_complete(path, names, world_size)
-    if partitioned is None or not (partitioned or _latest(path.parent) == path.name):
-        return None
-    return Foreign(path, step, "deepspeed", not partitioned, state_of(path, names))
+class _Walk:
+    def __init__(self, root: Path, pattern: str) -> None:
+        self._root, self._pattern = root, pattern
+        self._left = MOST_ENTRIES
+        self.found = Found()
+
+    def place(self, where: str, depth: int) -> None:
+        """A directory that holds checkpoints, or directories with such."""
+        self._place(where, self._scan(where), depth)
+
+    def _place(self, where: str, names: _Names, depth: int) -> None:
+        for name in names.directories:
+            if depth < DEEPEST and not name.startswith((".", "__pycache__")) and name != "wandb":
+                self._directory(f"{where}{name}", depth + 1)
+        data: dict[str, int] = {}
+        for entry in names.files:
+            path = f"{where}{entry.name}"
+            if matches(self._pattern, path) if self._pattern else is_data(entry.name) and not _is_note(entry):
+                data[path] = _written(entry)
+            elif _is_note(entry):
+                self.found.notes.append(path)
+            elif not entry.name.startswith("."):
+                self.found.other.append(path)
+        if not self._pattern and _layout("", names) in (ACCELERATE, DISTCP):
+            # The script's directory itself, or another without a number: what numbers there are, are of ranks.
+            every = [*data, *(path for path in (f"{where}.metadata",) if os.path.lexists(self._root / path))]
+            self.found.units.append(Unit(where.rstrip("/") or ".", f"{where}*", FILES, None, tuple(sorted(every))))
+        else:
+            self.found.units += _files(where, data)
+
+    def _directory(self, path: str, depth: int) -> None:
+        name = path.rpartition("/")[2]
+        names = self._scan(f"{path}/")
+        chosen = bool(self._pattern) and matches(self._pattern, path)
+        layout = _layout(name, names)
+        number = number_of(name, directory=True)
+        if not layout and (chosen or (number is not None and self._has_data(path, names))):
+            layout = DIRECTORY
+        if layout == DEEPSPEED and number is None and name.startswith("global_step"):
+            return  # no number that anybody counts to
+        if layout and (chosen or not self._pattern):
+            self.found.units.append(Unit(path, series_of(path) if number is not None else path, layout, number))
+        else:
+            self._place(f"{path}/", names, depth)
+
+    def _has_data(self, path: str, names: _Names) -> bool:
+        """Whether there is data in it, or one directory below (`step_5/model/…`, `5/mp_rank_00/…`)."""
+        if any(is_data(entry.name) and not _is_note(entry) for entry in names.files):
+            return True
+        return any(
+            is_data(entry.name) and not _is_note(entry)
+            for below in names.directories
+            for entry in self._scan(f"{path}/{below}/").files
+        )
+
+    def _scan(self, where: str) -> _Names:
+        names = _Names()
+        try:
+            with os.scandir(self._root / where) as entries:
+                for entry in entries:
+                    self._left -= 1
+                    if self._left < 0:
+                        raise TooMany(f"there are more than {MOST_ENTRIES:,} files: name the checkpoints")
+                    self._sort(names, entry, where)
+        except FileNotFoundError:
+            if not where:
+                raise
+            # The script has deleted it meanwhile.
+        return names
+
+    def _sort(self, names: _Names, entry: os.DirEntry[str], where: str) -> None:
+        if entry.name.startswith(OURS):
+            return
+        if entry.is_symlink():
+            target = os.path.normpath(os.path.join(self._root, where, os.readlink(entry.path)))
+            inside = os.path.relpath(target, self._root)
+            if inside != "." and not inside.startswith(".."):
+                self.found.links[f"{where}{entry.name}"] = inside
+        elif entry.is_dir(follow_symlinks=False):
+            names.directories.append(entry.name)
+        elif entry.is_file(follow_symlinks=False):
+            names.files.append(entry)
 
 
-def _latest(directory: Path) -> str:
-    """The tag that DeepSpeed writes after all files of rank 0: then everything that is not partitioned is there."""
+def _is_note(entry: os.DirEntry[str]) -> bool:
+    if "." in entry.name and not entry.name.endswith(".txt"):
+        return False
     try:
-        return read_regular(directory / "latest", _MAX_TAG_BYTES).decode().strip()
+        return entry.stat(follow_symlinks=False).st_size <= NOTE_BYTES
     except FileNotFoundError:
-        return ""
-
-
-def _of_transformers(path: Path, step: int, world_size: int) -> Foreign | None:
-    """A Trainer's own files and, if DeepSpeed trains, those of its engine in a directory below."""
-    names = list_files(path)
-    ranks = {int(match[1]) for name in names if (match := _RNG_OF_RANK.fullmatch(name))}
-    if _TRAINER_STATE not in names or ranks not in (set(), set(range(world_size))):
-        return None
-    # Files of other ranks, which the Trainer's state does not mention.
-    if not all(_is_archive(path / name) for name in names if _RNG_OF_RANK.fullmatch(name)):
-        return None
-    engines = {name.partition("/")[0] for name in names if _DEEPSPEED.fullmatch(name.partition("/")[0])}
-    for engine in engines:
-        inner = [name.removeprefix(f"{engine}/") for name in names if name.startswith(f"{engine}/")]
-        if _engine_is_complete(path / engine, inner, world_size) is None:
-            return None
-    strategy = "transformers-deepspeed" if engines else "transformers"
-    return Foreign(path, step, strategy, not engines, state_of(path, names))
-
-
-def _engine_is_complete(path: Path, names: list[str], world_size: int) -> bool | None:
-    """Whether DeepSpeed's states are partitioned by rank; None: something is still missing.
-
-    Raises:
-        ValueError: nobody can tell which files must be there.
-    """
-    everybody = set(range(world_size))
-    if other := next(filter(_NOT_ONLY_DATA.fullmatch, names), ""):
-        raise ValueError(f"{printable(other)}: tensor or pipeline parallelism, or experts: this is not taken over")
-    optimizer = {int(match[1]) for name in names if (match := _OPTIMIZER.fullmatch(name))}
-    model = {int(match[1]) for name in names if (match := _MODEL_OF_RANK.fullmatch(name))}
-    if model and (model != everybody or optimizer != everybody):
-        return None  # stage 3
-    if not model and (_MODEL not in names or optimizer not in (set(), everybody)):
-        return None
-    # torch.save writes the archive's directory last.
-    whole = all(_is_archive(path / name) for name in names if name.endswith("_states.pt"))
-    return bool(optimizer) if whole else None
-
-
-def _is_archive(path: Path) -> bool:
-    try:
-        return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:
         return False
 
 
-def state_of(path: Path, names: list[str]) -> tuple[tuple[str, int, int], ...]:
-    """Name, size and time of each file.
+def _written(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
-    Raises:
-        OSError: one is not there.
+
+def _layout(name: str, names: _Names) -> str:
+    files = [entry.name for entry in names.files]
+    if _GLOBAL_STEP.fullmatch(name) or any(_STATES.fullmatch(one) for one in files):
+        return DEEPSPEED
+    if _CHECKPOINT.fullmatch(name) and any(_OF_TRAINER.fullmatch(one) for one in files):
+        return TRANSFORMERS
+    if any(_RANDOM_STATES.fullmatch(one) for one in files):
+        return ACCELERATE
+    if ".metadata" in files or any(_DISTCP_FILE.fullmatch(one) for one in files):
+        return DISTCP
+    return ""
+
+
+def _files(where: str, data: Mapping[str, int]) -> list[Unit]:
+    """Files of one directory: those of one series and number together, and all without a number together.
+
+    Args:
+        where: the directory.
+        data: when each file was written. Of the versions of one file only the newest counts.
     """
-    found = ((name, os.stat(path / name)) for name in names)
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+    newest: dict[str, str] = {}
+    for path in sorted(data, key=lambda path: (data[path], path)):
+        newest[unversioned(path)] = path
+    groups: dict[tuple[str, int | None], list[str]] = {}
+    for path, file in newest.items():
+        number = number_of(path.rpartition("/")[2])
+        series = f"{where}*" if number is None else series_of(path)
+        groups.setdefault((series, number), []).append(file)
+    return [
+        Unit(names[0] if len(names) == 1 else where.rstrip("/") or ".", series, FILES, number, tuple(sorted(names)))
+        for (series, number), names in groups.items()
+    ]
+
+
+def shown(paths: Iterable[str], most: int = 3) -> str:
+    """Some paths, for people."""
+    every = list(paths)
+    text = ", ".join(printable(path) for path in every[:most])
+    return text if len(every) <= most else f"{text} and {len(every) - most} more"

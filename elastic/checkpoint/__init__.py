@@ -10,6 +10,7 @@ from .inventory import Inventory, Unsealed, finished_runs, inspect, inventory
 from .layout import FORMS, MANIFEST, SHARDED, UNIVERSAL, WEIGHTS, CheckpointName, is_checkpoint_name
 from .manifest import Cut, FileEntry, Manifest, Order, Position, Ref, Shape
 from .retention import Retirement, lineage, retirable
+from .saved_as import SavedAs
 from .seal import describe, seal
 from .store import CheckpointStore, DirectoryInUse, LocalLock
 from .verify import read_sealed, verify, verify_files, verify_listing
@@ -35,6 +36,7 @@ __all__ = (
     "Position",
     "Ref",
     "Retirement",
+    "SavedAs",
     "Shape",
     "Tracked",
     "Unsealed",

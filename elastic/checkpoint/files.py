@@ -260,7 +260,7 @@ def copy_file(source: Path, target: Path) -> None:
             while os.copy_file_range(reader.fileno(), writer.fileno(), 1 << 30):
                 pass
         except OSError as error:
-            if error.errno not in CANNOT:
+            if error.errno not in (*CANNOT, errno.EXDEV):
                 raise
             shutil.copyfileobj(reader, writer, BUFFER_BYTES)
 

@@ -25,6 +25,7 @@ from .best import Best
 from .errors import CheckpointDamaged, Damage
 from .layout import FORMS, MANIFEST, SHARDED, UNIVERSAL, WEIGHTS, CheckpointName
 from .reading import NotRegular, read_regular
+from .saved_as import SavedAs, parse_saved_as
 
 VERSION = 2
 # Version 1 had no checksum of its own.
@@ -167,6 +168,8 @@ class Manifest:
     keep: int | None = None
     # Left out if no batch plan cuts the data, and in manifests of earlier versions.
     cut: Cut | None = None
+    # Left out unless a script without a session saved it.
+    saved_as: SavedAs | None = None
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -189,7 +192,7 @@ class Manifest:
         paths = [entry.path for entry in self.files]
         if paths != sorted(set(paths)):
             raise ValueError("files must be sorted by path and unique")
-        for path in paths:
+        for path in (*paths, *(() if self.saved_as is None else self.saved_as.paths())):
             _check_path(path)
 
     def to_bytes(self) -> bytes:
@@ -205,6 +208,8 @@ class Manifest:
             del content["cut"]
         elif not self.cut.samples:
             del content["cut"]["samples"]
+        if self.saved_as is None:
+            del content["saved_as"]
         if not self.shape.reshards:
             del content["shape"]["reshards"]
         if self.order is not None and self.order.version == 1:
@@ -320,7 +325,7 @@ def _check_path(path: str) -> None:
 
 
 def _parse(raw: object) -> Manifest:
-    left_out = {"best": None, "keep": None, "cut": None}
+    left_out = {"best": None, "keep": None, "cut": None, "saved_as": None}
     top = _object({**left_out, **raw} if isinstance(raw, dict) else raw, "manifest", Manifest)
     if top["form"] not in FORMS:
         raise ValueError(f"unknown form {top['form']!r}")
@@ -346,6 +351,7 @@ def _parse(raw: object) -> Manifest:
         best=_maybe(top["best"], _best),
         keep=_maybe(top["keep"], _keep),
         cut=_maybe(top["cut"], _cut),
+        saved_as=_maybe(top["saved_as"], lambda raw: parse_saved_as(raw, MAX_COUNT)),
         files=tuple(_file(entry) for entry in files),
         version=_count(top["version"], "version"),
     )

@@ -208,7 +208,8 @@ def test_a_traceback_shows_the_script_only(node: Node) -> None:
     script = script_in(node.directory, "def f():\n    raise ValueError('no luck')\n\nf()\n")
     context = node.workers(script, 1, node.pool(1))
     context.start()
-    assert node.exits.get(timeout=30) == (0, 1, f"ValueError: no luck (script.py, line 2, in f) (see {context.stderrs[0]})")
+    said = f"ValueError: no luck (script.py, line 2, in f) (see {context.stderrs[0]})"
+    assert node.exits.get(timeout=30) == (0, 1, said)
     context.stop(0)
     lines = Path(context.stderrs[0]).read_text().splitlines()
     assert lines[0] == "Traceback (most recent call last):"

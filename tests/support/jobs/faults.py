@@ -186,6 +186,11 @@ def held_writings(how: str = "held") -> dict[str, str]:
     return {"PYTHONPATH": str(Path(__file__).with_name("held_agents")), "DALSEGNO_TEST_HELD_WRITING": how}
 
 
+def held_placings() -> dict[str, str]:
+    """Environment of an agent that stops when it puts the resume point where a script without a session looks."""
+    return {"PYTHONPATH": str(Path(__file__).with_name("held_agents")), "DALSEGNO_TEST_HELD_PLACING": "1"}
+
+
 def wait_held_converter(cluster: Cluster) -> int:
     """Until a converter is held and a file of its is journalled, a moment later; returns its process id."""
 

@@ -177,6 +177,12 @@ CODE = (
         {"max_steps=300": "max_steps=4"},
     ),
     Snippet(
+        "docs/scripts.md",
+        'config["checkpoint"] =',
+        "import os\nconfig = {}\nos.environ['DALSEGNO_RESUME_FORM'] = 'universal'\n",
+        "assert config == {'checkpoint': {'load_universal': True}}\n",
+    ),
+    Snippet(
         "docs/data.md",
         "sampler = ElasticSampler(len(data), 256",
         LOOP + "data = data[:, :4]\n",

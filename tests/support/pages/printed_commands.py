@@ -56,6 +56,7 @@ _HOURS = "measures for a long time, on a machine that does nothing else"
 _CARD = "shows nothing without a card, and says so"
 _PROGRAM = "names a program, with no arguments of a training"
 _INSIDE = "how one part of the product starts another"
+_OTHERS = "a script of somebody else's; one of its shape goes through a join and a kill"
 _STEPS = "--steps=4 --save-every=2"
 _SWIFT = "a program of ms-swift's, named"
 
@@ -93,6 +94,15 @@ COMMANDS: dict[str, How] = {
         "test_a_script_without_a_session"
     ),
     "dlrover-run --nnodes=1:4 --resume-step=20 train.py": Scene("test_back_to_an_earlier_step"),
+    "dlrover-run --nnodes=1:4 train.py --out_dir='${save_dir}' --init_from='${resume_dir:+resume}'": Elsewhere(
+        _OTHERS, "tests/integration/test_adoption.py::test_scripts_of_other_layouts_go_on"
+    ),
+    "dlrover-run --nnodes=1:4 train.py --output_dir '${save_dir}' --resume_from_checkpoint '${resume_dir}'": Elsewhere(
+        _OTHERS, "tests/integration/test_adoption.py::test_scripts_of_other_layouts_go_on"
+    ),
+    "dlrover-run --nnodes=1:4 --deepspeed-load-universal train.py --save-dir '${save_dir}'": Elsewhere(
+        _OTHERS, "tests/integration/test_adoption.py::test_a_deepspeed_script_without_a_session"
+    ),
     "mkdir -p /var/lib/dalsegno": Scene("test_a_master_that_is_a_service"),
     "(umask 077; openssl rand -hex 32 > token)": Scene("test_a_master_that_is_a_service"),
     "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 365 -subj /CN=gpt"

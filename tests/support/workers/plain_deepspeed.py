@@ -74,7 +74,7 @@ def main() -> None:
         step = engine.global_steps
         log.write(step=step, data_epoch=first // SAMPLES, sample_ids=samples, loss=mean.item() / world, grad_norm=0.0)
         if options.save_dir and step % options.save_every == 0:
-            engine.save_checkpoint(options.save_dir, client_state={"universal_checkpoint_info": {}})
+            engine.save_checkpoint(options.save_dir)
         if not (HOLDS / "hurry").exists():
             time.sleep(options.step_time)
     dist.barrier()

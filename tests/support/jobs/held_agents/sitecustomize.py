@@ -1,10 +1,11 @@
 """On an agent's PYTHONPATH: it stops in the middle of what it does, or has little room, until a test lets it go on.
 
-In the agent's environment: DALSEGNO_TEST_HOLDS, the directory where `conversion-<pid>`, `verification-<pid>` or
-`writing-<pid>` appears when it is held; it goes on when `release` appears there. And
+In the agent's environment: DALSEGNO_TEST_HOLDS, the directory where `conversion-<pid>`, `verification-<pid>`,
+`placing-<pid>` or `writing-<pid>` appears when it is held; it goes on when `release` appears there. And
 
     DALSEGNO_TEST_HELD_FILES         its converters stop when so many files are begun
     DALSEGNO_TEST_HELD_VERIFICATION  it stops when it reads a checkpoint's file; its workers, who do so too, do not
+    DALSEGNO_TEST_HELD_PLACING       it stops when it puts the resume point into the directory of a script
     DALSEGNO_TEST_HELD_WRITING       it stops when it writes a memory checkpoint to the disk; "fails": it cannot do so
     DALSEGNO_TEST_MAKERS             notes there, in `made`, who makes directories of checkpoints on the disk: agent or
                                      worker, and the path
@@ -59,6 +60,11 @@ def writing(path: str, flags: int) -> bool:
     return held
 
 
+def placing(path: str, flags: int) -> bool:
+    """The agent itself copies a checkpoint to where a script without a session looks for it."""
+    return bool(flags & os.O_EXCL) and path.endswith("/ckpt.pt") and "/step-" not in path and is_agent()
+
+
 def note_makers(holds: Path) -> None:
     def note(event: str, arguments: tuple[object, ...]) -> None:
         path = str(arguments[0]) if event == "os.mkdir" else ""
@@ -94,6 +100,8 @@ if "DALSEGNO_TEST_HELD_VERIFICATION" in os.environ:
     install("verification", verifying, Path(os.environ["DALSEGNO_TEST_HOLDS"]))
 if "DALSEGNO_TEST_HELD_WRITING" in os.environ:
     install("writing", writing, Path(os.environ["DALSEGNO_TEST_HOLDS"]))
+if "DALSEGNO_TEST_HELD_PLACING" in os.environ:
+    install("placing", placing, Path(os.environ["DALSEGNO_TEST_HOLDS"]))
 if "DALSEGNO_TEST_MAKERS" in os.environ:
     note_makers(Path(os.environ["DALSEGNO_TEST_HOLDS"]))
 if "DALSEGNO_TEST_FILE_BYTES" in os.environ and not (Path(os.environ["DALSEGNO_TEST_HOLDS"]) / "release").exists():

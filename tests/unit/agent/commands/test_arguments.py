@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,11 @@ def test_where_the_master_is(arguments: list[str], environ: dict[str, str], expe
         (["--nnodes=a:b", "x.py"], {}, "MIN:MAX"),
         (["--nproc-per-node=0", "x.py"], {}, "at least 1 worker"),
         (["--no-such-flag", "x.py"], {}, "--no-such-flag"),
+        (["--checkpoint-glob=/tmp/*", "x.py"], {}, "must be relative to '${save_dir}'"),
+        (["--checkpoint-glob=../*", "x.py"], {}, "must be relative to '${save_dir}'"),
+        (["x.py", "--resume", "${resume_dir}"], {}, "'${resume_dir}' without '${save_dir}'"),
+        (["x.py", "--a=${resume_dir:+b}"], {}, "'${resume_dir}' without '${save_dir}'"),
+        (["--deepspeed-load-universal", "--no-python", "x"], {}, "needs a script in Python"),
         (["--node-timeout=3.9", "x.py"], {}, "so that is the least"),
         (["--drain-timeout=0", "x.py"], {}, "more than 0"),
         (["--drain-timeout=soon", "x.py"], {}, "no number of seconds"),
@@ -272,3 +278,13 @@ def test_help_does_not_wait_for_torch() -> None:
     assert "--universal-checkpoint" in done.stdout
     # What it does, not only what it is about.
     assert "hand this flag to the script" in " ".join(done.stdout.split())
+
+
+def test_what_loads_universal_files_needs_deepspeed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Said before anything is started."""
+    (tmp_path / "x.py").touch()
+    plain = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else plain(name))
+    options = parse(["--deepspeed-load-universal", str(tmp_path / "x.py")], {})
+    with pytest.raises(UsageError, match="deepspeed is not installed here"):
+        dlrover_run.run_checked(options, None, None)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import pytest
 from dalsegno.agent.commands.arguments import parse
 from dalsegno.agent.commands.launch import verdict
 from dalsegno.agent.commands.status import status_lines
-from dalsegno.agent.script import tells_of_a_peer
+from dalsegno.agent.script import advice, tells_of_a_peer
 from dalsegno.agent.shell.console import Console, set_up_logging
 from dalsegno.agent.shell.outlet import Outlet
 from dalsegno.agent.workers.last_words import last_words
@@ -199,3 +199,26 @@ def test_a_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(file.stat().st_size for file in files) <= 20_000
     assert "line 999" in files[0].read_text()
     assert "detail" not in files[0].read_text()
+
+
+OTHER_SIZE = (
+    "[rank0]: deepspeed.runtime.zero.utils.ZeRORuntimeException: The checkpoint being loaded used a DP world size of 2 "
+    "but the current world size is 1. Automatic adjustment of ZeRO's optimizer state partitioning with a new world size"
+)
+NO_UNIVERSAL = "ValueError: Invalid for universal checkpoint: /c/e3/latest_universal does not exist (see x)"
+
+
+@pytest.mark.parametrize(
+    ("line", "helps"),
+    [
+        (OTHER_SIZE, "or start with --deepspeed-load-universal"),
+        (NO_UNIVERSAL, "needs none: put in "),
+        ("ValueError: the world size is 2", ""),
+    ],
+)
+def test_deepspeeds_errors_are_known(line: str, helps: str) -> None:
+    """Each tells what to put into its configuration, which is the same."""
+    text = advice(line)
+    assert helps in text
+    assert bool(text) == bool(helps)
+    assert not text or '"load_universal": os.environ.get("DALSEGNO_RESUME_FORM") == "universal"' in text

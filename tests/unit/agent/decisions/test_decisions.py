@@ -379,6 +379,12 @@ def test_a_manifest_that_cannot_be_read_holds_nothing_up() -> None:
     assert kinds(agent.hear(ev.ManifestRead("step-4.e1.1", None, "gone"))) == ["Say", "ReportFinished"]
 
 
+def test_what_a_script_does_wrong_is_said() -> None:
+    """As it is, and as a warning."""
+    agent = Agent().registered().running()
+    assert agent.hear(ev.Remark("saves nothing")) == [ev.Say("saves nothing", True)]
+
+
 def test_a_crash_is_reported_and_the_rest_is_killed() -> None:
     """With exit code and step; once for all ranks."""
     agent = Agent(nproc=2).registered().running()

@@ -13,12 +13,14 @@ import pytest
 
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.storage import adoption
-from dalsegno.agent.storage.adoption import Adoption, Origin, prepare
-from dalsegno.agent.storage.foreign import Foreign, candidates, complete
+from dalsegno.agent.storage.adoption import Origin
+from dalsegno.agent.storage.foreign import survey
+from dalsegno.agent.storage.layouts import Complete, complete
+from dalsegno.agent.storage.save_dir import Adoption, prepare
 from dalsegno.elastic.checkpoint import Manifest, verify
-from dalsegno.elastic.checkpoint.files import list_files
 from dalsegno.elastic.universal import EnvironmentFailed, convert
 from dalsegno.protos import control_pb2
+from tests.unit.agent.storage.test_storage import make_checkpoint
 
 ORIGIN = Origin("job", 1, 2, 1, 4)
 
@@ -31,9 +33,11 @@ def states(path: Path, *names: str) -> None:
             archive.writestr("data.pkl", name)
 
 
-def found(directory: Path, world_size: int = 2) -> list[tuple[str, int, str, bool]]:
-    every = [complete(path, step, world_size) for step, path in candidates(directory)]
-    return [(one.path.name, one.step, one.strategy, one.any_world_size) for one in every if one is not None]
+def found(directory: Path, world_size: int = 2) -> list[tuple[str, int | None, str, bool]]:
+    units = [unit for series in survey(directory).series() for unit in series]
+    every = [complete(directory, unit, world_size) for unit in units]
+    whole = [one for one in every if isinstance(one, Complete)]
+    return [(one.unit.path, one.unit.number, one.strategy, one.any_world_size) for one in whole]
 
 
 ZERO_1 = ["mp_rank_00_model_states.pt", *(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))]
@@ -91,14 +95,6 @@ def test_transformers_is_complete_with_the_state_of_the_trainer_and_of_all_ranks
     assert found(tmp_path) == [("checkpoint-30", 30, "transformers-deepspeed", False)]
 
 
-def test_nothing_else_is_taken_for_one(tmp_path: Path) -> None:
-    states(tmp_path / "global_stepX", *ZERO_1)
-    states(tmp_path / "mine", *ZERO_1)
-    (tmp_path / "global_step4").symlink_to(tmp_path / "mine")
-    (tmp_path / "global_step5").write_text("no directory")
-    assert found(tmp_path) == []
-
-
 def world(epoch: int, resume: str = "", universal: str = "") -> control_pb2.World:
     made = control_pb2.World(epoch=epoch, run_id="run-0001")
     if resume:
@@ -122,6 +118,7 @@ def test_what_the_script_saves_is_sealed_once_under_our_name(tmp_path: Path, mon
     """Only what is newer than the resume point; and the script's own may go, or be written again."""
     monkeypatch.setattr(adoption, "LOOK_EVERY_SECONDS", 0.02)
     heard: queue.Queue[ev.Event] = queue.Queue()
+    make_checkpoint(tmp_path, "step-20.e1.1")
     taken = Adoption(["--out=${save_dir}"], heard.put)
     arguments = taken.begin(tmp_path, world(2, "step-20.e1.1"), ORIGIN, ["train.py", "--out=${save_dir}"], first=True)
     assert arguments == ("train.py", f"--out={tmp_path / 'e2'}")
@@ -277,19 +274,26 @@ def test_the_newest_is_taken_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("engine", ["global_step30/", ""])
-def test_what_nobody_can_convert_is_not_taken_for_damaged(tmp_path: Path, engine: str) -> None:
+def test_what_nobody_can_convert_is_not_taken_for_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
     """A checkpoint that verifies is never retired: the run keeps it, and goes on with as many ranks as saved it."""
-    path = tmp_path / "checkpoint-30"
-    states(path, *(f"{engine}{name}" for name in (ZERO_1 if engine else ["model_rank_0.pt"])), "rng_state_0.pth")
-    files = [path.joinpath(name) for name in list_files(path)]
-    state = tuple((file.relative_to(path).as_posix(), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-    source = adoption.adopt(Foreign(path, 30, "of-its-own", False, state), tmp_path, world(1), ORIGIN)
+    path = tmp_path / "e1" / "checkpoint-30"
+    states(path, *(f"{engine}{name}" for name in (ZERO_1 if engine else ["model_rank_0.pt"])))
+    states(path, "rng_state_0.pth", "rng_state_1.pth")
+    (path / "trainer_state.json").write_text("{}")
+    taken, heard = begun(tmp_path, monkeypatch, world(1))
+    event = heard.get(timeout=20)
+    assert isinstance(event, ev.WorkerSaid)
+    taken.close()
+    source = tmp_path / event.message.sealed.name
     with pytest.raises(EnvironmentFailed, match="no files of DeepSpeed's" + (r".* in global_step30" if engine else "")):
         convert(tmp_path / source.name, tmp_path / f"{source.name}.universal.1")
 
 
 def test_a_script_that_began_anew_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would train again what the run has behind it, and nobody would see why no step counts."""
+    make_checkpoint(tmp_path, "step-20.e1.1")
     taken, heard = begun(tmp_path, monkeypatch, world(2, "step-20.e1.1"))
     states(tmp_path / "e2" / "global_step20", *ZERO_1)
     states(tmp_path / "e2" / "global_step10", *ZERO_1)

@@ -18,7 +18,8 @@ from dalsegno.agent.commands import dalsegno
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.storage import adoption
 from dalsegno.agent.storage.adoption import Adopter, save_directory
-from dalsegno.agent.storage.foreign import candidates, complete
+from dalsegno.agent.storage.foreign import survey
+from dalsegno.agent.storage.layouts import complete
 from dalsegno.elastic.checkpoint import Best, CheckpointStore, Manifest, inspect, inventory, retirable
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.saving.resuming import newest
@@ -242,5 +243,6 @@ def test_scripts_checkpoints_are_adopted_beside_stray_ones(tmp_path: Path, monke
     assert any("not UTF-8" in text for text in said)
     assert any("no regular file" in text for text in said)  # `latest`, of what would be stage 0
     assert all(text.isprintable() for text in said)
-    assert [step for step, _ in candidates(directory)] == [37, 36, 35, 32, 31, 30]
-    assert complete(directory / "global_step36", 36, 2) is None
+    (units,) = survey(directory).series()
+    assert [unit.number for unit in units] == [37, 36, 35, 32, 31, 30]
+    assert isinstance(complete(directory, units[1], 2), str)

@@ -1,0 +1,290 @@
+"""Which of a script's checkpoints are complete, by the rule of their framework, and what they load at.
+
+It goes by the names of the files, and by their first and last bytes; nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from dalsegno.elastic.checkpoint.errors import CheckpointDamaged, Damage, printable
+from dalsegno.elastic.checkpoint.files import list_files
+from dalsegno.elastic.checkpoint.reading import read_regular
+
+from .foreign import ACCELERATE, COUNTED, DEEPSPEED, DISTCP, FILES, NOTE_BYTES, TRANSFORMERS, Unit
+from .headers import is_archive, number_in, was_ended
+from .naming import ranks_of
+
+__all__ = ["Complete", "FileState", "complete", "number_of_file", "state_of"]
+
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_00_optim_states\.pt")
+_MODEL_OF_RANK = re.compile(r"zero_pp_rank_([0-9]{1,9})_mp_rank_00_model_states\.pt")
+_MODEL = "mp_rank_00_model_states.pt"
+_NOT_ONLY_DATA = re.compile(r"(?:layer_|expp_rank_|.*mp_rank_(?!00_)).*[-_](?:model|optim)_states\.pt")
+_ENGINE = re.compile(r"(?:.*/)?global_step[0-9]{1,15}")
+_TRAINER_STATE = "trainer_state.json"
+_RNG_OF_RANK = re.compile(r"rng_state_([0-9]{1,9})\.pth")
+_RANDOM_OF_RANK = re.compile(r"random_states_([0-9]{1,9})\.pkl")
+_BEING_WRITTEN = (".tmp", ".temp", ".part", ".partial", ".incomplete", ".lock")
+
+
+@dataclass(frozen=True)
+class FileState:
+    """What changes when a file is written again, even if it is replaced by another one.
+
+    Attributes:
+        name: relative to the script's directory.
+        size: in bytes.
+        written: time of the last change, in ns.
+        number: of the inode.
+    """
+
+    name: str
+    size: int
+    written: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Complete:
+    """A unit that holds all that it must.
+
+    Attributes:
+        strategy: for the manifest's shape.
+        any_world_size: it loads at any world size.
+        files: all its files.
+        links: links in it, and where they lead, both relative to the script's directory.
+        sure: its framework's rule says that nothing is missing; otherwise only that nothing changes any more says so.
+    """
+
+    unit: Unit
+    strategy: str
+    any_world_size: bool
+    files: tuple[FileState, ...]
+    links: tuple[tuple[str, str], ...] = ()
+    sure: bool = True
+
+    @property
+    def written(self) -> int:
+        """When its last file was written, in ns."""
+        return max((file.written for file in self.files), default=0)
+
+
+def complete(root: Path, unit: Unit, world_size: int) -> Complete | str:
+    """A unit below the script's directory, if all of it is there; else what is missing.
+
+    Raises:
+        CheckpointDamaged: it holds something that is no file.
+        ValueError: it was not written by data parallelism alone.
+        OSError: the file system says no.
+    """
+    if unit.layout == FILES:
+        _check_names(unit.names)
+        return _of_files(root, unit, world_size)
+    path = root / unit.path
+    names, links = (list_files(path), ()) if unit.layout in COUNTED else _tree(root, unit.path)
+    _check_names((unit.path, *names))
+    if unit.layout in (DEEPSPEED, TRANSFORMERS):
+        found = (_of_deepspeed if unit.layout == DEEPSPEED else _of_transformers)(path, names, world_size)
+    elif unit.layout == ACCELERATE:
+        found = _of_accelerate(path, names, world_size)
+    elif unit.layout == DISTCP:
+        found = _of_distcp(path, names)
+    else:
+        found = _of_any(path, names)
+    if isinstance(found, str):
+        return found
+    strategy, anywhere, sure = found
+    files = state_of(root, [f"{unit.path}/{name}" for name in names])
+    return Complete(unit, strategy, anywhere, files, links, sure)
+
+
+def _check_names(names: Iterable[str]) -> None:
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the name of a file is not UTF-8: {printable(name)}") from error
+
+
+# Strategy, whether it loads at any world size, whether the rule is sure.
+_Verdict = tuple[str, bool, bool]
+
+
+def _tree(root: Path, path: str) -> tuple[list[str], tuple[tuple[str, str], ...]]:
+    """Files below a unit, relative to it, and its links to what is in it."""
+    try:
+        return list_files(root / path), ()
+    except CheckpointDamaged:
+        links = _links(root, path)
+    files = [
+        os.path.relpath(os.path.join(where, name), root / path)
+        for where, _, names in os.walk(root / path)
+        for name in names
+        if not os.path.islink(os.path.join(where, name))
+    ]
+    return sorted(files), links
+
+
+def _links(root: Path, path: str) -> tuple[tuple[str, str], ...]:
+    """All links in a unit, if there is nothing else that is no file, and none leads out of it."""
+    found = []
+    for where, directories, names in os.walk(root / path):
+        for name in (*directories, *names):
+            one = Path(where, name)
+            if one.is_symlink():
+                target = os.path.normpath(os.path.join(where, os.readlink(one)))
+                if not target.startswith(f"{root / path}{os.sep}"):
+                    raise CheckpointDamaged(root / path, str(one.relative_to(root / path)), Damage.NOT_A_FILE)
+                found.append((str(one.relative_to(root)), os.path.relpath(target, root)))
+            elif name in names and not one.is_file():
+                raise CheckpointDamaged(root / path, str(one.relative_to(root / path)), Damage.NOT_A_FILE)
+    return tuple(found)
+
+
+def _of_deepspeed(path: Path, names: list[str], world_size: int) -> _Verdict | str:
+    partitioned = _engine(path, names, world_size)
+    if isinstance(partitioned, str):
+        return partitioned
+    if not partitioned and _latest(path.parent) != path.name:
+        return "`latest` does not name it yet"
+    return "deepspeed", not partitioned, True
+
+
+def _latest(directory: Path) -> str:
+    """The tag that DeepSpeed writes after all files of rank 0: then everything that is not partitioned is there."""
+    try:
+        return read_regular(directory / "latest", NOTE_BYTES).decode().strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _of_transformers(path: Path, names: list[str], world_size: int) -> _Verdict | str:
+    """A Trainer's own files and, if DeepSpeed trains, those of its engine in a directory below."""
+    ranks = {int(match[1]) for name in names if (match := _RNG_OF_RANK.fullmatch(name))}
+    if _TRAINER_STATE not in names:
+        return f"{_TRAINER_STATE} is missing"
+    if ranks and ranks != set(range(world_size)):
+        return f"rng_state_….pth of some of {world_size} ranks are missing"
+    # Files of other ranks, which the Trainer's state does not mention.
+    if torn := [name for name in names if _RNG_OF_RANK.fullmatch(name) and not is_archive(path / name)]:
+        return f"{torn[0]} is not written to its end"
+    engines = {name.partition("/")[0] for name in names if _ENGINE.fullmatch(name.partition("/")[0])}
+    for engine in engines:
+        inner = [name.removeprefix(f"{engine}/") for name in names if name.startswith(f"{engine}/")]
+        if isinstance(missing := _engine(path / engine, inner, world_size), str):
+            return missing
+    return "transformers-deepspeed" if engines else "transformers", not engines, True
+
+
+def _engine(path: Path, names: list[str], world_size: int) -> bool | str:
+    """Whether DeepSpeed's states are partitioned by rank; or what is still missing.
+
+    Raises:
+        ValueError: nobody can tell which files must be there.
+    """
+    everybody = set(range(world_size))
+    if other := next(filter(_NOT_ONLY_DATA.fullmatch, names), ""):
+        raise ValueError(f"{printable(other)}: tensor or pipeline parallelism, or experts: this is not taken over")
+    optimizer = {int(match[1]) for name in names if (match := _OPTIMIZER.fullmatch(name))}
+    model = {int(match[1]) for name in names if (match := _MODEL_OF_RANK.fullmatch(name))}
+    missing = f"files of some of {world_size} ranks are missing"
+    if model and (model != everybody or optimizer != everybody):
+        return missing  # stage 3
+    if not model and (_MODEL not in names or optimizer not in (set(), everybody)):
+        return missing
+    # torch.save writes the archive's directory last.
+    torn = [name for name in names if name.endswith("_states.pt") and not is_archive(path / name)]
+    return f"{torn[0]} is not written to its end" if torn else bool(optimizer)
+
+
+def _of_accelerate(path: Path, names: list[str], world_size: int) -> _Verdict | str:
+    """Each rank writes its random states after all that is common."""
+    ranks = {int(match[1]) for name in names if (match := _RANDOM_OF_RANK.fullmatch(name))}
+    if lacking := sorted(set(range(world_size)) - ranks):
+        return f"random_states_{lacking[0]}.pkl is missing"
+    if torn := _torn(path, names):
+        return torn
+    anywhere = True
+    for engine in sorted({name.rpartition("/")[0] for name in names if name.endswith("_states.pt")}):
+        inner = [name.removeprefix(f"{engine}/") for name in names if name.startswith(f"{engine}/")]
+        partitioned = _engine(path / engine, inner, world_size)
+        if isinstance(partitioned, str):
+            return partitioned
+        anywhere = anywhere and not partitioned
+    # FSDP's LOCAL_STATE_DICT.
+    return "accelerate", anywhere and len(ranks_of(names)) < 2, True
+
+
+def _of_distcp(path: Path, names: list[str]) -> _Verdict | str:
+    """`.metadata` comes last, from the rank that has heard of all others' files."""
+    if ".metadata" not in names:
+        return ".metadata is missing"
+    return _torn(path, names) or ("torch-distributed", True, True)
+
+
+def _of_any(path: Path, names: list[str]) -> _Verdict | str:
+    """Nobody knows what must be in it, but what is being written often shows."""
+    if not names:
+        return "it is empty"
+    sharded = any(name.endswith("_optim_states.pt") for name in names)
+    return _torn(path, names) or ("directory", len(ranks_of(names)) < 2 and not sharded, False)
+
+
+def _of_files(root: Path, unit: Unit, world_size: int) -> Complete | str:
+    if torn := _torn(root, unit.names):
+        return torn
+    # A file alone that has an end is complete, and so is one that counts steps itself; of others one may be to come.
+    ended = all(_ended(root / name) is True for name in unit.names)
+    sure = ended and (len(unit.names) == 1 or all(number_of_file(root / name) is not None for name in unit.names))
+    ranks = ranks_of(unit.names)
+    if ranks and ranks != set(range(world_size)):
+        sure = False
+    return Complete(unit, "files", len(ranks) < 2, state_of(root, unit.names), (), sure)
+
+
+def _torn(path: Path, names: Iterable[str]) -> str:
+    """The first file that shows that it is being written; empty if none does."""
+    for name in names:
+        if name.endswith(_BEING_WRITTEN):
+            return f"{printable(name)} looks as if it was being written"
+        if _ended(path / name) is False:
+            return f"{printable(name)} is not written to its end"
+    return ""
+
+
+def _ended(path: Path) -> bool | None:
+    stat = os.stat(path, follow_symlinks=False)
+    return _was_ended(path, stat.st_size, stat.st_mtime_ns, stat.st_ino)
+
+
+@lru_cache(maxsize=65536)
+def _was_ended(path: Path, *state: int) -> bool | None:
+    """Remembered for as long as the file stays the same, because all files are looked at every second."""
+    return was_ended(path)
+
+
+def number_of_file(path: Path) -> int | None:
+    """See `number_in`; remembered for as long as the file stays the same."""
+    stat = os.stat(path, follow_symlinks=False)
+    return _number_in(path, stat.st_size, stat.st_mtime_ns, stat.st_ino)
+
+
+@lru_cache(maxsize=64)
+def _number_in(path: Path, *state: int) -> int | None:
+    return number_in(path)
+
+
+def state_of(root: Path, names: Sequence[str]) -> tuple[FileState, ...]:
+    """How each file is now.
+
+    Raises:
+        OSError: one is not there.
+    """
+    found = ((name, os.stat(root / name, follow_symlinks=False)) for name in names)
+    return tuple(FileState(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in found)

@@ -1,0 +1,58 @@
+"""The macros in the arguments of a script without a session. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+__all__ = ["RESUME_DIR", "RESUME_PATH", "SAVE_DIR", "expand", "has_macros", "macros_of"]
+
+SAVE_DIR, RESUME_DIR, RESUME_PATH = "save_dir", "resume_dir", "resume_path"
+# As a shell's: with `:-` what to take where there is no resume point, with `:+` what to take where there is one.
+_MACRO = re.compile(r"\$\{(save_dir|resume_dir|resume_path)(?::([-+])([^}]*))?\}")
+
+
+def macros_of(arguments: Sequence[str]) -> frozenset[str]:
+    """The macros in a script's arguments whose value it gets; `${resume_dir:+WORD}` only asks whether there is one."""
+    return frozenset(match[1] for text in arguments for match in _MACRO.finditer(text) if match[2] != "+")
+
+
+def has_macros(arguments: Sequence[str]) -> bool:
+    """Whether there are any."""
+    return any(_MACRO.search(text) for text in arguments)
+
+
+def expand(arguments: Sequence[str], values: Mapping[str, str | None]) -> tuple[str, ...]:
+    """A script's arguments with the macros' values in them.
+
+    An argument with a macro that has no value is left out, and so is the flag before it: an argument that begins with a
+    hyphen and has no `=`.
+
+    Args:
+        arguments: as people wrote them.
+        values: by the macro's name; None: it has none now.
+    """
+    made: list[str] = []
+    before = ""
+    for argument in arguments:
+        text = _fill(argument, values)
+        if text is not None:
+            made.append(text)
+        elif before.startswith("-") and "=" not in before and made and made[-1] == before:
+            made.pop()
+        before = argument
+    return tuple(made)
+
+
+def _fill(argument: str, values: Mapping[str, str | None]) -> str | None:
+    """One argument; None: a macro in it has no value."""
+    made, end = "", 0
+    for match in _MACRO.finditer(argument):
+        value = values[match[1]]
+        if match[2] == "-" and value is None:
+            value = match[3]
+        if value is None:
+            return None
+        made += argument[end : match.start()] + (match[3] if match[2] == "+" else value)
+        end = match.end()
+    return made + argument[end:]

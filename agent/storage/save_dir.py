@@ -1,0 +1,285 @@
+"""The directory of an epoch in which a script without a session saves, and what it finds there of the resume point.
+
+Its arguments name the directory by `${save_dir}`. The resume point they name by `${resume_dir}` or `${resume_path}`;
+a script that gets neither finds a copy of it in the new directory, under the name that it had given it itself. A link
+would not do: a script that opens its checkpoint for writing cuts it off where it lies, and the run's would be gone.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest, SavedAs
+from dalsegno.elastic.checkpoint.files import CANNOT, copy_file, replace_file
+from dalsegno.elastic.checkpoint.reading import read_regular
+from dalsegno.protos import control_pb2
+from dalsegno.protos.shortage import starting
+
+from ..decisions import events as ev
+from ..script import FLAG
+from .adoption import Adopter, Before, Origin, save_directory
+from .foreign import NOTE_BYTES, OURS
+from .layouts import state_of
+from .macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand, macros_of
+
+__all__ = ["Adoption", "place", "prepare"]
+
+# In an epoch's directory: the resume point is there. No layout has such a name.
+_PLACED = f"{OURS}-resume-point"
+# Seconds between two looks whether it is, on another node than the one that puts it there.
+_LOOK_SECONDS = 0.1
+# The longest that a node waits for it.
+_PATIENCE_SECONDS = 600.0
+# Seconds that the end of a worker waits for its last save to be adopted.
+SETTLE_WITHIN_SECONDS = 600.0
+
+
+def prepare(run_dir: Path, world: control_pb2.World, saved_as: SavedAs | None = None) -> Path:
+    """Makes the epoch's directory, as DeepSpeed expects it. Every agent does that before its workers start.
+
+    Args:
+        run_dir: the run's directory.
+        world: the epoch's world.
+        saved_as: how the script had saved the resume point.
+
+    Raises:
+        OSError: the file system says no.
+    """
+    directory = save_directory(run_dir, world.epoch)
+    directory.mkdir(parents=True, exist_ok=True)
+    if world.HasField("resume") and (saved_as is None or saved_as.below):
+        # `latest` holds a tag, which DeepSpeed appends to the directory as a path: a way out of the directory. It is of
+        # this epoch only, and the next epoch's agents make their own, so nothing has to survive a power cut.
+        place = directory / (Path(saved_as.below).parent if saved_as is not None else "")
+        place.mkdir(parents=True, exist_ok=True)
+        out = os.path.relpath(run_dir, place)
+        replace_file(place / "latest", f"{out}/{world.resume.source.ref.name}".encode(), lasting=False)
+        if world.resume.form == control_pb2.FORM_UNIVERSAL:
+            universal = f"{out}/{world.resume.universal.name}".encode()
+            replace_file(place / "latest_universal", universal, lasting=False)
+    return directory
+
+
+def place(
+    source: Path, manifest: Manifest, target: Path, given_up: Callable[[], bool] = lambda: False
+) -> tuple[str, ...]:
+    """Copies a checkpoint to where its script had saved it, in another directory. What cannot be finished is removed.
+
+    Args:
+        source: the run's checkpoint.
+        manifest: its manifest, with `saved_as`.
+        target: the directory in which the script will look.
+        given_up: whether nobody needs it any more.
+
+    Returns:
+        The names of its files in `target`.
+
+    Raises:
+        OSError: the file system says no.
+    """
+    saved_as = manifest.saved_as
+    assert saved_as is not None
+    names = [f"{saved_as.below}/{entry.path}" if saved_as.below else entry.path for entry in manifest.files]
+    try:
+        for name, entry in zip(names, manifest.files, strict=True):
+            if given_up():
+                break
+            path = target / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # of a start in this epoch that was given up
+            copy_file(source / entry.path, path)
+            if entry.size <= NOTE_BYTES:
+                _point_here(path, save_directory(source.parent, manifest.epoch), target)
+            written = os.stat(source / entry.path)
+            os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
+        for name, leads_to in saved_as.links:
+            path = target / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            try:
+                path.symlink_to(os.path.relpath(target / leads_to, path.parent))
+            except OSError as error:
+                # Mounts without links have none of the script's, either; but this may be another mount.
+                if error.errno not in CANNOT or not (target / leads_to).is_file():
+                    raise
+                copy_file(target / leads_to, path)
+    except OSError:
+        for name in names:
+            (target / name).unlink(missing_ok=True)
+        raise
+    return tuple(names)
+
+
+def _point_here(path: Path, old: Path, new: Path) -> None:
+    """A note that names a checkpoint by its whole path would lead to the directory of an epoch that is over."""
+    text = read_regular(path, NOTE_BYTES)
+    if text.startswith(f"{old}/".encode()):
+        replace_file(path, f"{new}/".encode() + text[len(f"{old}/".encode()) :], lasting=False)
+
+
+class Adoption:
+    """Adopts checkpoints for one agent, through all epochs. Does nothing for a script that gets no `${save_dir}`.
+
+    Args:
+        arguments: the script's arguments.
+        deliver: see `Adopter`.
+        pattern: `--checkpoint-glob`; empty: none.
+        looks: the script reads `DALSEGNO_RESUME_DIR` itself, and needs no copy of the resume point.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], deliver: Callable[[ev.Event], None], pattern: str = "", *, looks: bool = False
+    ) -> None:
+        self._macros = macros_of(arguments)
+        self.wanted = SAVE_DIR in self._macros
+        self._places = self.wanted and not looks and not {RESUME_DIR, RESUME_PATH} & self._macros
+        self._deliver, self._pattern = deliver, pattern
+        self._adopter: Adopter | None = None
+        self._placing: _Placing | None = None
+        # The last epoch in which a copy was put there, and its files.
+        self._placed: tuple[int, tuple[str, ...]] = (0, ())
+
+    def place(self, run_dir: Path, world: control_pb2.World, then: Callable[[str], None], *, first: bool) -> bool:
+        """Called when an epoch is about to begin: lets the script find its last checkpoint where it had saved it.
+
+        Args:
+            run_dir, world: see `Adopter`.
+            then: called on another thread when it is there, with "" or the reason why it is not.
+            first: whether this agent is the world's first, which is the one that copies.
+
+        Returns:
+            Whether that takes time; False: `begin` may be called now.
+
+        Raises:
+            OSError: the file system says no.
+        """
+        self.close()
+        if not self._places or not world.HasField("resume") or world.resume.source.in_memory:
+            return False
+        source = run_dir / world.resume.source.ref.name
+        manifest = _manifest(source)
+        if manifest.saved_as is None or manifest.shape.strategy == "deepspeed":
+            return False  # `latest` leads there
+        target = prepare(run_dir, world, manifest.saved_as)
+        self._placing = _Placing(source, manifest, target, then, first=first)
+        return True
+
+    def begin(
+        self, run_dir: Path, world: control_pb2.World, origin: Origin, arguments: Sequence[str], *, first: bool
+    ) -> tuple[str, ...]:
+        """Called when an epoch's workers are about to start.
+
+        Args:
+            run_dir, world, origin: see `Adopter`.
+            arguments: the script's arguments.
+            first: whether this agent is the world's first, which is the one that looks.
+
+        Returns:
+            The arguments with the macros' values in them.
+
+        Raises:
+            OSError: the file system says no.
+        """
+        if self._placing is not None:
+            self._placed = world.epoch, self._placing.files
+        self.close()
+        if not self.wanted:
+            return tuple(arguments)
+        resume = run_dir / world.resume.source.ref.name if world.HasField("resume") else None
+        saved_as = None if resume is None or world.resume.source.in_memory else _manifest(resume).saved_as
+        directory = prepare(run_dir, world, saved_as)
+        newest = resume
+        if resume is not None and saved_as is not None:
+            newest = resume / os.path.relpath(saved_as.newest, saved_as.below or ".")
+        if first:
+            before = None
+            if resume is not None and saved_as is not None:
+                placed = self._placed[1] if self._placed[0] == world.epoch else ()
+                before = Before(resume, {file.name: file for file in state_of(directory, placed)}, saved_as)
+            self._adopter = Adopter(run_dir, world, origin, self._deliver, self._pattern, before)
+        values = {
+            SAVE_DIR: str(directory),
+            RESUME_DIR: None if newest is None else str(newest if newest.is_dir() else newest.parent),
+            RESUME_PATH: None if newest is None else str(newest),
+        }
+        return expand(arguments, values)
+
+    def hint(self, world: control_pb2.World, arguments: Sequence[str]) -> str:
+        """What people must change for the script to find its resume point; empty if nothing."""
+        if not self.wanted or world.resume.form != control_pb2.FORM_UNIVERSAL or FLAG in arguments:
+            return ""
+        return (
+            f"the script resumes at another number of ranks, from universal files, and is not told so: start with "
+            f"{FLAG}, which it is handed then, and set checkpoint.load_universal in DeepSpeed's config where it has "
+            "it; or start with --deepspeed-load-universal, which sets that for it"
+        )
+
+    def settle(self, timeout: float = SETTLE_WITHIN_SECONDS) -> None:
+        """Called when a worker has ended well: adopts its last save before its end is reported. From any thread."""
+        adopter = self._adopter
+        if adopter is not None:
+            adopter.settle(timeout)
+
+    def close(self) -> None:
+        """Called when the epoch is over."""
+        if self._placing is not None:
+            self._placing.close()
+            self._placing = None
+        if self._adopter is not None:
+            self._adopter.close()
+            self._adopter = None
+
+
+def _manifest(directory: Path) -> Manifest:
+    try:
+        return Manifest.read(directory)
+    except CheckpointDamaged as error:
+        raise OSError(f"the resume point cannot be read: {error}") from error
+
+
+class _Placing:
+    """Copies the resume point into an epoch's directory, or waits until another node has, on a thread of its own."""
+
+    def __init__(
+        self, source: Path, manifest: Manifest, target: Path, then: Callable[[str], None], *, first: bool
+    ) -> None:
+        self._source, self._manifest, self._target, self._then, self._first = source, manifest, target, then, first
+        self._over = threading.Event()
+        self.files: tuple[str, ...] = ()
+        with starting("the thread that copies the resume point"):
+            threading.Thread(target=self._run, name="placing", daemon=True).start()
+
+    def close(self) -> None:
+        """Nobody waits for it any more."""
+        self._over.set()
+
+    def _run(self) -> None:
+        problem = ""
+        try:
+            if not self._first:
+                problem = self._wait()
+            else:
+                self.files = place(self._source, self._manifest, self._target, self._over.is_set)
+                replace_file(self._target / _PLACED, b"", lasting=False)
+        except OSError as error:
+            problem = (
+                f"the last checkpoint cannot be put into the script's new directory: {error.strerror or error}; "
+                "make room, or hand the script '${resume_dir}', which needs no copy"
+            )
+        if not self._over.is_set():
+            self._then(problem)
+
+    def _wait(self) -> str:
+        """Until it is there, or nobody needs it; says why it is not there."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not self._over.wait(_LOOK_SECONDS) and not os.path.lexists(self._target / _PLACED):
+            if time.monotonic() > deadline:
+                return (
+                    f"the last checkpoint did not come into {self._target} within {_PATIENCE_SECONDS:.0f} s: all nodes "
+                    "must run the same command, and see the same file system"
+                )
+        return ""

@@ -1,0 +1,132 @@
+"""What of a script's directory is one checkpoint of the run, and which step it is. Pure.
+
+The newest of each series belongs to it: a script that resumes may need what it saved beside the newest. What counts is
+what changed since the last one; a step is a number that the script gave it, or one more than the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dalsegno.elastic.checkpoint import SavedAs
+
+from .foreign import COUNTED, Unit
+from .layouts import Complete, FileState
+
+__all__ = ["Behind", "Slice", "choose", "names_it"]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Parts of a script's directory that are one checkpoint of the run.
+
+    Attributes:
+        units: all its parts; `changed` are those that are new.
+        step: for the manifest.
+        newest: what was saved last.
+        numbers: of the series of all parts, as far as they have numbers.
+    """
+
+    units: tuple[Complete, ...]
+    changed: tuple[Complete, ...]
+    step: int
+    newest: Complete
+    numbers: tuple[tuple[str, int | None], ...]
+
+    @property
+    def below(self) -> str:
+        """The directory whose files lie at the checkpoint's top; "": they keep their paths."""
+        # Loaders of these frameworks look at the top of `DALSEGNO_RESUME_DIR`, and so does the conversion.
+        return self.newest.unit.path if self.newest.unit.layout in COUNTED else ""
+
+    @property
+    def files(self) -> tuple[FileState, ...]:
+        return tuple(file for unit in self.units for file in unit.files)
+
+    @property
+    def strategy(self) -> str:
+        """The parts' own if they agree."""
+        names = {unit.strategy for unit in self.units}
+        return names.pop() if len(names) == 1 else "files"
+
+    @property
+    def any_world_size(self) -> bool:
+        return all(unit.any_world_size for unit in self.units)
+
+    @property
+    def sure(self) -> bool:
+        """Whether rules say that nothing is missing; otherwise only that nothing changes says so."""
+        return all(unit.sure for unit in self.units)
+
+    def saved_as(self, links: Mapping[str, str]) -> SavedAs:
+        """For the manifest; with links that lead to its parts.
+
+        Args:
+            links: of the whole directory.
+        """
+        if self.below:
+            return SavedAs(self.below, self.newest.unit.path, self.numbers)
+        there = {unit.unit.path for unit in self.units} | {file.name for file in self.files}
+        own = [link for unit in self.units for link in unit.links]
+        found = [(name, target) for name, target in sorted(links.items()) if target in there and name not in there]
+        return SavedAs("", self.newest.unit.path, self.numbers, (*found, *own))
+
+
+@dataclass(frozen=True)
+class Behind:
+    """The script saved something with a lower number than the resume point has: it began anew."""
+
+    unit: Unit
+
+
+def choose(
+    units: Sequence[Complete],
+    known: Mapping[str, FileState],
+    numbers: Mapping[str, int | None],
+    resumed: Mapping[str, int | None],
+    found: Mapping[str, int],
+    last: int,
+) -> Slice | Behind | None:
+    """What becomes the run's next checkpoint; None: nothing is new.
+
+    Args:
+        units: the newest complete one of each series.
+        known: files as they were taken last, or put there from the resume point.
+        numbers: of each series, as taken in this epoch.
+        resumed: of each series, as the resume point has it.
+        found: numbers that were read from the files of units without a number in their name, by path.
+        last: the last step of the run.
+    """
+    changed = [one for one in units if any(known.get(file.name) != file for file in one.files)]
+    new: list[tuple[Complete, int | None]] = []
+    for one in changed:
+        unit = one.unit
+        number = found.get(unit.path) if unit.number is None else unit.number
+        taken, before = numbers.get(unit.series), resumed.get(unit.series)
+        if number is not None and before is not None and taken is None and number < before:
+            return Behind(unit)
+        least = taken if taken is not None else before
+        # The same name again is the same step. The same number in another file may be a coarse count.
+        if number is None or least is None or number > least or (unit.number is None and number == least):
+            new.append((one, number))
+    if not new:
+        return None
+    newest, number = max(new, key=lambda pair: (pair[0].written, pair[1] or 0))
+    if newest.unit.layout in COUNTED:
+        units = changed = [newest]
+    step = number if number is not None and number > last else last + 1
+    every = {one.unit.series: one.unit.number for one in units}
+    every |= {one.unit.series: found[one.unit.path] for one in units if one.unit.path in found}
+    return Slice(tuple(units), tuple(changed), step, newest, tuple(sorted(every.items())))
+
+
+def names_it(text: str, units: Iterable[Complete], directory: str) -> bool:
+    """Whether a note names a checkpoint: by its name, its path, or its number."""
+    words = set()
+    for one in units:
+        path = one.unit.path
+        words |= {path, path.rpartition("/")[2], f"{directory}/{path}", f"./{path}"}
+        if one.unit.number is not None:
+            words.add(str(one.unit.number))
+    return text.strip() in words

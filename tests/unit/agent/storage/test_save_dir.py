@@ -1,0 +1,432 @@
+"""What a script finds of the resume point in its epoch's directory, and what becomes of what it saves there."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dalsegno.agent.decisions import events as ev
+from dalsegno.agent.storage import adoption, save_dir
+from dalsegno.agent.storage.macros import expand, macros_of
+from dalsegno.agent.storage.save_dir import Adoption
+from dalsegno.elastic.checkpoint import Manifest, verify
+from dalsegno.protos import control_pb2
+from tests.support.jobs.faults import volume
+from tests.unit.agent.storage.test_adoption import ORIGIN, states, world
+
+Heard = queue.Queue[ev.Event]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "without", "resumed"),
+    [
+        (["--out=${save_dir}"], ["--out=S"], ["--out=S"]),
+        (["--resume", "${resume_dir}", "--x"], ["--x"], ["--resume", "R", "--x"]),
+        (["--resume=${resume_dir}", "--x"], ["--x"], ["--resume=R", "--x"]),
+        (["--x=1", "${resume_path}/a"], ["--x=1"], ["--x=1", "P/a"]),
+        (["train.py", "${resume_dir}"], ["train.py"], ["train.py", "R"]),
+        (["--init_from=${resume_dir:+resume}"], [], ["--init_from=resume"]),
+        (["--from", "${resume_path:-scratch}"], ["--from", "scratch"], ["--from", "P"]),
+        (["-r", "${resume_dir}", "${resume_dir}", "-q"], ["-q"], ["-r", "R", "R", "-q"]),
+        (["${local_rank}", "${other}", "$save_dir"], ["${local_rank}", "${other}", "$save_dir"], None),
+    ],
+)
+def test_macros(arguments: list[str], without: list[str], resumed: list[str] | None) -> None:
+    """Without a resume point an argument goes, and the flag that it belongs to."""
+    values: dict[str, str | None] = {"save_dir": "S", "resume_dir": None, "resume_path": None}
+    assert expand(arguments, values) == tuple(without)
+    values |= {"resume_dir": "R", "resume_path": "P"}
+    assert expand(arguments, values) == tuple(without if resumed is None else resumed)
+
+
+class Run:
+    """One run of a script, epoch after epoch, as an agent sees it."""
+
+    def __init__(self, directory: Path, *flags: str, pattern: str = "", looks: bool = False) -> None:
+        self.directory = directory
+        self.heard: Heard = queue.Queue()
+        self.flags = ("--out=${save_dir}", *flags)
+        self.taken = Adoption(self.flags, self.heard.put, pattern, looks=looks)
+        self.epoch = 0
+        self.resume: Manifest | None = None
+        self.problem = ""
+
+    @property
+    def out(self) -> Path:
+        return self.directory / f"e{self.epoch}"
+
+    def next(self) -> tuple[str, ...]:
+        """A new epoch, from what was adopted last; returns the script's arguments."""
+        self.epoch += 1
+        self.world: control_pb2.World = world(self.epoch)
+        if self.resume is not None:
+            self.world = world(self.epoch, self.resume.name)
+            self.world.resume.source.step = self.resume.step
+            self.world.resume.source.ref.digest = self.resume.digest
+        there = threading.Event()
+
+        def then(problem: str) -> None:
+            self.problem = problem
+            there.set()
+
+        if self.taken.place(self.directory, self.world, then, first=True):
+            assert there.wait(20)
+        return () if self.problem else self.begin()
+
+    def begin(self) -> tuple[str, ...]:
+        return self.taken.begin(self.directory, self.world, ORIGIN, self.flags, first=True)
+
+    def sealed(self) -> Manifest:
+        """What is adopted next."""
+        event = self.heard.get(timeout=20)
+        assert isinstance(event, ev.WorkerSaid), event
+        self.resume = Manifest.read(self.directory / event.message.sealed.name)
+        return self.resume
+
+    def said(self) -> str:
+        event = self.heard.get(timeout=20)
+        assert isinstance(event, ev.ManifestRead | ev.Remark), event
+        return event.text if isinstance(event, ev.Remark) else event.message
+
+    def quiet(self) -> None:
+        """Nothing else is adopted or said."""
+        self.taken.settle(20)
+        assert self.heard.empty(), self.heard.get_nowait()
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
+    monkeypatch.setattr(adoption, "LOOK_EVERY_SECONDS", 0.05)
+    return lambda *flags, **options: Run(tmp_path, *flags, **options)
+
+
+def save(path: Path, **content: object) -> None:
+    """As a script saves: over what is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(content, path)
+
+
+def test_what_is_written_over_is_a_new_checkpoint_each_time(runs: Callable[..., Run]) -> None:
+    """The step is its own count; without one it is one more than the last. The run's stay as they were."""
+    run = runs()
+    run.next()
+    save(run.out / "ckpt.pt", iter_num=20)
+    first = run.sealed()
+    assert (first.step, [one.path for one in first.files], first.shape.any_world_size) == (20, ["ckpt.pt"], True)
+    save(run.out / "ckpt.pt", iter_num=40)
+    assert run.sealed().step == 40
+    save(run.out / "ckpt.pt", model=1)
+    assert run.sealed().step == 41
+    verify(run.directory / first.name, first)
+    run.taken.close()
+
+
+def test_the_next_epoch_has_a_copy_that_may_be_written_over(runs: Callable[..., Run]) -> None:
+    """Cut off where it lies, deleted, linked to: the run's own one stays as it was sealed."""
+    run = runs("--init_from=${resume_dir:+resume}")
+    assert run.next() == (f"--out={run.out}",)
+    save(run.out / "a" / "ckpt.pt", iter_num=20)
+    (run.out / "last.pt").symlink_to("a/ckpt.pt")
+    first = run.sealed()
+    assert run.next() == (f"--out={run.out}", "--init_from=resume")
+    assert torch.load(run.out / "last.pt", weights_only=True) == {"iter_num": 20}
+    assert (run.out / "a" / "ckpt.pt").stat().st_nlink == 1
+    run.quiet()
+    with open(run.out / "a" / "ckpt.pt", "r+b") as file:
+        file.truncate(3)
+    verify(run.directory / first.name, first)
+    save(run.out / "a" / "ckpt.pt", iter_num=40)
+    assert run.sealed().step == 40
+    run.taken.close()
+
+
+def test_who_is_told_where_it_is_needs_no_copy(runs: Callable[..., Run]) -> None:
+    """By a macro, which names it as the script had: Accelerate's examples read the step from the name. Or because it
+    looks into its environment."""
+    run = runs("--resume_from_checkpoint", "${resume_dir}", "${resume_path}")
+    run.next()
+    states(run.out / "step_520", "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl")
+    first = run.sealed()
+    unit = run.directory / first.name / "step_520"
+    assert run.next() == (f"--out={run.out}", "--resume_from_checkpoint", str(unit), str(unit))
+    assert [*run.out.iterdir()] == []
+    save(run.out / "ckpt_600.pt")
+    second = run.directory / run.sealed().name
+    assert run.next()[2:] == (str(second), str(second / "ckpt_600.pt"))
+    run.taken.close()
+    run.taken = Adoption(run.flags[:1], run.heard.put, looks=True)
+    run.next()
+    assert [*run.out.iterdir()] == []
+    run.taken.close()
+
+
+def test_what_belongs_together_is_one_checkpoint(runs: Callable[..., Run]) -> None:
+    """The newest of each series, with notes that name it; what did not change is not copied again."""
+    run = runs()
+    run.next()
+    save(run.out / "best.pt", w=torch.zeros(1000))
+    for step in (10, 20):
+        states(run.out / f"step_{step}", "model.pt", "optimizer.pt")
+    (run.out / "latest").write_text("step_20")
+    (run.out / "latest_iteration.txt").write_text("20\n")
+    (run.out / "where").write_text(f"{run.out}/step_20")
+    (run.out / "readme.txt").write_text("nothing about it")
+    first = run.sealed()
+    names = ["best.pt", "latest", "latest_iteration.txt", "step_20/model.pt", "step_20/optimizer.pt", "where"]
+    assert [one.path for one in first.files] == names
+    states(run.out / "step_30", "model.pt", "optimizer.pt")
+    second = run.sealed()
+    assert (run.directory / second.name / "best.pt").samefile(run.directory / first.name / "best.pt")
+    assert [one.path for one in second.files] == ["best.pt", "step_30/model.pt", "step_30/optimizer.pt"]
+    run.resume = first
+    run.next()
+    assert (run.out / "latest").read_text() == "step_20"
+    assert (run.out / "where").read_text() == f"{run.out}/step_20"
+    run.quiet()
+    save(run.out / "best.pt", w=torch.ones(1000))
+    third = run.sealed()
+    assert (third.step, run.resume.saved_as and run.resume.saved_as.newest) == (21, "best.pt")
+    assert "step_20/model.pt" in [one.path for one in third.files], "a script that resumes may need it"
+    run.taken.close()
+
+
+@pytest.mark.parametrize(("name", "key"), [("ckpt.pt", 10), ("step_10/model.pt", None), ("epoch_1.pt", None)])
+def test_a_script_that_begins_anew_is_told(runs: Callable[..., Run], name: str, key: int | None) -> None:
+    """What it saves must not take the place of what the run has, whether its name or its file has the number."""
+    run = runs("${resume_dir}")
+    run.next()
+    save(run.out / name.replace("1", "3"), **({} if key is None else {"iter_num": 500}))
+    kept = run.sealed()
+    run.next()
+    save(run.out / name, **({} if key is None else {"iter_num": key}))
+    assert "did not load" in run.said()
+    assert run.resume == kept
+    run.quiet()
+    run.taken.close()
+
+
+def test_what_is_being_written_is_left_alone(runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks, with pauses longer than a look; and a format that nobody knows is waited for longer."""
+    run = runs(pattern="*")
+    run.next()
+    save(run.directory / "x", iter_num=5)
+    data = (run.directory / "x").read_bytes()
+    with open(run.out / "ckpt.pt", "wb", buffering=0) as file:
+        for start in range(0, len(data), len(data) // 4 + 1):
+            file.write(data[start : start + len(data) // 4 + 1])
+            if start:
+                time.sleep(0.3)
+    assert run.sealed().step == 5
+    assert verify(run.directory / run.resume.name, run.resume) is None  # type: ignore[union-attr]
+    began = time.monotonic()
+    (run.out / "raw").write_bytes(b"x" * 100)
+    run.sealed()
+    assert time.monotonic() - began >= adoption.UNSURE_LOOKS * adoption.LOOK_EVERY_SECONDS
+    run.taken.close()
+
+
+def test_the_newest_of_several_is_still_the_newest(runs: Callable[..., Run]) -> None:
+    """Lightning looks for the newest `last*.ckpt`; of versions of one file only that one is kept."""
+    run = runs()
+    run.next()
+    for name, written in (("last-v1.ckpt", 4), ("last.ckpt", 3), ("b.ckpt", 1), ("a.ckpt", 2)):
+        save(run.out / name, global_step=written)
+        os.utime(run.out / name, (written, written))
+    assert [one.path for one in run.sealed().files] == ["a.ckpt", "b.ckpt", "last-v1.ckpt"]
+    run.next()
+    assert [one.name for one in sorted(run.out.iterdir(), key=os.path.getmtime)][:3] == [
+        "b.ckpt",
+        "a.ckpt",
+        "last-v1.ckpt",
+    ]
+    run.quiet()
+    run.taken.close()
+
+
+def test_files_that_count_themselves_need_not_wait_for_each_other(runs: Callable[..., Run]) -> None:
+    """One that is written again and again keeps no other from being taken."""
+    run = runs()
+    run.next()
+    for number in range(15):
+        save(run.out / "last.ckpt", global_step=number)
+        if number < 5:
+            save(run.out / "best.ckpt", global_step=number)
+        time.sleep(0.13)  # why: longer than one look, and shorter than several
+    assert run.sealed().step < 14
+    run.taken.close()
+
+
+def test_what_never_stops_changing_is_said(runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And who waits for the last save does not wait for it without end."""
+    monkeypatch.setattr(adoption, "PATIENCE_LOOKS", 6)
+    run = runs()
+    run.next()
+    over = threading.Event()
+
+    def restless() -> None:
+        while not over.wait(0.02):
+            (run.out / "replay.bin").write_bytes(os.urandom(8))
+
+    thread = threading.Thread(target=restless)
+    thread.start()
+    try:
+        assert "is never known to be whole" in run.said()
+        began = time.monotonic()
+        run.taken.settle(30)
+        assert time.monotonic() - began < 20
+    finally:
+        over.set()
+        thread.join()
+    run.taken.close()
+
+
+def test_odd_names_are_names(runs: Callable[..., Run]) -> None:
+    """Spaces, newlines, quotes: kept, and found again."""
+    run = runs()
+    run.next()
+    name = "my ck\npt '$(x)' *.pt"
+    save(run.out / "a b" / name, step=3)
+    assert [one.path for one in run.sealed().files] == [f"a b/{name}"]
+    run.next()
+    assert (run.out / "a b" / name).is_file()
+    run.taken.close()
+
+
+def test_what_is_not_known_is_said_at_once(runs: Callable[..., Run]) -> None:
+    """With what helps. Logs are nobody's checkpoint, and after a checkpoint nothing else is said."""
+    run = runs()
+    run.next()
+    (run.out / "train.log").write_bytes(bytes(2 << 20))
+    run.quiet()
+    (run.out / "weights.json").write_bytes(bytes(2 << 20))
+    assert "the script saved weights.json, which is not known for a checkpoint" in (text := run.said())
+    assert "--checkpoint-glob" in text
+    run.quiet()
+    run.taken.close()
+    run = runs(pattern="*.ckpt")
+    run.next()
+    save(run.out / "model.pt", w=torch.zeros(1 << 19))
+    assert "nor does it match --checkpoint-glob=*.ckpt" in run.said()
+    save(run.out / "model.ckpt")
+    run.sealed()
+    run.taken.close()
+
+
+def test_what_stays_incomplete_is_said(runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that never writes its part keeps nothing of it; and the one before is kept."""
+    monkeypatch.setattr(adoption, "PATIENCE_LOOKS", 5)
+    run = runs()
+    run.next()
+    states(run.out / "step_5", "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl")
+    states(run.out / "step_6", "optimizer.bin", "random_states_0.pkl")
+    assert run.sealed().step == 5
+    assert run.said() == "it is not complete: random_states_1.pkl is missing"
+    run.taken.close()
+
+
+def test_a_script_that_deletes_at_once_loses_only_what_it_deleted(runs: Callable[..., Run]) -> None:
+    """Rotation beside the looks, without an error."""
+    run = runs()
+    run.next()
+    for step in range(1, 40):
+        states(run.out / f"step_{step}", "model.pt", "optimizer.pt")
+        for name in ("model.pt", "optimizer.pt"):
+            (run.out / f"step_{step - 1}" / name).unlink(missing_ok=True)
+        time.sleep(0.01)
+    while run.sealed().step < 39:
+        pass
+    verify(run.directory / run.resume.name, run.resume)  # type: ignore[union-attr, arg-type]
+    run.quiet()
+    run.taken.close()
+
+
+def test_a_full_disk_is_said_and_nothing_is_left(runs: Callable[..., Run], tmp_path: Path) -> None:
+    """Of a copy for the next epoch; the script starts with it, or not at all."""
+    run = runs()
+    run.next()
+    save(run.out / "ckpt.pt", iter_num=20, w=torch.zeros(1 << 20))
+    sealed = run.sealed()
+    with volume(tmp_path / "small", 2) as small:
+        run.directory = small.path
+        (small.path / sealed.name).symlink_to(tmp_path / sealed.name)
+        run.next()
+        assert "cannot be put into the script's new directory: No space left on device" in run.problem
+        assert "${resume_dir}" in run.problem
+        assert not (run.out / "ckpt.pt").exists()
+    run.taken.close()
+
+
+def test_other_nodes_wait_for_the_copy(runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One makes it, on the file system of all; who is not wanted any more does not wait."""
+    run = runs()
+    run.next()
+    save(run.out / "ckpt.pt", iter_num=20)
+    run.sealed()
+    run.taken.close()
+    other = Adoption(run.flags, run.heard.put)
+    following = world(2, run.resume.name)  # type: ignore[union-attr]
+    said: queue.Queue[str] = queue.Queue()
+    assert other.place(run.directory, following, said.put, first=False)
+    with pytest.raises(queue.Empty):
+        said.get(timeout=0.3)
+    run.next()
+    assert said.get(timeout=20) == ""
+    assert other.place(run.directory, world(3, run.resume.name), said.put, first=False)  # type: ignore[union-attr]
+    other.close()
+    with pytest.raises(queue.Empty):
+        said.get(timeout=0.3)
+    run.taken.close()
+    monkeypatch.setattr(save_dir, "_PATIENCE_SECONDS", 0.2)
+    assert other.place(run.directory, world(4, run.resume.name), said.put, first=False)  # type: ignore[union-attr]
+    assert "did not come into" in said.get(timeout=20)
+    waiting = [thread for thread in threading.enumerate() if thread.name == "placing"]
+    for thread in waiting:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of others")
+def test_files_of_others_are_taken_where_they_can_be_read(runs: Callable[..., Run], tmp_path: Path) -> None:
+    """Another user's file is copied, as it cannot be linked to everywhere; the copy is ours."""
+    run = runs()
+    run.next()
+    save(run.out / "ckpt.pt", iter_num=20)
+    os.chown(run.out / "ckpt.pt", 12345, 12345)
+    os.chmod(run.out / "ckpt.pt", 0o444)
+    sealed = run.sealed()
+    assert (run.directory / sealed.name / "ckpt.pt").stat().st_uid == 0
+    run.next()
+    save(run.out / "ckpt.pt", iter_num=30)
+    assert run.sealed().step == 30
+    run.taken.close()
+
+
+def test_a_file_that_cannot_be_read_is_said(runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the others of its directory do not wait for it longer than a look."""
+    plain = adoption.complete
+
+    def refuses(root: Path, unit: adoption.Unit, world_size: int) -> object:
+        if unit.number == 9:
+            raise PermissionError(13, "Permission denied", unit.path)
+        return plain(root, unit, world_size)
+
+    monkeypatch.setattr(adoption, "complete", refuses)
+    run = runs()
+    run.next()
+    save(run.out / "step_8" / "model.pt")
+    save(run.out / "step_9" / "model.pt")
+    assert "Permission denied" in run.said()
+    assert run.sealed().step == 8
+    run.taken.close()
+
+
+def test_a_macro_needs_its_directory() -> None:
+    assert macros_of(["--x=${resume_dir:+a}", "${resume_path}"]) == {"resume_path"}
+    assert not Adoption(["${resume_path}"], lambda event: None).wanted
