@@ -31,6 +31,8 @@ __all__ = ["scale", "status"]
 _TIMEOUT_SECONDS = 5.0
 # Seconds in which a listener at an embedded master's address must answer.
 _LOOK_SECONDS = 1.0
+# Phases in which no step is made any more.
+_OVER = (control_pb2.PHASE_SUCCEEDED, control_pb2.PHASE_FAILED)
 # Status codes with which the master did answer, so that the detail is the line to print.
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 
@@ -167,7 +169,8 @@ def _course(record: control_pb2.EpochRecord, reply: control_pb2.StatusReply) -> 
     if record.unheard:
         return "no steps heard"
     # The newest epoch's record gets its last step only when the epoch is over.
-    last_step = max(record.last_step, reply.step) if record.epoch == reply.epoch else record.last_step
+    newest, over = record.epoch == reply.epoch, reply.phase in _OVER
+    last_step = str(max(record.last_step, reply.step if newest else 0)) if over or not newest else "now"
     lost = counted(record.lost_steps, "step")
     if record.lost_more:
         lost = f"at least {lost}" if record.lost_steps else "an unknown number of steps"

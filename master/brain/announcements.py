@@ -79,7 +79,7 @@ def without_steps(turn: Turn, world: World) -> None:
     if turn.job.has_session or told.unheard:
         return
     turn.update_told(unheard=True, start=told.start or not may_call_session(turn))
-    turn.notice(f"{headline(world)}; no steps are heard: {not_yet(turn)}")
+    turn.notice(f"{headline(world, heard=False)}; no steps are heard: {not_yet(turn)}")
     paused = live.phase_since - live.pause.since if live.pause is not None else 0.0
     record(turn, world, max(0.0, paused), 0, heard=False)
 
@@ -157,14 +157,14 @@ def restart_to_grow(turn: Turn, new: list[Node], committed: bool) -> None:
     turn.notice(f"all workers restart to take {who} in; {why}", not committed)
 
 
-def headline(world: World) -> str:
-    """A line about a world: why it opened, how large it is, where it starts."""
+def headline(world: World, *, heard: bool = True) -> str:
+    """A line about a world: why it opened, how large it is, where it starts, as far as that is `heard`."""
     count = len(world.members)
     text = f"epoch {world.epoch}: {', '.join(world.causes)}, {count} node{'s' if count != 1 else ''}"
     if world.resume:
         how = " (universal)" if world.universal else " (re-sharded)" if world.resharded else ""
         return f"{text}, resumed at step {world.resumed_step}{how}"
-    return f"{text}, from step 0"
+    return f"{text}, from step 0" if heard else text
 
 
 def record(turn: Turn, world: World, paused: float, lost: int, *, heard: bool = True) -> None:

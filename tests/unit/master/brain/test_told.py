@@ -138,7 +138,7 @@ def test_what_is_heard_is_shown() -> None:
     a.step(1)
     job.note(control_pb2.ProgressRequest(caller=a.caller(number=0), step=2, loss=0.5, has_session=True))
     assert shown(job)[0].endswith("epoch 1, step 2, loss 0.5000")
-    assert shown(job)[-1].endswith("steps 1 to 2, paused 0.0 s, lost 0 steps")
+    assert shown(job)[-1].endswith("steps 1 to now, paused 0.0 s, lost 0 steps")
     job.note(control_pb2.ProgressRequest(caller=a.caller(number=0), step=3, loss=math.nan, has_session=True))
     assert shown(job)[0].endswith("epoch 1, step 3")
 

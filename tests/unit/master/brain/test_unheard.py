@@ -21,7 +21,7 @@ def test_a_world_that_is_not_heard_of_is_presented_once() -> None:
     assert not lines(job, "epoch 1")
     job.wait(300)
     (line,) = lines(job, "epoch 1")
-    assert f"{a.name}, {b.name} joined, 2 nodes, from step 0" in line
+    assert f"{a.name}, {b.name} joined, 2 nodes; no steps" in line
     assert "has not called session()" in line
     assert [(record.epoch, record.nodes) for record in job.job.history] == [(1, 2)]
 
@@ -55,7 +55,7 @@ def test_the_worlds_after_a_silent_one_are_presented_when_they_open() -> None:
     job.wait(2)
     a.join()
     (line,) = lines(job, "epoch 2")
-    assert f"{b.name} was lost (its connection closed), 1 node, from step 0" in line
+    assert f"{b.name} was lost (its connection closed), 1 node; no steps" in line
     assert [record.epoch for record in job.job.history] == [1, 2]
 
 
@@ -76,7 +76,7 @@ def test_a_restart_for_a_newcomer_is_announced_before_and_when_it_comes() -> Non
     assert "--grow-wait" in notice.text
     all_join([a, late])
     (line,) = lines(job, "epoch 2")
-    assert f"{late.name} joined, 2 nodes, from step 0" in line
+    assert f"{late.name} joined, 2 nodes; no steps" in line
 
 
 def test_an_early_restart_for_a_newcomer_is_announced_too() -> None:
