@@ -27,6 +27,7 @@ __all__ = [
     "refuses_flag",
     "runs_ahead",
     "tells_of_a_peer",
+    "uses_dlrover",
 ]
 
 # This flag tells a script to load universal files.
@@ -51,6 +52,7 @@ _HEAVY = (
     "peft",
     "lightning",
     "torchvision",
+    "dlrover",
     "dalsegno.elastic",
     "dalsegno.swift_plugin",
     "swift",
@@ -59,7 +61,8 @@ _HEAVY = (
 _LATER = {
     "deepspeed": ("deepspeed.runtime.zero.muon.muon_optimizer?",),
     "dalsegno.elastic": ("dalsegno.elastic.training.entry?",),
-    # Its package imports nothing by itself.
+    # Both packages import nothing by themselves.
+    "dlrover": ("dlrover.trainer.torch.elastic.trainer?", "dlrover.trainer.torch.flash_checkpoint.ddp?"),
     "transformers": ("transformers.trainer?",),
     "dalsegno.swift_plugin": ("dalsegno.swift_plugin.hf.trainer?",),
     "swift": ("swift.pipelines.train.sft?", "swift.trainers.seq2seq_trainer?", "dalsegno.swift_plugin.swift_hooks?"),
@@ -175,6 +178,11 @@ def expects_session(script: Script) -> bool:
         name == "dalsegno" or name.startswith(tuple(f"{one}." for one in packages)) or name in packages
         for name in _named_by(script.source)
     )
+
+
+def uses_dlrover(script: Script) -> bool:
+    """Whether its own text imports DLRover's client library."""
+    return any(name.partition(".")[0] == "dlrover" for name in _named_by(script.source))
 
 
 def runs_ahead(script: Script, wanted: str) -> bool:

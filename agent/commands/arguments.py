@@ -289,6 +289,11 @@ def _add_ours(group: _Group) -> None:
         metavar="DIR",
         help="note there what happens when at each change of the world (dalsegno pauses DIR)",
     )
+    group.switch(
+        "--dlrover",
+        help="the script uses DLRover's trainer classes: give it their environment and their saver (by itself where the "
+        "script's text imports dlrover)",
+    )
     group.switch("--new-run", help="start over although the job's last run is finished or has failed")
     group.value("--token-file", default=None, metavar="FILE", help="token for --master (or DALSEGNO_TOKEN: itself)")
     group.value(

@@ -88,7 +88,7 @@ class Decision:
         state = self.state
         if state.workers is Workers.RUNNING:
             state.workers = Workers.STOPPING
-            state.stop_deadline = self.now + grace + STOP_PATIENCE_SECONDS
+            state.stop_deadline = self.now + grace + state.settings.save_timeout + STOP_PATIENCE_SECONDS
             self.do(ev.StopWorkers(state.started, grace))
 
     def stop_conversion(self) -> None:
@@ -193,6 +193,10 @@ def what_is_unsaved(state: AgentState) -> str:
     """What a leaver leaves unsaved behind, for a person; empty if nothing."""
     if is_saved(state) or has_made_nothing(state) or not (had_workers(state) or state.epoch.refused):
         return ""
+    if 0 < state.epoch.step <= state.epoch.flash_step:
+        return ""
+    if state.epoch.flash_step:
+        return f"its script's Flash Checkpoint is saved as of step {state.epoch.flash_step}; later steps are not"
     if state.epoch.refused:
         return "the others had gone on from the last commit before this save was complete"
     if not state.session_known:
@@ -225,4 +229,6 @@ def what_is_safe(state: AgentState) -> str:
         return "its part of the run is finished"
     if is_saved(state):
         return "everything is saved"
+    if state.epoch.flash_step:
+        return f"its script's Flash Checkpoint is saved as of step {state.epoch.flash_step}"
     return "no step was made here that could be lost" if had_workers(state) else "no workers were running here"

@@ -118,9 +118,13 @@ class StepsCounted:
 
 @dataclass(frozen=True)
 class WorkersStopped:
-    """All processes of this epoch's workers are gone after `StopWorkers`."""
+    """All processes of this epoch's workers are gone after `StopWorkers`.
+
+    `flash_step`: what they had in memory of DLRover's Flash Checkpoint is on the disk as of this step; 0: nothing is.
+    """
 
     epoch: int
+    flash_step: int = 0
 
 
 @dataclass(frozen=True)

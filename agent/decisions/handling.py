@@ -74,7 +74,7 @@ def take(decision: Decision, event: ev.Event) -> None:
         case ev.StepsCounted():
             ranks.steps_counted(decision, event)
         case ev.WorkersStopped():
-            ranks.workers_stopped(decision, event.epoch)
+            ranks.workers_stopped(decision, event.epoch, event.flash_step)
         case ev.SessionImported():
             ranks.session_imported(decision, event)
         case ev.StartFailed():

@@ -46,6 +46,8 @@ class AgentSettings:
     connect_timeout: float = 60.0
     # How long a leaver whose part is safe still waits for the master's word.
     release_timeout: float = 5.0
+    # How long it may take to save what workers without a session left in memory, once they are gone.
+    save_timeout: float = 0.0
 
 
 @dataclass
@@ -196,6 +198,8 @@ class Epoch:
     sealed_step: int = 0
     committed_step: int = 0
     step: int = 0
+    # The step that Flash Checkpoint's saver has brought to the disk after the end of these ranks.
+    flash_step: int = 0
     # Whether `step` is exactly the last one made, because it was read after a rank's end.
     counted: bool = False
     loss: float = 0.0

@@ -29,6 +29,7 @@ class AgentConfig:
         tls: the master is spoken to over TLS, and so are other agents.
         memory_budget_bytes: the most that memory checkpoints may take on this node; None: found out.
         memory_bytes_per_second: the most of them that is sent to other nodes in a second; None: no limit.
+        dlrover: the script uses DLRover's trainer classes, so this node has their saver beside its workers.
         run_ahead: standby workers run the script up to where it needs its place in a world.
     """
 
@@ -49,6 +50,7 @@ class AgentConfig:
     tls: bool = False
     memory_budget_bytes: int | None = None
     memory_bytes_per_second: int | None = None
+    dlrover: bool = False
 
 
 def differences(mine: control_pb2.Settings, job: control_pb2.Settings) -> str:

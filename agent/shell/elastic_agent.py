@@ -30,6 +30,7 @@ from dalsegno.protos.trace import mark
 
 from ..decisions import events as ev
 from ..decisions import handling
+from ..dlrover.beside import Beside
 from ..processes.lifeline import Lifeline
 from ..processes.signals import SignalWatch
 from ..script import FLAG, Script, modules_of, refuses_flag, tells_of_a_peer
@@ -111,6 +112,18 @@ class ElasticAgent(LocalElasticAgent):
         self._link = WorkerLink(self._worker_said)
         lifeline.add_path(self._link.directory)
         self._adoption = Adoption(script.arguments, mailbox.put)
+        self._beside = Beside(
+            config.dlrover,
+            config.job_id,
+            config.settings.max_nodes,
+            config.settings.join_timeout,
+            script,
+            self._link.directory,
+            config.log_dir / "flash-checkpoint.log",
+            lifeline,
+            mailbox.put,
+            effects.say,
+        )
         self._pool = self._make_pool()
         if self._pool is not None:
             effects.conversion.nursery = self._pool.start_helper
@@ -122,6 +135,7 @@ class ElasticAgent(LocalElasticAgent):
                 master_outage_timeout=config.master_outage_timeout,
                 addresses=config.addresses,
                 connect_timeout=config.connect_timeout,
+                save_timeout=self._beside.save_timeout,
             )
         )
 
@@ -231,6 +245,7 @@ class ElasticAgent(LocalElasticAgent):
                 raise OSError(f"the store of epoch {world.epoch} is not open any more")
             self._enter(world, self._place)
             self._open_memory(world)
+            self._beside.enter(world.epoch, self._place.group_rank, self._place.nodes)
             self._start_workers(self._worker_group)
         except (OSError, ValueError, RuntimeError) as error:
             logger.exception("the workers of epoch %d could not be started", world.epoch)
@@ -279,7 +294,7 @@ class ElasticAgent(LocalElasticAgent):
         envs: dict[int, Any] = {}
         environment: Any
         for local, environment in enumerate(added):
-            environment |= self._node_environment()
+            environment |= self._node_environment() | self._beside.world_variables(place.group_rank, place.nodes)
             self._set_local_rank_env(environment, local, spec)
             envs[local] = environment
         settings = self._effects.settings
@@ -346,6 +361,7 @@ class ElasticAgent(LocalElasticAgent):
     def _exited(self, epoch: int, start: int, first_rank: int) -> Callable[[int, int, str], None]:
         def exited(rank: int, code: int, message: str) -> None:
             if code == 0:
+                self._beside.settle()
                 self._adoption.settle()
             if (step := self._link.last_step(epoch, first_rank + rank)) is not None:
                 self._mailbox.put(ev.StepsCounted(epoch, step))
@@ -405,20 +421,26 @@ class ElasticAgent(LocalElasticAgent):
             Variable.SOCKET: str(self._link.path),
             Variable.NOTICES: ",".join(number.name for number in self._watch.signals),
             **self._lifeline.environment(),
+            **self._beside.variables,
         }
 
     def _stop_world(self, epoch: int, grace: float) -> None:
-        context = self._context
+        context, saved = self._context, 0
 
         def stop() -> None:
+            nonlocal saved
             try:
+                self._beside.freeze()
                 if context is not None:
                     context.stop(grace)
+                saved = self._beside.save()
+                if saved:
+                    self._adoption.settle(self._beside.save_timeout)
             except Exception:
                 logger.exception("the workers of epoch %d were not stopped in order", epoch)
             finally:
                 # The decisions wait for this event, whatever went wrong while stopping.
-                self._mailbox.put(ev.WorkersStopped(epoch))
+                self._mailbox.put(ev.WorkersStopped(epoch, saved))
 
         # On a thread, because a process stuck in the kernel must not keep the agent from hearing its master.
         try:
@@ -439,6 +461,7 @@ class ElasticAgent(LocalElasticAgent):
         if self._pool is not None:
             self._pool.close()
         super()._shutdown(signal.SIGKILL, timeout)
+        self._beside.close()
         self._effects.close(_LAST_CALLS_SECONDS)
         self._link.close()
         self._lifeline.close()
