@@ -27,6 +27,7 @@ __all__ = [
     "refuses_flag",
     "runs_ahead",
     "tells_of_a_peer",
+    "text_of",
     "uses_dlrover",
 ]
 
@@ -167,7 +168,7 @@ def knows_us(script: Script) -> bool:
         return source.startswith("swift.")
     if source is None:
         return False
-    text = _text(source)
+    text = text_of(source)
     return "dalsegno.elastic" in text or "dalsegno.swift_plugin" in text
 
 
@@ -222,7 +223,8 @@ def _has_plugin(script: Script) -> bool:
     return any(_SWIFT_PLUGIN in argument for argument in script.own[1:])
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """A script's text, or the beginning of a very long one."""
     with open(path, encoding="utf-8", errors="replace") as file:
         return file.read(_MAX_TEXT)
 
@@ -233,4 +235,4 @@ def _named_by(script: Path | str | None) -> set[str]:
         return {script, "swift"} if script.startswith("dalsegno.swift_plugin.") else {script}
     if script is None or not script.is_file():
         return set()
-    return set(_IMPORT.findall(_text(script)))
+    return set(_IMPORT.findall(text_of(script)))
