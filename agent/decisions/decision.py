@@ -114,6 +114,7 @@ class Decision:
                 written_bytes=max(state.epoch.written_bytes.values(), default=0),
                 expects_session=state.epoch.expects_session,
                 cold=not state.epoch.warm,
+                flash_step=state.epoch.flash_part.step if state.epoch.flash_part is not None else None,
             ),
         )
 

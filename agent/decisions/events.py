@@ -120,11 +120,23 @@ class StepsCounted:
 class WorkersStopped:
     """All processes of this epoch's workers are gone after `StopWorkers`.
 
-    `flash_step`: what they had in memory of DLRover's Flash Checkpoint is on the disk as of this step; 0: nothing is.
+    Attributes:
+        flash_step: what they had in memory of DLRover's Flash Checkpoint is on the disk as of this step; 0: nothing is.
+        flash_part: this node has a part of it in memory, others have the rest: the part's step, 0 if there is none or
+            it is torn. None: no other node has a part.
     """
 
     epoch: int
     flash_step: int = 0
+    flash_part: int | None = None
+
+
+@dataclass(frozen=True)
+class FlashSaved:
+    """The answer to `SaveFlash`: this step's part is on the disk; 0: it could not be written."""
+
+    epoch: int
+    step: int
 
 
 @dataclass(frozen=True)
@@ -253,6 +265,7 @@ Event = (
     | WorkerExited
     | StepsCounted
     | WorkersStopped
+    | FlashSaved
     | StartFailed
     | Signalled
     | SessionImported
@@ -322,6 +335,14 @@ class StopWorkers:
 
     epoch: int
     grace: float = 0.0
+
+
+@dataclass(frozen=True)
+class SaveFlash:
+    """Write this node's part of what the workers of the epoch left in memory of Flash Checkpoint; `FlashSaved`."""
+
+    epoch: int
+    step: int
 
 
 @dataclass(frozen=True)
@@ -417,6 +438,7 @@ Action = (
     | PrepareJoin
     | StartWorkers
     | StopWorkers
+    | SaveFlash
     | TellWorkers
     | ReadManifest
     | HoldPart

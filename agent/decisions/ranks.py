@@ -298,13 +298,12 @@ def check_stopping(decision: Decision) -> None:
     workers_stopped(decision, state.started)
 
 
-def workers_stopped(decision: Decision, epoch: int, flash_step: int = 0) -> None:
+def workers_stopped(decision: Decision, epoch: int) -> None:
     """The workers that were told to stop are gone."""
     state = decision.state
     if epoch != state.started or state.workers is not Workers.STOPPING:
         return
     state.workers = Workers.NONE
-    state.epoch.flash_step = flash_step
     if state.epoch.outcome is Outcome.NONE:
         state.epoch.outcome = Outcome.STOPPED
     if state.fenced:

@@ -176,6 +176,18 @@ class Memory:
     head: control_pb2.CheckpointRef | None = None
 
 
+@dataclass(frozen=True)
+class FlashPart:
+    """What the workers left on this node of a Flash Checkpoint whose other parts are on other nodes."""
+
+    # 0: nothing.
+    step: int
+    # Until when the master's word, and then the disk, is waited for.
+    deadline: float
+    saving: bool = False
+    over: bool = False
+
+
 @dataclass
 class Epoch:
     """What is known of the ranks that this agent started last; made anew with each start."""
@@ -200,6 +212,7 @@ class Epoch:
     step: int = 0
     # The step that Flash Checkpoint's saver has brought to the disk after the end of these ranks.
     flash_step: int = 0
+    flash_part: FlashPart | None = None
     # Whether `step` is exactly the last one made, because it was read after a rank's end.
     counted: bool = False
     loss: float = 0.0

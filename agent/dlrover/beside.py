@@ -6,10 +6,13 @@ of them begins to write into memory. Once they are gone, it writes what they lef
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from dalsegno.protos import worker_pb2
+from dalsegno.protos.shortage import shortage
 
 from ..decisions import events as ev
 from ..processes.lifeline import Lifeline
@@ -23,6 +26,8 @@ __all__ = ["Beside"]
 _SETTLES_WITHIN_SECONDS = 600.0
 # The part of --join-timeout that saving may take, after the end of workers and before this node joins.
 _PART_OF_JOINING = 0.75
+
+logger = logging.getLogger(__name__)
 
 
 class Beside:
@@ -84,9 +89,27 @@ class Beside:
         if self._saver is not None:
             self._saver.freeze()
 
-    def save(self) -> int:
-        """The workers are gone. Returns the step of what they left that is on the disk now; 0: nothing is."""
-        return self._saver.save(self.save_timeout) if self._saver is not None else 0
+    def stopped(self, epoch: int) -> ev.WorkersStopped:
+        """The workers are gone: writes what they left, where this node alone can. Returns the event that says so."""
+        saver = self._saver
+        if saver is None:
+            return ev.WorkersStopped(epoch)
+        # Of a worker that died with its lock, the memory is now known to be whole or torn.
+        part = saver.part()
+        return ev.WorkersStopped(epoch, saver.save(self.save_timeout) if part is None else 0, part)
+
+    def save_part(self, epoch: int, step: int) -> None:
+        """All nodes hold this step: writes this node's part on a thread of its own, and delivers that it has."""
+
+        def save() -> None:
+            saved = self._saver.save(self.save_timeout, part=True) if self._saver is not None else 0
+            self._deliver(ev.FlashSaved(epoch, saved if saved == step else 0))
+
+        try:
+            threading.Thread(target=save, name="flash-save", daemon=True).start()
+        except RuntimeError as error:
+            logger.warning("Flash Checkpoint is not saved: %s", shortage(error) or error)
+            self._deliver(ev.FlashSaved(epoch, 0))
 
     def settle(self) -> None:
         """A worker has ended well: waits until all that it saved is on the disk."""

@@ -8,13 +8,18 @@ nothing of the user's. It outlives workers and worlds, and ends with the agent.
 
 It reads one JSON object a line from its standard input, and answers each with one line on its standard output:
 
-    {"do": "world", "epoch": 2, "node_rank": 0, "nodes": 1, "keep": true}   a new world: what is in memory stays, or is dropped
-    {"do": "freeze"}            from now on no worker writes into the memory
-    {"do": "save"}              writes what is in memory to the disk, if this node has all of it
-    {"do": "busy"}              whether a save is on its way to the disk
-    {"do": "close"}             removes sockets and memory, and ends
+    {"do": "world", "epoch": 2, "node_rank": 0, "nodes": 1, "keep": true}
+        a new world: what is in memory stays, or is dropped
+    {"do": "freeze"}
+        from now on no worker writes into the memory
+    {"do": "save", "part": false}
+        writes what is in memory to the disk, if this node has all of it; or its part, if other nodes have the rest
+    {"do": "busy"}
+        whether a save is on its way to the disk
+    {"do": "close"}
+        removes sockets and memory, and ends
 
-Answers say which step is in memory (`step`, 0: none), whether this node has the whole of it (`whole`), and what went
+Answers say which step is in memory (`step`, 0: none), whether other nodes have parts of it (`spread`), and what went
 wrong (`problem`). In between it says each new step in memory: {"heard": 14, "epoch": 2}.
 """
 
@@ -27,10 +32,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from . import names
+from .watched import watch
 
 __all__ = ["Companion", "main"]
 
@@ -41,6 +49,8 @@ _AGREES_WITHIN_SECONDS = 2.0
 # Seconds that it may write.
 _WRITES_WITHIN_SECONDS = 30.0
 _LOOK_EVERY_SECONDS = 0.05
+# The longest pause of the library's saver, in seconds, which otherwise waits for other nodes' files by the second.
+_LONGEST_PAUSE_SECONDS = 0.2
 # Seconds between two looks for a new step.
 _HEAR_EVERY_SECONDS = 0.25
 
@@ -52,16 +62,20 @@ class Companion:
         say: prints one answer.
     """
 
-    def __init__(self, say: Any) -> None:
+    def __init__(self, say: Callable[[dict[str, Any]], None]) -> None:
         self._say = say
         self._module = importlib.import_module(_SAVER)
+        self._module.time = _Impatient()  # type: ignore[attr-defined]
         queues = importlib.import_module(_QUEUES)
         self._saver: Any = None
         self._made_in = self._world = self._epoch = 0
-        # Indices of the locks that this process holds.
+        # Indices of the locks that this process holds, and of those whose holders died.
         self._frozen: list[int] = []
+        self._torn: set[int] = set()
+        # (rank of this node, nodes) of the present world.
+        self._place = (0, 0)
         self._lock = threading.Lock()
-        self._new_orders = lambda: queues.SharedQueue(name="factory", create=True)
+        self._queue: Any = queues.SharedQueue
         threading.Thread(target=self._hear, name="steps", daemon=True).start()
 
     # ---- the saver --------------------------------------------------------------------------------------------------
@@ -93,6 +107,9 @@ class Companion:
             self._saver = saver = wanted(**arguments)
             # What asks the class for its saver gets this one.
             self._module.AsyncCheckpointSaver._saver_instance = saver
+            for number, lock in enumerate(saver._shm_locks):
+                watch(lock, partial(self._torn.add, number))
+            saver._save_shard = partial(_save_shard, saver, saver._save_shard)
             threading.Thread(target=saver._sync_shm_to_storage, name="saver", daemon=True).start()
         self._made_in = self._world
 
@@ -105,16 +122,13 @@ class Companion:
         """The step that all of this node's memory has; 0: there is none, or a worker died while it wrote."""
         if self._saver is None:
             return 0
-        found = list(self._configs())
-        steps = {0 if config.writing_shm else int(config.step) for config in found}
-        return steps.pop() if len(steps) == 1 else 0
+        # Only an engine that fills in the rest also says that it has written: see `_save_shard`.
+        steps = {0 if config.writing_shm and config.world_size else int(config.step) for config in self._configs()}
+        return steps.pop() if len(steps) == 1 and not self._torn else 0
 
-    def _whole(self) -> bool:
-        """Whether this node has everything of the checkpoint, and writes it where only one node does."""
-        saver = self._saver
-        if saver is None:
-            return False
-        return bool(saver._is_agent_rank_0) and int(saver.global_shard_num) <= int(saver.local_shard_num)
+    def _spread(self) -> bool:
+        """Whether other nodes have parts of the checkpoint."""
+        return self._saver is not None and int(self._saver.global_shard_num) > int(self._saver.local_shard_num)
 
     def _drop(self) -> None:
         """Forgets what is in memory: it is torn, or of a history that went on without this node."""
@@ -128,6 +142,7 @@ class Companion:
                 handler.shared_memory.unlink()
                 handler.shared_memory = None
             handler.metadata.set({})
+        self._torn.clear()
 
     # ---- orders -----------------------------------------------------------------------------------------------------
 
@@ -139,9 +154,9 @@ class Companion:
                     self._epoch = int(order["epoch"])
                     return self._enter(int(order["node_rank"]), int(order["nodes"]), bool(order["keep"]))
             case "freeze":
-                return {"step": self._freeze(), "whole": self._whole()}
+                return {"step": self._freeze(), "spread": self._spread()}
             case "save":
-                return self._save()
+                return self._save(bool(order.get("part")))
             case "busy":
                 return {"busy": self._is_busy()}
             case other:
@@ -149,17 +164,19 @@ class Companion:
 
     def _enter(self, node_rank: int, nodes: int, keep: bool) -> dict[str, Any]:
         self._world += 1
+        moved, self._place = self._place != (node_rank, nodes), (node_rank, nodes)
         os.environ.update(names.world_variables(node_rank, nodes))
         if self._world == 1:
             # Not earlier: a saver that is made for a world knows its place in it.
-            orders = self._new_orders()
+            orders = self._queue(name="factory", create=True)
             threading.Thread(target=self._make_savers, args=(orders,), name="savers", daemon=True).start()
         saver = self._saver
         if saver is None:
             return {"step": 0}
         saver._node_rank, saver._is_agent_rank_0 = node_rank, node_rank == 0
         step = self._step()
-        if not keep or not step:
+        # Shards are of the world that wrote them: its library would take them for those of another one.
+        if not keep or not step or (moved and int(saver.global_shard_num) > 1):
             self._drop()
             # Steps are made again, so they may be saved again.
             saver._latest_step = 0
@@ -194,10 +211,10 @@ class Companion:
             self._saver._shm_locks[number].release()
         self._frozen = []
 
-    def _save(self) -> dict[str, Any]:
-        """Once no worker is left: brings what is in memory to the disk."""
+    def _save(self, part: bool) -> dict[str, Any]:
+        """Once no worker is left: brings what is in memory to the disk. Where each node has all, the first does."""
         saver, step = self._saver, self._step()
-        if not step or not self._whole():
+        if not step or (not part and (self._spread() or not saver._is_agent_rank_0)):
             return {"step": step, "saved": 0}
         while self._is_busy():
             time.sleep(_LOOK_EVERY_SECONDS)  # why: its thread says nothing when it is done
@@ -231,6 +248,23 @@ class Companion:
             self._saver.close()
 
 
+def _save_shard(saver: Any, original: Any, step: int, shard: int, config: Any, done: str) -> Any:
+    """Writes one shard. Each leaves a file with its rank when it is done; FSDP's engine calls all of them rank 0."""
+    if not config.world_size:
+        config = replace(config, rank=saver._node_rank * saver.local_shard_num + shard)
+    return original(step, shard, config, done)
+
+
+class _Impatient:
+    """The library's clock."""
+
+    time = staticmethod(time.time)
+
+    @staticmethod
+    def sleep(seconds: float) -> None:
+        time.sleep(min(seconds, _LONGEST_PAUSE_SECONDS))  # why: it polls; see `_LONGEST_PAUSE_SECONDS`
+
+
 def _noted() -> int:
     """The last step in `ElasticTrainer`'s file; 0: there is none."""
     try:
@@ -238,6 +272,13 @@ def _noted() -> int:
             return int(json.load(file)["step"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0
+
+
+def _answer(companion: Companion, order: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
+    try:
+        say({"answers": order["number"], **companion.take(order)})
+    except Exception as error:
+        say({"answers": order["number"], "problem": f"{order['do']}: {type(error).__name__}: {error}"})
 
 
 def main() -> None:
@@ -261,10 +302,11 @@ def main() -> None:
         order = json.loads(line)
         if order["do"] == "close":
             break
-        try:
-            say({"answers": order["number"], **companion.take(order)})
-        except Exception as error:
-            say({"answers": order["number"], "problem": f"{order['do']}: {type(error).__name__}: {error}"})
+        if order["do"] == "save":
+            # It may wait for other nodes, and the next world does not.
+            threading.Thread(target=_answer, args=(companion, order, say), name="save", daemon=True).start()
+        else:
+            _answer(companion, order, say)
     companion.close()
     # Its threads wait for nothing any more.
     os._exit(0)

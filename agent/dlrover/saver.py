@@ -103,22 +103,27 @@ class NodeSaver:
         # One that still imports torch has nothing in memory, and serves no worker before it has read this.
         return int(self._ask(order, _ANSWERS_WITHIN_SECONDS if self._up else 0.0).get("step", 0))
 
-    def freeze(self) -> tuple[int, bool]:
-        """The workers are about to end: none of them begins to write any more.
+    def freeze(self) -> None:
+        """The workers are about to end: none of them begins to write any more."""
+        if self._up:
+            self._ask({"do": "freeze"}, _FREEZES_WITHIN_SECONDS)
 
-        Returns:
-            The step in memory (0: none), and whether this node alone can save it.
-        """
+    def part(self) -> int | None:
+        """The workers are gone: the step of what is in memory here (0: none), if other nodes have parts of it, too."""
         answer = self._ask({"do": "freeze"}, _FREEZES_WITHIN_SECONDS) if self._up else {}
-        return int(answer.get("step", 0)), bool(answer.get("whole"))
+        return int(answer.get("step", 0)) if answer.get("spread") else None
 
-    def save(self, timeout: float) -> int:
+    def save(self, timeout: float, *, part: bool = False) -> int:
         """The workers are gone: writes what is in memory, where this node has all of it.
 
+        Args:
+            timeout: seconds to wait for that; then it goes on behind.
+            part: also where other nodes have the rest, which do the same.
+
         Returns:
-            The step that is on the disk now; 0: none, or it takes longer than `timeout` seconds and goes on.
+            The step that is on the disk now; 0: none is, or not yet.
         """
-        return int(self._ask({"do": "save"}, timeout).get("saved", 0)) if self._up else 0
+        return int(self._ask({"do": "save", "part": part}, timeout).get("saved", 0)) if self._up else 0
 
     def settle(self, timeout: float) -> bool:
         """Waits at most `timeout` seconds until all that the workers asked for is on the disk."""
@@ -190,8 +195,8 @@ class NodeSaver:
         if lost and not told:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
             self._say(
-                f"the saver of Flash Checkpoint {how}: nothing is saved until the next change of the world, which starts "
-                f"another one; more in {self._log}",
+                f"the saver of Flash Checkpoint {how}: nothing is saved until the next change of the world, which "
+                f"starts another one; more in {self._log}",
                 True,
             )
 

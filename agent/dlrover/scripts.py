@@ -100,9 +100,9 @@ def warnings(found: Uses, min_nodes: int, max_nodes: int, node_unit: int) -> lis
         several = len(uneven) > 1
         listed = ", ".join(str(size) for size in uneven)
         lines.append(
-            f"dlrover's ElasticTrainer gives ranks different numbers of micro-batches with {listed} of {max_nodes} nodes:"
-            f" the batch is not what it was, and ranks may wait for each other in vain; --nnodes and --node-unit can"
-            f" exclude {'these sizes' if several else 'this size'}"
+            f"dlrover's ElasticTrainer gives ranks different numbers of micro-batches with {listed} of {max_nodes}"
+            f" nodes: the batch is not what it was, and ranks may wait for each other in vain; --nnodes and --node-unit"
+            f" can exclude {'these sizes' if several else 'this size'}"
         )
     if found.sampler:
         lines.append(

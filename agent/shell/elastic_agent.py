@@ -192,6 +192,8 @@ class ElasticAgent(LocalElasticAgent):
             case ev.StopWorkers():
                 self._mark("stopping")
                 self._stop_world(action.epoch, action.grace)
+            case ev.SaveFlash():
+                self._beside.save_part(action.epoch, action.step)
             case ev.TellWorkers():
                 self._link.tell(
                     drain=action.drain,
@@ -425,22 +427,22 @@ class ElasticAgent(LocalElasticAgent):
         }
 
     def _stop_world(self, epoch: int, grace: float) -> None:
-        context, saved = self._context, 0
+        context, stopped = self._context, ev.WorkersStopped(epoch)
 
         def stop() -> None:
-            nonlocal saved
+            nonlocal stopped
             try:
                 self._beside.freeze()
                 if context is not None:
                     context.stop(grace)
-                saved = self._beside.save()
-                if saved:
+                stopped = self._beside.stopped(epoch)
+                if stopped.flash_step:
                     self._adoption.settle(self._beside.save_timeout)
             except Exception:
                 logger.exception("the workers of epoch %d were not stopped in order", epoch)
             finally:
                 # The decisions wait for this event, whatever went wrong while stopping.
-                self._mailbox.put(ev.WorkersStopped(epoch, saved))
+                self._mailbox.put(stopped)
 
         # On a thread, because a process stuck in the kernel must not keep the agent from hearing its master.
         try:

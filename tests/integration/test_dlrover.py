@@ -1,0 +1,93 @@
+"""DLRover's own client library under this agent: its scripts run as they are, through every change of the world."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.jobs import dlrover_users as users
+from tests.support.jobs.cluster import LEFT, LEFT_UNSAVED, Cluster
+
+pytestmark = pytest.mark.timeout(300)
+Clusters = Callable[..., Cluster]
+
+
+@pytest.fixture
+def flash(clusters: Clusters) -> Callable[..., Cluster]:
+    """Makes jobs of `flash_worker.py`."""
+
+    def make(*extra: str, **options: Any) -> Cluster:
+        return clusters(
+            training=users.FlashTraining(extra=extra), hooked=False, universal="", step_time=0.05, **options
+        )
+
+    return make
+
+
+def crash(job: Cluster, rank: int) -> None:
+    """Kills the worker of this rank."""
+    os.kill(int((job.step_log / f"rank-{rank}").read_text(encoding="ascii")), signal.SIGKILL)
+
+
+def finish(job: Cluster) -> int:
+    """Has the script make its last step. Nothing may be left of the job. Returns that step."""
+    (job.step_log / "over").touch()
+    for node in job.alive():
+        node.process.wait(120)
+    job.check_exits()
+    job.close()
+    assert users.left_behind(job) == []
+    last = users.notes(job)[-1]
+    assert last[0] == "over"
+    assert (job.step_log / "dlrover_latest.txt").read_text(encoding="ascii") == last[1]
+    return int(last[1])
+
+
+def assert_one_history(job: Cluster) -> None:
+    """Every step that was made twice led to the same weights: nothing was resumed that another world had made."""
+    assert {step: found for step, found in users.sums(job).items() if len(found) > 1} == {}
+
+
+def test_a_crash_resumes_from_memory(flash: Callable[..., Cluster]) -> None:
+    """A worker is killed: the next one goes on from the last step in memory, and nothing is left behind at the end."""
+    job = flash()
+    (node,) = job.start("a")
+    users.wait_steps(job, 0)
+    crash(job, 0)
+    users.wait_steps(job, 1)
+    made = max(step for step in users.sums(job) if step <= users.worlds(job)[1].first + 1)
+    assert users.worlds(job)[1].first >= made - 1 > 0
+    finish(job)
+    assert_one_history(job)
+    assert any("steps are heard" in line or "1 node" in line for line in node.said())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_growth_leave_and_crash(flash: Callable[..., Cluster], kind: str) -> None:
+    """A node joins, a worker of it is killed, and it leaves: no world goes back behind the last step in memory."""
+    job = flash(*(["--fsdp"] if kind == "fsdp" else []), agent_flags=["--grow-wait=1"])
+    (a,) = job.start("a")
+    last = users.wait_steps(job, 0)
+    (b,) = job.start("b")
+    users.wait_steps(job, 1)
+    grown = users.worlds(job)[1]
+    assert (grown.size, grown.nodes, grown.workers) == (2, 2, 4)
+    assert grown.first >= last
+    before = users.wait_steps(job, 1, 12)
+    crash(job, 1)
+    users.wait_steps(job, 2)
+    assert users.worlds(job)[2].first >= before - 1
+    before = users.wait_steps(job, 2, 12)
+    # Of DDP the first node has all, and cannot know that the other has left nothing behind.
+    job.leave(b, LEFT if kind == "fsdp" else LEFT_UNSAVED)
+    users.wait_steps(job, 3)
+    assert users.worlds(job)[3].size == 1
+    assert users.worlds(job)[3].first >= before - 1
+    assert a.alive
+    finish(job)
+    assert_one_history(job)
