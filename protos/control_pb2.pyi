@@ -966,6 +966,7 @@ class World(google.protobuf.message.Message):
     NODES_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     PLACE_FIELD_NUMBER: builtins.int
+    ARRIVED_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     run_id: builtins.str
     store_host: builtins.str
@@ -974,6 +975,8 @@ class World(google.protobuf.message.Message):
     nodes: builtins.int
     """How many nodes, and how many workers in all."""
     world_size: builtins.int
+    arrived: builtins.int
+    """How many of its nodes were not in the world before."""
     @property
     def members(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Member]:
         """No longer filled in, because a directive would grow with the world. See `place`."""
@@ -998,9 +1001,10 @@ class World(google.protobuf.message.Message):
         nodes: builtins.int = ...,
         world_size: builtins.int = ...,
         place: global___Place | None = ...,
+        arrived: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["place", b"place", "resume", b"resume"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "members", b"members", "nodes", b"nodes", "place", b"place", "resume", b"resume", "run_id", b"run_id", "store_host", b"store_host", "store_port", b"store_port", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arrived", b"arrived", "epoch", b"epoch", "members", b"members", "nodes", b"nodes", "place", b"place", "resume", b"resume", "run_id", b"run_id", "store_host", b"store_host", "store_port", b"store_port", "world_size", b"world_size"]) -> None: ...
 
 global___World = World
 

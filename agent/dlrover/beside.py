@@ -75,14 +75,14 @@ class Beside:
         """What the workers of one world get."""
         return names.world_variables(group_rank, nodes) if self._saver is not None else {}
 
-    def enter(self, epoch: int, group_rank: int, nodes: int) -> None:
-        """The workers of a world are about to start.
+    def enter(self, epoch: int, group_rank: int, nodes: int, arrived: int) -> None:
+        """The workers of a world are about to start. See `NodeSaver.enter`.
 
         Raises:
             OSError: the saver cannot be started.
         """
         if self._saver is not None:
-            self._saver.enter(epoch, group_rank, nodes)
+            self._saver.enter(epoch, group_rank, nodes, arrived)
 
     def freeze(self) -> None:
         """The workers are about to end."""

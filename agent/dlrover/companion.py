@@ -8,8 +8,8 @@ nothing of the user's. It outlives workers and worlds, and ends with the agent.
 
 It reads one JSON object a line from its standard input, and answers each with one line on its standard output:
 
-    {"do": "world", "epoch": 2, "node_rank": 0, "nodes": 1, "keep": true}
-        a new world: what is in memory stays, or is dropped
+    {"do": "world", "epoch": 2, "node_rank": 0, "nodes": 1, "keep": true, "keep_parts": true}
+        a new world: what is in memory stays, or is dropped; where it is spread over nodes, only with "keep_parts"
     {"do": "freeze"}
         from now on no worker writes into the memory
     {"do": "save", "part": false}
@@ -72,6 +72,8 @@ class Companion:
         # Indices of the locks that this process holds, and of those whose holders died.
         self._frozen: list[int] = []
         self._torn: set[int] = set()
+        # The step that the present world has found in memory.
+        self._found = 0
         # (rank of this node, nodes) of the present world.
         self._place = (0, 0)
         self._lock = threading.Lock()
@@ -152,7 +154,7 @@ class Companion:
             case "world":
                 with self._lock:
                     self._epoch = int(order["epoch"])
-                    return self._enter(int(order["node_rank"]), int(order["nodes"]), bool(order["keep"]))
+                    return self._enter(int(order["node_rank"]), int(order["nodes"]), order["keep"], order["keep_parts"])
             case "freeze":
                 return {"step": self._freeze(), "spread": self._spread()}
             case "save":
@@ -162,9 +164,9 @@ class Companion:
             case other:
                 raise ValueError(f"an order of another version: {other!r}")
 
-    def _enter(self, node_rank: int, nodes: int, keep: bool) -> dict[str, Any]:
+    def _enter(self, node_rank: int, nodes: int, keep: bool, keep_parts: bool) -> dict[str, Any]:
         self._world += 1
-        moved, self._place = self._place != (node_rank, nodes), (node_rank, nodes)
+        keep_parts, self._place = keep_parts and self._place == (node_rank, nodes), (node_rank, nodes)
         os.environ.update(names.world_variables(node_rank, nodes))
         if self._world == 1:
             # Not earlier: a saver that is made for a world knows its place in it.
@@ -176,11 +178,15 @@ class Companion:
         saver._node_rank, saver._is_agent_rank_0 = node_rank, node_rank == 0
         step = self._step()
         # Shards are of the world that wrote them: its library would take them for those of another one.
-        if not keep or not step or (moved and int(saver.global_shard_num) > 1):
+        foreign = not keep_parts and int(saver.global_shard_num) > 1
+        # The last world has saved nothing: maybe it cannot load this. What could be saved of it is on the disk.
+        in_vain = step == self._found
+        if not keep or not step or foreign or in_vain:
             self._drop()
             # Steps are made again, so they may be saved again.
             saver._latest_step = 0
             step = 0
+        self._found = step
         # A commit that waits for nodes of the world before waits in vain. Segments may have been made anew.
         saver.reset_shared_memory()
         self._thaw()

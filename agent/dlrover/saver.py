@@ -81,11 +81,15 @@ class NodeSaver:
             claims.remove(self.name)
             raise
 
-    def enter(self, epoch: int, group_rank: int, nodes: int) -> int:
+    def enter(self, epoch: int, group_rank: int, nodes: int, arrived: int) -> int:
         """A new world is about to start here. Starts the companion where none runs.
 
         What is in memory stays only if this node was part of the world before: otherwise others have gone on without
-        it, maybe from an earlier step.
+        it, maybe from an earlier step. Where each node has a part, it stays only if all nodes do.
+
+        Args:
+            epoch, group_rank, nodes: the world's, and this node's place in it.
+            arrived: how many of its nodes were not in the world before.
 
         Returns:
             The step in this node's memory; 0: there is none.
@@ -100,6 +104,7 @@ class NodeSaver:
             # Steps of the world before are no news.
             os.unlink(self.variables["RUNTIME_METRICS_PATH"])
         order = {"do": "world", "epoch": epoch, "node_rank": group_rank, "nodes": nodes, "keep": keep}
+        order["keep_parts"] = not arrived
         # One that still imports torch has nothing in memory, and serves no worker before it has read this.
         return int(self._ask(order, _ANSWERS_WITHIN_SECONDS if self._up else 0.0).get("step", 0))
 

@@ -247,7 +247,7 @@ class ElasticAgent(LocalElasticAgent):
                 raise OSError(f"the store of epoch {world.epoch} is not open any more")
             self._enter(world, self._place)
             self._open_memory(world)
-            self._beside.enter(world.epoch, self._place.group_rank, self._place.nodes)
+            self._beside.enter(world.epoch, self._place.group_rank, self._place.nodes, world.arrived)
             self._start_workers(self._worker_group)
         except (OSError, ValueError, RuntimeError) as error:
             logger.exception("the workers of epoch %d could not be started", world.epoch)

@@ -294,6 +294,7 @@ def world_proto(job: Job, world: World) -> control_pb2.World:
         store_port=world.store_port,
         nodes=len(world.members),
         world_size=world.size,
+        arrived=world.arrived,
     )
     record = job.checkpoint(world.resume) if world.resume else None
     if record is not None:

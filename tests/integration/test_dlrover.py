@@ -67,27 +67,58 @@ def test_a_crash_resumes_from_memory(flash: Callable[..., Cluster]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_growth_leave_and_crash(flash: Callable[..., Cluster], kind: str) -> None:
-    """A node joins, a worker of it is killed, and it leaves: no world goes back behind the last step in memory."""
-    job = flash(*(["--fsdp"] if kind == "fsdp" else []), agent_flags=["--grow-wait=1"])
-    (a,) = job.start("a")
+def test_growth_crash_leave_and_kill(flash: Callable[..., Cluster]) -> None:
+    """DDP: a node joins, its worker is killed, it leaves, another joins and is killed: no step in memory is lost."""
+    job = flash(agent_flags=["--grow-wait=1"])
+    job.start("a")
     last = users.wait_steps(job, 0)
     (b,) = job.start("b")
+    last = max(last, users.wait_steps(job, 0))
     users.wait_steps(job, 1)
     grown = users.worlds(job)[1]
     assert (grown.size, grown.nodes, grown.workers) == (2, 2, 4)
     assert grown.first >= last
-    before = users.wait_steps(job, 1, 12)
+    last = users.wait_steps(job, 1, 12)
     crash(job, 1)
     users.wait_steps(job, 2)
-    assert users.worlds(job)[2].first >= before - 1
-    before = users.wait_steps(job, 2, 12)
-    # Of DDP the first node has all, and cannot know that the other has left nothing behind.
-    job.leave(b, LEFT if kind == "fsdp" else LEFT_UNSAVED)
+    assert users.worlds(job)[2].first >= last - 1
+    last = users.wait_steps(job, 2, 12)
+    # The other node has all of it, but this one cannot know whether that stays.
+    job.leave(b, LEFT_UNSAVED)
     users.wait_steps(job, 3)
-    assert users.worlds(job)[3].size == 1
-    assert users.worlds(job)[3].first >= before - 1
+    assert (users.worlds(job)[3].size, users.worlds(job)[3].first >= last - 1) == (1, True)
+    (c,) = job.start("c")
+    last = users.wait_steps(job, 4, 12)
+    # Its keeper lives for a moment longer, and removes what it has left on this machine.
+    job.kill_agent(c)
+    users.wait_steps(job, 5)
+    assert (users.worlds(job)[5].size, users.worlds(job)[5].first >= last - 1) == (1, True)
+    finish(job)
+    assert_one_history(job)
+
+
+@pytest.mark.full
+def test_what_is_spread_is_saved_by_all_or_none(flash: Callable[..., Cluster]) -> None:
+    """FSDP on two nodes: a crash resumes from memory, a leave from what both wrote, a kill from the last such save."""
+    job = flash("--fsdp", nnodes="2:2")
+    a, b = job.start("a", "b")
+    last = users.wait_steps(job, 0, 12)
+    crash(job, 1)
+    users.wait_steps(job, 1)
+    assert users.worlds(job)[1].first >= last - 1
+    last = users.wait_steps(job, 1, 12)
+    job.leave(b, LEFT)
+    job.wait_exit(b)
+    (c,) = job.start("c")
+    users.wait_steps(job, 2)
+    saved = users.worlds(job)[2].first
+    assert saved >= last - 1
+    users.wait_steps(job, 2, 12)
+    # Its keeper lives for a moment longer, and removes what it has left on this machine.
+    job.kill_agent(c)
+    job.start("d")
+    users.wait_steps(job, 3)
+    assert users.worlds(job)[3].first == saved, "nobody has the part of the node that was killed"
     assert a.alive
     finish(job)
     assert_one_history(job)
