@@ -40,7 +40,8 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
         return
     if directive.epoch != state.started:
         return
-    if directive.flash_save == part.step:
+    # Later, this node may have joined already, and its workers write into that memory.
+    if directive.flash_save == part.step and decision.now < part.deadline:
         until = decision.now + state.settings.save_timeout
         state.epoch.flash_part = replace(part, saving=True, deadline=until)
         decision.do(ev.SaveFlash(state.started, part.step))

@@ -4,8 +4,6 @@ It holds the sockets through which the workers hand over what they put into shar
 Under DLRover's launcher this is a thread of its agent; here it is a process of its own, so that the agent imports
 nothing of the user's. It outlives workers and worlds, and ends with the agent.
 
-    python -m dalsegno.agent.dlrover.companion
-
 It reads one JSON object a line from its standard input, and answers each with one line on its standard output:
 
     {"do": "world", "epoch": 2, "node_rank": 0, "nodes": 1, "keep": true, "keep_parts": true}
