@@ -209,3 +209,22 @@ def test_a_node_that_leaves_during_a_slow_start_is_not_waited_for() -> None:
     assert not lines(job, "epoch 2")
     a.failed("no such data")
     assert job.phase is Phase.FAILED
+
+
+def test_steps_without_a_session_tell_where_a_world_went_on() -> None:
+    """DLRover's saver tells of them. The script loads what it finds itself, so the record does not know the step."""
+    job = Driven(settings())
+    a, b = job.start(2)
+
+    def heard(step: int, epoch: int) -> None:
+        job.note(control_pb2.ProgressRequest(caller=a.caller(epoch, 0), step=step))
+
+    heard(1, 1)
+    heard(14, 1)
+    b.failed()
+    all_join([a, b])
+    heard(16, 2)
+    assert "epoch 1: " in job.notices
+    assert "from step 0" in job.notices.splitlines()[0]
+    assert "2 nodes, from step 15 or before" in job.notices.splitlines()[-1]
+    assert "lost an unknown number of steps" in job.notices.splitlines()[-1]
