@@ -236,12 +236,15 @@ class Companion:
     # ---- beside -----------------------------------------------------------------------------------------------------
 
     def _hear(self) -> None:
-        """Says each new step in memory, and each that `ElasticTrainer` notes."""
+        """Says each new step in memory or, without Flash Checkpoint, each that `ElasticTrainer` notes.
+
+        That class counts from the start of its process.
+        """
         said = 0
         while True:
             time.sleep(_HEAR_EVERY_SECONDS)  # why: neither memory nor file tells of a change
             with self._lock:
-                epoch, step = self._epoch, max(self._step(), _noted())
+                epoch, step = self._epoch, _noted() if self._saver is None else self._step()
             if step != said:
                 said = step
                 self._say({"heard": step, "epoch": epoch})

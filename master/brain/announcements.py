@@ -42,7 +42,7 @@ def as_heard(turn: Turn, world: World) -> World:
 
     The run has no such checkpoint on its record, but the script has loaded something if its first step is a later one.
     """
-    if turn.job.has_session:
+    if turn.job.has_session or world.epoch == 1:
         return world
     return replace(world, resumed_step=max(world.resumed_step, turn.open.top_step - 1))
 
