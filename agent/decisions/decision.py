@@ -89,7 +89,7 @@ class Decision:
         if state.workers is Workers.RUNNING:
             state.workers = Workers.STOPPING
             state.stop_deadline = self.now + grace + state.settings.save_timeout + STOP_PATIENCE_SECONDS
-            self.do(ev.StopWorkers(state.started, grace))
+            self.do(ev.StopWorkers(state.started, grace, may_save(state)))
 
     def stop_conversion(self) -> None:
         if self.state.lease:
@@ -135,6 +135,12 @@ class Decision:
         self.stop_conversion()
         self.state.ended = True
         self.do(ev.Exit(code, message))
+
+
+def may_save(state: AgentState) -> bool:
+    """Whether what the workers leave in memory is still the newest of the run: nobody has gone on without this node."""
+    alone = state.world is not None and state.world.nodes == 1
+    return not state.fenced and state.open_epoch <= state.started and (state.link.up or alone)
 
 
 def is_saved(state: AgentState) -> bool:

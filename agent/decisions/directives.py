@@ -16,7 +16,7 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
     if directive.generation < state.generation or state.fenced or state.door.registering:
         return
     state.generation = directive.generation
-    state.phase = directive.phase
+    state.phase, state.open_epoch = directive.phase, directive.epoch
     state.run_id = directive.run_id or state.run_id
     state.has_head = directive.HasField("head")
     if directive.generation > state.heard_generation:

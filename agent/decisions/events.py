@@ -331,10 +331,14 @@ class StartWorkers:
 
 @dataclass(frozen=True)
 class StopWorkers:
-    """SIGTERM and `grace` seconds, then SIGKILL; 0 kills at once. Answered by `WorkersStopped`."""
+    """SIGTERM and `grace` seconds, then SIGKILL; 0 kills at once. Answered by `WorkersStopped`.
+
+    `save`: what they leave in memory of DLRover's Flash Checkpoint may go to the disk: no newer epoch is open.
+    """
 
     epoch: int
     grace: float = 0.0
+    save: bool = True
 
 
 @dataclass(frozen=True)

@@ -301,6 +301,8 @@ class AgentState:
     notice: int = 0
     # From the last directive.
     heard_generation: int = 0
+    # The last opened epoch, with this node or without.
+    open_epoch: int = 0
     # Whether a directive has come in before.
     directed: bool = False
     link: Link = field(default_factory=Link)

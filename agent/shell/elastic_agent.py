@@ -191,7 +191,7 @@ class ElasticAgent(LocalElasticAgent):
                 self._start_world(action.world)
             case ev.StopWorkers():
                 self._mark("stopping")
-                self._stop_world(action.epoch, action.grace)
+                self._stop_world(action)
             case ev.SaveFlash():
                 self._beside.save_part(action.epoch, action.step)
             case ev.TellWorkers():
@@ -426,16 +426,18 @@ class ElasticAgent(LocalElasticAgent):
             **self._beside.variables,
         }
 
-    def _stop_world(self, epoch: int, grace: float) -> None:
-        context, stopped = self._context, ev.WorkersStopped(epoch)
+    def _stop_world(self, order: ev.StopWorkers) -> None:
+        context, stopped, epoch = self._context, ev.WorkersStopped(order.epoch), order.epoch
 
         def stop() -> None:
             nonlocal stopped
             try:
-                self._beside.freeze()
+                if order.save:
+                    self._beside.freeze()
                 if context is not None:
-                    context.stop(grace)
-                stopped = self._beside.stopped(epoch)
+                    context.stop(order.grace)
+                if order.save:
+                    stopped = self._beside.stopped(epoch)
                 if stopped.flash_step:
                     self._adoption.settle(self._beside.save_timeout)
             except Exception:

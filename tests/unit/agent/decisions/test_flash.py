@@ -10,7 +10,7 @@ from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions.flash import AGREE_SECONDS
 from dalsegno.protos import control_pb2, worker_pb2
 
-from .test_decisions import GATHER, Agent
+from .test_decisions import GATHER, Agent, world
 
 
 def stopped(part: int | None, *, leaves: bool = False, flash_step: int = 0) -> Agent:
@@ -120,3 +120,41 @@ def test_a_leaver_that_has_all_says_what_is_saved(step: int, code: int) -> None:
     (exit_,) = agent.did(ev.Exit)
     assert exit_.code == code
     assert (f"step {step}" in exit_.message) is bool(step)
+
+
+def stops(agent: Agent) -> ev.StopWorkers:
+    (order,) = agent.did(ev.StopWorkers)
+    return order
+
+
+def test_what_a_node_leaves_is_saved_while_its_epoch_is_the_last() -> None:
+    """The world broke, and nobody has gone on yet."""
+    agent = Agent().registered().running(session=False)
+    agent.directed(gather=GATHER, epoch=1)
+    assert stops(agent).save
+
+
+def test_a_fenced_node_saves_nothing() -> None:
+    """Others have gone on without it: its older step would become the newest on the disk."""
+    agent = Agent().registered().running(session=False)
+    agent.directed(fenced=control_pb2.Fenced(reason="silent"))
+    assert not stops(agent).save
+
+
+def test_a_node_that_was_passed_over_saves_nothing() -> None:
+    """A newer world is open without it."""
+    agent = Agent().registered().running(session=False)
+    agent.directed(wait=control_pb2.Wait(reason="a spare"), epoch=2)
+    assert not stops(agent).save
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_without_a_master_only_a_world_of_one_saves(nodes: int) -> None:
+    """Nobody else can have gone on."""
+    agent = Agent().registered()
+    one = world()
+    one.nodes = nodes
+    agent.directed(run=one, epoch=1)
+    agent.hear(ev.LinkChanged(False))
+    agent.exits(1)
+    assert stops(agent).save is (nodes == 1)
