@@ -35,7 +35,7 @@ class Beside:
 
     Args:
         wanted: the script uses them.
-        job_id, max_nodes, directory, log, lifeline: see `NodeSaver`.
+        job_id, directory, log, lifeline: see `NodeSaver`.
         join_timeout: seconds, --join-timeout.
         script: what the workers run.
         deliver: takes events; called on any thread.
@@ -48,7 +48,6 @@ class Beside:
         self,
         wanted: bool,
         job_id: str,
-        max_nodes: int,
         join_timeout: float,
         script: Script,
         directory: Path,
@@ -65,15 +64,15 @@ class Beside:
             return
         source = script.source
         path = str(source.absolute().parent) if isinstance(source, Path) else ""
-        self._saver = NodeSaver(job_id, max_nodes, directory, path, log, lifeline, self._heard, say)
+        self._saver = NodeSaver(job_id, directory, path, log, lifeline, self._heard, say)
         # What the workers get in every world.
         self.variables = self._saver.variables
         # Seconds that `save` takes at most.
         self.save_timeout = _PART_OF_JOINING * join_timeout
 
-    def world_variables(self, group_rank: int, nodes: int) -> dict[str, str]:
-        """What the workers of one world get."""
-        return names.world_variables(group_rank, nodes) if self._saver is not None else {}
+    def world_variables(self, group_rank: int, nodes: int, max_nodes: int) -> dict[str, str]:
+        """What the workers of one world get. `max_nodes`: as the job has it, whatever this agent was told."""
+        return names.world_variables(group_rank, nodes, max_nodes) if self._saver is not None else {}
 
     def enter(self, epoch: int, group_rank: int, nodes: int, arrived: int) -> None:
         """The workers of a world are about to start. See `NodeSaver.enter`.

@@ -35,7 +35,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from . import names
 from .watched import watch
 
 __all__ = ["Companion", "main"]
@@ -165,7 +164,7 @@ class Companion:
     def _enter(self, node_rank: int, nodes: int, keep: bool, keep_parts: bool) -> dict[str, Any]:
         self._world += 1
         keep_parts, self._place = keep_parts and self._place == (node_rank, nodes), (node_rank, nodes)
-        os.environ.update(names.world_variables(node_rank, nodes))
+        os.environ.update(NODE_RANK=str(node_rank), NODE_NUM=str(nodes))
         if self._world == 1:
             # Not earlier: a saver that is made for a world knows its place in it.
             orders = self._queue(name="factory", create=True)

@@ -59,24 +59,24 @@ def metrics_file(directory: str) -> str:
     return f"{directory}/runtime_metrics.json"
 
 
-def job_variables(name: str, directory: str, max_nodes: int) -> dict[str, str]:
+def job_variables(name: str, directory: str) -> dict[str, str]:
     """What its classes read, as far as it is the same in every world.
 
     Args:
         name: the run's name.
         directory: where the two JSON files are.
-        max_nodes: the world for which the script's batch size is meant.
     """
     return {
         "ROLE_NAME": ROLE,
         "TORCHELASTIC_RUN_ID": name,
-        # `ElasticTrainer` accumulates as many micro-batches as keep the batch that this many nodes would have.
-        "WORKER_NUM": str(max_nodes),
         "DLROVER_PARAL_CONFIG_PATH": f"{directory}/paral_config.json",
         "RUNTIME_METRICS_PATH": metrics_file(directory),
     }
 
 
-def world_variables(group_rank: int, nodes: int) -> dict[str, str]:
-    """What its classes read, for one world: replicas are dealt to `NODE_NUM` nodes, so it is the world's."""
-    return {"NODE_RANK": str(group_rank), "NODE_NUM": str(nodes)}
+def world_variables(group_rank: int, nodes: int, max_nodes: int) -> dict[str, str]:
+    """What its classes read, for one world: replicas are dealt to `NODE_NUM` nodes, so it is the world's.
+
+    `ElasticTrainer` accumulates as many micro-batches as keep the batch that `WORKER_NUM` nodes would have.
+    """
+    return {"NODE_RANK": str(group_rank), "NODE_NUM": str(nodes), "WORKER_NUM": str(max_nodes)}

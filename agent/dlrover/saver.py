@@ -37,7 +37,6 @@ class NodeSaver:
 
     Args:
         job_id: the job's.
-        max_nodes: the most nodes that a world may have.
         directory: a private directory of this agent, for the files that DLRover's classes read and write.
         path: where the script's own modules are; its storage class may be one of them.
         log: where the companion's output goes.
@@ -52,7 +51,6 @@ class NodeSaver:
     def __init__(
         self,
         job_id: str,
-        max_nodes: int,
         directory: Path,
         path: str,
         log: Path,
@@ -66,7 +64,7 @@ class NodeSaver:
         lifeline.add_prefix(names.segments(self.name))
         lifeline.add_path(Path(names.sockets(self.name)))
         # What the workers get in every world.
-        self.variables = names.job_variables(self.name, str(directory), max_nodes)
+        self.variables = names.job_variables(self.name, str(directory))
         self._process: subprocess.Popen[str]
         # One order at a time.
         self._asking = threading.Lock()

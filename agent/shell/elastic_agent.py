@@ -115,7 +115,6 @@ class ElasticAgent(LocalElasticAgent):
         self._beside = Beside(
             config.dlrover,
             config.job_id,
-            config.settings.max_nodes,
             config.settings.join_timeout,
             script,
             self._link.directory,
@@ -295,8 +294,10 @@ class ElasticAgent(LocalElasticAgent):
         )
         envs: dict[int, Any] = {}
         environment: Any
+        most = int(self._effects.settings.max_nodes)
+        of_dlrover = self._beside.world_variables(place.group_rank, place.nodes, most)
         for local, environment in enumerate(added):
-            environment |= self._node_environment() | self._beside.world_variables(place.group_rank, place.nodes)
+            environment |= self._node_environment() | of_dlrover
             self._set_local_rank_env(environment, local, spec)
             envs[local] = environment
         settings = self._effects.settings

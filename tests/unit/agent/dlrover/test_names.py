@@ -23,7 +23,7 @@ def test_a_long_name_fits_into_a_sockets_path(number: int) -> None:
 
 def test_variables_of_a_world() -> None:
     """The batch is meant for the most nodes; replicas are dealt to those that are there."""
-    known = names.job_variables("gpt.2", "/run/x", 4) | names.world_variables(1, 3)
+    known = names.job_variables("gpt.2", "/run/x") | names.world_variables(1, 3, 4)
     assert known["WORKER_NUM"] == "4"
     assert (known["NODE_NUM"], known["NODE_RANK"]) == ("3", "1")
     assert known["TORCHELASTIC_RUN_ID"] == "gpt.2"
