@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import dlrover_users as users
+from tests.support.jobs import local_processes as processes
 from tests.support.jobs.cluster import LEFT, LEFT_UNSAVED, Cluster
 
 pytestmark = pytest.mark.timeout(300)
@@ -120,5 +121,24 @@ def test_what_is_spread_is_saved_by_all_or_none(flash: Callable[..., Cluster]) -
     users.wait_steps(job, 3)
     assert users.worlds(job)[3].first == saved, "nobody has the part of the node that was killed"
     assert a.alive
+    finish(job)
+    assert_one_history(job)
+
+
+@pytest.mark.full
+def test_the_saver_dies(flash: Callable[..., Cluster]) -> None:
+    """Training goes on, people are told, and the next world has another saver, whose memory it resumes from."""
+    job = flash("--disk-every=5")
+    (node,) = job.start("a")
+    users.wait_steps(job, 0, 12)
+    (saver,) = [pid for pid in job.processes(node) if "dlrover.companion" in processes.command_line(pid)]
+    os.kill(saver, signal.SIGKILL)
+    job.wait_line("the saver of Flash Checkpoint was killed by signal 9", node)
+    crash(job, 0)
+    users.wait_steps(job, 1, 12)
+    assert users.worlds(job)[1].first > 0
+    crash(job, 0)
+    last = users.wait_steps(job, 2)
+    assert last > users.worlds(job)[2].first > users.worlds(job)[1].first
     finish(job)
     assert_one_history(job)
