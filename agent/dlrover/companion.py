@@ -27,6 +27,7 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -35,6 +36,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ..processes.keeper import DEAF_TO
 from .watched import watch
 
 __all__ = ["Companion", "main"]
@@ -289,6 +291,9 @@ def _answer(companion: Companion, order: dict[str, Any], say: Callable[[dict[str
 
 def main() -> None:
     """Answers orders until there are no more."""
+    # Notices to all processes of a node are meant for the agent, which then needs this one.
+    for signum in DEAF_TO:
+        signal.signal(signum, signal.SIG_IGN)
     # Only answers go there: the library may print.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

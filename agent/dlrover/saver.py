@@ -16,8 +16,10 @@ from typing import Any
 
 from dalsegno.protos.shortage import starting
 
+from ..processes.keeper import DEAF_TO
 from ..processes.lifeline import Lifeline
 from ..processes.proc import kill_group
+from ..processes.signals import held_back
 from . import claims, names
 
 __all__ = ["NodeSaver"]
@@ -154,7 +156,7 @@ class NodeSaver:
     def _start(self) -> None:
         added = {**self.variables, **self._lifeline.environment()}
         paths = [self._path, *filter(None, [os.environ.get("PYTHONPATH", "")])]
-        with open(self._log, "ab") as log, starting("the saver of Flash Checkpoint"):
+        with open(self._log, "ab") as log, starting("the saver of Flash Checkpoint"), held_back(DEAF_TO):
             process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "dalsegno.agent.dlrover.companion"],
                 stdin=subprocess.PIPE,

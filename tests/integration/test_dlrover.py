@@ -132,6 +132,10 @@ def test_the_saver_dies(flash: Callable[..., Cluster]) -> None:
     (node,) = job.start("a")
     users.wait_steps(job, 0, 12)
     (saver,) = [pid for pid in job.processes(node) if "dlrover.companion" in processes.command_line(pid)]
+    # A notice to all processes of the node, as of systemd or Slurm, is not for this one.
+    os.kill(saver, signal.SIGTERM)
+    users.wait_steps(job, 0, 24)
+    assert processes.is_alive(saver)
     os.kill(saver, signal.SIGKILL)
     job.wait_line("the saver of Flash Checkpoint was killed by signal 9", node)
     crash(job, 0)
