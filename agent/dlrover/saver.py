@@ -20,7 +20,8 @@ from ..processes.keeper import DEAF_TO
 from ..processes.lifeline import Lifeline
 from ..processes.proc import kill_group
 from ..processes.signals import held_back
-from . import claims, names
+from . import names
+from .claims import Claim, sweep
 
 __all__ = ["NodeSaver"]
 
@@ -61,7 +62,11 @@ class NodeSaver:
         say: Callable[[str, bool], None],
     ) -> None:
         self._log, self._path, self._lifeline, self._heard, self._say = log, path, lifeline, heard, say
-        self.name = claims.claim(job_id)
+        self._claim = Claim(job_id)
+        # After it, so that no name that is just cleaned up is taken.
+        for name in sweep():
+            logger.warning("an agent that is gone had left sockets and memory of Flash Checkpoint: %s; removed", name)
+        self.name = self._claim.name
         # In this order: a claim of what the keeper still removes would be lost.
         lifeline.add_prefix(names.segments(self.name))
         lifeline.add_path(Path(names.sockets(self.name)))
@@ -78,7 +83,7 @@ class NodeSaver:
         try:
             self._start()
         except OSError:
-            claims.remove(self.name)
+            self._claim.close()
             raise
 
     def enter(self, epoch: int, group_rank: int, nodes: int, arrived: int) -> int:
@@ -149,7 +154,7 @@ class NodeSaver:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_ENDS_WITHIN_SECONDS)
         self._end(process)
-        claims.remove(self.name)
+        self._claim.close()
 
     # ---- the process ------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dalsegno.agent.dlrover.claims import sweep
 from tests.support.jobs import dlrover_users as users
 from tests.support.jobs import local_processes as processes
 from tests.support.jobs.cluster import LEFT, LEFT_UNSAVED, Cluster
@@ -90,9 +91,9 @@ def test_growth_crash_leave_and_kill(flash: Callable[..., Cluster]) -> None:
     assert (users.worlds(job)[3].size, users.worlds(job)[3].first >= last - 1) == (1, True)
     (c,) = job.start("c")
     last = users.wait_steps(job, 4, 12)
-    # Its keeper lives for a moment longer, and removes what it has left on this machine.
-    job.kill_agent(c)
+    job.kill_node(c)
     users.wait_steps(job, 5)
+    assert sweep(), "on this machine its keeper has died with it"
     assert (users.worlds(job)[5].size, users.worlds(job)[5].first >= last - 1) == (1, True)
     finish(job)
     assert_one_history(job)
