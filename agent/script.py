@@ -31,6 +31,8 @@ __all__ = [
     "refuses_flag",
     "runs_ahead",
     "tells_of_a_peer",
+    "text_of",
+    "uses_dlrover",
 ]
 
 # This flag tells a script to load universal files.
@@ -60,6 +62,7 @@ _HEAVY = (
     "peft",
     "lightning",
     "torchvision",
+    "dlrover",
     "dalsegno.elastic",
     "dalsegno.swift_plugin",
     "swift",
@@ -68,7 +71,8 @@ _HEAVY = (
 _LATER = {
     "deepspeed": ("deepspeed.runtime.zero.muon.muon_optimizer?",),
     "dalsegno.elastic": ("dalsegno.elastic.script.session?",),
-    # Its package imports nothing by itself.
+    # Both packages import nothing by themselves.
+    "dlrover": ("dlrover.trainer.torch.elastic.trainer?", "dlrover.trainer.torch.flash_checkpoint.ddp?"),
     "transformers": ("transformers.trainer?",),
     "dalsegno.swift_plugin": ("dalsegno.swift_plugin.hf.trainer?",),
     "swift": ("swift.pipelines.train.sft?", "swift.trainers.seq2seq_trainer?", "dalsegno.swift_plugin.swift_hooks?"),
@@ -173,7 +177,7 @@ def knows_us(script: Script) -> bool:
         return source.startswith("swift.")
     if source is None:
         return False
-    text = _text(source)
+    text = text_of(source)
     return "dalsegno.elastic" in text or "dalsegno.swift_plugin" in text
 
 
@@ -184,6 +188,11 @@ def expects_session(script: Script) -> bool:
         name == "dalsegno" or name.startswith(tuple(f"{one}." for one in packages)) or name in packages
         for name in _named_by(script.source)
     )
+
+
+def uses_dlrover(script: Script) -> bool:
+    """Whether its own text imports DLRover's client library."""
+    return any(name.partition(".")[0] == "dlrover" for name in _named_by(script.source))
 
 
 def runs_ahead(script: Script, wanted: str) -> bool:
@@ -202,7 +211,7 @@ def runs_ahead(script: Script, wanted: str) -> bool:
 def reads_resume_point(script: Script) -> bool:
     """Whether the script's text says that it finds the resume point by itself, in its environment."""
     source = script.source
-    return isinstance(source, Path) and Variable.RESUME_DIR in _text(source)
+    return isinstance(source, Path) and Variable.RESUME_DIR in text_of(source)
 
 
 def tells_of_a_peer(error: str) -> str:
@@ -245,7 +254,8 @@ def _has_plugin(script: Script) -> bool:
     return any(_SWIFT_PLUGIN in argument for argument in script.own[1:])
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """A script's text, or the beginning of a very long one."""
     with open(path, encoding="utf-8", errors="replace") as file:
         return file.read(_MAX_TEXT)
 
@@ -256,4 +266,4 @@ def _named_by(script: Path | str | None) -> set[str]:
         return {script, "swift"} if script.startswith("dalsegno.swift_plugin.") else {script}
     if script is None or not script.is_file():
         return set()
-    return set(_IMPORT.findall(_text(script)))
+    return set(_IMPORT.findall(text_of(script)))

@@ -166,6 +166,8 @@ _OF_A_WORLD = frozenset(
     {
         *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
         *("MASTER_ADDR", "MASTER_PORT"),
+        # What the classes of DLRover read.
+        *("NODE_NUM", "NODE_RANK", "WORKER_NUM"),
         *(Variable.EPOCH, Variable.RUN_ID, Variable.RUN_DIR, Variable.NODE, Variable.GENERATION),
         *(Variable.MIN_NODES, Variable.MAX_NODES, Variable.STALL_TIMEOUT),
         *(Variable.RESUME_NAME, Variable.RESUME_DIGEST, Variable.RESUME_DIR, Variable.RESUME_FORM),

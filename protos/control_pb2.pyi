@@ -731,6 +731,7 @@ class Directive(google.protobuf.message.Message):
     SIGHT_FIELD_NUMBER: builtins.int
     CONVERTING_FIELD_NUMBER: builtins.int
     MAKE_DURABLE_FIELD_NUMBER: builtins.int
+    FLASH_SAVE_FIELD_NUMBER: builtins.int
     generation: builtins.int
     phase: global___Phase.ValueType
     epoch: builtins.int
@@ -738,6 +739,10 @@ class Directive(google.protobuf.message.Message):
     run_id: builtins.str
     converting: builtins.str
     """Name of the checkpoint of which a later form is being made, by whichever node: what was begun of it stays."""
+    flash_save: builtins.int
+    """What the workers of the last opened epoch left in memory of DLRover's Flash Checkpoint: all its nodes hold this step,
+    and write it to the disk. 0: nobody does. Absent: not known yet.
+    """
     @property
     def wait(self) -> global___Wait:
         """Stand by: no place in the present world."""
@@ -819,9 +824,13 @@ class Directive(google.protobuf.message.Message):
         sight: global___CheckpointRef | None = ...,
         converting: builtins.str = ...,
         make_durable: global___MakeDurable | None = ...,
+        flash_save: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["convert", b"convert", "drain", b"drain", "fenced", b"fenced", "finish", b"finish", "gather", b"gather", "head", b"head", "make_durable", b"make_durable", "order", b"order", "release", b"release", "run", b"run", "settings", b"settings", "sight", b"sight", "verify", b"verify", "wait", b"wait"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["convert", b"convert", "converting", b"converting", "drain", b"drain", "epoch", b"epoch", "fenced", b"fenced", "finish", b"finish", "gather", b"gather", "generation", b"generation", "head", b"head", "make_durable", b"make_durable", "notices", b"notices", "order", b"order", "phase", b"phase", "prune", b"prune", "release", b"release", "run", b"run", "run_id", b"run_id", "settings", b"settings", "sight", b"sight", "verify", b"verify", "wait", b"wait"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_flash_save", b"_flash_save", "convert", b"convert", "drain", b"drain", "fenced", b"fenced", "finish", b"finish", "flash_save", b"flash_save", "gather", b"gather", "head", b"head", "make_durable", b"make_durable", "order", b"order", "release", b"release", "run", b"run", "settings", b"settings", "sight", b"sight", "verify", b"verify", "wait", b"wait"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_flash_save", b"_flash_save", "convert", b"convert", "converting", b"converting", "drain", b"drain", "epoch", b"epoch", "fenced", b"fenced", "finish", b"finish", "flash_save", b"flash_save", "gather", b"gather", "generation", b"generation", "head", b"head", "make_durable", b"make_durable", "notices", b"notices", "order", b"order", "phase", b"phase", "prune", b"prune", "release", b"release", "run", b"run", "run_id", b"run_id", "settings", b"settings", "sight", b"sight", "verify", b"verify", "wait", b"wait"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_flash_save", b"_flash_save"]) -> typing.Literal["flash_save"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["order", b"order"]) -> typing.Literal["wait", "gather", "run", "drain", "finish", "fenced", "release"] | None: ...
 
 global___Directive = Directive
@@ -967,6 +976,7 @@ class World(google.protobuf.message.Message):
     NODES_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     PLACE_FIELD_NUMBER: builtins.int
+    ARRIVED_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     run_id: builtins.str
     store_host: builtins.str
@@ -975,6 +985,8 @@ class World(google.protobuf.message.Message):
     nodes: builtins.int
     """How many nodes, and how many workers in all."""
     world_size: builtins.int
+    arrived: builtins.int
+    """How many of its nodes were not in the world before."""
     @property
     def members(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Member]:
         """No longer filled in, because a directive would grow with the world. See `place`."""
@@ -999,9 +1011,10 @@ class World(google.protobuf.message.Message):
         nodes: builtins.int = ...,
         world_size: builtins.int = ...,
         place: global___Place | None = ...,
+        arrived: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["place", b"place", "resume", b"resume"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "members", b"members", "nodes", b"nodes", "place", b"place", "resume", b"resume", "run_id", b"run_id", "store_host", b"store_host", "store_port", b"store_port", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arrived", b"arrived", "epoch", b"epoch", "members", b"members", "nodes", b"nodes", "place", b"place", "resume", b"resume", "run_id", b"run_id", "store_host", b"store_host", "store_port", b"store_port", "world_size", b"world_size"]) -> None: ...
 
 global___World = World
 
@@ -1355,6 +1368,7 @@ class ProgressRequest(google.protobuf.message.Message):
     WRITTEN_BYTES_FIELD_NUMBER: builtins.int
     EXPECTS_SESSION_FIELD_NUMBER: builtins.int
     COLD_FIELD_NUMBER: builtins.int
+    FLASH_STEP_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The highest step that a rank of this node has finished in the caller's epoch."""
     loss: builtins.float
@@ -1382,6 +1396,10 @@ class ProgressRequest(google.protobuf.message.Message):
     """The standby workers for the next epoch are not ready yet: they still import what the script needs, or run it ahead.
     A growth waits for them.
     """
+    flash_step: builtins.int
+    """The workers are gone. The step of this node's part of what they left in memory of DLRover's Flash Checkpoint; 0: there
+    is none, or it is torn. Absent: they run, or no other node has a part of it.
+    """
     @property
     def caller(self) -> global___Caller: ...
     def __init__(
@@ -1399,9 +1417,11 @@ class ProgressRequest(google.protobuf.message.Message):
         written_bytes: builtins.int = ...,
         expects_session: builtins.bool = ...,
         cold: builtins.bool = ...,
+        flash_step: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["beats", b"beats", "caller", b"caller", "cold", b"cold", "draining", b"draining", "expects_session", b"expects_session", "has_session", b"has_session", "longest", b"longest", "loss", b"loss", "saved_bytes", b"saved_bytes", "step", b"step", "training_ended", b"training_ended", "written_bytes", b"written_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_flash_step", b"_flash_step", "caller", b"caller", "flash_step", b"flash_step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_flash_step", b"_flash_step", "beats", b"beats", "caller", b"caller", "cold", b"cold", "draining", b"draining", "expects_session", b"expects_session", "flash_step", b"flash_step", "has_session", b"has_session", "longest", b"longest", "loss", b"loss", "saved_bytes", b"saved_bytes", "step", b"step", "training_ended", b"training_ended", "written_bytes", b"written_bytes"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_flash_step", b"_flash_step"]) -> typing.Literal["flash_step"] | None: ...
 
 global___ProgressRequest = ProgressRequest
 

@@ -282,6 +282,14 @@ def _add_for_plain_scripts(group: _Group) -> None:
     )
 
 
+def _add_dlrover(group: _Group) -> None:
+    group.switch(
+        "--dlrover",
+        help="the script uses DLRover's trainer classes: give it their environment and their saver (automatic where "
+        "the script's text imports dlrover)",
+    )
+
+
 def _add_ours(group: _Group) -> None:
     as_seconds = {"metavar": "SECONDS"}
     group.value("--job-id", default=None, type=job_id, help="the job; default: from user, script and arguments")
@@ -322,6 +330,7 @@ def _add_ours(group: _Group) -> None:
     )
     group.value("--keep-checkpoints", type=_count(0), metavar="N", help="0: all")
     _add_memory(group)
+    _add_dlrover(group)
     group.value("--max-restarts", type=_count(0), metavar="N", help="failures without progress that the job survives")
     group.value(
         "--run-ahead",

@@ -23,8 +23,9 @@ from dalsegno.protos.options import UsageError
 from dalsegno.protos.shortage import shortage
 
 from ..control.grpc_logs import quiet_grpc
+from ..dlrover import scripts
 from ..processes.signals import SignalWatch, signals_of
-from ..script import ScriptError, check_script
+from ..script import ScriptError, check_script, text_of
 from ..shell.output import Output
 from .arguments import ignored, parse
 
@@ -52,6 +53,20 @@ def check_installation() -> None:
     """
     if importlib.util.find_spec("torch") is None:
         raise UsageError("torch is missing; install the trainer's extra: pip install 'dalsegno[train]'")
+
+
+def check_dlrover(options: argparse.Namespace) -> list[str]:
+    """Says what of DLRover's client library, if the script uses it, does not do what one would think.
+
+    Raises:
+        UsageError: the script needs DLRover's master.
+    """
+    if options.module or options.no_python:
+        return []
+    found = scripts.uses(text_of(Path(options.training_script)))
+    if line := scripts.refusal(options.training_script, found):
+        raise UsageError(line)
+    return scripts.warnings(found, options.min_nodes, options.max_nodes, options.node_unit)
 
 
 def leave_early(number: int, output: Output) -> NoReturn:
@@ -107,13 +122,14 @@ def run_checked(options: argparse.Namespace, watch: SignalWatch, output: Output)
     check_installation()
     if options.deepspeed_load_universal and importlib.util.find_spec("deepspeed") is None:
         raise UsageError("--deepspeed-load-universal: deepspeed is not installed here")
+    of_dlrover = check_dlrover(options)
     if options.job_id is None:
         options.job_id = default_job_id(options, getpass.getuser())
         options.job_id_is_default = True
     with quiet_grpc():
         from . import launch  # imports torch, so not before the checks above
 
-    return launch.launch(options, ignored(options), watch, output)
+    return launch.launch(options, [*ignored(options), *of_dlrover], watch, output)
 
 
 def main() -> None:

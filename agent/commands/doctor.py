@@ -24,9 +24,11 @@ from dalsegno.protos.contract import Variable
 from dalsegno.protos.shortage import starting
 
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
+from ..dlrover import scripts
 from ..memory.place import NoMemoryError, remove_leftovers, root_of_user
 from ..processes.lifeline import Lifeline
 from ..processes.proc import adopt_orphans, end_descendants, kill_group
+from ..script import text_of
 
 __all__ = ["PARTS", "add_arguments", "doctor"]
 
@@ -57,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds that the script may take to its first step (default: 600)",
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
+    parser.add_argument(
+        "--dlrover", action="store_true", help="do not run it: say what it uses of dlrover, and what will happen"
+    )
     parser.add_argument("script", nargs="?", metavar="SCRIPT", help="a training script; none: only the installation")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own")
 
@@ -73,6 +78,10 @@ def doctor(options: argparse.Namespace) -> int:
         raise ValueError(f"the script {options.script} does not exist (working directory: {os.getcwd()})")
     if options.nproc_per_node < 1 or not options.timeout > 0:
         raise ValueError("--nproc-per-node is at least 1, and --timeout more than 0")
+    if options.dlrover:
+        if options.module:
+            raise ValueError("--dlrover reads a script's file, not a module (-m)")
+        return _dlrover(options.script)
     return _examine(options)
 
 
@@ -118,6 +127,21 @@ def _sweep_memory() -> None:
             print(f"{left.path}: {left.size / 1e6:.0f} MB that an agent which is gone had in memory; removed")
     except NoMemoryError as error:
         print(f"memory checkpoints: {error}")
+
+
+def _dlrover(script: str) -> int:
+    """Says what a script uses of DLRover's client library."""
+    try:
+        version = importlib.metadata.version("dlrover")
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    found = scripts.uses(text_of(Path(script)))
+    for line in scripts.findings(script, found, version):
+        print(line)
+    # Which worlds may open is not known here: all that up to four nodes can form.
+    for line in scripts.warnings(found, 1, 4, 1):
+        print(f"for example with --nnodes=1:4: {line}" if "nodes:" in line else line)
+    return EXIT_FAILED if found.of_the_master else EXIT_FINISHED
 
 
 # ---- a script --------------------------------------------------------------------------------------------------------

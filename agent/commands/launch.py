@@ -29,7 +29,7 @@ from ..control.spawning import LOOPBACK, read_token
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE, Event
 from ..processes.lifeline import Lifeline
 from ..processes.signals import SignalWatch
-from ..script import Script, asks_for_universal, expects_session, knows_us, runs_ahead
+from ..script import Script, asks_for_universal, expects_session, knows_us, runs_ahead, uses_dlrover
 from ..shell.config import AgentConfig
 from ..shell.console import Console, make_log_dir, set_up_logging
 from ..shell.effects import Effects
@@ -196,6 +196,7 @@ def _agent_config(
         tls=bool(options.master or options.meet) and CredentialFiles.given(options, None).tls,
         memory_budget_bytes=options.memory_budget,
         memory_bytes_per_second=options.memory_bandwidth,
+        dlrover=options.dlrover or uses_dlrover(script),
     )
 
 

@@ -90,8 +90,8 @@ class Decision:
         state = self.state
         if state.workers is Workers.RUNNING:
             state.workers = Workers.STOPPING
-            state.stop_deadline = self.now + grace + STOP_PATIENCE_SECONDS
-            self.do(ev.StopWorkers(state.started, grace, still))
+            state.stop_deadline = self.now + grace + state.settings.save_timeout + STOP_PATIENCE_SECONDS
+            self.do(ev.StopWorkers(state.started, grace, still, may_save(state)))
 
     def stop_conversion(self) -> None:
         if self.state.lease:
@@ -116,6 +116,7 @@ class Decision:
                 written_bytes=max(state.epoch.written_bytes.values(), default=0),
                 expects_session=state.epoch.expects_session,
                 cold=not state.epoch.warm,
+                flash_step=state.epoch.flash_part.step if state.epoch.flash_part is not None else None,
             ),
         )
 
@@ -136,6 +137,12 @@ class Decision:
         self.stop_conversion()
         self.state.ended = True
         self.do(ev.Exit(code, message))
+
+
+def may_save(state: AgentState) -> bool:
+    """Whether what the workers leave in memory is still the newest of the run: nobody has gone on without this node."""
+    alone = state.world is not None and state.world.nodes == 1
+    return not state.fenced and state.open_epoch <= state.started and (state.link.up or alone)
 
 
 def is_saved(state: AgentState) -> bool:
@@ -195,6 +202,10 @@ def what_is_unsaved(state: AgentState) -> str:
     """What a leaver leaves unsaved behind, for a person; empty if nothing."""
     if is_saved(state) or has_made_nothing(state) or not (had_workers(state) or state.epoch.refused):
         return ""
+    if 0 < state.epoch.step <= state.epoch.flash_step:
+        return ""
+    if state.epoch.flash_step:
+        return f"its script's Flash Checkpoint is saved as of step {state.epoch.flash_step}; later steps are not"
     if state.epoch.refused:
         return "the others had gone on from the last commit before this save was complete"
     if not state.session_known:
@@ -227,4 +238,6 @@ def what_is_safe(state: AgentState) -> str:
         return "its part of the run is finished"
     if is_saved(state):
         return "everything is saved"
+    if state.epoch.flash_step:
+        return f"its script's Flash Checkpoint is saved as of step {state.epoch.flash_step}"
     return "no step was made here that could be lost" if had_workers(state) else "no workers were running here"

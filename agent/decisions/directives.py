@@ -5,7 +5,7 @@ from __future__ import annotations
 from dalsegno.protos import control_pb2
 
 from . import events as ev
-from . import keeping, memory
+from . import flash, keeping, memory
 from .decision import Decision
 from .state import DrainOrder, Epoch, Place, Workers
 
@@ -16,7 +16,7 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
     if directive.generation < state.generation or state.fenced or state.door.registering:
         return
     state.generation = directive.generation
-    state.phase = directive.phase
+    state.phase, state.open_epoch = directive.phase, directive.epoch
     state.run_id = directive.run_id or state.run_id
     state.has_head = directive.HasField("head")
     if directive.generation > state.heard_generation:
@@ -33,6 +33,7 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
         decision.become_fenced(directive.fenced.reason)
         return
     side_orders(decision, directive)
+    flash.directed(decision, directive)
     match directive.WhichOneof("order"):
         case "run":
             ordered_run(decision, directive.run)
@@ -154,4 +155,5 @@ def ordered_release(decision: Decision) -> None:
     state = decision.state
     if state.leave is not None and state.workers is Workers.NONE:
         state.leave.released = True
-        decision.exit_left()
+        if not flash.is_pending(decision):
+            decision.exit_left()

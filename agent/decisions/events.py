@@ -119,9 +119,25 @@ class StepsCounted:
 
 @dataclass(frozen=True)
 class WorkersStopped:
-    """All processes of this epoch's workers are gone after `StopWorkers`."""
+    """All processes of this epoch's workers are gone after `StopWorkers`.
+
+    Attributes:
+        flash_step: what they had in memory of DLRover's Flash Checkpoint is on the disk as of this step; 0: nothing is.
+        flash_part: this node has a part of it in memory, others have the rest: the part's step, 0 if there is none or
+            it is torn. None: no other node has a part.
+    """
 
     epoch: int
+    flash_step: int = 0
+    flash_part: int | None = None
+
+
+@dataclass(frozen=True)
+class FlashSaved:
+    """The answer to `SaveFlash`: this step's part is on the disk; 0: it could not be written."""
+
+    epoch: int
+    step: int
 
 
 @dataclass(frozen=True)
@@ -257,6 +273,7 @@ Event = (
     | WorkerExited
     | StepsCounted
     | WorkersStopped
+    | FlashSaved
     | StartFailed
     | Signalled
     | SessionImported
@@ -326,11 +343,21 @@ class StopWorkers:
     """SIGTERM and `grace` seconds, then SIGKILL; 0 kills at once. Answered by `WorkersStopped`.
 
     SIGKILL comes earlier if they live on and write hardly anything for `still` seconds.
+    `save`: what they leave in memory of DLRover's Flash Checkpoint may go to the disk: no newer epoch is open.
     """
 
     epoch: int
     grace: float = 0.0
     still: float = math.inf
+    save: bool = True
+
+
+@dataclass(frozen=True)
+class SaveFlash:
+    """Write this node's part of what the workers of the epoch left in memory of Flash Checkpoint; `FlashSaved`."""
+
+    epoch: int
+    step: int
 
 
 @dataclass(frozen=True)
@@ -426,6 +453,7 @@ Action = (
     | PrepareJoin
     | StartWorkers
     | StopWorkers
+    | SaveFlash
     | TellWorkers
     | ReadManifest
     | HoldPart

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from dalsegno.protos import control_pb2
 
-from . import directives, keeping, leaving, memory, ranks
+from . import directives, flash, keeping, leaving, memory, ranks
 from . import events as ev
 from .decision import Decision
 from .state import AgentSettings, AgentState, Door, Join, Link, Outcome, Place, Workers, fresh
@@ -77,6 +77,9 @@ def take(decision: Decision, event: ev.Event) -> None:
             ranks.steps_counted(decision, event)
         case ev.WorkersStopped():
             ranks.workers_stopped(decision, event.epoch)
+            flash.stopped(decision, event)
+        case ev.FlashSaved():
+            flash.saved(decision, event)
         case ev.SessionImported():
             ranks.session_imported(decision, event)
         case ev.StartFailed():
@@ -239,7 +242,7 @@ def prepare_join(decision: Decision) -> None:
         return
     if state.epoch.outcome is Outcome.DRAINED and (state.reading or memory.awaits_its_part(decision)):
         return  # The commit goes first.
-    if keeping.awaits_word(decision):
+    if keeping.awaits_word(decision) or flash.is_pending(decision):
         return
     resume, wanted = wanted_join(state.place, is_in_memory_alone(decision))
     if wanted is None or (state.memory.doubting and wanted.resume == state.memory.doubting):

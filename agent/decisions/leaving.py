@@ -10,6 +10,7 @@ from dalsegno.protos import control_pb2
 
 from . import events as ev
 from .decision import Decision, awaits_its_commit, is_saved, leaves_it_to_others
+from .flash import is_pending
 from .memory import is_safe, spill
 from .state import Leave, Outcome, Workers
 
@@ -75,7 +76,7 @@ def check_leave(decision: Decision) -> None:
     if leave is None:
         return
     if state.workers is Workers.NONE:
-        if state.reading and decision.now < leave.deadline:
+        if (state.reading or is_pending(decision)) and decision.now < leave.deadline:
             decision.wake_at(leave.deadline)
             return
         spill(decision)

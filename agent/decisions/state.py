@@ -48,6 +48,8 @@ class AgentSettings:
     connect_timeout: float = 60.0
     # How long a leaver whose part is safe still waits for the master's word.
     release_timeout: float = 5.0
+    # How long it may take to save what workers without a session left in memory, once they are gone.
+    save_timeout: float = 0.0
 
 
 @dataclass
@@ -178,6 +180,18 @@ class Memory:
     head: control_pb2.CheckpointRef | None = None
 
 
+@dataclass(frozen=True)
+class FlashPart:
+    """What the workers left on this node of a Flash Checkpoint whose other parts are on other nodes."""
+
+    # 0: nothing.
+    step: int
+    # Until when the master's word, and then the disk, is waited for.
+    deadline: float
+    saving: bool = False
+    over: bool = False
+
+
 @dataclass
 class Epoch:
     """What is known of the ranks that this agent started last; made anew with each start."""
@@ -200,6 +214,9 @@ class Epoch:
     sealed_step: int = 0
     committed_step: int = 0
     step: int = 0
+    # The step that Flash Checkpoint's saver has brought to the disk after the end of these ranks.
+    flash_step: int = 0
+    flash_part: FlashPart | None = None
     # Whether `step` is exactly the last one made, because it was read after a rank's end.
     counted: bool = False
     loss: float = 0.0
@@ -288,6 +305,8 @@ class AgentState:
     notice: int = 0
     # From the last directive.
     heard_generation: int = 0
+    # The last opened epoch, with this node or without.
+    open_epoch: int = 0
     # Whether a directive has come in before.
     directed: bool = False
     link: Link = field(default_factory=Link)

@@ -8,6 +8,7 @@ holds:
     add PGID START      a process group to end; START is the start time of its leader (proc(5) stat, field 22)
     drop PGID           that group is over
     path DIRECTORY      a private directory of the agent to remove with it
+    prefix PATH         the same for all files whose paths begin so
 
 When the pipe ends (the kernel closes it with the agent, even after SIGKILL) every registered group gets SIGKILL, and so
 does every process whose environment carries the mark. That finds grandchildren that left their group with setsid, and
@@ -92,6 +93,16 @@ def end_all(groups: dict[int, int], mark: str, patience: float = PATIENCE_SECOND
         time.sleep(SCAN_PAUSE_SECONDS)
 
 
+def remove_files(prefix: str) -> None:
+    """Removes all files whose paths begin so."""
+    directory, _, beginning = prefix.rpartition("/")
+    with contextlib.suppress(OSError):
+        for name in os.listdir(directory):
+            if name.startswith(beginning):
+                with contextlib.suppress(OSError):
+                    os.unlink(f"{directory}/{name}")
+
+
 def main() -> None:
     """Reads the agent's lines until the pipe ends, then ends all that is registered."""
     # The agent has blocked them already, if it could.
@@ -99,6 +110,7 @@ def main() -> None:
         signal.signal(signum, signal.SIG_IGN)
     groups: dict[int, int] = {}
     paths: list[str] = []
+    prefixes: list[str] = []
     mark = ""
     for raw in sys.stdin.buffer:
         word, _, rest = os.fsdecode(raw).rstrip("\n").partition(" ")
@@ -111,7 +123,11 @@ def main() -> None:
             groups.pop(int(rest), None)
         elif word == "path":
             paths.append(rest)
+        elif word == "prefix":
+            prefixes.append(rest)
     end_all(groups, mark)
+    for prefix in prefixes:
+        remove_files(prefix)
     for path in paths:
         shutil.rmtree(path, ignore_errors=True)
 

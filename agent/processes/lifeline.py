@@ -45,7 +45,8 @@ class Lifeline:
         self._on_respawn = on_respawn
         self._lock = threading.Lock()
         self._groups: dict[int, int] = {}
-        self._paths: list[str] = []
+        # Lines about what is to be removed.
+        self._removals: list[str] = []
         self._closing = threading.Event()
         self._respawns = 0
         self._process = self._spawn()
@@ -85,9 +86,16 @@ class Lifeline:
 
     def add_path(self, path: Path) -> None:
         """Registers a private directory that is removed after the agent is gone."""
+        self._remove_later(f"path {path}")
+
+    def add_prefix(self, prefix: str) -> None:
+        """Registers files whose paths begin so. They are removed after the agent is gone, and before directories."""
+        self._remove_later(f"prefix {prefix}")
+
+    def _remove_later(self, line: str) -> None:
         with self._lock:
-            self._paths.append(str(path))
-            self._send(f"path {path}")
+            self._removals.append(line)
+            self._send(line)
 
     def close(self, timeout: float = 10.0) -> None:
         """Ends everything that is registered or carries the token, and the keeper. Takes at most `timeout` seconds.
@@ -162,8 +170,8 @@ class Lifeline:
         self._send(f"mark {Variable.LIFELINE}={self.token}")
         for pgid, started in self._groups.items():
             self._send(f"add {pgid} {started}")
-        for path in self._paths:
-            self._send(f"path {path}")
+        for line in self._removals:
+            self._send(line)
 
     def _watch(self) -> None:
         while True:

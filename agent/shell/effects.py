@@ -65,7 +65,7 @@ class Effects:
     ) -> None:
         self._config = config
         self._mailbox = mailbox
-        self._say = say
+        self.say = say
         self._directory = directory
         self.run_id = ""
         # The settings in force: the job's, once the master has answered.
@@ -137,7 +137,7 @@ class Effects:
             case ev.MarkFinished():
                 self._mark_finished(action.run_id or self.run_id)
             case ev.Say():
-                self._say(action.text, action.warning)
+                self.say(action.text, action.warning)
             case _:
                 return False
         return True
@@ -151,6 +151,12 @@ class Effects:
     def run_dir(self) -> Path:
         """The present run's directory."""
         return self._directory.run(self.run_id)
+
+    def open_memory(self, world: control_pb2.World) -> None:
+        """Parts of older epochs are refused from now on, and own ones go to this world's buddies."""
+        if self.memory is not None:
+            place = world.place
+            self.memory.open_epoch(world.run_id, world.epoch, place.group_rank, tuple(place.buddies))
 
     def close(self, last_calls: float) -> None:
         """Waits at most `last_calls` seconds for unanswered calls, then ends everything."""
@@ -220,13 +226,13 @@ class Effects:
         disagreement = differences(self._config.settings, settings)
         if disagreement and disagreement != self._disagreement:
             self._disagreement = disagreement
-            self._say(disagreement, True)
+            self.say(disagreement, True)
 
     def _directed(self, directive: control_pb2.Directive) -> None:
         problem = problem_of(directive, self._incarnation, self._config.nproc)
         if problem:
             if problem != self._passed_over:
-                self._say(f"an order of the master makes no sense and is passed over: {problem}; {_CHECK}", True)
+                self.say(f"an order of the master makes no sense and is passed over: {problem}; {_CHECK}", True)
             self._passed_over = problem
             return
         self.run_id = directive.run_id or self.run_id
@@ -286,12 +292,12 @@ class Effects:
             self._token,
             self._config.memory_budget_bytes,
             self._held_changed,
-            self._say,
+            self.say,
             tls=self._config.tls,
             bytes_per_second=self._config.memory_bytes_per_second,
         )
         if memory.problem:
-            self._say(f"no memory checkpoints on this node: {memory.problem}", True)
+            self.say(f"no memory checkpoints on this node: {memory.problem}", True)
             memory.close()
             return None
         if memory.path is not None:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from string import Template
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -30,6 +29,7 @@ from dalsegno.protos.trace import mark
 
 from ..decisions import events as ev
 from ..decisions import handling
+from ..dlrover.beside import Beside
 from ..processes.lifeline import Lifeline
 from ..processes.signals import SignalWatch
 from ..script import FLAG, Script, advice, modules_of, reads_resume_point, refuses_flag, tells_of_a_peer
@@ -38,7 +38,7 @@ from ..standby.standby_pool import StandbyPool
 from ..standby.worker_main import Assignment
 from ..storage.adoption import Origin
 from ..storage.save_dir import Adoption
-from ..workers.worker_env import Place, job_environment, place_of, worker_environment
+from ..workers.worker_env import Place, job_environment, place_of, prefixes, worker_environment
 from ..workers.worker_link import WorkerLink
 from ..workers.workers import WorkersContext
 from .config import AgentConfig
@@ -120,6 +120,17 @@ class ElasticAgent(LocalElasticAgent):
         self._adoption = Adoption(
             script.arguments, mailbox.put, config.checkpoint_glob, looks=reads_resume_point(script)
         )
+        self._beside = Beside(
+            config.dlrover,
+            config.job_id,
+            config.settings.join_timeout,
+            script,
+            self._link.directory,
+            config.log_dir / "flash-checkpoint.log",
+            lifeline,
+            mailbox.put,
+            effects.say,
+        )
         self._pool = self._make_pool()
         if self._pool is not None:
             effects.conversion.nursery = self._pool.start_helper
@@ -132,6 +143,7 @@ class ElasticAgent(LocalElasticAgent):
                 master_outage_timeout=config.master_outage_timeout,
                 addresses=config.addresses,
                 connect_timeout=config.connect_timeout,
+                save_timeout=self._beside.save_timeout,
             )
         )
 
@@ -193,7 +205,9 @@ class ElasticAgent(LocalElasticAgent):
                 self._start_world(action.world)
             case ev.StopWorkers():
                 self._mark("stopping")
-                self._stop_world(action.epoch, action.grace, action.still)
+                self._stop_world(action)
+            case ev.SaveFlash():
+                self._beside.save_part(action.epoch, action.step)
             case ev.TellWorkers():
                 self._link.tell(
                     drain=action.drain,
@@ -246,7 +260,8 @@ class ElasticAgent(LocalElasticAgent):
             if self._place.group_rank == 0 and store is None:
                 raise OSError(f"the store of epoch {world.epoch} is not open any more")
             self._enter(world, self._place)
-            self._open_memory(world)
+            self._effects.open_memory(world)
+            self._beside.enter(world.epoch, self._place.group_rank, self._place.nodes, world.arrived)
             # On a thread, because it may be a large file: the agent must hear its master meanwhile.
             first, then = self._place.group_rank == 0, partial(self._placed, world.epoch)
             if not self._adoption.place(self._effects.run_dir(), world, then, first=first):
@@ -273,12 +288,6 @@ class ElasticAgent(LocalElasticAgent):
             self._start_workers(self._worker_group)
         except (OSError, ValueError, RuntimeError) as error:
             self._start_failed(epoch, error)
-
-    def _open_memory(self, world: control_pb2.World) -> None:
-        """Parts of older epochs are refused from now on, and own ones go to this world's buddies."""
-        memory, place = self._effects.memory, world.place
-        if memory is not None:
-            memory.open_epoch(world.run_id, world.epoch, place.group_rank, tuple(place.buddies))
 
     def _enter(self, world: control_pb2.World, place: Place) -> None:
         """Fills in torch's worker group as its rendezvous would; the master's message already has every rank."""
@@ -313,8 +322,10 @@ class ElasticAgent(LocalElasticAgent):
         )
         envs: dict[int, Any] = {}
         environment: Any
+        most = int(self._effects.settings.max_nodes)
+        of_dlrover = self._beside.world_variables(place.group_rank, place.nodes, most)
         for local, environment in enumerate(added):
-            environment |= self._node_environment()
+            environment |= self._node_environment() | of_dlrover
             if self._config.deepspeed_load_universal and world.resume.form == control_pb2.FORM_UNIVERSAL:
                 environment[Variable.LOAD_UNIVERSAL] = "1"
             self._set_local_rank_env(environment, local, spec)
@@ -345,7 +356,7 @@ class ElasticAgent(LocalElasticAgent):
             {local: macros.substitute(list(arguments), str(local)) for local in envs},
             envs,
             self._logs_specs,
-            self._prefixes(place, spec.role),
+            prefixes(self._log_line_prefix_template, place, spec.role),
             self._pool,
             self._lifeline,
             self._link,
@@ -371,18 +382,10 @@ class ElasticAgent(LocalElasticAgent):
             return (*self._script.arguments, FLAG)
         return self._script.arguments
 
-    def _prefixes(self, place: Place, role: str) -> dict[int, str] | None:
-        if not self._log_line_prefix_template:
-            return None
-        template = Template(self._log_line_prefix_template)
-        return {
-            local: template.safe_substitute(role_name=role, rank=place.first_rank + local, local_rank=local)
-            for local in range(place.nproc)
-        }
-
     def _exited(self, epoch: int, start: int, first_rank: int) -> Callable[[int, int, str], None]:
         def exited(rank: int, code: int, message: str) -> None:
             if code == 0:
+                self._beside.settle()
                 self._adoption.settle()
             if (step := self._link.last_step(epoch, first_rank + rank)) is not None:
                 self._mailbox.put(ev.StepsCounted(epoch, step))
@@ -444,20 +447,28 @@ class ElasticAgent(LocalElasticAgent):
             Variable.SOCKET: str(self._link.path),
             Variable.NOTICES: ",".join(number.name for number in self._watch.signals),
             **self._lifeline.environment(),
+            **self._beside.variables,
         }
 
-    def _stop_world(self, epoch: int, grace: float, still: float) -> None:
-        context = self._context
+    def _stop_world(self, order: ev.StopWorkers) -> None:
+        context, stopped, epoch = self._context, ev.WorkersStopped(order.epoch), order.epoch
 
         def stop() -> None:
+            nonlocal stopped
             try:
+                if order.save:
+                    self._beside.freeze()
                 if context is not None:
-                    context.stop(grace, still)
+                    context.stop(order.grace, order.still)
+                if order.save:
+                    stopped = self._beside.stopped(epoch)
+                if stopped.flash_step:
+                    self._adoption.settle(self._beside.save_timeout)
             except Exception:
                 logger.exception("the workers of epoch %d were not stopped in order", epoch)
             finally:
                 # The decisions wait for this event, whatever went wrong while stopping.
-                self._mailbox.put(ev.WorkersStopped(epoch))
+                self._mailbox.put(stopped)
 
         # On a thread, because a process stuck in the kernel must not keep the agent from hearing its master.
         try:
@@ -478,6 +489,7 @@ class ElasticAgent(LocalElasticAgent):
         if self._pool is not None:
             self._pool.close()
         super()._shutdown(signal.SIGKILL, timeout)
+        self._beside.close()
         self._effects.close(_LAST_CALLS_SECONDS)
         self._link.close()
         self._lifeline.close()

@@ -17,9 +17,11 @@ from . import load_universal
 from .run_ahead import RunAhead, report_of
 from .word import Word
 
-__all__ = ["Assignment", "become", "run_to_end"]
+__all__ = ["Assignment", "become", "is_of_session", "run_to_end"]
 
 _SESSION_PACKAGE = "dalsegno.elastic"
+# Its rooms that agents import, too.
+_OF_AGENTS = ("checkpoint", "universal")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +96,15 @@ def _run_script(path: str) -> None:
     exec(code, main.__dict__)
 
 
+def is_of_session(module: str) -> bool:
+    """Whether only a script that wants something of ours imports this module.
+
+    Torch imports the rest: with `torch.distributed.checkpoint` come all rendezvous handlers, ours among them.
+    """
+    room = module.removeprefix(f"{_SESSION_PACKAGE}.").partition(".")[0]
+    return module.startswith(f"{_SESSION_PACKAGE}.") and room not in _OF_AGENTS
+
+
 class _SessionImport:
     """An import hook that reports once that this process imports what `session()` comes from. It finds no module."""
 
@@ -101,7 +112,7 @@ class _SessionImport:
         self._word = word
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name == _SESSION_PACKAGE and self in sys.meta_path:
+        if is_of_session(name) and self in sys.meta_path:
             sys.meta_path.remove(self)
             self._word.say({"imports": True})
 
@@ -129,7 +140,7 @@ def become(
     if universal:
         load_universal.install()
     sys.argv = list(assignment.arguments)
-    if word is not None and _SESSION_PACKAGE not in sys.modules:
+    if word is not None and not any(map(is_of_session, sys.modules)):
         sys.meta_path.insert(0, _SessionImport(word))
     if running is not None:
         running.begin()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import Variable
 
-__all__ = ["Place", "job_environment", "place_of", "worker_environment"]
+__all__ = ["Place", "job_environment", "place_of", "prefixes", "worker_environment"]
 
 _FORMS = {control_pb2.FORM_SHARDED: "sharded", control_pb2.FORM_UNIVERSAL: "universal"}
 
@@ -121,3 +122,13 @@ def worker_environment(
         {**common, "RANK": str(place.first_rank + local), "ROLE_RANK": str(place.first_rank + local)}
         for local in range(place.nproc)
     ]
+
+
+def prefixes(template: str | None, place: Place, role: str) -> dict[int, str] | None:
+    """What is put before each line that is shown of a local rank, by torch's template for it; None without one."""
+    if not template:
+        return None
+    return {
+        local: Template(template).safe_substitute(role_name=role, rank=place.first_rank + local, local_rank=local)
+        for local in range(place.nproc)
+    }

@@ -25,6 +25,8 @@ def first_step(turn: Turn, world: World) -> None:
     if job.told.first_step:
         return
     turn.update_told(first_step=True)
+    world = as_heard(turn, world)
+    exactly = turn.open.lost_exactly and job.has_session
     paused = turn.now - live.pause.since if live.pause is not None else 0.0
     lost = max(0, world.left_step - world.resumed_step)
     if world.grown:
@@ -32,9 +34,19 @@ def first_step(turn: Turn, world: World) -> None:
         live.run.growth_done_at = turn.now
     text = f"epoch {world.epoch}: steps are heard" if job.told.unheard else headline(world)
     if world.epoch > 1 and live.pause is not None:
-        text += f", {cost(paused, lost, exactly=turn.open.lost_exactly, away=live.pause.costs_more)}"
+        text += f", {cost(paused, lost, exactly=exactly, away=live.pause.costs_more)}"
     turn.notice(text)
     record(turn, world, paused, lost)
+
+
+def as_heard(turn: Turn, world: World) -> World:
+    """The world with the step that it went on from, of which a script without a session says nothing.
+
+    The run has no such checkpoint on its record, but the script has loaded something if its first step is a later one.
+    """
+    if turn.job.has_session or world.epoch == 1:
+        return world
+    return replace(world, resumed_step=max(world.resumed_step, turn.open.top_step - 1))
 
 
 def cost(paused: float, lost: int, *, exactly: bool, away: bool) -> str:
@@ -164,7 +176,9 @@ def headline(world: World, *, heard: bool = True) -> str:
     if world.resume:
         how = " (universal)" if world.universal else " (re-sharded)" if world.resharded else ""
         return f"{text}, resumed at step {world.resumed_step}{how}"
-    return f"{text}, from step 0" if heard else text
+    if not heard:
+        return text
+    return f"{text}, from step {world.resumed_step}{' or before' if world.resumed_step else ''}"
 
 
 def record(turn: Turn, world: World, paused: float, lost: int, *, heard: bool = True) -> None:

@@ -15,6 +15,7 @@ from . import (
     conversion,
     durable,
     failures,
+    flash,
     membership,
     memory,
     refusals,
@@ -26,7 +27,7 @@ from .events import Reply
 from .recollection import remember
 from .registration import proves, register
 from .scaling import scale
-from .state import Failure, Joined, Member, Node, Part, Phase
+from .state import Failure, Joined, Node, Part, Phase
 from .turn import Turn, pace_of
 from .views import status
 
@@ -103,14 +104,6 @@ def numbered(turn: Turn, node: Node, caller: control_pb2.Caller, message: Messag
     return answered
 
 
-def member_of(turn: Turn, node: Node, epoch: int) -> Member | None:
-    """The node's place in the world of `epoch`, if that is the last opened one."""
-    world = turn.job.world
-    if world is None or world.epoch != epoch:
-        return None
-    return world.member(node.incarnation)
-
-
 def closed(epoch: int) -> Answer:
     return "FAILED_PRECONDITION", f"epoch {epoch} is closed"
 
@@ -156,7 +149,7 @@ def counted(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> None:
 
     All ranks take part in a step, so the count of one node is valid for all.
     """
-    if member_of(turn, node, message.caller.epoch) is not None and not turn.job.phase.has_workers:
+    if membership.member_of(turn, node, message.caller.epoch) is not None and not turn.job.phase.has_workers:
         reached(turn, node, message.last_step)
         turn.live.gathering.counted = True
 
@@ -175,11 +168,12 @@ def leave(turn: Turn, node: Node, message: control_pb2.LeaveRequest) -> Answer:
 def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bool:
     """Notes steps and saves of the open epoch, without journalling. Returns whether something must be decided now."""
     job, epoch = turn.job, turn.open
-    if member_of(turn, node, message.caller.epoch) is None:
+    if membership.member_of(turn, node, message.caller.epoch) is None:
         return False  # late news of a closed epoch has no effect
+    told = flash.note(turn, node, message)
     if not job.phase.has_workers:
-        return reached(turn, node, message.step)
-    news = epoch.first_step_at is None
+        return reached(turn, node, message.step) or told
+    news = told or epoch.first_step_at is None
     if message.has_session and not job.has_session:
         turn.update_run(has_session=True)
         news = True
@@ -270,7 +264,7 @@ def warm(turn: Turn, node: Node, message: control_pb2.WarmRequest) -> Answer:
 
 def drained(turn: Turn, node: Node, message: control_pb2.DrainedRequest) -> Answer:
     """All ranks of a node saved and stopped."""
-    member = member_of(turn, node, message.caller.epoch)
+    member = membership.member_of(turn, node, message.caller.epoch)
     if member is None:
         recorded = turn.job.checkpoint(message.checkpoint.digest) is not None
         return OK if recorded else closed(message.caller.epoch)
@@ -283,7 +277,7 @@ def drained(turn: Turn, node: Node, message: control_pb2.DrainedRequest) -> Answ
 def save_failed(turn: Turn, node: Node, message: control_pb2.SaveFailedRequest) -> Answer:
     """The drain's save failed on all ranks alike. A report of an earlier drain has no effect."""
     job = turn.job
-    if member_of(turn, node, message.caller.epoch) is None or not job.phase.has_workers:
+    if membership.member_of(turn, node, message.caller.epoch) is None or not job.phase.has_workers:
         return OK
     drain = job.drain
     # Noted as a step, so that the next drain knows other nodes' late reports of this boundary for old ones.
@@ -298,7 +292,7 @@ def save_failed(turn: Turn, node: Node, message: control_pb2.SaveFailedRequest) 
 
 def finished(turn: Turn, node: Node, message: control_pb2.FinishedRequest) -> Answer:
     """All ranks of a node ran to their end."""
-    member = member_of(turn, node, message.caller.epoch)
+    member = membership.member_of(turn, node, message.caller.epoch)
     if member is None:
         return closed(message.caller.epoch)
     if turn.job.phase.has_workers:
@@ -312,7 +306,7 @@ def finished(turn: Turn, node: Node, message: control_pb2.FinishedRequest) -> An
 def failure(turn: Turn, node: Node, message: control_pb2.FailureRequest) -> Answer:
     """A rank of a node failed, so the world is over."""
     job = turn.job
-    member = member_of(turn, node, message.caller.epoch)
+    member = membership.member_of(turn, node, message.caller.epoch)
     if member is None:
         return closed(message.caller.epoch)
     if job.part(member) is not Part.RUNNING:
@@ -344,7 +338,7 @@ def commit(turn: Turn, node: Node, message: control_pb2.CommitRequest) -> Answer
         return commit_form(turn, node, message)
     if job.checkpoint(made.ref.digest) is not None:
         return OK
-    member = member_of(turn, node, made.epoch)
+    member = membership.member_of(turn, node, made.epoch)
     if member is None:
         if made.epoch == job.epoch:
             return "FAILED_PRECONDITION", f"{node.name} is no member of epoch {made.epoch}: it has nothing to commit"
@@ -403,7 +397,7 @@ def converted(turn: Turn, node: Node, message: control_pb2.ConversionReport) -> 
 def bad_checkpoint(turn: Turn, node: Node, message: control_pb2.BadCheckpointRequest) -> Answer:
     """A node could not load the resume point: another one verifies it."""
     job = turn.job
-    member = member_of(turn, node, message.caller.epoch)
+    member = membership.member_of(turn, node, message.caller.epoch)
     if member is None or job.phase.is_terminal:
         return closed(message.caller.epoch)
     # A peer that could not load it either may have reported first; that was no failure of the script.

@@ -338,6 +338,7 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
         causes=causes or ("restarted",),
         left_step=job.run.left_step,
         grown=job.grown and bool(arrived),
+        arrived=len(arrived),
     )
     if world.universal or (resume is not None and job.conversion is not None and not job.conversion.blocked):
         job.conversion_failures = 0

@@ -103,6 +103,14 @@ def lose(turn: Turn, dead: Sequence[tuple[Node, str]]) -> None:
         turn.update_next(quiet=True)
 
 
+def member_of(turn: Turn, node: Node, epoch: int) -> Member | None:
+    """The node's place in the world of `epoch`, if that is the last opened one."""
+    world = turn.job.world
+    if world is None or world.epoch != epoch:
+        return None
+    return world.member(node.incarnation)
+
+
 def costs_the_run(turn: Turn) -> bool:
     """Whether the loss costs the others steps: some of this world, or all that two worlds could have made.
 

@@ -161,6 +161,8 @@ class World:
     # The step that the run had reached when the previous world ended.
     left_step: int = 0
     grown: bool = False
+    # How many members were not in the world before.
+    arrived: int = 0
 
     @cached_property
     def size(self) -> int:

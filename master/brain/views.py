@@ -6,7 +6,7 @@ from typing import Any
 
 from dalsegno.protos import control_pb2
 
-from . import durable, memory, saves, shapes
+from . import durable, flash, memory, saves, shapes
 from .checkpoints import only_size, prunable, resume_point, to_proto, witnesses
 from .forming import missing
 from .live import State
@@ -43,6 +43,7 @@ class Common:
         self.somebody_stays = saves.somebody_stays(job)
         self.to_memory = memory.to_memory(state, self.somebody_stays)
         self.durable = durable.orders(state)
+        self.flash = flash.agreed(state)
         # Everything below the job is replaced whole: the same objects say the same.
         self.parts = (
             *(job.generation, job.phase, job.epoch, job.run.number, job.settings, head, job.noticed, job.world),
@@ -59,6 +60,8 @@ class Common:
             frozenset(record.digest for record in prunable(job)),
             *(state.live.held.version, frozenset(self.durable)),
             memory.who_may_hold(job),
+            # Compared by value, so that "not known yet" is a number, too.
+            -1 if self.flash is None else self.flash,
             # What a spare is told of the unit depends on how many nodes there are.
             len(job.nodes) if job.settings.node_unit > 1 else 0,
         )
@@ -129,6 +132,8 @@ def directive_of(common: Common, node: Node) -> control_pb2.Directive:
     head = resume_point(common.job)
     if head is not None and node.name in common.witnesses:
         directive.sight.name, directive.sight.digest = head.name, head.digest
+    if common.flash is not None and common.job.world is not None and common.job.world.member(node.incarnation):
+        directive.flash_save = common.flash
     if node.incarnation in common.durable:
         tell_durable(common.state, common.durable[node.incarnation], directive.make_durable)
     return directive
@@ -292,6 +297,7 @@ def world_proto(job: Job, world: World) -> control_pb2.World:
         store_port=world.store_port,
         nodes=len(world.members),
         world_size=world.size,
+        arrived=world.arrived,
     )
     record = job.checkpoint(world.resume) if world.resume else None
     if record is not None:

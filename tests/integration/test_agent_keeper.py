@@ -216,3 +216,15 @@ def test_private_directories_go_too(tmp_path: Path) -> None:
     line.add_path(private)
     line.close()
     assert not private.exists()
+
+
+def test_files_with_a_common_beginning_go_too(tmp_path: Path) -> None:
+    """Shared memory of DLRover's classes is named by a prefix; what only resembles it stays."""
+    names = ["job_ckpt_shm_0", "job_ckpt_shm_1", "job.2_ckpt_shm_0", "other"]
+    for name in names:
+        (tmp_path / name).touch()
+    line = Lifeline()
+    line.add_prefix(f"{tmp_path}/job_ckpt_shm_")
+    os.kill(line.keeper_pid, signal.SIGKILL)
+    line.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == names[2:]

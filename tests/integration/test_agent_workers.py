@@ -726,7 +726,7 @@ def test_the_word_that_workers_have_stopped_comes_in_any_case(how: str) -> None:
     agent = object.__new__(ElasticAgent)
     agent._mailbox = Mailbox()
     agent._context = Context()  # type: ignore[assignment]
-    agent._stop_world(3, 0.0, 0.0)
+    agent._stop_world(ev.StopWorkers(3, save=False))
     assert agent._mailbox.get(30) == ev.WorkersStopped(3)
 
 

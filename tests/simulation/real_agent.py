@@ -74,6 +74,7 @@ class Shell(ElasticAgent):
         self._state = agent.fresh_state()
         self._link: Any = _Link(agent)
         self._adoption: Any = _Nothing()
+        self._beside: Any = _NoSaver()
         self._watch: Any = _Signals(agent)
         self._worker_group: Any = _Nothing()
 
@@ -114,6 +115,13 @@ class _Nothing:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
+
+
+class _NoSaver(_Nothing):
+    """The product's `Beside`, for scripts that use nothing of DLRover."""
+
+    def stopped(self, epoch: int) -> ev.WorkersStopped:
+        return ev.WorkersStopped(epoch)
 
 
 class _Signals:

@@ -82,13 +82,13 @@ def signals_whom_it_found_alive_before(original: Any) -> Any:
 
 
 def forgets_to_say_that_workers_stopped(original: Any) -> Any:
-    def stop_world(self: ElasticAgent, epoch: int, grace: float, still: float = math.inf) -> None:
+    def stop_world(self: ElasticAgent, order: ev.StopWorkers) -> None:
         context = self._context
 
         def stop() -> None:
             if context is not None:
-                context.stop(grace, still)
-            self._mailbox.put(ev.WorkersStopped(epoch))
+                context.stop(order.grace, order.still)
+            self._mailbox.put(ev.WorkersStopped(order.epoch))
 
         threads.Thread(target=stop, name="stop-workers", daemon=True).start()
 

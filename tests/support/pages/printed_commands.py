@@ -123,6 +123,16 @@ COMMANDS: dict[str, How] = {
         "nodes that meet at an address of this machine",
         "tests/integration/test_agent_jobs.py::test_torchruns_usual_line_for_several_nodes",
     ),
+    # DLRover's scripts.
+    "dalsegno-run --nnodes=1:4 train.py": Elsewhere(
+        "dlrover is not among what the tests install",
+        "tests/integration/test_dlrover.py::test_a_crash_resumes_from_memory",
+    ),
+    "dalsegno doctor --dlrover train.py": Elsewhere(
+        "needs a script that imports dlrover",
+        "tests/unit/agent/dlrover/test_commands.py::test_the_doctor_reads_a_script",
+    ),
+    "dalsegno doctor --dlrover": Name("a command, named"),
     # The Makefile, and what CONTRIBUTING.md says.
     "make demo": Run(says="consumed every sample once", full=True),
     "make demo TORCH=...": Elsewhere(_NETWORK, "demo TORCH=torch"),

@@ -36,7 +36,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 # What stands in none of them (`master/cli.py`) is above all; `agent/script.py` is a room by itself.
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "agent": (
-        *(("decisions", "script"), ("processes", "storage"), ("memory", "standby"), ("workers",)),
+        *(("decisions", "script"), ("processes", "storage"), ("dlrover", "memory", "standby"), ("workers",)),
         *(("control",), ("shell",), ("commands",)),
     ),
     "elastic": (

@@ -257,3 +257,22 @@ def test_a_newcomer_hears_at_once_when_it_is_taken_in() -> None:
     assert job.phase is Phase.FORMING
     all_join([a, late])
     assert len(job.members) == 2
+
+
+def test_steps_without_a_session_tell_where_a_world_went_on() -> None:
+    """DLRover's saver tells of them. The script loads what it finds itself, so the record does not know the step."""
+    job = Driven(settings())
+    a, b = job.start(2)
+
+    def heard(step: int, epoch: int) -> None:
+        job.note(control_pb2.ProgressRequest(caller=a.caller(epoch, 0), step=step))
+
+    heard(1, 1)
+    heard(14, 1)
+    b.failed()
+    all_join([a, b])
+    heard(16, 2)
+    assert "epoch 1: " in job.notices
+    assert "from step 0" in job.notices.splitlines()[0]
+    assert "2 nodes, from step 15 or before" in job.notices.splitlines()[-1]
+    assert "lost an unknown number of steps" in job.notices.splitlines()[-1]

@@ -1,0 +1,239 @@
+"""The agent's side of the companion process, in which DLRover's saver runs (`companion`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dalsegno.protos.shortage import starting
+
+from ..processes.keeper import DEAF_TO
+from ..processes.lifeline import Lifeline
+from ..processes.proc import kill_group
+from ..processes.signals import held_back
+from . import names
+from .claims import Claim, sweep
+
+__all__ = ["NodeSaver"]
+
+# Seconds for an answer that needs no disk, and for freezing: a worker may just be writing.
+_ANSWERS_WITHIN_SECONDS = 10.0
+_FREEZES_WITHIN_SECONDS = 35.0
+_ENDS_WITHIN_SECONDS = 5.0
+# Seconds between two questions whether it is done; it must twice in a row be.
+_ASK_EVERY_SECONDS = 0.1
+
+logger = logging.getLogger(__name__)
+
+
+class NodeSaver:
+    """One node's companion, through all worlds. Thread-safe.
+
+    Args:
+        job_id: the job's.
+        directory: a private directory of this agent, for the files that DLRover's classes read and write.
+        path: where the script's own modules are; its storage class may be one of them.
+        log: where the companion's output goes.
+        lifeline: the process is registered with it, and so is what it may leave behind.
+        heard: called on a thread of its own with (epoch, step) when DLRover's classes tell of a new step.
+        say: prints one line for people.
+
+    Raises:
+        OSError: there is no place for its sockets or its memory.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        directory: Path,
+        path: str,
+        log: Path,
+        lifeline: Lifeline,
+        heard: Callable[[int, int], None],
+        say: Callable[[str, bool], None],
+    ) -> None:
+        self._log, self._path, self._lifeline, self._heard, self._say = log, path, lifeline, heard, say
+        self._claim = Claim(job_id)
+        # After it, so that no name that is just cleaned up is taken.
+        for name in sweep():
+            logger.warning("an agent that is gone had left sockets and memory of Flash Checkpoint: %s; removed", name)
+        self.name = self._claim.name
+        # In this order: a claim of what the keeper still removes would be lost.
+        lifeline.add_prefix(names.segments(self.name))
+        lifeline.add_path(Path(names.sockets(self.name)))
+        # What the workers get in every world.
+        self.variables = names.job_variables(self.name, str(directory))
+        self._process: subprocess.Popen[str]
+        # One order at a time.
+        self._asking = threading.Lock()
+        self._news = threading.Condition()
+        self._number = 0
+        self._answer: dict[str, Any] = {}
+        self._up = self._closed = False
+        self._epoch = 0
+        try:
+            self._start()
+        except OSError:
+            self._claim.close()
+            raise
+
+    def enter(self, epoch: int, group_rank: int, nodes: int, arrived: int) -> int:
+        """A new world is about to start here. Starts the companion where none runs.
+
+        What is in memory stays only if this node was part of the world before: otherwise others have gone on without
+        it, maybe from an earlier step. Where each node has a part, it stays only if all nodes do.
+
+        Args:
+            epoch, group_rank, nodes: the world's, and this node's place in it.
+            arrived: how many of its nodes were not in the world before.
+
+        Returns:
+            The step in this node's memory; 0: there is none.
+
+        Raises:
+            OSError: the companion cannot be started.
+        """
+        keep, self._epoch = epoch == self._epoch + 1, epoch
+        if self._process.poll() is not None:
+            self._start()
+        with contextlib.suppress(FileNotFoundError):
+            # Steps of the world before are no news.
+            os.unlink(self.variables["RUNTIME_METRICS_PATH"])
+        order = {"do": "world", "epoch": epoch, "node_rank": group_rank, "nodes": nodes, "keep": keep}
+        order["keep_parts"] = not arrived
+        # One that still imports torch has nothing in memory, and serves no worker before it has read this.
+        return int(self._ask(order, _ANSWERS_WITHIN_SECONDS if self._up else 0.0).get("step", 0))
+
+    def freeze(self) -> None:
+        """The workers are about to end: none of them begins to write any more."""
+        if self._up:
+            self._ask({"do": "freeze"}, _FREEZES_WITHIN_SECONDS)
+
+    def part(self) -> int | None:
+        """The workers are gone: the step of what is in memory here (0: none), if other nodes have parts of it, too."""
+        answer = self._ask({"do": "freeze"}, _FREEZES_WITHIN_SECONDS) if self._up else {}
+        return int(answer.get("step", 0)) if answer.get("spread") else None
+
+    def save(self, timeout: float, *, part: bool = False) -> int:
+        """The workers are gone: writes what is in memory, where this node has all of it.
+
+        Args:
+            timeout: seconds to wait for that; then it goes on behind.
+            part: also where other nodes have the rest, which do the same.
+
+        Returns:
+            The step that is on the disk now; 0: none is, or not yet.
+        """
+        return int(self._ask({"do": "save", "part": part}, timeout).get("saved", 0)) if self._up else 0
+
+    def settle(self, timeout: float) -> bool:
+        """Waits at most `timeout` seconds until all that the workers asked for is on the disk."""
+        deadline, calm = time.monotonic() + timeout, 0
+        while self._up and calm < 2 and time.monotonic() < deadline:
+            calm = 0 if self._ask({"do": "busy"}, _ANSWERS_WITHIN_SECONDS).get("busy") else calm + 1
+            time.sleep(_ASK_EVERY_SECONDS)  # why: the library's saver tells nobody when it is done
+        return calm >= 2 or not self._up
+
+    def close(self) -> None:
+        """Ends the companion, and removes sockets and memory."""
+        with self._news:
+            self._closed = True
+        process = self._process
+        assert process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_ENDS_WITHIN_SECONDS)
+        self._end(process)
+        self._claim.close()
+
+    # ---- the process ------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        added = {**self.variables, **self._lifeline.environment()}
+        paths = [self._path, *filter(None, [os.environ.get("PYTHONPATH", "")])]
+        with open(self._log, "ab") as log, starting("the saver of Flash Checkpoint"), held_back(DEAF_TO):
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "dalsegno.agent.dlrover.companion"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+                env={**os.environ, **added, "PYTHONPATH": os.pathsep.join(paths)},
+            )
+        self._lifeline.add_group(process.pid)
+        self._process, self._up = process, False
+        reader = threading.Thread(target=self._read, args=(process,), name="flash-saver", daemon=True)
+        with starting("the thread that hears the saver of Flash Checkpoint"):
+            reader.start()
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        told = ""
+        for line in process.stdout:
+            try:
+                said = json.loads(line)
+                epoch, heard = int(said.get("epoch", 0)), int(said.get("heard", 0))
+            except (ValueError, AttributeError, TypeError):
+                logger.warning("the saver of Flash Checkpoint said %r", line[:200])
+                continue
+            if said.get("problem"):
+                told = str(said["problem"])
+                self._say(f"Flash Checkpoint: {told}; more in {self._log}", True)
+            if heard:
+                self._heard(epoch, heard)
+            with self._news:
+                self._up = self._up or "up" in said
+                if "answers" in said:
+                    self._answer = said
+                self._news.notify_all()
+        code = process.wait()
+        with self._news:
+            lost = not self._closed and self._process is process
+            self._up = self._up and self._process is not process
+            self._news.notify_all()
+        if lost and not told:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            self._say(
+                f"the saver of Flash Checkpoint {how}: nothing is saved until the next change of the world, which "
+                f"starts another one; more in {self._log}",
+                True,
+            )
+
+    def _ask(self, order: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """Sends one order. Returns its answer; empty if none comes, and then that companion is ended."""
+        process = self._process
+        assert process.stdin is not None
+        with self._asking:
+            self._number += 1
+            number = self._number
+            try:
+                process.stdin.write(json.dumps({**order, "number": number}) + "\n")
+                process.stdin.flush()
+            except (OSError, ValueError):
+                return {}
+            with self._news:
+                self._news.wait_for(
+                    lambda: self._answer.get("answers") == number or self._closed or process.poll() is not None, timeout
+                )
+                answer = self._answer if self._answer.get("answers") == number else {}
+        if not answer and timeout and not self._closed and order["do"] != "save":
+            logger.error("the saver of Flash Checkpoint does not answer (%s)", order["do"])
+            self._end(process)
+        return answer
+
+    def _end(self, process: subprocess.Popen[str]) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            kill_group(process.pid)
+        process.wait()
+        self._lifeline.drop_group(process.pid)

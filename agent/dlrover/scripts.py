@@ -1,0 +1,143 @@
+"""What a script uses of DLRover's client library, by its text, and what will then happen here. Pure.
+
+Their defects are named because their scripts run as they are: nothing of the library is replaced.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+__all__ = ["Uses", "findings", "refusal", "uses", "warnings"]
+
+# Classes that ask DLRover's master for what they need, and what to use instead.
+_SHARDING = "DLRover's ElasticDistributedSampler, or ElasticSampler of dalsegno.elastic, which need no master"
+_NO_MASTER = "this master speaks another protocol: drop it"
+_OF_THE_MASTER = {
+    "ShardingClient": _SHARDING,
+    "IndexShardingClient": _SHARDING,
+    "MasterClient": _NO_MASTER,
+    "build_master_client": _NO_MASTER,
+}
+_MODULES_OF_THE_MASTER = {
+    "dlrover.trainer.tensorflow": "its TensorFlow estimators take their data from DLRover's master",
+    "dlrover.trainer.worker": "its TensorFlow workers take their data from DLRover's master",
+    "dlrover.python.unified": "its unified API runs on Ray under a master of its own",
+}
+_CHECKPOINTER = re.compile(r"\b(\w*Checkpointer|FlashCkptTrainer)\b")
+_IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+(dlrover[\w.]*)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Uses:
+    """What a script's text names.
+
+    Attributes:
+        imports: it imports the library at all.
+        trainer: `ElasticTrainer`.
+        fixes_batch: it asks that class to keep the batch size.
+        sampler: `ElasticDistributedSampler`.
+        loader: `ElasticDataLoader`.
+        checkpointers: classes of Flash Checkpoint.
+        replicas: its checkpoints are copied to other nodes' memory.
+        of_the_master: what it uses that talks to DLRover's master, with what to do instead.
+    """
+
+    imports: bool = False
+    trainer: bool = False
+    fixes_batch: bool = False
+    sampler: bool = False
+    loader: bool = False
+    checkpointers: tuple[str, ...] = ()
+    replicas: bool = False
+    of_the_master: tuple[tuple[str, str], ...] = ()
+
+
+def uses(text: str) -> Uses:
+    """Reads a script's text."""
+    # Comments name what is not used.
+    code = re.sub(r"#.*", "", text)
+    modules = _IMPORT.findall(code)
+    if not modules:
+        return Uses()
+    found = [(name, instead) for name, instead in _OF_THE_MASTER.items() if re.search(rf"\b{name}\b", code)]
+    found += [
+        (module, instead)
+        for module in sorted(set(modules))
+        for begins, instead in _MODULES_OF_THE_MASTER.items()
+        if f"{module}.".startswith(f"{begins}.")
+    ]
+    return Uses(
+        imports=True,
+        trainer="ElasticTrainer" in code,
+        fixes_batch=re.search(r"\bfix_total_batch_size\s*=\s*(?!False)\w", code) is not None,
+        sampler="ElasticDistributedSampler" in code,
+        loader="ElasticDataLoader" in code,
+        checkpointers=tuple(sorted(set(_CHECKPOINTER.findall(code)))) if "flash_checkpoint" in code else (),
+        replicas=re.search(r"\breplica_count\s*=\s*[1-9a-z]", code) is not None,
+        of_the_master=tuple(found),
+    )
+
+
+def refusal(script: str, found: Uses) -> str:
+    """Why the script cannot run here, in one line; empty if it can."""
+    if not found.of_the_master:
+        return ""
+    name, instead = found.of_the_master[0]
+    return f"{script} uses {name} of dlrover, which needs DLRover's master; there is none here. Instead: {instead}"
+
+
+def warnings(found: Uses, min_nodes: int, max_nodes: int, node_unit: int) -> list[str]:
+    """One line for each defect of the library that this script meets, said at the start.
+
+    Args:
+        min_nodes, max_nodes, node_unit: the worlds that may open.
+    """
+    lines = []
+    sizes = [size for size in range(min_nodes, max_nodes + 1) if size % node_unit == 0]
+    uneven = [size for size in sizes if max_nodes % size]
+    if found.trainer and found.fixes_batch and uneven:
+        several = len(uneven) > 1
+        listed = ", ".join(str(size) for size in uneven)
+        lines.append(
+            f"dlrover's ElasticTrainer gives ranks different numbers of micro-batches with {listed} of {max_nodes}"
+            f" nodes: the batch is not what it was, and ranks may wait for each other in vain; --nnodes and --node-unit"
+            f" can exclude {'these sizes' if several else 'this size'}"
+        )
+    if found.sampler:
+        lines.append(
+            "dlrover's ElasticDistributedSampler counts from the last resume: from the second resume in a data epoch on"
+            " it repeats samples, unless the script adds what was completed before it"
+        )
+    return lines
+
+
+def findings(script: str, found: Uses, version: str) -> list[str]:
+    """What `dalsegno doctor --dlrover` says of a script, one line each.
+
+    Args:
+        version: of the installed library; empty: there is none.
+    """
+    if not found.imports:
+        return [f"{script} does not import dlrover itself; if a module of yours does, say so with --dlrover"]
+    installed = f"dlrover {version} is installed; 0.6.1 was tested" if version else "dlrover is not installed here"
+    lines = [installed]
+    if line := refusal(script, found):
+        return [*lines, f"refused: {line}"]
+    lines.append("it gets DLRover's variables: WORKER_NUM is the most nodes, NODE_NUM and NODE_RANK are the world's")
+    if found.checkpointers:
+        lines += [
+            f"{', '.join(found.checkpointers)}: a process beside the workers keeps what is saved to memory; a crash"
+            " resumes from there",
+            "before a growth or a leave, what is in memory goes to the disk where one node has all of it (DDP, or a"
+            " single node); what is spread over nodes (FSDP, DeepSpeed) resumes from the last save to the disk",
+        ]
+    if found.replicas:
+        lines.append("replica_count: copies are dealt to the nodes of the open world")
+    if found.loader:
+        lines.append("ElasticDataLoader: the batch size is the script's; nobody tunes it")
+    if found.trainer:
+        lines.append("ElasticTrainer: its steps are heard, at most every 15 s")
+    if not found.checkpointers:
+        lines.append("nothing of Flash Checkpoint: each change restarts the script from what it loads by itself")
+    return lines

@@ -1,0 +1,46 @@
+"""What workers left in memory by DLRover's Flash Checkpoint: all nodes of an epoch write the same step, or none does.
+
+Each node holds a part of it, and knows the step of its own part alone. When its workers are gone it says which that is,
+and waits some seconds for an answer before it joins the next world. What nodes have said is not stored: under a new
+master nobody writes, and the run goes on from what is on the disk.
+"""
+
+from __future__ import annotations
+
+from dalsegno.protos import control_pb2
+
+from .live import State
+from .membership import member_of
+from .state import Node, Part
+from .turn import Turn
+
+__all__ = ("agreed", "note")
+
+
+def note(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bool:
+    """Notes the step that a member holds after the end of its workers. Returns whether that is news."""
+    if not message.HasField("flash_step") or member_of(turn, node, message.caller.epoch) is None:
+        return False
+    held = turn.open.flash
+    if node.incarnation in held:
+        return False
+    held[node.incarnation] = message.flash_step
+    return True
+
+
+def agreed(state: State) -> int | None:
+    """The step that all members of the last world hold, and now write; 0: none is written. None: not known yet."""
+    job, held = state.job, state.live.epoch.flash
+    if job.world is None or not held:
+        return None
+    steps = set(held.values())
+    if len(steps) > 1 or 0 in steps:
+        return 0
+    if len(held) == len(job.world.members):
+        return steps.pop()
+    for member in job.world.members:
+        if member.incarnation not in held and (
+            job.node_by(member.incarnation) is None or job.part(member) is Part.FINISHED
+        ):
+            return 0
+    return None

@@ -1,0 +1,149 @@
+"""DLRover's own client library under this agent: its scripts run as they are, through every change of the world."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dalsegno.agent.dlrover.claims import sweep
+from tests.support.jobs import dlrover_users as users
+from tests.support.jobs import local_processes as processes
+from tests.support.jobs.cluster import LEFT, LEFT_UNSAVED, Cluster
+
+pytestmark = pytest.mark.timeout(300)
+Clusters = Callable[..., Cluster]
+
+
+@pytest.fixture
+def flash(clusters: Clusters) -> Callable[..., Cluster]:
+    """Makes jobs of `flash_worker.py`."""
+
+    def make(*extra: str, **options: Any) -> Cluster:
+        return clusters(
+            training=users.FlashTraining(extra=extra), hooked=False, universal="", step_time=0.05, **options
+        )
+
+    return make
+
+
+def crash(job: Cluster, rank: int) -> None:
+    """Kills the worker of this rank."""
+    os.kill(int((job.step_log / f"rank-{rank}").read_text(encoding="ascii")), signal.SIGKILL)
+
+
+def finish(job: Cluster) -> int:
+    """Has the script make its last step. Nothing may be left of the job. Returns that step."""
+    (job.step_log / "over").touch()
+    for node in job.alive():
+        node.process.wait(120)
+    job.check_exits()
+    job.close()
+    assert users.left_behind(job) == []
+    last = users.notes(job)[-1]
+    assert last[0] == "over"
+    assert (job.step_log / "dlrover_latest.txt").read_text(encoding="ascii") == last[1]
+    return int(last[1])
+
+
+def assert_one_history(job: Cluster) -> None:
+    """Every step that was made twice led to the same weights: nothing was resumed that another world had made."""
+    assert {step: found for step, found in users.sums(job).items() if len(found) > 1} == {}
+
+
+def test_a_crash_resumes_from_memory(flash: Callable[..., Cluster]) -> None:
+    """A worker is killed: the next one goes on from the last step in memory, and nothing is left behind at the end."""
+    job = flash()
+    (node,) = job.start("a")
+    users.wait_steps(job, 0)
+    crash(job, 0)
+    users.wait_steps(job, 1)
+    made = max(step for step in users.sums(job) if step <= users.worlds(job)[1].first + 1)
+    assert users.worlds(job)[1].first >= made - 1 > 0
+    finish(job)
+    assert_one_history(job)
+    assert any("steps are heard" in line or "1 node" in line for line in node.said())
+
+
+@pytest.mark.full
+def test_growth_crash_leave_and_kill(flash: Callable[..., Cluster]) -> None:
+    """DDP: a node joins, its worker is killed, it leaves, another joins and is killed: no step in memory is lost."""
+    job = flash(agent_flags=["--grow-wait=1"])
+    job.start("a")
+    last = users.wait_steps(job, 0)
+    (b,) = job.start("b")
+    last = max(last, users.wait_steps(job, 0))
+    users.wait_steps(job, 1)
+    grown = users.worlds(job)[1]
+    assert (grown.size, grown.nodes, grown.workers) == (2, 2, 4)
+    assert grown.first >= last
+    last = users.wait_steps(job, 1, 12)
+    crash(job, 1)
+    users.wait_steps(job, 2)
+    assert users.worlds(job)[2].first >= last - 1
+    last = users.wait_steps(job, 2, 12)
+    # The other node has all of it, but this one cannot know whether that stays.
+    job.leave(b, LEFT_UNSAVED)
+    users.wait_steps(job, 3)
+    assert (users.worlds(job)[3].size, users.worlds(job)[3].first >= last - 1) == (1, True)
+    (c,) = job.start("c")
+    last = users.wait_steps(job, 4, 12)
+    job.kill_node(c)
+    users.wait_steps(job, 5)
+    assert sweep(), "on this machine its keeper has died with it"
+    assert (users.worlds(job)[5].size, users.worlds(job)[5].first >= last - 1) == (1, True)
+    finish(job)
+    assert_one_history(job)
+
+
+@pytest.mark.full
+def test_what_is_spread_is_saved_by_all_or_none(flash: Callable[..., Cluster]) -> None:
+    """FSDP on two nodes: a crash resumes from memory, a leave from what both wrote, a kill from the last such save."""
+    job = flash("--fsdp", nnodes="2:2")
+    a, b = job.start("a", "b")
+    last = users.wait_steps(job, 0, 12)
+    crash(job, 1)
+    users.wait_steps(job, 1)
+    assert users.worlds(job)[1].first >= last - 1
+    last = users.wait_steps(job, 1, 12)
+    job.leave(b, LEFT)
+    job.wait_exit(b)
+    (c,) = job.start("c")
+    users.wait_steps(job, 2)
+    saved = users.worlds(job)[2].first
+    assert saved >= last - 1
+    users.wait_steps(job, 2, 12)
+    # Its keeper lives for a moment longer, and removes what it has left on this machine.
+    job.kill_agent(c)
+    job.start("d")
+    users.wait_steps(job, 3)
+    assert users.worlds(job)[3].first == saved, "nobody has the part of the node that was killed"
+    assert a.alive
+    finish(job)
+    assert_one_history(job)
+
+
+@pytest.mark.full
+def test_the_saver_dies(flash: Callable[..., Cluster]) -> None:
+    """Training goes on, people are told, and the next world has another saver, whose memory it resumes from."""
+    job = flash("--disk-every=5")
+    (node,) = job.start("a")
+    users.wait_steps(job, 0, 12)
+    (saver,) = [pid for pid in job.processes(node) if "dlrover.companion" in processes.command_line(pid)]
+    # A notice to all processes of the node, as of systemd or Slurm, is not for this one.
+    os.kill(saver, signal.SIGTERM)
+    users.wait_steps(job, 0, 24)
+    assert processes.is_alive(saver)
+    os.kill(saver, signal.SIGKILL)
+    job.wait_line("the saver of Flash Checkpoint was killed by signal 9", node)
+    crash(job, 0)
+    users.wait_steps(job, 1, 12)
+    assert users.worlds(job)[1].first > 0
+    crash(job, 0)
+    last = users.wait_steps(job, 2)
+    assert last > users.worlds(job)[2].first > users.worlds(job)[1].first
+    finish(job)
+    assert_one_history(job)

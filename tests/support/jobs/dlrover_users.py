@@ -1,0 +1,101 @@
+"""Jobs of scripts that use DLRover's client library, which is installed into a directory of its own for them."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from .cluster import ROOT, Cluster, Training
+
+FLASH = ROOT / "tests" / "support" / "workers" / "flash_worker.py"
+# With what it imports, as far as it is not there anyway; never torch.
+PACKAGES = ("dlrover==0.6.1", "deprecated", "wrapt", "nvidia-ml-py")
+
+
+def installed() -> Path:
+    """The directory for PYTHONPATH. Made once for each interpreter; skips the test where no package index answers."""
+    place = ROOT / "build" / f"dlrover-{hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]}"
+    place.parent.mkdir(exist_ok=True)
+    with open(f"{place}.lock", "w", encoding="ascii") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (place / "made").exists():
+            line = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+            line += ["--retries=0", "--timeout=20", "--upgrade", f"--target={place}", *PACKAGES]
+            done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=240)
+            if done.returncode:
+                pytest.skip(f"dlrover cannot be installed: {done.stderr.strip().splitlines()[-1:]}")
+            (place / "made").touch()
+    return place
+
+
+@dataclass(frozen=True)
+class FlashTraining(Training):
+    """`flash_worker.py`, which knows no flags of the examples."""
+
+    script: Path = FLASH
+    extra: tuple[str, ...] = ()
+
+    def flags(self, step_log: Path) -> list[str]:
+        return [f"--directory={step_log}", *self.extra]
+
+    def environment(self, step_log: Path) -> dict[str, str]:
+        step_log.mkdir(exist_ok=True)
+        return {"PYTHONPATH": str(installed())}
+
+
+@dataclass(frozen=True)
+class World:
+    """What a world noted: the step that it resumed from, its size, NODE_NUM, WORKER_NUM."""
+
+    first: int
+    size: int
+    nodes: int
+    workers: int
+
+
+def notes(job: Cluster) -> list[list[str]]:
+    """All notes so far, in words."""
+    try:
+        text = (job.step_log / "notes").read_text(encoding="ascii")
+    except FileNotFoundError:
+        return []
+    return [line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def worlds(job: Cluster) -> list[World]:
+    """All worlds so far."""
+    return [World(*map(int, words[1:])) for words in notes(job) if words[0] == "world"]
+
+
+def wait_steps(job: Cluster, world: int, steps: int = 8) -> int:
+    """Until the world of this number, from 0, has made so many steps. Returns the last one noted."""
+
+    def look() -> int | None:
+        found = notes(job)
+        starts = [number for number, words in enumerate(found) if words[0] == "world"]
+        made = found[starts[world] + 1 :] if len(starts) > world else []
+        return int(made[-1][1]) if len(made) >= steps else None
+
+    return job.wait_for(look, f"{steps} steps of world {world}")
+
+
+def sums(job: Cluster) -> dict[int, set[str]]:
+    """By step, each sum of the weights that was noted for it."""
+    found: dict[int, set[str]] = {}
+    for words in notes(job):
+        if words[0] == "step":
+            found.setdefault(int(words[1]), set()).add(words[2])
+    return found
+
+
+def left_behind(job: Cluster) -> list[str]:
+    """Sockets and segments of the job."""
+    places = ((Path("/tmp/ckpt_sock"), job.job), (Path("/dev/shm"), job.job))
+    return [str(path) for place, name in places for path in place.glob(f"{name}*")] if os.path.isdir("/dev/shm") else []
