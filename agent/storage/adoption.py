@@ -314,6 +314,7 @@ class Adopter:
                 self._calm = False
             else:
                 if isinstance(one, Complete):
+                    self._lacks.pop(unit.path, None)
                     return one
                 if number == 0:
                     self._lacking(unit, one)
@@ -332,7 +333,7 @@ class Adopter:
         now = time.monotonic()
         state = (missing, _extent(self._root, unit))
         before, since = self._lacks.get(unit.path, (None, now))
-        self._lacks = {**self._lacks, unit.path: (state, since if before == state else now)}
+        self._lacks[unit.path] = (state, since if before == state else now)
         if before == state and now - since >= PATIENCE_LOOKS * LOOK_EVERY_SECONDS:
             self._complain(unit.path, f"it is not complete: {missing}")
 

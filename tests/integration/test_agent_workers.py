@@ -244,9 +244,9 @@ sys.stdout.write("last line, ")
 @pytest.mark.parametrize("known", [False, True], ids=["unknown", "imported before"])
 def test_a_script_is_seen_to_import_what_a_session_comes_from(node: Node, known: bool) -> None:
     """Once, also where a module of its own imports it; where the nursery had imported it its text has said so."""
-    script = script_in(node.directory, "import own, os\nprint(own.WHERE)\nfrom dalsegno.elastic import Order\n")
+    script = script_in(node.directory, "import own, os\nprint(own.WHERE)\nfrom dalsegno.elastic import session\n")
     (node.directory / "scripts" / "own.py").write_text("import json\nimport dalsegno.elastic\nWHERE = __file__\n")
-    context = node.workers(script, 1, node.pool(1, ("dalsegno.elastic",) if known else ("json",)))
+    context = node.workers(script, 1, node.pool(1, ("dalsegno.elastic.script.session",) if known else ("json",)))
     context.start()
     assert node.exits.get(timeout=30) == (0, 0, "")
     context.stop(0)

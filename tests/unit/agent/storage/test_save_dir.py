@@ -263,7 +263,9 @@ def test_files_that_count_themselves_need_not_wait_for_each_other(runs: Callable
     run.taken.close()
 
 
-def test_what_never_stops_changing_is_said(runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_never_stops_changing_is_said(
+    runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """And who waits for the last save does not wait for it without end."""
     monkeypatch.setattr(adoption, "PATIENCE_LOOKS", 6)
     run = runs()
@@ -272,7 +274,9 @@ def test_what_never_stops_changing_is_said(runs: Callable[..., Run], monkeypatch
 
     def restless() -> None:
         while not over.wait(0.02):
-            (run.out / "replay.bin").write_bytes(os.urandom(8))
+            # Renamed into place, so that nobody ever sees it empty.
+            (tmp_path / "next").write_bytes(os.urandom(8))
+            os.replace(tmp_path / "next", run.out / "replay.bin")
 
     thread = threading.Thread(target=restless)
     thread.start()
