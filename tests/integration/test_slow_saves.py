@@ -106,6 +106,7 @@ def test_a_leave_in_the_middle_of_a_save_in_the_background(clusters: Clusters, u
     end(job, undisturbed)
 
 
+@pytest.mark.full
 def test_a_leaver_that_stands_still_is_not_waited_for(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """Its machine is frozen in the middle of the save, so that no connection closes: its notice ends all the same."""
     job, first = slow(clusters, "15", "a", "b", "c")
