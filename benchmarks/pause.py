@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.own_memory import own_memory
 from benchmarks.pause_page import Change, draw, read_changes
 from benchmarks.peers import Job, a_job, hosts
 from benchmarks.results import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, machine
@@ -204,6 +205,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--save-every", type=int, default=10, help="steps between two saves (%(default)s)")
     parser.add_argument("--step-time", type=float, default=0.1, help="least seconds of a step (%(default)s)")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds that a change may take (%(default)s)")
+    parser.add_argument(
+        "--own-memory",
+        type=float,
+        default=0.0,
+        metavar="GIB",
+        help="keep so much memory from being given back to the host of this virtual machine; half of it is taken",
+    )
     parser.add_argument("--directory", type=Path, help="for checkpoints, on the disk to measure")
     parser.add_argument("--results", type=Path, help="lines are added to this file")
     parser.add_argument(
@@ -228,14 +236,15 @@ def main(arguments: Sequence[str] = ()) -> int:
     )
     print(machine(), flush=True)
     failed = 0
-    for repeat in range(flags.repeats):
-        for cell in _cells(flags):
-            try:
-                for change in measure(cell, options):
-                    _write(results, change, repeat)
-            except TimeoutError as error:
-                failed += 1
-                print(f"{cell}: {error}", flush=True)
+    with own_memory(flags.own_memory):
+        for repeat in range(flags.repeats):
+            for cell in _cells(flags):
+                try:
+                    for change in measure(cell, options):
+                        _write(results, change, repeat)
+                except TimeoutError as error:
+                    failed += 1
+                    print(f"{cell}: {error}", flush=True)
     return min(failed, 1)
 
 
