@@ -31,8 +31,8 @@ __all__ = ["scale", "status"]
 _TIMEOUT_SECONDS = 5.0
 # Seconds in which a listener at an embedded master's address must answer.
 _LOOK_SECONDS = 1.0
-# Phases in which no step is made any more.
-_OVER = (control_pb2.PHASE_SUCCEEDED, control_pb2.PHASE_FAILED)
+# Phases in which steps are made.
+_TRAINS = (control_pb2.PHASE_RUNNING, control_pb2.PHASE_DRAINING)
 # Status codes with which the master did answer, so that the detail is the line to print.
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 
@@ -169,12 +169,13 @@ def _course(record: control_pb2.EpochRecord, reply: control_pb2.StatusReply) -> 
     if record.unheard:
         return "no steps heard"
     # The newest epoch's record gets its last step only when the epoch is over.
-    newest, over = record.epoch == reply.epoch, reply.phase in _OVER
-    last_step = str(max(record.last_step, reply.step if newest else 0)) if over or not newest else "now"
+    newest = record.epoch == reply.epoch
+    last_step = max(record.last_step, reply.step) if newest else record.last_step
+    until = "now" if newest and reply.phase in _TRAINS else str(last_step)
     lost = counted(record.lost_steps, "step")
     if record.lost_more:
         lost = f"at least {lost}" if record.lost_steps else "an unknown number of steps"
-    return f"steps {record.first_step} to {last_step}, paused {record.paused:.1f} s, lost {lost}"
+    return f"steps {record.first_step} to {until}, paused {record.paused:.1f} s, lost {lost}"
 
 
 def status_lines(reply: control_pb2.StatusReply) -> list[str]:

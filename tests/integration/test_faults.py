@@ -1,4 +1,4 @@
-"""Converters that die or fail, damaged checkpoints, frozen nodes, full disks, blind nodes: issue points 3, 5, 7."""
+"""Converters that die or fail, damaged checkpoints, frozen nodes, full disks, blind nodes."""
 
 from __future__ import annotations
 

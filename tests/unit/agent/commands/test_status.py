@@ -120,3 +120,5 @@ def test_the_open_epoch_goes_on() -> None:
     _, first, second = status_lines(reply)
     assert "1 node, steps 1 to 28, paused 0.0 s, lost 0 steps" in first
     assert "2 nodes, steps 29 to now, paused 0.0 s, lost 1 step" in second
+    reply.phase = pb.PHASE_WAITING
+    assert "steps 29 to 97," in status_lines(reply)[2]
