@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -54,14 +55,18 @@ def test_slurms_script_asks_for_another_start_of_who_left(tmp_path: Path, code: 
         "SLURM_ARRAY_JOB_ID": "7",
         "SLURM_ARRAY_TASK_ID": "2",
     }
-    job = subprocess.Popen([str(tmp_path / "train.sbatch")], env=environment, cwd=tmp_path)
-    deadline = time.monotonic() + 60
-    while not log.exists() or (notice and not handles_term(job.pid)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    if notice:
-        job.send_signal(signal.SIGTERM)
-    assert job.wait(60) == code
+    job = subprocess.Popen([str(tmp_path / "train.sbatch")], env=environment, cwd=tmp_path, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not log.exists() or (notice and not handles_term(job.pid)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        if notice:
+            job.send_signal(signal.SIGTERM)
+        assert job.wait(60) == code
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
     started, *rest = log.read_text().splitlines()
     assert "--job-id=gpt" in started
     assert rest == ["left"] * notice + ["scontrol requeue 7_2"] * (code in (75, 76))

@@ -165,7 +165,6 @@ COMMANDS: dict[str, How] = {
     ),
     "python -m tests.unit.protos.test_protos": Run(),
     "python -m benchmarks peers": Elsewhere(_HOURS, "bench"),
-    "python -m benchmarks memory": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks pause": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks rendezvous": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks [NAME ...]": Elsewhere(_HOURS, "bench"),
