@@ -20,6 +20,8 @@ from .word import Word
 __all__ = ["Assignment", "become", "is_of_session", "run_to_end"]
 
 _SESSION_PACKAGE = "dalsegno.elastic"
+# Who imports it for torch.
+_HANDLERS = ("torch.distributed.elastic.rendezvous", "dalsegno.agent.shell")
 # Its rooms that agents import, too.
 _OF_AGENTS = ("checkpoint", "universal")
 
@@ -105,6 +107,16 @@ def is_of_session(module: str) -> bool:
     return module.startswith(f"{_SESSION_PACKAGE}.") and room not in _OF_AGENTS
 
 
+def _by_torch() -> bool:
+    """Whether torch is importing its rendezvous handlers, and with ours the package: no script has asked for it."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_HANDLERS):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 class _SessionImport:
     """An import hook that reports once that this process imports what `session()` comes from. It finds no module."""
 
@@ -112,7 +124,7 @@ class _SessionImport:
         self._word = word
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if is_of_session(name) and self in sys.meta_path:
+        if self in sys.meta_path and (is_of_session(name) or (name == _SESSION_PACKAGE and not _by_torch())):
             sys.meta_path.remove(self)
             self._word.say({"imports": True})
 

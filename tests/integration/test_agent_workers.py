@@ -254,7 +254,16 @@ def test_a_script_is_seen_to_import_what_a_session_comes_from(node: Node, known:
     assert node.imports.empty()
 
 
-@pytest.mark.parametrize("text", ["", "import json, dalsegno.protos\n", "import os\nos.execv('/bin/true', ['true'])\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "import json, dalsegno.protos\n",
+        "import os\nos.execv('/bin/true', ['true'])\n",
+        # It imports all rendezvous handlers, and with ours a part of the library.
+        "import torch.distributed.checkpoint\n",
+    ],
+)
 def test_a_script_that_imports_no_session_is_not_said_to(node: Node, text: str) -> None:
     """Nor is one that becomes another program."""
     context = node.workers(script_in(node.directory, text), 1, node.pool(1))
