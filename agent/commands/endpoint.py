@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import socket
 
+from dalsegno.protos.addresses import host_and_port
 from dalsegno.protos.options import UsageError
 
 __all__ = ["answers", "local_address", "meeting_point", "split"]
@@ -64,9 +65,11 @@ def local_address(host: str) -> str:
     return ""
 
 
-def answers(address: str) -> bool:
-    """Whether somebody listens there just now."""
-    host, port = split(address)
-    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=_LOOK_SECONDS):
+def answers(address: str, seconds: float = _LOOK_SECONDS) -> bool:
+    """Whether somebody listens at HOST:PORT; looks for so many seconds at most."""
+    with (
+        contextlib.suppress(OSError, ValueError),
+        socket.create_connection(host_and_port(address), timeout=seconds),
+    ):
         return True
     return False

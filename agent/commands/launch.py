@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch.distributed.elastic.metrics import initialize_metrics
 from torch.distributed.elastic.metrics.api import MetricsConfig
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.addresses import host_and_port
 from dalsegno.protos.contract import GROW_SOON_SECONDS, JobSettings, Variable
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.shortage import CannotStartError, prove_room, shortage, starting
@@ -39,14 +39,13 @@ from ..shell.output import Output
 from ..shell.rendezvous import NamedRendezvous
 from ..storage.job_directory import JobDirectory, StorageError
 from ..storage.macros import SAVE_DIR, macros_of
-from .endpoint import answers, local_address, split
+from ..workers.last_words import without_file
+from .endpoint import answers, local_address
 
 __all__ = ["launch"]
 
 logger = logging.getLogger(__name__)
 
-# The file with a worker's errors, behind its last words.
-_FILE = re.compile(r" \(see [^)]*\)")
 # Variables by which DLRover's client library, if a script uses it, would take our master for its own.
 _NOT_FOR_WORKERS = (Variable.MASTER, Variable.TOKEN)
 
@@ -101,7 +100,7 @@ def _trace_into(directory: str | None) -> None:
 
 def verdict(reason: str, log_dir: Path) -> str:
     """The last line of a failed job: why it failed, where to find more, and what to do."""
-    reason = _FILE.sub("", reason)  # it was named when it happened
+    reason = without_file(reason)  # it was named when it happened
     return (
         f"the job failed: {reason}; logs in {log_dir}; the same command tries again, from the newest checkpoint if"
         " there is one, --new-run starts over"
@@ -222,10 +221,10 @@ def _connect(
         console.say(f"job {options.job_id} (the same command in another terminal joins it); logs in {log_dir}")
     listen = LOOPBACK
     if options.meet:
-        host, port = split(options.meet)
+        host, port = host_and_port(options.meet)
         if not (own := local_address(host)):
             return _hosted_elsewhere(options.meet, directory, console)
-        listen = (own, int(port))
+        listen = (own, port)
     embedded = EmbeddedMaster(
         directory.private,
         options.job_id,

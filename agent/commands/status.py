@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from ..control.handshake import mismatch
 from ..control.spawning import read_token
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
 from ..storage.survey import runs_in_order
+from .endpoint import answers
 
 __all__ = ["scale", "status"]
 
@@ -72,14 +72,7 @@ def _the_one(private: Path, jobs: Sequence[str]) -> str | None:
 
 def _is_served(claim: Claim | None) -> bool:
     """Whether a process listens at the claim's address."""
-    if claim is None:
-        return False
-    host, _, port = claim.address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK_SECONDS):
-            return True
-    except (OSError, ValueError):
-        return False
+    return claim is not None and answers(claim.address, _LOOK_SECONDS)
 
 
 def status(options: argparse.Namespace) -> int:

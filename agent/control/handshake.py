@@ -10,6 +10,8 @@ import ipaddress
 import socket
 import ssl
 
+from dalsegno.protos.addresses import host_and_port
+
 from .connection import Credentials
 
 __all__ = ["mismatch"]
@@ -27,12 +29,11 @@ def mismatch(address: str, credentials: Credentials) -> str:
     Empty if nothing is proven: nobody listens, it takes too long, or the handshake does not fail. Blocks for a few
     seconds at most.
     """
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
     try:
-        with socket.create_connection((host, int(port)), _TIMEOUT_SECONDS) as plain:
+        place = host_and_port(address)
+        with socket.create_connection(place, _TIMEOUT_SECONDS) as plain:
             if credentials.tls:
-                return _with_tls(plain, host, f"the master at {address}", credentials)
+                return _with_tls(plain, place[0], f"the master at {address}", credentials)
             return _without_tls(plain, f"the master at {address}")
     except (OSError, ValueError):
         return ""

@@ -146,14 +146,18 @@ def postponed(decision: Decision, detail: str) -> None:
         decision.do(ev.Say(detail))
 
 
+def silence_is_told_at(state: AgentState, deadline: float) -> float:
+    """When people are told that nobody has answered the first registration."""
+    return deadline - state.settings.connect_timeout + SILENCE_SECONDS
+
+
 def check_answer(decision: Decision) -> None:
     """Gives up if nobody has answered the first registration, once nothing else is in the queue, such as an answer."""
     state = decision.state
     deadline = state.door.answer_deadline
     if deadline is None:
         return
-    told_at = deadline - state.settings.connect_timeout + SILENCE_SECONDS
-    if told_at <= decision.now < deadline and not state.door.told:
+    if silence_is_told_at(state, deadline) <= decision.now < deadline and not state.door.told:
         state.door.told = True
         left = f"{deadline - decision.now:.0f} s more (--connect-timeout)"
         decision.do(ev.Say(f"no master has answered yet at {state.settings.addresses}: trying for {left}"))
@@ -413,7 +417,7 @@ def settle(decision: Decision) -> None:
     decision.state.wake = None
     report_ended(decision)
     if (deadline := decision.state.door.answer_deadline) is not None:
-        told_at = deadline - decision.state.settings.connect_timeout + SILENCE_SECONDS
+        told_at = silence_is_told_at(decision.state, deadline)
         decision.wake_at(deadline if decision.state.door.told else min(told_at, deadline))
     register_when_due(decision)
     keeping.check(decision)

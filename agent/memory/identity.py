@@ -14,6 +14,7 @@ import ssl
 from dataclasses import dataclass
 from datetime import datetime
 
+from dalsegno.protos.addresses import host_and_port
 from dalsegno.protos.peer_address import PeerAddress
 
 __all__ = ["NAME", "Identity", "StrangerError", "certificate_at"]
@@ -84,14 +85,13 @@ def certificate_at(address: PeerAddress) -> bytes:
         StrangerError: Another one is shown, or none.
         OSError: Nobody answers. Blocks for 10 s at most.
     """
-    host, _, port = address.target.rpartition(":")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     # The digest says more than a name and a signature could.
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     try:
         with (
-            socket.create_connection((host.strip("[]"), int(port)), _PATIENCE) as plain,
+            socket.create_connection(host_and_port(address.target), _PATIENCE) as plain,
             context.wrap_socket(plain) as secured,
         ):
             shown = secured.getpeercert(binary_form=True) or b""

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..script import tells_of_a_peer
 from .tracebacks import last_raised
 
-__all__ = ["error_message", "last_words"]
+__all__ = ["error_message", "last_words", "without_file"]
 
 # How many bytes at the end of a worker's errors are read, and how many characters of its last line are shown.
 _TAIL_BYTES = 8192
@@ -21,6 +21,9 @@ _LONGEST_LINE = 300
 _BAR = re.compile(r"^.*\[\d+:\d\d(:\d\d)?(<|, )[^\]]*\]")
 # Sequences that move the cursor of a terminal, or colour its text.
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+# Behind the words that `last_words` returns.
+_FILE = re.compile(r" \(see [^)]*\)")
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,11 @@ def last_words(path: str, code: int) -> str:
     lines = [line for physical in text.split("\n") if (line := _without_bars(physical))]
     words = _words(lines, code) if lines else ""
     return f"{words} (see {path})" if words else f"see {path}"
+
+
+def without_file(words: str) -> str:
+    """The same without the file that they name."""
+    return _FILE.sub("", words)
 
 
 def _words(lines: Sequence[str], code: int) -> str:

@@ -13,6 +13,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.addresses import host_and_port
 
 __all__ = ["StoreServers", "node_address"]
 
@@ -32,8 +33,7 @@ def node_address(master: str, local_addr: str | None) -> str:
     """
     if local_addr:
         return str(socket.getaddrinfo(local_addr, None, type=socket.SOCK_STREAM)[0][4][0])
-    host, _, port = master.rpartition(":")
-    family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    family, _, _, _, address = socket.getaddrinfo(*host_and_port(master), type=socket.SOCK_DGRAM)[0]
     if ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback:
         return str(address[0])
     # Connecting a datagram socket sends nothing. It only chooses the route, and with it our own address.

@@ -31,16 +31,10 @@ S = TypeVar("S", bound=Session)
 def open_session(kind: type[S], checkpoint_dir: str | Path | None = None, *, keep: int = 0, verify: bool = True) -> S:
     """The session of this process. A second call returns the first one's, until that one is closed.
 
-    Under ``dlrover-run`` everything comes from the environment. Outside, the world is torchrun's or one rank. With a
-    ``checkpoint_dir`` the newest sound checkpoint in it is the resume point, and SIGTERM saves before it stops. Under
-    ``dlrover-run`` all signals that the agent takes for a notice to leave do that, too. DataLoader processes that start
-    afterwards ignore those signals, so that they are there for the step that is saved.
+    Where it comes from, what it does with signals, and its other arguments: see ``script.session.session``.
 
     Args:
         kind: The class of a new session.
-        checkpoint_dir: Only for use outside ``dlrover-run``, which gives its own.
-        keep: Outside ``dlrover-run``: how many checkpoints to keep; 0: all.
-        verify: Read the resume point's files and compare their checksums before anything is loaded.
 
     Raises:
         RuntimeError: The environment is incomplete, the directory is in use, the checkpoints there do not fit, or the
