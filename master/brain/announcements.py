@@ -7,7 +7,7 @@ from dataclasses import replace
 from .checkpoints import resume_point
 from .membership import may_call_session
 from .state import EpochRecord, Job, Node, Part, World
-from .turn import HISTORY, Turn, names
+from .turn import HISTORY, Turn, names, of_nodes
 from .waits import SAID_AFTER_SECONDS
 
 # Seconds after the start of its workers from which a script that has not called `session()` may have none.
@@ -171,8 +171,7 @@ def restart_to_grow(turn: Turn, new: list[Node], committed: bool) -> None:
 
 def headline(world: World, *, heard: bool = True) -> str:
     """A line about a world: why it opened, how large it is, where it starts, as far as that is `heard`."""
-    count = len(world.members)
-    text = f"epoch {world.epoch}: {', '.join(world.causes)}, {count} node{'s' if count != 1 else ''}"
+    text = f"epoch {world.epoch}: {', '.join(world.causes)}, {of_nodes(len(world.members))}"
     if world.resume:
         how = " (universal)" if world.universal else " (re-sharded)" if world.resharded else ""
         return f"{text}, resumed at step {world.resumed_step}{how}"

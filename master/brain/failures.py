@@ -7,7 +7,7 @@ from dataclasses import replace
 from . import running, shapes
 from .membership import counts, has_answered, may_call_session
 from .state import Budget, Checkpoint, Failure, Member, Node, Part, Phase, World
-from .turn import Turn
+from .turn import Turn, of_nodes
 
 # Seconds before workers that failed without progress a second time are started again; they double.
 RESTART_SECONDS = 1.0
@@ -113,7 +113,7 @@ def leave_shape(turn: Turn, ready: list[Node]) -> bool:
         return False
     goes_on = shapes.give_up(turn, world, ready, counts(turn, ready), f"{pending.node}: {pending.message}")
     if goes_on:
-        turn.cause(f"back from {shapes.of_nodes(len(world.members))}")
+        turn.cause(f"back from {of_nodes(len(world.members))}")
         turn.update_run(budget=replace(turn.job.run.budget, pending=None, doubtful=()))
     return bool(goes_on)
 

@@ -9,9 +9,9 @@ from .checkpoints import give_up_resharding, loads_now, resharded, resume_point,
 from .live import EpochLife, Missing, State
 from .membership import agree_on_directory, counts, eligible, expected, has_answered, of_size, select
 from .running import end, end_refused, hopeless
-from .scaling import has_shrunk, of_nodes
+from .scaling import has_shrunk
 from .state import Checkpoint, Job, Member, NextWorld, Node, Opened, Part, Phase, Recollection, World
-from .turn import Turn, names
+from .turn import Turn, names, of_nodes
 
 # Seconds without a growth after a conversion for one has failed; they double.
 GROW_HOLD_SECONDS = 30.0

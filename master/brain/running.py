@@ -11,9 +11,9 @@ from . import announcements, beside, failures, refusals, saves, waits
 from .checkpoints import only_size, resume_point
 from .live import DrainLife, Pause
 from .membership import may_call_session, newcomers, select
-from .scaling import is_too_large, of_nodes, wants_to_shrink
+from .scaling import is_too_large, wants_to_shrink
 from .state import Drain, Failure, NextWorld, Node, Part, Phase, World
-from .turn import Turn, names
+from .turn import Turn, names, of_nodes
 
 # Seconds after the newcomers' Join, and after the first step, from which nodes that are not warm are taken as they are.
 # The others train on meanwhile. So it is longer than an agent waits for its imports (120) and for its script to run

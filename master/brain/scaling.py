@@ -9,7 +9,7 @@ from dalsegno.protos import control_pb2
 from .checkpoints import only_size
 from .events import Reply
 from .state import Job, Node, Part
-from .turn import Turn
+from .turn import Turn, of_nodes
 
 
 def scale(turn: Turn, message: control_pb2.ScaleRequest) -> Reply:
@@ -39,11 +39,6 @@ def scale(turn: Turn, message: control_pb2.ScaleRequest) -> Reply:
         turn.update_run(shapes=replace(job.run.shapes, failed=()))
         turn.notice(f"scaled to {of_nodes(message.nodes)}" + (f", the world has {count}" if count else ""))
     return Reply(message=control_pb2.ScaleReply(generation=job.generation, limit=job.most_nodes, nodes=count))
-
-
-def of_nodes(count: int) -> str:
-    """A number of nodes, for a person."""
-    return f"{count} node{'s' if count != 1 else ''}"
 
 
 def is_too_large(turn: Turn) -> bool:

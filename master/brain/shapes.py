@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from .state import FailedShape, Node, World
-from .turn import Turn, names
+from .turn import Turn, names, of_nodes
 
 __all__ = ("LIVED_SECONDS", "RETRY_SECONDS", "best", "give_up", "note_worked", "why_spare")
 
@@ -124,8 +124,3 @@ def why_spare(failed: tuple[FailedShape, ...], node: Node, size: int) -> str:
         return ""
     nodes, message = of_nodes(tried[-1].nodes), tried[-1].message
     return f"{node.name} is a spare: with {nodes} the script failed at its start ({message}). They {AGAIN}"
-
-
-def of_nodes(count: int) -> str:
-    """A number of nodes, for a person."""
-    return f"{count} node{'s' if count != 1 else ''}"

@@ -196,6 +196,11 @@ def pace_of(turn: Turn) -> control_pb2.Pace:
     )
 
 
+def of_nodes(count: int) -> str:
+    """A number of nodes, for a person."""
+    return f"{count} node{'s' if count != 1 else ''}"
+
+
 def names(nodes: Iterable[str]) -> str:
     """Nodes, for a person: the first few, and how many more."""
     listed = list(nodes)

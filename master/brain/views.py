@@ -11,8 +11,8 @@ from .checkpoints import only_size, prunable, resume_point, to_proto, witnesses
 from .forming import missing
 from .live import State
 from .registration import settings_proto
-from .scaling import of_nodes
 from .state import Checkpoint, Job, Node, Part, Phase, World
+from .turn import of_nodes
 
 __all__ = ("Common", "status", "view")
 
