@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dalsegno.protos.trace import mark
 
@@ -25,6 +26,8 @@ from .session import Session
 # The session of this process, and how many it had before.
 _sessions: list[Session] = []
 _before = [0]
+# Whether it reads what it resumes from before anything is loaded.
+_verifies = [True]
 S = TypeVar("S", bound=Session)
 
 
@@ -51,11 +54,33 @@ def open_session(kind: type[S], checkpoint_dir: str | Path | None = None, *, kee
         _check_same_run(_sessions[0], directory)
     else:
         mark("session")
+        _verifies[:] = [verify]
         _sessions.append(_open(kind, from_environment(checkpoint_dir=directory), keep, verify))
         mark("verified")
     found = _sessions[0]
     assert isinstance(found, kind)
     return found
+
+
+def reopen(session: Session) -> None:
+    """Opens the session of this process for another world, in the same object. Collective with those that begin.
+
+    This process's variables tell its place there. What the script has told the session before stays with it.
+
+    Raises:
+        OSError, RuntimeError, BadResumePoint: As with ``open_session``.
+    """
+    mark("session")
+    tracked = session.tracking.tracked
+
+    def again(*arguments: Any, **options: Any) -> Session:
+        session.__init__(*arguments, **options)  # type: ignore[misc]  # everything in it is of one world
+        return session
+
+    _open(again, from_environment(), session.saves.keep, _verifies[0])
+    if tracked is not None:
+        session.tracking.track(tracked)
+    mark("verified")
 
 
 def refused_together() -> AbstractContextManager[None]:
@@ -79,7 +104,7 @@ def _check_may_follow(before: Session) -> None:
         )
 
 
-def _open(kind: type[S], identity: Identity, keep: int, verify: bool) -> S:
+def _open(kind: Callable[..., S], identity: Identity, keep: int, verify: bool) -> S:
     notice = Notice()
     try:
         return _open_with(kind, notice, identity, keep, verify)
@@ -88,7 +113,9 @@ def _open(kind: type[S], identity: Identity, keep: int, verify: bool) -> S:
         raise
 
 
-def _open_with(kind: type[S], notice: Notice, identity: Identity, keep: int, verify: bool) -> S:
+def _open_with(
+    kind: Callable[..., S], notice: Notice, identity: Identity, keep: int, verify: bool
+) -> S:
     collective: Collective = Solo()
     if identity.world_size > 1:
         # All ranks open their sessions in the same order, so these have numbers.
