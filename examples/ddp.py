@@ -33,8 +33,7 @@ def main() -> None:
     torch.manual_seed(flags.seed)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=flags.learning_rate)
-    # elastic: loaded where the run resumes, and wrapped for each world
-    state = s.state(model, optimizer, wrap=DistributedDataParallel)
+    state = s.state(model, optimizer, wrap=DistributedDataParallel)  # elastic: loaded where the run resumes
 
     data = s.data(  # elastic: instead of DistributedSampler and DataLoader
         common.StdlibText(),

@@ -158,7 +158,7 @@ class Session(lower.Session):
                 raise ValueError(
                     "s.deepspeed_config(...) was called, so an engine trains the model: s.engine(engine), not s.state"
                 )
-            checked_parts(model, parts)
+            checked_parts(model, parts, wrap)
             found = State(self, model, wrap, **parts)
         found.load(cast=cast, other_schedule=other_schedule, weights_only=weights_only)
         found.wrapped()

@@ -65,6 +65,8 @@ class State(TrainingState):
         super().__init__(session, model=model, **parts)
         self.model = model
         self._wrap, self._bare = wrap, model
+        # What `wrap` has made so far.
+        self._made: list[weakref.ref[nn.Module]] = []
         self._called = _Wrapped(model, self._model)
         self._micros: Micros | None = None
         self._where = self._places()
@@ -76,15 +78,19 @@ class State(TrainingState):
 
     def wrapped(self) -> None:
         """Wraps the model, if `wrap` says how, in the default process group. Collective."""
-        if self._wrap is not None:
-            init_process_group(next((p.device for p in self._bare.parameters()), torch.device("cpu")))
-            self.model = self._wrap(self._bare)
+        if self._wrap is None:
+            return
+        init_process_group(next((p.device for p in self._bare.parameters()), torch.device("cpu")))
+        self.model = self._wrap(self._bare)
+        if not isinstance(self.model, nn.Module):
+            raise ValueError(f"s.state(wrap=...) made a {type(self.model).__name__} of the model, which is no module")
+        if self.model is not self._bare:
+            self._made.append(weakref.ref(self.model))
 
     def may_stay(self) -> bool:
         """Whether nothing but the wrapper belongs to the present world. Removes it if so."""
         if self._wrap is None or not is_the_only_group() or any(map(_is_sharded, self._bare.parameters())):
             return False
-        wrapper = weakref.ref(self.model)
         self.model = self._bare
         if self._micros is not None:
             self._micros.close()
@@ -92,7 +98,7 @@ class State(TrainingState):
         self._session.copies.forget()
         self._called = _Wrapped(self._bare, self._model)
         gc.collect()
-        if wrapper() is not None and wrapper() is not self._bare:
+        if any(made() is not None for made in self._made):
             remark(
                 "this process cannot stay for the next world: the script has a reference of its own to what wrap= "
                 "made. Call state.model each time instead"
@@ -165,12 +171,22 @@ def _is_sharded(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "device_mesh")
 
 
-def checked_parts(model: Any, parts: Mapping[str, Any]) -> None:
+def checked_parts(model: Any, parts: Mapping[str, Any], wrap: Any) -> None:
     """Checks what a script gives ``Session.state``.
 
     Raises:
-        ValueError: They are no model, no optimizer, or nothing with a state.
+        ValueError: They are no model, no optimizer, or nothing with a state; or the model is wrapped already.
     """
+    if wrap is not None and not callable(wrap):
+        raise ValueError(
+            f"s.state(wrap=...): a {type(wrap).__name__} cannot be called; give what wraps the model, such as "
+            "DistributedDataParallel or lambda model: DistributedDataParallel(model, device_ids=[0])"
+        )
+    if wrap is not None and hasattr(model, "no_sync"):
+        raise ValueError(
+            f"s.state(model, optimizer, wrap=...): the model is a {type(model).__name__} already; give the plain one, "
+            "which is wrapped anew in each world"
+        )
     if hasattr(model, "zero_optimization_stage"):
         raise ValueError("this is a DeepSpeed engine: s.engine(engine)")
     if not isinstance(model, nn.Module):

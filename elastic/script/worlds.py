@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -46,7 +47,7 @@ def through_worlds(
                 held = out.holds
             # Nothing of the old world may be left, such as the processes of its loader.
             present = iter(())
-            _move(session, data, wish, state, Stays(held))
+            _move(session, data, wish, state, held)
             present = _begun(session, data, state, loop)
 
     return batches()
@@ -58,11 +59,12 @@ def _begun(session: Session, data: Batches[Any], state: State, loop: Callable[[]
     return loop()
 
 
-def _move(session: Session, data: Batches[Any], wish: Wish, state: State, out: Stays) -> None:
+def _move(session: Session, data: Batches[Any], wish: Wish, state: State, held: Mapping[str, str]) -> None:
     """Leaves the old world, waits, and enters the next one as those do that begin in it."""
     dist.destroy_process_group()
     Session.close(session)
-    wait_for_a_place(out)
+    gc.collect()
+    wait_for_a_place(held)
     reopen(session)
     data.go_on(plan_of(session, wish), session.rank, session.resume)
     mark("built")

@@ -113,9 +113,7 @@ def _open(kind: Callable[..., S], identity: Identity, keep: int, verify: bool) -
         raise
 
 
-def _open_with(
-    kind: Callable[..., S], notice: Notice, identity: Identity, keep: int, verify: bool
-) -> S:
+def _open_with(kind: Callable[..., S], notice: Notice, identity: Identity, keep: int, verify: bool) -> S:
     collective: Collective = Solo()
     if identity.world_size > 1:
         # All ranks open their sessions in the same order, so these have numbers.

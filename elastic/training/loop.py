@@ -22,8 +22,8 @@ from ..saving.resuming import check_strategy
 from .findings import loads_anywhere
 from .memory import MemorySaves
 from .rehearsal import rehearse
-from .saves import save_at_last
-from .session import NO_DIRECTORY, Session
+from .saves import NO_DIRECTORY, save_at_last
+from .session import Session
 from .sources import (
     Source,
     Stateful,

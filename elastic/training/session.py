@@ -23,6 +23,7 @@ from dalsegno.protos import worker_pb2
 from ..checkpoint import Best, Cut, LocalLock, Order, Position, Ref, Tracked
 from ..rank.collective import Collective, Pending
 from ..rank.exchange import Boundary, Exchange, Flags
+from ..rank.exits import Drained, Stays
 from ..rank.identity import Identity
 from ..rank.link import Link
 from ..rank.meetings import Meetings
@@ -41,14 +42,12 @@ from .copies import Copies
 from .examination import Examination, refuse_to_go_on
 from .findings import loads_anywhere
 from .opening import refuse
-from .saves import Saves
+from .saves import NO_DIRECTORY, Saves
 from .staying import way_out
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-NO_DIRECTORY = "outside dlrover-run the script names the directory, session(checkpoint_dir=...)"
 
 # After a drain's save failed: seconds until the next try, and the most that they are doubled to.
 DRAIN_PAUSE_SECONDS, MAX_DRAIN_PAUSE_SECONDS = 2.0, 60.0
@@ -96,12 +95,10 @@ class Session:
         self.copies = Copies(collective)
         self._notice = notice
         self.left_in_a_step = self.closed = False
-        self.may_stay: Callable[[], bool] = lambda: False
+        self.may_stay: Callable[[], bool] = bool
         self._reports = Reports(link, count_steps(identity, self.step))
         self.survivor = Survivor(identity, link, None if resume is None else resume.ref, self._reports)
         self._drain_not_before, self._drain_pause = 0.0, DRAIN_PAUSE_SECONDS
-
-    # What a script calls.
 
     @property
     def step(self) -> int:
@@ -404,9 +401,7 @@ class Session:
         self._drain_not_before = time.monotonic() + self._drain_pause
         self._drain_pause = min(2 * self._drain_pause, MAX_DRAIN_PAUSE_SECONDS)
 
-    def leave_drained(
-        self, closing: Callable[[], None] = lambda: None, *, stays: Callable[[], bool] = lambda: False
-    ) -> None:
+    def leave_drained(self, closing: Callable[[], None] = lambda: None, *, stays: Callable[[], bool] = bool) -> None:
         """Tells the agent that everything is saved, and ends this process with exit code 83. Collective.
 
         Returns only if the change was withdrawn: then train on. ``closing`` is called before the process ends.
@@ -422,11 +417,11 @@ class Session:
             if not going:
                 return
         closing()
-        out = way_out(self._link, saved, lambda: not apart and stays())
+        holds = way_out(self._link, saved, lambda: not apart and stays())
         drained = worker_pb2.Drained(name=saved.name, digest=saved.digest, step=self.step, in_memory=in_memory)
         self._reports.send(worker_pb2.ToAgent(drained=drained))
         self._part(apart)
-        raise out
+        raise Drained if holds is None else Stays(holds)
 
     def finish(self) -> None:
         """Tells the agent that the training reached its end on all ranks. Collective; repeating it does no harm."""
@@ -477,11 +472,10 @@ class Session:
         """
         if self.resume is None:
             raise RuntimeError("there is no resume point that could be bad")
-        form = self.resume.form
-        ref = self.resume.ref
+        form, ref = self.resume.form, self.resume.ref
         order = self._identity.resume
-        ref = order.universal if order is not None and order.universal is not None else ref
-        refuse(self._link, Damaged(ref, form, file, message, True))
+        universal = None if order is None else order.universal
+        refuse(self._link, Damaged(universal or ref, form, file, message, True))
 
     # Internals.
 

@@ -441,7 +441,7 @@ def test_one_that_is_stopped_while_it_waits_can_be_ended(make: Make) -> None:
 def test_one_that_does_not_take_its_place_is_replaced(make: Make) -> None:
     """Stopped, or stuck in the kernel: who waits for it hears in time that it never was."""
     ahead = make()
-    ahead.pool._ahead._take_patience_seconds = 0.2
+    ahead.pool._ahead._placing._patience_seconds = 0.2
     ahead.run("import os\nprint(os.environ['RANK'])")
     (_, _, waiting) = ahead.pool._ahead._workers[0]
     stop(waiting.pid)
