@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dalsegno.protos import ahead
 from dalsegno.protos.trace import mark
 
 from ..checkpoint import CheckpointStore
@@ -22,6 +24,7 @@ from ..saving.resuming import Damaged, handed_out, newest
 from .examination import is_examined
 from .opening import check_directory, check_world, hello, refuse, take_lock
 from .session import Session
+from .unopened import is_unopened, unopened
 
 # The session of this process, and how many it had before.
 _sessions: list[Session] = []
@@ -46,19 +49,28 @@ def open_session(kind: type[S], checkpoint_dir: str | Path | None = None, *, kee
         BadResumePoint: The resume point is damaged; the agent was told. Exit code 84.
     """
     directory = None if checkpoint_dir is None else Path(checkpoint_dir).absolute()
-    if _sessions and _sessions[0].closed:
+    if _sessions and is_unopened(_sessions[0]):
+        pass  # It is the one of this process, and nobody has used it.
+    elif _sessions and _sessions[0].closed:
         _check_may_follow(_sessions[0])
         _sessions.clear()
         _before[0] += 1
     if _sessions:
         _check_same_run(_sessions[0], directory)
     else:
-        mark("session")
         _verifies[:] = [verify]
-        _sessions.append(_open(kind, from_environment(checkpoint_dir=directory), keep, verify))
-        mark("verified")
+        begins = partial(_begin, directory=directory, keep=keep, verify=verify)
+        running = ahead.running()
+        _sessions.append(begins(kind) if running is None else unopened(kind, begins, running))
     found = _sessions[0]
     assert isinstance(found, kind)
+    return found
+
+
+def _begin(kind: Callable[..., S], directory: Path | None, keep: int, verify: bool) -> S:
+    mark("session")
+    found = _open(kind, from_environment(checkpoint_dir=directory), keep, verify)
+    mark("verified")
     return found
 
 
@@ -70,26 +82,25 @@ def reopen(session: Session) -> None:
     Raises:
         OSError, RuntimeError, BadResumePoint: As with ``open_session``.
     """
-    mark("session")
     tracked = session.tracking.tracked
 
     def again(*arguments: Any, **options: Any) -> Session:
         session.__init__(*arguments, **options)  # type: ignore[misc]  # everything in it is of one world
         return session
 
-    _open(again, from_environment(), session.saves.keep, _verifies[0])
+    _begin(again, None, session.saves.keep, _verifies[0])
     if tracked is not None:
         session.tracking.track(tracked)
-    mark("verified")
 
 
 def refused_together() -> AbstractContextManager[None]:
     """``Meetings.together`` of this process's session, if it has one that is not over; else nothing. Collective."""
-    return _sessions[0].meetings.together() if _sessions and not _sessions[0].meetings.over else nullcontext()
+    found = _sessions[0] if _sessions and not is_unopened(_sessions[0]) else None
+    return nullcontext() if found is None or found.meetings.over else found.meetings.together()
 
 
 def _check_same_run(first: Session, directory: Path | None) -> None:
-    if first.alone and directory is not None and directory != first.run_dir:
+    if not is_unopened(first) and first.alone and directory is not None and directory != first.run_dir:
         raise RuntimeError(
             f"this process has a session with checkpoint_dir={first.run_dir}, and trains that run alone, not one in "
             f"{directory}, too: leave the first one before (`with session(...) as s:`), or use another process"
