@@ -1,10 +1,10 @@
 """What a change of the world costs, part by part, over the size of the state and the number of its tensors.
 
 Real agents with an embedded master on this machine, one rank per node, are compared with torchrun and each framework's
-own save and load, one after the other in the same run. A node joins (1 to 2); then it is killed (2 to 1), with all its
-processes at once. The marks of `--trace-dir` (`dalsegno pauses DIR`) divide each change into its parts, whose sum is
-the pause. Each measured change is a line of a file, from which `--draw` makes the table and the picture of
-docs/pause.md.
+own save and load, one after the other in the same run. A node joins (1 to 2); then it leaves on notice, or is killed
+with all its processes at once (2 to 1). The marks of `--trace-dir` (`dalsegno pauses DIR`) divide each change into its
+parts, whose sum is the pause. Each measured change is a line of a file, from which `--draw` makes the table and the
+picture of docs/pause.md.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ MEMORY, MEMORY_EVERY = ("--memory-replicas=1",), 5
 WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ddp": ("ddp", ()),
     "ddp-memory": ("ddp", MEMORY),
+    # The same, and processes stay through planned changes.
+    "ddp-stay": ("ddp", MEMORY),
     "fsdp2": ("fsdp2", ()),
     "zero1": ("zero1", ()),
     "zero1-memory": ("zero1", MEMORY),
@@ -53,7 +55,7 @@ WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "zero3-beside": ("zero3", ("--universal-checkpoint",)),
 }
 LAUNCHERS = {"ours": "dlrover-run", "torchrun": "torchrun, tuned"}
-SCENES = ("join", "kill")
+SCENES = ("join", "leave", "kill")
 # Steps and seconds that a world trains before something happens to it: standby workers are warm by then.
 STEPS, SETTLE = 5, 4.0
 
@@ -95,7 +97,7 @@ class Options:
 
 
 def measure(cell: Cell, options: Options) -> list[Change]:
-    """Runs a job of one node; another node joins, and is then killed.
+    """Runs a job of one node; another node joins, and leaves on notice or is killed.
 
     Raises:
         TimeoutError: A change did not come about; the message has the last lines of the job's consoles.
@@ -105,6 +107,7 @@ def measure(cell: Cell, options: Options) -> list[Change]:
     flags += [f"--save-every={options.save_every}", f"--step-time={options.step_time}"]
     if WAYS[cell.way][1] == MEMORY:
         flags.append(f"--memory-every={MEMORY_EVERY}")
+    flags += ["--stay"] * cell.way.endswith("-stay")
     with tempfile.TemporaryDirectory(prefix="pause-trace-") as folder:
         marks = options.trace or Path(folder)
         environment = {"DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}
@@ -130,19 +133,25 @@ def _play(cell: Cell, job: Job, marks: Path, options: Options) -> list[Change]:
     job.wait(lambda: hosts(job), "node 0 hosts")
     _settle(job, 1, began, options)
     found = []
-    for scene, size in (("join", 2), ("kill", 1)):
-        if scene not in options.scenes and scene == "kill":
-            break
+    for scene in _scenes(options.scenes):
         load, event = os.getloadavg()[0], time.time()
         if scene == "join":
-            job.start_node()
+            node = job.start_node()
+        elif scene == "leave":
+            os.kill(node.pid, signal.SIGTERM)
         else:
-            processes.send([job.nodes[1].pid, *job.node_processes(1)], signal.SIGKILL)
-        _settle(job, size, event, options)
+            processes.send([node.pid, *job.node_processes(len(job.nodes) - 1)], signal.SIGKILL)
+        _settle(job, 2 if scene == "join" else 1, event, options)
         pause = pauses(read(marks))[-1]
         if scene in options.scenes:
             found.append(_change(cell, scene, pause, job.poll(), event, load))
     return found
+
+
+def _scenes(asked: Sequence[str]) -> list[str]:
+    """What happens, in order: somebody must join before each leave or kill."""
+    ends = [scene for scene in ("leave", "kill") if scene in asked]
+    return [scene for end in ends for scene in ("join", end)] or ["join"]
 
 
 def _settle(job: Job, size: int, since: float, options: Options) -> None:

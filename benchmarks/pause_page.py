@@ -29,7 +29,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "first step": ("first step",),
 }
 COLOURS = {
-    **{"ddp": "#1f77b4", "ddp-memory": "#aec7e8", "fsdp2": "#2ca02c"},
+    **{"ddp": "#1f77b4", "ddp-memory": "#aec7e8", "ddp-stay": "#17becf", "fsdp2": "#2ca02c"},
     **{"zero1": "#d62728", "zero1-universal": "#ff9896", "zero1-beside": "#8c564b", "zero1-memory": "#c49c94"},
     **{"zero3": "#9467bd", "zero3-universal": "#c5b0d5", "zero3-beside": "#e377c2"},
 }
@@ -44,7 +44,7 @@ class Change:
         way: one of `benchmarks.pause.WAYS`.
         bytes, tensors: size of the state in bytes; number of the model's tensors.
         launcher: "ours" or "torchrun".
-        scene: "join" or "kill".
+        scene: "join", "leave" or "kill".
         pause: seconds, and what they consist of.
         gap: longest time in which no rank ended a step, until the new world's first.
         past: seconds from the last step before the event to the first that nobody had made.

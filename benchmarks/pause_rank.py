@@ -114,8 +114,35 @@ def _note_step(log: common.StepLog, step: int, loss: float) -> None:
 # ---- with a session --------------------------------------------------------------------------------------------------
 
 
+def staying(flags: argparse.Namespace) -> None:
+    """The same training of DDP, in processes that stay through planned changes."""
+    s, where = session(), device()
+    model = make_model(flags).to(where)
+    mark("model built")
+    state = s.state(model, make_optimizer(model), wrap=DistributedDataParallel)
+    mark("engine built")
+    data = s.data(Rows(flags.width), global_batch=GLOBAL_BATCH, micro_batch=GLOBAL_BATCH, seed=SEED)
+    log = common.StepLog(flags.step_log, rank=s.rank, world_size=s.world_size, epoch=s.epoch)
+    clock = common.StepClock(flags.step_time)
+    cadence = {"save_every": flags.save_every, "memory_every": flags.memory_every}
+    for batch in s.steps(data, state, max_steps=flags.steps, stay=True, **cadence):
+        loss = 0.0
+        for micro in batch:
+            own = loss_of(state.model, micro.data.to(where))
+            micro.scale(own).backward()
+            loss += float(own.detach())
+        state.parts["optimizer"].step()
+        state.parts["optimizer"].zero_grad()
+        clock.wait()
+        log.follow(s)
+        _note_step(log, batch.step, loss)
+
+
 def elastic(flags: argparse.Namespace) -> None:
     """The script that `dlrover-run` runs."""
+    if flags.stay:
+        staying(flags)
+        return
     s = session()
     plan = BatchPlan(GLOBAL_BATCH, s.world_size, GLOBAL_BATCH)
     rows = Rows(flags.width)
@@ -359,6 +386,7 @@ def main() -> None:
     parser.add_argument("--memory-every", type=int, default=0)
     parser.add_argument("--step-time", type=float, default=0.0)
     parser.add_argument("--step-log", type=Path, required=True)
+    parser.add_argument("--stay", action="store_true")
     parser.add_argument("--own", type=Path)
     flags = parser.parse_args()
     if flags.own is None:

@@ -12,12 +12,15 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
+
+if TYPE_CHECKING:
+    from dalsegno.elastic import Session
 
 VOCABULARY = 256
 
@@ -68,11 +71,21 @@ class StepLog:
     """
 
     def __init__(self, directory: str | Path | None, *, rank: int, world_size: int, epoch: int) -> None:
+        self._directory = None if directory is None else Path(directory)
+        self._file: TextIO | None = None
+        self._open(rank, world_size, epoch)
+
+    def follow(self, s: Session) -> None:
+        """Writes for the world that the session is in now: a process may stay for the next one."""
+        if s.epoch != self._epoch:
+            self.close()
+            self._open(s.rank, s.world_size, s.epoch)
+
+    def _open(self, rank: int, world_size: int, epoch: int) -> None:
         self._rank, self._world_size, self._epoch = rank, world_size, epoch
-        self._file = None
-        if directory is not None:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            self._file = open(Path(directory) / f"rank-{rank}-epoch-{epoch}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        if self._directory is not None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._directory / f"rank-{rank}-epoch-{epoch}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
 
     def write(self, *, step: int, data_epoch: int, sample_ids: Sequence[int], loss: float, grad_norm: float) -> None:
         """Appends the line of one step.

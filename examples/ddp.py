@@ -10,11 +10,8 @@ The lines marked ``elastic`` are what it adds to a plain DDP script.
 
 from __future__ import annotations
 
-import os
-
 import common
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -28,16 +25,15 @@ def make_model(width: int = 64) -> nn.Module:
 
 
 def main() -> None:
-    flags = common.parser("Plain DDP on the standard library's source text.").parse_args()
+    parser = common.parser("Plain DDP on the standard library's source text.")
+    parser.add_argument("--stay", action="store_true", help="processes stay through planned changes of the world")
+    flags = parser.parse_args()
     s = session(checkpoint_dir=flags.checkpoint_dir)  # elastic
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
 
     torch.manual_seed(flags.seed)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=flags.learning_rate)
-    state = s.state(model, optimizer)  # elastic: loaded where the run resumes
-    wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
+    state = s.state(model, optimizer, wrap=DistributedDataParallel)  # elastic: loaded where the run resumes
 
     data = s.data(  # elastic: instead of DistributedSampler and DataLoader
         common.StdlibText(),
@@ -49,12 +45,17 @@ def main() -> None:
     log = common.StepLog(flags.step_log, rank=s.rank, world_size=s.world_size, epoch=s.epoch)
     clock = common.StepClock(flags.step_time)
     steps = s.steps(  # elastic
-        data, state, max_steps=flags.steps, save_every=flags.save_every, memory_every=flags.memory_every
+        data,
+        state,
+        max_steps=flags.steps,
+        save_every=flags.save_every,
+        memory_every=flags.memory_every,
+        stay=flags.stay,
     )
     for batch in steps:
         total = 0.0
         for micro in batch:  # elastic: as many as this rank computes
-            logits = wrapped(micro.data[:, :-1])
+            logits = state.model(micro.data[:, :-1])
             loss = cross_entropy(logits.flatten(0, 1), micro.data[:, 1:].flatten())
             micro.scale(loss).backward()  # elastic: instead of loss / accumulation
             total += float(loss.detach()) * micro.n
@@ -64,6 +65,7 @@ def main() -> None:
         mean = common.global_mean(total, batch.n)
         clock.wait()
         s.report(mean)  # elastic
+        log.follow(s)
         log.write(
             step=batch.step,
             data_epoch=batch.position.data_epoch,

@@ -83,6 +83,7 @@ class ToWorker(google.protobuf.message.Message):
     ENDING_FIELD_NUMBER: builtins.int
     TO_MEMORY_FIELD_NUMBER: builtins.int
     KEEP_FIELD_NUMBER: builtins.int
+    MAY_STAY_FIELD_NUMBER: builtins.int
     drain: builtins.bool
     """Save at the next agreed boundary and stop."""
     master_seen: builtins.bool
@@ -95,6 +96,8 @@ class ToWorker(google.protobuf.message.Message):
     """The world has broken, and this process is about to be ended. A rank that still holds the last boundary exactly saves
     it to memory, alone, and exits.
     """
+    may_stay: builtins.bool
+    """A rank that has drained may wait in its process for a place in the next world, instead of exiting."""
     def __init__(
         self,
         *,
@@ -103,8 +106,9 @@ class ToWorker(google.protobuf.message.Message):
         ending: builtins.int = ...,
         to_memory: builtins.bool = ...,
         keep: builtins.bool = ...,
+        may_stay: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["drain", b"drain", "ending", b"ending", "keep", b"keep", "master_seen", b"master_seen", "to_memory", b"to_memory"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drain", b"drain", "ending", b"ending", "keep", b"keep", "master_seen", b"master_seen", "may_stay", b"may_stay", "to_memory", b"to_memory"]) -> None: ...
 
 global___ToWorker = ToWorker
 
@@ -281,7 +285,7 @@ global___Draining = Draining
 
 @typing.final
 class Drained(google.protobuf.message.Message):
-    """This rank has saved and is about to exit with the drain exit code."""
+    """This rank has saved and is about to exit with the drain exit code, or to wait for a place (ToWorker.may_stay)."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

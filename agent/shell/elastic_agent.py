@@ -39,7 +39,7 @@ from ..standby.worker_main import Assignment
 from ..storage.adoption import Origin
 from ..storage.save_dir import Adoption
 from ..workers.worker_env import Place, job_environment, place_of, prefixes, worker_environment
-from ..workers.worker_link import WorkerLink
+from ..workers.worker_link import WorkerLink, to_worker
 from ..workers.workers import WorkersContext
 from .config import AgentConfig
 from .effects import Effects
@@ -197,6 +197,8 @@ class ElasticAgent(LocalElasticAgent):
                 self._perform(action)
         if isinstance(event, ev.WorkerSaid) and event.message.WhichOneof("body") == "progress":
             self._first_step()
+        if self._pool is not None and isinstance(self._state.place.order, control_pb2.Wait):
+            self._pool.dismiss()
 
     def _perform(self, action: ev.Action) -> None:
         match action:
@@ -209,13 +211,9 @@ class ElasticAgent(LocalElasticAgent):
             case ev.SaveFlash():
                 self._beside.save_part(action.epoch, action.step)
             case ev.TellWorkers():
-                self._link.tell(
-                    drain=action.drain,
-                    master_seen=action.master_seen,
-                    ending=action.ending,
-                    to_memory=action.to_memory,
-                    keep=action.keep,
-                )
+                # A leaver's processes have nothing to wait for.
+                may_stay = self._pool is not None and not self._state.leaving
+                self._link.tell(to_worker(action, may_stay=may_stay))
             case ev.Exit():
                 self._ending = Ending(action.code, action.message)
             case _:
@@ -253,7 +251,7 @@ class ElasticAgent(LocalElasticAgent):
     def _start_world(self, world: control_pb2.World) -> None:
         self._end_context()
         # The old world's flags do not apply to the new one; the decisions tell again what differs.
-        self._link.tell(drain=False, master_seen=False)
+        self._link.tell(worker_pb2.ToWorker())
         try:
             self._place = place_of(world, self._state.incarnation)
             store = self._effects.stores.use(world, mine=self._place.group_rank == 0)

@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import signal
 import threading
 from collections.abc import Callable, Sequence
 
-from dalsegno.protos.contract import is_of_a_world
 from dalsegno.protos.shortage import starting
 
 from .nursery_client import Nursery, StandbyProcess
+from .placing import TAKE_PATIENCE_SECONDS, Placing, place_of
 from .worker_main import Assignment
 
-__all__ = ["AHEAD_PATIENCE_SECONDS", "AheadWorkers", "place_of"]
+__all__ = ["AHEAD_PATIENCE_SECONDS", "AheadWorkers"]
 
 # Seconds that a script may take until it needs its place.
 AHEAD_PATIENCE_SECONDS = 600.0
-# Seconds that a waiting worker may take to take its place, which includes checking what it has looked at. A worker that
-# was stopped, or is stuck in the kernel, is replaced after that.
-_TAKE_PATIENCE_SECONDS = 20.0
 # After so many starts in a row in which files that the script looked at had changed meanwhile, nothing runs ahead.
 _MOST_STALE = 2
 
 logger = logging.getLogger(__name__)
-
-
-def place_of(ahead: Assignment, wanted: Assignment) -> dict[str, object] | None:
-    """What a worker that runs `ahead` must be told to become the `wanted` one; None: it cannot become that. Pure."""
-    if (ahead.arguments, ahead.module, ahead.cwd) != (wanted.arguments, wanted.module, wanted.cwd):
-        return None
-    old, new = ahead.environment, wanted.environment
-    changed = {name: value for name, value in new.items() if old.get(name) != value}
-    dropped = [name for name in old if name not in new]
-    if not all(is_of_a_world(name) for name in (*changed, *dropped)):
-        return None
-    return {"environment": changed, "drop": dropped, "stdout": wanted.stdout, "stderr": wanted.stderr}
 
 
 class AheadWorkers:
@@ -52,16 +35,14 @@ class AheadWorkers:
         self,
         on_settled: Callable[[], None],
         patience: float = AHEAD_PATIENCE_SECONDS,
-        take_patience: float = _TAKE_PATIENCE_SECONDS,
+        take_patience: float = TAKE_PATIENCE_SECONDS,
     ) -> None:
         self._on_settled = on_settled
         self._patience_seconds = patience
-        self._take_patience_seconds = take_patience
+        self._placing = Placing(take_patience)
         self._lock = threading.Lock()
         self._workers: dict[int, tuple[Nursery, Assignment, StandbyProcess]] = {}
         self._timer: threading.Timer | None = None
-        # Timers of workers that got their place and have not said that they took it.
-        self._late: dict[StandbyProcess, threading.Timer] = {}
         # Why nothing runs ahead any more.
         self._given_up = ""
         self._stale = 0
@@ -105,33 +86,17 @@ class AheadWorkers:
         place = place_of(ahead, wanted)
         if place is None:
             logger.info("worker %d has run ahead as another one than is wanted now", rank)
-        elif worker.returncode is None and nursery.place(worker, place):
-            late = threading.Timer(self._take_patience_seconds, self._too_late, (rank, worker))
-            late.daemon = True
-            with self._lock:
-                self._late[worker] = late
-            with contextlib.suppress(RuntimeError):  # without a thread for the timer it is waited for without an end
-                late.start()
+        elif self._placing.give(rank, nursery, worker, place):
             return worker
         worker.discard()
         return None
-
-    def _too_late(self, rank: int, worker: StandbyProcess) -> None:
-        with self._lock:
-            self._late.pop(worker, None)
-        if not worker.taken and worker.returncode is None:
-            logger.warning(
-                "worker %d has not taken its place within %.0f s: replaced", rank, self._take_patience_seconds
-            )
-            worker.signal_group(signal.SIGKILL)
 
     def close(self) -> None:
         """Ends all of them, for good."""
         with self._lock:
             self._given_up = self._given_up or "closed"
             self._stop_timer()
-            for late in self._late.values():
-                late.cancel()
+            self._placing.close()
             workers = [worker for _, _, worker in self._workers.values()]
             self._workers.clear()
         for worker in workers:
@@ -139,10 +104,9 @@ class AheadWorkers:
 
     def _settled(self, rank: int, worker: StandbyProcess) -> None:
         """Handles a worker that waits, has taken its place, or has ended without one."""
+        if worker.taken or worker.returncode is not None:
+            self._placing.settled(worker)
         with self._lock:
-            late = self._late.pop(worker, None) if worker.taken or worker.returncode is not None else None
-            if late is not None:
-                late.cancel()
             if worker.taken:
                 self._stale = 0
             elif worker.parked and worker.returncode is None:

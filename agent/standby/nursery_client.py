@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+from dalsegno.protos.contract import WORKER_DRAINED
 
 from ..processes.lifeline import Lifeline
 from ..processes.proc import kill_group
@@ -33,13 +35,15 @@ class StandbyProcess:
     Args:
         cancel: asks its nursery not to start it. Returns whether the nursery will answer: with its end, or with its
             start if that came first.
-        ahead: it runs ahead of a world, and counts as a worker only once it has taken its place.
+        ahead: it has no place in a world, and counts as a worker only once it has taken one.
 
     Attributes:
         parked: for one that runs ahead: why it wants its place; "" while it runs.
         taken: it has its place, and is a worker like any other.
         stale: what it had looked at and has changed since, because of which it ended.
         failed: why its script ended ahead.
+        holds: for one that has stayed: the checkpoint that it holds, by the names of a world's variables.
+        successor: this worker has drained, and its process stays: what it is from now on.
     """
 
     def __init__(self, cancel: Callable[[], bool], *, ahead: bool = False) -> None:
@@ -48,6 +52,8 @@ class StandbyProcess:
         self._ahead = ahead
         self.parked = self.stale = self.failed = ""
         self.taken = False
+        self.holds: Mapping[str, str] = {}
+        self.successor: tuple[Nursery, StandbyProcess] | None = None
         self._on_news: Callable[[], None] | None = None
         # It was told to end before it was known to exist.
         self._unwanted = False
@@ -137,6 +143,15 @@ class StandbyProcess:
         for call in calls:
             if call is not None:
                 call()
+
+    def stays(self, nursery: Nursery, successor: StandbyProcess) -> None:
+        """Notes that it has drained, and that its process waits for a place as another worker."""
+        with self._lock:
+            successor.pid, unwanted = self.pid, self._unwanted
+        self.successor = (nursery, successor)
+        self.ended(WORKER_DRAINED)
+        if unwanted:
+            successor.discard()
 
     def abandon(self) -> None:
         """Its nursery is given up or gone: its owner starts it in another way, unless it was told to end."""
@@ -305,6 +320,9 @@ class Nursery:
             worker = self._workers.pop(number, None) if "exited" in message else self._workers.get(number)
         if worker is None:
             return  # it was given up, and is being killed
+        if "stays" in message:
+            self._stays(number, worker, message["stays"])
+            return
         if "of" in message:
             worker.said(message)
             return
@@ -317,6 +335,14 @@ class Nursery:
             self._lifeline.drop_group(worker.pid)
             worker.failure = str(message.get("failure", ""))
             worker.ended(int(str(message["code"])))
+
+    def _stays(self, number: int, worker: StandbyProcess, holds: object) -> None:
+        successor = StandbyProcess(lambda: self._cancel(number), ahead=True)
+        successor.parked = "it has drained"
+        successor.holds = {str(name): str(value) for name, value in holds.items()} if isinstance(holds, dict) else {}
+        with self._lock:
+            self._workers[number] = successor
+        worker.stays(self, successor)
 
     def _follow(self, worker: StandbyProcess) -> None:
         pid = self.process.pid

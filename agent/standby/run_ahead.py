@@ -3,7 +3,8 @@
 Nothing that the script does ahead may be seen from outside, nor depend on anything that may change meanwhile. So it
 waits for its place as soon as it
 
-- reads one of the variables that tell its place (`session()` does, and `init_process_group()`), or all variables;
+- reads one of the variables that tell its place (`init_process_group()` does), or all variables;
+- uses its session (`session()` alone tells only what comes first once the place is known);
 - would write a file, change a directory, start a process, open a connection, or touch a card (`holds.py`);
 - has written as much as is kept (`kept_output.py`);
 - has ended well.
@@ -18,9 +19,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, SupportsIndex
 
+from dalsegno.protos import ahead
 from dalsegno.protos.contract import is_of_a_world
 
 from .holds import Holds
@@ -106,6 +108,7 @@ class RunAhead:
         self._thread: threading.Thread | None = None
         self._outputs: list[KeptOutput] = []
         self._environs: tuple[Any, Any] = (os.environ, os.environb)
+        self._first: Callable[[], None] | None = None
 
     @property
     def over(self) -> bool:
@@ -120,19 +123,31 @@ class RunAhead:
         _Environ.ahead = self
         for environ in self._environs:
             environ.__class__ = _Environ
+        ahead.begin(self)
         self._thread = threading.Thread(target=self._take_place, name="run-ahead", daemon=True)
         self._thread.start()
+
+    def first(self, call: Callable[[], None]) -> None:
+        """See `protos.ahead.Ahead`."""
+        self._first = call
 
     def meet(self, need: str) -> None:
         """Waits for the place. `need`: why the script wants it, for people."""
         if self.over or threading.current_thread() is self._thread:
             return
-        self._say_parked(need)
+        if self._first is not None and threading.current_thread() is not threading.main_thread():
+            # What comes first is the main thread's, and nobody knows what that is doing.
+            self._end({"failed": f"a thread of its own needs its place ({need}) before its session is used"})
+        # Before anybody hears of it, as the place may come at once.
         self._waits = True
+        self._say_parked(need)
         self._placed.wait()
         if self._thread is not None:
             # This thread ends now, because a script may fork while it has no other thread.
             self._thread.join(_LAST_OUTPUT_SECONDS)
+        first, self._first = self._first, None
+        if first is not None:
+            first()
 
     def _say_parked(self, need: str) -> None:
         with self._lock:
@@ -163,6 +178,9 @@ class RunAhead:
                 os._exit(1)  # the nursery is gone, and this process with it
             if changed := self._looked.changed():
                 self._end({"stale": changed})
+            if self._first is not None and not self._waits:
+                # The script goes on, perhaps with something that must come after its session.
+                self._end({"failed": "it has not used its session when there was no room for more of its output"})
             with self._lock:
                 self._settle(place)
                 if not self._word.say({"taken": True}):

@@ -19,6 +19,7 @@ from ..processes.proc import kill_group
 from ..processes.signals import held_back
 from .ahead_workers import AHEAD_PATIENCE_SECONDS, AheadWorkers
 from .nursery_client import Nursery, StandbyProcess
+from .stayed_workers import StayedWorkers
 from .worker_main import Assignment
 
 __all__ = ["StandbyPool"]
@@ -81,6 +82,7 @@ class StandbyPool:
         self._retired: list[Nursery] = []
         self._closed = False
         self._ahead = AheadWorkers(self._advance, ahead_patience)
+        self._stayed = StayedWorkers()
         # What is to run ahead, by local rank; and whether `on_warm` was called for this `fill`.
         self._wanted: tuple[Assignment, ...] = ()
         self._announced = True
@@ -148,14 +150,15 @@ class StandbyPool:
         """Starts a worker from the warmest process there is; None if there is none.
 
         Args:
-            local_rank: a worker that has run ahead under this number takes the place, if it fits.
+            local_rank: a worker that has stayed, or run ahead, under this number takes the place, if it fits.
         """
         if local_rank is not None:
             with self._lock:
                 # The world starts now: what has not begun to run ahead of it would run beside it, for nothing.
                 self._wanted = ()
-            if (worker := self._ahead.take(local_rank, assignment)) is not None:
-                return worker
+            waiting = self._stayed.take(local_rank, assignment) or self._ahead.take(local_rank, assignment)
+            if waiting is not None:
+                return waiting
         while True:
             with self._lock:
                 usable = sorted((one for one in self._nurseries if one.usable), key=lambda one: not one.ready.is_set())
@@ -179,8 +182,22 @@ class StandbyPool:
             forks = self._fork and self.warm() > 0
         return self.start_worker(assignment) if forks else None
 
+    def keep(self, local_rank: int, before: Assignment, worker: StandbyProcess) -> None:
+        """Keeps what a worker that has ended becomes, if its process stays for the next world.
+
+        Args:
+            before: what it was started or placed with.
+        """
+        if worker.successor is not None:
+            self._stayed.add(local_rank, before, worker.successor)
+
+    def dismiss(self) -> None:
+        """Ends processes that have stayed, because this node has no place in the next world."""
+        self._stayed.dismiss()
+
     def close(self) -> None:
         """Ends all nurseries, with the workers that were forked from them."""
+        self._stayed.close()
         self._ahead.close()
         with self._lock:
             self._closed = True

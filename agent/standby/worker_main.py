@@ -13,8 +13,11 @@ import types
 from importlib.machinery import SourceFileLoader
 from typing import NoReturn
 
+from dalsegno.protos import staying
+
 from . import load_universal
 from .run_ahead import RunAhead, report_of
+from .staying import Staying, redirect
 from .word import Word
 
 __all__ = ["Assignment", "become", "is_of_session", "run_to_end"]
@@ -47,9 +50,11 @@ class Assignment:
 
 
 def _redirect(path: str | None, saved: int, target: int) -> None:
-    source = saved if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    os.dup2(source, target)
-    os.close(source)
+    if path is not None:
+        redirect(path, target)
+        return
+    os.dup2(saved, target)
+    os.close(saved)
 
 
 def _report_and_end(error: BaseException) -> None:
@@ -154,6 +159,8 @@ def become(
     sys.argv = list(assignment.arguments)
     if word is not None and not any(map(is_of_session, sys.modules)):
         sys.meta_path.insert(0, _SessionImport(word))
+    if word is not None:
+        staying.offer(Staying(word))
     if running is not None:
         running.begin()
     run_to_end(assignment.arguments[0], assignment.module, assignment.cwd, running)

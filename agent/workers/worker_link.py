@@ -30,11 +30,12 @@ from google.protobuf.message import DecodeError
 from dalsegno.protos import control_pb2, worker_pb2
 from dalsegno.protos.contract import FRAME
 
+from ..decisions.events import TellWorkers
 from ..decisions.worker_checks import checked, one_line
 from ..processes.proc import belongs_to
 from .step_counts import take_step_count
 
-__all__ = ["MAX_FRAME_BYTES", "WorkerLink"]
+__all__ = ["MAX_FRAME_BYTES", "WorkerLink", "to_worker"]
 
 # The most bytes of a message (worker.proto).
 MAX_FRAME_BYTES = 1 << 20
@@ -116,6 +117,18 @@ def _default_directory() -> str:
         return ""
 
 
+def to_worker(order: TellWorkers, *, may_stay: bool) -> worker_pb2.ToWorker:
+    """The message that an order of the decisions becomes."""
+    return worker_pb2.ToWorker(
+        drain=order.drain,
+        master_seen=order.master_seen,
+        ending=order.ending,
+        to_memory=order.to_memory,
+        keep=order.keep,
+        may_stay=may_stay,
+    )
+
+
 class WorkerLink:
     """Serves the socket of one agent.
 
@@ -154,14 +167,9 @@ class WorkerLink:
         self._thread = threading.Thread(target=self._serve, name="worker-link", daemon=True)
         self._thread.start()
 
-    def tell(
-        self, *, drain: bool, master_seen: bool, ending: int = 0, to_memory: bool = False, keep: bool = False
-    ) -> None:
+    def tell(self, told: worker_pb2.ToWorker) -> None:
         """Sets what the workers should know; sent to all of them if it changed, and to newcomers."""
         with self._lock:
-            told = worker_pb2.ToWorker(
-                drain=drain, master_seen=master_seen, ending=ending, to_memory=to_memory, keep=keep
-            )
             if told == self._told:
                 return
             self._told = told

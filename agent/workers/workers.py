@@ -165,6 +165,7 @@ class WorkersContext(SubprocessContext):
         self._lock = threading.Lock()
         self._stopping = False
         self._output: threading.Thread | None = None
+        self._assignments: dict[int, Assignment] = {}
         self.adopted = 0
 
     def start(self) -> None:
@@ -264,19 +265,18 @@ class WorkersContext(SubprocessContext):
     def _adopt(self, rank: int) -> StandbyProcess | None:
         if self._pool is None:
             return None
-        process = self._pool.start_worker(
-            Assignment(
-                arguments=[str(own) for own in self.args[rank][2 if self._script.module else 1 :]],
-                module=self._script.module,
-                environment={**os.environ, **self.envs[rank]},
-                cwd=os.getcwd(),
-                stdout=self.stdouts[rank] or None,
-                stderr=self.stderrs[rank] or None,
-            ),
-            rank,
+        assignment = Assignment(
+            arguments=[str(own) for own in self.args[rank][2 if self._script.module else 1 :]],
+            module=self._script.module,
+            environment={**os.environ, **self.envs[rank]},
+            cwd=os.getcwd(),
+            stdout=self.stdouts[rank] or None,
+            stderr=self.stderrs[rank] or None,
         )
+        process = self._pool.start_worker(assignment, rank)
         if process is None:
             return None
+        self._assignments[rank] = assignment
         self.adopted += 1
         process.when_imported(self._on_import)
         self.subprocess_handlers[rank] = _StandbyHandler(process, rank)
@@ -310,6 +310,8 @@ class WorkersContext(SubprocessContext):
             if process.abandoned and (instead := self._start_instead(rank, process)) is not None:
                 self._watch(rank, instead, ended)
                 return
+            if self._pool is not None and process.successor is not None:
+                self._pool.keep(rank, self._assignments[rank], process)
         else:
             code = process.follow()
             self._lifeline.drop_group(process.pid)

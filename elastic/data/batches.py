@@ -115,33 +115,45 @@ class Batches(Generic[T]):
         _check_agreement(dataset, sampler, plan, options)
         if (count_tokens is None) != (reduce is None):
             raise ValueError("token means need both count_tokens and reduce")
-        plan.slices(rank)
         plan.loss_scale(1, 1, scale)
-        self._steps_done = 0
         self._seed = None if seed is None or not plan.fixed_micro_batch else operator.index(seed)
         self.cut = plan.cut(
             sampler.order, drop_last=sampler.drop_last, tokens=count_tokens is not None, seed=self._seed
         )
+        self._sampler, self._scale = sampler, scale
+        self._count_tokens, self._reduce = count_tokens, reduce
+        self._data_epochs, self._check_data = data_epochs, check_data
+        maker = Maker(collate, self._seed, sampler.order.seed)
+        self._make_loading = functools.partial(Loading, dataset, sampler, maker=maker, options=options)
+        self._through: Callable[[Any], Iterator[MicroBatch[T]]] | None = None
+        self._said = False
+        self.go_on(plan, rank, resume)
+
+    def go_on(self, plan: BatchPlan, rank: int, resume: Any) -> None:
+        """Deals the data anew, to this rank of perhaps another world, from where that begins.
+
+        Args:
+            plan, rank, resume: As in the constructor; the plan cuts batches in the same way.
+
+        Raises:
+            ValueError: As in the constructor.
+        """
+        plan.slices(rank)
+        self._plan, self._rank, self._steps_done = plan, rank, 0
         if resume is not None:
             _check_place(resume)
             if resume.manifest.order is not None:
-                sampler.adopt_order(resume.manifest.order)
+                self._sampler.adopt_order(resume.manifest.order)
             saved = getattr(resume.manifest, "cut", None)
             check_cut(saved, self.cut)
-            if saved is not None and check_data:
+            if saved is not None and self._check_data:
                 self.cut = replace(self.cut, samples=saved.samples)
-            sampler.seek(resume.position)
+            self._sampler.seek(resume.position)
             self._steps_done = resume.step
-        sampler.check_position(sampler.position)
-        self._sampler, self._plan, self._rank, self._scale = sampler, plan, rank, scale
-        self._count_tokens, self._reduce = count_tokens, reduce
-        self._data_epochs = data_epochs
-        self._through: Callable[[Any], Iterator[MicroBatch[T]]] | None = None
-        maker = Maker(collate, self._seed, self.order.seed)
-        self._loading = Loading(dataset, sampler, plan, rank, maker, data_epochs, options)
+        self._sampler.check_position(self._sampler.position)
+        self._loading = self._make_loading(plan=plan, rank=rank, data_epochs=self._data_epochs)
         self._left = self._count_left()
-        self._said = False
-        self._check_data, self._checked = check_data, not check_data
+        self._checked = not self._check_data
         # What was seen of the data, and the iterator that was begun for that at the training's position.
         self._seen: list[Seen] = []
         self._begun: tuple[Position, int, Iterator[tuple[Part, T]]] | None = None

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from typing import NoReturn
 
 from dalsegno.protos.contract import WORKER_BAD_CHECKPOINT, WORKER_DRAINED
@@ -19,6 +20,20 @@ class Drained(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(EXIT_DRAINED)
+
+
+class Stays(BaseException):
+    """The run was saved as with `Drained`, and this process may wait for a place in the next world.
+
+    Only the loop that has asked for this sees it.
+
+    Attributes:
+        holds: The checkpoint that this process's state is equal to, see ``protos.staying.Wait``.
+    """
+
+    def __init__(self, holds: Mapping[str, str]) -> None:
+        super().__init__("drained, and waiting for a place")
+        self.holds = holds
 
 
 class BadResumePoint(SystemExit):

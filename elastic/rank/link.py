@@ -44,7 +44,7 @@ class Link:
         self._drain = self._to_memory = False
         self._master_seen = False
         self._ending = 0
-        self._keep = False
+        self._keep = self._may_stay = False
         self._when_told_to_keep: Callable[[], None] | None = None
         self._alive = True
         try:
@@ -84,6 +84,11 @@ class Link:
     def keep(self) -> bool:
         """The world has broken: a rank that holds the last boundary saves it now, see ``worker.proto``."""
         return self._keep
+
+    @property
+    def may_stay(self) -> bool:
+        """Once drained, this process may wait for a place in the next world instead of ending."""
+        return self._may_stay
 
     def when_told_to_keep(self, then: Callable[[], None]) -> None:
         """``then`` is called on the reader's thread once `keep` is said."""
@@ -190,7 +195,7 @@ class Link:
             if message.drain and not self._drain:
                 mark("told")
             # Before the drain itself: who is told of that from another thread reads this next.
-            self._to_memory = message.to_memory
+            self._to_memory, self._may_stay = message.to_memory, message.may_stay
             self._drain, self._master_seen, self._ending = message.drain, message.master_seen, message.ending
             told, self._keep = message.keep and not self._keep, message.keep
             if told and self._when_told_to_keep is not None:

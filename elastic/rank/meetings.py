@@ -116,22 +116,32 @@ class Meetings:
             log.warning("the other ranks could not be told of it (%s)", alone)
 
 
+# What is done at the end of this process: for the session that it has now.
+_at_the_end: list[Callable[[BaseException, TracebackType | None], None]] = []
+
+
 def watch_the_end(meetings: Meetings, when_lost: Callable[[], None]) -> None:
     """Makes sure that the agent learns why this process ends, if we know more than the error's text says.
 
     Either a peer is lost, or we refuse something, wherever in the script the refusal is raised. Refusals outside a
     meeting (``Batches`` that do not fit the checkpoint, an impossible plan) will be the same at the next start as well.
     """
-    before = sys.excepthook
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def end(error: BaseException, trace: TracebackType | None) -> None:
         if not meetings.over and is_refusal(error, trace):
-            meetings.refused(str(error) or kind.__name__)
+            meetings.refused(str(error) or type(error).__name__)
         elif not meetings.over and may_be_a_peers(error) and meetings.say_if_a_peer_is_lost():
             when_lost()
-        before(kind, error, trace)
 
-    sys.excepthook = hook
+    if not _at_the_end:
+        before = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            _at_the_end[0](error, trace)
+            before(kind, error, trace)
+
+        sys.excepthook = hook
+    _at_the_end[:] = [end]
 
 
 def is_refusal(error: BaseException, trace: TracebackType | None) -> bool:

@@ -105,3 +105,9 @@ def _backend(device: torch.device, *, shared: bool) -> str | None:
     if device.type == "cpu" or shared:
         return "gloo"
     return BOTH if device.type == "cuda" else None
+
+
+def is_the_only_group() -> bool:
+    """Whether the default process group is the only one of this process: no script has made others of it."""
+    known = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", None)
+    return dist.is_initialized() and known is not None and len(known) == 1

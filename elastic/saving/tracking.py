@@ -13,11 +13,14 @@ class Tracking:
     Args:
         collective: The session's group.
         saver: None: there is no directory to save to, and so no checkpoint that could be the best one.
+
+    Attributes:
+        tracked: None: nothing is.
     """
 
     def __init__(self, collective: Collective, saver: Saver | None) -> None:
         self._collective, self._saver = collective, saver
-        self._tracked: Tracked | None = None
+        self.tracked: Tracked | None = None
         # The best value if nothing is saved.
         self._unsaved: Best | None = None
         # The value that ``improved`` was given, its step, and whether the step is therefore worth a checkpoint.
@@ -31,11 +34,11 @@ class Tracking:
     @property
     def name(self) -> str | None:
         """Name of the tracked metric, for people; None: nothing is tracked."""
-        return None if self._tracked is None else f"{self._tracked.metric} ({self._tracked.mode})"
+        return None if self.tracked is None else f"{self.tracked.metric} ({self.tracked.mode})"
 
     def track(self, tracked: Tracked) -> None:
         """Tracks this metric from now on."""
-        self._tracked = tracked
+        self.tracked = tracked
         if self._saver is not None:
             self._saver.tracked = tracked
 
@@ -80,9 +83,9 @@ class Tracking:
         return self._measured[1] if self._measured is not None and self._measured[0] == step else None
 
     def _check(self) -> Tracked:
-        if self._tracked is None:
+        if self.tracked is None:
             raise RuntimeError("nothing is tracked: call session.track(metric) first")
-        return self._tracked
+        return self.tracked
 
     def _improves_unsaved(self, tracked: Tracked, value: float, *, together: bool) -> bool:
         if together:

@@ -73,11 +73,10 @@ def batches_of(session: Session, dataset: Any, wish: Wish) -> Batches[Any]:
     _check_length(length, wish)
     shuffle = not stream if wish.shuffle is None else bool(wish.shuffle)
     sampler = ElasticSampler(length, wish.global_batch, seed=wish.seed, shuffle=shuffle, drop_last=wish.drop_last)
-    plan = BatchPlan(wish.global_batch, session.world_size, wish.micro_batch, wish.fixed_micro_batch, wish.pad)
     return Batches(
         dataset,
         sampler,
-        plan,
+        plan_of(session, wish),
         session.rank,
         collate=wish.collate_fn,
         resume=session.resume,
@@ -88,6 +87,11 @@ def batches_of(session: Session, dataset: Any, wish: Wish) -> Batches[Any]:
         loader_options=dict(wish.loader_options),
         check_data=wish.check_data,
     )
+
+
+def plan_of(session: Session, wish: Wish) -> BatchPlan:
+    """How batches are dealt in the session's world."""
+    return BatchPlan(wish.global_batch, session.world_size, wish.micro_batch, wish.fixed_micro_batch, wish.pad)
 
 
 def _whole(value: Any) -> int | None:

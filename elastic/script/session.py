@@ -13,6 +13,7 @@ for batch in s.steps(data, state, max_steps=1000, save_every=100):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,8 @@ from ..training import session as lower
 from ..training.entry import open_session
 from ..training.loop import steps
 from .data import Wish, batches_of
-from .state import State, Trained, checked_parts
+from .state import State, Trained, Wrap, checked_parts
+from .worlds import through_worlds
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -70,6 +72,7 @@ class Session(lower.Session):
     """
 
     _data: Batches[Any] | None = None
+    _wish: Wish | None = None
     _trained: Trained | None = None
     _configured = False
     _stepping = False
@@ -117,7 +120,7 @@ class Session(lower.Session):
                 *(global_batch, micro_batch, seed, shuffle, drop_last, data_epochs, collate_fn, count_tokens),
                 *(fixed_micro_batch, pad, check_data, loader_options),
             )
-            self._data = batches_of(self, dataset, wish)
+            self._data, self._wish = batches_of(self, dataset, wish), wish
         return self._data
 
     def state(
@@ -130,6 +133,7 @@ class Session(lower.Session):
         cast: bool = False,
         other_schedule: bool = False,
         weights_only: bool = False,
+        wrap: Wrap | None = None,
         **parts: Any,
     ) -> State:
         """What is trained, loaded where the run goes on: the same on every rank, saved by rank 0. Collective.
@@ -140,6 +144,8 @@ class Session(lower.Session):
             model: Of two models make one: ``nn.ModuleList([a, b])``.
             optimizer, scheduler, scaler: Those that the loop steps itself; a ``torch.amp.GradScaler`` for fp16.
             cast, other_schedule, weights_only: See ``TrainingState.load``.
+            wrap: Wraps the model for the present world, such as ``DistributedDataParallel``: in the default process
+                group, which is made if there is none. The training then calls ``state.model``.
             parts: Whatever else has ``state_dict`` and ``load_state_dict``, by name.
 
         Raises:
@@ -152,9 +158,10 @@ class Session(lower.Session):
                 raise ValueError(
                     "s.deepspeed_config(...) was called, so an engine trains the model: s.engine(engine), not s.state"
                 )
-            checked_parts(model, parts)
-            found = State(self, model, **parts)
+            checked_parts(model, parts, wrap)
+            found = State(self, model, wrap, **parts)
         found.load(cast=cast, other_schedule=other_schedule, weights_only=weights_only)
+        found.wrapped()
         self._trained = found
         return found
 
@@ -219,6 +226,7 @@ class Session(lower.Session):
         save_every: int = 0,
         memory_every: int | str = 0,
         background: bool = False,
+        stay: bool = False,
         metric: Callable[[], float | None] | None = None,
         **lower_layer: Any,
     ) -> Iterator[Any]:
@@ -236,6 +244,9 @@ class Session(lower.Session):
             memory_every: The same to the nodes' memory (``docs/memory.md``); ``"auto"``: it slows the loop by 2 % at
                 most.
             background: Saves are written while the training goes on; it waits for a copy to host memory.
+            stay: At a planned change this process stays, with all that it has built, and goes on in the next world:
+                nothing is made or loaded anew. The script asks the session each time for what belongs to a world (rank,
+                world size), calls ``state.model``, and talks to other ranks only inside the loop. See `docs/loop.md`.
             metric: Returns the run's tracked metric; called at each save.
             lower_layer: Without ``state``: the other options of ``loop.steps``.
 
@@ -255,8 +266,14 @@ class Session(lower.Session):
                 batches = self._check_loop(data, state, max_steps, lower_layer)
                 batches.given_to(state.begin(batches), state.scale)
                 options = {"save": state.saving(beside=background), "seed": batches.order.seed}
+            wish = self._check_stay(data, state) if stay else None
         self._stepping = True
-        return steps(self, data, metric=metric, **given, **options)
+        loop = partial(steps, self, data, metric=metric, **given, **options)
+        if wish is None:
+            return loop()
+        assert self._data is not None
+        assert isinstance(state, State)
+        return through_worlds(self, self._data, wish, state, loop)
 
     def close(self) -> None:
         """Leaves the session's group and the agent's socket, for scripts that go on doing other things."""
@@ -290,6 +307,16 @@ class Session(lower.Session):
                 "this session has its state already: it trains one model; of two make one, nn.ModuleList([a, b]), and "
                 "give further optimizers by name: s.state(model, optimizer, second=...)"
             )
+
+    def _check_stay(self, data: Any, state: Any) -> Wish:
+        if not isinstance(state, State) or not state.wraps:
+            raise ValueError(
+                "stay=True is for a replicated model that is wrapped anew in each world: "
+                "state = s.state(model, optimizer, wrap=DistributedDataParallel), and state.model in the loop"
+            )
+        if data is not self._data or self._wish is None:
+            raise ValueError("stay=True wants the data of s.data(...), which are dealt anew in each world")
+        return self._wish
 
     def _check_without_state(self, data: Any, *, background: bool, save: Any) -> None:
         if isinstance(data, State) or hasattr(data, "zero_optimization_stage"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,12 +14,15 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 
 from ..data.batches import Batches
+from ..rank.process_group import init_process_group, is_the_only_group
+from ..rank.remarks import remark
 from ..saving.background_save import Background, background
 from ..training.session import Session
 from ..training.training_state import Stateful, TrainingState
 from .micros import Micros
 
 Write = Callable[[Path], None] | Background
+Wrap = Callable[[nn.Module], nn.Module]
 
 
 class Trained(Protocol):
@@ -48,21 +52,64 @@ class State(TrainingState):
     Args:
         session: This process's session.
         model: Wrapped or not.
+        wrap: Wraps the model for the present world, anew in each.
         parts: See `TrainingState`.
+
+    Attributes:
+        model: What the training calls, see `Session.state`.
     """
 
     scale = "ddp"
 
-    def __init__(self, session: Session, model: nn.Module, **parts: Stateful | None) -> None:
+    def __init__(self, session: Session, model: nn.Module, wrap: Wrap | None = None, **parts: Stateful | None) -> None:
         super().__init__(session, model=model, **parts)
+        self.model = model
+        self._wrap, self._bare = wrap, model
+        # What `wrap` has made so far.
+        self._made: list[weakref.ref[nn.Module]] = []
         self._called = _Wrapped(model, self._model)
         self._micros: Micros | None = None
         self._where = self._places()
 
+    @property
+    def wraps(self) -> bool:
+        """Whether the model is wrapped for each world."""
+        return self._wrap is not None
+
+    def wrapped(self) -> None:
+        """Wraps the model, if `wrap` says how, in the default process group. Collective."""
+        if self._wrap is None:
+            return
+        init_process_group(next((p.device for p in self._bare.parameters()), torch.device("cpu")))
+        self.model = self._wrap(self._bare)
+        if not isinstance(self.model, nn.Module):
+            raise ValueError(f"s.state(wrap=...) made a {type(self.model).__name__} of the model, which is no module")
+        if self.model is not self._bare:
+            self._made.append(weakref.ref(self.model))
+
+    def may_stay(self) -> bool:
+        """Whether nothing but the wrapper belongs to the present world. Removes it if so."""
+        if self._wrap is None or not is_the_only_group() or any(map(_is_sharded, self._bare.parameters())):
+            return False
+        self.model = self._bare
+        if self._micros is not None:
+            self._micros.close()
+        self._micros = None
+        self._session.copies.forget()
+        self._called = _Wrapped(self._bare, self._model)
+        gc.collect()
+        if any(made() is not None for made in self._made):
+            remark(
+                "this process cannot stay for the next world: the script has a reference of its own to what wrap= "
+                "made. Call state.model each time instead"
+            )
+            return False
+        return True
+
     def begin(self, data: Batches[Any]) -> Micros:
         """See `Trained`."""
         self._check_unmoved()
-        called = self._called.found()
+        called = self._called.found() if self._wrap is None else self.model
         if hasattr(called, "zero_optimization_stage"):
             raise ValueError("this model is trained by a DeepSpeed engine: give s.engine(engine), not s.state(model)")
         if self._micros is None or self._micros.model is not called:
@@ -119,12 +166,27 @@ class _Wrapped:
         return self._given
 
 
-def checked_parts(model: Any, parts: Mapping[str, Any]) -> None:
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether it lies on a mesh of ranks."""
+    return hasattr(parameter, "device_mesh")
+
+
+def checked_parts(model: Any, parts: Mapping[str, Any], wrap: Any) -> None:
     """Checks what a script gives ``Session.state``.
 
     Raises:
-        ValueError: They are no model, no optimizer, or nothing with a state.
+        ValueError: They are no model, no optimizer, or nothing with a state; or the model is wrapped already.
     """
+    if wrap is not None and not callable(wrap):
+        raise ValueError(
+            f"s.state(wrap=...): a {type(wrap).__name__} cannot be called; give what wraps the model, such as "
+            "DistributedDataParallel or lambda model: DistributedDataParallel(model, device_ids=[0])"
+        )
+    if wrap is not None and hasattr(model, "no_sync"):
+        raise ValueError(
+            f"s.state(model, optimizer, wrap=...): the model is a {type(model).__name__} already; give the plain one, "
+            "which is wrapped anew in each world"
+        )
     if hasattr(model, "zero_optimization_stage"):
         raise ValueError("this is a DeepSpeed engine: s.engine(engine)")
     if not isinstance(model, nn.Module):

@@ -58,9 +58,16 @@ class Accumulation:
         self._static_graph = has_static_graph(model)
         self.optimizers = optimizers
         self._frozen = Frozen(model)
-        for optimizer in optimizers:
-            optimizer.register_step_pre_hook(self._before_optimizer)
+        self._hooks = [optimizer.register_step_pre_hook(self._before_optimizer) for optimizer in optimizers]
         tell(model, optimizers)
+
+    def close(self) -> None:
+        """Lets the model and the optimizers go; batches may still have a reference to this."""
+        self._open.close()
+        for hook in self._hooks:
+            hook.remove()
+        self.model, self.optimizers, self._batch = nn.Module(), (), None
+        self._defer, self._sharded, self._frozen = None, [], Frozen(self.model)
 
     def __call__(self, batch: Batch[T]) -> Iterator[MicroBatch[T]]:
         """The micro-batches of ``batch`` in order; the body of the ``for`` is the forward and backward pass.

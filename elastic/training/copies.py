@@ -115,6 +115,10 @@ class Copies:
         copy.scheduler = copy.scheduler or scheduler
         copy.saved = copy.saved or saved
 
+    def forget(self) -> None:
+        """Lets all models go: there is nothing more to compare in this world."""
+        self._known.clear()
+
     def before(self) -> None:
         """Compares before the first step. Collective.
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from dalsegno.protos import ahead
 from dalsegno.protos.trace import mark
 
 from ..checkpoint import CheckpointStore
@@ -21,10 +24,13 @@ from ..saving.resuming import Damaged, handed_out, newest
 from .examination import is_examined
 from .opening import check_directory, check_world, hello, refuse, take_lock
 from .session import Session
+from .unopened import is_unopened, unopened
 
 # The session of this process, and how many it had before.
 _sessions: list[Session] = []
 _before = [0]
+# Whether it reads what it resumes from before anything is loaded.
+_verifies = [True]
 S = TypeVar("S", bound=Session)
 
 
@@ -43,28 +49,58 @@ def open_session(kind: type[S], checkpoint_dir: str | Path | None = None, *, kee
         BadResumePoint: The resume point is damaged; the agent was told. Exit code 84.
     """
     directory = None if checkpoint_dir is None else Path(checkpoint_dir).absolute()
-    if _sessions and _sessions[0].closed:
+    if _sessions and is_unopened(_sessions[0]):
+        pass  # It is the one of this process, and nobody has used it.
+    elif _sessions and _sessions[0].closed:
         _check_may_follow(_sessions[0])
         _sessions.clear()
         _before[0] += 1
     if _sessions:
         _check_same_run(_sessions[0], directory)
     else:
-        mark("session")
-        _sessions.append(_open(kind, from_environment(checkpoint_dir=directory), keep, verify))
-        mark("verified")
+        _verifies[:] = [verify]
+        begins = partial(_begin, directory=directory, keep=keep, verify=verify)
+        running = ahead.running()
+        _sessions.append(begins(kind) if running is None else unopened(kind, begins, running))
     found = _sessions[0]
     assert isinstance(found, kind)
     return found
 
 
+def _begin(kind: Callable[..., S], directory: Path | None, keep: int, verify: bool) -> S:
+    mark("session")
+    found = _open(kind, from_environment(checkpoint_dir=directory), keep, verify)
+    mark("verified")
+    return found
+
+
+def reopen(session: Session) -> None:
+    """Opens the session of this process for another world, in the same object. Collective with those that begin.
+
+    This process's variables tell its place there. What the script has told the session before stays with it.
+
+    Raises:
+        OSError, RuntimeError, BadResumePoint: As with ``open_session``.
+    """
+    tracked = session.tracking.tracked
+
+    def again(*arguments: Any, **options: Any) -> Session:
+        session.__init__(*arguments, **options)  # type: ignore[misc]  # everything in it is of one world
+        return session
+
+    _begin(again, None, session.saves.keep, _verifies[0])
+    if tracked is not None:
+        session.tracking.track(tracked)
+
+
 def refused_together() -> AbstractContextManager[None]:
     """``Meetings.together`` of this process's session, if it has one that is not over; else nothing. Collective."""
-    return _sessions[0].meetings.together() if _sessions and not _sessions[0].meetings.over else nullcontext()
+    found = _sessions[0] if _sessions and not is_unopened(_sessions[0]) else None
+    return nullcontext() if found is None or found.meetings.over else found.meetings.together()
 
 
 def _check_same_run(first: Session, directory: Path | None) -> None:
-    if first.alone and directory is not None and directory != first.run_dir:
+    if not is_unopened(first) and first.alone and directory is not None and directory != first.run_dir:
         raise RuntimeError(
             f"this process has a session with checkpoint_dir={first.run_dir}, and trains that run alone, not one in "
             f"{directory}, too: leave the first one before (`with session(...) as s:`), or use another process"
@@ -79,7 +115,7 @@ def _check_may_follow(before: Session) -> None:
         )
 
 
-def _open(kind: type[S], identity: Identity, keep: int, verify: bool) -> S:
+def _open(kind: Callable[..., S], identity: Identity, keep: int, verify: bool) -> S:
     notice = Notice()
     try:
         return _open_with(kind, notice, identity, keep, verify)
@@ -88,7 +124,7 @@ def _open(kind: type[S], identity: Identity, keep: int, verify: bool) -> S:
         raise
 
 
-def _open_with(kind: type[S], notice: Notice, identity: Identity, keep: int, verify: bool) -> S:
+def _open_with(kind: Callable[..., S], notice: Notice, identity: Identity, keep: int, verify: bool) -> S:
     collective: Collective = Solo()
     if identity.world_size > 1:
         # All ranks open their sessions in the same order, so these have numbers.

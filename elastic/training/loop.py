@@ -22,8 +22,8 @@ from ..saving.resuming import check_strategy
 from .findings import loads_anywhere
 from .memory import MemorySaves
 from .rehearsal import rehearse
-from .saves import save_at_last
-from .session import NO_DIRECTORY, Session
+from .saves import NO_DIRECTORY, save_at_last
+from .session import Session
 from .sources import (
     Source,
     Stateful,
@@ -370,7 +370,7 @@ class _Run:
             return False
         if boundary.drain:
             if self._write is None or self._save(self._measure(), drain=True) is not None:
-                self._session.leave_drained()
+                self._session.leave_drained(stays=self._session.may_stay)
             else:
                 self._session.drain_failed()
         self._save_between(boundary.step, due=not boundary.drain and self._due(boundary.step), saved=boundary.drain)

@@ -19,6 +19,7 @@ from ..saving.saving import SaveError, Saver
 if TYPE_CHECKING:
     from ..saving.resuming import ResumePoint
 
+NO_DIRECTORY = "outside dlrover-run the script names the directory, session(checkpoint_dir=...)"
 
 # The last step is worth waiting for: a disk may have room again, a mount may come back.
 LAST_SAVE_TRIES = 4

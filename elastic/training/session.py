@@ -23,7 +23,7 @@ from dalsegno.protos import worker_pb2
 from ..checkpoint import Best, Cut, LocalLock, Order, Position, Ref, Tracked
 from ..rank.collective import Collective, Pending
 from ..rank.exchange import Boundary, Exchange, Flags
-from ..rank.exits import EXIT_DRAINED, Drained, insist
+from ..rank.exits import Drained, Stays
 from ..rank.identity import Identity
 from ..rank.link import Link
 from ..rank.meetings import Meetings
@@ -42,13 +42,12 @@ from .copies import Copies
 from .examination import Examination, refuse_to_go_on
 from .findings import loads_anywhere
 from .opening import refuse
-from .saves import Saves
+from .saves import NO_DIRECTORY, Saves
+from .staying import way_out
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-NO_DIRECTORY = "outside dlrover-run the script names the directory, session(checkpoint_dir=...)"
 
 # After a drain's save failed: seconds until the next try, and the most that they are doubled to.
 DRAIN_PAUSE_SECONDS, MAX_DRAIN_PAUSE_SECONDS = 2.0, 60.0
@@ -69,6 +68,8 @@ class Session:
         copies: What all ranks have a copy of: compared before the first step, and right behind it.
         saves: What is saved where.
         survivor: What this rank saves by itself when it has lost its peers.
+        tracking: The metric by which the best checkpoint is chosen.
+        may_stay: Whether what this process has built outlives this world; for its loop, see ``staying``.
     """
 
     def __init__(
@@ -88,17 +89,16 @@ class Session:
         self._identity, self._collective, self._link, self._lock = identity, collective, link, lock
         self._exchange, self.meetings = Exchange(collective), Meetings(collective, link)
         self.saves = Saves(identity, collective, link, resume, keep)
-        self._tracking = Tracking(collective, self.saves.saver)
+        self.tracking = Tracking(collective, self.saves.saver)
         begins = resume is None and (self.can_save or not self.alone)
         self.examination = Examination(self.rank, begins, self.world_size, self.max_world_size, self.can_save)
         self.copies = Copies(collective)
         self._notice = notice
         self.left_in_a_step = self.closed = False
+        self.may_stay: Callable[[], bool] = bool
         self._reports = Reports(link, count_steps(identity, self.step))
         self.survivor = Survivor(identity, link, None if resume is None else resume.ref, self._reports)
         self._drain_not_before, self._drain_pause = 0.0, DRAIN_PAUSE_SECONDS
-
-    # What a script calls.
 
     @property
     def step(self) -> int:
@@ -171,7 +171,7 @@ class Session:
     @property
     def best(self) -> Best | None:
         """The best checkpoint so far by the tracked metric, never pruned, alike on all ranks; None: none is saved."""
-        return self._tracking.best
+        return self.tracking.best
 
     def track(self, metric: str, *, mode: str = "min", min_delta: float = 0.0) -> None:
         """Tracks a metric: from now on the best checkpoint by it is known, kept, and noted in ``best.json``.
@@ -186,7 +186,7 @@ class Session:
         Raises:
             ValueError: ``mode`` is another one, or ``min_delta`` is negative.
         """
-        self._tracking.track(Tracked(metric, mode, min_delta))
+        self.tracking.track(Tracked(metric, mode, min_delta))
 
     def improved(self, value: float) -> bool:
         """Whether the present step is the best so far by the tracked metric; if so it is saved at its end. Collective.
@@ -198,9 +198,9 @@ class Session:
             RuntimeError: Nothing is tracked.
         """
         if self.meetings.over and not self.can_save:
-            return self._tracking.measured(value, None, together=False)
+            return self.tracking.measured(value, None, together=False)
         # A call in the loop's body is about the step that has begun, which is counted when it ends.
-        return self._tracking.improved(value, self.step + self._exchange.under_way)
+        return self.tracking.improved(value, self.step + self._exchange.under_way)
 
     def measured(self, value: float) -> bool:
         """Takes the tracked metric of the last step that is done, if it was not computed before. Collective.
@@ -216,12 +216,12 @@ class Session:
         """
         if not self.meetings.over:
             self.settle()
-        return self._tracking.measured(value, self.saves.of(self.step), together=not self.meetings.over)
+        return self.tracking.measured(value, self.saves.of(self.step), together=not self.meetings.over)
 
     @property
     def worth_saving(self) -> bool:
         """Whether ``improved`` said so of the step that has just ended, on all ranks."""
-        return self._tracking.is_worth_saving(self.step)
+        return self.tracking.is_worth_saving(self.step)
 
     def steps(self, data: Iterable[T], **options: Any) -> Iterator[T]:
         """The training loop: hands out one batch per optimizer step. See ``loop.steps`` for the options."""
@@ -246,8 +246,8 @@ class Session:
         """
         self.meetings.check_open(self.step)
         own: dict[str, Any] = {"step": self.step, "resume point": None if self.resume is None else self.resume.ref.name}
-        if self._tracking.name is not None:
-            own["tracked metric"] = self._tracking.name
+        if self.tracking.name is not None:
+            own["tracked metric"] = self.tracking.name
         self.meetings.compare({**own, **alike}, problem)
 
     def meet(self, ahead: int, alike: Mapping[str, Any] | None = None) -> int:
@@ -393,7 +393,7 @@ class Session:
 
     def _content(self, strategy: str, any_world_size: bool | None, metric: float | None, **rest: Any) -> Content:
         anywhere = loads_anywhere(strategy) if any_world_size is None else any_world_size
-        metric = self._tracking.metric_of(self.step) if metric is None else metric
+        metric = self.tracking.metric_of(self.step) if metric is None else metric
         return Content(self.step, strategy=strategy, any_world_size=anywhere, metric=metric, **rest)
 
     def drain_failed(self) -> None:
@@ -401,13 +401,14 @@ class Session:
         self._drain_not_before = time.monotonic() + self._drain_pause
         self._drain_pause = min(2 * self._drain_pause, MAX_DRAIN_PAUSE_SECONDS)
 
-    def leave_drained(self, closing: Callable[[], None] = lambda: None) -> None:
+    def leave_drained(self, closing: Callable[[], None] = lambda: None, *, stays: Callable[[], bool] = bool) -> None:
         """Tells the agent that everything is saved, and ends this process with exit code 83. Collective.
 
         Returns only if the change was withdrawn: then train on. ``closing`` is called before the process ends.
 
         Raises:
             Drained: The process ends. The exit code is 83 whatever the script does with this exception.
+            Stays: As ``stays`` wished: it may wait for a place in the next world.
         """
         saved, in_memory = self.saves.left_as(self.step)
         apart = self.saves.apart
@@ -416,11 +417,11 @@ class Session:
             if not going:
                 return
         closing()
-        insist(EXIT_DRAINED)
+        holds = way_out(self._link, saved, lambda: not apart and stays())
         drained = worker_pb2.Drained(name=saved.name, digest=saved.digest, step=self.step, in_memory=in_memory)
         self._reports.send(worker_pb2.ToAgent(drained=drained))
         self._part(apart)
-        raise Drained
+        raise Drained if holds is None else Stays(holds)
 
     def finish(self) -> None:
         """Tells the agent that the training reached its end on all ranks. Collective; repeating it does no harm."""
@@ -471,11 +472,10 @@ class Session:
         """
         if self.resume is None:
             raise RuntimeError("there is no resume point that could be bad")
-        form = self.resume.form
-        ref = self.resume.ref
-        if self._identity.resume is not None and self._identity.resume.universal is not None:
-            ref = self._identity.resume.universal
-        refuse(self._link, Damaged(ref, form, file, message, True))
+        form, ref = self.resume.form, self.resume.ref
+        order = self._identity.resume
+        universal = None if order is None else order.universal
+        refuse(self._link, Damaged(universal or ref, form, file, message, True))
 
     # Internals.
 

@@ -70,10 +70,7 @@ class TrainingState:
         self._loaded = False
         self._had_frozen: list[str] | None = None
         self._first: dict[str, list[str]] = {}
-        optimizers = [part for part in self._parts.values() if hasattr(part, "param_groups")]
-        session.examination.learn_parts(self._model, *optimizers)
-        scheduler = next((part for part in self._parts.values() if hasattr(part, "get_last_lr")), None)
-        session.copies.know(self._model, *optimizers, scheduler=scheduler, saved=True)
+        self._make_known()
         self._unlisted = Unlisted(self._model)
         self._factors = {name: factors(part) for name, part in self._parts.items()}
         # For each optimizer: schedules that are in no part, the saved places of such schedules, and its saved rates.
@@ -198,6 +195,26 @@ class TrainingState:
         except Exception:  # pickle has many ways to say no
             self.rehearse()  # Says which part it is.
             raise
+
+    def _make_known(self) -> None:
+        optimizers = [part for part in self._parts.values() if hasattr(part, "param_groups")]
+        self._session.examination.learn_parts(self._model, *optimizers)
+        scheduler = next((part for part in self._parts.values() if hasattr(part, "get_last_lr")), None)
+        self._session.copies.know(self._model, *optimizers, scheduler=scheduler, saved=True)
+
+    def go_on(self) -> None:
+        """In another world, which resumes from what is here: nothing is loaded. Collective with those that `load`.
+
+        Raises:
+            Refusal: Another rank could not load it.
+        """
+        self._make_known()
+        self._loaded = True
+        # As after a load: gradients of the step before are nobody's.
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        with self._session.meetings.together():
+            pass
 
     def load(self, *, cast: bool = False, other_schedule: bool = False, weights_only: bool = False) -> bool:
         """Loads the session's resume point: weights, then the parts in their order. False: there is none.

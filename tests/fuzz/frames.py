@@ -365,7 +365,7 @@ def _deeds(seed: int, count: int, lately: deque[Deed]) -> Iterator[Deed]:
 
 def _served(agent: Agent, workers: list[GoodWorker], drain: bool) -> None:
     agent.wait_for_steps()
-    agent.link.tell(drain=drain, master_seen=True)
+    agent.link.tell(worker_pb2.ToWorker(drain=drain, master_seen=True))
     began = time.monotonic()
     for worker in workers:
         worker.expect("drain" if drain else "train")

@@ -824,10 +824,10 @@ def test_everybody_learns_the_flags(node: Node) -> None:
     """A newcomer gets the present flags at once; a change goes to all, once."""
     first = connect(node)
     assert told(first) == (False, False)
-    node.link.tell(drain=False, master_seen=True)
+    node.link.tell(worker_pb2.ToWorker(drain=False, master_seen=True))
     assert told(first) == (False, True)
-    node.link.tell(drain=False, master_seen=True)
-    node.link.tell(drain=True, master_seen=True)
+    node.link.tell(worker_pb2.ToWorker(drain=False, master_seen=True))
+    node.link.tell(worker_pb2.ToWorker(drain=True, master_seen=True))
     second = connect(node)
     assert told(first) == (True, True)
     assert told(second) == (True, True)
@@ -870,7 +870,7 @@ def test_a_worker_that_never_reads_harms_nobody(node: Node) -> None:
     deaf, good = connect(node), connect(node)
     told(good)
     for number in range(1, 3001):
-        node.link.tell(drain=bool(number % 2), master_seen=bool(number % 3))
-    node.link.tell(drain=True, master_seen=True)
+        node.link.tell(worker_pb2.ToWorker(drain=bool(number % 2), master_seen=bool(number % 3)))
+    node.link.tell(worker_pb2.ToWorker(drain=True, master_seen=True))
     wait_for(lambda: told(good) == (True, True))
     deaf.close()

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from dalsegno.agent.processes.lifeline import Lifeline
+from dalsegno.agent.script import modules_of
 from dalsegno.agent.standby.nursery_client import StandbyProcess
 from dalsegno.agent.standby.standby_pool import StandbyPool
 from dalsegno.agent.standby.worker_main import Assignment
@@ -199,6 +200,70 @@ def test_a_script_waits_where_it_needs_its_place(shared: Ahead, caplog: pytest.L
     assert told["put_back"] == [True, True, True]
     if "effect" in text:
         assert effect.is_symlink() or effect.exists()
+
+
+# Stands for the session of this process: what it is made with, and when.
+SESSION = """
+import os, threading
+from dalsegno.protos import ahead
+from dalsegno.elastic.training import unopened
+class Kind:
+    def __init__(self, rank): self.rank, self.threads = rank, threading.current_thread() is threading.main_thread()
+    def __enter__(self): return self
+    def __exit__(self, *_): pass
+def begin(make):
+    print("opens", flush=True)
+    return make(os.environ["RANK"])
+s = unopened.unopened(Kind, begin, ahead.running())
+print(unopened.is_unopened(s), isinstance(s, Kind))
+with s as same:
+    print(same is s, flush=True)
+{use}
+print(unopened.is_unopened(s), type(s) is Kind, s.rank, s.threads, ahead.running())
+"""
+USES = {
+    "read": ("s.rank", "its session is used"),
+    "called": ("try: s.nothing()\nexcept AttributeError as error: print(error)", "its session is used"),
+    "set": ("s.own = 1", "its session is used"),
+    "another need": ("os.environ['WORLD_SIZE']; print('then this')", "WORLD_SIZE"),
+    "a file": ("open('effect', 'w'); print('then this')", "it writes effect"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_session_opens_when_it_is_used(make: Make, caplog: pytest.LogCaptureFixture, use: str) -> None:
+    """Or first of all when the script needs its place for something else, as where nothing runs ahead."""
+    ahead = make(modules=tuple(modules_of("import torch")))
+    text, reason = USES[use]
+    ahead.run(SESSION.format(use=text))
+    assert waits(caplog) == [reason]
+    lines = ahead.finish().splitlines()
+    said = {"called": "'Kind' object has no attribute 'nothing'", "another need": "then this", "a file": "then this"}
+    middle = [said[use]] if use in said else []
+    assert lines == ["True True", "True", "opens", *middle, "False True 3 True None"]
+
+
+def test_a_session_that_cannot_open_says_so_at_each_use(make: Make) -> None:
+    """Also where the script has swallowed it."""
+    ahead = make(modules=tuple(modules_of("import torch")))
+    use = "for _ in 'ab':\n    try: s.rank\n    except Exception as error: print(error)\nraise SystemExit"
+    ahead.run(SESSION.format(use=use).replace('os.environ["RANK"]', "1 / 0"))
+    assert ahead.finish().splitlines()[2:] == ["opens", "division by zero"] * 2
+
+
+def test_a_thread_that_needs_the_place_first_ends_it(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody knows what the main thread is doing then; the script starts anew once its place is known."""
+    ahead = make(modules=tuple(modules_of("import torch")))
+    ahead.script.write_text(
+        SESSION.replace("{use}", "t = threading.Thread(target=os.getenv, args=('RANK',)); t.start(); t.join()").replace(
+            "s = unopened.unopened(Kind, begin, ahead.running())",
+            "running = ahead.running()\ns = unopened.unopened(Kind, begin, running) if running else begin(Kind)",
+        )
+    )
+    ahead.pool.fill(low_priority=False, ahead=[ahead.assignment()])
+    assert ahead.warm.wait(60)
+    assert "a thread of its own needs its place (RANK) before its session is used" in caplog.text
+    assert ahead.finish().splitlines()[-1] == "False True 3 True None"
 
 
 HARMLESS = """
@@ -441,7 +506,7 @@ def test_one_that_is_stopped_while_it_waits_can_be_ended(make: Make) -> None:
 def test_one_that_does_not_take_its_place_is_replaced(make: Make) -> None:
     """Stopped, or stuck in the kernel: who waits for it hears in time that it never was."""
     ahead = make()
-    ahead.pool._ahead._take_patience_seconds = 0.2
+    ahead.pool._ahead._placing._patience_seconds = 0.2
     ahead.run("import os\nprint(os.environ['RANK'])")
     (_, _, waiting) = ahead.pool._ahead._workers[0]
     stop(waiting.pid)

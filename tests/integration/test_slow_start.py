@@ -71,6 +71,7 @@ LATE = """
 import runpy, sys, time
 print("born", time.time(), flush=True)
 import dalsegno.elastic
+{before}
 time.sleep({seconds})  # why: this is the slow start
 sys.argv[:1] = [{hooked!r}, "ddp.py"]
 runpy.run_path({hooked!r}, run_name="__main__")
@@ -89,10 +90,18 @@ def starts_ahead(job: Job, name: str) -> int:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="nothing runs ahead on Python 3.10")
-def test_a_slow_start_is_beside_the_training(clusters: Clusters, undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """A node joins, and one is killed: each time the next world's scripts were started before the last one ended."""
+@pytest.mark.parametrize(
+    "before", ["", pytest.param("s = dalsegno.elastic.session()", marks=pytest.mark.full)], ids=["imports", "a session"]
+)
+def test_a_slow_start_is_beside_the_training(
+    clusters: Clusters, undisturbed: Undisturbed, tmp_path: Path, before: str
+) -> None:
+    """A node joins, and one is killed: each time the next world's scripts were started before the last one ended.
+
+    What a script builds behind `session()` is built ahead, too, until it uses the session.
+    """
     script = tmp_path / "late.py"
-    script.write_text(LATE.format(hooked=str(HOOKED), seconds=3))
+    script.write_text(LATE.format(hooked=str(HOOKED), seconds=3, before=before))
     job = clusters(training=Training(script=script, steps=60), hooked=False, nnodes="1:2", universal="")
     job.start("a")
     job.wait_world(1, steps=2)

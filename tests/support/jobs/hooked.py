@@ -19,6 +19,7 @@ before what is to happen to it has happened, however busy the machine is. In the
     DALSEGNO_TEST_BACKGROUND  save in the background, on every rank 300,000 bytes more
     DALSEGNO_TEST_STRANGE   its DeepSpeed turns out to be one that ours cannot load other ranks' shards into
     DALSEGNO_TEST_LOADERS   read the data in two DataLoader processes, started so: fork, spawn or forkserver
+    DALSEGNO_TEST_LAST_WORDS  printed when the example ends, however it ends
     DALSEGNO_TEST_CHILDREN  start two DataLoader workers and a grandchild in a session of its own first
 """
 
@@ -227,7 +228,11 @@ def main() -> None:
     if os.environ.get("DALSEGNO_TEST_SYNC"):
         sync_slowly(os.environ["DALSEGNO_TEST_SYNC"])
     hold("start")
-    runpy.run_path(str(example), run_name="__main__")
+    try:
+        runpy.run_path(str(example), run_name="__main__")
+    finally:
+        if os.environ.get("DALSEGNO_TEST_LAST_WORDS"):
+            print(os.environ["DALSEGNO_TEST_LAST_WORDS"], flush=True)
     hold("end")
     del kept
 

@@ -156,6 +156,16 @@ CODE = (
     ),
     Snippet(
         "docs/loop.md",
+        "state = s.state(model, optimizer, wrap=DistributedDataParallel)",
+        ROWS
+        + "from torch.nn.parallel import DistributedDataParallel\n"
+        + "s = session('checkpoints')\nmodel = make_model()\noptimizer = AdamW(model.parameters())\n"
+        + "batches = s.data(data, global_batch=16, micro_batch=4, seed=0)\n",
+        "assert s.step == 6\nassert isinstance(state.model, DistributedDataParallel)\n",
+        {"max_steps=1000": "max_steps=6"},
+    ),
+    Snippet(
+        "docs/loop.md",
         "for rate in (1e-3, 1e-4):",
         ROWS + "done = []\ndef train(s, rate): done.append((s.run_dir.name, s.step))\n",
         "assert done == [('0.001', 0), ('0.0001', 0)], done\n",

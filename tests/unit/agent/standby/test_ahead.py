@@ -11,7 +11,7 @@ import pytest
 from dalsegno.agent.processes.room import available_bytes
 from dalsegno.agent.script import Script, runs_ahead
 from dalsegno.agent.standby import room
-from dalsegno.agent.standby.ahead_workers import place_of
+from dalsegno.agent.standby.placing import place_of
 from dalsegno.agent.standby.worker_main import Assignment
 from dalsegno.agent.workers.worker_env import job_environment
 from dalsegno.protos.contract import Variable, is_of_a_world

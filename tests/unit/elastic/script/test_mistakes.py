@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -20,6 +21,13 @@ from dalsegno.elastic.training import entry
 class Stream(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         return iter(torch.randn(40, 5))
+
+
+class Wrapped(nn.Linear):
+    def __init__(self, model: Any = None) -> None:
+        super().__init__(4, 1)
+
+    def no_sync(self) -> None: ...
 
 
 class Script:
@@ -57,6 +65,8 @@ def process() -> Iterator[None]:
     yield
     while entry._sessions:
         entry._sessions.pop().close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 ENGINE = SimpleNamespace(zero_optimization_stage=lambda: 1)
@@ -88,6 +98,9 @@ IN_STATE: dict[str, tuple[Callable[[Script], Any], str]] = {
         lambda x: x.state(x.model, torch.optim.lr_scheduler.ConstantLR(x.optimizer)),
         "ConstantLR is no optimizer",
     ),
+    "wrapped by nothing": (lambda x: x.state(x.model, wrap=id), "made a int of the model, which is no module"),
+    "wrapped twice": (lambda x: x.state(Wrapped(), wrap=Wrapped), "the model is a Wrapped already"),
+    "no function": (lambda x: x.state(x.model, wrap="ddp"), "a str cannot be called"),
     "an engine": (lambda x: x.state(ENGINE), r"s\.engine\(engine\)"),
     "beside an engine": (lambda x: (setattr(x.s, "_configured", True), x.state()), r"s\.engine\(engine\), not"),
     "twice": (lambda x: (x.state(), x.state()), "has its state already"),
@@ -108,6 +121,8 @@ IN_STEPS: dict[str, tuple[Callable[[Script], Any], str]] = {
     "a save": (lambda x: x.s.steps(x.data(), x.state(), max_steps=1, save=print), "leave it out"),
     "a misspelling": (lambda x: x.s.steps(x.data(), x.state(), max_step=1), "no such option"),
     "in the background": (lambda x: x.s.steps(range(3), background=True), "belongs to"),
+    "staying unwrapped": (lambda x: x.s.steps(x.data(), x.state(), max_steps=1, stay=True), "wrap=Distributed"),
+    "staying without a state": (lambda x: x.s.steps(range(3), stay=True), "wrap=DistributedDataParallel"),
     "saves below 0": (lambda x: x.s.steps(x.data(), x.state(), max_steps=1, save_every=-1), "cannot be negative"),
 }
 

@@ -145,6 +145,27 @@ def test_synchronisation_waits_for_the_last_micro_batch(first: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("keeps", ["nothing", "the wrapper", "a group of its own"])
+def test_what_can_stay_for_the_next_world(keeps: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The loop makes and wraps nothing itself; who keeps something of this world cannot stay."""
+    try:
+        with session() as s:
+            model, optimizer = made()
+            state = s.state(model, optimizer, wrap=DistributedDataParallel)
+            assert isinstance(state.model, DistributedDataParallel)
+            data = s.data(ROWS, global_batch=16, micro_batch=4)
+            kept: Any = state.model if keeps == "the wrapper" else None
+            group = dist.new_group([0]) if keeps == "a group of its own" else None
+            for batch in s.steps(data, state, max_steps=2, stay=True):
+                step_of(batch, state.model, optimizer)
+                assert s.may_stay() == (keeps == "nothing")
+                state.wrapped()
+        assert ("call state.model each time" in caplog.text.lower()) == (kept is not None)
+        del group
+    finally:
+        dist.destroy_process_group()
+
+
 def test_several_runs_in_one_process(tmp_path: Path) -> None:
     """One after the other; each goes on by itself, and leaves its directory to others."""
     once = upper(tmp_path / "a", 4)

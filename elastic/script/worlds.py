@@ -1,0 +1,74 @@
+"""The loop of a process that stays: it goes on in the next world where it stood in the last one."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from dalsegno.protos.trace import mark
+
+from ..data.batches import Batches
+from ..rank.exits import Stays
+from ..training.entry import reopen
+from ..training.session import Session
+from ..training.staying import wait_for_a_place
+from .data import Wish, plan_of
+from .state import State
+
+log = logging.getLogger(__name__)
+
+
+def through_worlds(
+    session: Session,
+    data: Batches[Any],
+    wish: Wish,
+    state: State,
+    loop: Callable[[], Iterator[Any]],
+) -> Iterator[Any]:
+    """The batches of ``loop()``, begun anew in each world.
+
+    Args:
+        wish: What the script has said of ``data``.
+        loop: Makes the loop of the present world. Collective; the first is made at once.
+    """
+    first = _begun(session, data, state, loop)
+
+    def batches() -> Iterator[Any]:
+        present = first
+        while True:
+            try:
+                yield from present
+                return
+            except Stays as out:
+                held = out.holds
+            # Nothing of the old world may be left, such as the processes of its loader.
+            present = iter(())
+            _move(session, data, wish, state, held)
+            present = _begun(session, data, state, loop)
+
+    return batches()
+
+
+def _begun(session: Session, data: Batches[Any], state: State, loop: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    data.given_to(state.begin(data), state.scale)
+    session.may_stay = state.may_stay
+    return loop()
+
+
+def _move(session: Session, data: Batches[Any], wish: Wish, state: State, held: Mapping[str, str]) -> None:
+    """Leaves the old world, waits, and enters the next one as those do that begin in it."""
+    dist.destroy_process_group()
+    Session.close(session)
+    gc.collect()
+    wait_for_a_place(held)
+    reopen(session)
+    data.go_on(plan_of(session, wish), session.rank, session.resume)
+    mark("built")
+    state.go_on()
+    mark("loaded")
+    state.wrapped()
+    log.info("epoch %d: this process has stayed, as rank %d of %d", session.epoch, session.rank, session.world_size)

@@ -1,0 +1,156 @@
+"""Processes that stay through planned changes: the same ones train on in the next world, and the curve is the same."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from dalsegno.protos import control_pb2
+from tests.support.jobs import local_processes as processes
+from tests.support.jobs.cluster import Cluster, Node, Training, Undisturbed
+
+from .test_membership import Clusters, any_number, end, scaled, together
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.executed]
+
+STAYS = Training(extra=("--stay",))
+
+
+def worker(job: Cluster, node: Node) -> int:
+    """The process that trains on this node now."""
+    return job.worker_pid(node)
+
+
+def two_of_three(clusters: Clusters, **options: object) -> tuple[Cluster, int]:
+    """A job of two or three nodes, of which two are there; and its epoch."""
+    job = clusters(**{"training": STAYS, "nnodes": "2:3", **options})
+    return job, job.open("a", "b")
+
+
+def left_alone(clusters: Clusters, **options: object) -> tuple[Cluster, Node, int, int]:
+    """A job of at least two nodes that one of two has left: its other node and process, which waits; and the epoch."""
+    job, first = two_of_three(clusters, **options)
+    a, b = job.nodes
+    pid = worker(job, a)
+    job.leave(b)
+    job.wait_exit(b)
+    job.wait_status(lambda status: status.phase == control_pb2.PHASE_WAITING, "a waits for somebody")
+    assert processes.is_alive(pid)
+    return job, a, pid, first
+
+
+def test_who_stays_trains_on_through_joins_and_leaves(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """1 to 2 to 3 nodes and back to 2: nobody who stays starts anew, nobody loads, no step is lost."""
+    job = clusters(training=STAYS)
+    job.open("a")
+    (a,) = job.nodes
+    first = worker(job, a)
+    job.start("b")
+    job.wait_world(2, steps=3)
+    b = job.node("b")
+    second = worker(job, b)
+    job.start("c")
+    third = job.wait_world(3, steps=3)
+    assert (worker(job, a), worker(job, b)) == (first, second)
+    job.leave(job.node("c"))
+    job.wait_exit(job.node("c"))
+    job.wait_world(2, steps=3, after=third)
+    assert (worker(job, a), worker(job, b)) == (first, second)
+    end(job, undisturbed)
+
+
+def test_a_crash_starts_all_anew_and_then_they_stay_again(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """A killed worker breaks the world for all; what is started then stays at the next planned change."""
+    job, first = two_of_three(clusters)
+    a, b = job.nodes
+    before = worker(job, a)
+    processes.send([worker(job, b)], signal.SIGKILL)
+    second = job.wait_world(2, steps=3, after=first)
+    after = worker(job, a)
+    assert after != before
+    job.start("c")
+    job.wait_world(3, steps=3, after=second)
+    assert worker(job, a) == after
+    end(job, undisturbed, lost={second: any_number(job)})
+
+
+@pytest.mark.full
+def test_who_is_left_out_does_not_wait_for_ever(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """`dalsegno scale` makes a node a spare: its process ends, and another one takes the place that it gets again."""
+    job, first = together(clusters, "a", "b", training=STAYS)
+    pids = {node.name: worker(job, node) for node in job.nodes}
+    assert scaled(job, 1).returncode == 0
+    second = job.wait_world(1, steps=3, after=first)
+    spare = next(node for node in job.nodes if node.name not in job.group_ranks())
+    job.wait_for(lambda: not processes.is_alive(pids[spare.name]), "the spare's process ends")
+    assert scaled(job, 2).returncode == 0
+    job.wait_world(2, steps=3, after=second)
+    stayed = next(node for node in job.nodes if node is not spare)
+    assert worker(job, stayed) == pids[stayed.name]
+    end(job, undisturbed)
+
+
+def test_who_is_killed_while_it_waits_is_replaced(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """Nothing is lost with it: what it held is saved. One that is stopped is replaced, too, after a while."""
+    job, a, pid, first = left_alone(clusters)
+    processes.send([pid], signal.SIGKILL)
+    job.start("c")
+    job.wait_world(2, steps=3, after=first)
+    assert worker(job, a) != pid
+    end(job, undisturbed)
+
+
+@pytest.mark.full
+def test_who_is_stopped_while_it_waits_is_replaced(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """A process that does not take its place within 20 s is killed, and another one started."""
+    job, a, pid, first = left_alone(clusters)
+    processes.send([pid], signal.SIGSTOP)
+    job.start("c")
+    job.wait_world(2, steps=3, after=first)
+    assert worker(job, a) != pid
+    assert not processes.is_alive(pid)
+    end(job, undisturbed)
+
+
+@pytest.mark.full
+def test_who_waits_ends_in_order_with_its_agent(clusters: Clusters) -> None:
+    """A notice that comes later: the script's own end is reached, as that of one that has drained."""
+    job, a, pid, _ = left_alone(clusters, agent_environment={"DALSEGNO_TEST_LAST_WORDS": "the script has ended"})
+    job.leave(a)
+    job.wait_exit(a)
+    assert not processes.is_alive(pid)
+    assert "the script has ended" in a.text()
+    assert a.said()[-1] == "left on notice; everything is saved"
+
+
+@pytest.mark.full
+def test_who_stays_goes_on_from_memory(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """Drains into memory: the next world resumes from there, and so from what the process holds."""
+    job, first = two_of_three(clusters, agent_flags=("--memory-replicas=1",))
+    pids = [worker(job, node) for node in job.nodes]
+    job.start("c")
+    second = job.wait_world(3, steps=3, after=first)
+    assert [worker(job, node) for node in job.nodes[:2]] == pids
+    job.leave(job.node("c"))
+    job.wait_exit(job.node("c"))
+    job.wait_world(2, steps=3, after=second)
+    assert [worker(job, node) for node in job.nodes[:2]] == pids
+    end(job, undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("loaders", ["fork", "spawn"])
+def test_the_old_world_leaves_no_loaders(clusters: Clusters, undisturbed: Undisturbed, loaders: str) -> None:
+    """The processes that read the data end with their world, and the next world's begin."""
+    job = clusters(training=STAYS, agent_environment={"DALSEGNO_TEST_LOADERS": loaders})
+    first = job.open("a")
+    (a,) = job.nodes
+    pid, before = worker(job, a), len(processes.children(worker(job, a)))
+    for size, name in ((2, "b"), (3, "c")):
+        job.start(name)
+        first = job.wait_world(size, steps=3, after=first)
+    assert worker(job, a) == pid
+    assert before
+    assert len(processes.children(pid)) == before
+    end(job, undisturbed)
