@@ -27,7 +27,8 @@ from dalsegno.protos.shortage import prove_room, shortage
 from dalsegno.protos.text import one_line
 
 from .record.descriptors import raise_limit
-from .record.store import Store, StoreDamaged, StoreError, Superseded, open_store
+from .record.etcd_calls import EtcdFiles
+from .record.store import Store, StoreAway, StoreDamaged, StoreError, Superseded, open_store
 from .server.auth import AuthError, TlsFiles, check_exposure, is_loopback, read_token
 from .server.job_brain import JobBrain
 from .server.lifetime import Lifetime
@@ -50,6 +51,8 @@ EXIT_SUPERSEDED = 3
 LONGEST_MESSAGE = 4000
 # Bytes of the log; one older file is kept beside it.
 LARGEST_LOG_BYTES = 10_000_000
+# Seconds between two tries to read a store that is away.
+STORE_PAUSE_SECONDS = 1.0
 # How many damaged stores are kept for a person to look at.
 MOST_PUT_ASIDE = 9
 
@@ -136,13 +139,28 @@ def _open(options: argparse.Namespace) -> tuple[Store, str]:
 
 def _open_sound(options: argparse.Namespace) -> Store:
     """The store, after all of it was read. Raises StoreError."""
-    store = open_store(options.store, options.job_id)
+    given = EtcdFiles(options.etcd_ca, options.etcd_cert, options.etcd_key)
+    store = open_store(options.store, options.job_id, given if given != EtcdFiles() else None)
     try:
-        store.load()
+        _wait_for(store)
     except BaseException:
         store.close()
         raise
     return store
+
+
+def _wait_for(store: Store) -> None:
+    """Returns once all of it could be read: a service may start after its master. Raises StoreError."""
+    said = False
+    while True:
+        try:
+            store.load()
+            return
+        except StoreAway as error:
+            if not said:
+                log.warning("%s; waiting for it", error)
+            said = True
+        time.sleep(STORE_PAUSE_SECONDS)  # why: nobody tells when it is there
 
 
 def _put_aside(url: str) -> Path:
@@ -288,7 +306,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="dlrover-master", description="The master of one elastic training job.", allow_abbrev=False)
     add = parser.add_argument
     add("--job-id", required=True, type=job_id, help="the job that this master serves")
-    add("--store", required=True, help="where the job's state is kept: sqlite:///FILE (four slashes if absolute)")
+    text = "where the job's state is kept: sqlite:///FILE (four slashes if absolute), or etcd://HOST:PORT,HOST:PORT"
+    add("--store", required=True, help=text)
+    add("--etcd-ca", type=Path, metavar="FILE", help="the authority of etcd's certificates (PEM); without it no TLS")
+    add("--etcd-cert", type=Path, metavar="FILE", help="this master's certificate for etcd (PEM)")
+    add("--etcd-key", type=Path, metavar="FILE", help="its key (PEM)")
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=_port, default=0, help="port to listen on; 0 (default): any free one, printed when serving")
     add("--http-port", type=_port, metavar="PORT", help="show the job there: page, /metrics, /healthz, /api/job")

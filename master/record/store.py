@@ -10,7 +10,8 @@ Contract, for every kind of store:
   meanwhile, `load` returns the rows from before or from after it, never a mixture.
 - What was damaged on the disk is never returned: `load` raises `StoreDamaged`, also if a row is missing.
 - After a `StoreUnavailable` the record is as before or as intended, and the same `save` may be repeated. If it is a
-  `StoreStarved`, the store is fine and this process has no file descriptor left.
+  `StoreStarved`, the store is fine and this process has no file descriptor left; if it is a `StoreAway`, a service does
+  not answer.
 """
 
 from __future__ import annotations
@@ -21,22 +22,27 @@ import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dalsegno.protos.text import one_line
 
 from .descriptors import Reserve, are_exhausted
+
+if TYPE_CHECKING:
+    from .etcd_calls import EtcdFiles
 
 __all__ = (
     "MemoryStore",
     "Rows",
     "SqliteStore",
     "Store",
+    "StoreAway",
     "StoreDamaged",
     "StoreError",
     "StoreStarved",
     "StoreUnavailable",
     "Superseded",
+    "digest_of",
     "open_store",
 )
 
@@ -74,6 +80,10 @@ class StoreUnavailable(StoreError):
 
 class StoreStarved(StoreUnavailable):
     """No file descriptor was left to open a file with. The store is fine, and the shortage passes."""
+
+
+class StoreAway(StoreUnavailable):
+    """The store is a service of its own that does not answer. It comes back without this process's end."""
 
 
 class Superseded(StoreError):
@@ -205,7 +215,7 @@ class SqliteStore:
             if not isinstance(key, str) or not isinstance(data, bytes):
                 raise self._damaged("a row is not bytes")
             found[key] = data
-            total ^= _digest(key, data)
+            total ^= digest_of(key, data)
         if _hex(total) != checksum:
             raise self._damaged("the record's checksum is wrong")
         return found
@@ -227,12 +237,12 @@ class SqliteStore:
         before = self._db.execute("SELECT data FROM rows WHERE key = ?", (key,)).fetchone()
         if before is not None and not isinstance(before[0], bytes):
             raise self._damaged("a row is not bytes")
-        change = 0 if before is None else _digest(key, before[0])
+        change = 0 if before is None else digest_of(key, before[0])
         if data is None:
             self._db.execute("DELETE FROM rows WHERE key = ?", (key,))
             return change
         self._db.execute("INSERT OR REPLACE INTO rows (key, data) VALUES (?, ?)", (key, data))
-        return change ^ _digest(key, data)
+        return change ^ digest_of(key, data)
 
     def raise_generation(self, above: int = 0, owner: int | None = None) -> int:
         with self._transaction("write"):
@@ -388,7 +398,7 @@ def _seal(job_id: object, generation: object, checksum: object) -> str:
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
-def _digest(key: str, data: bytes) -> int:
+def digest_of(key: str, data: bytes) -> int:
     """Digest of one row. Those of all rows are combined by exclusive or, so changing one row costs one row."""
     named = f"{len(key)}:{key}:".encode(errors="surrogateescape")
     return int.from_bytes(hashlib.sha256(named + data).digest(), "big")
@@ -401,19 +411,26 @@ def _hex(total: int) -> str:
 _CURE = "move the file away to have the job found again from its checkpoints"
 
 
-def open_store(url: str, job_id: str) -> Store:
+def open_store(url: str, job_id: str, etcd: EtcdFiles | None = None) -> Store:
     """Opens the store that `url` names for `job_id`.
 
-    `sqlite:///FILE` (three slashes and a relative path, or four for an absolute one) or `memory://`.
-    Raises StoreError with one line if that is not possible.
+    `sqlite:///FILE` (three slashes and a relative path, or four if it is absolute), `etcd://HOST:PORT,HOST:PORT` with
+    the files for its TLS, or `memory://`. Raises StoreError with one line if that is not possible.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
-        raise StoreError(f"--store {url!r} is not a URL: write sqlite:///FILE")
+        raise StoreError(f"--store {url!r} is not a URL: write sqlite:///FILE, or etcd://HOST:PORT")
+    if scheme == "etcd":
+        from .etcd_calls import EtcdFiles
+        from .etcd_store import open_etcd
+
+        return open_etcd(rest, job_id, etcd or EtcdFiles())
+    if etcd is not None:
+        raise StoreError(f"--store {url!r} is not etcd's: --etcd-ca, --etcd-cert and --etcd-key have no effect with it")
     if scheme == "memory":
         return MemoryStore()
     if scheme == "sqlite":
         if not rest.startswith("/") or rest == "/":
             raise StoreError(f"--store {url!r} names no file: write sqlite:///FILE (sqlite:////dir/file if absolute)")
         return SqliteStore(Path(rest[1:]), job_id)
-    raise StoreError(f"--store {url!r}: there is no {scheme!r} store, write sqlite:///FILE")
+    raise StoreError(f"--store {url!r}: there is no {scheme!r} store, write sqlite:///FILE, or etcd://HOST:PORT")

@@ -24,7 +24,7 @@ from google.protobuf.message import Message
 from dalsegno.protos import control_pb2
 
 from ..brain.events import Called, Event, Reply, StreamClosed, StreamOpened, Tick
-from ..record.store import Rows, Store, StoreStarved, StoreUnavailable
+from ..record.store import Rows, Store, StoreAway, StoreStarved, StoreUnavailable
 
 __all__ = ("HELD_UP_AFTER_SECONDS", "Brain", "BrainState", "Driver", "Views")
 
@@ -337,21 +337,25 @@ class Driver:
         if not rows and generation <= self.generation:
             return
         loop = asyncio.get_running_loop()
-        give_up = self._clock() + SAVE_TIMEOUT_SECONDS
+        began = self._clock()
         pause = SAVE_PAUSE_SECONDS
         said = ""
         while True:
             try:
                 await loop.run_in_executor(self._writer, self._save, rows, generation)
+                if said:
+                    log.warning("the store takes writes again, after %.0f s", self._clock() - began)
                 return
             except StoreUnavailable as error:
                 # No effect may leave before its state is kept. Agents repeat their calls, and training goes on. A store
-                # that is fine is never given up: a restarted master would have no more descriptors.
-                starved = isinstance(error, StoreStarved)
-                if self._stopping or (not starved and self._clock() + pause > give_up):
+                # that is fine, or a service of its own, is never given up: a restarted master would not help.
+                lasts = isinstance(error, StoreStarved | StoreAway)
+                if self._stopping or (not lasts and self._clock() + pause > began + SAVE_TIMEOUT_SECONDS):
                     raise
-                if str(error) != said:
-                    said = str(error)
+                # A service that is away has another reason with each try.
+                reason = type(error).__name__ if isinstance(error, StoreAway) else str(error)
+                if reason != said:
+                    said = reason
                     log.warning("%s; trying again", error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, MAX_SAVE_PAUSE_SECONDS)

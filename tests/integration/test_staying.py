@@ -22,6 +22,16 @@ def worker(job: Cluster, node: Node) -> int:
     return job.worker_pid(node)
 
 
+def workers(job: Cluster, node: Node) -> set[int]:
+    """The processes of this node that write step logs of the newest epoch."""
+    suffix = f"-epoch-{job.epoch()}.jsonl"
+    return {
+        pid
+        for pid in job.processes(node)
+        if any(path.parent == job.step_log and path.name.endswith(suffix) for path in processes.open_files(pid))
+    }
+
+
 def two_of_three(clusters: Clusters, **options: object) -> tuple[Cluster, int]:
     """A job of two or three nodes, of which two are there; and its epoch."""
     job = clusters(**{"training": STAYS, "nnodes": "2:3", **options})
@@ -153,4 +163,21 @@ def test_the_old_world_leaves_no_loaders(clusters: Clusters, undisturbed: Undist
     assert worker(job, a) == pid
     assert before
     assert len(processes.children(pid)) == before
+    end(job, undisturbed)
+
+
+def test_who_stays_may_get_another_rank(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """Two ranks on each node: the node with the first two leaves, and the others are the first two from then on."""
+    job = clusters(training=STAYS, agent_flags=["--nproc-per-node=2"])
+    job.start("a")
+    first = job.wait_world(2, steps=2)
+    job.start("b")
+    second = job.wait_world(4, steps=2, after=first)
+    leaver = job.member(0)
+    stays = next(node for node in job.nodes if node is not leaver)
+    pids = workers(job, stays)
+    job.leave(leaver)
+    job.wait_exit(leaver)
+    job.wait_world(2, steps=2, after=second)
+    assert workers(job, stays) == pids
     end(job, undisturbed)

@@ -31,6 +31,8 @@ class Service(Cluster):
 
     master_flags: tuple[str, ...] = ()
     master_environment: Mapping[str, str] = field(default_factory=dict)
+    # The URL of its store; empty: a file of the job's.
+    store: str = ""
     # What `status` shows and checks; agents have theirs from flags and environment.
     credentials: Credentials = field(default_factory=Credentials)
     masters: list[MasterProcess] = field(default_factory=list)
@@ -41,7 +43,7 @@ class Service(Cluster):
         """Starts the master; again at the same address where it has had one."""
         port = self.masters[-1].address.rpartition(":")[2] if self.masters else "0"
         flags = (f"--port={port}", f"--log-file={self.directory / 'service.log'}", *self.master_flags)
-        line = command(self.directory / "job.sqlite", *flags, job_id=self.job)
+        line = command(self.store or self.directory / "job.sqlite", *flags, job_id=self.job)
         # The mark lets `close` find it, whatever happens here.
         environment = {**os.environ, "DALSEGNO_TEST_CLUSTER": self.job, **self.master_environment}
         process = subprocess.Popen(

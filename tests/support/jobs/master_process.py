@@ -37,12 +37,14 @@ class MasterProcess:
         self.process.wait(10)
 
 
-def command(store: Path, *arguments: str, job_id: str = "job") -> list[str]:
-    return [sys.executable, "-m", "dalsegno.master", "--job-id", job_id, "--store", f"sqlite:///{store}", *arguments]
+def command(store: Path | str, *arguments: str, job_id: str = "job") -> list[str]:
+    """The command line of a master; `store` is a file, or a URL."""
+    url = store if isinstance(store, str) else f"sqlite:///{store}"
+    return [sys.executable, "-m", "dalsegno.master", "--job-id", job_id, "--store", url, *arguments]
 
 
 @contextlib.contextmanager
-def master_process(store: Path, *arguments: str, job_id: str = "job") -> Iterator[MasterProcess]:
+def master_process(store: Path | str, *arguments: str, job_id: str = "job") -> Iterator[MasterProcess]:
     """Starts a master and waits for its line; kills it at the end if it still runs."""
     line = command(store, *arguments, job_id=job_id)
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

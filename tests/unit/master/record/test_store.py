@@ -33,6 +33,7 @@ from dalsegno.master.record.store import (
     Superseded,
     open_store,
 )
+from tests.support.jobs.etcd_members import ETCD, MISSING, etcd_members
 
 _opened: list[SqliteStore] = []
 
@@ -50,13 +51,29 @@ def closed() -> Iterator[None]:
         _opened.pop().close()
 
 
-@pytest.fixture(params=["sqlite", "memory"])
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Store, Store]:
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real one, as `--store` names it."""
+    if ETCD is None:
+        pytest.skip(MISSING)
+    with etcd_members(tmp_path_factory.mktemp("etcd")) as members:
+        yield members.url
+
+
+@pytest.fixture(params=["sqlite", "memory", "etcd"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Store, Store]]:
     """Two owners of one record, as two masters of one job have it."""
     if request.param == "memory":
         memory = MemoryStore()
-        return memory, memory.share()
-    return opened(tmp_path / "s.sqlite"), opened(tmp_path / "s.sqlite")
+        yield memory, memory.share()
+    elif request.param == "sqlite":
+        yield opened(tmp_path / "s.sqlite"), opened(tmp_path / "s.sqlite")
+    else:
+        job = request.node.originalname
+        stores = [open_store(request.getfixturevalue("etcd"), job) for _ in range(2)]
+        yield stores[0], stores[1]
+        for store in stores:
+            store.close()
 
 
 def test_a_new_store_is_empty_and_gives_back_what_was_saved(pair: tuple[Store, Store]) -> None:

@@ -1,0 +1,182 @@
+"""Calls to etcd over several endpoints: whichever member answers, and only until it does not.
+
+Reads and conditional writes alone. Both may be repeated: a write carries the revision of what it replaces, so a second
+try of one that was carried out changes nothing, and says so.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from dalsegno.protos.text import one_line
+
+__all__ = ["Change", "Etcd", "EtcdFiles", "EtcdUnavailable", "Value", "endpoints_of"]
+
+DEFAULT_PORT = 2379
+_ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+)(?::([0-9]{1,5}))?")
+# Seconds that one member may take to answer, and that all of them together may, before the store counts as away.
+CALL_SECONDS, PATIENCE_SECONDS = 2.0, 5.0
+# Seconds before the same members are asked again.
+PAUSE_SECONDS = 0.1
+# What another member, or the same one a moment later, may do.
+_PASSING = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+)
+_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.enable_retries", 0),
+    # A member that was away is asked again at once.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+class EtcdUnavailable(Exception):
+    """No member could do it, in all the time there was; the message is a reason for a person."""
+
+
+@dataclass(frozen=True)
+class EtcdFiles:
+    """Files for TLS with etcd, all PEM; None: not given. Without `ca` connections are plain."""
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a key has, and the revision in which it got that."""
+
+    data: bytes
+    revision: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of a transaction: data for a key; None: the key is deleted."""
+
+    key: str
+    data: bytes | None
+
+
+def endpoints_of(hosts: str) -> list[str]:
+    """The endpoints in `h1:2379,h2,[::1]:2379`, each with a port.
+
+    Raises:
+        ValueError: some are no addresses; the message says which.
+    """
+    found = []
+    for part in hosts.split(","):
+        match = _ENDPOINT.fullmatch(part.strip())
+        if match is None or not 0 < int(match[2] or DEFAULT_PORT) <= 65535:
+            raise ValueError(f"{part!r} is no endpoint: write HOST:PORT")
+        found.append(f"{match[1]}:{match[2] or DEFAULT_PORT}")
+    return found
+
+
+class Etcd:
+    """A client of one etcd.
+
+    Args:
+        endpoints: its members, as HOST:PORT.
+        files: for TLS.
+
+    Raises:
+        OSError: a file cannot be read.
+        ImportError: the package aetcd, whose messages these are, is not installed.
+    """
+
+    def __init__(self, endpoints: Sequence[str], files: EtcdFiles) -> None:
+        from aetcd.rpc import rpc_pb2, rpc_pb2_grpc
+
+        self._messages: Any = rpc_pb2
+        self._channels = [_channel(endpoint, files) for endpoint in endpoints]
+        self._stubs = [rpc_pb2_grpc.KVStub(channel) for channel in self._channels]
+        self._endpoints = list(endpoints)
+        self._present = 0
+
+    def get(self, key: str) -> Value | None:
+        """What the key has now; None: nothing. Raises EtcdUnavailable."""
+        found = self._call("Range", self._messages.RangeRequest(key=key.encode()))
+        return Value(found.kvs[0].value, found.kvs[0].mod_revision) if found.kvs else None
+
+    def names(self, prefix: str) -> list[str]:
+        """All keys with this prefix. Raises EtcdUnavailable."""
+        start = prefix.encode()
+        end = start[:-1] + bytes([start[-1] + 1])
+        found = self._call("Range", self._messages.RangeRequest(key=start, range_end=end, keys_only=True))
+        return [one.key.decode() for one in found.kvs]
+
+    def change(self, key: str, revision: int, changes: Sequence[Change]) -> int:
+        """Makes all changes if `key` was changed last in this revision (0: is not there), else none.
+
+        Returns:
+            The revision in which they were made; 0: not now, but an earlier try may have made them.
+
+        Raises:
+            EtcdUnavailable: nobody knows whether they were made.
+        """
+        messages = self._messages
+        asked = messages.Compare(
+            result=messages.Compare.EQUAL, target=messages.Compare.MOD, key=key.encode(), mod_revision=revision
+        )
+        request = messages.TxnRequest(compare=[asked], success=[self._operation(one) for one in changes])
+        reply = self._call("Txn", request)
+        return int(reply.header.revision) if reply.succeeded else 0
+
+    def close(self) -> None:
+        """Closes all connections."""
+        for channel in self._channels:
+            channel.close()
+
+    def _operation(self, change: Change) -> Any:
+        messages, key = self._messages, change.key.encode()
+        if change.data is None:
+            return messages.RequestOp(request_delete_range=messages.DeleteRangeRequest(key=key))
+        return messages.RequestOp(request_put=messages.PutRequest(key=key, value=change.data))
+
+    def _call(self, method: str, request: Any) -> Any:
+        deadline, reasons = time.monotonic() + PATIENCE_SECONDS, dict[str, str]()
+        while True:
+            for _ in self._stubs:
+                call: Callable[..., Any] = getattr(self._stubs[self._present], method)
+                try:
+                    return call(request, timeout=CALL_SECONDS)
+                except grpc.RpcError as error:
+                    reasons[self._endpoints[self._present]] = _reason(error)
+                    if error.code() not in _PASSING:
+                        raise EtcdUnavailable(_told(reasons)) from error
+                self._present = (self._present + 1) % len(self._stubs)
+                if time.monotonic() >= deadline:
+                    raise EtcdUnavailable(_told(reasons))
+            time.sleep(PAUSE_SECONDS)  # why: nobody tells when a member is back
+
+
+def _channel(endpoint: str, files: EtcdFiles) -> grpc.Channel:
+    if files.ca is None:
+        return grpc.insecure_channel(endpoint, options=_OPTIONS)
+    key = None if files.key is None else files.key.read_bytes()
+    chain = None if files.cert is None else files.cert.read_bytes()
+    return grpc.secure_channel(
+        endpoint, grpc.ssl_channel_credentials(files.ca.read_bytes(), key, chain), options=_OPTIONS
+    )
+
+
+def _reason(error: grpc.RpcError) -> str:
+    return one_line(str(error.details() or error.code().name).lower())
+
+
+def _told(reasons: dict[str, str]) -> str:
+    return "; ".join(f"{endpoint}: {reason}" for endpoint, reason in reasons.items())

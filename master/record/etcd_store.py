@@ -1,0 +1,246 @@
+"""The record in etcd, under `/dalsegno/<job>/`: chunks of rows, named by their digests, and one head.
+
+A save writes the chunks that are missing, and then changes the head, on the condition that the head is the one that
+this owner wrote last. So the generation in the head is the fence: whoever raises it changes the head, and nobody else's
+condition holds any more. What is small enough goes in one transaction.
+
+An answer may get lost. Then the head is read: each owner has a random name, so it knows its own writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dalsegno.protos.text import one_line
+
+from .chunks import BUCKETS, Head, WrongChunk, bucket_of, chunk_digest, decoded, encoded, packed, unpacked
+from .etcd_calls import Change, Etcd, EtcdFiles, EtcdUnavailable, endpoints_of
+from .store import Rows, StoreAway, StoreDamaged, StoreError, StoreUnavailable, Superseded, digest_of
+
+__all__ = ["EtcdStore", "open_etcd"]
+
+PREFIX = "/dalsegno"
+# The most bytes, and changes, of one transaction: etcd's own limits are 1.5 MiB and 128.
+MOST_BYTES, MOST_CHANGES = 1 << 20, 100
+# How often something is read again that others change meanwhile.
+MOST_TRIES = 10
+
+
+def open_etcd(hosts: str, job_id: str, files: EtcdFiles) -> EtcdStore:
+    """Opens the store that `etcd://` and these hosts name.
+
+    Raises:
+        StoreError: that is not possible; one line.
+    """
+    if "@" in hosts:
+        raise StoreError(
+            "--store has a name or password in it, which everybody sees who lists processes: use certificates "
+            "(--etcd-cert, --etcd-key)"
+        )
+    hosts = hosts.rstrip("/")
+    if "/" in hosts:
+        raise StoreError(f"--store etcd://{hosts} has a path: write etcd://HOST:PORT,HOST:PORT; keys are /dalsegno/JOB")
+    if (files.cert is None) != (files.key is None):
+        raise StoreError("--etcd-cert and --etcd-key belong together: give both or none")
+    if files.cert is not None and files.ca is None:
+        raise StoreError("--etcd-cert has no effect without --etcd-ca, the authority of etcd's own certificate")
+    try:
+        client = Etcd(endpoints_of(hosts), files)
+    except ValueError as error:
+        raise StoreError(f"--store etcd://{hosts}: {error}") from error
+    except OSError as error:
+        raise StoreError(f"cannot read {error.filename} for etcd: {error.strerror or error}") from error
+    except (ImportError, RuntimeError) as error:
+        why = one_line(str(error))
+        raise StoreError(f"--store etcd:// wants aetcd's messages ({why}): pip install 'dalsegno[etcd]'") from error
+    return EtcdStore(client, job_id)
+
+
+class EtcdStore:
+    """A job's record in etcd. See `store.Store`.
+
+    Args:
+        client: its own from here on.
+        job_id: whose record it is.
+    """
+
+    def __init__(self, client: Etcd, job_id: str) -> None:
+        self._client, self._job_id = client, job_id
+        self._at = f"{PREFIX}/{job_id}/"
+        self._owner = secrets.token_hex(8)
+        # The head as it was read or written last, with the revision of its key (0: it is not there), and the rows.
+        self._head, self._revision = Head(job_id), 0
+        self._rows: list[dict[str, bytes]] = [{} for _ in range(BUCKETS)]
+        # Chunks that are there and that no head names any more.
+        self._garbage: set[str] = set()
+
+    def load(self) -> dict[str, bytes]:
+        """See `store.Store`."""
+        with self._errors("read"):
+            self._refresh()
+        return {key: data for rows in self._rows for key, data in rows.items()}
+
+    def save(self, rows: Rows, generation: int) -> None:
+        """See `store.Store`."""
+        with self._errors("write"):
+            for _ in range(MOST_TRIES):
+                if (self._head.generation, self._head.owner) != (generation, self._owner):
+                    self._refresh()
+                if self._head.generation != generation:
+                    raise Superseded(generation, self._head.generation)
+                if self._put(self._changed(rows), generation):
+                    return
+        raise StoreUnavailable(f"cannot write the store in etcd: its head has changed {MOST_TRIES} times meanwhile")
+
+    def raise_generation(self, above: int = 0, owner: int | None = None) -> int:
+        """See `store.Store`."""
+        with self._errors("write"):
+            for _ in range(MOST_TRIES):
+                self._refresh()
+                before = self._head.generation
+                if owner is not None and owner != before:
+                    raise Superseded(owner, before)
+                generation = max(before, above) + 1
+                head = replace(self._head, generation=generation, owner=self._owner, number=self._head.number + 1)
+                if self._put_head(head, [], self._rows):
+                    self._sweep()
+                    return generation
+        raise StoreUnavailable(f"cannot write the store in etcd: others have raised its generation {MOST_TRIES} times")
+
+    def close(self) -> None:
+        """See `store.Store`."""
+        self._client.close()
+
+    # Writing.
+
+    def _changed(self, rows: Rows) -> dict[int, dict[str, bytes]]:
+        """The buckets that these changes make other ones."""
+        found: dict[int, dict[str, bytes]] = {}
+        for key, data in rows.items():
+            number = bucket_of(key)
+            bucket = found.setdefault(number, dict(self._rows[number]))
+            if data is None:
+                bucket.pop(key, None)
+            else:
+                bucket[key] = data
+        return {number: bucket for number, bucket in found.items() if bucket != self._rows[number]}
+
+    def _put(self, buckets: dict[int, dict[str, bytes]], generation: int) -> bool:
+        """Writes these buckets. False: the head is another one now, which was read."""
+        names, there = list(self._head.chunks), self._head.digests() | self._garbage
+        missing: dict[str, bytes] = {}
+        total = int(self._head.total, 16)
+        kept = list(self._rows)
+        for number, rows in buckets.items():
+            chunks = {chunk_digest(chunk): chunk for chunk in packed(rows)}
+            names[number] = tuple(chunks)
+            missing |= {digest: chunk for digest, chunk in chunks.items() if digest not in there}
+            for key, data in (*self._rows[number].items(), *rows.items()):
+                total ^= digest_of(key, data)
+            kept[number] = rows
+        head = replace(
+            self._head,
+            generation=generation,
+            owner=self._owner,
+            number=self._head.number + 1,
+            total=f"{total:064x}",
+            chunks=tuple(names),
+        )
+        return self._put_head(head, self._first(missing), kept)
+
+    def _first(self, missing: dict[str, bytes]) -> list[Change]:
+        """Writes chunks for which one transaction has no room. Returns the changes that go into the head's."""
+        groups: list[list[Change]] = [[]]
+        size = 0
+        for digest, chunk in missing.items():
+            if groups[-1] and (size + len(chunk) > MOST_BYTES or len(groups[-1]) >= MOST_CHANGES):
+                groups.append([])
+                size = 0
+            groups[-1].append(Change(self._chunk(digest), chunk))
+            size += len(chunk)
+        for group in groups[:-1]:
+            # If the head is another one by now, nothing is written here, and the head's own write finds that out.
+            self._client.change(self._at + "head", self._revision, group)
+        return groups[-1]
+
+    def _put_head(self, head: Head, changes: list[Change], rows: list[dict[str, bytes]]) -> bool:
+        """Writes the head with these changes, and deletes chunks that it does not name. False: as with `_put`."""
+        old = (self._head.digests() | self._garbage) - head.digests()
+        deleted = sorted(old)[: max(0, MOST_CHANGES - len(changes))]
+        changes = [*changes, *(Change(self._chunk(digest), None) for digest in deleted)]
+        key, data = self._at + "head", encoded(head)
+        revision = self._client.change(key, self._revision, [*changes, Change(key, data)])
+        if not revision:
+            # Somebody else's is there; or ours, of a try of which the answer was lost.
+            found = self._client.get(key)
+            if found is None or found.data != data:
+                self._refresh()
+                return False
+            revision = found.revision
+        self._head, self._revision, self._rows = head, revision, rows
+        self._garbage = old - set(deleted)
+        return True
+
+    def _sweep(self) -> None:
+        """Finds chunks that no head names: those of writes that were not ended. They go with the next writes."""
+        start = len(self._at) + len("chunk/")
+        self._garbage = {name[start:] for name in self._client.names(self._chunk(""))} - self._head.digests()
+
+    # Reading.
+
+    def _refresh(self) -> None:
+        """Reads the head and what it names, as far as that is not known."""
+        for _ in range(MOST_TRIES):
+            found = self._client.get(self._at + "head")
+            if found is None:
+                if self._revision:
+                    raise StoreDamaged(f"the store in etcd is damaged: {self._at}head is gone; {_CURE}")
+                return
+            head = decoded(found.data)
+            if head.job_id != self._job_id:
+                raise StoreError(f"{self._at}head in etcd is of job {head.job_id!r}: give each job its own name")
+            rows = self._read(head)
+            if rows is not None:
+                self._head, self._revision, self._rows = head, found.revision, rows
+                return
+        raise StoreDamaged(f"the store in etcd is damaged: chunks that its head names are gone; {_CURE}")
+
+    def _read(self, head: Head) -> list[dict[str, bytes]] | None:
+        """The rows that a head names; None: some chunks are not there any more."""
+        found = []
+        for number, digests in enumerate(head.chunks):
+            if digests == self._head.chunks[number]:
+                found.append(self._rows[number])
+                continue
+            chunks = [self._client.get(self._chunk(digest)) for digest in digests]
+            if None in chunks:
+                return None
+            data = [chunk.data for chunk in chunks if chunk is not None]
+            if [chunk_digest(chunk) for chunk in data] != list(digests):
+                raise WrongChunk("a chunk is not what its name says")
+            found.append(unpacked(data))
+        total = 0
+        for rows in found:
+            for key, value in rows.items():
+                total ^= digest_of(key, value)
+        if f"{total:064x}" != head.total:
+            raise WrongChunk("the record's checksum is wrong")
+        return found
+
+    def _chunk(self, digest: str) -> str:
+        return f"{self._at}chunk/{digest}"
+
+    @contextlib.contextmanager
+    def _errors(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except EtcdUnavailable as error:
+            raise StoreAway(f"cannot {doing} the store in etcd: {error}") from error
+        except WrongChunk as error:
+            raise StoreDamaged(f"the store in etcd ({self._at}) is damaged: {error}; {_CURE}") from error
+
+
+_CURE = "delete its keys (etcdctl del --prefix) to have the job found again from its checkpoints"

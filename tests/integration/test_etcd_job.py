@@ -1,0 +1,98 @@
+"""A job whose master keeps its record in etcd: the master and etcd's members go, the training goes on."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("aetcd")
+
+from tests.support.jobs import local_processes as processes
+from tests.support.jobs.cluster import Training, Undisturbed
+from tests.support.jobs.etcd_members import ETCD, MISSING, Members, etcd_members
+from tests.support.jobs.faults import Service
+from tests.support.jobs.master_process import command, serving
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(ETCD is None, reason=MISSING)]
+
+
+@pytest.fixture
+def members(tmp_path: Path) -> Iterator[Members]:
+    with etcd_members(tmp_path / "etcd", 3) as three:
+        yield three
+
+
+@pytest.fixture
+def job(tmp_path: Path, members: Members) -> Iterator[Service]:
+    with Service(tmp_path / "job", training=Training(steps=200, save_every=5), store=members.url) as service:
+        service.start_master()
+        yield service
+
+
+def test_the_master_and_a_member_are_killed(job: Service, members: Members, undisturbed: Undisturbed) -> None:
+    """Nothing on the master's machine is needed again; two members of three are enough, and then two others."""
+    job.start("a")
+    first = job.wait_world(1, steps=2)
+    before = job.wait_status(lambda status: status.head.step >= 5, "a commit")
+    worker = job.worker_pid(job.node("a"))
+    members.send(0, signal.SIGKILL)
+    processes.send([job.masters[-1].process.pid], signal.SIGKILL)
+    job.masters[-1].process.wait(10)
+    job.start_master()
+    after = job.wait_status(lambda status: status.generation > before.generation, "the next master")
+    assert (after.run_id, after.epoch) == (before.run_id, before.epoch)
+    assert after.head.step >= before.head.step
+    assert job.worker_pid(job.node("a")) == worker
+    members.start(0)
+    members.wait(0)
+    members.send(1, signal.SIGKILL)
+    job.start("b")
+    job.wait_world(2, steps=3, after=first)
+    job.finish()
+    job.assert_lost({})
+    job.assert_undisturbed(undisturbed)
+
+
+@pytest.mark.full
+def test_etcd_is_away_for_a_while(job: Service, members: Members, undisturbed: Undisturbed) -> None:
+    """All members are stopped: training goes on, nobody is declared dead, and what waited is recorded afterwards."""
+    job.start("a", "b")
+    first = job.wait_world(2, steps=8)
+    before = job.wait_status(lambda status: status.head.step >= 5, "a commit")
+    pid = job.master_pid()
+    for number in range(3):
+        members.send(number, signal.SIGSTOP)
+    stopped = time.monotonic()
+    step = max(line.step for line in job.poll())
+    # Longer than a node may be silent, and than other stores are waited for.
+    job.wait_for(lambda: time.monotonic() - stopped > 35, "some time")
+    assert max(line.step for line in job.poll()) > step + 10
+    for number in range(3):
+        members.send(number, signal.SIGCONT)
+    job.wait_status(lambda status: status.head.step > max(step, before.head.step), "a commit afterwards")
+    assert (job.epoch(), job.master_pid()) == (first, pid)
+    assert "the store takes writes again" in (job.directory / "service.log").read_text()
+    job.finish()
+    job.assert_lost({})
+    job.assert_undisturbed(undisturbed)
+
+
+def test_a_master_waits_for_an_etcd_that_starts_after_it(tmp_path: Path) -> None:
+    """Pods start in any order; a line says what it waits for."""
+    with etcd_members(tmp_path / "etcd") as members:
+        members.send(0, signal.SIGKILL)
+        line = command(members.url, "--job-id=late")
+        with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stderr is not None
+                assert "cannot read the store in etcd" in (said := process.stderr.readline())
+                assert said.endswith("; waiting for it\n")
+                members.start(0)
+                assert serving(process).generation == 1
+            finally:
+                process.kill()

@@ -1,0 +1,291 @@
+"""The record in a real etcd: what is left behind, damage, lost answers, and members that are killed and stopped.
+
+The contract of all stores is in `tests/unit/master/record/test_store.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("aetcd")
+
+from dalsegno.master.record import etcd_calls
+from dalsegno.master.record.chunks import decoded
+from dalsegno.master.record.etcd_calls import Change, Etcd, EtcdFiles
+from dalsegno.master.record.store import Store, StoreDamaged, StoreError, StoreUnavailable, open_store
+from tests.support.jobs.etcd_members import ETCD, MISSING, Members, etcd_members
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(ETCD is None, reason=MISSING)]
+_jobs = count()
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Members]:
+    with etcd_members(tmp_path_factory.mktemp("etcd")) as members:
+        yield members
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Members]:
+    with etcd_members(tmp_path_factory.mktemp("etcd"), 3) as members:
+        yield members
+
+
+@pytest.fixture
+def job() -> str:
+    """A job that no other test has."""
+    return f"job-{os.getpid()}-{next(_jobs)}"
+
+
+class Owners:
+    """Two owners of one record, as two masters of one job have it; and etcd as they see it."""
+
+    def __init__(self, members: Members, job: str) -> None:
+        self.job, self.members = job, members
+        self.store, self.other = open_store(members.url, job), open_store(members.url, job)
+        self.etcd = Etcd(members.endpoints, EtcdFiles())
+
+    def chunks(self) -> set[str]:
+        return {name.rpartition("/")[2] for name in self.etcd.names(f"/dalsegno/{self.job}/chunk/")}
+
+    def named(self) -> set[str]:
+        head = self.etcd.get(f"/dalsegno/{self.job}/head")
+        assert head is not None
+        return decoded(head.data).digests()
+
+    def put(self, key: str, data: bytes | None) -> None:
+        """As somebody else would, whatever is there."""
+        key = f"/dalsegno/{self.job}/{key}"
+        before = self.etcd.get(key)
+        assert self.etcd.change(key, 0 if before is None else before.revision, [Change(key, data)])
+
+    def close(self) -> None:
+        for each in (self.store, self.other, self.etcd):
+            each.close()
+
+
+@pytest.fixture
+def pair(one: Members, job: str) -> Iterator[Owners]:
+    owners = Owners(one, job)
+    yield owners
+    owners.close()
+
+
+def test_what_no_head_names_is_deleted(pair: Owners) -> None:
+    """With the next writes, also what a writer has left that was killed between chunks and head."""
+    generation = pair.store.raise_generation()
+    for number in range(5):
+        pair.store.save({"a": b"%d" % number, f"{number}": b"x"}, generation)
+    assert pair.chunks() == pair.named()
+    pair.put("chunk/left", b"of a write that did not end")
+    generation = pair.other.raise_generation()
+    pair.other.save({"a": b"new"}, generation)
+    assert pair.chunks() == pair.named()
+
+
+def test_a_record_that_is_larger_than_a_request(pair: Owners) -> None:
+    """Rows of megabytes that cannot be compressed, and thousands of them."""
+    generation = pair.store.raise_generation()
+    rows = {"large": os.urandom(3 << 20), **{f"row-{n}": os.urandom(500) for n in range(8000)}}
+    pair.store.save(dict(rows), generation)
+    assert pair.other.load() == rows
+    pair.store.save({"large": None}, generation)
+    del rows["large"]
+    assert pair.other.load() == rows
+    for number in range(3):
+        pair.store.save({"a": b"%d" % number}, generation)
+    assert pair.chunks() == pair.named()
+
+
+@pytest.mark.parametrize("damage", ["head", "seal", "chunk", "lost chunk", "lost head"])
+def test_what_was_damaged_is_never_returned(pair: Owners, damage: str) -> None:
+    """One line says what is wrong, and what to do."""
+    generation = pair.store.raise_generation()
+    pair.store.save({"a": b"one"}, generation)
+    (chunk,) = pair.named()
+    head = pair.etcd.get(f"/dalsegno/{pair.job}/head")
+    assert head is not None
+    key, data = {
+        "head": ("head", b"something else"),
+        "seal": ("head", head.data.replace(b'"generation":1', b'"generation":2')),
+        "chunk": (f"chunk/{chunk}", b"something else"),
+        "lost chunk": (f"chunk/{chunk}", None),
+        "lost head": ("head", None),
+    }[damage]
+    pair.put(key, data)
+    if damage == "lost head":
+        assert pair.other.load() == {}
+        with pytest.raises(StoreDamaged, match="head is gone"):
+            pair.store.save({"a": b"two"}, generation)
+        return
+    with pytest.raises(StoreDamaged, match=r"is damaged: .*; delete its keys"):
+        pair.other.load()
+
+
+def test_an_answer_that_is_lost(pair: Owners, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write was made, and the owner finds that out; it is not taken for another one's."""
+    generation = pair.store.raise_generation()
+    plain = Etcd.change
+
+    def lost(self: Etcd, *arguments: object) -> int:
+        plain(self, *arguments)  # type: ignore[arg-type]
+        return plain(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Etcd, "change", lost)
+    for number in range(3):
+        pair.store.save({"a": b"%d" % number}, generation)
+    assert pair.store.raise_generation(owner=generation) == generation + 1
+    monkeypatch.undo()
+    assert pair.other.load() == {"a": b"2"}
+
+
+def test_two_owners_raise_at_once(one: Members, job: str) -> None:
+    """Each gets a generation of its own, and the last one may write."""
+    stores = [open_store(one.url, job) for _ in range(4)]
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda s=store: found.append(s.raise_generation())) for store in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [1, 2, 3, 4]
+    for store in stores:
+        store.close()
+
+
+WRITER = """
+import sys
+from dalsegno.master.record.store import open_store
+store = open_store(sys.argv[1], sys.argv[2])
+generation = store.raise_generation()
+number = 0
+while True:
+    number += 1
+    store.save({"a": b"%d " % number * 5000, "b": b"%d " % number, f"{number}": b"%d " % number}, generation)
+    print(number, flush=True)
+"""
+
+
+def writer(members: Members, job: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", WRITER, members.url, job], stdout=subprocess.PIPE, text=True)
+
+
+def check(store: Store, acknowledged: int) -> None:
+    """The record is whole: the last one acknowledged, or the one after."""
+    rows = store.load()
+    numbers = set((rows["a"] + rows["b"]).split())
+    assert len(numbers) == 1
+    last = int(numbers.pop())
+    assert last in (acknowledged, acknowledged + 1)
+    assert all(str(number) in rows for number in range(1, last + 1))
+
+
+def test_kill_between_any_two_writes_leaves_a_whole_record(one: Members) -> None:
+    """SIGKILL of a writing process, at many moments."""
+    for attempt in range(4):
+        name = f"killed-{os.getpid()}-{attempt}"
+        process = writer(one, name)
+        assert process.stdout is not None
+        with process:
+            lines = [process.stdout.readline() for _ in range(3 + 7 * attempt)]
+            process.kill()
+            lines += process.stdout.readlines()
+        store = open_store(one.url, name)
+        check(store, int([line for line in lines if line.endswith("\n")][-1]))
+        store.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_members_that_go_and_come_back(three: Members, job: str, how: signal.Signals) -> None:
+    """Each of three in turn, while a master writes: it goes on, and nothing that was acknowledged is lost."""
+    process = writer(three, job)
+    assert process.stdout is not None
+    with process:
+        last = 0
+        for number in range(3):
+            for _ in range(10):
+                last = int(process.stdout.readline())
+            three.send(number, how)
+            for _ in range(30):
+                last = int(process.stdout.readline())
+            if how == signal.SIGKILL:
+                three.start(number)
+            else:
+                three.send(number, signal.SIGCONT)
+            three.wait(number)
+        process.kill()
+        rest = [line for line in process.stdout.readlines() if line.endswith("\n")]
+    store = open_store(three.url, job)
+    check(store, int(rest[-1]) if rest else last)
+    store.close()
+
+
+def test_an_etcd_that_is_away_is_one_line(tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the same save may be repeated once it is back."""
+    monkeypatch.setattr(etcd_calls, "PATIENCE_SECONDS", 1.0)
+    with etcd_members(tmp_path / "etcd") as members:
+        store = open_store(members.url, job)
+        generation = store.raise_generation()
+        members.send(0, signal.SIGKILL)
+        with pytest.raises(StoreUnavailable, match=r"^cannot write the store in etcd: 127\.0\.0\.1:\d+: .+$") as caught:
+            store.save({"a": b"one"}, generation)
+        assert "\n" not in str(caught.value)
+        members.start(0)
+        members.wait(0)
+        store.save({"a": b"one"}, generation)
+        assert store.load() == {"a": b"one"}
+        store.close()
+
+
+WRONG = {
+    "etcd://": "is no endpoint",
+    "etcd://here:port:x": "is no endpoint",
+    "etcd://here:70000": "is no endpoint",
+    "etcd://a:1,,b:2": "is no endpoint",
+    "etcd://user:secret@here:2379": "name or password",
+    "etcd://here:2379/some/path": "has a path",
+}
+
+
+@pytest.mark.parametrize("url", WRONG)
+def test_a_wrong_url_is_one_line(url: str) -> None:
+    with pytest.raises(StoreError, match=WRONG[url]) as caught:
+        open_store(url, "job")
+    assert "\n" not in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_files_that_do_not_fit(tmp_path: Path) -> None:
+    """Each is one line."""
+    here = tmp_path / "nowhere"
+    for files, why in (
+        (EtcdFiles(cert=here), "belong together"),
+        (EtcdFiles(cert=here, key=here), "no effect without --etcd-ca"),
+        (EtcdFiles(ca=here), "cannot read .*nowhere for etcd"),
+    ):
+        with pytest.raises(StoreError, match=why):
+            open_store("etcd://127.0.0.1:1", "job", files)
+    with pytest.raises(StoreError, match="is not etcd's"):
+        open_store("memory://", "job", EtcdFiles(ca=here))
+
+
+def test_another_job_s_head_is_not_overwritten(pair: Owners) -> None:
+    """Somebody has copied keys: the record says whose it is."""
+    pair.store.raise_generation()
+    head = pair.etcd.get(f"/dalsegno/{pair.job}/head")
+    assert head is not None
+    key = f"/dalsegno/{pair.job}-copy/head"
+    assert pair.etcd.change(key, 0, [Change(key, head.data)])
+    copy = open_store(pair.members.url, f"{pair.job}-copy")
+    with pytest.raises(StoreError, match=f"is of job '{pair.job}'"):
+        copy.load()
+    copy.close()

@@ -1,0 +1,100 @@
+"""A real etcd on this machine: members that a test may kill, stop and start again."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.jobs.ports import free_port
+
+ETCD = shutil.which("etcd")
+MISSING = "no etcd here: install Debian's etcd-server"
+# Seconds that members may take to agree on a leader.
+PATIENCE = 60.0
+
+
+class Members:
+    """One etcd of some members, each with a directory of its own.
+
+    Attributes:
+        endpoints: of all members, as `--store` has them.
+    """
+
+    def __init__(self, directory: Path, count: int) -> None:
+        self._directory = directory
+        self._names = [f"m{number}" for number in range(count)]
+        self._clients = {name: free_port() for name in self._names}
+        self._peers = {name: free_port() for name in self._names}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.endpoints = [f"127.0.0.1:{self._clients[name]}" for name in self._names]
+        try:
+            for number in range(count):
+                self.start(number)
+            for number in range(count):
+                self.wait(number)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def url(self) -> str:
+        """What `--store` takes."""
+        return f"etcd://{','.join(self.endpoints)}"
+
+    def start(self, number: int) -> None:
+        """Starts a member, or starts it again with what it had."""
+        assert ETCD is not None, MISSING
+        name = self._names[number]
+        client, peer = (f"http://127.0.0.1:{ports[name]}" for ports in (self._clients, self._peers))
+        cluster = ",".join(f"{one}=http://127.0.0.1:{port}" for one, port in self._peers.items())
+        command = [ETCD, "--name", name, "--data-dir", str(self._directory / name), "--log-level", "warn"]
+        command += ["--listen-client-urls", client, "--advertise-client-urls", client]
+        command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
+        command += ["--initial-cluster", cluster, "--initial-cluster-state", "new"]
+        with open(self._directory / f"{name}.log", "ab") as log:
+            self._processes[name] = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def wait(self, number: int) -> None:
+        """Until a member says that it is healthy: it knows a leader."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            try:
+                with urllib.request.urlopen(f"http://{self.endpoints[number]}/health", timeout=1) as reply:
+                    if b"true" in reply.read():
+                        return
+            except (OSError, urllib.error.URLError):
+                pass
+            time.sleep(0.05)  # why: a member tells nobody when it is there
+        log = (self._directory / f"{self._names[number]}.log").read_text(errors="replace")
+        raise AssertionError(f"member {number} is not healthy after {PATIENCE:.0f} s:\n{log[-3000:]}")
+
+    def send(self, number: int, signum: signal.Signals) -> None:
+        """Signals a member; after SIGKILL it is gone."""
+        process = self._processes[self._names[number]]
+        process.send_signal(signum)
+        if signum == signal.SIGKILL:
+            process.wait()
+
+    def close(self) -> None:
+        """Ends all members."""
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def etcd_members(directory: Path, count: int = 1) -> Iterator[Members]:
+    """An etcd of so many members within this."""
+    directory.mkdir(parents=True, exist_ok=True)
+    members = Members(directory, count)
+    try:
+        yield members
+    finally:
+        members.close()
