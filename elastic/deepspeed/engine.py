@@ -43,7 +43,7 @@ from ..saving.optimizers import source_of_step
 from ..saving.replicas import loadable
 from ..saving.schedules import check_factors, factors, unchanged
 from ..training.entry import refused_together
-from ..training.training_state import owned
+from ..training.reading_state import owned
 from ..universal.errors import ConversionError
 from ..universal.forms import Form
 from ..universal.layout import engine_directory

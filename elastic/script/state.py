@@ -17,8 +17,9 @@ from ..data.batches import Batches
 from ..rank.process_group import init_process_group, is_the_only_group
 from ..rank.remarks import remark
 from ..saving.background_save import Background, background
+from ..training.reading_state import Stateful
 from ..training.session import Session
-from ..training.training_state import Stateful, TrainingState
+from ..training.training_state import TrainingState
 from .micros import Micros
 
 Write = Callable[[Path], None] | Background

@@ -22,7 +22,7 @@ from dalsegno.protos.trace import mark
 from ..rank.process_group import init_process_group
 from ..saving.optimizers import check_sharded, say_added
 from ..saving.replicas import check_whole, loadable
-from ..training.training_state import check_same_dtypes, check_same_names, read_tensors
+from ..training.reading_state import check_same_dtypes, check_same_names, read_tensors
 from ..training.unlisted import Unlisted
 from ..training.wrappers import frozen, tell_frozen
 from .loss_scale import LossScale

@@ -24,8 +24,9 @@ from ..data.plan import BatchPlan
 from ..rank.process_group import init_process_group
 from ..saving.replicas import check_whole, loadable
 from ..saving.writing import write_files
+from ..training.reading_state import load_part, owned, read_tensors
 from ..training.session import Session
-from ..training.training_state import TrainingState, load_part, owned, read_tensors
+from ..training.training_state import TrainingState
 from .loss_scale import LossScale
 from .made import steps_on_metric
 

@@ -30,7 +30,7 @@ from ..saving.background_save import Background, in_background
 from ..saving.replicas import loadable
 from ..saving.resuming import LOADERS, ResumePoint, check_loaders
 from .findings import NOTHING, OURS, SCRIPTS, STATE
-from .training_state import read_tensors
+from .reading_state import read_tensors
 
 log = logging.getLogger(__name__)
 

@@ -11,16 +11,12 @@ another training is refused before anything is changed.
 from __future__ import annotations
 
 import weakref
-import zipfile
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from dalsegno.protos.collector import paused
 from dalsegno.protos.text import few
@@ -28,12 +24,13 @@ from dalsegno.protos.trace import mark
 
 from ..checkpoint import SHARDED
 from ..rank.remarks import remark
-from ..saving.bundles import Bundle, unpacked
+from ..saving.bundles import Bundle
 from ..saving.optimizers import check_kept, check_parameters, say_added
 from ..saving.replicas import check_unsharded, check_whole, loadable, tensors, unwrapped, without_prefixes
 from ..saving.resuming import ResumePoint
 from ..saving.schedules import check_factors, factors, has_moved, left_out, place_of, rates_of, unchanged
 from ..saving.writing import write_files
+from .reading_state import Stateful, check_same_dtypes, check_same_names, load_part, owned, read_tensors
 from .session import Session
 from .unlisted import Unlisted
 from .wrappers import frozen, tell_frozen
@@ -41,13 +38,6 @@ from .wrappers import frozen, tell_frozen
 MODEL_FILE, TRAINING_FILE = "model.pt", "training.pt"
 UNLISTED_FILE = "unlisted.pt"
 """Name of the file for what no ``state_dict()`` contains but has changed; written only if something has."""
-
-
-class Stateful(Protocol):
-    """An optimizer, a schedule, a gradient scaler, or anything else that is part of the training."""
-
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 class TrainingState:
@@ -203,18 +193,40 @@ class TrainingState:
         self._session.copies.know(self._model, *optimizers, scheduler=scheduler, saved=True)
 
     def go_on(self) -> None:
-        """In another world, which resumes from what is here: nothing is loaded. Collective with those that `load`.
+        """In another world, which resumes from what is here: what all ranks have alike is not loaded again.
+
+        Collective with those that `load`. Buffers (BatchNorm's) and parts other than optimizers may be each rank's own
+        until rank 0 saves its for all, so these are loaded.
 
         Raises:
-            Refusal: Another rank could not load it.
+            ValueError: On all ranks: something cannot be loaded.
         """
         self._make_known()
         self._loaded = True
         # As after a load: gradients of the step before are nobody's.
         for parameter in self._model.parameters():
             parameter.grad = None
-        with self._session.meetings.together():
-            pass
+        with self._session.meetings.together(), paused():
+            if self._session.resume is not None:
+                self._load_own(self._session.resume)
+
+    def _load_own(self, resume: ResumePoint) -> None:
+        buffers = dict(self._model.named_buffers())
+        if buffers:
+            weights = without_prefixes(read_tensors(resume.path / MODEL_FILE), self._model.state_dict())
+            with torch.no_grad():
+                for name, buffer in buffers.items():
+                    if name in weights:
+                        buffer.copy_(weights[name])
+        self._load_unlisted(resume)
+        own = {name: part for name, part in self._parts.items() if not hasattr(part, "param_groups")}
+        kept = read_tensors(resume.path / TRAINING_FILE) if own else {}
+        for name, part in own.items():
+            load_part(part, kept[name]["state"])
+
+    def _load_unlisted(self, resume: ResumePoint) -> None:
+        if any(entry.path == UNLISTED_FILE for entry in resume.manifest.files):
+            self._unlisted.load(read_tensors(resume.path / UNLISTED_FILE)["buffers"])
 
     def load(self, *, cast: bool = False, other_schedule: bool = False, weights_only: bool = False) -> bool:
         """Loads the session's resume point: weights, then the parts in their order. False: there is none.
@@ -265,8 +277,7 @@ class TrainingState:
             )
         except RuntimeError as error:
             raise ValueError(f"{resume.ref.name} is of another model: {error}") from error
-        if any(entry.path == UNLISTED_FILE for entry in resume.manifest.files):
-            self._unlisted.load(read_tensors(resume.path / UNLISTED_FILE)["buffers"])
+        self._load_unlisted(resume)
         if not kept and self._parts and self._session.rank == 0:
             remark("of %s only the weights are loaded: %s begin anew", resume.ref.name, few(self._parts))
         for name, part in self._parts.items() if kept else ():
@@ -306,159 +317,6 @@ def _same_parameters(checkpoint: str, saved: Sequence[str], here: Sequence[str])
         check_parameters(saved, here)
     except ValueError as error:
         raise ValueError(f"{checkpoint}: {error}") from error
-
-
-def load_part(part: Stateful, state: Any, *, cast: bool = False) -> None:
-    """Loads what ``read_tensors`` returned, and keeps no reference into the file.
-
-    Args:
-        part: The part; an optimizer's state is copied once, to where it is used.
-        state: Its state, whose tensors may be mapped from a file.
-        cast: An optimizer's tensors take its parameters' dtype, as torch does it; otherwise they keep their own.
-    """
-    if not hasattr(part, "param_groups") or not isinstance(getattr(part, "state", None), Mapping):
-        part.load_state_dict(owned(state))
-        return
-    if not cast and _loads_as_torch_does(part) and _only_tensors(state):
-        # The same without torch's way through each value, which converts what is to stay as it was saved.
-        part.load_state_dict({**state, "state": {}})
-        _fill(part, state)
-        return
-    part.load_state_dict(state)
-    groups, held = part.param_groups, part.state  # type: ignore[attr-defined]  # torch makes new ones
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    for number, parameter in zip(numbers, (p for group in groups for p in group["params"]), strict=True):
-        saved, loaded = state["state"].get(number, {}), held.get(parameter)
-        if loaded is not None:
-            held[parameter] = {key: _as_saved(value, saved.get(key), cast) for key, value in loaded.items()}
-
-
-def _loads_as_torch_does(part: Any) -> bool:
-    """An optimizer whose state is loaded by nothing else than ``torch.optim.Optimizer.load_state_dict``."""
-    kind = type(part)
-    hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
-    return (
-        kind.__module__.startswith("torch.optim.")
-        and getattr(kind, "load_state_dict", None) is Optimizer.load_state_dict
-        and "load_state_dict" not in vars(part)
-        and not any(getattr(part, name, True) for name in hooks)
-    )
-
-
-def _only_tensors(state: Mapping[str, Any]) -> bool:
-    """Nothing that an optimizer would make over as it loads: numbers that earlier versions of torch saved."""
-    numbers = {number for group in state["param_groups"] for number in group["params"]}
-    return state["state"].keys() <= numbers and all(
-        type(value) is Tensor for values in state["state"].values() for value in values.values()
-    )
-
-
-def _fill(part: Any, state: Mapping[str, Any]) -> None:
-    """Puts each parameter's state where torch would put it, with the dtype that was saved, and copied once."""
-    for saved, group in zip(state["param_groups"], part.param_groups, strict=True):
-        on_device = group.get("capturable") or group.get("fused")
-        for number, parameter in zip(saved["params"], group["params"], strict=True):
-            if number in state["state"]:
-                own = {}
-                for key, value in state["state"][number].items():
-                    if key != "step":
-                        own[key] = value.to(parameter.device, copy=True)
-                    else:
-                        own[key] = value.to(parameter.device, torch.float32, copy=True) if on_device else value.clone()
-                part.state[parameter] = own
-
-
-def _as_saved(loaded: Any, saved: Any, cast: bool) -> Any:
-    """A tensor of an optimizer's state, copied out of the file and as exact as it was saved."""
-    if not isinstance(loaded, Tensor) or not isinstance(saved, Tensor):
-        return owned(loaded)
-    if loaded.dtype != saved.dtype and not cast:
-        # torch has converted fp32 moments of bf16 parameters to bf16.
-        return saved.to(loaded.device, copy=True)
-    if type(loaded) is not Tensor or type(saved) is not Tensor:
-        return loaded
-    shared = loaded.untyped_storage().data_ptr() == saved.untyped_storage().data_ptr()
-    return loaded.clone() if shared else loaded
-
-
-def owned(value: Any) -> Any:
-    """The same with tensors that share nothing with a file, so that they may be kept."""
-    if type(value) is Tensor:
-        return value.clone()
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, owned(item)) for key, item in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(owned(item) for item in value)
-    return value
-
-
-def read_tensors(path: Path) -> Any:
-    """What ``torch.save`` wrote, or a `Bundle`, on the CPU; plain values and tensors only.
-
-    The file is mapped: only what is copied from its tensors is read. Keep none of them.
-
-    Raises:
-        ValueError: It is not there, or has something else in it.
-    """
-    try:
-        # What torch wrote in its old format cannot be mapped.
-        content = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
-    except FileNotFoundError as error:
-        raise ValueError(f"{path.parent.name} has no {path.name}: it was not saved by TrainingState") from error
-    except UnpicklingError as error:
-        raise ValueError(f"{path} has more than plain values and tensors: {str(error).splitlines()[0]}") from error
-    try:
-        return unpacked(content)
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-
-
-def check_same_dtypes(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Compares the dtypes of tensors of the same names, because loading converts silently.
-
-    Args:
-        saved: The checkpoint's values; those without a ``dtype`` are ignored.
-        wanted: The model's.
-
-    Raises:
-        ValueError: Some differ.
-    """
-    other = {
-        name: f"{name} {_short(value.dtype)} and is {_short(wanted[name].dtype)}"
-        for name, value in saved.items()
-        if isinstance(value, Tensor) and isinstance(wanted[name], Tensor) and value.dtype != wanted[name].dtype
-    }
-    if other:
-        raise ValueError(
-            f"the checkpoint was saved with another dtype: {few(sorted(set(other.values())))}; the training would go on"
-            " with other numbers: make the model as it was, or ask for the conversion with cast=True"
-        )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def check_same_names(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Compares a checkpoint's names with a model's.
-
-    Raises:
-        ValueError: They differ.
-    """
-    there, here = set(saved), set(wanted)
-    if there == here:
-        return
-    if not there & here:
-        raise ValueError(
-            f"the checkpoint is of another model: none of its {len(there)} names ({few(sorted(there))}) is in"
-            f" this one's {len(here)} ({few(sorted(here))})"
-        )
-    only = [
-        f"{few(sorted(names))} only in the {where}"
-        for names, where in ((there - here, "checkpoint"), (here - there, "model"))
-        if names
-    ]
-    raise ValueError(f"the checkpoint is of another model: {'; '.join(only)}")
 
 
 def _state_of(name: str, part: Stateful) -> Any:

@@ -16,7 +16,8 @@ from torch import Tensor
 from dalsegno.elastic.checkpoint import MANIFEST, Manifest, Position, verify
 from dalsegno.elastic.checkpoint.parts import read_parts
 from dalsegno.elastic.saving.survivor import FIRST_ATTEMPT
-from dalsegno.elastic.training.training_state import MODEL_FILE, TRAINING_FILE, read_tensors
+from dalsegno.elastic.training.reading_state import read_tensors
+from dalsegno.elastic.training.training_state import MODEL_FILE, TRAINING_FILE
 from tests.support.workers import survivor_worker
 from tests.support.workers.fake_agent import FakeAgent
 

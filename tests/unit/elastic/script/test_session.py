@@ -166,6 +166,40 @@ def test_what_can_stay_for_the_next_world(keeps: str, caplog: pytest.LogCaptureF
         dist.destroy_process_group()
 
 
+def test_what_each_rank_has_of_its_own_is_loaded_where_it_stays(tmp_path: Path) -> None:
+    """Rank 0 saves its buffers and schedules for all; weights and optimizer are alike, and stay as they are."""
+
+    def trained(directory: Path, steps: int) -> tuple[Any, nn.Module, Any, Any]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        model.register_buffer("own", torch.zeros(1), persistent=False)
+        optimizer = torch.optim.AdamW(model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        s = session(directory)
+        state = s.state(model, optimizer, scheduler)
+        data = s.data(ROWS, global_batch=16, micro_batch=16)
+        for batch in s.steps(data, state, max_steps=steps):
+            step_of(batch, model, optimizer)
+            scheduler.step()
+            model.own += 1
+        return state, model, optimizer, scheduler
+
+    trained(tmp_path, 3)
+    entry._sessions.pop().close()
+    state, model, optimizer, scheduler = trained(tmp_path, 3)
+    saved = {name: value.clone() for name, value in [*model.state_dict().items(), ("own", model.own)]}
+    moments = [value["exp_avg"].clone() for value in optimizer.state.values()]
+    for buffer in model.buffers():
+        buffer.add_(5)
+    scheduler.last_epoch = 99
+    entry._sessions[0].meetings.over = False
+    state.go_on()
+    assert all(torch.equal(saved[name], value) for name, value in [*model.state_dict().items(), ("own", model.own)])
+    assert scheduler.last_epoch == 3
+    assert all(torch.equal(was, value["exp_avg"]) for was, value in zip(moments, optimizer.state.values(), strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_several_runs_in_one_process(tmp_path: Path) -> None:
     """One after the other; each goes on by itself, and leaves its directory to others."""
     once = upper(tmp_path / "a", 4)

@@ -19,11 +19,11 @@ from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.saving import writing
 from dalsegno.elastic.saving.bundles import Bundle
 from dalsegno.elastic.saving.writing import SummedFile
-from dalsegno.elastic.training import training_state
+from dalsegno.elastic.training import reading_state
 from dalsegno.elastic.training.copies import Copies
 from dalsegno.elastic.training.examination import Examination
+from dalsegno.elastic.training.reading_state import check_same_names, read_tensors
 from dalsegno.elastic.training.session import Session
-from dalsegno.elastic.training.training_state import check_same_names, read_tensors
 from tests.unit.elastic.checkpoint.test_best import start
 
 pytestmark = pytest.mark.timeout(60)
@@ -279,13 +279,13 @@ def test_an_optimizer_is_filled_as_torch_would(
     saved = read_tensors(tmp_path / "file")
     short = made()[1]
     asked = [0]
-    fill = training_state._fill
-    monkeypatch.setattr(training_state, "_fill", lambda *given: asked.append(1) or fill(*given))
-    training_state.load_part(short, saved)
+    fill = reading_state._fill
+    monkeypatch.setattr(reading_state, "_fill", lambda *given: asked.append(1) or fill(*given))
+    reading_state.load_part(short, saved)
     assert asked[1:]
-    monkeypatch.setattr(training_state, "_loads_as_torch_does", lambda part: False)
+    monkeypatch.setattr(reading_state, "_loads_as_torch_does", lambda part: False)
     long = made()[1]
-    training_state.load_part(long, saved)
+    reading_state.load_part(long, saved)
     (tmp_path / "file").write_bytes(bytes((tmp_path / "file").stat().st_size))  # what is mapped of it is gone
     for found in (short, long):
         state = found.state_dict()
@@ -303,18 +303,18 @@ def test_what_torch_would_ask_when_it_loads_is_asked() -> None:
     """Hooks, a `load_state_dict` of somebody's own, and numbers where there are tensors today: torch's own way."""
     parameter = nn.Parameter(torch.ones(2))
     plain = torch.optim.AdamW([parameter])
-    assert training_state._loads_as_torch_does(plain)
+    assert reading_state._loads_as_torch_does(plain)
     seen: list[int] = []
     plain.register_load_state_dict_post_hook(lambda optimizer: seen.append(len(optimizer.state)))
-    assert not training_state._loads_as_torch_does(plain)
+    assert not reading_state._loads_as_torch_does(plain)
     parameter.grad = torch.ones(2)
     plain.step()
-    training_state.load_part(plain, plain.state_dict())
+    reading_state.load_part(plain, plain.state_dict())
     assert seen == [1]
 
     class Own(torch.optim.AdamW):
         pass
 
-    assert not training_state._loads_as_torch_does(Own([parameter]))
+    assert not reading_state._loads_as_torch_does(Own([parameter]))
     old = {"state": {0: {"step": 3, "exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
-    assert not training_state._only_tensors(old)
+    assert not reading_state._only_tensors(old)

@@ -1,0 +1,178 @@
+"""Reading what a training has saved: tensors mapped from files, put where the training's own are."""
+
+from __future__ import annotations
+
+import zipfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dalsegno.protos.text import few
+
+from ..saving.bundles import unpacked
+
+
+class Stateful(Protocol):
+    """An optimizer, a schedule, a gradient scaler, or anything else that is part of the training."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+def load_part(part: Stateful, state: Any, *, cast: bool = False) -> None:
+    """Loads what ``read_tensors`` returned, and keeps no reference into the file.
+
+    Args:
+        part: The part; an optimizer's state is copied once, to where it is used.
+        state: Its state, whose tensors may be mapped from a file.
+        cast: An optimizer's tensors take its parameters' dtype, as torch does it; otherwise they keep their own.
+    """
+    if not hasattr(part, "param_groups") or not isinstance(getattr(part, "state", None), Mapping):
+        part.load_state_dict(owned(state))
+        return
+    if not cast and _loads_as_torch_does(part) and _only_tensors(state):
+        # The same without torch's way through each value, which converts what is to stay as it was saved.
+        part.load_state_dict({**state, "state": {}})
+        _fill(part, state)
+        return
+    part.load_state_dict(state)
+    groups, held = part.param_groups, part.state  # type: ignore[attr-defined]  # torch makes new ones
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, (p for group in groups for p in group["params"]), strict=True):
+        saved, loaded = state["state"].get(number, {}), held.get(parameter)
+        if loaded is not None:
+            held[parameter] = {key: _as_saved(value, saved.get(key), cast) for key, value in loaded.items()}
+
+
+def _loads_as_torch_does(part: Any) -> bool:
+    """An optimizer whose state is loaded by nothing else than ``torch.optim.Optimizer.load_state_dict``."""
+    kind = type(part)
+    hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    return (
+        kind.__module__.startswith("torch.optim.")
+        and getattr(kind, "load_state_dict", None) is Optimizer.load_state_dict
+        and "load_state_dict" not in vars(part)
+        and not any(getattr(part, name, True) for name in hooks)
+    )
+
+
+def _only_tensors(state: Mapping[str, Any]) -> bool:
+    """Nothing that an optimizer would make over as it loads: numbers that earlier versions of torch saved."""
+    numbers = {number for group in state["param_groups"] for number in group["params"]}
+    return state["state"].keys() <= numbers and all(
+        type(value) is Tensor for values in state["state"].values() for value in values.values()
+    )
+
+
+def _fill(part: Any, state: Mapping[str, Any]) -> None:
+    """Puts each parameter's state where torch would put it, with the dtype that was saved, and copied once."""
+    for saved, group in zip(state["param_groups"], part.param_groups, strict=True):
+        on_device = group.get("capturable") or group.get("fused")
+        for number, parameter in zip(saved["params"], group["params"], strict=True):
+            if number in state["state"]:
+                own = {}
+                for key, value in state["state"][number].items():
+                    if key != "step":
+                        own[key] = value.to(parameter.device, copy=True)
+                    else:
+                        own[key] = value.to(parameter.device, torch.float32, copy=True) if on_device else value.clone()
+                part.state[parameter] = own
+
+
+def _as_saved(loaded: Any, saved: Any, cast: bool) -> Any:
+    """A tensor of an optimizer's state, copied out of the file and as exact as it was saved."""
+    if not isinstance(loaded, Tensor) or not isinstance(saved, Tensor):
+        return owned(loaded)
+    if loaded.dtype != saved.dtype and not cast:
+        # torch has converted fp32 moments of bf16 parameters to bf16.
+        return saved.to(loaded.device, copy=True)
+    if type(loaded) is not Tensor or type(saved) is not Tensor:
+        return loaded
+    shared = loaded.untyped_storage().data_ptr() == saved.untyped_storage().data_ptr()
+    return loaded.clone() if shared else loaded
+
+
+def owned(value: Any) -> Any:
+    """The same with tensors that share nothing with a file, so that they may be kept."""
+    if type(value) is Tensor:
+        return value.clone()
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, owned(item)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(owned(item) for item in value)
+    return value
+
+
+def read_tensors(path: Path) -> Any:
+    """What ``torch.save`` wrote, or a `Bundle`, on the CPU; plain values and tensors only.
+
+    The file is mapped: only what is copied from its tensors is read. Keep none of them.
+
+    Raises:
+        ValueError: It is not there, or has something else in it.
+    """
+    try:
+        # What torch wrote in its old format cannot be mapped.
+        content = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path.parent.name} has no {path.name}: it was not saved by TrainingState") from error
+    except UnpicklingError as error:
+        raise ValueError(f"{path} has more than plain values and tensors: {str(error).splitlines()[0]}") from error
+    try:
+        return unpacked(content)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def check_same_dtypes(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Compares the dtypes of tensors of the same names, because loading converts silently.
+
+    Args:
+        saved: The checkpoint's values; those without a ``dtype`` are ignored.
+        wanted: The model's.
+
+    Raises:
+        ValueError: Some differ.
+    """
+    other = {
+        name: f"{name} {_short(value.dtype)} and is {_short(wanted[name].dtype)}"
+        for name, value in saved.items()
+        if isinstance(value, Tensor) and isinstance(wanted[name], Tensor) and value.dtype != wanted[name].dtype
+    }
+    if other:
+        raise ValueError(
+            f"the checkpoint was saved with another dtype: {few(sorted(set(other.values())))}; the training would go on"
+            " with other numbers: make the model as it was, or ask for the conversion with cast=True"
+        )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_same_names(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Compares a checkpoint's names with a model's.
+
+    Raises:
+        ValueError: They differ.
+    """
+    there, here = set(saved), set(wanted)
+    if there == here:
+        return
+    if not there & here:
+        raise ValueError(
+            f"the checkpoint is of another model: none of its {len(there)} names ({few(sorted(there))}) is in"
+            f" this one's {len(here)} ({few(sorted(here))})"
+        )
+    only = [
+        f"{few(sorted(names))} only in the {where}"
+        for names, where in ((there - here, "checkpoint"), (here - there, "model"))
+        if names
+    ]
+    raise ValueError(f"the checkpoint is of another model: {'; '.join(only)}")
