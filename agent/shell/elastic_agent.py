@@ -456,6 +456,7 @@ class ElasticAgent(LocalElasticAgent):
         def stop() -> None:
             nonlocal stopped
             try:
+                self._adoption.interrupt()
                 if order.save:
                     self._beside.freeze()
                 if context is not None:
@@ -464,6 +465,7 @@ class ElasticAgent(LocalElasticAgent):
                     stopped = self._beside.stopped(epoch)
                 if stopped.flash_step:
                     self._adoption.settle(self._beside.save_timeout)
+                self._adoption.stopped(self._effects.settings.join_timeout)
             except Exception:
                 logger.exception("the workers of epoch %d were not stopped in order", epoch)
             finally:

@@ -234,8 +234,8 @@ class Adopter:
         self._calm = True
         # Seconds that the last look took, without copying.
         self._took = 0.0
-        self._closing = False
-        self._asked = self._answered = 0
+        self._closing = self._interrupted = False
+        self._asked = self._answered = self._trusting = 0
         self._news = threading.Condition()
         threading.Thread(target=self._run, name="adoption", daemon=True).start()
 
@@ -245,20 +245,32 @@ class Adopter:
             self._closing = True
             self._news.notify_all()
 
-    def settle(self, timeout: float) -> None:
-        """Waits until everything complete has been adopted, or cannot be; at most `timeout` seconds."""
+    def interrupt(self) -> None:
+        """The workers are stopped. From now on stillness does not prove that a file was written to its end."""
+        self._interrupted = True
+
+    def settle(self, timeout: float, *, ended_well: bool = True) -> None:
+        """Waits until everything complete has been adopted, or cannot be; at most `timeout` seconds.
+
+        Args:
+            ended_well: a worker has ended by itself, with all that it saved; interrupted workers may have been saving.
+        """
         with self._news:
             self._asked += 1
+            self._trusting += ended_well
             mine = self._asked
             self._news.notify_all()
             self._news.wait_for(lambda: self._closing or self._answered >= mine, timeout)
+            self._trusting -= ended_well
 
     def _run(self) -> None:
         pause, asked = LOOK_EVERY_SECONDS, 0
         while True:
-            asked = self._wait(pause, asked)
+            before, asked = asked, self._wait(pause, asked)
             if self._closing:
                 return
+            if asked > before:
+                self._since = None  # who waits now has not waited before
             calm = self._look()
             if not (calm and self._undecided):
                 with self._news:
@@ -345,6 +357,8 @@ class Adopter:
             return True
         if piece is None:
             self._since = None
+            return True
+        if self._interrupted and not self._trusting and not all(one.sure for one in piece.changed):
             return True
         now = time.monotonic()
         before, since = self._seen
