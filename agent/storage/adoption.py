@@ -40,6 +40,7 @@ from .foreign import COUNTED, NOTE_BYTES, Found, Unit, shown, survey
 from .layouts import Complete, FileState, complete, number_of_file, state_of
 from .naming import is_log
 from .slices import Behind, Slice, choose, names_it
+from .slots import Slots
 
 __all__ = ["Adopter", "Before", "Origin", "adopt", "save_directory"]
 
@@ -221,6 +222,7 @@ class Adopter:
         self._known: dict[str, FileState] = dict(before.files) if before is not None else {}
         self._resumed = dict(before.saved_as.numbers) if before is not None else {}
         self._numbers: dict[str, int | None] = {}
+        self._slots = Slots(self._root, origin.world_size, self._resumed, self._known.values())
         # What was complete at the last look, and since when nothing of it changes; the same of what was incomplete.
         self._seen: tuple[tuple[FileState, ...], float] = ((), 0.0)
         self._lacks: dict[str, tuple[object, float]] = {}
@@ -296,7 +298,8 @@ class Adopter:
         began = time.monotonic()
         try:
             found = survey(self._root, self._pattern)
-            units = [one for members in found.series() if (one := self._newest(members)) is not None]
+            series = map(self._slots.arrange, found.series())
+            units = [one for members in series if (one := self._newest(members)) is not None]
             self._tell_of_others(found)
             self._took = time.monotonic() - began
             return self._consider(units, found) and self._calm
@@ -395,6 +398,7 @@ class Adopter:
         logger.info("%s was saved by the script as %s", manifest.name, printable(piece.newest.unit.path))
         self._step = manifest.step
         self._known = {file.name: file for file in piece.files}
+        self._slots.took(piece.files)
         changed = {one.unit.series for one in piece.changed}
         self._numbers |= {series: number for series, number in piece.numbers if series in changed}
         self._before = Before(self._run_dir / manifest.name, self._known, saved_as)
