@@ -84,7 +84,7 @@ def wait_for_name(address: str, seconds: float) -> None:
                     f"{host} has no address ({error.strerror or error}), for {seconds:g} s (--connect-timeout): check "
                     "--rdzv-endpoint or --master-addr"
                 ) from error
-        time.sleep(min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))
+        time.sleep(min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))  # why: nobody tells when a name appears
 
 
 def answers(address: str, seconds: float = _LOOK_SECONDS) -> bool:

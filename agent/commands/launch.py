@@ -196,6 +196,8 @@ def _agent_config(
         memory_budget_bytes=options.memory_budget,
         memory_bytes_per_second=options.memory_bandwidth,
         dlrover=options.dlrover or uses_dlrover(script),
+        # A job that has its name from us is presented before, as one may be looking for it.
+        announcement="" if getattr(options, "job_id_is_default", False) else f"job {options.job_id}; logs in {log_dir}",
     )
 
 

@@ -73,8 +73,8 @@ def take(decision: Decision, event: ev.Event) -> None:
             ranks.worker_said(decision, event)
         case ev.WorkerExited():
             ranks.worker_exited(decision, event)
-        case ev.StepsCounted():
-            ranks.steps_counted(decision, event)
+        case ev.StepsCounted() | ev.EndedWell():
+            ranks.rank_ends(decision, event)
         case ev.WorkersStopped():
             ranks.workers_stopped(decision, event.epoch)
             flash.stopped(decision, event)

@@ -100,6 +100,28 @@ def progress(decision: Decision, rank: int, progress: worker_pb2.Progress) -> No
     decision.report_progress()
 
 
+def rank_ends(decision: Decision, event: ev.StepsCounted | ev.EndedWell) -> None:
+    """A process has ended, of which the exit is not reported yet."""
+    if isinstance(event, ev.StepsCounted):
+        steps_counted(decision, event)
+    else:
+        ended_well(decision, event)
+
+
+def ended_well(decision: Decision, event: ev.EndedWell) -> None:
+    """Tells the master that nothing is left to train here: a script without a session says so only by its end.
+
+    Otherwise the commit of its last save would let newcomers in, and all would start again.
+    """
+    state, epoch = decision.state, decision.state.epoch
+    if event.epoch != state.started or state.workers is not Workers.RUNNING or epoch.has_session:
+        return
+    epoch.ended_well = epoch.ended_well | {event.rank}
+    if len(epoch.ended_well) == state.settings.nproc:
+        epoch.finished_ranks = epoch.ended_well
+        decision.report_progress()
+
+
 def steps_counted(decision: Decision, event: ev.StepsCounted) -> None:
     """Takes the exact last step, because a rank reports its steps only now and then."""
     state, epoch = decision.state, decision.state.epoch

@@ -200,6 +200,8 @@ class Epoch:
     exits: tuple[tuple[int, int], ...] = ()
     drained_ranks: frozenset[int] = frozenset()
     finished_ranks: frozenset[int] = frozenset()
+    # Those that have ended with exit code 0, whose exits may be reported only later.
+    ended_well: frozenset[int] = frozenset()
     drained: control_pb2.CheckpointRef | None = None
     # That is in memory. Until when its part is waited for before the drain is reported.
     drained_in_memory: bool = False

@@ -385,6 +385,7 @@ class ElasticAgent(LocalElasticAgent):
     def _exited(self, epoch: int, start: int, first_rank: int) -> Callable[[int, int, str], None]:
         def exited(rank: int, code: int, message: str) -> None:
             if code == 0:
+                self._mailbox.put(ev.EndedWell(epoch, first_rank + rank))
                 self._beside.settle()
                 self._adoption.settle()
             if (step := self._link.last_step(epoch, first_rank + rank)) is not None:

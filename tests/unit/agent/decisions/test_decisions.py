@@ -396,6 +396,16 @@ def test_a_crash_is_reported_and_the_rest_is_killed() -> None:
     assert len(agent.did(ev.StopWorkers)) == 1
 
 
+@pytest.mark.parametrize("session", [False, True])
+def test_the_master_hears_of_an_end_before_the_last_save_is_taken(session: bool) -> None:
+    """Else a growth that waits for a commit would start the finished script again. A session says it itself."""
+    agent = Agent(nproc=2).registered().running(session=session)
+    agent.hear(ev.EndedWell(7, 0), ev.EndedWell(1, 0))
+    assert not any(report.training_ended for report in agent.calls("ReportProgress")), "another rank may train on"
+    agent.hear(ev.EndedWell(1, 1))
+    assert any(report.training_ended for report in agent.calls("ReportProgress")) is not session
+
+
 def test_workers_that_cannot_start_are_a_failure() -> None:
     """The master hears the reason."""
     agent = Agent().registered().running()
