@@ -283,7 +283,7 @@ def _run(
         if isinstance(error, CannotStartError):
             raise UsageError(str(error)) from error
         raise UsageError(
-            f"{address} cannot be reached: {error.strerror or error}; check the master's address"
+            f"{address} cannot be reached: {error.strerror or error}; check --master, or --rdzv-endpoint"
         ) from error
     spec = WorkerSpec(
         role=torch_config.role,
