@@ -8,6 +8,7 @@ script never writes into ours, because the next epoch has another directory (`sa
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -390,7 +391,7 @@ class Adopter:
         except (Changed, FileNotFoundError):
             raise
         except OSError as error:
-            self._complain(piece.newest.unit.path, str(error))
+            self._complain(piece.newest.unit.path, _problem(error))
             return False
         except (ValueError, CheckpointDamaged) as error:
             self._complain(piece.newest.unit.path, str(error))
@@ -454,6 +455,13 @@ class Adopter:
         if problem not in self._said:
             self._said.add(problem)
             self._deliver(ev.ManifestRead(printable(path), None, problem))
+
+
+def _problem(error: OSError) -> str:
+    """Why a copy cannot be written, and what helps."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return str(error)
+    return f"{error.strerror}: the run's copy of it takes as much room again; make room, then it is taken"
 
 
 def _size(path: Path) -> int:

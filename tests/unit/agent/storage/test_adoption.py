@@ -161,7 +161,7 @@ def test_what_cannot_be_sealed_is_said_once_and_tried_again(tmp_path: Path, monk
     states(tmp_path / "e1" / "global_step10", *ZERO_1)
     problem, event = heard.get(timeout=20), heard.get(timeout=20)
     assert isinstance(problem, ev.ManifestRead)
-    assert "No space left" in problem.message
+    assert "No space left on device: the run's copy of it takes as much room again; make room" in problem.message
     assert isinstance(event, ev.WorkerSaid)
     taken.close()
 
