@@ -422,6 +422,7 @@ def settle(decision: Decision) -> None:
     register_when_due(decision)
     keeping.check(decision)
     ranks.check_stopping(decision)
+    ranks.tell_failure(decision)
     if decision.state.ended:
         return  # a fenced leaver that waited only for its workers
     prepare_join(decision)

@@ -12,6 +12,8 @@ from .worker_checks import MOST
 
 # The most manifests read at the same time: one follows the other, unless the disk is very slow.
 MOST_READING = 64
+# Seconds that the master has to answer the report of a failure, before this node tells people of it.
+TOLD_AFTER_SECONDS = 5.0
 
 
 def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
@@ -270,7 +272,8 @@ def whose(decision: Decision, event: ev.WorkerExited) -> control_pb2.FailureKind
 def report_failure(
     decision: Decision, text: str, code: int, kind: control_pb2.FailureKind.ValueType = control_pb2.FAILURE_KIND_WORKER
 ) -> None:
-    """Tells the master why the ranks of this node ended."""
+    """Tells the master why the ranks of this node ended. It tells people; without an answer of it this node does."""
+    decision.state.epoch.untold_failure = text, decision.now + TOLD_AFTER_SECONDS
     decision.call(
         "ReportFailure",
         control_pb2.FailureRequest(
@@ -281,6 +284,19 @@ def report_failure(
             step=decision.state.epoch.step,
         ),
     )
+
+
+def tell_failure(decision: Decision) -> None:
+    """Says why the ranks failed, if the master, which would say so on all consoles, does not answer."""
+    epoch = decision.state.epoch
+    if epoch.untold_failure is None:
+        return
+    text, due = epoch.untold_failure
+    if decision.now < due:
+        decision.wake_at(due)
+        return
+    epoch.untold_failure = None
+    decision.do(ev.Say(f"{text}; the master, which decides how to go on, does not answer and is waited for", True))
 
 
 def start_failed(decision: Decision, event: ev.StartFailed) -> None:
