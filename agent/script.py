@@ -26,7 +26,9 @@ __all__ = [
     "check_script",
     "expects_session",
     "knows_us",
+    "module_file",
     "modules_of",
+    "reaches_session",
     "reads_resume_point",
     "refuses_flag",
     "runs_ahead",
@@ -78,6 +80,8 @@ _LATER = {
     "swift": ("swift.pipelines.train.sft?", "swift.trainers.seq2seq_trainer?", "dalsegno.swift_plugin.swift_hooks?"),
 }
 _IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w.]+)", re.MULTILINE)
+# Most files of one's own that are read for what a script imports.
+_MOST_FILES = 100
 # Characters of a script that are read to guess what it imports.
 _MAX_TEXT = 1 << 20
 
@@ -188,6 +192,28 @@ def expects_session(script: Script) -> bool:
         name == "dalsegno" or name.startswith(tuple(f"{one}." for one in packages)) or name in packages
         for name in _named_by(script.source)
     )
+
+
+def reaches_session(file: Path) -> bool:
+    """Whether a script, or a module of one's own that it imports from beside it, names our library."""
+    seen, left = {file}, [file]
+    while left and len(seen) <= _MOST_FILES:
+        one = left.pop()
+        if expects_session(Script(sys.executable, ("-u", str(one)))):
+            return True
+        parts = [name.split(".") for name in _named_by(one)]
+        beside = {file.parent.joinpath(*path) for path in parts} | {one.parent.joinpath(*path) for path in parts}
+        near = {path for base in beside for path in (base.with_suffix(".py"), base / "__init__.py")} - seen
+        found = [path for path in sorted(near) if path.is_file()]
+        seen.update(found)
+        left += found
+    return False
+
+
+def module_file(name: str) -> Path | None:
+    """The file of a module that `-m` runs from the working directory; None: it is not below that. Imports nothing."""
+    base = Path(*name.split("."))
+    return next((path for path in (base.with_suffix(".py"), base / "__main__.py") if path.is_file()), None)
 
 
 def uses_dlrover(script: Script) -> bool:

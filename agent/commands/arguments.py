@@ -17,7 +17,7 @@ from dalsegno.protos.options import Parser, UsageError, job_id, nnodes, seconds
 from dalsegno.protos.text import name_problem
 
 from ..processes.signals import signals_of
-from ..storage.macros import SAVE_DIR, has_macros, macros_of
+from ..storage.macros import SAVE_DIR, has_macros, macros_of, misspelt
 from ..storage.naming import is_pattern
 from .endpoint import meeting_point
 
@@ -437,7 +437,12 @@ def ignored(options: argparse.Namespace) -> list[str]:
     if given and not (options.master or options.meet):
         lines.append(f"{', '.join(given)} without --master: no effect, the embedded master has a token of its own")
     if options.rdzv_backend not in ("dalsegno", "static", "c10d"):
-        lines.append(f"--rdzv-backend={options.rdzv_backend} has no effect: dlrover-run has a rendezvous of its own")
+        line = f"--rdzv-backend={options.rdzv_backend} has no effect: dlrover-run has a rendezvous of its own"
+        if options.rdzv_endpoint and options.master:
+            line += f", and takes {options.master} for a dlrover-master; with c10d the node with that address hosts one"
+        lines.append(line)
+    for word, meant in misspelt(options.training_script_args):
+        lines.append(f"{word} is handed to the script as it is: only '{meant}' stands for a directory")
     return lines
 
 

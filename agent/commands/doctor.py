@@ -3,7 +3,8 @@
 Without a script it also removes memory checkpoints that agents left behind.
 
 The script runs as it would, by itself or under torchrun, up to its first step, where its session writes down what it
-found (`dalsegno.elastic.training.findings`) and ends it. Nothing is saved, and no checkpoint is touched.
+found (`dalsegno.elastic.training.findings`) and ends it. Nothing is saved, and no checkpoint is touched. A script that
+does not look as if it had a session would train, and save; so it is not run, unless a person says for how long.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint.errors import printable
@@ -28,7 +30,8 @@ from ..dlrover import scripts
 from ..memory.place import NoMemoryError, remove_leftovers, root_of_user
 from ..processes.lifeline import Lifeline
 from ..processes.proc import adopt_orphans, end_descendants, kill_group
-from ..script import text_of
+from ..script import module_file, reaches_session, text_of
+from ..storage.macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand
 
 __all__ = ["PARTS", "add_arguments", "doctor"]
 
@@ -44,19 +47,20 @@ PARTS = {
 }
 # Seconds that a script has to end after it was told to.
 _END_WITHIN_SECONDS = 10.0
+# Seconds that one with a session has to its first step.
+_TIMEOUT_SECONDS = 600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument(
-        "--nproc-per-node", type=int, default=1, metavar="N", help="ranks of the script, under torchrun (default: 1)"
+        "--nproc-per-node", type=int, metavar="N", help="ranks of the script, under torchrun (default: it alone)"
     )
     parser.add_argument(
         "--timeout",
         type=float,
-        default=600.0,
         metavar="S",
-        help="seconds that the script may take to its first step (default: 600)",
+        help=f"seconds to the script's first step (default: {_TIMEOUT_SECONDS:.0f}; without a session it is not run)",
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument(
@@ -76,7 +80,8 @@ def doctor(options: argparse.Namespace) -> int:
         return _installation()
     if not options.module and not Path(options.script).is_file():
         raise ValueError(f"the script {options.script} does not exist (working directory: {os.getcwd()})")
-    if options.nproc_per_node < 1 or not options.timeout > 0:
+    ranks, timeout = (1 if value is None else value for value in (options.nproc_per_node, options.timeout))
+    if ranks < 1 or not timeout > 0:
         raise ValueError("--nproc-per-node is at least 1, and --timeout more than 0")
     if options.dlrover:
         if options.module:
@@ -148,18 +153,33 @@ def _dlrover(script: str) -> int:
 
 
 def _examine(options: argparse.Namespace) -> int:
+    timeout = _TIMEOUT_SECONDS if options.timeout is None else options.timeout
+    file = module_file(options.script) if options.module else Path(options.script)
+    if options.timeout is None and file is not None and not reaches_session(file):
+        print(
+            f"{options.script} was not run: nothing in it names dalsegno.elastic, so it would train and save here, to "
+            "its end; --timeout=S runs it for S seconds"
+        )
+        print(
+            "dlrover-run starts such a script again at each change, like torchrun; let it save below '${save_dir}', "
+            "and what it saves is the run's (docs/scripts.md)"
+        )
+        return EXIT_FAILED
     with tempfile.TemporaryDirectory(prefix="dalsegno-doctor-") as directory:
         found = Path(directory) / "findings"
-        code = _run(_command(options), {**os.environ, Variable.DOCTOR: str(found)}, options.timeout)
+        values = {SAVE_DIR: str(Path(directory) / "saved"), RESUME_DIR: None, RESUME_PATH: None}
+        command = _command(options, expand(options.arguments, values))
+        code = _run(command, {**os.environ, Variable.DOCTOR: str(found)}, timeout)
         lines = found.read_text(encoding="utf-8").splitlines() if found.is_file() else []
     for line in lines:
         print(printable(line))
     if lines and code == 0:
         return EXIT_FINISHED
     if code is None:
-        print(f"{options.script} made no step within {options.timeout:.0f} s (--timeout): it was ended")
+        print(f"{options.script} made no step within {timeout:.0f} s (--timeout): it was ended")
     elif code:
-        print(f"{options.script} failed before its first step, with exit code {code}: its own lines say why")
+        alone = "" if options.nproc_per_node else "; if it lacks RANK, it needs torchrun: --nproc-per-node=1"
+        print(f"{options.script} failed before its first step, with exit code {code}: its own lines say why{alone}")
     else:
         print(
             f"{options.script} ended without session().steps(): dlrover-run starts such a script again at each change, "
@@ -168,11 +188,11 @@ def _examine(options: argparse.Namespace) -> int:
     return EXIT_FAILED
 
 
-def _command(options: argparse.Namespace) -> list[str]:
+def _command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
     ranks = options.nproc_per_node
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
     module = ["-m"] if options.module else []
-    return [sys.executable, *torchrun, *module, options.script, *options.arguments]
+    return [sys.executable, *torchrun, *module, options.script, *arguments]
 
 
 def _run(command: list[str], environment: dict[str, str], timeout: float) -> int | None:

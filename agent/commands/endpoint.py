@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import socket
+import time
 
 from dalsegno.protos.addresses import host_and_port
 from dalsegno.protos.options import UsageError
 
-__all__ = ["answers", "local_address", "meeting_point", "split"]
+__all__ = ["answers", "local_address", "meeting_point", "split", "wait_for_name"]
 
 # torchrun's own defaults, of --rdzv-backend=c10d and of --master-addr.
 _C10D_PORT, _STATIC_PORT = 29400, 29500
@@ -63,6 +64,27 @@ def local_address(host: str) -> str:
                 trial.bind((address[0], 0, *address[2:]))
                 return str(address[0])
     return ""
+
+
+def wait_for_name(address: str, seconds: float) -> None:
+    """Returns once the host of HOST:PORT has an address: a name may come with the node that it belongs to.
+
+    Raises:
+        UsageError: it has none after so many seconds.
+    """
+    host, _ = host_and_port(address)
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return
+        except OSError as error:
+            if time.monotonic() >= until:
+                raise UsageError(
+                    f"{host} has no address ({error.strerror or error}), for {seconds:g} s (--connect-timeout): check "
+                    "--rdzv-endpoint or --master-addr"
+                ) from error
+        time.sleep(min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))  # why: nobody tells when a name appears
 
 
 def answers(address: str, seconds: float = _LOOK_SECONDS) -> bool:

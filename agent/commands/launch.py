@@ -40,7 +40,7 @@ from ..shell.rendezvous import NamedRendezvous
 from ..storage.job_directory import JobDirectory, StorageError
 from ..storage.macros import SAVE_DIR, macros_of
 from ..workers.last_words import without_file
-from .endpoint import answers, local_address
+from .endpoint import answers, local_address, wait_for_name
 
 __all__ = ["launch"]
 
@@ -196,6 +196,8 @@ def _agent_config(
         memory_budget_bytes=options.memory_budget,
         memory_bytes_per_second=options.memory_bandwidth,
         dlrover=options.dlrover or uses_dlrover(script),
+        # A job that has its name from us is presented before, as one may be looking for it.
+        announcement="" if getattr(options, "job_id_is_default", False) else f"job {options.job_id}; logs in {log_dir}",
     )
 
 
@@ -223,7 +225,7 @@ def _connect(
     if options.meet:
         host, port = host_and_port(options.meet)
         if not (own := local_address(host)):
-            return _hosted_elsewhere(options.meet, directory, console)
+            return _hosted_elsewhere(options.meet, directory, console, options.connect_timeout)
         listen = (own, port)
     embedded = EmbeddedMaster(
         directory.private,
@@ -241,10 +243,18 @@ def _connect(
     return _Source((), embedded.credentials, embedded)
 
 
-def _hosted_elsewhere(address: str, directory: JobDirectory, console: Console) -> _Source:
-    """The master that another node hosts; the job's token comes with the checkpoint directory that all nodes see."""
+def _hosted_elsewhere(address: str, directory: JobDirectory, console: Console, patience: float) -> _Source:
+    """The master that another node hosts; the job's token comes with the checkpoint directory that all nodes see.
+
+    Raises:
+        UsageError: the other node has no address within `patience` seconds.
+    """
     if not answers(address):
-        console.say(f"waiting for the master at {address}: the node with that address hosts it")
+        console.say(
+            f"waiting for the master at {address}: the node with that address hosts it; at most {patience:g} s "
+            "(--connect-timeout)"
+        )
+        wait_for_name(address, patience)
     return _Source((address,), lambda: Credentials(read_token(directory.private)))
 
 
@@ -272,7 +282,9 @@ def _run(
         lifeline.close()
         if isinstance(error, CannotStartError):
             raise UsageError(str(error)) from error
-        raise UsageError(f"{address} cannot be reached: {error.strerror or error}; check --master") from error
+        raise UsageError(
+            f"{address} cannot be reached: {error.strerror or error}; check --master, or --rdzv-endpoint"
+        ) from error
     spec = WorkerSpec(
         role=torch_config.role,
         local_world_size=config.nproc,

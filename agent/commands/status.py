@@ -145,7 +145,7 @@ def scale_lines(reply: control_pb2.ScaleReply) -> list[str]:
     if reply.nodes > reply.limit:
         return [
             f"at most {counted(reply.limit, 'node')} from now on; {reply.nodes} save at the next step boundary, and"
-            " some stand by"
+            " some stand by; without a session all workers restart, from the last checkpoint"
         ]
     return [f"at most {counted(reply.limit, 'node')} from now on; the world has {reply.nodes}"]
 

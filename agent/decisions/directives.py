@@ -15,6 +15,7 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
     state = decision.state
     if directive.generation < state.generation or state.fenced or state.door.registering:
         return
+    state.epoch.untold_failure = None
     state.generation = directive.generation
     state.phase, state.open_epoch = directive.phase, directive.epoch
     state.run_id = directive.run_id or state.run_id

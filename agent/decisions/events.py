@@ -118,6 +118,14 @@ class StepsCounted:
 
 
 @dataclass(frozen=True)
+class EndedWell:
+    """A rank of this epoch has ended with exit code 0. Comes before its exit, which waits for its last save."""
+
+    epoch: int
+    rank: int
+
+
+@dataclass(frozen=True)
 class WorkersStopped:
     """All processes of this epoch's workers are gone after `StopWorkers`.
 
@@ -272,6 +280,7 @@ Event = (
     | WorkerSaid
     | WorkerExited
     | StepsCounted
+    | EndedWell
     | WorkersStopped
     | FlashSaved
     | StartFailed

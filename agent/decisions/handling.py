@@ -73,8 +73,8 @@ def take(decision: Decision, event: ev.Event) -> None:
             ranks.worker_said(decision, event)
         case ev.WorkerExited():
             ranks.worker_exited(decision, event)
-        case ev.StepsCounted():
-            ranks.steps_counted(decision, event)
+        case ev.StepsCounted() | ev.EndedWell():
+            ranks.rank_ends(decision, event)
         case ev.WorkersStopped():
             ranks.workers_stopped(decision, event.epoch)
             flash.stopped(decision, event)
@@ -422,6 +422,7 @@ def settle(decision: Decision) -> None:
     register_when_due(decision)
     keeping.check(decision)
     ranks.check_stopping(decision)
+    ranks.tell_failure(decision)
     if decision.state.ended:
         return  # a fenced leaver that waited only for its workers
     prepare_join(decision)

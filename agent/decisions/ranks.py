@@ -12,6 +12,8 @@ from .worker_checks import MOST
 
 # The most manifests read at the same time: one follows the other, unless the disk is very slow.
 MOST_READING = 64
+# Seconds that the master has to answer the report of a failure, before this node tells people of it.
+TOLD_AFTER_SECONDS = 5.0
 
 
 def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
@@ -98,6 +100,28 @@ def progress(decision: Decision, rank: int, progress: worker_pb2.Progress) -> No
     if progress.beats > epoch.beats.get(rank, 0):
         epoch.beats = {**epoch.beats, rank: progress.beats}
     decision.report_progress()
+
+
+def rank_ends(decision: Decision, event: ev.StepsCounted | ev.EndedWell) -> None:
+    """A process has ended, of which the exit is not reported yet."""
+    if isinstance(event, ev.StepsCounted):
+        steps_counted(decision, event)
+    else:
+        ended_well(decision, event)
+
+
+def ended_well(decision: Decision, event: ev.EndedWell) -> None:
+    """Tells the master that nothing is left to train here: a script without a session says so only by its end.
+
+    Otherwise the commit of its last save would let newcomers in, and all would start again.
+    """
+    state, epoch = decision.state, decision.state.epoch
+    if event.epoch != state.started or state.workers is not Workers.RUNNING or epoch.has_session:
+        return
+    epoch.ended_well = epoch.ended_well | {event.rank}
+    if len(epoch.ended_well) == state.settings.nproc:
+        epoch.finished_ranks = epoch.ended_well
+        decision.report_progress()
 
 
 def steps_counted(decision: Decision, event: ev.StepsCounted) -> None:
@@ -248,7 +272,8 @@ def whose(decision: Decision, event: ev.WorkerExited) -> control_pb2.FailureKind
 def report_failure(
     decision: Decision, text: str, code: int, kind: control_pb2.FailureKind.ValueType = control_pb2.FAILURE_KIND_WORKER
 ) -> None:
-    """Tells the master why the ranks of this node ended."""
+    """Tells the master why the ranks of this node ended. It tells people; without an answer of it this node does."""
+    decision.state.epoch.untold_failure = text, decision.now + TOLD_AFTER_SECONDS
     decision.call(
         "ReportFailure",
         control_pb2.FailureRequest(
@@ -259,6 +284,19 @@ def report_failure(
             step=decision.state.epoch.step,
         ),
     )
+
+
+def tell_failure(decision: Decision) -> None:
+    """Says why the ranks failed, if the master, which would say so on all consoles, does not answer."""
+    epoch = decision.state.epoch
+    if epoch.untold_failure is None:
+        return
+    text, due = epoch.untold_failure
+    if decision.now < due:
+        decision.wake_at(due)
+        return
+    epoch.untold_failure = None
+    decision.do(ev.Say(f"{text}; the master, which decides how to go on, does not answer and is waited for", True))
 
 
 def start_failed(decision: Decision, event: ev.StartFailed) -> None:

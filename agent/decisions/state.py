@@ -200,6 +200,10 @@ class Epoch:
     exits: tuple[tuple[int, int], ...] = ()
     drained_ranks: frozenset[int] = frozenset()
     finished_ranks: frozenset[int] = frozenset()
+    # Why they failed, and when people are told here, if the master has not answered by then.
+    untold_failure: tuple[str, float] | None = None
+    # Those that have ended with exit code 0, whose exits may be reported only later.
+    ended_well: frozenset[int] = frozenset()
     drained: control_pb2.CheckpointRef | None = None
     # That is in memory. Until when its part is waited for before the drain is reported.
     drained_in_memory: bool = False

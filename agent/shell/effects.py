@@ -214,6 +214,8 @@ class Effects:
         if problem := problem_of_reply(reply):
             self._mailbox.put(ev.Refused("NONSENSE", f"what answers as the master makes no sense: {problem}; {_CHECK}"))
             return
+        if not self._incarnation and self._config.announcement:
+            self.say(self._config.announcement, False)
         self._incarnation = incarnation
         self.run_id = reply.run_id or self.run_id
         if reply.HasField("settings"):

@@ -383,6 +383,7 @@ class ElasticAgent(LocalElasticAgent):
     def _exited(self, epoch: int, start: int, first_rank: int) -> Callable[[int, int, str], None]:
         def exited(rank: int, code: int, message: str) -> None:
             if code == 0:
+                self._mailbox.put(ev.EndedWell(epoch, first_rank + rank))
                 self._beside.settle()
                 self._adoption.settle()
             if (step := self._link.last_step(epoch, first_rank + rank)) is not None:
@@ -454,6 +455,7 @@ class ElasticAgent(LocalElasticAgent):
         def stop() -> None:
             nonlocal stopped
             try:
+                self._adoption.interrupt()
                 if order.save:
                     self._beside.freeze()
                 if context is not None:
@@ -462,6 +464,7 @@ class ElasticAgent(LocalElasticAgent):
                     stopped = self._beside.stopped(epoch)
                 if stopped.flash_step:
                     self._adoption.settle(self._beside.save_timeout)
+                self._adoption.stopped(self._effects.settings.join_timeout)
             except Exception:
                 logger.exception("the workers of epoch %d were not stopped in order", epoch)
             finally:

@@ -8,6 +8,7 @@ script never writes into ours, because the next epoch has another directory (`sa
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -40,6 +41,7 @@ from .foreign import COUNTED, NOTE_BYTES, Found, Unit, shown, survey
 from .layouts import Complete, FileState, complete, number_of_file, state_of
 from .naming import is_log
 from .slices import Behind, Slice, choose, names_it
+from .slots import Slots
 
 __all__ = ["Adopter", "Before", "Origin", "adopt", "save_directory"]
 
@@ -221,6 +223,7 @@ class Adopter:
         self._known: dict[str, FileState] = dict(before.files) if before is not None else {}
         self._resumed = dict(before.saved_as.numbers) if before is not None else {}
         self._numbers: dict[str, int | None] = {}
+        self._slots = Slots(self._root, origin.world_size, self._resumed, self._known.values())
         # What was complete at the last look, and since when nothing of it changes; the same of what was incomplete.
         self._seen: tuple[tuple[FileState, ...], float] = ((), 0.0)
         self._lacks: dict[str, tuple[object, float]] = {}
@@ -234,8 +237,8 @@ class Adopter:
         self._calm = True
         # Seconds that the last look took, without copying.
         self._took = 0.0
-        self._closing = False
-        self._asked = self._answered = 0
+        self._closing = self._interrupted = False
+        self._asked = self._answered = self._trusting = 0
         self._news = threading.Condition()
         threading.Thread(target=self._run, name="adoption", daemon=True).start()
 
@@ -245,20 +248,32 @@ class Adopter:
             self._closing = True
             self._news.notify_all()
 
-    def settle(self, timeout: float) -> None:
-        """Waits until everything complete has been adopted, or cannot be; at most `timeout` seconds."""
+    def interrupt(self) -> None:
+        """The workers are stopped. From now on stillness does not prove that a file was written to its end."""
+        self._interrupted = True
+
+    def settle(self, timeout: float, *, ended_well: bool = True) -> None:
+        """Waits until everything complete has been adopted, or cannot be; at most `timeout` seconds.
+
+        Args:
+            ended_well: a worker has ended by itself, with all that it saved; interrupted workers may have been saving.
+        """
         with self._news:
             self._asked += 1
+            self._trusting += ended_well
             mine = self._asked
             self._news.notify_all()
             self._news.wait_for(lambda: self._closing or self._answered >= mine, timeout)
+            self._trusting -= ended_well
 
     def _run(self) -> None:
         pause, asked = LOOK_EVERY_SECONDS, 0
         while True:
-            asked = self._wait(pause, asked)
+            before, asked = asked, self._wait(pause, asked)
             if self._closing:
                 return
+            if asked > before:
+                self._since = None  # who waits now has not waited before
             calm = self._look()
             if not (calm and self._undecided):
                 with self._news:
@@ -284,7 +299,8 @@ class Adopter:
         began = time.monotonic()
         try:
             found = survey(self._root, self._pattern)
-            units = [one for members in found.series() if (one := self._newest(members)) is not None]
+            series = map(self._slots.arrange, found.series())
+            units = [one for members in series if (one := self._newest(members)) is not None]
             self._tell_of_others(found)
             self._took = time.monotonic() - began
             return self._consider(units, found) and self._calm
@@ -346,6 +362,8 @@ class Adopter:
         if piece is None:
             self._since = None
             return True
+        if self._interrupted and not self._trusting and not all(one.sure for one in piece.changed):
+            return True
         now = time.monotonic()
         before, since = self._seen
         if before != piece.files:
@@ -373,7 +391,7 @@ class Adopter:
         except (Changed, FileNotFoundError):
             raise
         except OSError as error:
-            self._complain(piece.newest.unit.path, str(error))
+            self._complain(piece.newest.unit.path, _problem(error))
             return False
         except (ValueError, CheckpointDamaged) as error:
             self._complain(piece.newest.unit.path, str(error))
@@ -381,6 +399,7 @@ class Adopter:
         logger.info("%s was saved by the script as %s", manifest.name, printable(piece.newest.unit.path))
         self._step = manifest.step
         self._known = {file.name: file for file in piece.files}
+        self._slots.took(piece.files)
         changed = {one.unit.series for one in piece.changed}
         self._numbers |= {series: number for series, number in piece.numbers if series in changed}
         self._before = Before(self._run_dir / manifest.name, self._known, saved_as)
@@ -436,6 +455,13 @@ class Adopter:
         if problem not in self._said:
             self._said.add(problem)
             self._deliver(ev.ManifestRead(printable(path), None, problem))
+
+
+def _problem(error: OSError) -> str:
+    """Why a copy cannot be written, and what helps."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return str(error)
+    return f"{error.strerror}: the run's copy of it takes as much room again; make room, then it is taken"
 
 
 def _size(path: Path) -> int:

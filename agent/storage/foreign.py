@@ -63,6 +63,7 @@ class Unit:
         layout: one of this module's names.
         number: the number in its name that says how far the training was.
         names: of `FILES`, the files, relative to the script's directory.
+        together: of `FILES`, each rank saved one of them.
     """
 
     path: str
@@ -70,6 +71,7 @@ class Unit:
     layout: str
     number: int | None = None
     names: tuple[str, ...] = ()
+    together: bool = False
 
 
 @dataclass

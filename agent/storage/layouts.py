@@ -20,7 +20,7 @@ from .foreign import ACCELERATE, COUNTED, DEEPSPEED, DISTCP, FILES, NOTE_BYTES, 
 from .headers import is_archive, number_in, was_ended
 from .naming import ranks_of
 
-__all__ = ["Complete", "FileState", "complete", "number_of_file", "state_of"]
+__all__ = ["Complete", "FileState", "complete", "is_torn", "number_of_file", "state_of"]
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_00_optim_states\.pt")
 _MODEL_OF_RANK = re.compile(r"zero_pp_rank_([0-9]{1,9})_mp_rank_00_model_states\.pt")
@@ -241,7 +241,10 @@ def _of_files(root: Path, unit: Unit, world_size: int) -> Complete | str:
         return torn
     # A file alone that has an end is complete, and so is one that counts steps itself; of others one may be to come.
     ended = all(_ended(root / name) is True for name in unit.names)
-    sure = ended and (len(unit.names) == 1 or all(number_of_file(root / name) is not None for name in unit.names))
+    numbers = {None} if len(unit.names) == 1 and not unit.together else {number_of_file(root / n) for n in unit.names}
+    if unit.together and len(numbers) > 1:
+        return "its files are of different steps"
+    sure = ended and (len(unit.names) == 1 or None not in numbers)
     ranks = ranks_of(unit.names)
     if ranks and ranks != set(range(world_size)):
         sure = False
@@ -256,6 +259,11 @@ def _torn(path: Path, names: Iterable[str]) -> str:
         if _ended(path / name) is False:
             return f"{printable(name)} is not written to its end"
     return ""
+
+
+def is_torn(path: Path) -> bool:
+    """Whether a file shows that it is not written to its end."""
+    return _ended(path) is False
 
 
 def _ended(path: Path) -> bool | None:
@@ -275,7 +283,7 @@ def number_of_file(path: Path) -> int | None:
     return _number_in(path, stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _number_in(path: Path, *state: int) -> int | None:
     return number_in(path)
 

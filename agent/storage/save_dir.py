@@ -36,6 +36,9 @@ _LOOK_SECONDS = 0.1
 _PATIENCE_SECONDS = 600.0
 # Seconds that the end of a worker waits for its last save to be adopted.
 SETTLE_WITHIN_SECONDS = 600.0
+# The same after workers were stopped: a part of --join-timeout, as this node joins behind it, and at most so many
+# seconds. (The decisions give up what takes 45 s more than the workers' own notice.)
+_PART_OF_JOINING, _MOST_SECONDS = 0.5, 30.0
 
 
 def prepare(run_dir: Path, world: control_pb2.World, saved_as: SavedAs | None = None) -> Path:
@@ -223,6 +226,16 @@ class Adoption:
         adopter = self._adopter
         if adopter is not None:
             adopter.settle(timeout)
+
+    def interrupt(self) -> None:
+        """Called when workers are about to be stopped. From any thread."""
+        if (adopter := self._adopter) is not None:
+            adopter.interrupt()
+
+    def stopped(self, join_timeout: float) -> None:
+        """Called when workers were stopped, or failed: adopts what they had saved by then. From any thread."""
+        if (adopter := self._adopter) is not None:
+            adopter.settle(min(_PART_OF_JOINING * join_timeout, _MOST_SECONDS), ended_well=False)
 
     def close(self) -> None:
         """Called when the epoch is over."""

@@ -42,6 +42,7 @@ def count(turn: Turn) -> bool:
         Phase.FAILED,
         f"{failure.node}: {failure.message}; {budget.failures} failures without progress (--max-restarts "
         f"{job.settings.max_restarts})",
+        notice=False,
     )
     return True
 

@@ -35,7 +35,7 @@ def forming(turn: Turn) -> bool:
         refusals.put_aside(turn)
     pending = job.run.budget.pending
     if job.world is not None and pending is not None and hopeless(turn):
-        end(turn, Phase.FAILED, f"{pending.node}: {pending.message}")
+        end(turn, Phase.FAILED, f"{pending.node}: {pending.message}", notice=False)
         return True
     announcements.unexplained(turn, now=False)
     agree_on_directory(turn)

@@ -124,7 +124,9 @@ def end_of_epoch(turn: Turn) -> bool:
             end_refused(turn)
         elif hopeless(turn):
             failure = job.run.budget.pending
-            end(turn, Phase.FAILED, f"{failure.node}: {failure.message}" if failure else "every node failed at once")
+            # Each agent's last line says so, too.
+            text = f"{failure.node}: {failure.message}" if failure else "every node failed at once"
+            end(turn, Phase.FAILED, text, notice=False)
         else:
             unplanned(turn)
         return True

@@ -9,6 +9,7 @@ import pytest
 from dalsegno.elastic.checkpoint import inventory
 from tests.support.jobs.cluster import Cluster, Training, Undisturbed
 from tests.support.jobs.faults import held_placings, run_directory
+from tests.support.jobs.shell import Shell
 
 from .test_membership import Clusters
 
@@ -116,3 +117,24 @@ def test_deepspeeds_own_error_says_what_helps(clusters: Clusters) -> None:
         lambda: [text for text in node.said() if line in text] if node.alive else ["ended"], "what helps", seconds=120
     )
     assert "or start with --deepspeed-load-universal" in said[0], node.text()
+
+
+FAILS_AFTER_SAVES = """
+import os, pickle, sys
+path = f"{sys.argv[1]}/ckpt.pkl"
+step = pickle.load(open(path, "rb"))["step"] if os.path.exists(path) else 0
+with open("starts", "a") as file:
+    print(step, file=file)
+if step < 3:
+    with open(path, "wb") as file:
+        pickle.dump({"step": step + 1}, file)
+    os._exit(3)
+"""
+
+
+def test_a_script_that_fails_right_after_its_save(shell: Shell) -> None:
+    """Nobody had the time to look before it was gone: what it saved is taken all the same, and counts as progress."""
+    (shell.directory / "train.py").write_text(FAILS_AFTER_SAVES)
+    ended = shell.run("--max-restarts=1", "--job-id=job", "train.py", "${save_dir}")
+    assert ended.code == 0, ended.text
+    assert (shell.directory / "starts").read_text().split() == ["0", "1", "2", "3"], ended.text

@@ -82,21 +82,54 @@ def test_a_change_that_is_impossible_is_said_before_it_comes(tmp_path: Path) -> 
     assert "not saved: steps between two changes" in said
 
 
-def test_a_script_without_a_session(tmp_path: Path) -> None:
-    code, said = doctor(tmp_path, "train.py", "--lr=1", script="import sys; print(sys.argv[1:])")
+@pytest.mark.parametrize("arguments", [["train.py"], ["-m", "train"], ["--nproc-per-node=2", "train.py"]])
+def test_a_script_without_a_session_does_not_train(tmp_path: Path, arguments: list[str]) -> None:
+    """It would run to its end, and save over what is there."""
+    (tmp_path / "model.py").write_text("import torch\n")
+    code, said = doctor(tmp_path, *arguments, script="import model; open('ckpt.pt', 'w')")
     assert code == 1
-    assert "['--lr=1']" in said
+    assert "train.py was not run" in said or "train was not run" in said
+    assert "--timeout=S runs it" in said
+    assert not (tmp_path / "ckpt.pt").exists()
+
+
+def test_a_session_in_a_module_beside_the_script(tmp_path: Path) -> None:
+    """The script's own text does not name it."""
+    (tmp_path / "loop").mkdir()
+    (tmp_path / "loop" / "__init__.py").write_text("from .inner import run\n")
+    (tmp_path / "loop" / "inner.py").write_text("def run():\n    import dalsegno.elastic\n    print('run')\n")
+    code, said = doctor(tmp_path, "train.py", script="from loop import inner\n\ninner.run()")
+    assert code == 1
+    assert "run\n" in said
+
+
+def test_a_script_without_a_session_that_is_to_run(tmp_path: Path) -> None:
+    """For so long as a person says, with the macros' values, and nothing of it is kept."""
+    arguments = ["--timeout=60", "train.py", "--lr=1", "--out=${save_dir}", "--from", "${resume_dir}"]
+    code, said = doctor(tmp_path, *arguments, script="import sys; print(sys.argv[1:])")
+    assert code == 1
+    assert "${" not in said
+    assert "'--from'" not in said
     assert "train.py ended without session().steps()" in said
 
 
+def test_a_script_of_torchruns(tmp_path: Path) -> None:
+    """What it lacks is said, and one rank under torchrun has it."""
+    script = "import os; print('rank', os.environ['RANK'])"
+    code, said = doctor(tmp_path, "--timeout=60", "train.py", script=script)
+    assert code == 1
+    assert "if it lacks RANK, it needs torchrun: --nproc-per-node=1" in said
+    assert "rank 0" in doctor(tmp_path, "--timeout=60", "--nproc-per-node=1", "train.py", script=script)[1]
+
+
 def test_a_module(tmp_path: Path) -> None:
-    code, said = doctor(tmp_path, "-m", "train", "--lr=1", script="import sys; print(sys.argv[1:])")
+    code, said = doctor(tmp_path, "--timeout=60", "-m", "train", "--lr=1", script="import sys; print(sys.argv[1:])")
     assert code == 1
     assert "['--lr=1']" in said
 
 
 def test_a_script_that_fails(tmp_path: Path) -> None:
-    code, said = doctor(tmp_path, "train.py", script="raise ValueError('no data')")
+    code, said = doctor(tmp_path, "--timeout=60", "train.py", script="raise ValueError('no data')")
     assert code == 1
     assert "train.py failed before its first step, with exit code 1" in said
 
@@ -139,7 +172,7 @@ DAEMON = """
 @pytest.mark.parametrize("how", ["sys.exit(0)", "os.kill(os.getpid(), 9)", "if not os.fork(): time.sleep(1000)"])
 def test_nothing_of_a_script_is_left_however_it_went_away(tmp_path: Path, how: str) -> None:
     """Daemons in sessions of their own, whose parents have ended, also without our environment; the script itself."""
-    code, said = doctor(tmp_path, "train.py", script=DAEMON.replace("HOW", how))
+    code, said = doctor(tmp_path, "--timeout=100", "train.py", script=DAEMON.replace("HOW", how))
     assert code == 1
     numbers = [int(line) for line in said.splitlines() if line.isdigit()]
     assert len(numbers) >= 3
@@ -159,7 +192,9 @@ def test_nothing_is_left_where_the_doctor_is_killed(tmp_path: Path) -> None:
         time.sleep(1000)
     """
     (tmp_path / "train.py").write_text(textwrap.dedent(script))
-    process = subprocess.Popen([DALSEGNO, "doctor", "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [DALSEGNO, "doctor", "--timeout=100", "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     try:
         left = [os.pidfd_open(int(pid)) for pid in process.stdout.readline().split()]

@@ -10,7 +10,7 @@ import pytest
 
 from dalsegno.agent.commands import launch
 from dalsegno.agent.commands.arguments import ignored, parse
-from dalsegno.agent.commands.endpoint import answers, local_address, split
+from dalsegno.agent.commands.endpoint import answers, local_address, split, wait_for_name
 from dalsegno.agent.shell.console import Console
 from dalsegno.agent.storage.job_directory import JobDirectory
 from dalsegno.protos.options import UsageError
@@ -99,3 +99,35 @@ def test_credentials_mean_a_master_that_is_a_service(tmp_path: Path) -> None:
     source = launch._connect(options, "sesame-sesame-sesame-sesame", directory, Console(), tmp_path)
     assert source.embedded is None
     assert source.connector().token() == "sesame-sesame-sesame-sesame"
+
+
+def test_a_name_that_comes_with_its_node_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nodes start together, the name of one may be known later than another one looks for it."""
+    looks = 0
+
+    def late(host: str, *_: object, **__: object) -> list[object]:
+        nonlocal looks
+        looks += 1
+        if looks < 3:
+            raise socket.gaierror(-2, "Name or service not known")
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", late)
+    wait_for_name("node0:29500", 60)
+    assert looks == 3
+    looks = -10
+    with pytest.raises(UsageError, match=r"node0 has no address \(Name .*, for 0.1 s .*check --rdzv-endpoint"):
+        wait_for_name("node0:29500", 0.1)
+
+
+def test_a_backend_of_torchrun_that_has_no_effect_says_what_becomes_of_its_endpoint() -> None:
+    options = parse(["--rdzv-backend=etcd", "--rdzv-endpoint=e:2379", SCRIPT], {})
+    assert any("takes e:2379 for a dlrover-master" in line for line in ignored(options))
+
+
+@pytest.mark.parametrize("word", ["${save-dir}", "${SAVE_DIR}", "${savedir}", "${save_dirs}", "${save_dir:=x}"])
+def test_a_macro_that_is_misspelt_is_named(word: str) -> None:
+    """The script would save into a directory of that name, and nothing would be the run's."""
+    assert any(f"{word} is handed" in line and "'${save_dir}'" in line for line in ignored(parse([SCRIPT, word], {})))
+    for other in ("${save_dir}", "${resume_dir:+resume} ${save_dir}", "${hydra:run.dir}", "${oc.env:USER}"):
+        assert ignored(parse([SCRIPT, other], {})) == []

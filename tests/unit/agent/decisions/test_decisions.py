@@ -11,6 +11,7 @@ import pytest
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions import handling, leaving
 from dalsegno.agent.decisions.decision import STOP_PATIENCE_SECONDS
+from dalsegno.agent.decisions.ranks import TOLD_AFTER_SECONDS
 from dalsegno.agent.decisions.state import Epoch
 from dalsegno.protos import control_pb2, worker_pb2
 
@@ -394,6 +395,29 @@ def test_a_crash_is_reported_and_the_rest_is_killed() -> None:
     assert agent.calls("ReportFailure")[0].step == 7
     assert "signal 9" in agent.calls("ReportFailure")[0].message
     assert len(agent.did(ev.StopWorkers)) == 1
+
+
+@pytest.mark.parametrize("session", [False, True])
+def test_the_master_hears_of_an_end_before_the_last_save_is_taken(session: bool) -> None:
+    """Else a growth that waits for a commit would start the finished script again. A session says it itself."""
+    agent = Agent(nproc=2).registered().running(session=session)
+    agent.hear(ev.EndedWell(7, 0), ev.EndedWell(1, 0))
+    assert not any(report.training_ended for report in agent.calls("ReportProgress")), "another rank may train on"
+    agent.hear(ev.EndedWell(1, 1))
+    assert any(report.training_ended for report in agent.calls("ReportProgress")) is not session
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_failure_that_the_master_does_not_tell_is_told_here(answers: bool) -> None:
+    """Its disk may be full, as the script's is: nobody would know for half a minute why nothing goes on."""
+    agent = Agent().registered().running(session=False)
+    agent.hear(ev.WorkerExited(1, 0, 1, "OSError: no space"), ev.WorkersStopped(1))
+    if answers:
+        agent.directed(phase=control_pb2.PHASE_FORMING, epoch=1)
+    said = [action.text for action in agent.waits(TOLD_AFTER_SECONDS) if isinstance(action, ev.Say)]
+    assert [text for text in said if "OSError: no space; the master" in text] == said[:1]
+    assert bool(said) is not answers
+    assert not [action for action in agent.waits(60) if isinstance(action, ev.Say) and "no space" in action.text]
 
 
 def test_workers_that_cannot_start_are_a_failure() -> None:

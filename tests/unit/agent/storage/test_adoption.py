@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -160,7 +161,7 @@ def test_what_cannot_be_sealed_is_said_once_and_tried_again(tmp_path: Path, monk
     states(tmp_path / "e1" / "global_step10", *ZERO_1)
     problem, event = heard.get(timeout=20), heard.get(timeout=20)
     assert isinstance(problem, ev.ManifestRead)
-    assert "No space left" in problem.message
+    assert "No space left on device: the run's copy of it takes as much room again; make room" in problem.message
     assert isinstance(event, ev.WorkerSaid)
     taken.close()
 
@@ -333,6 +334,57 @@ def test_who_waits_does_not_make_it_be_taken_while_it_is_written(
     for _ in range(3):
         taken.settle(0.2)
     assert heard.empty()
+    taken.close()
+
+
+def test_what_was_saved_right_before_the_workers_were_stopped_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script saves and fails in the next moment, or saves because it was told to leave: its next start finds that."""
+    taken, heard = begun(tmp_path, monkeypatch, world(1))
+    monkeypatch.setattr(adoption, "LOOK_EVERY_SECONDS", 0.3)
+    taken.interrupt()
+    states(tmp_path / "e1", "ckpt.pt")
+    taken.stopped(40)
+    assert sealed_step(heard.get_nowait()) == 1
+    taken.close()
+
+
+def test_what_was_being_written_when_the_workers_were_stopped_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the format has no end, half a file is as still as a whole one, however long nobody writes the rest."""
+    taken, heard = begun(tmp_path, monkeypatch, world(1))
+    (tmp_path / "e1" / "vocabulary.raw").write_bytes(b"all of it")
+    sealed = heard.get(timeout=20)
+    assert sealed_step(sealed) == 1
+    taken.interrupt()
+    (tmp_path / "e1" / "model.raw").write_bytes(b"half of")
+    taken.stopped(40)
+    time.sleep(20 * adoption.LOOK_EVERY_SECONDS)
+    taken.stopped(40)
+    assert heard.empty()
+    (tmp_path / "e1" / "model.raw").unlink()
+    states(tmp_path / "e1", "ckpt_20.pt")
+    taken.stopped(40)
+    assert sealed_step(heard.get_nowait()) == 20, "of what is as it was, all is there"
+    taken.close()
+
+
+def test_the_last_save_is_taken_however_often_it_changed_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the script has ended well, what it saved is still, and its rest is waited for."""
+    taken, heard = begun(tmp_path, monkeypatch, world(1))
+    until = time.monotonic() + 60
+    while heard.empty() and time.monotonic() < until:
+        (tmp_path / "e1" / "model.raw").write_bytes(os.urandom(8))
+        time.sleep(adoption.LOOK_EVERY_SECONDS)
+    problem = heard.get_nowait()
+    assert isinstance(problem, ev.ManifestRead)
+    assert "changes all the time" in problem.message
+    taken.settle(20)
+    assert sealed_step(heard.get_nowait()) == 1
     taken.close()
 
 

@@ -761,6 +761,7 @@ def test_a_script_without_a_session_that_fails_at_its_start_is_tried_again() -> 
         job.wait(1.1)
     assert job.phase is Phase.FAILED
     assert "3 failures without progress" in job.job.message
+    assert job.job.message not in job.notices, "the agents' last line says it, and each failure had a line of its own"
     assert job.now - began < 5
 
 
