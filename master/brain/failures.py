@@ -79,10 +79,15 @@ def has_worked(turn: Turn, world: World) -> bool:
     job = turn.job
     if job.told.first_step or turn.open.top_step > world.resumed_step or job.checkpoints.last_step(world.epoch) >= 0:
         return True
-    if job.has_session or may_call_session(turn):
+    if hears_of_steps(turn):
         return False
     broken = {Part.FAILED, Part.LOST} & set(job.parts.values())
     return not broken or turn.heard - turn.open.opened >= shapes.LIVED_SECONDS
+
+
+def hears_of_steps(turn: Turn) -> bool:
+    """Whether a step of the last world would have been heard of: its script has a session, or was on its way to it."""
+    return turn.job.has_session or may_call_session(turn)
 
 
 def blames_shape(turn: Turn) -> bool:
@@ -111,9 +116,11 @@ def leave_shape(turn: Turn, ready: list[Node]) -> bool:
     world, pending = turn.job.world, turn.job.run.budget.pending
     if world is None or pending is None:
         return False
-    goes_on = shapes.give_up(turn, world, ready, counts(turn, ready), f"{pending.node}: {pending.message}")
+    message = f"{pending.node}: {pending.message}"
+    goes_on = shapes.give_up(turn, world, ready, counts(turn, ready), message, heard=hears_of_steps(turn))
     if goes_on:
-        turn.cause(f"back from {of_nodes(len(world.members))}")
+        again = {node.incarnation for node in goes_on} == set(world.by_incarnation)
+        turn.cause("tried once more" if again else f"back from {of_nodes(len(world.members))}")
         turn.update_run(budget=replace(turn.job.run.budget, pending=None, doubtful=()))
     return bool(goes_on)
 
