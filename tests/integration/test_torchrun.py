@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import queue
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import grpc
 import pytest
 
-from tests.support.jobs.master_process import MasterProcess, master_process
+from dalsegno.agent.storage.job_directory import JobDirectory
+from tests.support.jobs.master_process import Agent, MasterProcess, master_process, settings
 from tests.support.jobs.ports import free_port
 from tests.support.jobs.programs import Programs, Started, wait_for
 
@@ -54,13 +59,14 @@ class Torchrun:
     Args:
         programs: starts them.
         master: where they meet.
+        text: of the script.
     """
 
-    def __init__(self, programs: Programs, master: MasterProcess) -> None:
+    def __init__(self, programs: Programs, master: MasterProcess, text: str = TORCHRUN) -> None:
         self.out = programs.directory / "out"
         self.out.mkdir()
         script = programs.directory / "script.py"
-        script.write_text(TORCHRUN)
+        script.write_text(text)
         self._programs = programs
         self._command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=dalsegno", "--rdzv-id=job"]
         self._command += [f"--rdzv-endpoint={master.address}", "--nnodes=1:2", "--max-restarts=9"]
@@ -115,6 +121,120 @@ def test_plain_torchrun(programs: Programs, second: str) -> None:
     assert "Traceback" not in programs.log("late")
     text = programs.log("first")
     assert re.search(r"torchrun: .*worker failed", text), text
+
+
+class Ghost:
+    """A node that joins each world and never starts: nobody hears of it at the world's store, if that is its own."""
+
+    def __init__(self, programs: Programs, master: MasterProcess) -> None:
+        self._agent = Agent(master.address, "ghost")
+        directory = JobDirectory(programs.directory / "ck", "job")
+        directory.prepare()
+        self._agent.probe = directory.probe()
+        self._agent.register(settings(grow_wait=1.0))
+        self._stream = self._agent.watch(timeout=300)
+        self._over = threading.Event()
+        self.sizes: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=run) for run in (self._obey, self._beat)]
+        for thread in self._threads:
+            thread.start()
+
+    def vanish(self) -> None:
+        """As if it was killed."""
+        self._over.set()
+        self._stream.cancel()
+        for thread in self._threads:
+            thread.join()
+        self._agent.channel.close()
+
+    def _obey(self) -> None:
+        seen = 0
+        with contextlib.suppress(grpc.RpcError):
+            for directive in self._stream:
+                if directive.gather.round or directive.wait.round:
+                    self._agent.join(directive)
+                elif directive.WhichOneof("order") == "run" and directive.run.epoch > seen:
+                    seen = directive.run.epoch
+                    self.sizes.put(directive.run.nodes)
+
+    def _beat(self) -> None:
+        while not self._over.wait(1.0):
+            self._agent.heartbeat()
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_node_that_dies_before_its_world_starts_holds_up_nobody(programs: Programs, rank: int) -> None:
+    """torch's agent waits at the world's store, or for it: without an end if the other node is no more."""
+    log = programs.directory / "master.log"
+    with master_process(programs.directory / "job.sqlite", "--log-file", str(log)) as master:
+        nodes = Torchrun(programs, master)
+        if rank == 0:
+            ghost = Ghost(programs, master)
+            assert ghost.sizes.get(timeout=30) == 1
+        living = nodes.start("living")
+        if rank == 1:
+            nodes.wait_for_world(1, "the first did not train alone")
+            ghost = Ghost(programs, master)
+        try:
+            while ghost.sizes.get(timeout=60) != 2:
+                pass
+            wait_for(lambda: programs.log("living").count("Rendezvous'ing worker group") == 1 + rank, 30, "no world")
+            time.sleep(2)  # it stands at the store by now: there is no event to wait for
+        finally:
+            ghost.vanish()
+        before = nodes.ranks(1)
+        nodes.wait_for_world(1, "it waits for a node that is gone", known=before)
+        nodes.finish()
+        assert living.wait(60) == 0
+
+
+@pytest.mark.full
+def test_a_crash_while_another_node_has_finished(programs: Programs) -> None:
+    """torch's agent of that one waits for the others' end, and cannot start again: the others go on without it."""
+    script = """
+import os, sys, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+open(f"{sys.argv[1]}/rank-{size}-{rank}-{os.getpid()}", "w").close()
+dist.barrier()
+while rank == size - 1 and not os.path.exists(f"{sys.argv[1]}/crash-1"):
+    time.sleep(0.05)
+os._exit(3 if rank else 0)
+"""
+    log = programs.directory / "master.log"
+    with master_process(programs.directory / "job.sqlite", "--log-file", str(log)) as master:
+        nodes = Torchrun(programs, master, script)
+        running = [nodes.start("first"), nodes.start("second")]
+        text = lambda: programs.log("first") + programs.log("second")  # noqa: E731
+        wait_for(lambda: "Waiting 300 seconds for other agents to finish" in text(), 120, "none has finished")
+        nodes.crash(1)
+        began = time.monotonic()
+        assert [node.wait(120) for node in running] == [0, 0]
+        assert time.monotonic() - began < 60, "they waited for each other"
+    assert list(nodes.out.glob("rank-1-0-*"))
+    assert "the others start again without it" in text()
+    assert "exit barrier" not in text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_crash_while_the_master_is_away(programs: Programs, rank: int) -> None:
+    """What must be told is kept: when the master is back the world forms again."""
+    store, port = programs.directory / "job.sqlite", str(free_port())
+    arguments = ("--port", port, "--log-file", str(programs.directory / "master.log"))
+    with master_process(store, *arguments) as master:
+        nodes = Torchrun(programs, master)
+        running = [nodes.start("first"), nodes.start("second")]
+        met = nodes.wait_for_world(2, "the two did not meet")
+        master.kill()
+    nodes.crash(rank)
+    wait_for(lambda: not (nodes.out / f"crash-{rank}").exists(), 30, "it did not crash")
+    time.sleep(1)  # torch's agents notice it
+    with master_process(store, *arguments):
+        nodes.wait_for_world(2, "the world did not form again", known=met)
+        nodes.finish()
+        assert [node.wait(120) for node in running] == [0, 0]
 
 
 def test_torchrun_without_an_endpoint_says_so_in_one_line(programs: Programs) -> None:
