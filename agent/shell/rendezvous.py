@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 import threading
@@ -40,6 +41,8 @@ from .mailbox import Mailbox
 from .world_store import WorldStore, connect
 
 __all__ = ["NamedRendezvous", "Rendezvous", "create", "factory"]
+
+logger = logging.getLogger(__name__)
 
 # Seconds that the other nodes have to finish, and seconds for the last calls, when torch's agent ends.
 _LAST_WORD_SECONDS = 30.0
@@ -128,7 +131,7 @@ class Rendezvous(RendezvousHandler):
         connector = Connector(lambda: addresses, files.read, explain=mismatch)
         self._console = console = Console(name="torchrun")
         self._effects = Effects(config, directory, connector, addresses[0], self._lifeline, self._mailbox, console.say)
-        self._thread = threading.Thread(target=self._loop, name="dalsegno-rendezvous", daemon=True)
+        self._thread = threading.Thread(target=self._decide, name="dalsegno-rendezvous", daemon=True)
         self._thread.start()
 
     def get_backend(self) -> str:
@@ -241,6 +244,18 @@ class Rendezvous(RendezvousHandler):
         return f"{self._config.job_id}/{state.node or '-'}/{state.started}/{state.epoch.step}"
 
     # ---- the thread that decides ------------------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:  # whatever it is, torch's agent would go on deaf
+            logger.exception("the agent cannot go on")
+            what = f"the agent cannot go on ({error!r}): its log has more; the same command joins again"
+            self._console.say(what, True)
+            with self._changed:
+                self._ending = self._ending or ev.Exit(ev.EXIT_FAILED, what)
+                self._stop_wanted = True
+                self._changed.notify_all()
 
     def _loop(self) -> None:
         self._handle(ev.StandbyWarm())
