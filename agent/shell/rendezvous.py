@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from dalsegno.protos import control_pb2
-from dalsegno.protos.contract import GROW_SOON_SECONDS, JobSettings, Variable
+from dalsegno.protos.contract import COUNTED_BY_TORCHRUN, GROW_SOON_SECONDS, JobSettings, Variable
 
 from ..control.connection import Connector
 from ..control.credentials import CredentialFiles
@@ -319,8 +319,13 @@ def _create(params: RendezvousParameters) -> Rendezvous:
     named = {name: params.get(name) for name in ("token_file", "tls_ca", "tls_cert", "tls_key")}
     files = CredentialFiles.given(named, os.environ.get(Variable.TOKEN))
     files.check()
-    # Of what torchrun's workers save nothing is adopted.
-    chosen = JobSettings(min_nodes=params.min_nodes, max_nodes=params.max_nodes, grow_wait=GROW_SOON_SECONDS)
+    # Of what torchrun's workers save nothing is adopted. It tells its handler nothing of its --max-restarts.
+    chosen = JobSettings(
+        min_nodes=params.min_nodes,
+        max_nodes=params.max_nodes,
+        grow_wait=GROW_SOON_SECONDS,
+        max_restarts=COUNTED_BY_TORCHRUN,
+    )
     config = AgentConfig(
         job_id=params.run_id,
         nproc=params.get_as_int("nproc", 1) or 1,

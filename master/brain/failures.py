@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dalsegno.protos.contract import COUNTED_BY_TORCHRUN
+
 from . import running, shapes
 from .membership import counts, has_answered, may_call_session
 from .state import Budget, Checkpoint, Failure, Member, Node, Part, Phase, World
@@ -53,10 +55,10 @@ def put_off_restart(turn: Turn, failure: Failure, budget: Budget) -> None:
     pause = min(RESTART_SECONDS * 2.0 ** min(budget.failures - 2, 20), MAX_RESTART_SECONDS)
     turn.live.gathering.restart_at = turn.now + pause
     left = turn.job.settings.max_restarts - budget.failures
-    turn.notice(
-        f"{budget.failures} failures without progress, the last one on {failure.node}: the workers start again in"
-        f" {pause:.0f} s; {left or 'no'} more {'is' if left == 1 else 'are'} survived (--max-restarts)"
-    )
+    text = f"{budget.failures} failures without progress, the last one on {failure.node}: the workers start again in"
+    survived = f"; {left or 'no'} more {'is' if left == 1 else 'are'} survived (--max-restarts)"
+    counted = turn.job.settings.max_restarts != COUNTED_BY_TORCHRUN
+    turn.notice(f"{text} {pause:.0f} s{survived if counted else ''}")
 
 
 def pauses(turn: Turn) -> bool:

@@ -237,6 +237,24 @@ def test_a_crash_while_the_master_is_away(programs: Programs, rank: int) -> None
         assert [node.wait(120) for node in running] == [0, 0]
 
 
+@pytest.mark.full
+def test_torchruns_own_limit_of_restarts_counts(programs: Programs) -> None:
+    """Its --max-restarts is 9: five failures in a row are survived."""
+    script = """
+import pathlib, sys
+count = pathlib.Path(sys.argv[1], "count")
+started = int(count.read_text()) + 1 if count.exists() else 1
+count.write_text(str(started))
+sys.exit(3 if started < 6 else 0)
+"""
+    log = programs.directory / "master.log"
+    with master_process(programs.directory / "job.sqlite", "--log-file", str(log)) as master:
+        nodes = Torchrun(programs, master, script)
+        assert nodes.start("only").wait(120) == 0
+    assert (nodes.out / "count").read_text() == "6"
+    assert "--max-restarts" not in log.read_text()
+
+
 def test_torchrun_without_an_endpoint_says_so_in_one_line(programs: Programs) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=dalsegno", "script.py"]
     (programs.directory / "script.py").touch()

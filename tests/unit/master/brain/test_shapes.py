@@ -6,6 +6,7 @@ import pytest
 
 from dalsegno.master.brain.shapes import LIVED_SECONDS, RETRY_SECONDS
 from dalsegno.master.brain.state import Phase
+from dalsegno.protos.contract import COUNTED_BY_TORCHRUN
 from tests.support.jobs.masters import Driven, Node, all_join, settings
 
 
@@ -331,6 +332,19 @@ def test_restarts_without_progress_take_longer_each_time() -> None:
     a.failed()
     a.join()
     assert job.epoch == epoch + 1
+
+
+def test_who_counts_restarts_itself_is_not_counted() -> None:
+    """torchrun has a --max-restarts of its own: the job ends by no other, and no line speaks of one."""
+    job = Driven(settings(max_restarts=COUNTED_BY_TORCHRUN, stall_timeout=1000.0))
+    (a,) = job.start(1)
+    for failures in range(1, 9):
+        a.failed()
+        a.join()
+        job.wait(70)
+        assert (job.phase, job.job.run.budget.failures) == (Phase.RUNNING, failures)
+    said = [line for line in job.notices.splitlines() if "start again in" in line]
+    assert said[-1].endswith("8 failures without progress, the last one on host-0: the workers start again in 60 s")
 
 
 def test_a_pause_between_restarts_is_bounded_and_holds_up_nothing_planned() -> None:
