@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 __all__ = (
     "CONTROL_PROTOCOL",
+    "COUNTED_BY_TORCHRUN",
     "EXIT_FAILED",
     "EXIT_FINISHED",
     "EXIT_LEFT",
@@ -85,6 +86,9 @@ def run_number(name: str) -> int | None:
 # What `grow_wait` is where a person has set none, and no commit can ever come: the script has no session, and saves
 # nothing where it is looked for. It goes on from what it finds itself, as under torchrun. Seconds.
 GROW_SOON_SECONDS = 5.0
+
+# What `max_restarts` is where torchrun counts the restarts of each node against its own limit: none of the job's.
+COUNTED_BY_TORCHRUN = 2**31 - 1
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,9 @@ class Mailbox(Generic[T]):
 
     def get(self, timeout: float | None) -> T | None:
         """The oldest item; None if none came within `timeout` seconds (None: waits for ever)."""
+        if timeout is not None:
+            # Longer ones, such as a person's "never", are an OverflowError.
+            timeout = min(timeout, threading.TIMEOUT_MAX / 2)
         with self._changed:
             if not self._changed.wait_for(lambda: self._items, timeout):
                 return None

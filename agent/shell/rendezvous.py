@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import sys
 import threading
 import time
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousHandler,
@@ -22,7 +24,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from dalsegno.protos import control_pb2
-from dalsegno.protos.contract import GROW_SOON_SECONDS, JobSettings, Variable
+from dalsegno.protos.contract import COUNTED_BY_TORCHRUN, GROW_SOON_SECONDS, JobSettings, Variable
 
 from ..control.connection import Connector
 from ..control.credentials import CredentialFiles
@@ -31,17 +33,26 @@ from ..decisions import events as ev
 from ..decisions import handling
 from ..processes.lifeline import Lifeline
 from ..storage.job_directory import JobDirectory, StorageError
-from ..workers.worker_env import place_of
+from ..workers.worker_env import Place, place_of
 from .config import AgentConfig
 from .console import Console, make_log_dir, set_up_logging
 from .effects import Effects
 from .mailbox import Mailbox
+from .world_store import WorldStore, connect
 
 __all__ = ["NamedRendezvous", "Rendezvous", "create", "factory"]
+
+logger = logging.getLogger(__name__)
 
 # Seconds that the other nodes have to finish, and seconds for the last calls, when torch's agent ends.
 _LAST_WORD_SECONDS = 30.0
 _LAST_CALLS_SECONDS = 3.0
+# Seconds that torch's agents may take to meet at the store of a world, as long as it lasts.
+_STORE_SECONDS = 300.0
+_LEFT_BEHIND = (
+    "the workers of this node have finished, and its world was ended: the others start again without it, as torchrun"
+    " does not restart workers that have finished"
+)
 
 
 class NamedRendezvous(RendezvousHandler):
@@ -120,7 +131,7 @@ class Rendezvous(RendezvousHandler):
         connector = Connector(lambda: addresses, files.read, explain=mismatch)
         self._console = console = Console(name="torchrun")
         self._effects = Effects(config, directory, connector, addresses[0], self._lifeline, self._mailbox, console.say)
-        self._thread = threading.Thread(target=self._loop, name="dalsegno-rendezvous", daemon=True)
+        self._thread = threading.Thread(target=self._decide, name="dalsegno-rendezvous", daemon=True)
         self._thread.start()
 
     def get_backend(self) -> str:
@@ -138,6 +149,22 @@ class Rendezvous(RendezvousHandler):
             RendezvousTimeoutError: There was no place in a world in time.
             RendezvousClosedError: The job has failed, or does not want this node.
         """
+        deadline = time.monotonic() + self._timeout_seconds
+        self._leave_world()
+        while True:
+            world, store, place = self._take_world(deadline)
+            over = functools.partial(self._is_over, world.epoch)
+            store = store or connect(world.store_host, world.store_port, deadline - time.monotonic(), over)
+            if store is not None:
+                break
+            # Nobody has started workers of it here, and the next one may come.
+            self._leave_world()
+        shown = WorldStore(store, place, _STORE_SECONDS, over)
+        info = RendezvousStoreInfo(world.store_host, world.store_port)
+        return RendezvousInfo(cast("Store", shown), place.group_rank, place.nodes, info)
+
+    def _leave_world(self) -> None:
+        """The workers of the world that this node was in have ended, if there was one."""
         with self._changed:
             running, self._running = self._running, None
             stop_wanted, self._stop_wanted = self._stop_wanted, False
@@ -146,8 +173,12 @@ class Rendezvous(RendezvousHandler):
                 # By itself torch's agent restarts only after a worker's failure.
                 self._mailbox.put(ev.WorkerExited(running.epoch, 0, 1, "a worker failed (see torchrun's output)"))
             self._mailbox.put(ev.WorkersStopped(running.epoch))
+
+    def _take_world(self, deadline: float) -> tuple[control_pb2.World, TCPStore | None, Place]:
+        """Waits for a world; its store, if this node serves it, and this node's place in it."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._world or self._ending, self._timeout_seconds):
+            left = max(0.0, deadline - time.monotonic())
+            if not self._changed.wait_for(lambda: self._world or self._ending, left):
                 raise RendezvousTimeoutError(f"no place in a world within {self._timeout_seconds:.0f} s")
             if self._world is None:
                 assert self._ending is not None
@@ -157,13 +188,13 @@ class Rendezvous(RendezvousHandler):
                 raise RendezvousClosedError(self._ending.message)
             (world, store), self._world = self._world, None
             self._running = world
-            incarnation = self._state.incarnation
-        place = place_of(world, incarnation)
-        if store is None:
-            timeout = timedelta(seconds=self._timeout_seconds)
-            store = TCPStore(world.store_host, world.store_port, None, False, timeout)
-        info = RendezvousStoreInfo(world.store_host, world.store_port)
-        return RendezvousInfo(store, place.group_rank, place.nodes, info)
+            return world, store, place_of(world, self._state.incarnation)
+
+    def _is_over(self, epoch: int) -> bool:
+        """Whether the world that torch's agent was given is no more."""
+        with self._changed:
+            here = self._running is not None and self._running.epoch == epoch
+            return not here or self._stop_wanted or self._ending is not None
 
     def is_closed(self) -> bool:
         with self._changed:
@@ -193,7 +224,12 @@ class Rendezvous(RendezvousHandler):
             for rank in range(self._config.nproc):
                 self._mailbox.put(ev.WorkerExited(running.epoch, rank, code, ""))
             with self._changed:
-                self._changed.wait_for(lambda: self._ending, _LAST_WORD_SECONDS if code == 0 else 0)
+                last_word = lambda: self._ending or self._stop_wanted  # noqa: E731
+                self._changed.wait_for(last_word, _LAST_WORD_SECONDS if code == 0 else 0)
+                left_behind = code == 0 and self._stop_wanted and not self._ending
+            if left_behind:
+                # Nobody will tell this node that the run has finished.
+                self._console.say(_LEFT_BEHIND, True)
         with self._changed:
             self._over = True
         self._mailbox.put(ev.Tick())
@@ -208,6 +244,18 @@ class Rendezvous(RendezvousHandler):
         return f"{self._config.job_id}/{state.node or '-'}/{state.started}/{state.epoch.step}"
 
     # ---- the thread that decides ------------------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:  # whatever it is, torch's agent would go on deaf
+            logger.exception("the agent cannot go on")
+            what = f"the agent cannot go on ({error!r}): its log has more; the same command joins again"
+            self._console.say(what, True)
+            with self._changed:
+                self._ending = self._ending or ev.Exit(ev.EXIT_FAILED, what)
+                self._stop_wanted = True
+                self._changed.notify_all()
 
     def _loop(self) -> None:
         self._handle(ev.StandbyWarm())
@@ -271,8 +319,13 @@ def _create(params: RendezvousParameters) -> Rendezvous:
     named = {name: params.get(name) for name in ("token_file", "tls_ca", "tls_cert", "tls_key")}
     files = CredentialFiles.given(named, os.environ.get(Variable.TOKEN))
     files.check()
-    # Of what torchrun's workers save nothing is adopted.
-    chosen = JobSettings(min_nodes=params.min_nodes, max_nodes=params.max_nodes, grow_wait=GROW_SOON_SECONDS)
+    # Of what torchrun's workers save nothing is adopted. It tells its handler nothing of its --max-restarts.
+    chosen = JobSettings(
+        min_nodes=params.min_nodes,
+        max_nodes=params.max_nodes,
+        grow_wait=GROW_SOON_SECONDS,
+        max_restarts=COUNTED_BY_TORCHRUN,
+    )
     config = AgentConfig(
         job_id=params.run_id,
         nproc=params.get_as_int("nproc", 1) or 1,

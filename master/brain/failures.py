@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dalsegno.protos.contract import COUNTED_BY_TORCHRUN
+
 from . import running, shapes
 from .membership import counts, has_answered, may_call_session
 from .state import Budget, Checkpoint, Failure, Member, Node, Part, Phase, World
@@ -54,10 +56,10 @@ def put_off_restart(turn: Turn, failure: Failure, budget: Budget) -> None:
     pause = min(RESTART_SECONDS * 2.0 ** min(budget.failures - 2, 20), MAX_RESTART_SECONDS)
     turn.live.gathering.restart_at = turn.now + pause
     left = turn.job.settings.max_restarts - budget.failures
-    turn.notice(
-        f"{budget.failures} failures without progress, the last one on {failure.node}: the workers start again in"
-        f" {pause:.0f} s; {left or 'no'} more {'is' if left == 1 else 'are'} survived (--max-restarts)"
-    )
+    text = f"{budget.failures} failures without progress, the last one on {failure.node}: the workers start again in"
+    survived = f"; {left or 'no'} more {'is' if left == 1 else 'are'} survived (--max-restarts)"
+    counted = turn.job.settings.max_restarts != COUNTED_BY_TORCHRUN
+    turn.notice(f"{text} {pause:.0f} s{survived if counted else ''}")
 
 
 def pauses(turn: Turn) -> bool:
@@ -80,10 +82,15 @@ def has_worked(turn: Turn, world: World) -> bool:
     job = turn.job
     if job.told.first_step or turn.open.top_step > world.resumed_step or job.checkpoints.last_step(world.epoch) >= 0:
         return True
-    if job.has_session or may_call_session(turn):
+    if hears_of_steps(turn):
         return False
     broken = {Part.FAILED, Part.LOST} & set(job.parts.values())
     return not broken or turn.heard - turn.open.opened >= shapes.LIVED_SECONDS
+
+
+def hears_of_steps(turn: Turn) -> bool:
+    """Whether a step of the last world would have been heard of: its script has a session, or was on its way to it."""
+    return turn.job.has_session or may_call_session(turn)
 
 
 def blames_shape(turn: Turn) -> bool:
@@ -112,9 +119,11 @@ def leave_shape(turn: Turn, ready: list[Node]) -> bool:
     world, pending = turn.job.world, turn.job.run.budget.pending
     if world is None or pending is None:
         return False
-    goes_on = shapes.give_up(turn, world, ready, counts(turn, ready), f"{pending.node}: {pending.message}")
+    message = f"{pending.node}: {pending.message}"
+    goes_on = shapes.give_up(turn, world, ready, counts(turn, ready), message, heard=hears_of_steps(turn))
     if goes_on:
-        turn.cause(f"back from {of_nodes(len(world.members))}")
+        again = {node.incarnation for node in goes_on} == set(world.by_incarnation)
+        turn.cause("tried once more" if again else f"back from {of_nodes(len(world.members))}")
         turn.update_run(budget=replace(turn.job.run.budget, pending=None, doubtful=()))
     return bool(goes_on)
 

@@ -5,8 +5,9 @@ the script needs. If a world fails before its first step although all of its nod
 that is not counted as the script's failure (`failures.blames_shape`). The run goes back to what worked, and whoever is
 left over is a spare. The same number of workers is tried again only once something has changed: without those that were
 new in it, with another newcomer, and after a pause that doubles; or when all agents were started anew, as a person does
-who has changed the script or its arguments; or when a person scales the job. If nobody was new in it, it is tried
-twice. Other numbers of workers may be tried at any time.
+who has changed the script or its arguments; or when a person scales the job. If nobody was new in it, or nobody would
+have heard of its steps (the script has no session), it is tried twice: one crash says little. Other numbers of workers
+may be tried at any time.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def best(turn: Turn, nodes: list[Node], counts: Iterable[int]) -> list[Node]:
 def is_barred(turn: Turn, chosen: list[Node]) -> bool:
     """Whether so many workers have failed, and nothing has changed since."""
     shape = turn.job.run.shapes.failure_of(sum(node.nproc for node in chosen))
-    if shape is None:
+    if shape is None or shape.doubtful:
         return False
     if any(node.incarnation in shape.suspects for node in chosen):
         return True
@@ -82,13 +83,16 @@ def note_worked(turn: Turn, world: World) -> None:
             turn.update(node, trained=True)
 
 
-def give_up(turn: Turn, world: World, ready: list[Node], counts: Iterable[int], message: str) -> list[Node]:
+def give_up(
+    turn: Turn, world: World, ready: list[Node], counts: Iterable[int], message: str, *, heard: bool
+) -> list[Node]:
     """Notes that this world failed because of its shape. Returns who goes on; empty, and no change, if nobody could.
 
     Args:
         ready: the nodes that may take part in the next world.
         counts: the numbers of nodes that it may have.
         message: what failed.
+        heard: whether a step would have been heard of. Otherwise one failure is no proof, see `FailedShape.doubtful`.
     """
     before = turn.job.run.shapes
     new = [node.incarnation for node in turn.job.nodes.values() if world.member(node.incarnation) and not node.trained]
@@ -98,6 +102,7 @@ def give_up(turn: Turn, world: World, ready: list[Node], counts: Iterable[int], 
         nodes=len(world.members),
         suspects=tuple(sorted({*new, *(one for one in known.suspects if turn.job.node_by(one) is not None)})),
         failures=known.failures + 1,
+        doubtful=not heard and not known.failures,
         message=message,
     )
     others = tuple(shape for shape in before.failed if shape.size != world.size)
@@ -107,14 +112,21 @@ def give_up(turn: Turn, world: World, ready: list[Node], counts: Iterable[int], 
     if not chosen:
         turn.update_run(shapes=before)
         return []
-    text = f"with {of_nodes(failed.nodes)} the script failed at its start"
+    say(turn, failed, ready, chosen, {node.incarnation for node in chosen} == set(world.by_incarnation))
+    return chosen
+
+
+def say(turn: Turn, failed: FailedShape, ready: list[Node], chosen: list[Node], again: bool) -> None:
+    """Tells people who goes on, and why. `again`: it is those who have just failed."""
+    text = f"with {of_nodes(failed.nodes)} the script failed"
     left = [node.name for node in ready if node not in chosen]
     spares = f", and {names(left)} {'is a spare' if len(left) == 1 else 'are spares'}" if left else ""
-    if {node.incarnation for node in chosen} == set(world.by_incarnation):
-        turn.notice(f"{text}, and has never worked with so many: it is tried once more", True)
+    if again and failed.doubtful:
+        turn.notice(f"{text}, perhaps at its start (no steps are heard of it): it is tried once more", True)
+    elif again:
+        turn.notice(f"{text} at its start, and has never worked with so many: it is tried once more", True)
     else:
-        turn.notice(f"{text}: the run goes on with {len(chosen)}{spares}. {failed.nodes} {AGAIN}", True)
-    return chosen
+        turn.notice(f"{text} at its start: the run goes on with {len(chosen)}{spares}. {failed.nodes} {AGAIN}", True)
 
 
 def why_spare(failed: tuple[FailedShape, ...], node: Node, size: int) -> str:

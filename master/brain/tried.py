@@ -17,6 +17,8 @@ class FailedShape:
     suspects: tuple[str, ...] = ()
     # How often it was tried in vain.
     failures: int = 1
+    # It failed once, and nobody would have heard of its steps: it may have trained. So it is tried once more.
+    doubtful: bool = False
     # What failed, in a line.
     message: str = ""
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.forks import forked
 from tests.support.jobs.cluster import Cluster, Undisturbed
+from tests.support.jobs.programs import Programs
 from tests.support.jobs.shell import Shell
 
 FAILED = pytest.StashKey[bool]()
@@ -71,6 +72,16 @@ def clusters(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callabl
             print(one.diagnosis())
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def programs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Programs]:
+    """Starts programs in the test's directory, and ends them; a test that fails shows what they said."""
+    one = Programs(tmp_path)
+    yield one
+    if request.node.stash.get(FAILED, True):
+        print(one.diagnosis())
+    one.close()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import math
 import queue
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,8 +13,8 @@ import pytest
 
 from dalsegno.protos import control_pb2 as pb
 from tests.fuzz.directives import run_order
-from tests.integration.test_agent_jobs import Programs, wait_for
 from tests.integration.test_agent_master_client import Master, Servicer
+from tests.support.jobs.programs import Programs, wait_for
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -48,13 +47,6 @@ class Nonsense(Servicer):
             if directive.run.place.incarnation:
                 directive.run.place.incarnation = request.caller.incarnation
             yield directive
-
-
-@pytest.fixture
-def programs(tmp_path: Path) -> Iterator[Programs]:
-    one = Programs(tmp_path)
-    yield one
-    one.close()
 
 
 def impossible() -> list[pb.Directive]:

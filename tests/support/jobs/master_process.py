@@ -73,6 +73,8 @@ class Agent:
         self, address: str, node: str, incarnation: str = "1", credentials: grpc.ChannelCredentials | None = None
     ) -> None:
         self.node, self.incarnation = node, f"{node}#{incarnation}"
+        # Shows the directory of this node to be the job's.
+        self.probe = "probe"
         self.requests = 0
         self.secret = secrets.token_bytes(32)
         self.connect(address, credentials)
@@ -108,7 +110,7 @@ class Agent:
             host=self.node,
             nproc=1,
             settings=settings,
-            probe="probe",
+            probe=self.probe,
             secret=self.secret,
             **fields,
         )
@@ -118,13 +120,13 @@ class Agent:
         return self.stub.Watch(pb.WatchRequest(caller=self.caller()), timeout=timeout)
 
     def join(self, directive: pb.Directive) -> None:
-        """Answers a Gather order."""
+        """Answers an order to gather, or to wait for a place."""
         request = pb.JoinRequest(
             caller=self.next_caller(directive.epoch),
-            round=directive.gather.round,
+            round=directive.gather.round or directive.wait.round,
             store_host="127.0.0.1",
             store_port=29400 + len(self.node),
-            probe="probe",
+            probe=self.probe,
         )
         self.stub.Join(request, timeout=10)
 

@@ -113,15 +113,15 @@ COMMANDS: dict[str, How] = {
     " --checkpoint-dir=/shared/checkpoints train.py": Scene("test_a_master_that_is_a_service"),
     "torchrun --rdzv-backend=dalsegno --rdzv-endpoint=HOST:PORT --rdzv-id=JOB": Elsewhere(
         "a node of a job with a master, under torchrun",
-        "tests/integration/test_agent_jobs.py::test_plain_torchrun",
+        "tests/integration/test_torchrun.py::test_plain_torchrun",
     ),
     "torchrun --rdzv-backend=dalsegno --rdzv-endpoint=HOST:PORT --rdzv-id=JOB --nnodes=1:4 train.py": Elsewhere(
         "the same, with all that it needs",
-        "tests/integration/test_agent_jobs.py::test_plain_torchrun",
+        "tests/integration/test_torchrun.py::test_plain_torchrun",
     ),
     "dlrover-run --nnodes=2 --rdzv-id=42 --rdzv-backend=c10d --rdzv-endpoint=node0:29500 train.py": Elsewhere(
         "nodes that meet at an address of this machine",
-        "tests/integration/test_agent_jobs.py::test_torchruns_usual_line_for_several_nodes",
+        "tests/integration/test_torchrun.py::test_torchruns_usual_line_for_several_nodes",
     ),
     # DLRover's scripts.
     "dalsegno-run --nnodes=1:4 train.py": Elsewhere(

@@ -6,6 +6,7 @@ import pytest
 
 from dalsegno.master.brain.shapes import LIVED_SECONDS, RETRY_SECONDS
 from dalsegno.master.brain.state import Phase
+from dalsegno.protos.contract import COUNTED_BY_TORCHRUN
 from tests.support.jobs.masters import Driven, Node, all_join, settings
 
 
@@ -57,6 +58,9 @@ def test_a_newcomer_ends_no_healthy_job(heard: bool) -> None:
     c = joins(job, [a, b])
     assert set(job.members) == {a.name, b.name, c.name}
     fail(job, [a, b, c])
+    if not heard:
+        fail(job, [a, b, c])  # Whether it had trained nobody knew, so it was tried once more.
+    last = job.epoch
     assert (job.phase, set(job.members)) == (Phase.RUNNING, {a.name, b.name})
     assert job.job.run.budget.failures == 0
     (line,) = [line for line in job.notices.splitlines() if "with 3 nodes the script failed at its start" in line]
@@ -66,7 +70,41 @@ def test_a_newcomer_ends_no_healthy_job(heard: bool) -> None:
     assert c.order == "wait"
     assert "4 micro-batches on 3 ranks" in c.directive.wait.reason
     job.wait(2 * RETRY_SECONDS)
-    assert (job.phase, job.epoch) == (Phase.RUNNING, 3), "what failed is not tried again"
+    assert (job.phase, job.epoch) == (Phase.RUNNING, last), "what failed is not tried again"
+
+
+def test_one_crash_that_nobody_heard_a_step_before_makes_no_spare() -> None:
+    """A worker of a script without a session crashes soon after a growth: all start again, and no failure counts."""
+    job, a, b = pair(heard=False)
+    c = joins(job, [a, b])
+    fail(job, [a, b, c], "connection reset")
+    assert (job.phase, set(job.members)) == (Phase.RUNNING, {a.name, b.name, c.name})
+    assert job.job.run.budget.failures == 0
+    (line,) = [line for line in job.notices.splitlines() if "it is tried once more" in line]
+    assert "no steps are heard" in line
+    assert "spare" not in line
+    assert "tried once more, 3 nodes" in job.notices
+    job.restart()
+    for node in (a, b, c):
+        node.beat()
+    job.wait(LIVED_SECONDS + 20)
+    fail(job, [a, b, c], "connection reset")
+    assert job.phase is Phase.FAILED, "it had worked: this is the script's own"
+
+
+def test_the_second_crash_of_a_number_is_its_own_also_for_another_newcomer() -> None:
+    """What is tried once more is the number of workers, not every node that comes."""
+    job, a, b = pair(heard=False)
+    c = joins(job, [a, b])
+    fail(job, [a, b, c])
+    c.hang_up()
+    job.wait(3)
+    all_join([a, b])
+    job.wait(1)
+    d = joins(job, [a, b])
+    assert set(job.members) == {a.name, b.name, d.name}
+    fail(job, [a, b, d])
+    assert (job.phase, set(job.members)) == (Phase.RUNNING, {a.name, b.name})
 
 
 def test_another_number_of_nodes_is_tried_at_once() -> None:
@@ -294,6 +332,19 @@ def test_restarts_without_progress_take_longer_each_time() -> None:
     a.failed()
     a.join()
     assert job.epoch == epoch + 1
+
+
+def test_who_counts_restarts_itself_is_not_counted() -> None:
+    """torchrun has a --max-restarts of its own: the job ends by no other, and no line speaks of one."""
+    job = Driven(settings(max_restarts=COUNTED_BY_TORCHRUN, stall_timeout=1000.0))
+    (a,) = job.start(1)
+    for failures in range(1, 9):
+        a.failed()
+        a.join()
+        job.wait(70)
+        assert (job.phase, job.job.run.budget.failures) == (Phase.RUNNING, failures)
+    said = [line for line in job.notices.splitlines() if "start again in" in line]
+    assert said[-1].endswith("8 failures without progress, the last one on host-0: the workers start again in 60 s")
 
 
 def test_a_pause_between_restarts_is_bounded_and_holds_up_nothing_planned() -> None:

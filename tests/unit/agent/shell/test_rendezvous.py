@@ -1,0 +1,57 @@
+"""Plain torchrun's rendezvous handler, without a master."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
+
+from dalsegno.agent.decisions import events as ev
+from dalsegno.agent.decisions import handling
+from dalsegno.agent.shell.rendezvous import Rendezvous, create
+from tests.support.jobs.programs import wait_for
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def rendezvous(tmp_path: Path) -> Iterator[Rendezvous]:
+    """Of a node whose master does not answer. What it does to its process is undone."""
+    environment, log = dict(os.environ), logging.getLogger("dalsegno")
+    handlers, level, propagates = log.handlers[:], log.level, log.propagate
+    places = {"checkpoint_dir": str(tmp_path / "ck"), "log_dir": str(tmp_path / "logs")}
+    one = create(RendezvousParameters("dalsegno", "127.0.0.1:1", "job", 1, 2, **places))
+    assert isinstance(one, Rendezvous)
+    yield one
+    one.shutdown()
+    os.environ.clear()
+    os.environ.update(environment)
+    log.handlers[:], log.propagate = handlers, propagates
+    log.setLevel(level)
+
+
+def test_what_cannot_be_decided_ends_the_node(
+    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its thread ends by a mistake of ours: torch's agent stops the workers and hears why, and does not go on deaf."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(handling, "handle", fails)
+    rendezvous._mailbox.put(ev.Tick())
+    wait_for(rendezvous.is_closed, 20, "it goes on")
+    assert rendezvous.num_nodes_waiting() == 1, "torch's agent stops its workers"
+    with pytest.raises(RendezvousClosedError, match="a mistake"):
+        rendezvous.next_rendezvous()
+    began = time.monotonic()
+    rendezvous.shutdown()
+    assert time.monotonic() - began < 25, "it waits for a thread that has ended"
+    said = capfd.readouterr().err
+    assert "torchrun: warning: the agent cannot go on (RuntimeError('a mistake'))" in said
+    assert "Traceback" not in said

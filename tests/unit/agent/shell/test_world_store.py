@@ -1,0 +1,130 @@
+"""A world's store as torch's agent uses it: it waits there for the others, and not for a world that is over."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+from torch.distributed.elastic.utils import store as store_util
+
+from dalsegno.agent.shell.world_store import WorldStore, connect
+from dalsegno.agent.workers.tcp_stores import StoreServers
+from dalsegno.agent.workers.worker_env import Place
+from dalsegno.protos import control_pb2
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class World:
+    """A world of two nodes with two ranks each, of which this test is one node or both."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self._servers = StoreServers("127.0.0.1")
+        self.host, self.port = self._servers.open()
+        world = control_pb2.World(store_host=self.host, store_port=self.port)
+        self._served: TCPStore | None = self._servers.use(world, mine=True)
+
+    def store(self, rank: int, timeout: float = 30.0) -> WorldStore:
+        place = Place(rank, 2 * rank, 2, 2, 4, f"node-{rank}")
+        store = self._served if rank == 0 else connect(self.host, self.port, 10.0, self.over.is_set)
+        assert store is not None
+        return WorldStore(store, place, timeout, self.over.is_set)
+
+    def lose_host(self) -> None:
+        self._servers.close()
+        self._served = None
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def assign(store: WorldStore, rank: int) -> list[Any]:
+    """What torch's agent of this node gives its workers for places."""
+    spec = SimpleNamespace(role="default", local_world_size=2)
+    agent: Any = SimpleElasticAgent
+    return [(one.global_rank, one.world_size) for one in agent._assign_worker_ranks(None, store, rank, 2, spec)]
+
+
+def soon(world: World) -> threading.Timer:
+    """The world is over while somebody waits."""
+    timer = threading.Timer(0.5, world.over.set)
+    timer.start()
+    return timer
+
+
+def test_two_agents_meet(world: World) -> None:
+    """As they do at a TCPStore: each hears of the other's ranks, and waits for its end."""
+    found: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        store = world.store(rank)
+        found[rank] = assign(store, rank)
+        store_util.barrier(store, 2, "end", 30.0)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == {0: [(0, 4), (1, 4)], 1: [(2, 4), (3, 4)]}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nobody_waits_for_a_node_whose_world_is_over(world: World, rank: int) -> None:
+    """The other died before it had said a word: this one starts its workers in their places, to be told to stop."""
+    timer = soon(world)
+    assert assign(world.store(rank), rank) == [(2 * rank, 4), (2 * rank + 1, 4)]
+    assert not timer.is_alive(), "it waits as long as the world lasts"
+
+
+def test_the_stores_node_is_lost(world: World) -> None:
+    """That is no error of this node's agent: the master hears of it, and the world is over."""
+    store = world.store(1)
+    world.lose_host()
+    timer = soon(world)
+    assert assign(store, 1) == [(2, 4), (3, 4)]
+    assert not timer.is_alive()
+
+
+@pytest.mark.parametrize(
+    "wait", [lambda store: assign(store, 1), lambda store: store_util.barrier(store, 2, "end", 0.3)]
+)
+def test_a_world_that_lasts_has_the_stores_patience(world: World, wait: Callable[[WorldStore], object]) -> None:
+    store = world.store(1, timeout=0.3)
+    began = time.monotonic()
+    with pytest.raises(DistError):
+        wait(store)
+    assert time.monotonic() - began >= 0.3
+    assert store.timeout == timedelta(seconds=0.3)
+
+
+def test_nobody_waits_for_the_others_end_in_a_world_that_is_over(world: World) -> None:
+    """torch's agent ends with its workers' success."""
+    timer = soon(world)
+    store_util.barrier(world.store(0), 2, "end", 30.0)
+    assert not timer.is_alive()
+
+
+def test_what_torch_does_not_ask_is_not_made_up(world: World) -> None:
+    store = world.store(1)
+    world.over.set()
+    with pytest.raises(DistError, match="nobody will set"):
+        store.get("another key")
+
+
+def test_nobody_connects_to_the_store_of_a_world_that_is_over(world: World) -> None:
+    """Its node was killed before anybody had connected."""
+    world.lose_host()
+    soon(world)
+    assert connect(world.host, world.port, 30.0, world.over.is_set) is None
+    assert connect(world.host, world.port, 0.2, lambda: False) is None, "nor for ever"
