@@ -1,4 +1,4 @@
-"""A script without a session that saves and resumes as others' scripts do: nanoGPT's, Accelerate's, Lightning's.
+"""A script without a session that saves and resumes as others' scripts do: nanoGPT's, Accelerate's.
 
 It knows nothing of us, nor of the libraries whose layouts it writes, except the real Accelerate with `accelerate`. Its
 position in the data follows from its step, and the number of ranks must divide the global batch. Alone it runs with
@@ -58,29 +58,6 @@ class NanoGpt:
             torch.save({**state.tree(), "iter_num": state.step, "config": {}}, options.save_dir / "ckpt.pt")
 
 
-class Lightning:
-    """The newest by its step, and `last.ckpt`, both renamed into place; an older one is deleted."""
-
-    def resume(self, state: State, options: argparse.Namespace) -> None:
-        last = Path(options.save_dir or ".", "checkpoints", "last.ckpt")
-        if options.save_dir and last.exists():
-            found = torch.load(last, weights_only=True)
-            state.load(found["state"], found["global_step"])
-
-    def save(self, state: State, options: argparse.Namespace) -> None:
-        if dist.get_rank() != 0:
-            return
-        directory = options.save_dir / "checkpoints"
-        directory.mkdir(parents=True, exist_ok=True)
-        before = sorted(directory.glob("epoch=*.ckpt"))
-        content = {"epoch": 0, "global_step": state.step, "state": state.tree()}
-        for name in (f"epoch=0-step={state.step}.ckpt", "last.ckpt"):
-            torch.save(content, directory / f"{name}.tmp")
-            os.replace(directory / f"{name}.tmp", directory / name)
-        for one in before:
-            one.unlink(missing_ok=True)
-
-
 class Accelerate:
     """A directory for each step, of which every rank writes a part; the one before is deleted."""
 
@@ -123,7 +100,7 @@ def main() -> None:
     for name in ("steps", "save-every", "global-batch-size", "seed"):
         flags.add_argument(f"--{name}", type=int)
     flags.add_argument("--step-time", type=float, default=0.0)
-    flags.add_argument("--layout", choices=["nanogpt", "lightning", "accelerate"], required=True)
+    flags.add_argument("--layout", choices=["nanogpt", "accelerate"], required=True)
     flags.add_argument("--step-log")
     flags.add_argument("--checkpoint-dir")
     flags.add_argument("--save-dir", type=Path)
@@ -135,7 +112,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     state = State(options.seed)
-    layout = {"nanogpt": NanoGpt, "lightning": Lightning}.get(options.layout, lambda: Accelerate(state))()
+    layout = NanoGpt() if options.layout == "nanogpt" else Accelerate(state)
     layout.resume(state, options)
     data = torch.randn(SAMPLES, 16, generator=torch.Generator().manual_seed(options.seed))
     sys.path.insert(0, str(EXAMPLES))
