@@ -38,6 +38,7 @@ from ..standby.standby_pool import StandbyPool
 from ..standby.worker_main import Assignment
 from ..storage.adoption import Origin
 from ..storage.save_dir import Adoption
+from ..workers.hub import Hub
 from ..workers.worker_env import Place, job_environment, place_of, prefixes, worker_environment
 from ..workers.worker_link import WorkerLink
 from ..workers.workers import WorkersContext
@@ -111,7 +112,7 @@ class ElasticAgent(LocalElasticAgent):
         self._context: WorkersContext | None = None
         self._place: Place | None = None
         self._use_flag = config.script_flag
-        self._starts = 0
+        self._starts, self._hub = 0, Hub(script, effects.say)
         self._advised: set[str] = set()
         # The epoch whose successors the standby workers are.
         self._prepared_for = 0
@@ -325,7 +326,7 @@ class ElasticAgent(LocalElasticAgent):
         most = int(self._effects.settings.max_nodes)
         of_dlrover = self._beside.world_variables(place.group_rank, place.nodes, most)
         for local, environment in enumerate(added):
-            environment |= self._node_environment() | of_dlrover
+            environment |= self._node_environment(world.epoch) | of_dlrover
             if self._config.deepspeed_load_universal and world.resume.form == control_pb2.FORM_UNIVERSAL:
                 environment[Variable.LOAD_UNIVERSAL] = "1"
             self._set_local_rank_env(environment, local, spec)
@@ -432,7 +433,8 @@ class ElasticAgent(LocalElasticAgent):
             return []
         spec = self._worker_group.spec
         ours = (
-            job_environment(self._config.job_id, spec.role, self._config.nproc, os.environ) | self._node_environment()
+            job_environment(self._config.job_id, spec.role, self._config.nproc, os.environ)
+            | self._node_environment(self._prepared_for + 1)
         )
         found = []
         for local in range(self._config.nproc):
@@ -442,12 +444,13 @@ class ElasticAgent(LocalElasticAgent):
             found.append(Assignment(own, self._script.module, {**os.environ, **environment}, os.getcwd()))
         return found
 
-    def _node_environment(self) -> dict[str, str]:
+    def _node_environment(self, epoch: int) -> dict[str, str]:
         return {
             Variable.SOCKET: str(self._link.path),
             Variable.NOTICES: ",".join(number.name for number in self._watch.signals),
             **self._lifeline.environment(),
             **self._beside.variables,
+            **self._hub.variables(epoch),
         }
 
     def _stop_world(self, order: ev.StopWorkers) -> None:
