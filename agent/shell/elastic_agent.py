@@ -119,7 +119,7 @@ class ElasticAgent(LocalElasticAgent):
         self._link = WorkerLink(self._worker_said)
         lifeline.add_path(self._link.directory)
         self._adoption = Adoption(
-            script.arguments, mailbox.put, config.checkpoint_glob, looks=reads_resume_point(script)
+            script.arguments, mailbox.put, config.checkpoint_glob, config.keep_saves, looks=reads_resume_point(script)
         )
         self._beside = Beside(
             config.dlrover,
@@ -432,9 +432,8 @@ class ElasticAgent(LocalElasticAgent):
         if not self._config.run_ahead or unknown or not has_room_beside(running):
             return []
         spec = self._worker_group.spec
-        ours = (
-            job_environment(self._config.job_id, spec.role, self._config.nproc, os.environ)
-            | self._node_environment(self._prepared_for + 1)
+        ours = job_environment(self._config.job_id, spec.role, self._config.nproc, os.environ) | self._node_environment(
+            self._prepared_for + 1
         )
         found = []
         for local in range(self._config.nproc):

@@ -128,16 +128,23 @@ class Adoption:
         arguments: the script's arguments.
         deliver: see `Adopter`.
         pattern: `--checkpoint-glob`; empty: none.
+        keep: `--keep-saves`; 0: all.
         looks: the script reads `DALSEGNO_RESUME_DIR` itself, and needs no copy of the resume point.
     """
 
     def __init__(
-        self, arguments: Sequence[str], deliver: Callable[[ev.Event], None], pattern: str = "", *, looks: bool = False
+        self,
+        arguments: Sequence[str],
+        deliver: Callable[[ev.Event], None],
+        pattern: str = "",
+        keep: int = 0,
+        *,
+        looks: bool = False,
     ) -> None:
         self._macros = macros_of(arguments)
         self.wanted = SAVE_DIR in self._macros
         self._places = self.wanted and not looks and not {RESUME_DIR, RESUME_PATH} & self._macros
-        self._deliver, self._pattern = deliver, pattern
+        self._deliver, self._pattern, self._keep = deliver, pattern, keep
         self._adopter: Adopter | None = None
         self._placing: _Placing | None = None
         # The last epoch in which a copy was put there, and its files.
@@ -200,7 +207,7 @@ class Adoption:
             if resume is not None and saved_as is not None:
                 placed = self._placed[1] if self._placed[0] == world.epoch else ()
                 before = Before(resume, {file.name: file for file in state_of(directory, placed)}, saved_as)
-            self._adopter = Adopter(run_dir, world, origin, self._deliver, self._pattern, before)
+            self._adopter = Adopter(run_dir, world, origin, self._deliver, self._pattern, before, self._keep)
         values = {
             SAVE_DIR: str(directory),
             RESUME_DIR: None if newest is None else str(newest if newest.is_dir() else newest.parent),

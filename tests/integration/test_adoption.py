@@ -28,7 +28,7 @@ def adopted(job: Cluster, after: int = 0) -> int:
 
 
 def through_changes(job: Cluster, undisturbed: Undisturbed) -> None:
-    """A node joins and leaves, another joins and is killed: nothing that was saved is lost, and the curve is the same."""
+    """A node joins and leaves, another joins and is killed: nothing that was saved is lost, and no loss is another."""
     job.start("a")
     last = adopted(job)
     epoch = 1

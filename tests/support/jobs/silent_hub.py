@@ -1,4 +1,4 @@
-"""A hub that takes connections and never answers, as one behind a firewall that drops packets; and a cache without it."""
+"""A hub that takes connections and never answers, as behind a firewall that drops packets; and what a cache has."""
 
 from __future__ import annotations
 

