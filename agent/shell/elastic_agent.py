@@ -144,7 +144,7 @@ class ElasticAgent(LocalElasticAgent):
                 master_outage_timeout=config.master_outage_timeout,
                 addresses=config.addresses,
                 connect_timeout=config.connect_timeout,
-                save_timeout=self._beside.save_timeout,
+                save_timeout=max(self._beside.save_timeout, self._adoption.last_look),
             )
         )
 
@@ -454,6 +454,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _stop_world(self, order: ev.StopWorkers) -> None:
         context, stopped, epoch = self._context, ev.WorkersStopped(order.epoch), order.epoch
+        last = time.monotonic() + order.grace
 
         def stop() -> None:
             nonlocal stopped
@@ -464,8 +465,7 @@ class ElasticAgent(LocalElasticAgent):
                     context.stop(order.grace, order.still)
                 if order.save:
                     stopped = self._beside.stopped(epoch)
-                if stopped.flash_step:
-                    self._adoption.settle(self._beside.save_timeout)
+                    self._adoption.settle(max(self._state.settings.save_timeout, last - time.monotonic()))
             except Exception:
                 logger.exception("the workers of epoch %d were not stopped in order", epoch)
             finally:

@@ -36,6 +36,8 @@ _LOOK_SECONDS = 0.1
 _PATIENCE_SECONDS = 600.0
 # Seconds that the end of a worker waits for its last save to be adopted.
 SETTLE_WITHIN_SECONDS = 600.0
+# Seconds that the end of workers that were stopped waits for what they saved last, where nobody has given them longer.
+LAST_LOOK_SECONDS = 10.0
 
 
 def prepare(run_dir: Path, world: control_pb2.World, saved_as: SavedAs | None = None) -> Path:
@@ -150,6 +152,11 @@ class Adoption:
         # The last epoch in which a copy was put there, and its files.
         self._placed: tuple[int, tuple[str, ...]] = (0, ())
 
+    @property
+    def last_look(self) -> float:
+        """Seconds that `settle` may take when workers were stopped."""
+        return LAST_LOOK_SECONDS if self.wanted else 0.0
+
     def place(self, run_dir: Path, world: control_pb2.World, then: Callable[[str], None], *, first: bool) -> bool:
         """Called when an epoch is about to begin: lets the script find its last checkpoint where it had saved it.
 
@@ -226,7 +233,7 @@ class Adoption:
         )
 
     def settle(self, timeout: float = SETTLE_WITHIN_SECONDS) -> None:
-        """Called when a worker has ended well: adopts its last save before its end is reported. From any thread."""
+        """Called when workers have ended: adopts what they saved last before that is reported. From any thread."""
         adopter = self._adopter
         if adopter is not None:
             adopter.settle(timeout)

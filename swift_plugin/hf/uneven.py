@@ -53,5 +53,5 @@ def rows(tensor: Tensor, gather: Gather) -> Tensor:
         return gather(tensor)
     padded = tensor.new_zeros(most, *tensor.shape[1:])
     padded[: len(tensor)] = tensor
-    parts = gather(padded).split(most)
-    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+    whole = gather(padded)
+    return torch.cat([whole[rank * most :][:count] for rank, count in enumerate(counts)])

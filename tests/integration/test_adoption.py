@@ -132,3 +132,35 @@ def test_deepspeeds_own_error_says_what_helps(clusters: Clusters) -> None:
         lambda: [text for text in node.said() if line in text] if node.alive else ["ended"], "what helps", seconds=120
     )
     assert "or start with --deepspeed-load-universal" in said[0], node.text()
+
+
+def test_what_a_leaver_saves_at_its_notice_is_the_runs(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """It takes its time; the others wait for it, although they could go on at once from what was saved before."""
+    training = Training(script=LAYOUTS, steps=200, save_every=40, extra=("--layout=nanogpt",))
+    job = clusters(training=training, hooked=False, universal="", step_time=0.2)
+    job.script_flags = ["--save-dir=${save_dir}", "--save-at-notice", *TOLD["nanogpt"]]
+    job.start("a", "b")
+    second = job.wait_world(2, steps=5)
+    job.leave(job.member(0), LEFT_UNSAVED)
+    third = job.wait_world(1, steps=2, after=second)
+    last = max(line.step for line in job.poll() if line.epoch == second and line.rank == 0)
+    assert job.first_step(third) >= last, "what it had made when the notice came"
+    job.finish()
+    job.assert_undisturbed(undisturbed)
+
+
+def test_what_the_last_node_saves_at_its_notice_is_the_runs(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """Everybody leaves; the same command goes on from there."""
+    training = Training(script=LAYOUTS, steps=200, save_every=40, extra=("--layout=nanogpt",))
+    job = clusters(training=training, hooked=False, universal="", step_time=0.2)
+    job.script_flags = ["--save-dir=${save_dir}", "--save-at-notice", *TOLD["nanogpt"]]
+    (a,) = job.start("a")
+    job.wait_step(5)
+    job.leave(a, LEFT_UNSAVED)
+    job.wait_exit(a)
+    last = max(line.step for line in job.poll())
+    job.start("b")
+    second = job.wait_world(1, after=1)
+    assert job.first_step(second) >= last
+    job.finish()
+    job.assert_undisturbed(undisturbed)

@@ -8,10 +8,13 @@ plain `python`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
+import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +98,30 @@ class _Counter:
         self._state.step = tree["step"]
 
 
+class Notice:
+    """Saves when this process is told to go, and goes; not in the middle of a step's own changes."""
+
+    def __init__(self, save: Callable[[], None]) -> None:
+        self._save, self._told, self._steps = save, False, False
+        signal.signal(signal.SIGTERM, lambda *_: self._take())
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around what a step changes."""
+        self._steps = True
+        yield
+        self._steps = False
+        if self._told:
+            self._take()
+
+    def _take(self) -> None:
+        self._told = True
+        if not self._steps:
+            time.sleep(2.0)  # why: a slow disk; everybody else is long ready to go on
+            self._save()
+            os._exit(143)
+
+
 def main() -> None:
     flags = argparse.ArgumentParser()
     for name in ("steps", "save-every", "global-batch-size", "seed"):
@@ -106,6 +133,7 @@ def main() -> None:
     flags.add_argument("--save-dir", type=Path)
     flags.add_argument("--init_from", default="scratch")
     flags.add_argument("--resume_from_checkpoint")
+    flags.add_argument("--save-at-notice", action="store_true")
     options = flags.parse_args()
     for name, value in ALONE.items():
         os.environ.setdefault(name, value)
@@ -120,6 +148,9 @@ def main() -> None:
 
     log = StepLog(options.step_log, rank=rank, world_size=world, epoch=int(os.environ.get("DALSEGNO_EPOCH", 0)))
     share = options.global_batch_size // world
+    stepping: Any = contextlib.nullcontext
+    if options.save_at_notice:
+        stepping = Notice(lambda: layout.save(state, options)).stepping
     while state.step < options.steps:
         first = state.step * options.global_batch_size + rank * share
         samples = [number % SAMPLES for number in range(first, first + share)]
@@ -130,8 +161,9 @@ def main() -> None:
         for one in (mean, *(parameter.grad for parameter in state.model.parameters())):
             dist.all_reduce(one)
             one /= world
-        state.optimizer.step()
-        state.step += 1
+        with stepping():
+            state.optimizer.step()
+            state.step += 1
         log.write(
             step=state.step,
             data_epoch=first // SAMPLES,
