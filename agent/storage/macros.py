@@ -25,8 +25,8 @@ def has_macros(arguments: Sequence[str]) -> bool:
 def expand(arguments: Sequence[str], values: Mapping[str, str | None]) -> tuple[str, ...]:
     """A script's arguments with the macros' values in them.
 
-    An argument with a macro that has no value is left out, and so is the flag before it, whose value it would have been:
-    an argument that begins with a hyphen and has no `=`. One that is a flag itself (`--from=${resume_dir}`) has none.
+    An argument with a macro that has no value is left out, and so is the flag whose value it would have been: the
+    argument before it, if that begins with a hyphen and has no `=`. One that is a flag itself (`--from=…`) has none.
 
     Args:
         arguments: as people wrote them.

@@ -60,6 +60,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             RuntimeError: This version of transformers cannot do it.
         """
         refusals.refuse(self)
+        refusals.refuse_losses(self, fixed_micro_batch=options.fixed_micro_batch)
         opened = session()
         refusals.refuse_world(self, opened.max_world_size)
         run = Run(self, opened, options)

@@ -42,6 +42,15 @@ def test_fsdp2_with_torchs_distributed_checkpoint(clusters: Clusters, undisturbe
     job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_trainer_without_a_loop(clusters: Clusters, undisturbed: Undisturbed, strategy: str) -> None:
+    """Its steps are told by a callback."""
+    training = Worker(WORKERS / "loopless_worker.py", 100, 10, extra=(f"--strategy={strategy}",))
+    job = clusters(training=training, nnodes="1:3", universal="")
+    change_worlds(job)
+    job.assert_undisturbed(undisturbed)
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with `model`, `sft.jsonl` of conversations and `dpo.jsonl` of answers to prefer and not."""
