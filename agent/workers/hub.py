@@ -96,7 +96,7 @@ class Hub:
                     f"({OFFLINE}=1) and does not wait for it; to decide yourself, set {OFFLINE} to 0 or 1",
                     False,
                 )
-            time.sleep(self._pauses[failed >= TIMES])
+            time.sleep(self._pauses[failed >= TIMES])  # why: no event tells that a hub answers
         if self._silent:
             self._silent = False
             self._say(f"{self._url} answers again: from the next change of the world on the script asks it", False)

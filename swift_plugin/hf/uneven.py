@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 
 Gather = Callable[[Tensor], Tensor]
@@ -26,7 +25,11 @@ def gathered(accelerator: Any) -> Iterator[None]:
     plain, own = accelerator.gather, vars(accelerator).get("gather")
 
     def gather(data: Any) -> Any:
-        return recursively_apply(lambda tensor: rows(tensor, plain), data, error_on_other_type=True)
+        if isinstance(data, Tensor):
+            return rows(data, plain)
+        if isinstance(data, list | tuple) and not hasattr(data, "_fields"):
+            return type(data)(gather(one) for one in data)
+        return {name: gather(one) for name, one in data.items()} if isinstance(data, dict) else plain(data)
 
     accelerator.gather = gather
     try:
