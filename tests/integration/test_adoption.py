@@ -149,6 +149,7 @@ def test_what_a_leaver_saves_at_its_notice_is_the_runs(clusters: Clusters, undis
     job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
 def test_what_the_last_node_saves_at_its_notice_is_the_runs(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """Everybody leaves; the same command goes on from there."""
     training = Training(script=LAYOUTS, steps=200, save_every=40, extra=("--layout=nanogpt",))
