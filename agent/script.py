@@ -23,6 +23,7 @@ __all__ = [
     "ScriptError",
     "advice",
     "asks_for_universal",
+    "asks_hub",
     "check_script",
     "expects_session",
     "knows_us",
@@ -79,6 +80,14 @@ _LATER = {
     "dalsegno.swift_plugin": ("dalsegno.swift_plugin.hf.trainer?",),
     "swift": ("swift.pipelines.train.sft?", "swift.trainers.seq2seq_trainer?", "dalsegno.swift_plugin.swift_hooks?"),
 }
+# These ask Hugging Face's hub for models and data. A script that says where it is, or not to ask, knows better.
+_ASK_HUB = frozenset(
+    {
+        *("huggingface_hub", "transformers", "datasets", "diffusers", "peft", "trl", "sentence_transformers"),
+        *("evaluate", "timm", "unsloth", "swift"),
+    }
+)
+_OWN_HUB = re.compile(r"HF_ENDPOINT|HF_HUB_OFFLINE|TRANSFORMERS_OFFLINE")
 _IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w.]+)", re.MULTILINE)
 # Most files of one's own that are read for what a script imports.
 _MOST_FILES = 100
@@ -219,6 +228,14 @@ def module_file(name: str) -> Path | None:
 def uses_dlrover(script: Script) -> bool:
     """Whether its own text imports DLRover's client library."""
     return any(name.partition(".")[0] == "dlrover" for name in _named_by(script.source))
+
+
+def asks_hub(script: Script) -> bool:
+    """Whether its own text imports a library that asks Hugging Face's hub, and says nothing of where the hub is."""
+    source = script.source
+    if isinstance(source, Path) and source.is_file() and _OWN_HUB.search(text_of(source)):
+        return False
+    return any(name.partition(".")[0] in _ASK_HUB for name in _named_by(source))
 
 
 def runs_ahead(script: Script, wanted: str) -> bool:

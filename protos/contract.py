@@ -152,6 +152,8 @@ class Variable:
     RESUME_DIR = "DALSEGNO_RESUME_DIR"
     LOAD_UNIVERSAL = "DALSEGNO_DEEPSPEED_LOAD_UNIVERSAL"
     RESUME_FORM = "DALSEGNO_RESUME_FORM"
+    # Hugging Face's hub, where nobody answers there; not there where somebody does.
+    HUB_UNREACHABLE = "DALSEGNO_HUB_UNREACHABLE"
     UNIVERSAL_NAME = "DALSEGNO_UNIVERSAL_NAME"
     UNIVERSAL_DIGEST = "DALSEGNO_UNIVERSAL_DIGEST"
     UNIVERSAL_DIR = "DALSEGNO_UNIVERSAL_DIR"
@@ -175,7 +177,7 @@ _OF_A_WORLD = frozenset(
         *(Variable.EPOCH, Variable.RUN_ID, Variable.RUN_DIR, Variable.NODE, Variable.GENERATION),
         *(Variable.MIN_NODES, Variable.MAX_NODES, Variable.STALL_TIMEOUT),
         *(Variable.RESUME_NAME, Variable.RESUME_DIGEST, Variable.RESUME_DIR, Variable.RESUME_FORM),
-        Variable.LOAD_UNIVERSAL,
+        *(Variable.LOAD_UNIVERSAL, Variable.HUB_UNREACHABLE),
         *(Variable.UNIVERSAL_NAME, Variable.UNIVERSAL_DIGEST, Variable.UNIVERSAL_DIR, Variable.MEMORY_DIR),
     }
 )

@@ -1369,6 +1369,7 @@ class ProgressRequest(google.protobuf.message.Message):
     EXPECTS_SESSION_FIELD_NUMBER: builtins.int
     COLD_FIELD_NUMBER: builtins.int
     FLASH_STEP_FIELD_NUMBER: builtins.int
+    SAVES_NOTHING_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The highest step that a rank of this node has finished in the caller's epoch."""
     loss: builtins.float
@@ -1400,6 +1401,8 @@ class ProgressRequest(google.protobuf.message.Message):
     """The workers are gone. The step of this node's part of what they left in memory of DLRover's Flash Checkpoint; 0: there
     is none, or it is torn. Absent: they run, or no other node has a part of it.
     """
+    saves_nothing: builtins.bool
+    """The script's loop saves nothing: a drain keeps none of its steps."""
     @property
     def caller(self) -> global___Caller: ...
     def __init__(
@@ -1418,9 +1421,10 @@ class ProgressRequest(google.protobuf.message.Message):
         expects_session: builtins.bool = ...,
         cold: builtins.bool = ...,
         flash_step: builtins.int | None = ...,
+        saves_nothing: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_flash_step", b"_flash_step", "caller", b"caller", "flash_step", b"flash_step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_flash_step", b"_flash_step", "beats", b"beats", "caller", b"caller", "cold", b"cold", "draining", b"draining", "expects_session", b"expects_session", "flash_step", b"flash_step", "has_session", b"has_session", "longest", b"longest", "loss", b"loss", "saved_bytes", b"saved_bytes", "step", b"step", "training_ended", b"training_ended", "written_bytes", b"written_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_flash_step", b"_flash_step", "beats", b"beats", "caller", b"caller", "cold", b"cold", "draining", b"draining", "expects_session", b"expects_session", "flash_step", b"flash_step", "has_session", b"has_session", "longest", b"longest", "loss", b"loss", "saved_bytes", b"saved_bytes", "saves_nothing", b"saves_nothing", "step", b"step", "training_ended", b"training_ended", "written_bytes", b"written_bytes"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_flash_step", b"_flash_step"]) -> typing.Literal["flash_step"] | None: ...
 
 global___ProgressRequest = ProgressRequest

@@ -150,6 +150,7 @@ class Progress(google.protobuf.message.Message):
     ANYONE_SEES_MASTER_FIELD_NUMBER: builtins.int
     BEATS_FIELD_NUMBER: builtins.int
     MAY_KEEP_FIELD_NUMBER: builtins.int
+    SAVES_NOTHING_FIELD_NUMBER: builtins.int
     step: builtins.int
     loss: builtins.float
     seconds: builtins.float
@@ -161,6 +162,8 @@ class Progress(google.protobuf.message.Message):
     """Counts signs of life between two steps, for instance in an evaluation. It only grows within an epoch."""
     may_keep: builtins.bool
     """If the world breaks, this rank may be able to save the last boundary alone (ToWorker.keep): it is given the time."""
+    saves_nothing: builtins.bool
+    """The script's loop saves nothing, at a drain either."""
     def __init__(
         self,
         *,
@@ -171,8 +174,9 @@ class Progress(google.protobuf.message.Message):
         anyone_sees_master: builtins.bool = ...,
         beats: builtins.int = ...,
         may_keep: builtins.bool = ...,
+        saves_nothing: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["anyone_sees_master", b"anyone_sees_master", "beats", b"beats", "longest", b"longest", "loss", b"loss", "may_keep", b"may_keep", "seconds", b"seconds", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["anyone_sees_master", b"anyone_sees_master", "beats", b"beats", "longest", b"longest", "loss", b"loss", "may_keep", b"may_keep", "saves_nothing", b"saves_nothing", "seconds", b"seconds", "step", b"step"]) -> None: ...
 
 global___Progress = Progress
 

@@ -27,6 +27,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 if os.environ.get("DALSEGNO_TEST_DEVICE", "cpu") == "cpu":  # else it is `make test-gpu`
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# Nobody outside is asked for anything; what a hub that is out of reach costs has a test with one of its own.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # DeepSpeed versions that share the default directory break each other.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / "build" / "torch_extensions"))
 

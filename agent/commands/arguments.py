@@ -280,6 +280,7 @@ def _add_for_plain_scripts(group: _Group) -> None:
         metavar="GLOB",
         help="which files or directories below '${save_dir}' are checkpoints; default: all that look like one",
     )
+    group.value("--keep-saves", default=0, type=_count(0), metavar="N", help="last epochs whose saves stay; 0: all")
 
 
 def _add_dlrover(group: _Group) -> None:

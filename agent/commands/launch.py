@@ -189,6 +189,7 @@ def _agent_config(
         deepspeed_load_universal=options.deepspeed_load_universal,
         expects_session=expects_session(script),
         checkpoint_glob=options.checkpoint_glob,
+        keep_saves=options.keep_saves,
         run_ahead=runs_ahead(script, options.run_ahead),
         adopts=adopts,
         # An embedded master speaks plaintext.

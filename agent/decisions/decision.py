@@ -115,6 +115,7 @@ class Decision:
                 beats=sum(state.epoch.beats.values()),
                 written_bytes=max(state.epoch.written_bytes.values(), default=0),
                 expects_session=state.epoch.expects_session,
+                saves_nothing=state.epoch.saves_nothing,
                 cold=not state.epoch.warm,
                 flash_step=state.epoch.flash_part.step if state.epoch.flash_part is not None else None,
             ),

@@ -96,7 +96,7 @@ def progress(decision: Decision, rank: int, progress: worker_pb2.Progress) -> No
         epoch.step = progress.step
         epoch.loss = progress.loss
     epoch.longest_seconds = max(epoch.longest_seconds, progress.longest, progress.seconds)
-    epoch.anyone_sees_master = progress.anyone_sees_master
+    epoch.anyone_sees_master, epoch.saves_nothing = progress.anyone_sees_master, progress.saves_nothing
     if progress.beats > epoch.beats.get(rank, 0):
         epoch.beats = {**epoch.beats, rank: progress.beats}
     decision.report_progress()

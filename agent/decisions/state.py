@@ -234,6 +234,8 @@ class Epoch:
     # Signs of life between steps, by rank.
     beats: Mapping[int, int] = field(default_factory=dict)
     has_session: bool = False
+    # The script's loop saves nothing, at a drain either.
+    saves_nothing: bool = False
     # A rank has imported session(), although its script's text did not say so.
     expects_session: bool = False
     # The standby workers for the next epoch are ready.

@@ -29,6 +29,7 @@ class AgentConfig:
         deepspeed_load_universal: DeepSpeed loads universal files in the script's workers where it resumes from them.
         expects_session: the script's text says that it may call `session()`, however late.
         checkpoint_glob: which files or directories below `${save_dir}` are checkpoints; empty: what looks like one.
+        keep_saves: of how many epochs before the present one the script's own saves stay; 0: of all.
         tls: the master is spoken to over TLS, and so are other agents.
         memory_budget_bytes: the most that memory checkpoints may take on this node; None: found out.
         memory_bytes_per_second: the most of them that is sent to other nodes in a second; None: no limit.
@@ -57,6 +58,7 @@ class AgentConfig:
     adopts: bool = False
     tls: bool = False
     checkpoint_glob: str = ""
+    keep_saves: int = 0
     memory_budget_bytes: int | None = None
     memory_bytes_per_second: int | None = None
     dlrover: bool = False

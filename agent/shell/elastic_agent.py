@@ -38,6 +38,7 @@ from ..standby.standby_pool import StandbyPool
 from ..standby.worker_main import Assignment
 from ..storage.adoption import Origin
 from ..storage.save_dir import Adoption
+from ..workers.hub import Hub
 from ..workers.worker_env import Place, job_environment, place_of, prefixes, worker_environment
 from ..workers.worker_link import WorkerLink, to_worker
 from ..workers.workers import WorkersContext
@@ -111,14 +112,14 @@ class ElasticAgent(LocalElasticAgent):
         self._context: WorkersContext | None = None
         self._place: Place | None = None
         self._use_flag = config.script_flag
-        self._starts = 0
+        self._starts, self._hub = 0, Hub(script, effects.say)
         self._advised: set[str] = set()
         # The epoch whose successors the standby workers are.
         self._prepared_for = 0
         self._link = WorkerLink(self._worker_said)
         lifeline.add_path(self._link.directory)
         self._adoption = Adoption(
-            script.arguments, mailbox.put, config.checkpoint_glob, looks=reads_resume_point(script)
+            script.arguments, mailbox.put, config.checkpoint_glob, config.keep_saves, looks=reads_resume_point(script)
         )
         self._beside = Beside(
             config.dlrover,
@@ -143,7 +144,7 @@ class ElasticAgent(LocalElasticAgent):
                 master_outage_timeout=config.master_outage_timeout,
                 addresses=config.addresses,
                 connect_timeout=config.connect_timeout,
-                save_timeout=self._beside.save_timeout,
+                save_timeout=max(self._beside.save_timeout, self._adoption.last_look),
             )
         )
 
@@ -212,8 +213,7 @@ class ElasticAgent(LocalElasticAgent):
                 self._beside.save_part(action.epoch, action.step)
             case ev.TellWorkers():
                 # A leaver's processes have nothing to wait for.
-                may_stay = self._pool is not None and not self._state.leaving
-                self._link.tell(to_worker(action, may_stay=may_stay))
+                self._link.tell(to_worker(action, may_stay=self._pool is not None and not self._state.leaving))
             case ev.Exit():
                 self._ending = Ending(action.code, action.message)
             case _:
@@ -323,7 +323,7 @@ class ElasticAgent(LocalElasticAgent):
         most = int(self._effects.settings.max_nodes)
         of_dlrover = self._beside.world_variables(place.group_rank, place.nodes, most)
         for local, environment in enumerate(added):
-            environment |= self._node_environment() | of_dlrover
+            environment |= self._node_environment(world.epoch) | of_dlrover
             if self._config.deepspeed_load_universal and world.resume.form == control_pb2.FORM_UNIVERSAL:
                 environment[Variable.LOAD_UNIVERSAL] = "1"
             self._set_local_rank_env(environment, local, spec)
@@ -430,9 +430,8 @@ class ElasticAgent(LocalElasticAgent):
         if not self._config.run_ahead or unknown or not has_room_beside(running):
             return []
         spec = self._worker_group.spec
-        ours = (
-            job_environment(self._config.job_id, spec.role, self._config.nproc, os.environ) | self._node_environment()
-        )
+        ours = job_environment(self._config.job_id, spec.role, self._config.nproc, os.environ)
+        ours |= self._node_environment(self._prepared_for + 1)
         found = []
         for local in range(self._config.nproc):
             environment: Any = dict(ours)
@@ -441,16 +440,18 @@ class ElasticAgent(LocalElasticAgent):
             found.append(Assignment(own, self._script.module, {**os.environ, **environment}, os.getcwd()))
         return found
 
-    def _node_environment(self) -> dict[str, str]:
+    def _node_environment(self, epoch: int) -> dict[str, str]:
         return {
             Variable.SOCKET: str(self._link.path),
             Variable.NOTICES: ",".join(number.name for number in self._watch.signals),
             **self._lifeline.environment(),
             **self._beside.variables,
+            **self._hub.variables(epoch),
         }
 
     def _stop_world(self, order: ev.StopWorkers) -> None:
         context, stopped, epoch = self._context, ev.WorkersStopped(order.epoch), order.epoch
+        last = time.monotonic() + order.grace
 
         def stop() -> None:
             nonlocal stopped
@@ -464,7 +465,8 @@ class ElasticAgent(LocalElasticAgent):
                     stopped = self._beside.stopped(epoch)
                 if stopped.flash_step:
                     self._adoption.settle(self._beside.save_timeout)
-                self._adoption.stopped(self._effects.settings.join_timeout)
+                given = max(self._state.settings.save_timeout, last - time.monotonic()) if order.save else 0.0
+                self._adoption.stopped(self._effects.settings.join_timeout, given)
             except Exception:
                 logger.exception("the workers of epoch %d were not stopped in order", epoch)
             finally:

@@ -9,14 +9,14 @@ interpreter.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from dalsegno.protos.contract import Variable
+
+from .after_import import after_import
 
 __all__ = ["arguments_for", "install", "wanted"]
 
@@ -35,30 +35,7 @@ def arguments_for(arguments: Sequence[str]) -> tuple[str, ...]:
 
 def install() -> None:
     """Does it now if DeepSpeed's configuration is imported, and otherwise once it is."""
-    module = sys.modules.get(_CONFIG)
-    if module is not None:
-        _change(module)
-    else:
-        sys.meta_path.insert(0, _AfterImport())
-
-
-class _AfterImport:
-    """An import hook: changes the module that it waits for as soon as that is there."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name != _CONFIG or self not in sys.meta_path:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                _change(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+    after_import(_CONFIG, _change)
 
 
 def _change(module: ModuleType) -> None:

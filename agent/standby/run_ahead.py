@@ -25,6 +25,7 @@ from typing import Any, NoReturn, SupportsIndex
 from dalsegno.protos import ahead
 from dalsegno.protos.contract import is_of_a_world
 
+from . import hub_offline
 from .holds import Holds
 from .kept_output import KeptOutput
 from .looked import Looked, holds_a_lock
@@ -199,6 +200,7 @@ class RunAhead:
         environ.update(place["environment"])
         for each in self._environs:
             each.__class__ = os._Environ
+        hub_offline.install(place["environment"])
         self._holds.end()
         self._set_oom_score(self._oom_score)
 

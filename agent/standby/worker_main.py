@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from dalsegno.protos import staying
 
-from . import load_universal
+from . import hub_offline, load_universal
 from .run_ahead import RunAhead, report_of
 from .staying import Staying, redirect
 from .word import Word
@@ -156,6 +156,7 @@ def become(
         os.execv(sys.executable, [sys.executable, *(load_universal.arguments_for(words) if universal else words)])
     if universal:
         load_universal.install()
+    hub_offline.install(assignment.environment)
     sys.argv = list(assignment.arguments)
     if word is not None and not any(map(is_of_session, sys.modules)):
         sys.meta_path.insert(0, _SessionImport(word))

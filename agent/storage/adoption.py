@@ -37,6 +37,7 @@ from dalsegno.elastic.checkpoint.reading import read_regular
 from dalsegno.protos import control_pb2, worker_pb2
 
 from ..decisions import events as ev
+from . import old_saves
 from .foreign import COUNTED, NOTE_BYTES, Found, Unit, shown, survey
 from .layouts import Complete, FileState, complete, number_of_file, state_of
 from .naming import is_log
@@ -205,6 +206,7 @@ class Adopter:
         deliver: gets the same events as for a worker that sealed something or found a bad checkpoint, and lines.
         pattern: `--checkpoint-glob`; empty: none.
         before: the resume point, if it was adopted, and its files where they were put into this epoch's directory.
+        keep: see `old_saves.remove`.
     """
 
     def __init__(
@@ -215,7 +217,9 @@ class Adopter:
         deliver: Callable[[ev.Event], None],
         pattern: str = "",
         before: Before | None = None,
+        keep: int = 0,
     ) -> None:
+        self._keep = keep
         self._run_dir, self._world, self._origin, self._deliver = run_dir, world, origin, deliver
         self._root, self._pattern = save_directory(run_dir, world.epoch), pattern
         self._resumed_step = self._step = world.resume.source.step if world.HasField("resume") else 0
@@ -268,6 +272,8 @@ class Adopter:
 
     def _run(self) -> None:
         pause, asked = LOOK_EVERY_SECONDS, 0
+        self._note(self._known.values())
+        self._remove_old()
         while True:
             before, asked = asked, self._wait(pause, asked)
             if self._closing:
@@ -397,6 +403,7 @@ class Adopter:
             self._complain(piece.newest.unit.path, str(error))
             return True
         logger.info("%s was saved by the script as %s", manifest.name, printable(piece.newest.unit.path))
+        self._note(piece.files)
         self._step = manifest.step
         self._known = {file.name: file for file in piece.files}
         self._slots.took(piece.files)
@@ -408,6 +415,18 @@ class Adopter:
         sealed = worker_pb2.Sealed(name=manifest.name, digest=manifest.digest, step=manifest.step)
         self._deliver(ev.WorkerSaid(self._world.epoch, 0, worker_pb2.ToAgent(sealed=sealed)))
         return True
+
+    def _note(self, files: Iterable[FileState]) -> None:
+        try:
+            old_saves.note(self._root, files)
+        except OSError as error:
+            logger.warning("these files of the script's will never be removed: %s", error)
+
+    def _remove_old(self) -> None:
+        try:
+            old_saves.remove(self._run_dir, self._world.epoch, self._keep)
+        except OSError as error:
+            logger.warning("what the script saved in earlier epochs stays: %s", error)
 
     def _number(self, one: Complete) -> int | None:
         """The number in a file of it, where its name has none."""

@@ -42,8 +42,8 @@ def has_macros(arguments: Sequence[str]) -> bool:
 def expand(arguments: Sequence[str], values: Mapping[str, str | None]) -> tuple[str, ...]:
     """A script's arguments with the macros' values in them.
 
-    An argument with a macro that has no value is left out, and so is the flag before it: an argument that begins with a
-    hyphen and has no `=`.
+    An argument with a macro that has no value is left out, and so is the flag whose value it would have been: the
+    argument before it, if that begins with a hyphen and has no `=`. One that is a flag itself (`--from=…`) has none.
 
     Args:
         arguments: as people wrote them.
@@ -55,7 +55,13 @@ def expand(arguments: Sequence[str], values: Mapping[str, str | None]) -> tuple[
         text = _fill(argument, values)
         if text is not None:
             made.append(text)
-        elif before.startswith("-") and "=" not in before and made and made[-1] == before:
+        elif (
+            not argument.startswith("-")
+            and before.startswith("-")
+            and "=" not in before
+            and made
+            and made[-1] == before
+        ):
             made.pop()
         before = argument
     return tuple(made)

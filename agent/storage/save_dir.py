@@ -39,6 +39,8 @@ SETTLE_WITHIN_SECONDS = 600.0
 # The same after workers were stopped: a part of --join-timeout, as this node joins behind it, and at most so many
 # seconds. (The decisions give up what takes 45 s more than the workers' own notice.)
 _PART_OF_JOINING, _MOST_SECONDS = 0.5, 30.0
+# Seconds that the end of workers that were stopped waits for what they saved last, where nobody has given them longer.
+LAST_LOOK_SECONDS = 10.0
 
 
 def prepare(run_dir: Path, world: control_pb2.World, saved_as: SavedAs | None = None) -> Path:
@@ -131,20 +133,32 @@ class Adoption:
         arguments: the script's arguments.
         deliver: see `Adopter`.
         pattern: `--checkpoint-glob`; empty: none.
+        keep: `--keep-saves`; 0: all.
         looks: the script reads `DALSEGNO_RESUME_DIR` itself, and needs no copy of the resume point.
     """
 
     def __init__(
-        self, arguments: Sequence[str], deliver: Callable[[ev.Event], None], pattern: str = "", *, looks: bool = False
+        self,
+        arguments: Sequence[str],
+        deliver: Callable[[ev.Event], None],
+        pattern: str = "",
+        keep: int = 0,
+        *,
+        looks: bool = False,
     ) -> None:
         self._macros = macros_of(arguments)
         self.wanted = SAVE_DIR in self._macros
         self._places = self.wanted and not looks and not {RESUME_DIR, RESUME_PATH} & self._macros
-        self._deliver, self._pattern = deliver, pattern
+        self._deliver, self._pattern, self._keep = deliver, pattern, keep
         self._adopter: Adopter | None = None
         self._placing: _Placing | None = None
         # The last epoch in which a copy was put there, and its files.
         self._placed: tuple[int, tuple[str, ...]] = (0, ())
+
+    @property
+    def last_look(self) -> float:
+        """Seconds that `settle` may take when workers were stopped."""
+        return LAST_LOOK_SECONDS if self.wanted else 0.0
 
     def place(self, run_dir: Path, world: control_pb2.World, then: Callable[[str], None], *, first: bool) -> bool:
         """Called when an epoch is about to begin: lets the script find its last checkpoint where it had saved it.
@@ -203,7 +217,7 @@ class Adoption:
             if resume is not None and saved_as is not None:
                 placed = self._placed[1] if self._placed[0] == world.epoch else ()
                 before = Before(resume, {file.name: file for file in state_of(directory, placed)}, saved_as)
-            self._adopter = Adopter(run_dir, world, origin, self._deliver, self._pattern, before)
+            self._adopter = Adopter(run_dir, world, origin, self._deliver, self._pattern, before, self._keep)
         values = {
             SAVE_DIR: str(directory),
             RESUME_DIR: None if newest is None else str(newest if newest.is_dir() else newest.parent),
@@ -222,7 +236,7 @@ class Adoption:
         )
 
     def settle(self, timeout: float = SETTLE_WITHIN_SECONDS) -> None:
-        """Called when a worker has ended well: adopts its last save before its end is reported. From any thread."""
+        """Called when workers have ended: adopts what they saved last before that is reported. From any thread."""
         adopter = self._adopter
         if adopter is not None:
             adopter.settle(timeout)
@@ -232,10 +246,15 @@ class Adoption:
         if (adopter := self._adopter) is not None:
             adopter.interrupt()
 
-    def stopped(self, join_timeout: float) -> None:
-        """Called when workers were stopped, or failed: adopts what they had saved by then. From any thread."""
+    def stopped(self, join_timeout: float, given: float) -> None:
+        """Called when workers were stopped, or failed: adopts what they had saved by then. From any thread.
+
+        Args:
+            join_timeout: the job's.
+            given: seconds that this may take at least: what is left of a leaver's notice.
+        """
         if (adopter := self._adopter) is not None:
-            adopter.settle(min(_PART_OF_JOINING * join_timeout, _MOST_SECONDS), ended_well=False)
+            adopter.settle(max(min(_PART_OF_JOINING * join_timeout, _MOST_SECONDS), given), ended_well=False)
 
     def close(self) -> None:
         """Called when the epoch is over."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -50,6 +50,7 @@ from ..universal.layout import engine_directory
 from ..universal.loading import describe_refusal, each_once, only_safe_loading
 from ..universal.source import OPTIMIZER_NOTE, open_source
 from ..universal.values import ShardedValues, UniversalValues, Values
+from .beside import PARTS
 from .checks import can_reshard, tell, why_not_reshard
 from .loading import (
     TRAINED_NOTE,
@@ -168,12 +169,16 @@ def config(base: Mapping[str, Any], plan: Plan, resume: Resume | None) -> dict[s
     return result
 
 
-def save(engine: Any, client_state: Mapping[str, Any] | None = None) -> Save:
+Client = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+
+
+def save(engine: Any, client_state: Client | None = None) -> Save:
     """The ``write`` function that a session calls on every rank to save ``engine``.
 
     Args:
         engine: From ``deepspeed.initialize``.
-        client_state: Plain values or tensors of the script's own; `restore` returns them.
+        client_state: Plain values or tensors of the script's own; `restore` returns them. Or what makes them at each
+            save.
     """
     return Save(engine, client_state)
 
@@ -189,7 +194,7 @@ class Save:
         strategy: See `strategy`; the session uses it if the script gives none.
     """
 
-    def __init__(self, engine: Any, client_state: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, engine: Any, client_state: Client | None = None) -> None:
         self.engine, self._client_state = engine, client_state
         self._factors = factors(getattr(engine, "lr_scheduler", None))
 
@@ -234,7 +239,8 @@ class Save:
 
     def _save(self, path: Path) -> Exception | None:
         """Calls the engine. Returns what is wrong on this rank, once all ranks are through."""
-        state, problem = _described(self.engine, self._client_state), self._check()
+        given, problem = self._given()
+        state = _described(self.engine, given)
         if self._factors:
             state[_SCHEDULE] = unchanged(self._factors, factors(self.engine.lr_scheduler))
         if problem is not None:
@@ -242,17 +248,17 @@ class Save:
         self.engine.save_checkpoint(str(path.parent), tag=path.name, client_state=state, save_latest=False)
         return problem
 
-    def _check(self) -> Exception | None:
-        """Why this rank's state beside the engine's own could not be loaded again; None: it could."""
-        if not getattr(self.engine, "save_non_zero_checkpoint", True):
-            return None
-        scheduler = self.engine.lr_scheduler
+    def _given(self) -> tuple[Mapping[str, Any] | None, Exception | None]:
+        """The client's state, and why this rank's state beside the engine's own could not be loaded again."""
+        given, scheduler = None, self.engine.lr_scheduler
         try:
-            states = [self._client_state, None if scheduler is None else scheduler.state_dict()]
-            loadable(states, "the state of the scheduler, of a callback or of the script's own")
+            given = self._client_state() if callable(self._client_state) else self._client_state
+            if getattr(self.engine, "save_non_zero_checkpoint", True):
+                states = [given, None if scheduler is None else scheduler.state_dict()]
+                loadable(states, "the state of the scheduler, of a callback or of the script's own")
         except Exception as error:  # every error is kept, because the other ranks wait in DeepSpeed's collectives
-            return error
-        return None
+            return given, error
+        return given, None
 
 
 @contextmanager
@@ -338,6 +344,25 @@ def restore(engine: Any, resume: Resume | None, *, strict: bool = True, other_sc
     return state
 
 
+def restore_weights(engine: Any, resume: Resume) -> None:
+    """Loads only the weights of the resume point, exactly, into an engine that is to train them anew. Collective.
+
+    Raises:
+        ValueError: The engine was not configured for this resume point. On all ranks.
+        RuntimeError: A weight is missing, cannot be read, or is on a disk of the optimizer's own (NVMe).
+        OSError: A file cannot be read.
+    """
+    tell(engine)
+    with refused_together():
+        _check(engine, resume)
+        if engine.zero_nvme_offload_optimizer():
+            raise RuntimeError("weights_only: the optimizer keeps its weights on NVMe, where they cannot be replaced")
+    mark("built")
+    with each_once(), paused():
+        load_weights(engine, resume.path, optimizers=True)
+    mark("loaded")
+
+
 def _check(engine: Any, resume: Resume) -> None:
     by_values = loads_by_values(resume)
     if bool(engine.load_universal_checkpoint()) != by_values:
@@ -346,14 +371,13 @@ def _check(engine: Any, resume: Resume) -> None:
         raise ValueError(f"the engine was {_ROUND_ROBIN}")
 
 
-def load_weights(engine: Any, directory: Path) -> None:
+def load_weights(engine: Any, directory: Path, *, optimizers: bool = False) -> None:
     """Loads only the weights of a checkpoint, saved by any number of ranks, into an engine's model. Collective.
-
-    Meant for the end of the training: the optimizer's own copy of the weights is not changed.
 
     Args:
         engine: From ``deepspeed.initialize``.
         directory: The checkpoint, see `engine_directory`.
+        optimizers: Also change the optimizer's own copy of the weights; at the end of a training nobody needs it.
 
     Raises:
         RuntimeError: It has no values for one of the model's parameters, or cannot be read.
@@ -364,13 +388,15 @@ def load_weights(engine: Any, directory: Path) -> None:
         stage = int(engine.zero_optimization_stage())
         if stage == 0:
             load_whole_model(engine, saved)
+            if optimizers and hasattr(engine.optimizer, "refresh_fp32_params"):
+                engine.optimizer.refresh_fp32_params()
             return
         try:
             form = Form(open_source(saved, ours=True), stage)
         except ConversionError as error:
             raise RuntimeError(f"the weights of {saved} cannot be read: {error}") from error
         with form.source:
-            load_parameters(engine, ShardedValues(form))
+            load_parameters(engine, ShardedValues(form), optimizers=optimizers)
         restore_unpartitioned(engine, saved)
 
 
@@ -399,7 +425,7 @@ def _load(engine: Any, resume: Resume, strict: bool) -> dict[str, Any]:
         # A pipeline's layers have files of their own, which are not among the universal files.
         with sharded_view(saved) as view:
             engine.module.load_state_dir(str(view), engine.checkpoint_engine)
-    return {key: owned(value) for key, value in (client_state or {}).items()}
+    return {key: owned(value) for key, value in (client_state or {}).items() if key != PARTS}
 
 
 @contextmanager

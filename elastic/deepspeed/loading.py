@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor
+from deepspeed.utils import safe_set_local_fp32_param
+from torch import Tensor, nn
 
 from ..saving.optimizers import check_parameters
 from ..universal.forms import NUMBERS
@@ -317,8 +318,12 @@ def _load_fragment(parameter: Any, values: Values, name: str, state: Mapping[str
         values.read(name, key, source.start, own)
 
 
-def load_parameters(engine: Any, values: Values) -> None:
-    """Copies the weights of all parameters that have values. Collective at stage 3."""
+def load_parameters(engine: Any, values: Values, *, optimizers: bool = False) -> None:
+    """Copies the weights of all parameters that have values. Collective at stage 3.
+
+    Args:
+        optimizers: Also into the optimizer's own copies.
+    """
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():
             if parameter.requires_grad and FP32 in values.states(name):
@@ -326,6 +331,20 @@ def load_parameters(engine: Any, values: Values) -> None:
                 whole = torch.empty(values.size(name), dtype=values.dtype(name, FP32), device="cpu")
                 values.read(name, FP32, 0, whole)
                 _copy(parameter, whole.reshape(shape))
+                if optimizers:
+                    _copy_to_optimizer(parameter, whole)
+
+
+def _copy_to_optimizer(parameter: Any, whole: Tensor) -> None:
+    """This rank's part of a weight, as exact as it was saved."""
+    if not hasattr(parameter, "ds_id"):
+        if parameter._hp_mapping is not None:
+            parameter.set_full_hp_param(whole)
+        return
+    # DeepSpeed's way for whole values does not know that the last rank's part is padded.
+    size = parameter.ds_tensor.numel()
+    own = whole[dist.get_rank(parameter.ds_process_group) * size :][:size]
+    safe_set_local_fp32_param(parameter, nn.functional.pad(own, (0, size - own.numel())))
 
 
 def load_whole_model(engine: Any, directory: Path) -> None:

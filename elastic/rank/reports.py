@@ -26,11 +26,12 @@ class Reports:
     Attributes:
         loss: The present step's loss, for people.
         may_keep: This rank may be able to save the last boundary alone.
+        saves_nothing: The script's loop saves nothing, not even at a drain.
     """
 
     def __init__(self, link: Link | None, count: StepCount | None = None) -> None:
         self.loss = float("nan")
-        self.may_keep = False
+        self.may_keep = self.saves_nothing = False
         self._link, self._count = link, count
         self._mark = self._heard = time.monotonic()
         self._told, self._longest_seconds = 0.0, 0.0
@@ -88,5 +89,6 @@ class Reports:
             anyone_sees_master=self._master_seen,
             beats=self._beats,
             may_keep=self.may_keep,
+            saves_nothing=self.saves_nothing,
         )
         return worker_pb2.ToAgent(progress=progress)

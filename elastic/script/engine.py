@@ -10,7 +10,9 @@ from typing import Any
 from ..data.batches import Batches
 from ..data.plan import BatchPlan
 from ..deepspeed import engine as ours
+from ..deepspeed.beside import Beside
 from ..saving.background_save import background
+from ..training.parts import Stateful
 from ..training.session import Session
 from .micros import Micros
 from .state import Write
@@ -46,9 +48,11 @@ class Engine:
     Args:
         session: This process's session.
         engine: From ``deepspeed.initialize(..., config=s.deepspeed_config(...))``.
+        other_schedule, weights_only: See ``Session.engine``.
+        parts: What else is trained, by name; see ``beside.Beside``.
 
     Raises:
-        ValueError, RuntimeError, OSError: See ``elastic.deepspeed.restore``.
+        ValueError, TypeError, RuntimeError, OSError: See ``elastic.deepspeed.restore``.
 
     Attributes:
         engine: The engine.
@@ -57,10 +61,26 @@ class Engine:
 
     scale = "deepspeed"
 
-    def __init__(self, session: Session, engine: Any, *, other_schedule: bool = False) -> None:
-        ours.restore(engine, session.resume, other_schedule=other_schedule)
+    def __init__(
+        self,
+        session: Session,
+        engine: Any,
+        *,
+        other_schedule: bool = False,
+        weights_only: bool = False,
+        **parts: Stateful | None,
+    ) -> None:
+        with session.meetings.telling():
+            beside = Beside(engine, parts)
+        resume = session.resume
+        if resume is not None and beside.begins_anew(resume.path, weights_only=weights_only):
+            ours.restore_weights(engine, resume)
+        else:
+            ours.restore(engine, resume, other_schedule=other_schedule)
+            if resume is not None:
+                beside.load(resume.path)
         self.engine = engine
-        self._save = ours.save(engine)
+        self._save = ours.save(engine, beside.state)
         self._micros: Micros | None = None
 
     def begin(self, data: Batches[Any]) -> Micros:

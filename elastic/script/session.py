@@ -25,7 +25,7 @@ from ..training import session as lower
 from ..training.entry import open_session
 from ..training.loop import steps
 from .data import Wish, batches_of
-from .state import State, Trained, Wrap, checked_parts
+from .state import State, Trained, Wrap, checked_beside, checked_parts
 from .worlds import through_worlds
 
 if TYPE_CHECKING:
@@ -189,16 +189,20 @@ class Session(lower.Session):
             self._configured = True
         return found
 
-    def engine(self, engine: Any, *, other_schedule: bool = False) -> Engine:
+    def engine(self, engine: Any, *, other_schedule: bool = False, weights_only: bool = False, **parts: Any) -> Engine:
         """A DeepSpeed engine, loaded where the run goes on. Collective.
 
         Args:
             engine: From ``deepspeed.initialize(..., config=s.deepspeed_config(config, data))``. ZeRO stages 0 to 3.
             other_schedule: Accept functions of its scheduler (``LambdaLR``) that have changed.
+            weights_only: Load the weights, and let the optimizer, the scheduler and the parts begin anew. Step and data
+                go on. Once in a run, as in `state`.
+            parts: Whatever else has ``state_dict`` and ``load_state_dict``, by name: the same on every rank, saved by
+                rank 0.
 
         Raises:
             ValueError: It is no engine, or was made with another configuration, or trains something else than the
-                checkpoint's; or there is a state already.
+                checkpoint's; or a part cannot be saved or loaded; or there is a state already.
             RuntimeError: The checkpoint cannot be loaded, see ``elastic.deepspeed.restore``.
         """
         with self.meetings.telling():
@@ -212,9 +216,10 @@ class Session(lower.Session):
                     "the engine's config is not of this world: deepspeed.initialize(..., config=s.deepspeed_config("
                     "config, data)), where batch sizes follow from data = s.data(...)"
                 )
+            checked_beside(parts)
         from .engine import Engine
 
-        self._trained = Engine(self, engine, other_schedule=other_schedule)
+        self._trained = Engine(self, engine, other_schedule=other_schedule, weights_only=weights_only, **parts)
         return self._trained
 
     def steps(

@@ -17,7 +17,7 @@ from ..data.batches import Batches
 from ..rank.process_group import init_process_group, is_the_only_group
 from ..rank.remarks import remark
 from ..saving.background_save import Background, background
-from ..training.reading_state import Stateful
+from ..training.parts import Stateful
 from ..training.session import Session
 from ..training.training_state import TrainingState
 from .micros import Micros
@@ -192,14 +192,8 @@ def checked_parts(model: Any, parts: Mapping[str, Any], wrap: Any) -> None:
         raise ValueError("this is a DeepSpeed engine: s.engine(engine)")
     if not isinstance(model, nn.Module):
         raise ValueError(f"s.state(model, optimizer): the model comes first, not a {type(model).__name__}")
+    _check_stateful("s.state", parts)
     for name, part in parts.items():
-        if part is None:
-            continue
-        if not all(callable(getattr(part, method, None)) for method in ("state_dict", "load_state_dict")):
-            raise ValueError(
-                f"s.state({name}=...): a {type(part).__name__} has no state_dict() and load_state_dict(), so it can be "
-                "neither saved nor loaded"
-            )
         if isinstance(part, nn.Module) and name in ("optimizer", "scheduler", "scaler"):
             raise ValueError(
                 f"s.state(model, optimizer): {name} is a {type(part).__name__}; of two models make one, "
@@ -208,3 +202,28 @@ def checked_parts(model: Any, parts: Mapping[str, Any], wrap: Any) -> None:
     optimizer = parts.get("optimizer")
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise ValueError(f"s.state(model, optimizer): a {type(optimizer).__name__} is no optimizer")
+
+
+def checked_beside(parts: Mapping[str, Any]) -> None:
+    """Checks what a script gives ``Session.engine`` beside the engine.
+
+    Raises:
+        ValueError: The engine has it already, or it has no state.
+    """
+    _check_stateful("s.engine", parts)
+    for name in ("model", "optimizer", "scheduler", "scaler"):
+        if parts.get(name) is not None:
+            raise ValueError(
+                f"s.engine(engine, {name}=...): the engine has its own, from deepspeed.initialize, and saves it; what "
+                "else is trained gets a name of its own: s.engine(engine, ema=ema)"
+            )
+
+
+def _check_stateful(call: str, parts: Mapping[str, Any]) -> None:
+    for name, part in parts.items():
+        methods = ("state_dict", "load_state_dict")
+        if part is not None and not all(callable(getattr(part, method, None)) for method in methods):
+            raise ValueError(
+                f"{call}({name}=...): a {type(part).__name__} has no state_dict() and load_state_dict(), so it can be "
+                "neither saved nor loaded"
+            )

@@ -319,6 +319,7 @@ class _Run:
         self._session, self._write, self._every = session, save, cadence.save_every
         self._memory = MemorySaves(session, 0 if save is None else cadence.memory_every, self._save_in_memory)
         self._position_of, self._metric, self._options = position, metric, options
+        session.reports.saves_nothing = save is None
         self._survival = Survival(session, save, options, wanted=save is not None and bool(cadence.memory_every))
         # The position that the data give, or else the resume point's.
         says, resume = getattr(data, "position", None), session.resume

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,7 @@ from torch.optim import Optimizer
 from dalsegno.protos.text import few
 
 from ..saving.bundles import unpacked
-
-
-class Stateful(Protocol):
-    """An optimizer, a schedule, a gradient scaler, or anything else that is part of the training."""
-
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state: Any, /) -> Any: ...
+from .parts import Stateful
 
 
 def load_part(part: Stateful, state: Any, *, cast: bool = False) -> None:

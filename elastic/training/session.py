@@ -96,8 +96,8 @@ class Session:
         self._notice = notice
         self.left_in_a_step = self.closed = False
         self.may_stay: Callable[[], bool] = bool
-        self._reports = Reports(link, count_steps(identity, self.step))
-        self.survivor = Survivor(identity, link, None if resume is None else resume.ref, self._reports)
+        self.reports = Reports(link, count_steps(identity, self.step))
+        self.survivor = Survivor(identity, link, None if resume is None else resume.ref, self.reports)
         self._drain_not_before, self._drain_pause = 0.0, DRAIN_PAUSE_SECONDS
 
     @property
@@ -151,14 +151,14 @@ class Session:
 
     def report(self, loss: float) -> None:
         """Reports the loss of the present step, for people who watch the run."""
-        self._reports.loss = float(loss)
+        self.reports.loss = float(loss)
 
     def busy(self) -> None:
         """Says that this rank is busy with something long between steps, such as an evaluation. Not collective.
 
         It is cheap. Call it as often as the work gets on, for instance with each batch: that tells it from a stall.
         """
-        self._reports.busy(self.step)
+        self.reports.busy(self.step)
 
     def leaving(self) -> bool:
         """Whether some rank was told to save and stop, and may try that now: the same on all ranks. Collective.
@@ -264,7 +264,7 @@ class Session:
         self.compare(alike or {})
         self.copies.before()
         self.examination.end()
-        self._reports.begin()
+        self.reports.begin()
         return self._exchange.meet(ahead)
 
     def begin_step(self, ahead: int = 1) -> None:
@@ -294,10 +294,10 @@ class Session:
         """
         if loss is not None:
             self.report(loss)
-        seconds = self._reports.lap()
+        seconds = self.reports.lap()
         boundary = self._exchange.end(seconds)
         self._step = boundary.step
-        self._reports.step(boundary, seconds)
+        self.reports.step(boundary, seconds)
         self.copies.behind(self.step)
         if boundary.save_failed or (boundary.exchanged and not boundary.saving):
             self.settle()
@@ -375,7 +375,7 @@ class Session:
             where = {"create_directory": create_directory, "wait": wait, "drain": drain, "in_memory": in_memory}
             return self._completed(self.saves.save(content, write, **where))
         finally:
-            self._reports.lap()
+            self.reports.lap()
 
     def settle(self) -> Ref | None:
         """Waits for a save in the background. Collective.
@@ -419,7 +419,7 @@ class Session:
         closing()
         holds = way_out(self._link, saved, lambda: not apart and stays())
         drained = worker_pb2.Drained(name=saved.name, digest=saved.digest, step=self.step, in_memory=in_memory)
-        self._reports.send(worker_pb2.ToAgent(drained=drained))
+        self.reports.send(worker_pb2.ToAgent(drained=drained))
         self._part(apart)
         raise Drained if holds is None else Stays(holds)
 
@@ -429,7 +429,7 @@ class Session:
             return
         refuse_to_go_on()
         self.settle()
-        self._reports.send(worker_pb2.ToAgent(finished=worker_pb2.Finished(step=self.step)))
+        self.reports.send(worker_pb2.ToAgent(finished=worker_pb2.Finished(step=self.step)))
         if self.alone:
             # Nothing is left to save, so from here on the script may be stopped like any program.
             self._notice.release()

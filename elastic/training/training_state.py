@@ -30,7 +30,8 @@ from ..saving.replicas import check_unsharded, check_whole, loadable, tensors, u
 from ..saving.resuming import ResumePoint
 from ..saving.schedules import check_factors, factors, has_moved, left_out, place_of, rates_of, unchanged
 from ..saving.writing import write_files
-from .reading_state import Stateful, check_same_dtypes, check_same_names, load_part, owned, read_tensors
+from .parts import Stateful, check_same, kept_of, kind
+from .reading_state import check_same_dtypes, check_same_names, load_part, owned, read_tensors
 from .session import Session
 from .unlisted import Unlisted
 from .wrappers import frozen, tell_frozen
@@ -91,7 +92,7 @@ class TrainingState:
     def copy(self) -> dict[str, Any]:
         """What this rank holds of what rank 0 saves, see `files`, on whichever rank it is asked."""
         check_whole(self._model)
-        kept = {name: {"type": _kind(part), "state": _state_of(name, part)} for name, part in self._parts.items()}
+        kept = kept_of(self._parts)
         if self._weights_from:
             for said in kept.values():
                 said["weights_from"] = self._weights_from
@@ -166,12 +167,12 @@ class TrainingState:
             found = left_out(part, self._parts.values())
             self._left_out[name] = [weakref.ref(schedule) for schedule in found]
             for schedule in found:
-                kind = _kind(schedule)
-                self._session.examination.learn_left_out(kind)
+                what = kind(schedule)
+                self._session.examination.learn_left_out(what)
                 stood = name not in self._stood or place_of(schedule) in self._stood[name]
                 if name in self._rates and not (stood and has_moved(schedule, self._rates[name])):
                     raise ValueError(
-                        f"{kind} sets the learning rate of {name} and is not in TrainingState, so it begins anew: give "
+                        f"{what} sets the learning rate of {name} and is not in TrainingState, so it begins anew: give "
                         "TrainingState(..., scheduler=...), or move it to session.step before the first step"
                     )
 
@@ -298,13 +299,7 @@ class TrainingState:
         Raises:
             ValueError: They are others, or train other parameters.
         """
-        had = {name: str(part["type"]) for name, part in kept.items()}
-        have = {name: _kind(part) for name, part in self._parts.items()}
-        if had != have:
-            raise ValueError(
-                f"{checkpoint} was saved with {_named(had)}, this training has {_named(have)}: it would go on"
-                " in another way than it began; make the same ones, or start a new run"
-            )
+        check_same(checkpoint, kept, self._parts)
         for name, names in self._trained().items():
             # Earlier versions did not say.
             self._had_frozen = kept[name].get("frozen")
@@ -317,22 +312,3 @@ def _same_parameters(checkpoint: str, saved: Sequence[str], here: Sequence[str])
         check_parameters(saved, here)
     except ValueError as error:
         raise ValueError(f"{checkpoint}: {error}") from error
-
-
-def _state_of(name: str, part: Stateful) -> Any:
-    try:
-        return part.state_dict()
-    except (torch.OutOfMemoryError, OSError, MemoryError):
-        raise
-    except Exception as error:
-        raise TypeError(f"{name} ({_kind(part)}) gives no state to save: {error}") from error
-
-
-def _kind(part: Stateful) -> str:
-    # A scaler that is switched off has no state, and accepts any.
-    on = getattr(part, "is_enabled", None)
-    return type(part).__name__ + (" (disabled)" if callable(on) and not on() else "")
-
-
-def _named(parts: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {kind}" for name, kind in parts.items()) or "nothing beside the model"

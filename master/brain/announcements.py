@@ -157,6 +157,29 @@ def waiting_to_grow(turn: Turn, new: list[Node], until: float | None, since: flo
     turn.notice(f"{names(sorted(who))} joined: {not_yet(turn)}{what}")
 
 
+def unsaved_growth(turn: Turn, new: list[Node], until: float | None) -> None:
+    """Says once when newcomers come in whose drain would lose steps, because the script's loop saves nothing.
+
+    `until`: by the listening clock; None: no time is set.
+    """
+    who, epoch = frozenset(node.name for node in new), turn.open
+    if who <= epoch.growth_told:
+        return
+    epoch.growth_told = who
+    resume = resume_point(turn.job)
+    back = f"that of step {resume.step}" if resume is not None else "step 0"
+    when = f"the {'next' if resume is not None else 'first'} checkpoint"
+    if until is None:
+        when += ", because before that all steps would be lost (--grow-wait=SECONDS: after that time in any case)"
+    else:
+        when += f", or in {until - turn.heard:.0f} s from {back} (--grow-wait)"
+    turn.notice(
+        f"{names(sorted(who))} joined: taken in with {when}. The script saves nothing when its world changes, as its"
+        " steps() has neither a state nor save=; with one of them nobody waits, and no step is lost",
+        True,
+    )
+
+
 def restart_to_grow(turn: Turn, new: list[Node], committed: bool) -> None:
     """Says that all workers are restarted to take the newcomers in, and why now."""
     who = names(sorted(node.name for node in new))

@@ -187,6 +187,7 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
     elif node.name in epoch.cold:
         epoch.cold.discard(node.name)
         news = True
+    epoch.saves_nothing = epoch.saves_nothing or message.saves_nothing
     epoch.longest_seconds = max(epoch.longest_seconds, message.longest)
     if message.step > epoch.top_step and not message.draining:
         # The ranks are beyond the boundary, if there was one: it was withdrawn, or its save failed.

@@ -141,6 +141,8 @@ def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
     The quiet time has an end of its own, so that agents that come, crash and come again hold nobody up for ever.
     """
     settings, gathering = turn.job.settings, turn.live.gathering
+    if awaits_last_save(turn):
+        return False
     chosen = len(select(turn, ready))
     full = len(ready) >= turn.job.most_nodes and chosen == max(counts(turn, ready), default=0)
     if full and not awaits_witness(turn, waited_for, ready):
@@ -165,6 +167,24 @@ def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
     left = quiet - turn.now
     waits.say(turn, "quiet", text, left, "--quiet-time", now=enough and left > waits.SAID_AFTER_SECONDS)
     return False
+
+
+def awaits_last_save(turn: Turn) -> bool:
+    """Whether the leaver may still save that takes the checkpoints of a script without a session among the run's.
+
+    That is the first one of the last world: its script may save when it gets its notice, and nobody else looks there.
+    """
+    job = turn.job
+    if job.world is None or job.has_session or (job.settings.grow_wait >= 0 and resume_point(job) is None):
+        return False
+    first = job.node_by(job.world.members[0].incarnation)
+    if first is None or not first.leaving or (leaves := turn.presence(first).leaves) is None:
+        return False
+    if turn.overdue(leaves):
+        return False
+    text = f"waiting for {first.name}, which leaves: what its script saves now is the run's"
+    waits.say(turn, "last save", text, leaves - turn.heard, "--drain-timeout")
+    return True
 
 
 def say_who_is_missing(turn: Turn, waited_for: list[Node]) -> None:

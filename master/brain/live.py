@@ -96,6 +96,8 @@ class EpochLife:
     stopping: bool = False
     # Nodes whose standby workers for the next epoch are not ready yet.
     cold: set[str] = field(default_factory=set)
+    # The script's loop saves nothing: a drain would lose its steps.
+    saves_nothing: bool = False
     # Newcomers of which people know what they wait for.
     growth_told: frozenset[str] = frozenset()
     # When that is said again, if the wait has no set end.

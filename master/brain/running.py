@@ -244,6 +244,8 @@ def wants_to_grow(turn: Turn) -> bool:
     if turn.open.first_step_at is None:
         waits.say(turn, "first step", f"{who} after the first step of epoch {world.epoch}")
         return False
+    if turn.open.saves_nothing and not may_lose_steps(turn, new):
+        return False
     if turn.open.put_off:
         waits.say(turn, "put off", f"{who} with the next commit, as growing was put off")
         return False
@@ -267,6 +269,16 @@ def wants_to_restart(turn: Turn, new: list[Node]) -> bool:
     if until is not None and turn.overdue(until):
         return True
     announcements.waiting_to_grow(turn, new, until, since)
+    return False
+
+
+def may_lose_steps(turn: Turn, new: list[Node]) -> bool:
+    """Whether a growth may begin although the drain saves nothing: a commit is there, or it was waited for."""
+    since = oldest_join(turn, new)
+    until = restart_by(turn, since)
+    if turn.live.committed > since or (until is not None and turn.overdue(until)):
+        return True
+    announcements.unsaved_growth(turn, new, until)
     return False
 
 

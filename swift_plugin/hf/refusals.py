@@ -10,6 +10,8 @@ import transformers
 OLDEST = (5, 6)
 # Older versions number a process's CPU when they load an optimizer, but torch knows only one CPU.
 OLDEST_ON_CPUS = (5, 18)
+# Of trl's DPOTrainer.
+_OF_A_MICRO_BATCH = frozenset({"aot", "aot_unpaired", "sft"})
 _KNOWN = ("dalsegno", "swift", "transformers")
 
 
@@ -27,6 +29,20 @@ def refuse(trainer: Any) -> None:
         )
     for problem, cure in _found(trainer):
         raise ValueError(f"{problem}: this cannot be trained elastically; {cure}")
+
+
+def refuse_losses(trainer: Any, *, fixed_micro_batch: bool) -> None:
+    """Refuses losses of trl that depend on which pairs are in a micro-batch together, if that depends on the world.
+
+    Raises:
+        ValueError: The Trainer has one.
+    """
+    for name in sorted(_OF_A_MICRO_BATCH.intersection(getattr(trainer, "loss_types", None) or ())):
+        if not fixed_micro_batch:
+            raise ValueError(
+                f"the loss {name} compares the pairs of a micro-batch, or is a mean over its tokens: give hf.elastic("
+                "..., fixed_micro_batch=True), so that every world has the same micro-batches"
+            )
 
 
 def refuse_world(trainer: Any, ranks: int) -> None:

@@ -22,7 +22,7 @@ from dalsegno.elastic.trainer.strategies import resume_rates
 from dalsegno.elastic.training import wrappers
 from dalsegno.elastic.training.accumulation import has_static_graph, synchronised
 
-from . import data, refusals
+from . import data, refusals, uneven
 from .checkpoints import Unfinished, is_foreign
 from .options import Options
 from .run import Boundaries, Leaving, Run
@@ -60,6 +60,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             RuntimeError: This version of transformers cannot do it.
         """
         refusals.refuse(self)
+        refusals.refuse_losses(self, fixed_micro_batch=options.fixed_micro_batch)
         opened = session()
         refusals.refuse_world(self, opened.max_world_size)
         run = Run(self, opened, options)
@@ -196,7 +197,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             micro.zero_gradients(model.parameters())
         first = run.batch is not None and run.batch.handed_out == 1
         # The Trainer defers all but the last; see `Accumulation`.
-        with synchronised(model) if first and has_static_graph(model) else contextlib.nullcontext():
+        late = first and has_static_graph(model)
+        with uneven.gathered(self.accelerator), synchronised(model) if late else contextlib.nullcontext():
             loss = super().training_step(model, inputs, *args, **kwargs)
         run.computed()
         return loss

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from dalsegno.elastic.checkpoint import inventory
-from tests.support.jobs.cluster import Cluster, Training, Undisturbed
+from tests.support.jobs.cluster import LEFT_UNSAVED, Cluster, Training, Undisturbed
 from tests.support.jobs.faults import held_placings, run_directory
+from tests.support.jobs.foreign import LIGHTNING, installed
 from tests.support.jobs.shell import Shell
 
 from .test_membership import Clusters
@@ -26,63 +28,77 @@ def adopted(job: Cluster, after: int = 0) -> int:
     return max(found)
 
 
+def through_changes(job: Cluster, undisturbed: Undisturbed) -> None:
+    """A node joins and leaves, another joins and is killed: nothing that was saved is lost, and no loss is another."""
+    job.start("a")
+    last = adopted(job)
+    epoch = 1
+    for name, go in (("b", lambda node: job.leave(node, LEFT_UNSAVED)), ("c", job.kill_node)):
+        (node,) = job.start(name)
+        epoch = job.wait_world(2, steps=5, after=epoch)
+        grown = job.first_step(epoch)
+        assert grown > last
+        last = adopted(job, after=grown)
+        go(node)
+        epoch = job.wait_world(1, steps=5, after=epoch)
+        assert job.first_step(epoch) > last
+        last = adopted(job, after=job.first_step(epoch))
+    job.finish()
+    job.assert_undisturbed(undisturbed)
+    assert max(one.step for one in inventory(run_directory(job))) == job.training.steps, "saved just before it ended"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("stage", "flags"), [(1, ["--deepspeed-load-universal"]), (1, []), (3, [])])
 def test_a_deepspeed_script_without_a_session(
     clusters: Clusters, undisturbed: Undisturbed, stage: int, flags: list[str]
 ) -> None:
-    """One node, two from a checkpoint on, and one again after a kill, through universal files.
+    """Through universal files.
 
     The script loads them because it is told to, or because its configuration is changed in its workers.
     """
     training = Training(script=PLAIN, steps=1000, save_every=20, extra=(f"--zero-stage={stage}",))
     job = clusters(training=training, hooked=False, agent_flags=["--grow-wait=60", *flags])
     job.script_flags = ["--save-dir=${save_dir}"]
-    job.start("a")
-    adopted(job)
-    job.start("b")
-    second = job.wait_world(2, steps=5)
-    grown = job.first_step(second)
-    assert grown > 20
-    last = adopted(job, after=grown)
-    job.kill_node(job.node("b"))
-    third = job.wait_world(1, steps=5, after=second)
-    assert job.first_step(third) > last
-    job.finish()
-    job.assert_undisturbed(undisturbed)
-    found = inventory(run_directory(job))
-    assert {one.form for one in found} == {"sharded", "universal"}
-    assert max(one.step for one in found) == 1000, "saved in the moment before it ended"
+    through_changes(job, undisturbed)
+    assert {one.form for one in inventory(run_directory(job))} == {"sharded", "universal"}
 
 
-LAYOUTS = Path(__file__).resolve().parents[1] / "support" / "workers" / "plain_layouts.py"
+WORKERS = Path(__file__).resolve().parents[1] / "support" / "workers"
+LAYOUTS = WORKERS / "plain_layouts.py"
 # How each of them is told where its last checkpoint is.
 TOLD = {
     "nanogpt": ["--init_from=${resume_dir:+resume}"],
-    "lightning": [],
     "accelerate": ["--resume_from_checkpoint", "${resume_dir}"],
 }
 
 
-@pytest.mark.parametrize("layout", ["nanogpt", *(pytest.param(one, marks=pytest.mark.full) for one in list(TOLD)[1:])])
+@pytest.mark.parametrize("layout", ["nanogpt", pytest.param("accelerate", marks=pytest.mark.full)])
 def test_scripts_of_other_layouts_go_on(clusters: Clusters, undisturbed: Undisturbed, layout: str) -> None:
-    """One node, two from a checkpoint on, and one again after a kill: nothing that was saved is lost."""
+    """One file as nanoGPT writes it over and over, and Accelerate's directories of all ranks' parts."""
     training = Training(script=LAYOUTS, steps=1000, save_every=10, extra=(f"--layout={layout}",))
     job = clusters(training=training, hooked=False, universal="", step_time=0.2, agent_flags=["--grow-wait=60"])
     job.script_flags = ["--save-dir=${save_dir}", *TOLD[layout]]
-    job.start("a")
-    adopted(job)
-    job.start("b")
-    second = job.wait_world(2, steps=5)
-    grown = job.first_step(second)
-    assert grown > 10
-    last = adopted(job, after=grown)
-    job.kill_node(job.node("b"))
-    third = job.wait_world(1, steps=5, after=second)
-    assert job.first_step(third) > last
-    job.finish()
-    job.assert_undisturbed(undisturbed)
-    assert max(one.step for one in inventory(run_directory(job))) == 1000, "saved in the moment before it ended"
+    through_changes(job, undisturbed)
+
+
+@dataclass(frozen=True)
+class Lightning(Training):
+    """A script of the real Lightning, which is installed for it."""
+
+    script: Path = WORKERS / "lightning_worker.py"
+
+    def environment(self, step_log: Path) -> dict[str, str]:
+        return {"PYTHONPATH": str(installed(*LIGHTNING))}
+
+
+@pytest.mark.full
+def test_a_script_of_lightnings_goes_on(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """Its own `last.ckpt`, through its own handling of SIGTERM."""
+    training = Lightning(steps=1000, save_every=10)
+    job = clusters(training=training, hooked=False, universal="", step_time=0.2, agent_flags=["--grow-wait=60"])
+    job.script_flags = ["--save-dir=${save_dir}"]
+    through_changes(job, undisturbed)
 
 
 @pytest.mark.full
@@ -138,3 +154,36 @@ def test_a_script_that_fails_right_after_its_save(shell: Shell) -> None:
     ended = shell.run("--max-restarts=1", "--job-id=job", "train.py", "${save_dir}")
     assert ended.code == 0, ended.text
     assert (shell.directory / "starts").read_text().split() == ["0", "1", "2", "3"], ended.text
+
+
+def test_what_a_leaver_saves_at_its_notice_is_the_runs(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """It takes its time; the others wait for it, although they could go on at once from what was saved before."""
+    training = Training(script=LAYOUTS, steps=200, save_every=40, extra=("--layout=nanogpt",))
+    job = clusters(training=training, hooked=False, universal="", step_time=0.2)
+    job.script_flags = ["--save-dir=${save_dir}", "--save-at-notice", *TOLD["nanogpt"]]
+    job.start("a", "b")
+    second = job.wait_world(2, steps=5)
+    job.leave(job.member(0), LEFT_UNSAVED)
+    third = job.wait_world(1, steps=2, after=second)
+    last = max(line.step for line in job.poll() if line.epoch == second and line.rank == 0)
+    assert job.first_step(third) >= last, "what it had made when the notice came"
+    job.finish()
+    job.assert_undisturbed(undisturbed)
+
+
+@pytest.mark.full
+def test_what_the_last_node_saves_at_its_notice_is_the_runs(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """Everybody leaves; the same command goes on from there."""
+    training = Training(script=LAYOUTS, steps=200, save_every=40, extra=("--layout=nanogpt",))
+    job = clusters(training=training, hooked=False, universal="", step_time=0.2)
+    job.script_flags = ["--save-dir=${save_dir}", "--save-at-notice", *TOLD["nanogpt"]]
+    (a,) = job.start("a")
+    job.wait_step(5)
+    job.leave(a, LEFT_UNSAVED)
+    job.wait_exit(a)
+    last = max(line.step for line in job.poll())
+    job.start("b")
+    second = job.wait_world(1, after=1)
+    assert job.first_step(second) >= last
+    job.finish()
+    job.assert_undisturbed(undisturbed)

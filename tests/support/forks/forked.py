@@ -172,6 +172,8 @@ def fork_script(
 def _become_script(command: list[str], module: bool, environment: dict[str, str], output: str, cwd: str) -> None:
     from dalsegno.agent.standby.worker_main import Assignment, become
 
+    # As an interpreter does it when it starts.
+    sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     console = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     become(Assignment(command, module, environment, cwd), (console, os.dup(console)), fresh=False)
 

@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from .cluster import ROOT, Cluster, Training
+from .foreign import DLROVER, installed
 
 FLASH = ROOT / "tests" / "support" / "workers" / "flash_worker.py"
-# With what it imports, as far as it is not there anyway; never torch.
-PACKAGES = ("dlrover==0.6.1", "deprecated", "wrapt", "nvidia-ml-py")
-
-
-def installed() -> Path:
-    """The directory for PYTHONPATH. Made once for each interpreter; skips the test where no package index answers."""
-    place = ROOT / "build" / f"dlrover-{hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]}"
-    place.parent.mkdir(exist_ok=True)
-    with open(f"{place}.lock", "w", encoding="ascii") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (place / "made").exists():
-            line = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
-            line += ["--retries=0", "--timeout=20", "--upgrade", f"--target={place}", *PACKAGES]
-            done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=240)
-            if done.returncode:
-                pytest.skip(f"dlrover cannot be installed: {done.stderr.strip().splitlines()[-1:]}")
-            (place / "made").touch()
-    return place
 
 
 @dataclass(frozen=True)
@@ -47,7 +24,7 @@ class FlashTraining(Training):
 
     def environment(self, step_log: Path) -> dict[str, str]:
         step_log.mkdir(exist_ok=True)
-        return {"PYTHONPATH": str(installed())}
+        return {"PYTHONPATH": str(installed(*DLROVER))}
 
 
 @dataclass(frozen=True)

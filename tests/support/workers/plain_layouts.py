@@ -1,4 +1,4 @@
-"""A script without a session that saves and resumes as others' scripts do: nanoGPT's, Accelerate's, Lightning's.
+"""A script without a session that saves and resumes as others' scripts do: nanoGPT's, Accelerate's.
 
 It knows nothing of us, nor of the libraries whose layouts it writes, except the real Accelerate with `accelerate`. Its
 position in the data follows from its step, and the number of ranks must divide the global batch. Alone it runs with
@@ -8,10 +8,13 @@ plain `python`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
+import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,29 +61,6 @@ class NanoGpt:
             torch.save({**state.tree(), "iter_num": state.step, "config": {}}, options.save_dir / "ckpt.pt")
 
 
-class Lightning:
-    """The newest by its step, and `last.ckpt`, both renamed into place; an older one is deleted."""
-
-    def resume(self, state: State, options: argparse.Namespace) -> None:
-        last = Path(options.save_dir or ".", "checkpoints", "last.ckpt")
-        if options.save_dir and last.exists():
-            found = torch.load(last, weights_only=True)
-            state.load(found["state"], found["global_step"])
-
-    def save(self, state: State, options: argparse.Namespace) -> None:
-        if dist.get_rank() != 0:
-            return
-        directory = options.save_dir / "checkpoints"
-        directory.mkdir(parents=True, exist_ok=True)
-        before = sorted(directory.glob("epoch=*.ckpt"))
-        content = {"epoch": 0, "global_step": state.step, "state": state.tree()}
-        for name in (f"epoch=0-step={state.step}.ckpt", "last.ckpt"):
-            torch.save(content, directory / f"{name}.tmp")
-            os.replace(directory / f"{name}.tmp", directory / name)
-        for one in before:
-            one.unlink(missing_ok=True)
-
-
 class Accelerate:
     """A directory for each step, of which every rank writes a part; the one before is deleted."""
 
@@ -118,24 +98,49 @@ class _Counter:
         self._state.step = tree["step"]
 
 
+class Notice:
+    """Saves when this process is told to go, and goes; not in the middle of a step's own changes."""
+
+    def __init__(self, save: Callable[[], None]) -> None:
+        self._save, self._told, self._steps = save, False, False
+        signal.signal(signal.SIGTERM, lambda *_: self._take())
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around what a step changes."""
+        self._steps = True
+        yield
+        self._steps = False
+        if self._told:
+            self._take()
+
+    def _take(self) -> None:
+        self._told = True
+        if not self._steps:
+            time.sleep(2.0)  # why: a slow disk; everybody else is long ready to go on
+            self._save()
+            os._exit(143)
+
+
 def main() -> None:
     flags = argparse.ArgumentParser()
     for name in ("steps", "save-every", "global-batch-size", "seed"):
         flags.add_argument(f"--{name}", type=int)
     flags.add_argument("--step-time", type=float, default=0.0)
-    flags.add_argument("--layout", choices=["nanogpt", "lightning", "accelerate"], required=True)
+    flags.add_argument("--layout", choices=["nanogpt", "accelerate"], required=True)
     flags.add_argument("--step-log")
     flags.add_argument("--checkpoint-dir")
     flags.add_argument("--save-dir", type=Path)
     flags.add_argument("--init_from", default="scratch")
     flags.add_argument("--resume_from_checkpoint")
+    flags.add_argument("--save-at-notice", action="store_true")
     options = flags.parse_args()
     for name, value in ALONE.items():
         os.environ.setdefault(name, value)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     state = State(options.seed)
-    layout = {"nanogpt": NanoGpt, "lightning": Lightning}.get(options.layout, lambda: Accelerate(state))()
+    layout = NanoGpt() if options.layout == "nanogpt" else Accelerate(state)
     layout.resume(state, options)
     data = torch.randn(SAMPLES, 16, generator=torch.Generator().manual_seed(options.seed))
     sys.path.insert(0, str(EXAMPLES))
@@ -143,6 +148,9 @@ def main() -> None:
 
     log = StepLog(options.step_log, rank=rank, world_size=world, epoch=int(os.environ.get("DALSEGNO_EPOCH", 0)))
     share = options.global_batch_size // world
+    stepping: Any = contextlib.nullcontext
+    if options.save_at_notice:
+        stepping = Notice(lambda: layout.save(state, options)).stepping
     while state.step < options.steps:
         first = state.step * options.global_batch_size + rank * share
         samples = [number % SAMPLES for number in range(first, first + share)]
@@ -153,8 +161,9 @@ def main() -> None:
         for one in (mean, *(parameter.grad for parameter in state.model.parameters())):
             dist.all_reduce(one)
             one /= world
-        state.optimizer.step()
-        state.step += 1
+        with stepping():
+            state.optimizer.step()
+            state.step += 1
         log.write(
             step=state.step,
             data_epoch=first // SAMPLES,

@@ -355,6 +355,17 @@ def test_a_trainer_of_trl_that_draws_samples_by_itself_is_refused() -> None:
         refusals.refuse(own)
 
 
+def test_a_loss_that_compares_the_pairs_of_a_micro_batch_needs_fixed_ones() -> None:
+    """Others are means over pairs."""
+    own = trainer()
+    own.loss_types = ["sigmoid", "aot"]
+    with pytest.raises(ValueError, match=r"the loss aot compares .* fixed_micro_batch=True"):
+        refusals.refuse_losses(own, fixed_micro_batch=False)
+    refusals.refuse_losses(own, fixed_micro_batch=True)
+    own.loss_types = ["sigmoid"]
+    refusals.refuse_losses(own, fixed_micro_batch=False)
+
+
 def test_sequence_parallelism_of_ms_swift_is_refused() -> None:
     own = trainer()
     own.template = SimpleNamespace(sequence_parallel_size=2)

@@ -33,6 +33,7 @@ Heard = queue.Queue[ev.Event]
         (["--x=1", "${resume_path}/a"], ["--x=1"], ["--x=1", "P/a"]),
         (["train.py", "${resume_dir}"], ["train.py"], ["train.py", "R"]),
         (["--init_from=${resume_dir:+resume}"], [], ["--init_from=resume"]),
+        (["--compile", "--init_from=${resume_dir:+resume}"], ["--compile"], ["--compile", "--init_from=resume"]),
         (["--from", "${resume_path:-scratch}"], ["--from", "scratch"], ["--from", "P"]),
         (["-r", "${resume_dir}", "${resume_dir}", "-q"], ["-q"], ["-r", "R", "R", "-q"]),
         (["${local_rank}", "${other}", "$save_dir"], ["${local_rank}", "${other}", "$save_dir"], None),

@@ -70,6 +70,14 @@ def process() -> Iterator[None]:
 
 
 ENGINE = SimpleNamespace(zero_optimization_stage=lambda: 1)
+
+
+def configured(script: Script) -> Session:
+    """Its session, once it was asked for DeepSpeed's configuration."""
+    script.s._configured = True
+    return script.s
+
+
 IN_DATA: dict[str, tuple[Callable[[Script], Any], str]] = {
     "a DataLoader": (lambda x: x.data(DataLoader(x.rows)), "the data set, not a DataLoader"),
     "an iterator": (lambda x: x.data(iter(x.rows)), "can be read once"),
@@ -107,6 +115,11 @@ IN_STATE: dict[str, tuple[Callable[[Script], Any], str]] = {
     "no engine": (lambda x: x.s.engine(x.model), r"s\.state\(model, optimizer\) is for it"),
     "a tuple of deepspeed's": (lambda x: x.s.engine((1, 2)), "give the first of"),
     "a config of its own": (lambda x: x.s.engine(ENGINE), r"config=s\.deepspeed_config"),
+    "a part without a state": (
+        lambda x: configured(x).engine(ENGINE, ema=[1]),
+        r"s\.engine\(ema=\.\.\.\): a list has no",
+    ),
+    "the engine's own": (lambda x: configured(x).engine(ENGINE, scheduler=x.optimizer), "the engine has its own"),
     "a config without data": (lambda x: x.s.deepspeed_config({}, x.rows), r"what s\.data"),
 }
 IN_STEPS: dict[str, tuple[Callable[[Script], Any], str]] = {

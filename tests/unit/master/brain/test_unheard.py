@@ -276,3 +276,39 @@ def test_steps_without_a_session_tell_where_a_world_went_on() -> None:
     assert "from step 0" in job.notices.splitlines()[0]
     assert "2 nodes, from step 15 or before" in job.notices.splitlines()[-1]
     assert "lost an unknown number of steps" in job.notices.splitlines()[-1]
+
+
+def test_the_first_nodes_last_save_is_waited_for() -> None:
+    """Its script may save at its notice, and only its agent looks there. The others wait, but not beyond the notice."""
+    job = Driven(settings(grow_wait=-1, drain_timeout=20))
+    a, b = job.start(2)
+    job.wait(SESSION_WITHIN)
+    a.leave()
+    b.join()
+    job.wait(6)
+    assert job.phase is Phase.FORMING
+    assert lines(job, f"waiting for {a.name}, which leaves: what its script saves now is the run's")
+    made = a.save(7)
+    a.hang_up()
+    job.wait(2)
+    b.join()
+    b.convert()
+    assert job.phase is Phase.RUNNING
+    assert b.directive.run.resume.source.ref.digest == made.ref.digest
+
+
+def test_a_last_save_is_waited_for_until_the_notice_ends() -> None:
+    """Nor is anybody else's: the checkpoints are looked for by the first node alone."""
+    job = Driven(settings(grow_wait=-1, drain_timeout=20))
+    a, b = job.start(2)
+    job.wait(SESSION_WITHIN)
+    a.leave()
+    b.join()
+    job.wait(21)
+    assert job.phase is Phase.RUNNING
+    job = Driven(settings(grow_wait=-1, drain_timeout=20))
+    a, b = job.start(2)
+    job.wait(SESSION_WITHIN)
+    b.leave()
+    a.join()
+    assert job.phase is Phase.RUNNING

@@ -1,0 +1,102 @@
+"""Whether Hugging Face's hub answers: found out beside the first world, so that later ones need not wait for it.
+
+The first world of a run asks the hub as the script would anywhere. What the later ones need of it lies in the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+
+from dalsegno.protos.contract import Variable
+from dalsegno.protos.shortage import starting
+
+from ..script import Script, asks_hub
+from ..standby.hub_offline import OFFLINE
+
+__all__ = ["Hub", "answers"]
+
+HUB = "https://huggingface.co"
+# Seconds that it has for an answer: what the library itself gives it.
+ANSWER_SECONDS = 10.0
+# So many times in a row nobody must answer, with such a pause in between. After that it is asked less often.
+TIMES, PAUSE_SECONDS, LONG_PAUSE_SECONDS = 2, 3.0, 60.0
+
+logger = logging.getLogger(__name__)
+
+
+def answers(url: str, seconds: float = ANSWER_SECONDS) -> bool:
+    """Whether anybody answers there, whatever the answer is. Uses the proxies of the environment, as the library does.
+
+    In doubt it does: only a host that cannot be resolved or reached, or is silent for so long, does not.
+    """
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=seconds).close()
+    except urllib.error.HTTPError:
+        return True
+    except urllib.error.URLError as error:
+        # What is wrong with a certificate is said by somebody who is there.
+        reason = error.reason
+        return not isinstance(reason, OSError) or type(reason).__module__ == "ssl"
+    except OSError as error:
+        return not isinstance(error, TimeoutError | ConnectionError)
+    except Exception:
+        logger.exception("the hub %s could not be asked", url)
+    return True
+
+
+class Hub:
+    """One node's knowledge of the hub that its script asks.
+
+    Args:
+        script: what the workers run; no hub is asked if its text does not import a library that asks one.
+        say: prints one line for people.
+        environ: the agent's environment, which the workers get.
+        pauses: seconds between two questions until nobody counts as answering, and after that.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        say: Callable[[str, bool], None],
+        environ: Mapping[str, str] = os.environ,
+        pauses: tuple[float, float] = (PAUSE_SECONDS, LONG_PAUSE_SECONDS),
+    ) -> None:
+        self._say, self._pauses = say, pauses
+        self._url = environ.get("HF_ENDPOINT", HUB).rstrip("/")
+        decided = OFFLINE in environ or "TRANSFORMERS_OFFLINE" in environ
+        self._wanted = not decided and self._url.startswith("http") and asks_hub(script)
+        self._silent = False
+
+    def variables(self, epoch: int) -> dict[str, str]:
+        """What the workers of this epoch are told. The first call begins to ask."""
+        if self._wanted:
+            self._wanted = False
+            try:
+                with starting("the thread that asks for the hub"):
+                    threading.Thread(target=self._watch, name="hub", daemon=True).start()
+            except OSError as error:
+                logger.warning("%s", error)
+        return {Variable.HUB_UNREACHABLE: self._url} if self._silent and epoch > 1 else {}
+
+    def _watch(self) -> None:
+        """Asks until somebody answers."""
+        failed = 0
+        while not answers(self._url):
+            failed += 1
+            if failed == TIMES:
+                self._silent = True
+                self._say(
+                    f"{self._url} does not answer: after a change of the world the script takes what is in its cache "
+                    f"({OFFLINE}=1) and does not wait for it; to decide yourself, set {OFFLINE} to 0 or 1",
+                    False,
+                )
+            time.sleep(self._pauses[failed >= TIMES])  # why: no event tells that a hub answers
+        if self._silent:
+            self._silent = False
+            self._say(f"{self._url} answers again: from the next change of the world on the script asks it", False)

@@ -1,0 +1,109 @@
+"""What a script trains beside a DeepSpeed engine, in the model states that rank 0 writes; and weights that go on alone.
+
+Rank 0's file is the same at every number of ranks, and universal files do not replace it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from dalsegno.protos.text import few
+
+from ..rank.remarks import remark
+from ..saving.replicas import loadable, tensors
+from ..training.entry import refused_together
+from ..training.parts import Stateful, check_same, kept_of
+from ..training.reading_state import load_part
+from ..universal.layout import engine_directory
+from ..universal.loading import load
+from .view import model_state_files
+
+PARTS, WEIGHTS_FROM = "dalsegno_parts", "dalsegno_weights_from"
+"""Keys of the client's state: the parts; the checkpoint of which this run once took the weights only."""
+
+
+class Beside:
+    """The parts of one training beside its engine: the same on every rank, saved by rank 0.
+
+    Args:
+        engine: DeepSpeed's.
+        parts: By name, in the order in which they are loaded. None: this training has none.
+
+    Raises:
+        TypeError, ValueError: A part could not be saved and loaded again.
+    """
+
+    def __init__(self, engine: Any, parts: Mapping[str, Stateful | None]) -> None:
+        self._engine = engine
+        self._parts = {name: part for name, part in parts.items() if part is not None}
+        self._weights_from = ""
+        self._checked()
+
+    def state(self) -> dict[str, Any]:
+        """What this rank adds to the client's state. Tensors are the parts' own.
+
+        Raises:
+            TypeError, ValueError: A part cannot be saved.
+        """
+        found: dict[str, Any] = {WEIGHTS_FROM: self._weights_from} if self._weights_from else {}
+        return {**found, PARTS: self._checked()} if self._parts and dist.get_rank() == 0 else found
+
+    def begins_anew(self, path: Path, *, weights_only: bool) -> bool:
+        """Whether only the weights of a checkpoint count, because that is asked for, and for the first time in the run.
+
+        Args:
+            path: The resume point.
+
+        Raises:
+            ValueError: It was saved with other parts. On all ranks.
+            OSError, RuntimeError: It cannot be read.
+        """
+        with refused_together():
+            saved = _saved(path)
+            self._weights_from = str(saved.get(WEIGHTS_FROM, ""))
+            if weights_only and not self._weights_from:
+                self._weights_from = path.name
+                if dist.get_rank() == 0:
+                    anew = few(["the engine's optimizer and scheduler", *self._parts])
+                    remark("of %s only the weights are loaded: %s begin anew", path.name, anew)
+                return True
+            check_same(path.name, saved.get(PARTS) or {}, self._parts)
+        return False
+
+    def load(self, path: Path) -> None:
+        """Loads the parts from a checkpoint that has them.
+
+        Raises:
+            ValueError: A part does not fit. On all ranks.
+            OSError, RuntimeError: It cannot be read.
+        """
+        if not self._parts:
+            return
+        with refused_together():
+            kept = _saved(path)[PARTS]
+            for name, part in self._parts.items():
+                try:
+                    load_part(part, kept[name]["state"])
+                except (ValueError, KeyError, RuntimeError) as error:
+                    raise ValueError(f"the {name} in {path.name} does not fit this one: {error}") from error
+
+    def _checked(self) -> dict[str, dict[str, Any]]:
+        kept = kept_of(self._parts)
+        for name, part in kept.items():
+            loadable(part, f"the state of {name}")
+            empty = [path for path, tensor in tensors(part["state"]) if tensor.numel() == 0]
+            if empty and int(self._engine.zero_optimization_stage()) == 3:
+                raise ValueError(
+                    f"the state of {name} has empty tensors ({few(empty)}): of a model that ZeRO-3 has partitioned a "
+                    "rank has only its own part; make what you keep of it before deepspeed.initialize, or gather it"
+                )
+        return kept
+
+
+def _saved(path: Path) -> Mapping[str, Any]:
+    states: Mapping[str, Any] = load(model_state_files(engine_directory(path))[0], mmap=True)
+    return states

@@ -1,0 +1,64 @@
+"""The parts of a training beside its model: what each is called, is, and has to be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+
+class Stateful(Protocol):
+    """An optimizer, a schedule, a gradient scaler, or anything else that is part of the training."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+def kept_of(parts: Mapping[str, Stateful]) -> dict[str, dict[str, Any]]:
+    """What is saved of parts, by name: ``type`` and ``state``. Tensors are the parts' own.
+
+    Raises:
+        TypeError: A part gives no state.
+    """
+    return {name: {"type": kind(part), "state": state_of(name, part)} for name, part in parts.items()}
+
+
+def check_same(checkpoint: str, kept: Mapping[str, Any], parts: Mapping[str, Stateful]) -> None:
+    """Compares parts with those of a checkpoint, see `kept_of`.
+
+    Raises:
+        ValueError: They are others.
+    """
+    had = {name: str(part["type"]) for name, part in kept.items()}
+    have = {name: kind(part) for name, part in parts.items()}
+    if had != have:
+        raise ValueError(
+            f"{checkpoint} was saved with {_named(had)}, this training has {_named(have)}: it would go on"
+            " in another way than it began; make the same ones, or start a new run"
+        )
+
+
+def state_of(name: str, part: Stateful) -> Any:
+    """A part's state.
+
+    Raises:
+        TypeError: It gives none.
+    """
+    try:
+        return part.state_dict()
+    except (torch.OutOfMemoryError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise TypeError(f"{name} ({kind(part)}) gives no state to save: {error}") from error
+
+
+def kind(part: Stateful) -> str:
+    """The name of a part's class."""
+    # A scaler that is switched off has no state, and accepts any.
+    on = getattr(part, "is_enabled", None)
+    return type(part).__name__ + (" (disabled)" if callable(on) and not on() else "")
+
+
+def _named(parts: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {what}" for name, what in parts.items()) or "nothing beside the model"

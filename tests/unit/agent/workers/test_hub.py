@@ -1,0 +1,159 @@
+"""Which hub counts as out of reach, and which workers are told so."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from dalsegno.agent.script import Script, asks_hub
+from dalsegno.agent.standby import hub_offline
+from dalsegno.agent.workers.hub import Hub, answers
+from dalsegno.protos.contract import Variable
+from tests.support.jobs.ports import free_port
+from tests.support.jobs.silent_hub import SilentHub
+
+ASKS = "from transformers import AutoModel\n"
+
+
+@pytest.fixture
+def silent() -> Iterator[SilentHub]:
+    hub = SilentHub()
+    yield hub
+    hub.close()
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+
+
+class _Refuses(BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.send_error(403)
+
+    def log_message(self, *_: object) -> None:
+        """Nobody reads it."""
+
+
+@pytest.fixture
+def forbidding() -> Iterator[str]:
+    """A hub that lets nobody in."""
+    server = HTTPServer(("127.0.0.1", 0), _Refuses)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def script(directory: Path, text: str = ASKS) -> Script:
+    path = directory / "train.py"
+    path.write_text(text)
+    return Script(sys.executable, ("-u", str(path)))
+
+
+def until(condition: object) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_silence_and_refused_connections_are_no_answer(silent: SilentHub) -> None:
+    """A name that nobody knows is none, either."""
+    assert not answers(silent.url, 0.2)
+    assert not answers(f"http://127.0.0.1:{free_port()}")
+    assert not answers("http://nobody.invalid")
+
+
+def test_whoever_answers_is_there(forbidding: str) -> None:
+    """Also with an error, or with what is no TLS; and so is one that cannot be asked at all."""
+    assert answers(forbidding)
+    assert answers(forbidding.replace("http:", "https:"))
+    assert answers("strange://nobody")
+
+
+def test_workers_are_told_after_the_first_world_and_until_it_answers(tmp_path: Path, forbidding: str) -> None:
+    """One line for each; the first world of a run asks as ever."""
+    said: list[str] = []
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    hub = Hub(script(tmp_path), lambda text, _: said.append(text), {"HF_ENDPOINT": f"{url}/"}, (0.01, 0.01))
+    assert hub.variables(2) == {}, "not known yet"
+    until(lambda: said)
+    assert hub.variables(1) == {}
+    assert hub.variables(2) == {Variable.HUB_UNREACHABLE: url}
+    assert f"{url} does not answer" in said[0]
+    server = HTTPServer(("127.0.0.1", port), _Refuses)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    until(lambda: len(said) > 1)
+    server.shutdown()
+    server.server_close()
+    assert "answers again" in said[1]
+    assert hub.variables(3) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "environment"),
+    [
+        (ASKS, {"HF_HUB_OFFLINE": "0"}),
+        (ASKS, {"TRANSFORMERS_OFFLINE": "1"}),
+        (f"import os\nos.environ['HF_ENDPOINT'] = 'http://mirror'\n{ASKS}", {}),
+        ("import torch\n", {}),
+    ],
+)
+def test_nobody_is_asked_where_people_have_decided_or_nothing_asks(
+    tmp_path: Path, silent: SilentHub, text: str, environment: dict[str, str]
+) -> None:
+    """Nothing leaves this machine for a script that has nothing to do with a hub."""
+    environment = {"HF_ENDPOINT": silent.url, **environment}
+    assert Hub(script(tmp_path, text), print, environment, (0.01, 0.01)).variables(2) == {}
+    assert "hub" not in {thread.name for thread in threading.enumerate()}
+    assert silent.asked == []
+
+
+def test_ms_swifts_modules_ask(tmp_path: Path) -> None:
+    """They have no text of the user's."""
+    for name in ("swift.cli.sft", "dalsegno.swift_plugin.sft"):
+        assert asks_hub(Script(sys.executable, ("-u", "-m", name)))
+    assert not asks_hub(Script(sys.executable, ("-u", "-m", "mine")))
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """What the library has read when it was imported."""
+    module = ModuleType("huggingface_hub.constants")
+    module.ENDPOINT, module.HF_HUB_OFFLINE = "http://hub", False  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delenv(hub_offline.OFFLINE, raising=False)
+    return module
+
+
+def offline(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setenv("DALSEGNO_TEST", "restores the environment")
+    hub_offline.install({Variable.HUB_UNREACHABLE: "http://hub"})
+    return bool(library.HF_HUB_OFFLINE)
+
+
+def test_a_library_that_is_imported_already_asks_nobody(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a standby worker."""
+    with monkeypatch.context() as patch:
+        patch.setenv(hub_offline.OFFLINE, "")
+        patch.delenv(hub_offline.OFFLINE)
+        assert offline(library, patch)
+    monkeypatch.delenv(hub_offline.OFFLINE, raising=False)
+
+
+def test_a_script_of_another_hub_or_mind_is_left_alone(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has set HF_ENDPOINT or HF_HUB_OFFLINE before it imported the library."""
+    library.ENDPOINT = "http://mirror"  # type: ignore[attr-defined]
+    assert not offline(library, monkeypatch)
+    library.ENDPOINT = "http://hub"  # type: ignore[attr-defined]
+    monkeypatch.setenv(hub_offline.OFFLINE, "0")
+    assert not offline(library, monkeypatch)

@@ -1,0 +1,25 @@
+"""Each kind of script that docs/bring-your-script.md promises something for has a test that plays it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.pages.rows import ROWS
+from tests.support.pages.sources import ROOT
+
+PAGE = (ROOT / "docs" / "bring-your-script.md").read_text(encoding="utf-8")
+SCRIPTS = [line.split("|")[1].strip() for line in PAGE.splitlines() if line.startswith("| ")][1:]
+
+
+def test_every_row_has_its_tests() -> None:
+    """And no test is named for a row that is gone."""
+    found = {script: [start for start in ROWS if script.startswith(start)] for script in SCRIPTS}
+    assert {script: starts for script, starts in found.items() if len(starts) != 1} == {}
+    assert {start for starts in found.values() for start in starts} == set(ROWS)
+
+
+@pytest.mark.parametrize("test", sorted({test for tests in ROWS.values() for test in tests}))
+def test_the_tests_are_there(test: str) -> None:
+    """Under these names."""
+    file, _, name = test.partition("::")
+    assert f"\ndef {name}(" in (ROOT / "tests" / "integration" / file).read_text(encoding="utf-8")
