@@ -34,6 +34,7 @@ class AgentConfig:
         memory_bytes_per_second: the most of them that is sent to other nodes in a second; None: no limit.
         adopts: what the script saves becomes the run's, although it has no session.
         dlrover: the script uses DLRover's trainer classes, so this node has their saver beside its workers.
+        dlrover_fixes: see `Beside`.
         run_ahead: standby workers run the script up to where it needs its place in a world.
     """
 
@@ -59,6 +60,7 @@ class AgentConfig:
     memory_budget_bytes: int | None = None
     memory_bytes_per_second: int | None = None
     dlrover: bool = False
+    dlrover_fixes: str = ""
 
 
 def differences(mine: control_pb2.Settings, job: control_pb2.Settings) -> str:

@@ -13,7 +13,7 @@ import types
 from importlib.machinery import SourceFileLoader
 from typing import NoReturn
 
-from . import load_universal
+from . import hooks
 from .run_ahead import RunAhead, report_of
 from .word import Word
 
@@ -145,12 +145,11 @@ def become(
     if running is None:
         _redirect(assignment.stdout, console[0], 1)
         _redirect(assignment.stderr, console[1], 2)
-    universal = load_universal.wanted(assignment.environment)
+    hooked = bool(hooks.wanted(assignment.environment))
     if fresh:
         words = ("-u", *(["-m"] if assignment.module else []), *assignment.arguments)
-        os.execv(sys.executable, [sys.executable, *(load_universal.arguments_for(words) if universal else words)])
-    if universal:
-        load_universal.install()
+        os.execv(sys.executable, [sys.executable, *(hooks.arguments_for(words) if hooked else words)])
+    hooks.install(assignment.environment)
     sys.argv = list(assignment.arguments)
     if word is not None and not any(map(is_of_session, sys.modules)):
         sys.meta_path.insert(0, _SessionImport(word))

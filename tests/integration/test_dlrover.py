@@ -30,11 +30,6 @@ def flash(clusters: Clusters) -> Callable[..., Cluster]:
     return make
 
 
-def crash(job: Cluster, rank: int) -> None:
-    """Kills the worker of this rank."""
-    os.kill(int((job.step_log / f"rank-{rank}").read_text(encoding="ascii")), signal.SIGKILL)
-
-
 def finish(job: Cluster) -> int:
     """Has the script make its last step. Nothing may be left of the job. Returns that step."""
     (job.step_log / "over").touch()
@@ -59,7 +54,7 @@ def test_a_crash_resumes_from_memory(flash: Callable[..., Cluster]) -> None:
     job = flash()
     (node,) = job.start("a")
     users.wait_steps(job, 0)
-    crash(job, 0)
+    users.crash(job, 0)
     users.wait_steps(job, 1)
     made = max(step for step in users.sums(job) if step <= users.worlds(job)[1].first + 1)
     assert users.worlds(job)[1].first >= made - 1 > 0
@@ -81,7 +76,7 @@ def test_growth_crash_leave_and_kill(flash: Callable[..., Cluster]) -> None:
     assert (grown.size, grown.nodes, grown.workers) == (2, 2, 4)
     assert grown.first >= last
     last = users.wait_steps(job, 1, 12)
-    crash(job, 1)
+    users.crash(job, 1)
     users.wait_steps(job, 2)
     assert users.worlds(job)[2].first >= last - 1
     last = users.wait_steps(job, 2, 12)
@@ -105,7 +100,7 @@ def test_what_is_spread_is_saved_by_all_or_none(flash: Callable[..., Cluster]) -
     job = flash("--fsdp", nnodes="2:2")
     a, b = job.start("a", "b")
     last = users.wait_steps(job, 0, 12)
-    crash(job, 1)
+    users.crash(job, 1)
     users.wait_steps(job, 1)
     assert users.worlds(job)[1].first >= last - 1
     last = users.wait_steps(job, 1, 12)
@@ -139,10 +134,10 @@ def test_the_saver_dies(flash: Callable[..., Cluster]) -> None:
     assert processes.is_alive(saver)
     os.kill(saver, signal.SIGKILL)
     job.wait_line("the saver of Flash Checkpoint was killed by signal 9", node)
-    crash(job, 0)
+    users.crash(job, 0)
     users.wait_steps(job, 1, 12)
     assert users.worlds(job)[1].first > 0
-    crash(job, 0)
+    users.crash(job, 0)
     last = users.wait_steps(job, 2)
     assert last > users.worlds(job)[2].first > users.worlds(job)[1].first
     finish(job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import pytest
 
 from .cluster import ROOT, Cluster, Training
 
+FIXED = ROOT / "tests" / "support" / "workers" / "fixed_worker.py"
 FLASH = ROOT / "tests" / "support" / "workers" / "flash_worker.py"
 # With what it imports, as far as it is not there anyway; never torch.
 PACKAGES = ("dlrover==0.6.1", "deprecated", "wrapt", "nvidia-ml-py")
@@ -93,6 +95,11 @@ def sums(job: Cluster) -> dict[int, set[str]]:
         if words[0] == "step":
             found.setdefault(int(words[1]), set()).add(words[2])
     return found
+
+
+def crash(job: Cluster, rank: int) -> None:
+    """Kills the worker of this rank."""
+    os.kill(int((job.step_log / f"rank-{rank}").read_text(encoding="ascii")), signal.SIGKILL)
 
 
 def left_behind(job: Cluster) -> list[str]:
