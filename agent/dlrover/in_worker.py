@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import socket
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -30,10 +31,10 @@ def _change_sockets(module: ModuleType) -> None:
     """
     for name, change in (("LocalSocketComm", _repeated), ("SharedLock", _connected_anew)):
         found = getattr(module, name)
-        found._request = functools.wraps(found._request)(change(found._request, module))
+        found._request = functools.wraps(found._request)(change(found._request))
 
 
-def _repeated(plain: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+def _repeated(plain: Callable[..., Any]) -> Callable[..., Any]:
     def request(self: Any, message: Any) -> Any:
         try:
             return plain(self, message)
@@ -45,7 +46,7 @@ def _repeated(plain: Callable[..., Any], module: ModuleType) -> Callable[..., An
     return request
 
 
-def _connected_anew(plain: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+def _connected_anew(plain: Callable[..., Any]) -> Callable[..., Any]:
     def request(self: Any, message: Any) -> Any:
         if self._client is not None:
             try:
@@ -57,10 +58,21 @@ def _connected_anew(plain: Callable[..., Any], module: ModuleType) -> Callable[.
                 return None  # it was the dead one's
         if getattr(self, "_had_server", False):
             # At once or not at all: a save that finds no saver is left out, as where it is busy.
-            self._client = module._create_socket_client(self._socket_file)
+            self._client = _connected(self._socket_file)
         return plain(self, message)
 
     return request
+
+
+def _connected(path: str) -> socket.socket:
+    # Theirs logs a whole traceback where nobody listens yet.
+    found = socket.socket(socket.AF_UNIX)
+    try:
+        found.connect(path)
+    except OSError:
+        found.close()
+        raise
+    return found
 
 
 def _hang_up(comm: Any) -> None:
