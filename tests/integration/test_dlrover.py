@@ -193,3 +193,28 @@ def test_a_saver_that_keeps_dying_waits_for_the_next_world(flash: Callable[..., 
     assert users.worlds(job)[1].first > 0, "from the disk"
     finish(job)
     assert_one_history(job)
+
+
+@pytest.mark.full
+def test_its_checkpoints_become_the_runs(flash: Callable[..., Cluster]) -> None:
+    """Below `${save_dir}`: they are committed however often they come, and the job goes on from there with no memory."""
+    job = flash("--disk-every=10", "--checkpoints=${save_dir}")
+    (node,) = job.start("a")
+    users.wait_steps(job, 0, 12)
+    job.wait_for(lambda: list(job.checkpoints.glob("*/run-*/step-*/MANIFEST.json")), "a commit")
+    users.wait_steps(job, 0, 40)
+    users.crash(job, 0)
+    last = users.wait_steps(job, 1, 12)
+    assert users.worlds(job)[1].first >= 40
+    job.wait_status(lambda status: status.head.step >= 40, "a commit of the second world")
+    job.kill_node(node)
+    job.start("b")
+    users.wait_steps(job, 2)
+    assert last >= users.worlds(job)[2].first >= 40
+    (job.step_log / "over").touch()
+    for one in job.alive():
+        one.process.wait(120)
+    job.check_exits()
+    job.close()
+    assert users.left_behind(job) == []
+    assert_one_history(job)
