@@ -1,6 +1,6 @@
 """What a script uses of DLRover's client library, by its text, and what will then happen here. Pure.
 
-Their defects are named because their scripts run as they are: nothing of the library is replaced.
+Their defects are named because their scripts run as they are, unless `--dlrover-fixes` mends them.
 """
 
 from __future__ import annotations
@@ -119,12 +119,12 @@ def warnings(found: Uses, min_nodes: int, max_nodes: int, node_unit: int) -> lis
         lines.append(
             f"dlrover's ElasticTrainer gives ranks different numbers of micro-batches with {listed} of {max_nodes}"
             f" nodes: the batch is not what it was, and ranks may wait for each other in vain; --nnodes and --node-unit"
-            f" can exclude {'these sizes' if several else 'this size'}"
+            f" can exclude {'these sizes' if several else 'this size'}, --dlrover-fixes mends it"
         )
     if found.sampler:
         lines.append(
             "dlrover's ElasticDistributedSampler counts from the last resume: from the second resume in a data epoch on"
-            " it repeats samples, unless the script adds what was completed before it"
+            " it repeats samples, unless the script adds what was completed before it; --dlrover-fixes mends it"
         )
     return lines
 
@@ -157,8 +157,8 @@ def findings(script: str, found: Uses, version: str) -> list[str]:
         lines += [
             f"{', '.join(found.checkpointers)}: a process beside the workers keeps what is saved to memory; a crash"
             " resumes from there",
-            "before a growth or a leave, what is in memory goes to the disk where one node has all of it (DDP, or a"
-            " single node); what is spread over nodes (FSDP, DeepSpeed) resumes from the last save to the disk",
+            "before a growth or a leave, what is in memory goes to the disk: from one node that has all of it (DDP),"
+            " or from all nodes, if all have the same step (FSDP, DeepSpeed)",
         ]
     if found.replicas:
         lines.append("replica_count: copies are dealt to the nodes of the open world")

@@ -197,7 +197,7 @@ def test_a_saver_that_keeps_dying_waits_for_the_next_world(flash: Callable[..., 
 
 @pytest.mark.full
 def test_its_checkpoints_become_the_runs(flash: Callable[..., Cluster]) -> None:
-    """Below `${save_dir}`: they are committed however often they come, and the job goes on from there with no memory."""
+    """Below `${save_dir}`: they are committed however often they come, and the job goes on there with no memory."""
     job = flash("--disk-every=10", "--checkpoints=${save_dir}")
     (node,) = job.start("a")
     users.wait_steps(job, 0, 12)

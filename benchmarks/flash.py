@@ -1,0 +1,88 @@
+"""Flash Checkpoint under `dlrover-run` beside DLRover's own launcher and torchrun: the same script, the same machine.
+
+Measured are how long a save to memory holds the training up (one node), and the longest time without a step around the
+crash of a worker (2 nodes) and the kill of a node (3 to 2, not node 0). Under torchrun the saver is a child of the
+ranks, so nothing in memory outlives them, and only the save is measured. DLRover's launcher is measured if
+`DLROVER_PYTHON` names an interpreter that has DLRover, what its master imports (kubernetes, tornado), and this package.
+The launchers take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import peers
+from benchmarks.results import report
+from tests.support.jobs import dlrover_users
+
+SCRIPT = Path(__file__).with_name("flash_rank.py")
+TITLE = "Flash Checkpoint: what a save, a crash and a kill cost"
+
+
+def _options(megabytes: float, step_time: float) -> dict[str, Any]:
+    places = [str(dlrover_users.installed()), str(peers.ROOT), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, places))
+    return {
+        "script": SCRIPT,
+        "flags": (f"--megabytes={megabytes}", f"--step-time={step_time}"),
+        "environment": {"PYTHONPATH": path, "WORKER_NUM": "4"},
+        "more": ("--grow-wait=0",),
+    }
+
+
+def stalls(launcher: str, megabytes: float, saves: int) -> list[float]:
+    """Seconds that each of so many saves of one node took, without the first ones, which make the memory."""
+    with peers.a_job(launcher, nnodes="1:1", **_options(megabytes, 0.05)) as job:
+        job.start_node()
+        file = job.directory / "stalls"
+        job.wait(lambda: file.exists() and len(file.read_text().splitlines()) >= saves + 5, "saves")
+        return [float(line) for line in file.read_text().splitlines()[5 : saves + 5]]
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Prints two tables and writes their JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks flash", description=__doc__)
+    parser.add_argument("--megabytes", type=float, default=200.0, help="of weights in a save (%(default)s)")
+    parser.add_argument("--saves", type=int, default=40, help="for each turn (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3)
+    flags = parser.parse_args(arguments)
+    launchers = ["dlrover-run", *(["DLRover"] if os.environ.get("DLROVER_PYTHON") else [])]
+    if len(launchers) > 1:
+        peers.LAUNCHERS["DLRover"] = peers.dlrover
+    settings = {**vars(flags), "load": round(os.getloadavg()[0], 1)}
+    found: dict[str, list[float]] = {launcher: [] for launcher in (*launchers, "torchrun")}
+    for _ in range(flags.repeats):
+        for launcher, times in found.items():
+            times += stalls(launcher, flags.megabytes, flags.saves)
+    rows = [
+        {"launcher": launcher, "save, median s": statistics.median(times), "p90 s": sorted(times)[len(times) * 9 // 10]}
+        for launcher, times in found.items()
+    ]
+    report("flash-save", rows, title=TITLE, settings=settings)
+    rows = [_change(scene, launcher, flags.repeats) for scene in ("crashed", "killed") for launcher in launchers]
+    report("flash-changes", rows, title=TITLE, settings=settings)
+    return 0
+
+
+def _change(scene: str, launcher: str, repeats: int) -> dict[str, object]:
+    pauses, failed = list[float](), 0
+    for _ in range(repeats):
+        try:
+            pauses.append(getattr(peers, scene)(launcher, **_options(1.0, peers.STEP_TIME))[0])
+        except TimeoutError as error:
+            failed += 1
+            print(f"{scene}: {error}", flush=True)
+    row: dict[str, object] = {"scene": scene, "launcher": launcher, "not within the limit": failed}
+    if pauses:
+        row |= {"no step for, median s": statistics.median(pauses), "min s": min(pauses), "max s": max(pauses)}
+    return row
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
