@@ -13,6 +13,7 @@ import argparse
 import os
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from benchmarks.results import report
 from tests.support.jobs import dlrover_users
 
 SCRIPT = Path(__file__).with_name("flash_rank.py")
+SETTLES_SECONDS = 20.0
 TITLE = "Flash Checkpoint: what a save, a crash and a kill cost"
 
 
@@ -37,12 +39,15 @@ def _options(megabytes: float, step_time: float) -> dict[str, Any]:
 
 
 def stalls(launcher: str, megabytes: float, saves: int) -> list[float]:
-    """Seconds that each of so many saves of one node took, without the first ones, which make the memory."""
+    """Seconds that each of so many saves of one node took, once all that is started beside the training is up."""
     with peers.a_job(launcher, nnodes="1:1", **_options(megabytes, 0.05)) as job:
         job.start_node()
         file = job.directory / "stalls"
-        job.wait(lambda: file.exists() and len(file.read_text().splitlines()) >= saves + 5, "saves")
-        return [float(line) for line in file.read_text().splitlines()[5 : saves + 5]]
+        job.wait(lambda: file.exists() and bool(file.read_text()), "a save")
+        time.sleep(SETTLES_SECONDS)  # why: a launcher may import torch for the next workers, which takes processor time
+        first = len(file.read_text().splitlines())
+        job.wait(lambda: len(file.read_text().splitlines()) > first + saves, "saves")
+        return [float(line) for line in file.read_text().splitlines()[first : first + saves]]
 
 
 def main(arguments: Sequence[str] = ()) -> int:
