@@ -4,15 +4,17 @@ Measured are how long a save to memory holds the training up (one node), and the
 crash of a worker (2 nodes) and the kill of a node (3 to 2, not node 0). Under torchrun the saver is a child of the
 ranks, so nothing in memory outlives them, and only the save is measured. DLRover's launcher is measured if
 `DLROVER_PYTHON` names an interpreter that has DLRover, what its master imports (kubernetes, tornado), and this package.
-The launchers take turns.
+Saves of all launchers alternate, so that they meet the same load; the changes come one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,33 +40,43 @@ def _options(megabytes: float, step_time: float) -> dict[str, Any]:
     }
 
 
-def stalls(launcher: str, megabytes: float, saves: int) -> list[float]:
-    """Seconds that each of so many saves of one node took, once all that is started beside the training is up."""
-    with peers.a_job(launcher, nnodes="1:1", **_options(megabytes, 0.05)) as job:
-        job.start_node()
-        file = job.directory / "stalls"
-        job.wait(lambda: file.exists() and bool(file.read_text()), "a save")
+def stalls(launchers: Sequence[str], megabytes: float, saves: int) -> dict[str, list[float]]:
+    """Seconds that each of so many saves of one node took, once all that is started beside the training is up.
+
+    The jobs run together, and their saves come one by one, so that all meet the same load.
+    """
+    with contextlib.ExitStack() as jobs, tempfile.NamedTemporaryFile(prefix="turn-") as turn:
+        options = {"nnodes": "1:1", **_options(megabytes, 0.05)}
+        found = {one: jobs.enter_context(peers.a_job(one, **options)) for one in launchers}
+        for job in found.values():
+            job.flags = (*job.flags, f"--turn={turn.name}")
+            job.start_node()
+            job.wait(lambda job=job: bool(_saves(job)), "a save")  # type: ignore[misc]
         time.sleep(SETTLES_SECONDS)  # why: a launcher may import torch for the next workers, which takes processor time
-        first = len(file.read_text().splitlines())
-        job.wait(lambda: len(file.read_text().splitlines()) > first + saves, "saves")
-        return [float(line) for line in file.read_text().splitlines()[first : first + saves]]
+        first = {one: len(_saves(job)) for one, job in found.items()}
+        for one, job in found.items():
+            job.wait(lambda one=one, job=job: len(_saves(job)) >= first[one] + saves, "saves")  # type: ignore[misc]
+        return {one: _saves(job)[first[one] : first[one] + saves] for one, job in found.items()}
+
+
+def _saves(job: peers.Job) -> list[float]:
+    file = job.directory / "stalls"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [float(line) for line in lines if line.endswith("\n")]
 
 
 def main(arguments: Sequence[str] = ()) -> int:
     """Prints two tables and writes their JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks flash", description=__doc__)
     parser.add_argument("--megabytes", type=float, default=200.0, help="of weights in a save (%(default)s)")
-    parser.add_argument("--saves", type=int, default=40, help="for each turn (%(default)s)")
+    parser.add_argument("--saves", type=int, default=200, help="of each launcher (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3)
     flags = parser.parse_args(arguments)
     launchers = ["dlrover-run", *(["DLRover"] if os.environ.get("DLROVER_PYTHON") else [])]
     if len(launchers) > 1:
         peers.LAUNCHERS["DLRover"] = peers.dlrover
     settings = {**vars(flags), "load": round(os.getloadavg()[0], 1)}
-    found: dict[str, list[float]] = {launcher: [] for launcher in (*launchers, "torchrun")}
-    for _ in range(flags.repeats):
-        for launcher, times in found.items():
-            times += stalls(launcher, flags.megabytes, flags.saves)
+    found = stalls([*launchers, "torchrun"], flags.megabytes, flags.saves)
     rows = [
         {"launcher": launcher, "save, median s": statistics.median(times), "p90 s": sorted(times)[len(times) * 9 // 10]}
         for launcher, times in found.items()

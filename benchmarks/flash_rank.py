@@ -7,6 +7,8 @@ in seconds, in `stalls` beside the step log.
 from __future__ import annotations
 
 import argparse
+import fcntl
+import os
 import time
 from pathlib import Path
 
@@ -26,6 +28,7 @@ def main() -> None:
     flags.add_argument("--step-log", type=Path, required=True)
     flags.add_argument("--checkpoint-dir")
     flags.add_argument("--megabytes", type=float, default=1.0, help="of weights (%(default)s)")
+    flags.add_argument("--turn", type=Path, default=os.devnull, help="saves of all who name this file come one by one")
     flags.add_argument("--step-time", type=float, default=0.1)
     options = flags.parse_args()
     dist.init_process_group("gloo")
@@ -50,12 +53,15 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             dist.barrier()
-            before = time.perf_counter()
-            checkpointer.save_checkpoint(
-                step, {"model": plain.state_dict(), "step": step}, storage_type=StorageType.MEMORY
-            )
+            with open(options.turn, "ab") as turn:
+                fcntl.flock(turn, fcntl.LOCK_EX)
+                before = time.perf_counter()
+                checkpointer.save_checkpoint(
+                    step, {"model": plain.state_dict(), "step": step}, storage_type=StorageType.MEMORY
+                )
+                took = time.perf_counter() - before
             if rank == 0:
-                print(time.perf_counter() - before, file=stalls, flush=True)
+                print(took, file=stalls, flush=True)
             log.write(step=step, data_epoch=0, sample_ids=(), loss=0.0, grad_norm=0.0)
             time.sleep(options.step_time)
 

@@ -137,6 +137,7 @@ def wait_in_memory(job: Cluster, step: int) -> None:
     job.wait_status(lambda status: status.step > step + 8, f"a step after {step} in memory")
 
 
+@pytest.mark.full
 def test_the_saver_dies(flash: Callable[..., Cluster]) -> None:
     """Another one is started at once, and the workers, which go on, save through it: a crash resumes from there."""
     job = flash()

@@ -79,7 +79,9 @@ def wait_over(job: Cluster) -> None:
     assert users.notes(job)[-1][0] == "over"
 
 
-@pytest.mark.parametrize("extra", [(), ("--zero-first",)], ids=["zeroed behind", "zeroed before"])
+@pytest.mark.parametrize(
+    "extra", [(), pytest.param(("--zero-first",), marks=pytest.mark.full)], ids=["zeroed behind", "zeroed before"]
+)
 def test_worlds_of_one_two_and_three_of_four(fixed: Callable[..., Cluster], extra: tuple[str, ...]) -> None:
     """Growths, a crash, a leave: several resumes in a data epoch, and a world that does not divide the batch."""
     data_epochs = 16
@@ -99,6 +101,7 @@ def test_worlds_of_one_two_and_three_of_four(fixed: Callable[..., Cluster], extr
     assert_same_run(job, data_epochs)
 
 
+@pytest.mark.full
 def test_without_the_flag_they_are_theirs(fixed: Callable[..., Cluster]) -> None:
     """The comparison above can fail: in a world of one of four, theirs accumulates what it does not average."""
     job = fixed("--data-epochs=1", flags=(), step_time=0.0)
@@ -168,6 +171,7 @@ def read(state: str, seed: int = 5) -> str:
     )
 
 
+@pytest.mark.full
 def test_a_state_loads_in_either_class(tmp_path: Path) -> None:
     """A data epoch that theirs has begun goes on in its order; theirs takes place and number from one of ours."""
     (begun_by_theirs,) = map(json.loads, said(tmp_path, begin("theirs"), ours=False))
