@@ -36,11 +36,11 @@ class Numbers(Dataset[tuple[torch.Tensor, int]]):
 
 
 def main() -> None:
-    """Trains to the end of the last data epoch."""
+    """Trains to the end of a data epoch in which `DIRECTORY/over` is there, or of the last one."""
     flags = argparse.ArgumentParser()
     flags.add_argument("--directory", type=Path)
     flags.add_argument("--step-time", type=float, default=0.0)
-    flags.add_argument("--data-epochs", type=int, default=4)
+    flags.add_argument("--data-epochs", type=int, default=1_000_000)
     flags.add_argument("--zero-first", action="store_true")
     options = flags.parse_args()
     dist.init_process_group("gloo")
@@ -99,7 +99,10 @@ def main() -> None:
                 total = sum(float(value.double().sum()) for value in plain.parameters())
                 note("notes", f"step {step} {total:.6f} {epoch}")
             time.sleep(options.step_time)
-    dist.barrier()
+        over = torch.tensor([float((options.directory / "over").exists())])
+        dist.all_reduce(over, dist.ReduceOp.MAX)
+        if over:
+            break
     if rank == 0:
         note("notes", f"over {step}")
 
