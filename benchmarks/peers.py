@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import socket
 import statistics
@@ -125,6 +126,9 @@ class Job:
         processes.send(processes.carriers(f"{MARK}={self.name}"))
         for process in (*self.nodes, *self.others):
             process.wait(30)
+        # What DLRover's classes leave under a launcher that was killed.
+        for left in (*Path("/dev/shm").glob(f"{self.name}*"), *Path("/tmp/ckpt_sock").glob(f"{self.name}*")):
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
 def _torchrun(job: Job, *more: str) -> list[str]:
