@@ -11,6 +11,7 @@ from benchmarks import (
     checksums,
     convert,
     exchange,
+    flash,
     gpu,
     lost,
     memory,
@@ -34,12 +35,14 @@ BENCHMARKS: dict[str, Callable[[], int]] = {
     "changes": changes.main,
     "pause": pause.main,
     "peers": peers.main,
+    "flash": flash.main,
     "rendezvous": rendezvous.main,
     "gpu": gpu.main,
 }
 # Benchmarks that take flags of their own.
 WITH_FLAGS: dict[str, Callable[[Sequence[str]], int]] = {
     "convert": convert.main,
+    "flash": flash.main,
     "gpu": gpu.main,
     "lost": lost.main,
     "pause": pause.main,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import socket
 import statistics
@@ -33,6 +34,7 @@ from tests.support.jobs import local_processes as processes
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "ddp.py"
+DLROVER = Path(__file__).with_name("dlrover_launcher.py")
 REPEATS = 3
 # Seconds: a step, how long a peer may take for a change, and how often the step logs are read.
 STEP_TIME, PATIENCE, LOOK_EVERY = 0.1, 120.0, 0.1
@@ -124,6 +126,9 @@ class Job:
         processes.send(processes.carriers(f"{MARK}={self.name}"))
         for process in (*self.nodes, *self.others):
             process.wait(30)
+        # What DLRover's classes leave under a launcher that was killed.
+        for left in (*Path("/dev/shm").glob(f"{self.name}*"), *Path("/tmp/ckpt_sock").glob(f"{self.name}*")):
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
 def _torchrun(job: Job, *more: str) -> list[str]:
@@ -148,21 +153,24 @@ def _dalsegno(job: Job, number: int) -> tuple[list[str], dict[str, str]]:
     return command, {}
 
 
-def _dlrover(job: Job, number: int) -> tuple[list[str], dict[str, str]]:
+def dlrover(job: Job, number: int) -> tuple[list[str], dict[str, str]]:
+    """DLRover's launcher and, with the first node, its master."""
     if not job.others:
         job.start_other(
             *(os.environ["DLROVER_PYTHON"], "-m", "dlrover.python.master.main", "--platform=local"),
-            *(f"--port={job.port}", "--node_num=4", f"--job_name={job.name}"),
+            *(f"--port={job.port}", f"--node_num={job.nnodes.rpartition(':')[2]}", f"--job_name={job.name}"),
         )
     command = [
-        *(os.environ["DLROVER_PYTHON"], "-m", "dlrover.trainer.torch.main", "--nnodes=1:4", "--nproc_per_node=1"),
+        *(os.environ["DLROVER_PYTHON"], str(DLROVER), f"--nnodes={job.nnodes}", "--nproc_per_node=1"),
         *("--max_restarts=100", "--rdzv_conf=join_timeout=60,lastcall_timeout=5"),
     ]
     return command, {
         "DLROVER_MASTER_ADDR": f"127.0.0.1:{job.port}",
         "NODE_ID": str(number),
         "NODE_RANK": str(number),
-        "NODE_NUM": "4",
+        "NODE_NUM": job.nnodes.rpartition(":")[2],
+        # Its sockets and its memory carry no other name.
+        "ELASTIC_JOB_NAME": f"{job.name}-{number}",
     }
 
 
@@ -228,9 +236,9 @@ def joined(launcher: str) -> tuple[float, float]:
         return pause, job.steps_of_world(2, event)[0] - event
 
 
-def killed(launcher: str) -> tuple[float, float]:
+def killed(launcher: str, **options: Any) -> tuple[float, float]:
     """Kills a node that is not node 0; returns the same number twice."""
-    with a_job(launcher) as job:
+    with a_job(launcher, **options) as job:
         _open(job, 3)
         event = time.time()
         job.nodes[2].kill()
@@ -239,9 +247,9 @@ def killed(launcher: str) -> tuple[float, float]:
         return pause, pause
 
 
-def crashed(launcher: str) -> tuple[float, float]:
+def crashed(launcher: str, **options: Any) -> tuple[float, float]:
     """Kills the worker of one of two nodes; returns the same number twice."""
-    with a_job(launcher) as job:
+    with a_job(launcher, **options) as job:
         _open(job, 2)
         (worker,) = [
             pid
@@ -254,7 +262,11 @@ def crashed(launcher: str) -> tuple[float, float]:
         return pause, pause
 
 
-SCENES = {"a node joins, 1 to 2": joined, "a node is killed, 3 to 2": killed, "a worker crashes": crashed}
+SCENES: dict[str, Callable[[str], tuple[float, float]]] = {
+    "a node joins, 1 to 2": joined,
+    "a node is killed, 3 to 2": killed,
+    "a worker crashes": crashed,
+}
 
 
 def _row(scene: str, launcher: str) -> dict[str, object]:
@@ -278,7 +290,7 @@ def _row(scene: str, launcher: str) -> dict[str, object]:
 def main() -> int:
     """Prints a table and writes its JSON."""
     if os.environ.get("DLROVER_PYTHON"):
-        LAUNCHERS["DLRover"] = _dlrover
+        LAUNCHERS["DLRover"] = dlrover
     rows = [_row(scene, launcher) for scene in SCENES for launcher in LAUNCHERS]
     title = "What a change of membership costs: plain DDP, one rank per node, all nodes on one machine"
     report("peers", rows, title=title, settings={"repeats": REPEATS, "limit_s": PATIENCE, "step_s": STEP_TIME})

@@ -159,6 +159,9 @@ class Variable:
     UNIVERSAL_DIR = "DALSEGNO_UNIVERSAL_DIR"
     # Where memory checkpoints of this run are on this node; not there where there are none.
     MEMORY_DIR = "DALSEGNO_MEMORY_DIR"
+    # Modules of ours that change what a script imports, and how its batches are cut by DLRover's classes.
+    HOOKS = "DALSEGNO_HOOKS"
+    DLROVER_FIXES = "DALSEGNO_DLROVER_FIXES"
     # What every process of an agent carries, so that its keeper knows it.
     LIFELINE = "DALSEGNO_LIFELINE"
     # Directory in which all processes note what happens when (`trace`).

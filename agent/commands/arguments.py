@@ -289,6 +289,10 @@ def _add_dlrover(group: _Group) -> None:
         help="the script uses DLRover's trainer classes: give it their environment and their saver (automatic where "
         "the script's text imports dlrover)",
     )
+    group.switch(
+        "--dlrover-fixes",
+        help="our order and plan behind DLRover's classes: one global batch, each sample once, in any world",
+    )
 
 
 def _add_ours(group: _Group) -> None:
@@ -462,8 +466,9 @@ def parse(arguments: Sequence[str] | None, environ: Mapping[str, str] = os.envir
             setattr(options, name, default)
         else:
             options.unused.append(flag)
-    if options.deepspeed_load_universal and options.no_python:
-        raise UsageError("--deepspeed-load-universal needs a script in Python, which --no-python says it is not")
+    for flag in ("deepspeed_load_universal", "dlrover_fixes"):
+        if getattr(options, flag) and options.no_python:
+            raise UsageError(f"--{flag.replace('_', '-')} needs a script in Python, which --no-python says it is not")
     own = options.training_script_args
     if has_macros(own) and SAVE_DIR not in macros_of(own):
         raise UsageError("'${resume_dir}' without '${save_dir}': only what the script saves there can be resumed from")

@@ -66,6 +66,8 @@ def check_dlrover(options: argparse.Namespace) -> list[str]:
     found = scripts.uses(text_of(Path(options.training_script)))
     if line := scripts.refusal(options.training_script, found):
         raise UsageError(line)
+    if options.dlrover_fixes:
+        return scripts.fixed(found)
     return scripts.warnings(found, options.min_nodes, options.max_nodes, options.node_unit)
 
 

@@ -27,9 +27,10 @@ from ..control.embedded import EmbeddedMaster, MasterError
 from ..control.handshake import mismatch
 from ..control.spawning import LOOPBACK, read_token
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE, Event
+from ..dlrover import scripts
 from ..processes.lifeline import Lifeline
 from ..processes.signals import SignalWatch
-from ..script import Script, asks_for_universal, expects_session, knows_us, runs_ahead, uses_dlrover
+from ..script import Script, asks_for_universal, expects_session, knows_us, runs_ahead, text_of, uses_dlrover
 from ..shell.config import AgentConfig
 from ..shell.console import Console, make_log_dir, set_up_logging
 from ..shell.effects import Effects
@@ -196,10 +197,18 @@ def _agent_config(
         tls=bool(options.master or options.meet) and CredentialFiles.given(options, None).tls,
         memory_budget_bytes=options.memory_budget,
         memory_bytes_per_second=options.memory_bandwidth,
-        dlrover=options.dlrover or uses_dlrover(script),
+        dlrover=options.dlrover or options.dlrover_fixes or uses_dlrover(script),
+        dlrover_fixes=_fixes(script) if options.dlrover_fixes else "",
         # A job that has its name from us is presented before, as one may be looking for it.
         announcement="" if getattr(options, "job_id_is_default", False) else f"job {options.job_id}; logs in {log_dir}",
     )
+
+
+def _fixes(script: Script) -> str:
+    """What the script asks of DLRover's trainer: "total", every world makes the same batch; "each", each its own."""
+    source = script.source
+    found = scripts.uses(text_of(source)) if isinstance(source, Path) else scripts.Uses()
+    return "each" if found.batch_of_its_own else "total"
 
 
 def _connect(

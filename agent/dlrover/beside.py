@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dalsegno.protos import worker_pb2
+from dalsegno.protos.contract import Variable
 from dalsegno.protos.shortage import shortage
 
 from ..decisions import events as ev
@@ -26,6 +27,9 @@ __all__ = ["Beside"]
 _SETTLES_WITHIN_SECONDS = 600.0
 # The part of --join-timeout that saving may take, after the end of workers and before this node joins.
 _PART_OF_JOINING = 0.75
+# What workers change in the library: modules with `install()`.
+_HOOKS = ["dalsegno.agent.dlrover.in_worker"]
+_FIXES = "dalsegno.elastic.dlrover.fixes"
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +39,8 @@ class Beside:
 
     Args:
         wanted: the script uses them.
+        fixes: our order and plan behind them: "total" if every world makes the batch of the largest one, "each" if
+            each makes its own; empty: theirs stay.
         job_id, directory, log, lifeline: see `NodeSaver`.
         join_timeout: seconds, --join-timeout.
         script: what the workers run.
@@ -47,6 +53,7 @@ class Beside:
     def __init__(
         self,
         wanted: bool,
+        fixes: str,
         job_id: str,
         join_timeout: float,
         script: Script,
@@ -66,7 +73,9 @@ class Beside:
         path = str(source.absolute().parent) if isinstance(source, Path) else ""
         self._saver = NodeSaver(job_id, directory, path, log, lifeline, self._heard, say)
         # What the workers get in every world.
-        self.variables = self._saver.variables
+        self.variables = {**self._saver.variables, Variable.HOOKS: ",".join(_HOOKS + ([_FIXES] if fixes else []))}
+        if fixes:
+            self.variables[Variable.DLROVER_FIXES] = fixes
         # Seconds that `save` takes at most.
         self.save_timeout = _PART_OF_JOINING * join_timeout
 

@@ -7,7 +7,8 @@ nothing of the user's. It outlives workers and worlds, and ends with the agent.
 It reads one JSON object a line from its standard input, and answers each with one line on its standard output:
 
     {"do": "world", "epoch": 2, "node_rank": 0, "nodes": 1, "keep": true, "keep_parts": true}
-        a new world: what is in memory stays, or is dropped; where it is spread over nodes, only with "keep_parts"
+        a new world: what is in memory stays, or is dropped; where it is spread over nodes, only with "keep_parts".
+        With "again" a companion has died in this world, and the saver is made as its workers wanted that one
     {"do": "freeze"}
         from now on no worker writes into the memory
     {"do": "save", "part": false}
@@ -18,7 +19,8 @@ It reads one JSON object a line from its standard input, and answers each with o
         removes sockets and memory, and ends
 
 Answers say which step is in memory (`step`, 0: none), whether other nodes have parts of it (`spread`), and what went
-wrong (`problem`). In between it says each new step in memory: {"heard": 14, "epoch": 2}.
+wrong (`problem`). In between it says each new step in memory, {"heard": 14, "epoch": 2}, and what workers asked for,
+{"made": …}, null if that cannot be told.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from functools import partial
 from typing import Any
 
 from ..processes.keeper import DEAF_TO
+from .orders import objects_of, plain_of
 from .watched import watch
 
 __all__ = ["Companion", "main"]
@@ -87,6 +90,7 @@ class Companion:
             try:
                 with self._lock:
                     self._make_saver(order)
+                self._say({"made": _told(order)})
             except Exception as error:
                 self._say({"problem": f"its saver cannot be made: {type(error).__name__}: {error}"})
 
@@ -153,7 +157,10 @@ class Companion:
             case "world":
                 with self._lock:
                     self._epoch = int(order["epoch"])
-                    return self._enter(int(order["node_rank"]), int(order["nodes"]), order["keep"], order["keep_parts"])
+                    step = self._enter(int(order["node_rank"]), int(order["nodes"]), order["keep"], order["keep_parts"])
+                    if order.get("again") is not None:
+                        self._make_saver(objects_of(order["again"]))
+                    return step
             case "freeze":
                 return {"step": self._freeze(), "spread": self._spread()}
             case "save":
@@ -246,7 +253,8 @@ class Companion:
             time.sleep(_HEAR_EVERY_SECONDS)  # why: neither memory nor file tells of a change
             with self._lock:
                 epoch, step = self._epoch, _noted() if self._saver is None else self._step()
-            if step != said:
+            # Without a world it does not know yet whether it will have a saver.
+            if step != said and epoch:
                 said = step
                 self._say({"heard": step, "epoch": epoch})
 
@@ -271,6 +279,13 @@ class _Impatient:
     @staticmethod
     def sleep(seconds: float) -> None:
         time.sleep(min(seconds, _LONGEST_PAUSE_SECONDS))  # why: it polls; see `_LONGEST_PAUSE_SECONDS`
+
+
+def _told(order: Any) -> Any:
+    try:
+        return plain_of(order)
+    except TypeError:
+        return None
 
 
 def _noted() -> int:

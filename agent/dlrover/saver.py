@@ -31,6 +31,8 @@ _FREEZES_WITHIN_SECONDS = 35.0
 _ENDS_WITHIN_SECONDS = 5.0
 # Seconds between two questions whether it is done; it must twice in a row be.
 _ASK_EVERY_SECONDS = 0.1
+# Deaths of savers in one world after which there is a reason to give up.
+_MOST_DEATHS = 3
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +82,12 @@ class NodeSaver:
         self._answer: dict[str, Any] = {}
         self._up = self._closed = False
         self._epoch = 0
+        # The last world's order, and what its workers have asked for; how often a saver has died in it.
+        self._world: dict[str, Any] = {}
+        self._made: Any = None
+        self._deaths = 0
+        # Held by who starts a companion.
+        self._starting = threading.RLock()
         try:
             self._start()
         except OSError:
@@ -103,13 +111,15 @@ class NodeSaver:
             OSError: the companion cannot be started.
         """
         keep, self._epoch = epoch == self._epoch + 1, epoch
-        if self._process.poll() is not None:
-            self._start()
+        order = {"do": "world", "epoch": epoch, "node_rank": group_rank, "nodes": nodes, "keep": keep}
+        order["keep_parts"] = not arrived
+        with self._starting:
+            self._world, self._made, self._deaths = order, None, 0
+            if self._process.poll() is not None:
+                self._start()
         with contextlib.suppress(FileNotFoundError):
             # Steps of the world before are no news.
             os.unlink(self.variables["RUNTIME_METRICS_PATH"])
-        order = {"do": "world", "epoch": epoch, "node_rank": group_rank, "nodes": nodes, "keep": keep}
-        order["keep_parts"] = not arrived
         # One that still imports torch has nothing in memory, and serves no worker before it has read this.
         return int(self._ask(order, _ANSWERS_WITHIN_SECONDS if self._up else 0.0).get("step", 0))
 
@@ -145,7 +155,7 @@ class NodeSaver:
 
     def close(self) -> None:
         """Ends the companion, and removes sockets and memory."""
-        with self._news:
+        with self._starting, self._news:
             self._closed = True
         process = self._process
         assert process.stdin is not None
@@ -194,6 +204,8 @@ class NodeSaver:
                 self._heard(epoch, heard)
             with self._news:
                 self._up = self._up or "up" in said
+                if "made" in said and self._process is process:
+                    self._made = said["made"]
                 if "answers" in said:
                     self._answer = said
                 self._news.notify_all()
@@ -204,11 +216,30 @@ class NodeSaver:
             self._news.notify_all()
         if lost and not told:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            self._say(
-                f"the saver of Flash Checkpoint {how}: nothing is saved until the next change of the world, which "
-                f"starts another one; more in {self._log}",
-                True,
+            self._follow(process, how)
+
+    def _follow(self, dead: subprocess.Popen[str], how: str) -> None:
+        """Starts a companion after one that has died in a world. What is in memory waits for the next save."""
+        with self._starting:
+            if self._closed or self._process is not dead:
+                return
+            self._deaths += 1
+            self._lifeline.drop_group(dead.pid)
+            again = self._made is not None and self._deaths <= _MOST_DEATHS
+            then = (
+                "another one is started, and what is in memory counts from the next save on"
+                if again
+                else "nothing is saved until the next change of the world, which starts another one"
             )
+            if again:
+                try:
+                    self._start()
+                except OSError as error:
+                    again, then = False, f"another one cannot be started: {error}"
+            self._say(f"the saver of Flash Checkpoint {how}: {then}; more in {self._log}", True)
+            if again:
+                # Under the lock, so that no order of the next world comes before this one.
+                self._ask({**self._world, "again": self._made}, 0.0)
 
     def _ask(self, order: dict[str, Any], timeout: float) -> dict[str, Any]:
         """Sends one order. Returns its answer; empty if none comes, and then that companion is ended."""

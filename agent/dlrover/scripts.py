@@ -1,6 +1,6 @@
 """What a script uses of DLRover's client library, by its text, and what will then happen here. Pure.
 
-Their defects are named because their scripts run as they are: nothing of the library is replaced.
+Their defects are named because their scripts run as they are, unless `--dlrover-fixes` mends them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["Uses", "findings", "refusal", "uses", "warnings"]
+__all__ = ["Uses", "findings", "fixed", "refusal", "refused_class", "uses", "warnings"]
 
 # Classes that ask DLRover's master for what they need, and what to use instead.
 _SHARDING = "DLRover's ElasticDistributedSampler, or ElasticSampler of dalsegno.elastic, which need no master"
@@ -25,6 +25,11 @@ _MODULES_OF_THE_MASTER = {
     "dlrover.python.unified": "its unified API runs on Ray under a master of its own",
 }
 _CHECKPOINTER = re.compile(r"\b(\w*Checkpointer|FlashCkptTrainer)\b")
+# `with trainer.step(…)`, where other classes have a `step` without `with`.
+_STEP = re.compile(r"\bwith\s+[\w.]+\.step\(")
+_FIXED_STEP = re.compile(
+    r"\bfix_total_batch_size\s*=\s*(?!False)\w|\bwith\s+[\w.]+\.step\(\s*(?!False|fix_total_batch_size)\w"
+)
 _IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+(dlrover[\w.]*)", re.MULTILINE)
 
 
@@ -36,6 +41,7 @@ class Uses:
         imports: it imports the library at all.
         trainer: `ElasticTrainer`.
         fixes_batch: it asks that class to keep the batch size.
+        batch_of_its_own: it enters that class's step without asking for that.
         sampler: `ElasticDistributedSampler`.
         loader: `ElasticDataLoader`.
         checkpointers: classes of Flash Checkpoint.
@@ -46,6 +52,7 @@ class Uses:
     imports: bool = False
     trainer: bool = False
     fixes_batch: bool = False
+    batch_of_its_own: bool = False
     sampler: bool = False
     loader: bool = False
     checkpointers: tuple[str, ...] = ()
@@ -67,10 +74,12 @@ def uses(text: str) -> Uses:
         for begins, instead in _MODULES_OF_THE_MASTER.items()
         if f"{module}.".startswith(f"{begins}.")
     ]
+    fixes_batch = _FIXED_STEP.search(code) is not None
     return Uses(
         imports=True,
         trainer="ElasticTrainer" in code,
-        fixes_batch=re.search(r"\bfix_total_batch_size\s*=\s*(?!False)\w", code) is not None,
+        fixes_batch=fixes_batch,
+        batch_of_its_own=not fixes_batch and _STEP.search(code) is not None,
         sampler="ElasticDistributedSampler" in code,
         loader="ElasticDataLoader" in code,
         checkpointers=tuple(sorted(set(_CHECKPOINTER.findall(code)))) if "flash_checkpoint" in code else (),
@@ -83,8 +92,16 @@ def refusal(script: str, found: Uses) -> str:
     """Why the script cannot run here, in one line; empty if it can."""
     if not found.of_the_master:
         return ""
-    name, instead = found.of_the_master[0]
-    return f"{script} uses {name} of dlrover, which needs DLRover's master; there is none here. Instead: {instead}"
+    return f"{script} uses {_needs_master(*found.of_the_master[0])}"
+
+
+def refused_class(name: str) -> str:
+    """The same where a script makes an object of this class, although its text did not tell."""
+    return f"the script uses {_needs_master(name, _OF_THE_MASTER[name])}"
+
+
+def _needs_master(name: str, instead: str) -> str:
+    return f"{name} of dlrover, which needs DLRover's master; there is none here. Instead: {instead}"
 
 
 def warnings(found: Uses, min_nodes: int, max_nodes: int, node_unit: int) -> list[str]:
@@ -102,14 +119,25 @@ def warnings(found: Uses, min_nodes: int, max_nodes: int, node_unit: int) -> lis
         lines.append(
             f"dlrover's ElasticTrainer gives ranks different numbers of micro-batches with {listed} of {max_nodes}"
             f" nodes: the batch is not what it was, and ranks may wait for each other in vain; --nnodes and --node-unit"
-            f" can exclude {'these sizes' if several else 'this size'}"
+            f" can exclude {'these sizes' if several else 'this size'}, --dlrover-fixes mends it"
         )
     if found.sampler:
         lines.append(
             "dlrover's ElasticDistributedSampler counts from the last resume: from the second resume in a data epoch on"
-            " it repeats samples, unless the script adds what was completed before it"
+            " it repeats samples, unless the script adds what was completed before it; --dlrover-fixes mends it"
         )
     return lines
+
+
+def fixed(found: Uses) -> list[str]:
+    """What `--dlrover-fixes` does for this script, said at the start in place of the warnings."""
+    if found.trainer and found.fixes_batch and not found.sampler:
+        return [
+            "--dlrover-fixes: the script cuts its batches without ElasticDistributedSampler, so a world that does not"
+            " divide the largest one makes a larger global batch; all ranks make as many micro-batches"
+        ]
+    names = [name for name, here in (("ElasticTrainer", found.trainer), ("sampler", found.sampler)) if here]
+    return [f"--dlrover-fixes: dlrover's {' and '.join(names)} with the order and plan of dalsegno"] if names else []
 
 
 def findings(script: str, found: Uses, version: str) -> list[str]:
@@ -129,8 +157,8 @@ def findings(script: str, found: Uses, version: str) -> list[str]:
         lines += [
             f"{', '.join(found.checkpointers)}: a process beside the workers keeps what is saved to memory; a crash"
             " resumes from there",
-            "before a growth or a leave, what is in memory goes to the disk where one node has all of it (DDP, or a"
-            " single node); what is spread over nodes (FSDP, DeepSpeed) resumes from the last save to the disk",
+            "before a growth or a leave, what is in memory goes to the disk: from one node that has all of it (DDP),"
+            " or from all nodes, if all have the same step (FSDP, DeepSpeed)",
         ]
     if found.replicas:
         lines.append("replica_count: copies are dealt to the nodes of the open world")

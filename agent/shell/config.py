@@ -35,6 +35,7 @@ class AgentConfig:
         memory_bytes_per_second: the most of them that is sent to other nodes in a second; None: no limit.
         adopts: what the script saves becomes the run's, although it has no session.
         dlrover: the script uses DLRover's trainer classes, so this node has their saver beside its workers.
+        dlrover_fixes: see `Beside`.
         announcement: what people are told once the master has answered; empty: nothing.
         run_ahead: standby workers run the script up to where it needs its place in a world.
     """
@@ -62,6 +63,7 @@ class AgentConfig:
     memory_budget_bytes: int | None = None
     memory_bytes_per_second: int | None = None
     dlrover: bool = False
+    dlrover_fixes: str = ""
     announcement: str = ""
 
 

@@ -123,6 +123,7 @@ class ElasticAgent(LocalElasticAgent):
         )
         self._beside = Beside(
             config.dlrover,
+            config.dlrover_fixes,
             config.job_id,
             config.settings.join_timeout,
             script,

@@ -14,8 +14,7 @@ from functools import partial
 from types import ModuleType
 
 from dalsegno.protos.contract import Variable
-
-from .after_import import after_import
+from dalsegno.protos.imported import when_imported
 
 __all__ = ["OFFLINE", "install"]
 
@@ -27,7 +26,7 @@ def install(environment: Mapping[str, str]) -> None:
     """Does it if this environment, a worker's, names a hub that cannot be reached."""
     hub = environment.get(Variable.HUB_UNREACHABLE)
     if hub:
-        after_import(_CONSTANTS, partial(_change, hub))
+        when_imported(_CONSTANTS, partial(_change, hub))
 
 
 def _change(hub: str, module: ModuleType) -> None:

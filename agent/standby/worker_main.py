@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from dalsegno.protos import staying
 
-from . import hub_offline, load_universal
+from . import hooks, hub_offline
 from .run_ahead import RunAhead, report_of
 from .staying import Staying, redirect
 from .word import Word
@@ -150,12 +150,11 @@ def become(
     if running is None:
         _redirect(assignment.stdout, console[0], 1)
         _redirect(assignment.stderr, console[1], 2)
-    universal = load_universal.wanted(assignment.environment)
+    hooked = bool(hooks.wanted(assignment.environment))
     if fresh:
         words = ("-u", *(["-m"] if assignment.module else []), *assignment.arguments)
-        os.execv(sys.executable, [sys.executable, *(load_universal.arguments_for(words) if universal else words)])
-    if universal:
-        load_universal.install()
+        os.execv(sys.executable, [sys.executable, *(hooks.arguments_for(words) if hooked else words)])
+    hooks.install(assignment.environment)
     hub_offline.install(assignment.environment)
     sys.argv = list(assignment.arguments)
     if word is not None and not any(map(is_of_session, sys.modules)):

@@ -29,6 +29,7 @@ _NOT_ONLY_DATA = re.compile(r"(?:layer_|expp_rank_|.*mp_rank_(?!00_)).*[-_](?:mo
 _ENGINE = re.compile(r"(?:.*/)?global_step[0-9]{1,15}")
 _TRAINER_STATE = "trainer_state.json"
 _RNG_OF_RANK = re.compile(r"rng_state_([0-9]{1,9})\.pth")
+_FLASH_NOTE = "dlrover_latest.txt"
 _RANDOM_OF_RANK = re.compile(r"random_states_([0-9]{1,9})\.pkl")
 _BEING_WRITTEN = (".tmp", ".temp", ".part", ".partial", ".incomplete", ".lock")
 
@@ -232,8 +233,24 @@ def _of_any(path: Path, names: list[str]) -> _Verdict | str:
     """Nobody knows what must be in it, but what is being written often shows."""
     if not names:
         return "it is empty"
+    named = _named_by_flash(path)
+    if named is False:
+        return f"`{_FLASH_NOTE}` does not name it yet"
     sharded = any(name.endswith("_optim_states.pt") for name in names)
-    return _torn(path, names) or ("directory", len(ranks_of(names)) < 2 and not sharded, False)
+    return _torn(path, names) or ("directory", len(ranks_of(names)) < 2 and not sharded, named is True)
+
+
+def _named_by_flash(path: Path) -> bool | None:
+    """Whether the note of DLRover's saver names this step or a later one, which it does after all ranks' files.
+
+    None: there is no such note, or it does not go by steps.
+    """
+    try:
+        newest = read_regular(path.parent / _FLASH_NOTE, NOTE_BYTES).decode().strip()
+    except (FileNotFoundError, UnicodeDecodeError):
+        return None
+    both = newest.isdecimal() and path.name.isdecimal()
+    return int(path.name) <= int(newest) if both else None
 
 
 def _of_files(root: Path, unit: Unit, world_size: int) -> Complete | str:

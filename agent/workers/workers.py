@@ -28,7 +28,7 @@ from dalsegno.protos.shortage import starting
 from ..processes.lifeline import Lifeline
 from ..processes.proc import kill_group, start_time, written_bytes
 from ..script import Script
-from ..standby import load_universal
+from ..standby import hooks
 from ..standby.nursery import CANNOT_START
 from ..standby.nursery_client import StandbyProcess
 from ..standby.standby_pool import StandbyPool
@@ -284,8 +284,8 @@ class WorkersContext(SubprocessContext):
 
     def _start_cold(self, rank: int) -> _ColdProcess:
         arguments = self.args[rank]
-        if load_universal.wanted(self.envs[rank]):
-            arguments = load_universal.arguments_for(arguments)
+        if hooks.wanted(self.envs[rank]):
+            arguments = hooks.arguments_for(arguments)
         with starting(f"worker {rank}"):
             handler = get_subprocess_handler(
                 entrypoint=self._script.entrypoint,

@@ -141,12 +141,16 @@ class ElasticSampler:
         batches = self.batches_per_data_epoch
         start, size = position.samples, self.order.global_batch_size
         stop = min(start + size, self.order.length)
-        ids: Sequence[int] = range(start, stop)
-        if self.order.shuffle:
-            ids = self._permutation(position.data_epoch).window(start, stop)
+        ids = self.ids(position.data_epoch, start, stop)
         done = start // size + 1 == batches
         after = Position(position.data_epoch + 1, 0) if done else Position(position.data_epoch, stop)
         return GlobalBatch(ids, position, after)
+
+    def ids(self, data_epoch: int, start: int, stop: int) -> Sequence[int]:
+        """Indices into the data set at positions ``start`` to ``stop - 1`` of a data epoch's order."""
+        if not self.order.shuffle:
+            return range(start, stop)
+        return self._permutation(data_epoch).window(start, stop)
 
     def check_position(self, position: Position) -> None:
         """Checks that a batch begins at this position.

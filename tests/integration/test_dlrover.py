@@ -12,7 +12,7 @@ import pytest
 from dalsegno.agent.dlrover.claims import sweep
 from tests.support.jobs import dlrover_users as users
 from tests.support.jobs import local_processes as processes
-from tests.support.jobs.cluster import LEFT, LEFT_UNSAVED, Cluster
+from tests.support.jobs.cluster import LEFT, LEFT_UNSAVED, Cluster, Node
 
 pytestmark = pytest.mark.timeout(300)
 Clusters = Callable[..., Cluster]
@@ -28,11 +28,6 @@ def flash(clusters: Clusters) -> Callable[..., Cluster]:
         )
 
     return make
-
-
-def crash(job: Cluster, rank: int) -> None:
-    """Kills the worker of this rank."""
-    os.kill(int((job.step_log / f"rank-{rank}").read_text(encoding="ascii")), signal.SIGKILL)
 
 
 def finish(job: Cluster) -> int:
@@ -59,7 +54,7 @@ def test_a_crash_resumes_from_memory(flash: Callable[..., Cluster]) -> None:
     job = flash()
     (node,) = job.start("a")
     users.wait_steps(job, 0)
-    crash(job, 0)
+    users.crash(job, 0)
     users.wait_steps(job, 1)
     made = max(step for step in users.sums(job) if step <= users.worlds(job)[1].first + 1)
     assert users.worlds(job)[1].first >= made - 1 > 0
@@ -81,7 +76,7 @@ def test_growth_crash_leave_and_kill(flash: Callable[..., Cluster]) -> None:
     assert (grown.size, grown.nodes, grown.workers) == (2, 2, 4)
     assert grown.first >= last
     last = users.wait_steps(job, 1, 12)
-    crash(job, 1)
+    users.crash(job, 1)
     users.wait_steps(job, 2)
     assert users.worlds(job)[2].first >= last - 1
     last = users.wait_steps(job, 2, 12)
@@ -105,7 +100,7 @@ def test_what_is_spread_is_saved_by_all_or_none(flash: Callable[..., Cluster]) -
     job = flash("--fsdp", nnodes="2:2")
     a, b = job.start("a", "b")
     last = users.wait_steps(job, 0, 12)
-    crash(job, 1)
+    users.crash(job, 1)
     users.wait_steps(job, 1)
     assert users.worlds(job)[1].first >= last - 1
     last = users.wait_steps(job, 1, 12)
@@ -126,24 +121,101 @@ def test_what_is_spread_is_saved_by_all_or_none(flash: Callable[..., Cluster]) -
     assert_one_history(job)
 
 
+def savers_of(job: Cluster, node: Node) -> list[int]:
+    """The processes of this node's savers."""
+    return [pid for pid in job.processes(node) if "dlrover.companion" in processes.command_line(pid)]
+
+
+def saver_of(job: Cluster, node: Node) -> int:
+    """The process of this node's saver."""
+    (saver,) = savers_of(job, node)
+    return saver
+
+
+def wait_in_memory(job: Cluster, step: int) -> None:
+    """Until a saver has a later step in memory than this one, made just before a kill: few are saved meanwhile."""
+    job.wait_status(lambda status: status.step > step + 8, f"a step after {step} in memory")
+
+
 @pytest.mark.full
 def test_the_saver_dies(flash: Callable[..., Cluster]) -> None:
-    """Training goes on, people are told, and the next world has another saver, whose memory it resumes from."""
-    job = flash("--disk-every=5")
+    """Another one is started at once, and the workers, which go on, save through it: a crash resumes from there."""
+    job = flash()
     (node,) = job.start("a")
     users.wait_steps(job, 0, 12)
-    (saver,) = [pid for pid in job.processes(node) if "dlrover.companion" in processes.command_line(pid)]
+    saver = saver_of(job, node)
     # A notice to all processes of the node, as of systemd or Slurm, is not for this one.
     os.kill(saver, signal.SIGTERM)
     users.wait_steps(job, 0, 24)
     assert processes.is_alive(saver)
     os.kill(saver, signal.SIGKILL)
-    job.wait_line("the saver of Flash Checkpoint was killed by signal 9", node)
-    crash(job, 0)
+    job.wait_line("was killed by signal 9: another one is started", node)
+    last = int(users.notes(job)[-1][1])
+    wait_in_memory(job, last)
+    users.crash(job, 0)
     users.wait_steps(job, 1, 12)
-    assert users.worlds(job)[1].first > 0
-    crash(job, 0)
-    last = users.wait_steps(job, 2)
-    assert last > users.worlds(job)[2].first > users.worlds(job)[1].first
+    assert users.worlds(job)[1].first > last
     finish(job)
+    assert_one_history(job)
+
+
+@pytest.mark.full
+def test_savers_of_two_nodes_die(flash: Callable[..., Cluster]) -> None:
+    """FSDP saves on all nodes or on none: it does so again as soon as each node has a saver."""
+    job = flash("--fsdp", nnodes="2:2")
+    for node in job.start("a", "b"):
+        users.wait_steps(job, 0, 12)
+        last = int(users.notes(job)[-1][1])
+        os.kill(saver_of(job, node), signal.SIGKILL)
+        job.wait_line("was killed by signal 9: another one is started", node)
+        wait_in_memory(job, last)
+    users.crash(job, 0)
+    users.wait_steps(job, 1, 12)
+    assert users.worlds(job)[1].first > last
+    finish(job)
+    assert_one_history(job)
+
+
+@pytest.mark.full
+def test_a_saver_that_keeps_dying_waits_for_the_next_world(flash: Callable[..., Cluster]) -> None:
+    """Three times another one follows; the fourth death is said, and the training goes on."""
+    job = flash("--disk-every=5")
+    (node,) = job.start("a")
+    users.wait_steps(job, 0, 12)
+    wait_in_memory(job, 0)
+    dead: set[int] = set()
+    for _ in range(4):
+        pid = job.wait_for(lambda: next(iter({*savers_of(job, node)} - dead), None), "another saver")
+        os.kill(pid, signal.SIGKILL)
+        dead.add(pid)
+    job.wait_line("nothing is saved until the next change of the world", node)
+    users.crash(job, 0)
+    users.wait_steps(job, 1, 12)
+    assert users.worlds(job)[1].first > 0, "from the disk"
+    finish(job)
+    assert_one_history(job)
+
+
+@pytest.mark.full
+def test_its_checkpoints_become_the_runs(flash: Callable[..., Cluster]) -> None:
+    """Below `${save_dir}`: they are committed however often they come, and the job goes on there with no memory."""
+    job = flash("--disk-every=10", "--checkpoints=${save_dir}")
+    (node,) = job.start("a")
+    users.wait_steps(job, 0, 12)
+    job.wait_for(lambda: list(job.checkpoints.glob("*/run-*/step-*/MANIFEST.json")), "a commit")
+    users.wait_steps(job, 0, 40)
+    users.crash(job, 0)
+    last = users.wait_steps(job, 1, 12)
+    assert users.worlds(job)[1].first >= 40
+    job.wait_status(lambda status: status.head.step >= 40, "a commit of the second world")
+    job.kill_node(node)
+    job.start("b")
+    users.wait_steps(job, 2)
+    assert last >= users.worlds(job)[2].first >= 40
+    (job.step_log / "over").touch()
+    for one in job.alive():
+        one.process.wait(120)
+    job.check_exits()
+    job.close()
+    assert users.left_behind(job) == []
     assert_one_history(job)

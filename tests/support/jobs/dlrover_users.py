@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
 from .cluster import ROOT, Cluster, Training
 from .foreign import DLROVER, installed
 
+FIXED = ROOT / "tests" / "support" / "workers" / "fixed_worker.py"
 FLASH = ROOT / "tests" / "support" / "workers" / "flash_worker.py"
 
 
@@ -70,6 +72,11 @@ def sums(job: Cluster) -> dict[int, set[str]]:
         if words[0] == "step":
             found.setdefault(int(words[1]), set()).add(words[2])
     return found
+
+
+def crash(job: Cluster, rank: int) -> None:
+    """Kills the worker of this rank."""
+    os.kill(int((job.step_log / f"rank-{rank}").read_text(encoding="ascii")), signal.SIGKILL)
 
 
 def left_behind(job: Cluster) -> list[str]:

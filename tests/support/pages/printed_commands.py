@@ -128,6 +128,14 @@ COMMANDS: dict[str, How] = {
         "dlrover is not among what the tests install",
         "tests/integration/test_dlrover.py::test_a_crash_resumes_from_memory",
     ),
+    "dalsegno-run --nnodes=1:4 --dlrover-fixes train.py": Elsewhere(
+        "dlrover is not among what the tests install",
+        "tests/integration/test_dlrover_fixes.py::test_worlds_of_one_two_and_three_of_four",
+    ),
+    "dalsegno-run --nnodes=1:4 train.py --checkpoint-dir '${save_dir}'": Elsewhere(
+        "dlrover is not among what the tests install",
+        "tests/integration/test_dlrover.py::test_its_checkpoints_become_the_runs",
+    ),
     "dalsegno doctor --dlrover train.py": Elsewhere(
         "needs a script that imports dlrover",
         "tests/unit/agent/dlrover/test_commands.py::test_the_doctor_reads_a_script",
@@ -165,6 +173,7 @@ COMMANDS: dict[str, How] = {
     ),
     "python -m tests.unit.protos.test_protos": Run(),
     "python -m benchmarks peers": Elsewhere(_HOURS, "bench"),
+    "python -m benchmarks flash": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks pause": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks rendezvous": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks [NAME ...]": Elsewhere(_HOURS, "bench"),

@@ -70,6 +70,7 @@ def main() -> None:
     """Trains until it is told to end."""
     flags = argparse.ArgumentParser()
     flags.add_argument("--directory", type=Path)
+    flags.add_argument("--checkpoints", help="where Flash Checkpoint writes; default: the directory")
     flags.add_argument("--fsdp", action="store_true")
     flags.add_argument("--disk-every", type=int, default=1_000_000)
     flags.add_argument("--step-time", type=float, default=0.05)
@@ -77,7 +78,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
-    training = (Fsdp if options.fsdp else Ddp)(str(options.directory))
+    training = (Fsdp if options.fsdp else Ddp)(options.checkpoints or str(options.directory))
     trainer = ElasticTrainer(training.wrapped)
     trainer.prepare(training.optimizer)
 

@@ -41,7 +41,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "elastic": (
         *(("checkpoint",), ("rank", "universal"), ("data", "saving")),
-        *(("training",), ("deepspeed",), ("script",), ("trainer",)),
+        *(("dlrover", "training"), ("deepspeed",), ("script",), ("trainer",)),
     ),
     "master": (("brain",), ("record",), ("server",), ("http",)),
     "swift_plugin": (("hf",),),

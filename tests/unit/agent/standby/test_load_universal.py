@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.standby.load_universal import arguments_for
+from dalsegno.agent.standby.hooks import arguments_for
 
 SCRIPT = """
 import sys, deepspeed
@@ -38,11 +38,11 @@ def script(tmp_path: Path) -> Path:
     return tmp_path / "train.py"
 
 
-def run(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run(script: Path, *words: str, universal: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *words],
         cwd=script.parent,
-        env={**os.environ, "PYTHONPATH": str(script.parent)},
+        env={**os.environ, "PYTHONPATH": str(script.parent), "DALSEGNO_DEEPSPEED_LOAD_UNIVERSAL": universal},
         capture_output=True,
         text=True,
         timeout=60,
@@ -54,11 +54,12 @@ def run(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_a_fresh_interpreter_runs_the_script_as_it_would(script: Path, words: tuple[str, ...]) -> None:
     """Only DeepSpeed reads another configuration; its errors are its own."""
     assert run(script, "-u", *words, "--x", "1").stdout == "False ['--x', '1'] __main__\n"
-    assert run(script, *arguments_for(("-u", *words, "--x", "1"))).stdout == "True ['--x', '1'] __main__\n"
-    failed = run(script, *arguments_for(("-u", *words, "fail")))
+    changed = run(script, *arguments_for(("-u", *words, "--x", "1")), universal="1")
+    assert changed.stdout == "True ['--x', '1'] __main__\n"
+    failed = run(script, *arguments_for(("-u", *words, "fail")), universal="1")
     assert failed.returncode == 1
     assert failed.stderr.splitlines()[-1] == "ValueError: mine"
-    assert "load_universal.py" not in failed.stderr
+    assert "hooks.py" not in failed.stderr
 
 
 def test_what_was_imported_before_is_changed_too(script: Path) -> None:

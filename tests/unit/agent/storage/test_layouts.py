@@ -206,3 +206,16 @@ def test_files_that_are_no_checkpoints_have_no_number(tmp_path: Path) -> None:
         assert number_in(tmp_path / "x.pt") is None
     states(tmp_path, "y.pt")
     assert number_in(tmp_path / "y.pt") is None
+
+
+def test_flash_checkpoints_are_complete_when_their_note_names_them(tmp_path: Path) -> None:
+    """DLRover's saver writes it after all ranks' files; nothing has to stop changing for that."""
+    states(tmp_path / "20", "rank_0.pt")
+    assert whole(tmp_path) == [("20", 20, "directory", True, False)], "of the first save nobody knows"
+    note = tmp_path / "dlrover_latest.txt"
+    note.write_text("20", encoding="ascii")
+    assert whole(tmp_path) == [("20", 20, "directory", True, True)]
+    states(tmp_path / "40", "rank_0.pt", "rank_1.pt")
+    assert whole(tmp_path) == [], "40 is being written"
+    note.write_text("40", encoding="ascii")
+    assert whole(tmp_path) == [("40", 40, "directory", False, True)]
