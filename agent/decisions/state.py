@@ -178,6 +178,9 @@ class Memory:
     doubting: str = ""
     # The newest commit, if it is in memory alone.
     head: control_pb2.CheckpointRef | None = None
+    # Names: the best checkpoint as of the newest commit, and what was on its way to the disk to be that.
+    best: str = ""
+    candidate: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """Memory checkpoints on their way to the disk: which one is written, which node writes which part, and who seals it.
 
-Two kinds of them are written, one step at a time. What a change has left in memory is what the run goes on from, and is
-on the record already: one node writes all of it behind the world's first step. And what the ranks want on the disk,
-instead of writing it there themselves: each node writes its part while the world trains; one of them seals it when all
-parts are there, and only then is it recorded. What nodes have said of that is not stored: a new master has them look
-again at what they wrote.
+One step at a time is written, of three kinds. What a change has left in memory is what the run goes on from, and is on
+the record already: one node writes all of it behind the world's first step. What the ranks want on the disk, instead of
+writing it there themselves: each node writes its part while the world trains; one of them seals it when all parts are
+there, and only then is it recorded. And of these the candidates, which were the best so far: they are written before
+others, although newer ones may be on the disk, and also behind a change of the world.
+
+What nodes have said of that is not stored: a new master has them look again at what they wrote.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dalsegno.protos import control_pb2
 from . import checkpoints
 from .live import HeldStep, State
 from .membership import in_rank_order
-from .memory import holders, is_whole
+from .memory import holders, is_candidate, is_whole
 from .state import Checkpoint, Job, Node
 from .turn import Turn
 
@@ -69,8 +71,10 @@ def tend(turn: Turn) -> None:
     under_way = held.steps.get(held.writing)
     if under_way is not None and is_wanted(turn.job, under_way) and can_go_on(turn.job, under_way):
         return
-    newest = (step for step in held.newest_first() if is_wanted(turn.job, step) and can_begin(turn.job, step))
-    chosen = next(newest, None)
+    able_now = [step for step in held.newest_first() if is_wanted(turn.job, step) and can_begin(turn.job, step)]
+    # A candidate of an older epoch, then this one's newest candidate, then what is newest.
+    able_now.sort(key=lambda step: (is_candidate(turn.job, step), step.record.epoch < turn.job.epoch), reverse=True)
+    chosen = next(iter(able_now), None)
     writing = chosen.record.digest if chosen is not None else ""
     if writing != held.writing:
         held.writing = writing
@@ -78,17 +82,19 @@ def tend(turn: Turn) -> None:
 
 
 def is_wanted(job: Job, step: HeldStep) -> bool:
-    """The ranks of the open world want it on the disk, and nothing newer is there."""
+    """The ranks of the open world want it on the disk, and nothing newer is there; or it is a candidate."""
     record, head = step.record, job.checkpoints.head
-    open_now = job.phase.has_workers and record.epoch == job.epoch
-    recorded = job.checkpoint(record.digest) is not None or record.step <= job.checkpoints.last_step(job.epoch)
     # What the run began from goes first.
-    return step.wanted and open_now and not recorded and (head is None or not head.parts)
+    if not job.phase.has_workers or job.checkpoint(record.digest) is not None or (head is not None and head.parts):
+        return False
+    newer = record.epoch == job.epoch and record.step > job.checkpoints.last_step(job.epoch)
+    return (step.wanted and newer) or is_candidate(job, step)
 
 
 def can_begin(job: Job, step: HeldStep) -> bool:
     """All parts are there, and all nodes have told of their own: else a buddy that is heard first would write them."""
-    return is_whole(job, step) and len(step.own) == step.record.parts
+    told = len(step.own) == step.record.parts or step.record.epoch != job.epoch
+    return is_whole(job, step) and told
 
 
 def can_go_on(job: Job, step: HeldStep) -> bool:
@@ -148,6 +154,9 @@ def writer(state: State) -> tuple[Checkpoint, Node] | None:
     record = checkpoints.owed(job)
     if record is None or not record.parts:
         record = job.checkpoints.head
+    if record is None or not record.parts:
+        # What is the best, and no more the newest.
+        record = next(iter(job.checkpoints.in_memory), None)
     step = live.held.steps.get(record.digest) if record is not None and record.parts else None
     if record is None or step is None:
         return None
@@ -196,7 +205,7 @@ def heard_of_wanted(turn: Turn, node: Node, message: control_pb2.DurableRequest,
         step.written.update(part for part in message.parts if part < step.record.parts)
         held.version += 1
     elif world is not None and world.member(node.incarnation) is not None:
-        checkpoints.record_written(turn, step.record, node.name)
+        checkpoints.record_written(turn, step.record, node.name, candidate=is_candidate(turn.job, step))
         held.version += 1
 
 

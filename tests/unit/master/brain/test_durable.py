@@ -215,3 +215,151 @@ def test_what_the_run_began_from_goes_first() -> None:
         assert orders(nodes[:1]) == [("step-10", [], False)]
     nodes[0].durable()
     assert orders(nodes[:1]) == [("step-12", [0], False)]
+
+
+def best(job: Driven, nodes: list[Node], step: int) -> pb.Checkpoint:
+    """As `wanted`, and the best so far when it was saved."""
+    made = in_memory(job, step, any_size=True)
+    made.best = made.ref.name
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank, (rank - 1) % len(nodes), wanted=True)
+    return made
+
+
+def written(job: Driven, nodes: list[Node], step: int) -> None:
+    """The nodes bring to the disk what they are told to, which is this step."""
+    assert {name for name, *_ in orders(nodes)} == {f"step-{step}"}
+    for node in nodes:
+        node.durable()
+    sealing = [node for node, order in zip(nodes, orders(nodes), strict=True) if order[2]]
+    for node in sealing:
+        node.durable()
+    assert step in steps(job)
+
+
+def test_the_best_is_not_displaced_by_a_newer_one_that_is_not() -> None:
+    """What is written is ended; then the best, then the newest."""
+    job, nodes = started(2)
+    nodes[0].step(52)
+    wanted(job, nodes, 10)
+    best(job, nodes, 20)
+    for step in (30, 40):
+        wanted(job, nodes, step)
+    for step in (10, 20, 40):
+        written(job, nodes, step)
+    assert orders(nodes) == [NOTHING] * 2
+
+
+def test_a_better_one_takes_the_place_of_a_best_that_has_not_begun() -> None:
+    job, nodes = started(2)
+    nodes[0].step(42)
+    wanted(job, nodes, 10)
+    best(job, nodes, 20)
+    best(job, nodes, 30)
+    for step in (10, 30):
+        written(job, nodes, step)
+    assert orders(nodes) == [NOTHING] * 2
+
+
+def test_the_best_comes_to_the_disk_although_a_newer_commit_is_there() -> None:
+    """The ranks may have saved one themselves. The run goes on from the newest all the same, and the best stays."""
+    job, nodes = started(2, keep_checkpoints=1)
+    nodes[0].step(12)
+    made = best(job, nodes, 10)
+    for step in (11, 12):
+        newer = job.seal(step, any_size=True)
+        newer.candidate = made.ref.name
+        job.call(pb.CommitRequest(caller=nodes[0].caller(), checkpoint=newer))
+    written(job, nodes, 10)
+    assert nodes[0].directive.head.ref.name == newer.ref.name
+    for node in nodes:
+        node.join(sees=job.sealed)  # The newest is certain: what is older may be retired.
+    job.wait(1)
+    assert {10, 12} <= set(steps(job))
+
+
+def test_the_best_comes_to_the_disk_behind_a_change() -> None:
+    """What the run goes on from goes first; then what that calls its candidate, from whoever holds it."""
+    job, nodes = started(2)
+    nodes[0].step(12)
+    made = best(job, nodes, 10)
+    later = in_memory(job, 12, any_size=True)
+    later.candidate = made.ref.name
+    for rank, node in enumerate(nodes):
+        node.holds(later, rank, 1 - rank)
+    nodes[0].durable()
+    nodes[1].hang_up()
+    job.wait(1.5)
+    joins(job, nodes[0], sees=later)
+    job.wait(1.5)
+    assert nodes[0].directive.run.resume.source.step == 12
+    assert nodes[0].directive.head.candidate == made.ref.name
+    nodes[0].step(13)
+    assert orders(nodes[:1]) == [("step-12", [], False)]
+    nodes[0].durable()
+    wanted(job, nodes[:1], 13)
+    assert orders(nodes[:1]) == [("step-10", [1], False)], "the other part is there"
+    nodes[0].durable()
+    nodes[0].durable()
+    assert steps(job) == [12, 10]
+    assert nodes[0].directive.head.step == 12
+    written(job, nodes[:1], 13)
+
+
+def test_a_best_that_went_with_its_node_holds_nothing_up() -> None:
+    job, nodes = started(2)
+    nodes[0].step(12)
+    made = best(job, nodes, 10)
+    later = in_memory(job, 12, any_size=True)
+    later.candidate = made.ref.name
+    for rank, node in enumerate(nodes):
+        node.holds(later, rank, 1 - rank)
+    nodes[0].holds(made, 0, wanted=True)  # It has lost the copy of the other part.
+    nodes[1].hang_up()
+    job.wait(1.5)
+    joins(job, nodes[0], sees=later)
+    job.wait(1.5)
+    nodes[0].step(13)
+    nodes[0].durable()
+    wanted(job, nodes[:1], 13)
+    written(job, nodes[:1], 13)
+    assert steps(job) == [12, 13]
+
+
+def test_a_best_that_the_run_went_on_from_comes_to_the_disk_behind_a_newer_commit() -> None:
+    job, nodes = started(2)
+    nodes[0].step(12)
+    made = in_memory(job, 10, any_size=True)
+    made.best = made.ref.name
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank, 1 - rank)
+    nodes[1].hang_up()
+    job.wait(1.5)
+    joins(job, nodes[0], sees=made)
+    job.wait(1.5)
+    nodes[0].step(11)
+    newer = job.seal(11, any_size=True)
+    newer.best = made.ref.name
+    job.call(pb.CommitRequest(caller=nodes[0].caller(), checkpoint=newer))
+    assert orders(nodes[:1]) == [("step-10", [], False)]
+    nodes[0].durable()
+    assert sorted(steps(job)) == [10, 11]
+
+
+def test_a_leaver_stays_until_the_best_is_elsewhere_too() -> None:
+    job, nodes = started(2)
+    nodes[0].step(12)
+    made = in_memory(job, 10, any_size=True)
+    made.best = made.ref.name
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank, wanted=True)  # Nobody has a copy.
+    nodes[1].leave()
+    later = in_memory(job, 12, any_size=True)
+    later.candidate = made.ref.name
+    for node in nodes:
+        node.holds(later, 0, 1)
+    nodes[1].drained(12, digest=later.ref.digest)
+    nodes[0].drained(12, digest=later.ref.digest)
+    assert nodes[1].order == "wait"
+    nodes[0].holds(made, 0, 1)
+    assert nodes[1].order == "release"
