@@ -7,6 +7,7 @@ In the agent's environment: DALSEGNO_TEST_HOLDS, the directory where `conversion
     DALSEGNO_TEST_HELD_VERIFICATION  it stops when it reads a checkpoint's file; its workers, who do so too, do not
     DALSEGNO_TEST_HELD_PLACING       it stops when it puts the resume point into the directory of a script
     DALSEGNO_TEST_HELD_WRITING       it stops when it writes a memory checkpoint to the disk; "fails": it cannot do so
+    DALSEGNO_TEST_HELD_AFTER         but not one whose name begins so
     DALSEGNO_TEST_MAKERS             notes there, in `made`, who makes directories of checkpoints on the disk: agent or
                                      worker, and the path
     DALSEGNO_TEST_FILE_BYTES         no file of it and of what it starts grows beyond so many
@@ -55,6 +56,7 @@ def is_agent() -> bool:
 def writing(path: str, flags: int) -> bool:
     """The agent itself writes a file of a memory checkpoint aside."""
     held = bool(flags & os.O_EXCL) and "/.durable/" in path and is_agent()
+    held = held and f"/.durable/{os.environ.get('DALSEGNO_TEST_HELD_AFTER', '/')}" not in path
     if held and os.environ["DALSEGNO_TEST_HELD_WRITING"] == "fails":
         raise OSError(errno.ENOSPC, "no space left, says the test", path)
     return held
