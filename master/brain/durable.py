@@ -180,6 +180,8 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
     """A memory checkpoint, or parts of it, are on the disk, or could not be written. Returns (status code, detail)."""
     job, digest = turn.job, message.ref.digest
     record, step = job.checkpoint(digest), turn.live.held.steps.get(digest)
+    if not message.failure:
+        turn.live.held.complaints.pop(node.name, None)
     if record is None:
         if step is not None and step.wanted:
             heard_of_wanted(turn, node, message, step)
@@ -210,12 +212,18 @@ def heard_of_wanted(turn: Turn, node: Node, message: control_pb2.DurableRequest,
 
 
 def cannot(turn: Turn, node: Node, step: HeldStep, failure: str) -> None:
-    """A node could not write it: another one does, or the same one after a pause. People are told once of each node."""
-    turn.live.held.version += 1
+    """A node could not write it: another one does, or the same one after a pause.
+
+    People are told once of each node and step, and once of what is the same with each step until the node can write.
+    """
+    held = turn.live.held
+    held.version += 1
     step.unable[node.incarnation] = turn.now + ASKED_AGAIN
+    known, held.complaints[node.name] = held.complaints.get(node.name), failure
     if node.incarnation not in step.told:
         step.told[node.incarnation] = None
-        turn.notice(f"{node.name} could not write {step.record.name} to the disk: {failure}", True)
+        if failure != known:
+            turn.notice(f"{node.name} could not write {step.record.name} to the disk: {failure}", True)
 
 
 def note_durable(turn: Turn, record: Checkpoint, node: Node) -> None:

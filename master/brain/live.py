@@ -234,6 +234,8 @@ class Held:
     steps: dict[str, HeldStep] = field(default_factory=dict)
     # Digest of the step that nodes write to the disk because the ranks want it there; empty: none.
     writing: str = ""
+    # By node, why it could not write to the disk when it tried last.
+    complaints: dict[str, str] = field(default_factory=dict)
     # Grows with each change.
     version: int = 0
 

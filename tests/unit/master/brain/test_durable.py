@@ -136,6 +136,26 @@ def test_a_node_that_cannot_write_is_replaced_by_who_has_its_part() -> None:
     assert steps(job) == [10]
 
 
+def test_a_disk_that_hangs_is_said_once_and_not_of_each_step() -> None:
+    """Until the node can write: then it is news again. Others write its part meanwhile."""
+    job, nodes = started(2)
+    nodes[0].step(52)
+    for step in (10, 20):
+        wanted(job, nodes, step)
+        nodes[1].durable("the disk hangs")
+        assert orders(nodes) == [(f"step-{step}", [0, 1], False), NOTHING]
+        nodes[0].durable()
+        nodes[0].durable()
+        assert step in steps(job)
+        assert job.notices.count("the disk hangs") == 1
+    job.wait(ASKED_AGAIN + 1)
+    wanted(job, nodes, 30)
+    written(job, nodes, 30)
+    wanted(job, nodes, 40)
+    nodes[1].durable("the disk hangs")
+    assert job.notices.count("the disk hangs") == 2
+
+
 def test_a_part_that_is_lost_makes_it_no_commit() -> None:
     """The run goes on from what is held, and that is written behind the next world's first step."""
     job, nodes = started(3)
