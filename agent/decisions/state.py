@@ -79,6 +79,9 @@ class Join:
     # Its parts are fetched from the memory of nodes.
     gathers: bool = False
     sent: bool = False
+    # How often it could not be prepared; it was sent without what was to be fetched.
+    failures: int = 0
+    lacks: bool = False
     # When the same Join is prepared again.
     again_at: float | None = None
 

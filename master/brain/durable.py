@@ -51,6 +51,14 @@ def want_durable(turn: Turn, record: Checkpoint) -> None:
         turn.live.held.version += 1
 
 
+def want_in_parts(turn: Turn, record: Checkpoint) -> bool:
+    """Nodes cannot fetch it from each other: each writes the parts that it has. Returns whether that is news."""
+    step = turn.live.held.step(record)
+    news, step.in_parts = not step.in_parts, True
+    want_durable(turn, record)
+    return news
+
+
 def cannot_write(turn: Turn, record: Checkpoint) -> bool:
     """Whether two nodes, or all that there are, have just failed to write a step to the disk."""
     unable = turn.live.held.step(record).unable
@@ -107,6 +115,9 @@ def orders(state: State) -> dict[str, Order]:
     whole = writer(state)
     if whole is not None:
         record, node = whole
+        step = state.live.held.steps.get(record.digest)
+        if step is not None and step.in_parts:
+            return orders_of_parts(state.job, step)
         return {node.incarnation: Order(record)}
     step = state.live.held.steps.get(state.live.held.writing)
     return {} if step is None or not is_wanted(state.job, step) else orders_of_parts(state.job, step)
@@ -185,10 +196,17 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
     if record is None:
         if step is not None and step.wanted:
             heard_of_wanted(turn, node, message, step)
-    elif not record.parts or record.retired or (message.parts and not message.failure):
-        pass  # It is there already, or it was only a part, and the run goes on from it since.
+    elif not record.parts or record.retired:
+        pass  # It is there already.
     elif message.failure:
-        cannot(turn, node, turn.live.held.step(record), message.failure)
+        step = turn.live.held.step(record)
+        if step.in_parts and not message.parts:
+            step.written.clear()
+        cannot(turn, node, step, message.failure)
+    elif message.parts:
+        # Of what the ranks wanted, and the run goes on from since, others write all of it.
+        turn.live.held.step(record).written.update(part for part in message.parts if part < record.parts)
+        turn.live.held.version += 1
     else:
         note_durable(turn, record, node)
     return "OK", ""

@@ -209,6 +209,8 @@ class HeldStep:
     missing_since: float | None = None
     # It must be on the disk before a world can open.
     urgent: bool = False
+    # Nodes cannot fetch it from each other: each writes what it has.
+    in_parts: bool = False
     # Parts that the nodes whose ranks wrote them have said to hold.
     own: set[int] = field(default_factory=set)
     # The ranks want it on the disk; the parts that nodes have said to be there.

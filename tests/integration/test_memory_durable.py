@@ -7,6 +7,7 @@ in memory and what on the disk when that happens.
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from dalsegno.agent.memory.place import remove_leftovers, root_of_user
 from dalsegno.elastic.checkpoint import verify
 from tests.support.jobs import local_processes as processes
 from tests.support.jobs.cluster import TRAIN, Cluster, Node, Training, Undisturbed
-from tests.support.jobs.faults import held_writings, makers, noted_makers, run_directory
+from tests.support.jobs.faults import deaf, held_writings, makers, noted_makers, run_directory
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -207,6 +208,30 @@ def test_a_node_that_cannot_write(jobs: Clusters, undisturbed: Undisturbed) -> N
     wait_committed(job, HELD)
     end(job, undisturbed)
     job.assert_lost({})
+
+
+@pytest.mark.full
+def test_nodes_that_cannot_reach_each_other(jobs: Clusters, undisturbed: Undisturbed) -> None:
+    """It is said once, at whose console; a step that each has a part of comes to the disk, and the run goes on from it.
+
+    A worker crashes: both agents have their parts of the last memory checkpoint, and neither gets the other's.
+    """
+    job = jobs(100, nnodes="2:2")
+    job.start("a", "b", environment=deaf())
+    first = job.wait_world(2)
+    job.wait_step(HELD + FREE)
+    job.wait_line(r"no replica of this node's memory checkpoints comes to 127\.0\.0\.1:\d+: .*firewall")
+    job.wait_standing()
+    processes.send([job.worker_pid(job.node("b"))], signal.SIGKILL)
+    job.wait_line(r"cannot be gathered: part \d \(127\.0\.0\.1:\d+: .*firewall")
+    job.wait_line(r"cannot fetch step-\d+\S* from the memory of other nodes: each node writes its part to the disk")
+    second = job.wait_world(2, after=first)
+    assert job.change(second).resumed >= HELD
+    assert [one.step for one in job.sealed()] == [job.change(second).resumed]
+    end(job, undisturbed)
+    for name in ("a", "b"):
+        said = "\n".join(job.node(name).said())
+        assert said.count("no replica of this node's memory checkpoints comes to") == 1
 
 
 def leftovers(job: Cluster) -> list[Path]:

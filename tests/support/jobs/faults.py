@@ -190,6 +190,11 @@ def held_writings(how: str = "held", after: str = "") -> dict[str, str]:
     return {**environment, "DALSEGNO_TEST_HELD_AFTER": after} if after else environment
 
 
+def deaf() -> dict[str, str]:
+    """Environment of an agent whose memory no other one reaches, as behind a firewall that answers nothing."""
+    return {"PYTHONPATH": str(Path(__file__).with_name("held_agents")), "DALSEGNO_TEST_DEAF": "1"}
+
+
 def held_placings() -> dict[str, str]:
     """Environment of an agent that stops when it puts the resume point where a script without a session looks."""
     return {"PYTHONPATH": str(Path(__file__).with_name("held_agents")), "DALSEGNO_TEST_HELD_PLACING": "1"}

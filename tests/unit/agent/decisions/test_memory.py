@@ -279,6 +279,32 @@ def test_what_the_ranks_want_on_the_disk_is_told_and_kept() -> None:
     assert kept(agent) == frozenset()
 
 
+def test_what_cannot_be_fetched_is_told_and_fetched_again() -> None:
+    """Said once; the master hears of it when a second try has failed, too, and at once when it is on the disk."""
+    agent = Agent().registered()
+    parts = [control_pb2.HeldPart(group_rank=1, addresses=["10.0.0.2:7"])]
+    gather = control_pb2.Gather(round=1, resume=REF, parts=parts)
+    agent.directed(gather=gather, head=STEP)
+    assert [action.anyway for action in agent.did(ev.PrepareJoin)] == [False]
+    agent.hear(ev.JoinFailed(1, REF.digest, "nobody answers"))
+    agent.waits(1.5)
+    assert [action.anyway for action in agent.did(ev.PrepareJoin)] == [False, True]
+    lacking = ev.JoinPrepared(1, REF.digest, "here", 1, "probe", (), lacks=True)
+    agent.hear(lacking)
+    (join,) = agent.calls("Join")
+    assert not join.inventory
+    agent.waits(2)
+    assert len(agent.did(ev.PrepareJoin)) == 2
+    agent.waits(4)
+    assert [action.anyway for action in agent.did(ev.PrepareJoin)] == [False, True, True]
+    agent.hear(lacking)
+    assert len(agent.calls("Join")) == 2
+    gather.ClearField("parts")
+    agent.directed(gather=gather)
+    assert [(bool(action.parts), action.anyway) for action in agent.did(ev.PrepareJoin)][3:] == [(False, False)]
+    assert [action.text for action in agent.did(ev.Say)].count("nobody answers") == 1
+
+
 def own_best(number: int, epoch: int = 1) -> control_pb2.Checkpoint:
     made = step_of(number, epoch)
     made.best = made.ref.name

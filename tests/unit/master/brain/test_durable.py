@@ -383,3 +383,62 @@ def test_a_leaver_stays_until_the_best_is_elsewhere_too() -> None:
     assert nodes[1].order == "wait"
     nodes[0].holds(made, 0, 1)
     assert nodes[1].order == "release"
+
+
+# ---- what nodes cannot fetch from each other ----
+
+
+def walled_off(job: Driven, nodes: list[Node]) -> pb.Checkpoint:
+    """The run is to go on from a step in memory, and each node has its own part alone."""
+    nodes[0].save(5, any_size=True)
+    nodes[0].step(12)
+    made = in_memory(job, 10, any_size=True)
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank)
+    nodes[1].failed()
+    job.wait(1)
+    assert {node.directive.gather.resume.name for node in nodes} == {made.ref.name}
+    return made
+
+
+def test_what_nodes_cannot_fetch_from_each_other_they_write_to_the_disk() -> None:
+    job, nodes = started(2)
+    made = walled_off(job, nodes)
+    joins(job, nodes[0])
+    assert orders(nodes) == [NOTHING] * 2, "the other one may be able to"
+    joins(job, nodes[1])
+    assert orders(nodes) == [("step-10", [0], False), ("step-10", [1], False)]
+    assert job.notices.count("cannot fetch step-10.e1.1 from the memory of other nodes: each node writes its part") == 1
+    for node in nodes:
+        node.durable()
+    assert orders(nodes) == [("step-10", [], True), NOTHING]
+    nodes[0].durable()
+    assert not nodes[1].directive.gather.parts
+    for node in nodes:
+        node.join(sees=[*job.sealed, made])
+    job.wait(1)
+    assert job.phase is Phase.RUNNING
+    assert nodes[0].directive.run.resume.source.step == 10
+
+
+def test_enough_nodes_that_have_it_open_a_world_without_the_disk() -> None:
+    job, nodes = started(2, min_nodes=1)
+    made = walled_off(job, nodes)
+    nodes[0].holds(made, 0, 1)
+    joins(job, nodes[1])
+    joins(job, nodes[0], sees=made)
+    job.wait(1.5)
+    assert job.phase is Phase.RUNNING
+    assert orders(nodes) == [NOTHING] * 2
+    assert nodes[0].directive.run.resume.source.step == 10
+
+
+def test_what_can_neither_be_fetched_nor_written_is_given_up() -> None:
+    job, nodes = started(2)
+    walled_off(job, nodes)
+    joins(job, *nodes)
+    for node in nodes:
+        node.durable("no space left on the device")
+    job.wait(1)
+    assert "can neither fetch it, nor is it written to the disk: going back to step-5.e1.1" in job.notices
+    assert nodes[0].directive.run.resume.source.ref.name == "step-5.e1.1"
