@@ -55,6 +55,9 @@ def want_in_parts(turn: Turn, record: Checkpoint) -> bool:
     """Nodes cannot fetch it from each other: each writes the parts that it has. Returns whether that is news."""
     step = turn.live.held.step(record)
     news, step.in_parts = not step.in_parts, True
+    if news:
+        # Who could not write all of it could not fetch it.
+        step.unable.clear()
     want_durable(turn, record)
     return news
 
@@ -200,9 +203,12 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
         pass  # It is there already.
     elif message.failure:
         step = turn.live.held.step(record)
-        if step.in_parts and not message.parts:
+        sealing = not message.parts and len(step.written) == record.parts
+        if sealing and step.in_parts:
             step.written.clear()
-        cannot(turn, node, step, message.failure)
+        # All of it was ordered before anybody knew that nodes cannot fetch it.
+        if message.parts or sealing or not step.in_parts:
+            cannot(turn, node, step, message.failure)
     elif message.parts:
         # Of what the ranks wanted, and the run goes on from since, others write all of it.
         turn.live.held.step(record).written.update(part for part in message.parts if part < record.parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import conversion, durable, memory
+from . import conversion, durable
 from .checkpoints import resume_point, retire
 from .membership import answers, expected, has_answered, is_candidate, sees_resume
 from .state import Checkpoint, Node
@@ -48,7 +48,7 @@ def look(turn: Turn) -> bool:
 def lacks_memory(turn: Turn, resume: Checkpoint) -> bool:
     """A resume point in memory that nodes cannot fetch from each other, so that no world can open: they all see a disk.
 
-    Returns whether anything changed. What nobody can write there either is given up.
+    Returns whether anything changed. What nobody can write there either is tried again: it is not lost.
     """
     job = turn.job
     here = [node for node in job.nodes.values() if is_candidate(turn, node) and has_answered(turn, node)]
@@ -63,10 +63,7 @@ def lacks_memory(turn: Turn, resume: Checkpoint) -> bool:
             True,
         )
         return True
-    if not durable.cannot_write(turn, resume):
-        return False
-    memory.give_up(turn, resume, f"{names(without)} can neither fetch it, nor is it written to the disk")
-    return True
+    return False
 
 
 def suspect_damage(turn: Turn, resume: Checkpoint) -> bool:

@@ -83,6 +83,27 @@ def begins_anew_with_each(original: Any) -> Any:
     return can_go_on
 
 
+def counts_what_older_epochs_held(original: Any) -> Any:
+    def adopt(turn: Turn) -> bool:
+        job, newest = turn.job, memory.newest_held(turn.state)
+        if newest is None or job.checkpoint(newest.record.digest) is not None:
+            return False
+        head = checkpoints.resume_point(job)
+        if head is not None and head.age >= newest.record.age:
+            return False
+        checkpoints.put_newer(turn, newest.record)
+        return True
+
+    return adopt
+
+
+def keeps_what_older_epochs_held(original: Any) -> Any:
+    def keep(self: Memory, epoch: int, digests: frozenset[str]) -> None:
+        """Else nobody could tell: nodes drop what older epochs held when a new one begins."""
+
+    return keep
+
+
 def in_memory(plan: Plan) -> bool:
     return plan.memory_every > 0
 
@@ -116,6 +137,14 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             also=((leaving, "is_safe", leaves_from_memory),),
             suits=in_memory,
             first=476,
+        ),
+        plant(
+            memory,
+            "adopt",
+            counts_what_older_epochs_held,
+            "closed epochs",
+            also=((Memory, "keep", keeps_what_older_epochs_held),),
+            suits=in_memory,
         ),
         plant(durable, "heard_of_wanted", commits_a_part, "commits are on the disk", suits=in_memory),
         plant(

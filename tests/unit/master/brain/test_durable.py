@@ -433,12 +433,25 @@ def test_enough_nodes_that_have_it_open_a_world_without_the_disk() -> None:
     assert nodes[0].directive.run.resume.source.step == 10
 
 
-def test_what_can_neither_be_fetched_nor_written_is_given_up() -> None:
+def test_what_can_neither_be_fetched_nor_written_is_tried_again() -> None:
+    """It is not lost, and a person can mend both. What failed before, when all of it was to be fetched, counts not."""
     job, nodes = started(2)
-    walled_off(job, nodes)
+    made = walled_off(job, nodes)
+    job.call(pb.DurableRequest(caller=nodes[0].caller(), ref=made.ref, failure="it cannot be fetched"))
     joins(job, *nodes)
+    job.call(pb.DurableRequest(caller=nodes[1].caller(), ref=made.ref, failure="it cannot be fetched"))
+    assert orders(nodes) == [("step-10", [0], False), ("step-10", [1], False)]
     for node in nodes:
         node.durable("no space left on the device")
-    job.wait(1)
-    assert "can neither fetch it, nor is it written to the disk: going back to step-5.e1.1" in job.notices
-    assert nodes[0].directive.run.resume.source.ref.name == "step-5.e1.1"
+    assert orders(nodes) == [NOTHING] * 2
+    job.wait(ASKED_AGAIN + 1)
+    for node in nodes:
+        node.durable()
+    nodes[0].durable("the manifest cannot be written")
+    assert orders(nodes) == [NOTHING, ("step-10", [1], False)], "what others have written is looked at again"
+    nodes[1].durable()
+    job.wait(ASKED_AGAIN + 1)
+    for _ in range(2):
+        nodes[0].durable()
+    assert nodes[0].directive.head.ref.name == made.ref.name
+    assert not nodes[0].directive.head.in_memory
