@@ -582,7 +582,7 @@ class Ledger:
         late = next((one for one in job.late if one.digest == digest), None)
         if late is not None:
             self.require(
-                record is None and newest is not None and newest.epoch > late.epoch,
+                record is None and newest is not None and newest.age > late.age,
                 "what came too late stays for a while",
                 late.name,
             )
@@ -625,6 +625,8 @@ class Ledger:
                 unknowing = (state.fenced and state.epoch.drained is not None) or not state.session_known
                 ran_out = agent.ran_out or is_over(agent)  # Others may still complete its save.
                 excused = unknowing or ran_out or self.is_excused(state.started)
+                # Without the master only a copy in another memory would tell it that its part is not lost.
+                excused = excused or self.sim.plan.walled
                 self.require(excused, "planned changes lose nothing", f"{agent.label} exits {code}")
         else:
             # A name that somebody holds, or no master at the start.

@@ -145,6 +145,7 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             "closed epochs",
             also=((Memory, "keep", keeps_what_older_epochs_held),),
             suits=in_memory,
+            first=2385,
         ),
         plant(durable, "heard_of_wanted", commits_a_part, "commits are on the disk", suits=in_memory),
         plant(
