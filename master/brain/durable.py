@@ -75,6 +75,9 @@ def tend(turn: Turn) -> None:
     """Chooses the next step that the ranks want on the disk, and asks nodes again that could not write to it."""
     held = turn.live.held
     for step in held.steps.values():
+        if step.written_in != turn.job.epoch:
+            step.written_in = turn.job.epoch
+            step.written.clear()
         for incarnation, at in list(step.unable.items()):
             if turn.due(at):
                 del step.unable[incarnation]
@@ -170,7 +173,8 @@ def writer(state: State) -> tuple[Checkpoint, Node] | None:
         record = job.checkpoints.head
     if record is None or not record.parts:
         # What is the best, and no more the newest.
-        record = next(iter(job.checkpoints.in_memory), None)
+        best = "" if record is None else record.best
+        record = next((known for known in job.checkpoints.in_memory if known.name == best), None)
     step = live.held.steps.get(record.digest) if record is not None and record.parts else None
     if record is None or step is None:
         return None

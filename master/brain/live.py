@@ -216,6 +216,8 @@ class HeldStep:
     # The ranks want it on the disk; the parts that nodes have said to be there.
     wanted: bool = False
     written: set[int] = field(default_factory=set)
+    # In which epoch they said so: a later one has deleted what was not sealed.
+    written_in: int = 0
     # Nodes that could not write it to the disk, by incarnation, and when they are asked again; of whom people know.
     unable: dict[str, float] = field(default_factory=dict)
     told: dict[str, None] = field(default_factory=dict)

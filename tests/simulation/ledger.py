@@ -279,8 +279,11 @@ class Ledger:
             entry = self.sim.disk.ever.get(record.digest)
             self.require(entry is not None, "commits are sealed", f"{record.name} was never sealed")
             if not self.amnesia:
+                named = any(other.candidate == record.name for other in job.checkpoints)
                 self.require(
-                    record.epoch >= self.epoch, "closed epochs", f"{record.name} committed after {self.epoch} opened"
+                    record.epoch >= self.epoch or named,
+                    "closed epochs",
+                    f"{record.name} committed after {self.epoch} opened",
                 )
             self.committed[record.digest] = record.step
 
@@ -562,7 +565,9 @@ class Ledger:
         self.require(record is None or record.retired, "deleted only when retired", ref.name)
         self._fallback_stays(job, ref.digest, record)
         self.require(
-            newest is None or newest.best != ref.name or (record is not None and record.damaged),
+            newest is None
+            or ref.name not in (newest.best, newest.candidate)
+            or (record is not None and record.damaged),
             "the best stays",
             ref.name,
         )

@@ -318,7 +318,8 @@ def test_the_best_comes_to_the_disk_behind_a_change() -> None:
     assert orders(nodes[:1]) == [("step-12", [], False)]
     nodes[0].durable()
     wanted(job, nodes[:1], 13)
-    assert orders(nodes[:1]) == [("step-10", [1], False)], "the other part is there"
+    # What was written of it was not sealed, and may have been deleted since.
+    assert orders(nodes[:1]) == [("step-10", [0, 1], False)]
     nodes[0].durable()
     nodes[0].durable()
     assert steps(job) == [12, 10]
