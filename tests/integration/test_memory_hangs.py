@@ -171,3 +171,18 @@ def test_an_agent_ends_although_the_disk_hangs(tmp_path: Path) -> None:
         one.tier.close()
         assert one.tier.path is not None
         assert not one.tier.path.exists()
+
+
+def test_what_is_given_up_with_all_files_there_is_not_sealed(tmp_path: Path) -> None:
+    """Whoever goes on after that does it; its files may be deleted just now."""
+    with nodes(tmp_path / "nodes", 1) as (one,):
+        (manifest,) = held(one, 10)
+        target, files = tmp_path / RUN / manifest.name, sorted(FILES)
+
+        def stopped() -> str:
+            there = target.exists() and sorted(path.name for path in target.iterdir()) == files
+            return "it is given up" if there else ""
+
+        source = one.memory() / manifest.name
+        assert durable.make_durable(source, manifest, files, tmp_path / RUN, stopped) == "it is given up"
+        assert sorted(path.name for path in target.iterdir()) == files
