@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -36,6 +37,7 @@ def main() -> int:
     """A line for each way of saving, with medians of the slowest rank; and one for the loop."""
     rows = [row for strategy in ("ddp", "zero1") for size in MEGABYTES for row in _measure(strategy, size)]
     settings = {"ranks": RANKS, "saves": SAVES, "step (s)": STEP, "steps": STEPS, "stretches": STRETCHES}
+    settings["load"] = round(os.getloadavg()[0], 1)
     report("memory", rows, title="What the loop waits for a save", settings=settings)
     return 0
 
@@ -51,12 +53,19 @@ def _measure(strategy: str, megabytes: int) -> list[dict[str, Any]]:
         row = {"strategy": strategy, "state (MB)": megabytes, "way": way, "waited (s)": waited}
         rows.append({**row, "in copies of the state": waited / copy})
     if loop:
-        pairs = zip(results[0]["loop"]["with"], results[0]["loop"]["without"], strict=True)
-        # Of stretches that follow each other: what else the machine does changes more slowly.
-        slower = 100 * (statistics.median(with_saves / without for with_saves, without in pairs) - 1)
         row = {"strategy": strategy, "state (MB)": megabytes, "way": "every 10 steps", "waited (s)": None}
-        rows.append({**row, "slower (%)": slower})
+        slower = [_slower(result["loop"], which) for which in (0, 1) for result in results]
+        rows.append({**row, "slower (%)": max(slower[:RANKS]), "CPU time (%)": max(slower[RANKS:])})
     return rows
+
+
+def _slower(loop: dict[str, list[list[float]]], which: int) -> float:
+    """By how much, in percent: the median of pairs of stretches that follow each other.
+
+    What else the machine does changes more slowly.
+    """
+    pairs = zip(loop["with"], loop["without"], strict=True)
+    return 100 * (statistics.median(with_saves[which] / without[which] for with_saves, without in pairs) - 1)
 
 
 def _slowest(ranks: list[list[float]]) -> float:

@@ -137,11 +137,15 @@ def copied(tensors: list[torch.Tensor], times: int) -> list[float]:
     return taken[1:]
 
 
-def trained(task: dict[str, Any], saves: Saves, what: Any) -> dict[str, list[float]]:
-    """Seconds of stretches of the loop, in turn without a save and with one in memory every ten steps."""
+def trained(task: dict[str, Any], saves: Saves, what: Any) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of stretches of the loop, in turn without a save and with one in memory every ten steps.
+
+    Of each how long it took, and what processors this process took for it, with what writes in the background.
+    """
     a = torch.randn(400, 400)
-    began, products = time.perf_counter(), 0
-    while time.perf_counter() - began < 2.0:
+    # Of a processor: how long a step takes on a machine that others load says nothing about its work.
+    began, products = time.process_time(), 0
+    while time.process_time() - began < 2.0:
         torch.mm(a, a)
         products += 1
     each = max(1, int(products * task["step"] / 2.0))
@@ -150,17 +154,17 @@ def trained(task: dict[str, Any], saves: Saves, what: Any) -> dict[str, list[flo
         for _ in range(each):
             torch.mm(a, a)
 
-    taken: dict[str, list[float]] = {"without": [], "with": []}
+    taken: dict[str, list[tuple[float, float]]] = {"without": [], "with": []}
     for _ in range(task["stretches"]):
         for way, times in taken.items():
             saves.tidy()
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), time.process_time()
             for number in range(task["steps"]):
                 saves.step(work)
                 if way == "with" and number % 10 == 0:
                     saves.save(what, in_memory=True, wait=False)
             saves.settled()
-            times.append(time.perf_counter() - began)
+            times.append((time.perf_counter() - began, time.process_time() - busy))
     saves.tidy()
     return taken
 

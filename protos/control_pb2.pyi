@@ -423,6 +423,7 @@ class Checkpoint(google.protobuf.message.Message):
     KEEP_FIELD_NUMBER: builtins.int
     NO_UNIVERSAL_FORM_FIELD_NUMBER: builtins.int
     IN_MEMORY_FIELD_NUMBER: builtins.int
+    CANDIDATE_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     step: builtins.int
     epoch: builtins.int
@@ -444,6 +445,8 @@ class Checkpoint(google.protobuf.message.Message):
     """It has no universal form: a conversion could read none of its files."""
     in_memory: builtins.bool
     """It is in the memory of nodes, and not in the checkpoint directory yet."""
+    candidate: builtins.str
+    """Name of a better one than `best` that was on its way from memory to the disk as of this one; empty if there was none."""
     @property
     def ref(self) -> global___CheckpointRef: ...
     @property
@@ -480,9 +483,10 @@ class Checkpoint(google.protobuf.message.Message):
         keep: builtins.int | None = ...,
         no_universal_form: builtins.bool = ...,
         in_memory: builtins.bool = ...,
+        candidate: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_keep", b"_keep", "_metric", b"_metric", "keep", b"keep", "metric", b"metric", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "shape", b"shape", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_keep", b"_keep", "_metric", b"_metric", "best", b"best", "bytes", b"bytes", "epoch", b"epoch", "form", b"form", "generation", b"generation", "in_memory", b"in_memory", "keep", b"keep", "largest_file", b"largest_file", "max_nodes", b"max_nodes", "metric", b"metric", "min_nodes", b"min_nodes", "no_universal_form", b"no_universal_form", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "run_id", b"run_id", "shape", b"shape", "source", b"source", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_keep", b"_keep", "_metric", b"_metric", "best", b"best", "bytes", b"bytes", "candidate", b"candidate", "epoch", b"epoch", "form", b"form", "generation", b"generation", "in_memory", b"in_memory", "keep", b"keep", "largest_file", b"largest_file", "max_nodes", b"max_nodes", "metric", b"metric", "min_nodes", b"min_nodes", "no_universal_form", b"no_universal_form", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "run_id", b"run_id", "shape", b"shape", "source", b"source", "step", b"step"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_keep", b"_keep"]) -> typing.Literal["keep"] | None: ...
     @typing.overload

@@ -8,18 +8,31 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS, JobSettings, Variable
+from dalsegno.protos.contract import JobSettings, Variable
 from dalsegno.protos.options import Parser, UsageError, job_id, nnodes, seconds
-from dalsegno.protos.text import name_problem
 
-from ..processes.signals import signals_of
 from ..storage.macros import SAVE_DIR, has_macros, macros_of, misspelt
-from ..storage.naming import is_pattern
 from .endpoint import meeting_point
+from .values import (
+    address,
+    bandwidth,
+    bytes_of,
+    commas,
+    count_of,
+    glob,
+    log_level,
+    more_than_none,
+    node_name,
+    node_timeout,
+    nproc,
+    resume_step,
+    seconds_or_auto,
+    signals,
+    streams,
+)
 
 __all__ = ["build_parser", "ignored", "parse"]
 
@@ -50,8 +63,6 @@ _IGNORED: tuple[tuple[str, bool, str], ...] = (
 _FOR_A_SERVICE = ("--token-file", "--tls-ca", "--tls-cert", "--tls-key")
 # Defaults.
 _SETTINGS = JobSettings()
-# Bytes in a second.
-_LEAST_BANDWIDTH = 1_000_000
 # Flags of torchrun that torch's launcher reads but nothing here: name, torch's default, why.
 _UNUSED: tuple[tuple[str, Any, str], ...] = (
     ("rdzv-conf", "", "the rendezvous is the master's, with flags of its own such as --join-timeout and --quiet-time"),
@@ -69,111 +80,6 @@ class _Parser(Parser):
         if message.startswith("argument --universal-checkpoint"):
             message = "--universal-checkpoint has no value, or =beside, or =gate"
         super().error(message)
-
-
-def _more_than_none(text: str) -> float:
-    value = seconds(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError("must be more than 0 seconds")
-    return value
-
-
-def _node_timeout(text: str) -> float:
-    value = seconds(text)
-    if value < LEAST_NODE_TIMEOUT_SECONDS:
-        raise argparse.ArgumentTypeError(
-            f"an agent whose heartbeat was lost is heard again within {LEAST_NODE_TIMEOUT_SECONDS:g} s, "
-            "so that is the least"
-        )
-    return value
-
-
-def _seconds_or_auto(text: str) -> float:
-    return -1.0 if text == "auto" else seconds(text)
-
-
-def _count(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
-        return int(text)
-
-    return parse
-
-
-def _bytes(text: str) -> int:
-    """A size: 1500, 300MB, 32GiB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text, re.IGNORECASE)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, for example 32GiB")
-    unit = (match[2] or "").upper()
-    base = 1024 if unit.endswith("I") else 1000
-    return int(float(match[1]) * base ** (" KMGT".index(unit[0]) if unit else 0))
-
-
-def _bandwidth(text: str) -> int:
-    value = _bytes(text.removesuffix("/s"))
-    if value < _LEAST_BANDWIDTH:
-        raise argparse.ArgumentTypeError(f"{text!r}: at least 1MB in a second, or no part would ever arrive")
-    return value
-
-
-def _nproc(text: str) -> str:
-    if text.lstrip("-").isdecimal() and int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: at least 1 worker is needed")
-    return text
-
-
-def _address(text: str) -> str:
-    for one in text.split(","):
-        host, colon, port = one.rpartition(":")
-        if not host or not colon or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise argparse.ArgumentTypeError(f"{one!r} is not HOST:PORT")
-    return text
-
-
-def _glob(text: str) -> str:
-    if text and not is_pattern(text):
-        raise argparse.ArgumentTypeError(f"{text!r} must be relative to '${{save_dir}}', and lead to what is below it")
-    return text
-
-
-def _node_name(text: str) -> str:
-    if problem := name_problem(text):
-        raise argparse.ArgumentTypeError(f"the name {problem}")
-    return text
-
-
-def _std(text: str) -> str:
-    if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither 0..3 nor RANK:0..3,…")
-    return text
-
-
-def _signals(text: str) -> str:
-    try:
-        signals_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
-
-
-def _log_level(text: str) -> str:
-    if text.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise argparse.ArgumentTypeError(f"{text!r} is none of DEBUG, INFO, WARNING, ERROR")
-    return text.upper()
-
-
-def _resume_step(text: str) -> tuple[int, int]:
-    """A step, and for the how manieth time it is asked for: 400, 400:2."""
-    match = re.fullmatch(r"(\d{1,15})(?::([1-9]\d{0,5}))?", text, re.ASCII)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no step, like 400, or 400:2 to go back there once more")
-    return int(match[1]), int(match[2] or 1)
-
-
-def _commas(text: str) -> list[str]:
-    return [part.replace("\0", ",") for part in text.replace(",,", "\0").split(",")]
 
 
 class _Group:
@@ -226,21 +132,21 @@ def _spellings(flags: Sequence[str]) -> list[str]:
 def _add_memory(group: _Group) -> None:
     group.value(
         "--memory-replicas",
-        type=_count(0),
+        type=count_of(0),
         metavar="N",
         help="other nodes that hold each node's part of a memory checkpoint; 0: there are none",
     )
     group.value(
         "--memory-budget",
         default=None,
-        type=_bytes,
+        type=bytes_of,
         metavar="SIZE",
         help="most memory that they may take on this node, like 32GiB; default: what is free",
     )
     group.value(
         "--memory-bandwidth",
         default=None,
-        type=_bandwidth,
+        type=bandwidth,
         metavar="SIZE",
         help="most of them that this node sends to others in a second, like 200MB; default: no limit",
     )
@@ -251,14 +157,14 @@ def _add_where_to_begin(group: _Group) -> None:
     group.value(
         "--resume-step",
         default=None,
-        type=_resume_step,
+        type=resume_step,
         metavar="N",
         help="go back to this step's checkpoint at this start, once; later ones are kept aside (N:2: once more)",
     )
 
 
 def _add_growth(group: _Group) -> None:
-    known: dict[str, Any] = {"type": _seconds_or_auto, "metavar": "SECONDS|auto"}
+    known: dict[str, Any] = {"type": seconds_or_auto, "metavar": "SECONDS|auto"}
     group.value("--grow-interval", help="least time between growths", **known)
     group.value(
         "--grow-wait",
@@ -276,11 +182,11 @@ def _add_for_plain_scripts(group: _Group) -> None:
     group.value(
         "--checkpoint-glob",
         default="",
-        type=_glob,
+        type=glob,
         metavar="GLOB",
         help="which files or directories below '${save_dir}' are checkpoints; default: all that look like one",
     )
-    group.value("--keep-saves", default=0, type=_count(0), metavar="N", help="last epochs whose saves stay; 0: all")
+    group.value("--keep-saves", default=0, type=count_of(0), metavar="N", help="last epochs whose saves stay; 0: all")
 
 
 def _add_dlrover(group: _Group) -> None:
@@ -301,7 +207,7 @@ def _add_ours(group: _Group) -> None:
     group.value(
         "--master",
         default=None,
-        type=_address,
+        type=address,
         metavar="HOST:PORT",
         help="the job's master, several with commas (also DLROVER_MASTER_ADDR); default: an embedded one",
     )
@@ -314,12 +220,12 @@ def _add_ours(group: _Group) -> None:
         gate="each world waits until they are there, and loads them",
     )
     _add_for_plain_scripts(group)
-    group.value("--node-unit", type=_count(1), metavar="N", help="worlds have a multiple of N nodes")
-    group.value("--node-name", type=_node_name, default="", metavar="NAME", help="default: the host name and a number")
-    group.value("--node-timeout", type=_node_timeout, help="silence after which a node is dead", **as_seconds)
-    group.value("--drain-timeout", type=_more_than_none, help="notice that SIGTERM gives", **as_seconds)
-    group.value("--join-timeout", type=_more_than_none, help="time to stop workers and join", **as_seconds)
-    group.value("--stall-timeout", type=_more_than_none, help="no step for so long: stuck", **as_seconds)
+    group.value("--node-unit", type=count_of(1), metavar="N", help="worlds have a multiple of N nodes")
+    group.value("--node-name", type=node_name, default="", metavar="NAME", help="default: the host name and a number")
+    group.value("--node-timeout", type=node_timeout, help="silence after which a node is dead", **as_seconds)
+    group.value("--drain-timeout", type=more_than_none, help="notice that SIGTERM gives", **as_seconds)
+    group.value("--join-timeout", type=more_than_none, help="time to stop workers and join", **as_seconds)
+    group.value("--stall-timeout", type=more_than_none, help="no step for so long: stuck", **as_seconds)
     _add_growth(group)
     group.value("--wait-for-nodes", type=seconds, help="give up waiting; default: never", **as_seconds)
     group.value(
@@ -331,12 +237,12 @@ def _add_ours(group: _Group) -> None:
     )
     group.value("--quiet-time", type=seconds, help="wait for more nodes at a start", **as_seconds)
     group.value(
-        "--connect-timeout", default=60.0, type=_more_than_none, help="wait for the master's answer", **as_seconds
+        "--connect-timeout", default=60.0, type=more_than_none, help="wait for the master's answer", **as_seconds
     )
-    group.value("--keep-checkpoints", type=_count(0), metavar="N", help="0: all")
+    group.value("--keep-checkpoints", type=count_of(0), metavar="N", help="0: all")
     _add_memory(group)
     _add_dlrover(group)
-    group.value("--max-restarts", type=_count(0), metavar="N", help="failures without progress that the job survives")
+    group.value("--max-restarts", type=count_of(0), metavar="N", help="failures without progress that the job survives")
     group.value(
         "--run-ahead",
         default="auto",
@@ -346,7 +252,7 @@ def _add_ours(group: _Group) -> None:
     group.value(
         "--log-level",
         default="INFO",
-        type=_log_level,
+        type=log_level,
         metavar="LEVEL",
         help="of agent.log: DEBUG, INFO, WARNING, ERROR",
     )
@@ -367,7 +273,7 @@ def _add_ours(group: _Group) -> None:
 
 def _add_torchrun(group: _Group) -> None:
     group.value("--nnodes", default="1:1", type=nnodes, metavar="N|MIN:MAX", help="number of nodes, or their range")
-    group.value("--nproc-per-node", default="1", type=_nproc, metavar="N", help="workers per node; or auto, cpu, gpu")
+    group.value("--nproc-per-node", default="1", type=nproc, metavar="N", help="workers per node; or auto, cpu, gpu")
     group.value("--rdzv-backend", default="dalsegno", help="c10d: the node at --rdzv-endpoint hosts the master")
     group.value("--rdzv-endpoint", default="", metavar="HOST:PORT", help="as --master, or the node that hosts it")
     group.value("--rdzv-id", default="none", help="as --job-id")
@@ -381,15 +287,15 @@ def _add_torchrun(group: _Group) -> None:
     group.switch("--no-python", help="run the script as a program of its own")
     group.switch("--run-path", help="no effect: workers run that way anyway")
     group.value("--log-dir", default=None, metavar="DIR", help="default: one of its own below TMPDIR")
-    group.value("-r", "--redirects", default="2", type=_std, help="output into files: 0 none, 1 out, 2 err, 3 both")
-    group.value("-t", "--tee", default="0", type=_std, help="output into files and to the console")
+    group.value("-r", "--redirects", default="2", type=streams, help="output into files: 0 none, 1 out, 2 err, 3 both")
+    group.value("-t", "--tee", default="0", type=streams, help="output into files and to the console")
     group.value("--local-ranks-filter", default="", help="show only the output of these local ranks")
-    group.value("--duplicate-stdout-filters", default=[], type=_commas, help="as torchrun")
-    group.value("--duplicate-stderr-filters", default=[], type=_commas, help="as torchrun")
+    group.value("--duplicate-stdout-filters", default=[], type=commas, help="as torchrun")
+    group.value("--duplicate-stderr-filters", default=[], type=commas, help="as torchrun")
     group.value("--local-addr", default=None, metavar="HOST", help="where other nodes reach this one")
     group.value("--logs-specs", default=None, help="as torchrun")
     group.value("--numa-binding", default=None, help="as torchrun")
-    group.value("--signals-to-handle", default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", type=_signals, help="notices to leave")
+    group.value("--signals-to-handle", default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", type=signals, help="notices to leave")
     group.value("--shutdown-timeout", default=None, type=int, help="no effect: workers have saved before they stop")
     group.switch("--virtual-local-rank", help="as torchrun")
 
@@ -478,12 +384,12 @@ def parse(arguments: Sequence[str] | None, environ: Mapping[str, str] = os.envir
     options.meet = "" if options.master or options.standalone else meeting_point(options)
     if options.rdzv_endpoint and not options.master and not options.meet:
         try:
-            options.master = _address(options.rdzv_endpoint)
+            options.master = address(options.rdzv_endpoint)
         except argparse.ArgumentTypeError as error:
             raise UsageError(f"argument --rdzv-endpoint: {error}") from error
     if not options.master and not options.meet and not options.standalone and environ.get(Variable.MASTER):
         try:
-            options.master = _address(environ[Variable.MASTER])
+            options.master = address(environ[Variable.MASTER])
         except argparse.ArgumentTypeError as error:
             raise UsageError(f"environment variable DLROVER_MASTER_ADDR: {error}") from error
     if options.standalone and options.master:

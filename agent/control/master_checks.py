@@ -110,7 +110,7 @@ def _value(message: Message, field: FieldDescriptor, value: object) -> str:
     if isinstance(value, str) and name not in _TEXTS:
         wrong = len(value) > LONGEST_NAME or not value.isprintable()
         wrong = wrong or (name == "run_id" and run_number(value) is None)
-        of_checkpoint = name in ("earlier", "best", "converting") or (
+        of_checkpoint = name in ("earlier", "best", "candidate", "converting") or (
             isinstance(message, control_pb2.CheckpointRef) and name == "name"
         )
         wrong = wrong or (of_checkpoint and not is_checkpoint_name(value))

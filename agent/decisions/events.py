@@ -192,6 +192,8 @@ class JoinPrepared:
     probe: str
     inventory: tuple[control_pb2.Checkpoint, ...]
     unusable: tuple[control_pb2.UnusableCheckpoint, ...] = ()
+    # It could not be fetched from the memory of nodes.
+    lacks: bool = False
 
 
 @dataclass(frozen=True)
@@ -340,6 +342,8 @@ class PrepareJoin:
     patient: bool = False
     # Where it is, if it is in memory: what is not here is fetched first.
     parts: tuple[control_pb2.HeldPart, ...] = ()
+    # The answer is JoinPrepared, although it cannot be fetched: the master has to know.
+    anyway: bool = False
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ from .state import AgentSettings, AgentState, Door, Join, Link, Outcome, Place, 
 # Seconds until a Join is tried again: if its store could not be opened, and if it did not see the directory.
 JOIN_PAUSE_SECONDS = 1.0
 LOOK_AGAIN_SECONDS = 5.0
+# After so many tries to fetch the resume point from the memory of nodes the master hears that it does not come.
+FETCHES = 2
 # How long, and how often, a node that comes back asks for a name that another node holds.
 NAME_PATIENCE_SECONDS = 60.0
 NAME_PAUSE_SECONDS = 2.0
@@ -253,16 +255,20 @@ def prepare_join(decision: Decision) -> None:
         return
     join = state.place.join
     if join is not None and answers(state.place, join, wanted):
-        if join.again_at is None and join.sent and state.link.up and is_blind(decision):
+        if join.lacks and not wanted.gathers:
+            join = replace(join, again_at=decision.now)  # It is on the disk now.
+        elif join.again_at is None and join.sent and state.link.up and (join.lacks or is_blind(decision)):
             state.place.join = join = replace(join, again_at=decision.now + LOOK_AGAIN_SECONDS)
         if join.again_at is None:
             return
         if decision.now < join.again_at:
             decision.wake_at(join.again_at)
             return
-    state.place.join = wanted
+    failures = join.failures if join is not None and join.answers(wanted.round, wanted.resume) else 0
+    state.place.join = replace(wanted, failures=failures)
     parts = tuple(state.place.order.parts) if state.place.order is not None else ()
-    decision.do(ev.PrepareJoin(wanted.round, resume, patient=wanted.patient, parts=parts))
+    anyway = bool(parts) and failures >= FETCHES - 1
+    decision.do(ev.PrepareJoin(wanted.round, resume, patient=wanted.patient, parts=parts, anyway=anyway))
 
 
 def wanted_join(place: Place, nowhere: bool) -> tuple[control_pb2.CheckpointRef | None, Join | None]:
@@ -317,7 +323,7 @@ def join_failed(decision: Decision, event: ev.JoinFailed) -> None:
     state, join = decision.state, decision.state.place.join
     if join is None or not join.answers(event.round, event.resume_digest):
         return
-    state.place.join = replace(join, again_at=decision.now + JOIN_PAUSE_SECONDS)
+    state.place.join = replace(join, again_at=decision.now + JOIN_PAUSE_SECONDS, failures=join.failures + 1)
     if event.message != state.join_problem:
         state.join_problem = event.message
         decision.do(ev.Say(event.message, True))
@@ -330,8 +336,9 @@ def join_prepared(decision: Decision, event: ev.JoinPrepared) -> None:
         return
     if state.leaving or state.fenced or state.door.registering:
         return
-    state.place.join = replace(join, sent=True)
-    state.join_problem = ""
+    state.place.join = replace(join, sent=True, lacks=event.lacks)
+    if not event.lacks:
+        state.join_problem = ""
     seen = any(entry.ref.digest == event.resume_digest for entry in event.inventory)
     state.place.unseen = "" if seen else event.resume_digest
     decision.call(

@@ -37,7 +37,8 @@ def sealed(decision: Decision, epoch: int, said: worker_pb2.Sealed) -> None:
     state = decision.state
     if said.make_durable and epoch == state.started:
         steps = {**state.epoch.to_disk, said.digest: said.step}
-        state.epoch.to_disk = dict(list(steps.items())[-MOST_WANTED:])
+        remembered = {*list(steps)[-MOST_WANTED:], *candidates(state)}
+        state.epoch.to_disk = {digest: step for digest, step in steps.items() if digest in remembered}
     urgent = state.drain is not None or state.leaving or state.epoch.agreed
     decision.do(ev.HoldPart(said.name, said.digest, urgent))
 
@@ -93,6 +94,7 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
     state = decision.state
     in_memory = directive.HasField("head") and directive.head.in_memory
     state.memory.head = directive.head.ref if in_memory else None
+    state.memory.best, state.memory.candidate = directive.head.best, directive.head.candidate
     if directive.HasField("make_durable"):
         ordered(decision, directive.make_durable)
     else:
@@ -118,10 +120,12 @@ def ordered(decision: Decision, told: control_pb2.MakeDurable) -> None:
 
 
 def is_in_vain(state: AgentState, directive: control_pb2.Directive) -> bool:
-    """Whether what is being written here counts no more: a newer step does, and this is not the best."""
+    """Whether what is being written here counts no more: a newer step does, and this is not to be the best."""
     memory, head = state.memory, directive.head
     held = None if memory.writing is None else memory.held.get(memory.writing.digest)
     if held is None or not directive.HasField("head") or head.best == held.checkpoint.ref.name:
+        return False
+    if held.checkpoint.ref.digest in candidates(state):
         return False
     return (head.epoch, head.step) > (held.checkpoint.epoch, held.checkpoint.step)
 
@@ -133,9 +137,27 @@ def to_disk(state: AgentState) -> str:
     return max(wanted, default=(0, ""))[1]
 
 
+def candidates(state: AgentState) -> set[str]:
+    """Digests of what is held here, was the best so far when it was saved, and may not be on the disk yet.
+
+    Of this epoch the newest one, and what the newest commit calls the candidate.
+    """
+    memory = state.memory
+    found = {digest for digest, one in memory.held.items() if memory.candidate == one.checkpoint.ref.name}
+    own = [(step, digest) for digest, step in state.epoch.to_disk.items() if is_own_best(memory.held.get(digest))]
+    newest = max(own, default=(0, ""))[1]
+    named = bool(newest) and memory.held[newest].checkpoint.ref.name == memory.best
+    return {*found, "" if named else newest} - {""}
+
+
+def is_own_best(held: ev.HeldChanged | None) -> bool:
+    """Whether a step calls itself the best."""
+    return held is not None and held.checkpoint.best == held.checkpoint.ref.name
+
+
 def still_wanted(state: AgentState) -> frozenset[str]:
     """Digests of the steps that somebody may still need, besides the newest ones of the open epoch."""
-    found = {to_disk(state)}
+    found = {to_disk(state), *candidates(state)}
     if state.memory.writing is not None:
         found.add(state.memory.writing.digest)
     if state.leave is not None and state.leave.spill is not None:

@@ -79,6 +79,9 @@ class Join:
     # Its parts are fetched from the memory of nodes.
     gathers: bool = False
     sent: bool = False
+    # How often it could not be prepared; it was sent without what was to be fetched.
+    failures: int = 0
+    lacks: bool = False
     # When the same Join is prepared again.
     again_at: float | None = None
 
@@ -178,6 +181,9 @@ class Memory:
     doubting: str = ""
     # The newest commit, if it is in memory alone.
     head: control_pb2.CheckpointRef | None = None
+    # Names: the best checkpoint as of the newest commit, and what was on its way to the disk to be that.
+    best: str = ""
+    candidate: str = ""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import grpc
@@ -11,13 +12,15 @@ import grpc
 from dalsegno.elastic.checkpoint import CheckpointDamaged
 from dalsegno.protos.peer_address import shown
 
-from .calls import Pace, PeerError, Peers
+from .calls import OPEN_PORTS, Pace, PeerError, Peers
 from .holdings import Part
 
 __all__ = ["Buddies", "Buddy"]
 
 # Between the tries of one part, seconds. A newer one ends them.
 _PAUSES = (0.5, 2.0, 5.0)
+# What has failed for so long is said (seconds), also if newer parts take the place of what failed.
+_SAY_AFTER = 10.0
 # What another try may mend: room is made when older steps are deleted, and a buddy may serve many others just now.
 _MAY_PASS = (
     grpc.StatusCode.UNAVAILABLE,
@@ -56,6 +59,8 @@ class Buddy:
         self._next: Part | None = None
         # It has been said that it does not take our parts.
         self._said = False
+        # Since when no part has come there.
+        self._failing_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="memory-buddy", daemon=True)
         self._thread.start()
 
@@ -100,13 +105,17 @@ class Buddy:
                 return
             except PeerError as error:
                 logger.info("%s was not sent to %s: %s %s", part, shown(self.address), error.code.name, error)
-                if pause is None or error.ours or error.code not in _MAY_PASS:
+                now = time.monotonic()
+                self._failing_since = self._failing_since or now
+                over = pause is None or error.ours or error.code not in _MAY_PASS
+                if over or now - self._failing_since >= _SAY_AFTER:
                     self._complain(part, error)
+                if over or pause is None:
                     return
                 if self._overtaken(pause):
                     return
             else:
-                self._said = False
+                self._said, self._failing_since = False, None
                 self._on_held(part, self.address)
                 return
 
@@ -120,6 +129,11 @@ class Buddy:
             return
         self._said = True
         text = f"{shown(self.address)} does not hold {part}: {error}; training goes on, it will be asked again"
+        if error.unreachable:
+            text = (
+                f"no replica of this node's memory checkpoints comes to {shown(self.address)}: {error}; until one does,"
+                f" the loss of this node may cost the steps since the last commit on the disk: {OPEN_PORTS}"
+            )
         self._say(text, True)
 
 

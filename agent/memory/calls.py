@@ -20,7 +20,10 @@ from .space import Space
 from .watch import Transfer, Watch
 from .wire import SERVICE, Wire, code_of, detail_of
 
-__all__ = ["Pace", "PeerError", "Peers"]
+__all__ = ["OPEN_PORTS", "Pace", "PeerError", "Peers"]
+
+# What to do where nobody answers.
+OPEN_PORTS = "nodes must reach each other's ports (is there a firewall between them?)"
 
 # Of what may be sent in a second, in one message; bytes.
 _SMALLEST_PIECE, _PIECES_IN_A_SECOND = 4 << 10, 10
@@ -36,6 +39,11 @@ class PeerError(Exception):
     def __init__(self, code: grpc.StatusCode, reason: str, *, ours: bool = False) -> None:
         super().__init__(reason)
         self.code, self.ours = code, ours
+
+    @property
+    def unreachable(self) -> bool:
+        """Nobody answers there, or not any more."""
+        return self.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class Pace:

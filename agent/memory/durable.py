@@ -72,7 +72,7 @@ def make_durable(
         here: paths of its files that are here.
         manifest: of it.
         run_dir: made if need be, the directory above it is not.
-        stopped: asked now and then: a reason to give up, or "".
+        stopped: asked whenever it has got on: a reason to give up, or "".
         seals: False: only what is here is written, and another node seals, see `seal_written`.
 
     Raises:
@@ -110,6 +110,8 @@ def seal_written(manifest: Manifest, run_dir: Path, stopped: Callable[[], str]) 
     """
     target, problem = run_dir / manifest.name, ""
     for pause in (*_SIGHT_PAUSES_SECONDS, 0.0):
+        if why := stopped():
+            return why
         try:
             if not _is_sealed(target, manifest):
                 if problem := _obstacle(target):
@@ -123,8 +125,6 @@ def seal_written(manifest: Manifest, run_dir: Path, stopped: Callable[[], str]) 
             problem = f"{manifest.name} cannot be sealed on the disk: {error}"
         except OSError as error:
             return f"{manifest.name} cannot be sealed on the disk: {error}"
-        if why := stopped():
-            return why
         # No event tells when another machine's files come into sight over NFS.
         threading.Event().wait(pause)
     return problem
@@ -157,13 +157,13 @@ def _write(
     target.mkdir(exist_ok=True)
     _clear(target, manifest)
     with _aside(target) as aside, FileSystem(target) as system:
-        for batch in _batches(manifest, here, target):
+        for batch in _batches(manifest, here, target, stopped):
             for number, entry in enumerate(batch):
                 _copy(source, entry, aside / str(number), stopped)
             _sync(system, [aside / str(number) for number in range(len(batch))])
-            if why := stopped():
-                return why  # The directory may be deleted just now, and must not be made again.
             for number, entry in enumerate(batch):
+                if why := stopped():
+                    return why  # The directory may be deleted just now, and must not be made again.
                 path = target / entry.path
                 path.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(aside / str(number), path)
@@ -172,6 +172,8 @@ def _write(
     missing = [entry.path for entry in manifest.files if entry.path not in here and not _is_there(target, entry)]
     if missing:
         return f"{missing[0]} of {manifest.name} is not in this node's memory"
+    if why := stopped():
+        return why
     seal(target, manifest)
     with contextlib.suppress(OSError):
         _sweep(target)
@@ -223,11 +225,15 @@ def _clear(target: Path, manifest: Manifest) -> None:
                     (target / path).unlink()
 
 
-def _batches(manifest: Manifest, here: Collection[str], target: Path) -> Iterator[list[FileEntry]]:
+def _batches(
+    manifest: Manifest, here: Collection[str], target: Path, stopped: Callable[[], str]
+) -> Iterator[list[FileEntry]]:
     """What has to be written, in portions."""
     batch: list[FileEntry] = []
     size = 0
     for entry in manifest.files:
+        if why := stopped():
+            raise _Stopped(why)
         if entry.path not in here or _is_there(target, entry):
             continue
         if batch and (size + entry.size > _BATCH_BYTES or len(batch) == _BATCH_FILES):

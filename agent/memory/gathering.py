@@ -14,7 +14,7 @@ import grpc
 from dalsegno.protos import control_pb2
 from dalsegno.protos.peer_address import shown
 
-from .calls import PeerError, Peers
+from .calls import OPEN_PORTS, PeerError, Peers
 from .fence import Fence
 from .holdings import Held, Holdings
 from .line import Line
@@ -112,7 +112,7 @@ class Gatherer:
         stopped: Callable[[], bool],
     ) -> str:
         """Why a part did not come; empty where it did."""
-        reasons = []
+        reasons, unreachable = [], False
         for address in part.addresses:
             if address == self._own:
                 continue
@@ -121,11 +121,13 @@ class Gatherer:
             except PeerError as error:
                 logger.warning("part %d of %s from %s: %s", part.group_rank, ref.name, shown(address), error)
                 reasons.append(f"{shown(address)}: {error}")
+                unreachable = unreachable or (error.unreachable and not error.ours)
                 if error.ours or stopped():
                     break
             else:
                 return ""
-        return f"part {part.group_rank} ({'; '.join(reasons) or 'nobody else holds it'})"
+        why = f"part {part.group_rank} ({'; '.join(reasons) or 'nobody else holds it'})"
+        return f"{why}: {OPEN_PORTS}" if unreachable else why
 
     def _fetch(
         self, address: str, run_id: str, ref: control_pb2.CheckpointRef, group_rank: int, stopped: Callable[[], bool]

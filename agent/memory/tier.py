@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -28,11 +27,10 @@ from .service import PeerServer, PeerService
 from .space import Space
 from .watch import STALL_SECONDS, Watch
 from .wire import Wire
+from .writing import DISK_STALL_SECONDS, Writer
 
 __all__ = ["Held", "MemoryTier"]
 
-# How nice the thread is that writes to the disk: behind all that trains.
-_NICENESS = 10
 # That what is under way has when the agent ends, seconds.
 _CLOSE_WITHIN = 5.0
 
@@ -54,6 +52,7 @@ class MemoryTier:
         tls: other agents speak TLS, and none is spoken to without.
         bytes_per_second: at most so much is sent to all buddies together; None: no limit.
         stall_seconds: a transfer is given up after so long without a byte.
+        disk_stall_seconds: so is what is written to the disk.
 
     Attributes:
         problem: Why there is no memory tier, in one line; empty where there is one. With a problem nothing else here
@@ -75,6 +74,7 @@ class MemoryTier:
         tls: bool = False,
         bytes_per_second: float | None = None,
         stall_seconds: float = STALL_SECONDS,
+        disk_stall_seconds: float = DISK_STALL_SECONDS,
     ) -> None:
         self.problem, self.address = "", ""
         self.path: Path | None = None
@@ -82,8 +82,7 @@ class MemoryTier:
         self._copies: dict[tuple[str, str, int], tuple[str, ...]] = {}
         self._copies_lock = threading.Lock()
         self._ending = threading.Event()
-        # Set where nobody wants on the disk any more what was ordered before; by digest.
-        self._stops: dict[str, threading.Event] = {}
+        self._disk_stall_seconds = disk_stall_seconds
         with contextlib.ExitStack() as undo:
             try:
                 self._place = Place(default_root() if root is None else root, job_id)
@@ -122,9 +121,8 @@ class MemoryTier:
         """Starts what works off the main thread."""
         self._gatherer = Gatherer(self._server.address, self._peers, self._holdings, self._fence, self._changed)
         self._quick = Line("memory")
-        self._slow = Line(
-            "memory-durable", lambda: os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        )
+        self._slow = Line("memory-sum")
+        self._writer = Writer(self._disk_stall_seconds)
 
     def directory(self, run_id: str) -> Path | None:
         """Where workers find and write memory checkpoints of a run; made. None: there is no memory."""
@@ -234,7 +232,8 @@ class MemoryTier:
 
     def stop_writing(self, ref: control_pb2.CheckpointRef) -> None:
         """Nobody wants it on the disk any more: what was ordered ends, with a reason why not."""
-        self._stops.pop(ref.digest, threading.Event()).set()
+        if not self.problem:
+            self._writer.stop(ref.digest)
 
     def _put_writing(
         self,
@@ -244,17 +243,7 @@ class MemoryTier:
         parts: Collection[int] | None,
         then: Callable[[str], None],
     ) -> None:
-        stop = self._stops.setdefault(ref.digest, threading.Event())
-
-        def work() -> None:
-            try:
-                then(self._write_durable(run_id, ref, run_dir, parts, stop))
-            finally:
-                if self._stops.get(ref.digest) is stop:
-                    self._stops.pop(ref.digest, None)
-
-        if not self._slow.put(work):
-            then("too many checkpoints are being written to the disk")
+        self._writer.put(ref.digest, lambda stopped: self._write_durable(run_id, ref, run_dir, parts, stopped), then)
 
     def _write_durable(
         self,
@@ -262,11 +251,8 @@ class MemoryTier:
         ref: control_pb2.CheckpointRef,
         run_dir: Path,
         parts: Collection[int] | None,
-        stop: threading.Event,
+        stopped: Callable[[], str],
     ) -> str:
-        def stopped() -> str:
-            return "the agent ends" if self._ending.is_set() else "a newer one counts" if stop.is_set() else ""
-
         with self._holdings.at_work(run_id, ref.name):
             manifest = self._holdings.manifest(run_id, ref.name)
             if manifest is None or manifest.digest != ref.digest:
@@ -343,11 +329,12 @@ class MemoryTier:
             return
         self.problem = "no memory checkpoints: the agent ends"
         self._ending.set()
+        self._writer.end()
         self._buddies.close()
         self._watch.close()
         self._gatherer.close(_CLOSE_WITHIN)
         self._server.close()
-        for line in (self._quick, self._slow):
+        for line in (self._writer, self._quick, self._slow):
             line.close(_CLOSE_WITHIN)
         self._place.close()
 

@@ -38,6 +38,8 @@ _OF_CHANNEL: list[tuple[str, int]] = [
     ("grpc.enable_retries", 0),
     # A new channel must not inherit the back-off of a closed one.
     ("grpc.use_local_subchannel_pool", 1),
+    # So long an attempt to connect may take: a firewall that drops it says nothing.
+    ("grpc.min_reconnect_backoff_ms", 5000),
     # Peers are reached directly, whatever proxy the environment names for the web.
     ("grpc.enable_http_proxy", 0),
 ]

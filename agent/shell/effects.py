@@ -262,10 +262,10 @@ class Effects:
             self._mailbox.put(ev.JoinFailed(action.round, digest, reason))
             return
 
-        def seen(survey: Survey, *fetched: control_pb2.Checkpoint) -> None:
+        def seen(survey: Survey, *fetched: control_pb2.Checkpoint, lacks: bool = False) -> None:
             inventory = (*survey.inventory, *fetched)
             self._mailbox.put(
-                ev.JoinPrepared(action.round, digest, host, port, survey.probe, inventory, survey.unusable)
+                ev.JoinPrepared(action.round, digest, host, port, survey.probe, inventory, survey.unusable, lacks)
             )
 
         newest = (self._head.epoch, self._head.step) if self._head is not None else None
@@ -274,7 +274,9 @@ class Effects:
             return
 
         def fetched(found: control_pb2.Checkpoint | str) -> None:
-            if isinstance(found, str):
+            if isinstance(found, str) and action.anyway:
+                self.storage.look(self.run_id, None, False, lambda survey: seen(survey, lacks=True), newer_than=newest)
+            elif isinstance(found, str):
                 assert action.resume is not None
                 self._mailbox.put(ev.JoinFailed(action.round, digest, f"{action.resume.name} is not here yet: {found}"))
             else:

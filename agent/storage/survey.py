@@ -115,7 +115,7 @@ def newest_of(run_dir: Path, manifests: Manifests, most: int = MOST_CHECKPOINTS)
         if len(found) >= most:
             break
         found.update((one.ref.name, one) for one in _with_form(run_dir, source, forms, manifests))
-    bests = {one.best for one in found.values()} - {"", *found}
+    bests = {name for one in found.values() for name in (one.best, one.candidate)} - {"", *found}
     there = [source for source in sources if str(source) in bests]
     told = [*manifests.usable(run_dir, there[-_NEWEST:]), *found.values()]
     return told[:most]

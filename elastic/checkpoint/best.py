@@ -34,6 +34,12 @@ class Best:
         if not math.isfinite(self.value):
             raise ValueError(f"the best checkpoint's metric must be finite, not {self.value}")
 
+    def beats(self, other: Best | None) -> bool:
+        """Whether it is better than another one, or that one is of another metric."""
+        if other is None or (other.metric, other.mode) != (self.metric, self.mode):
+            return True
+        return self.value < other.value if self.mode == "min" else self.value > other.value
+
 
 @dataclass(frozen=True)
 class Tracked:

@@ -164,6 +164,8 @@ class Manifest:
     files: tuple[FileEntry, ...]
     # Left out if no metric is tracked.
     best: Best | None = None
+    # A better one that was on its way to the disk as of this one; left out if there was none.
+    candidate: Best | None = None
     # How many of the run's checkpoints are kept, if the script says so; left out if it does not.
     keep: int | None = None
     # Left out if no batch plan cuts the data, and in manifests of earlier versions.
@@ -184,7 +186,8 @@ class Manifest:
             raise ValueError(f"metric must be finite, not {self.metric}")
         if self.total_bytes > MAX_COUNT:
             raise ValueError(f"files of {self.total_bytes} bytes together")
-        for text in (self.job_id, self.run_id, self.shape.strategy, "" if self.best is None else self.best.metric):
+        metrics = [best.metric for best in (self.best, self.candidate) if best is not None]
+        for text in (self.job_id, self.run_id, self.shape.strategy, *metrics):
             if len(text) > LONGEST_NAME or not text.isprintable():
                 raise ValueError(
                     f"up to {LONGEST_NAME} printable characters were expected, not {text[:LONGEST_NAME]!r}"
@@ -200,10 +203,9 @@ class Manifest:
         content = asdict(replace(self, files=()))
         # A universal checkpoint has thousands, and `asdict` takes its time for each.
         content["files"] = [{"path": one.path, "size": one.size, "xxh3_128": one.xxh3_128} for one in self.files]
-        if self.best is None:
-            del content["best"]
-        if self.keep is None:
-            del content["keep"]
+        for key in ("best", "candidate", "keep"):
+            if getattr(self, key) is None:
+                del content[key]
         if self.cut is None:
             del content["cut"]
         elif not self.cut.samples:
@@ -302,6 +304,7 @@ class Manifest:
             generation=self.generation,
             metric=self.metric,
             best="" if self.best is None else self.best.name,
+            candidate="" if self.candidate is None else self.candidate.name,
             largest_file=self.largest_file,
             keep=self.keep,
             no_universal_form=self.form == SHARDED and not any(entry.path.endswith(_CONVERTED) for entry in self.files),
@@ -325,7 +328,7 @@ def _check_path(path: str) -> None:
 
 
 def _parse(raw: object) -> Manifest:
-    left_out = {"best": None, "keep": None, "cut": None, "saved_as": None}
+    left_out = {"best": None, "candidate": None, "keep": None, "cut": None, "saved_as": None}
     top = _object({**left_out, **raw} if isinstance(raw, dict) else raw, "manifest", Manifest)
     if top["form"] not in FORMS:
         raise ValueError(f"unknown form {top['form']!r}")
@@ -349,6 +352,7 @@ def _parse(raw: object) -> Manifest:
         max_nodes=_count(top["max_nodes"], "max_nodes", MAX_SMALL),
         metric=_maybe(top["metric"], _number),
         best=_maybe(top["best"], _best),
+        candidate=_maybe(top["candidate"], _best),
         keep=_maybe(top["keep"], _keep),
         cut=_maybe(top["cut"], _cut),
         saved_as=_maybe(top["saved_as"], lambda raw: parse_saved_as(raw, MAX_COUNT)),

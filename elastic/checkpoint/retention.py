@@ -69,7 +69,7 @@ def retirable(
     sound = [number for number, m in enumerate(chain) if m.name not in damaged]
     oldest = sound[-keep] if 0 < keep <= len(sound) else 0
     kept = [m for number, m in enumerate(chain) if number >= oldest or m.name in used]
-    spared = {m.name for m in kept} | {m.best.name for m in kept if m.best is not None} | used
+    spared = {m.name for m in kept} | {b.name for m in kept for b in (m.best, m.candidate) if b is not None} | used
     others = {m.name for m in found if m.form == SHARDED} - left
     old = others - spared if 0 < keep <= len(sound) else set()
     return Retirement(_with_forms(found, old), _with_forms(found, left))

@@ -23,6 +23,7 @@ class Content:
         reshards: It loads at any world size without a conversion, because each rank takes its ranges.
         metric: The run's tracked metric.
         best: The best checkpoint as of this one.
+        candidate: A better one that is on its way to the disk.
         keep: How many of the run's checkpoints are kept, 0: all; None: the job's setting.
         cut: How its batches become gradients; None if the script has its own way.
         make_durable: It goes to memory, and the agents bring it to the disk. The checkpoint itself does not say so.
@@ -36,6 +37,7 @@ class Content:
     reshards: bool = False
     metric: float | None = None
     best: Best | None = None
+    candidate: Best | None = None
     keep: int | None = None
     cut: Cut | None = None
     make_durable: bool = False
@@ -62,6 +64,7 @@ class Content:
             metric=self.metric,
             files=files,
             best=self.best,
+            candidate=self.candidate,
             keep=self.keep,
             cut=self.cut,
         )

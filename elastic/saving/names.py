@@ -16,6 +16,9 @@ from .save_errors import Failed, describe
 
 log = logging.getLogger(__name__)
 
+# The best checkpoint, and the candidate, see `bests`.
+Bests = tuple[Best | None, Best | None]
+
 
 class Names:
     """Of one session: no two checkpoints of it, on the disk or in memory, have the same."""
@@ -25,7 +28,7 @@ class Names:
         self._last: CheckpointName | None = None
 
     def choose(
-        self, own: Own, best_as_of: Callable[[str, float | None], Best | None], *, create_directory: bool
+        self, own: Own, best_as_of: Callable[[str, float | None], Bests], *, create_directory: bool
     ) -> tuple[str, Content]:
         """Rank 0's name, metric and best: a metric is often computed on one rank, or differs in its last bits.
 
@@ -33,7 +36,7 @@ class Names:
 
         Args:
             own: The save.
-            best_as_of: The best checkpoint, as of one with that name and metric.
+            best_as_of: The best checkpoint, as of one with that name and metric, and the candidate.
             create_directory: The directory exists afterwards, where all nodes see the same.
 
         Raises:
@@ -58,12 +61,11 @@ class Names:
                 if create_directory:
                     own.tier.create(str(name))
                 answer["name"] = str(name)
-                best = best_as_of(str(name), metric)
-                answer["best"] = None if best is None else asdict(best)
+                answer["bests"] = [None if one is None else asdict(one) for one in best_as_of(str(name), metric)]
             except OSError as error:
                 answer["error"] = describe(error)
         answer = self._collective.broadcast(answer)
         if "error" in answer:
             raise Failed(answer["error"], fatal=False)
-        best = None if answer["best"] is None else Best(**answer["best"])
-        return str(answer["name"]), replace(content, metric=answer["metric"], best=best)
+        best, candidate = (None if one is None else Best(**one) for one in answer["bests"])
+        return str(answer["name"]), replace(content, metric=answer["metric"], best=best, candidate=candidate)

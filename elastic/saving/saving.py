@@ -26,7 +26,6 @@ from ..checkpoint import (
     FileEntry,
     Manifest,
     Ref,
-    Tracked,
     seal,
 )
 from ..checkpoint.files import checksums, list_files, write_exclusive
@@ -39,6 +38,7 @@ from ..rank.remarks import remark
 from .answers import TOLD_OTHERWISE, Answers
 from .apart import PATIENCE_SHARE, all_files, has_to_seal, missing_parts, seal_once, unless_stuck
 from .background_save import LAST_WORDS_SECONDS, PARTS, Flight, UnderWay, check_paths
+from .bests import Bests, Sight, writes_when_new
 from .content import Content, Own
 from .declared import DDP, contradiction, say_what_each_rank_has
 from .names import Names
@@ -65,11 +65,11 @@ class Saver:
         store: The run's directory.
         link: The connection to the agent, if there is one.
         resumed_from: The resume point of this epoch.
-        best: The best checkpoint as of the resume point.
+        best, candidate: The best checkpoint as of the resume point, and what was on its way to be that.
+        resumed_in_memory: That is not on the disk yet.
 
     Attributes:
-        best: The best checkpoint as of the last save, the same on all ranks.
-        tracked: What makes one the best; None: the best of before stays it.
+        bests: The best checkpoint as of the last save, the same on all ranks.
         saved: The last checkpoints.
         apart: A leaver was gone before a drain's save was complete: this rank has done its part, and goes.
     """
@@ -82,17 +82,20 @@ class Saver:
         link: Link | None,
         resumed_from: Ref | None,
         best: Best | None = None,
+        candidate: Best | None = None,
+        resumed_in_memory: bool = False,
     ) -> None:
         self._identity, self._collective, self._store = identity, collective, store
         self._link, self._resumed_from = link, resumed_from
         self._names = Names(identity, collective)
-        self.best = best
-        self.tracked: Tracked | None = None
+        in_memory = resumed_from.name if resumed_from is not None and resumed_in_memory else ""
+        self.bests = Bests(Sight(store), best, candidate, in_memory)
         self.apart = False
         self.saved = Saved()
         self._answers, self._disk = Answers(collective), Disk(store, identity)
         self._memory = None if identity.memory_dir is None else Memory(CheckpointStore(identity.memory_dir), identity)
         self._notes = Notes(store, apart=link is not None)
+        self._note_best = writes_when_new(partial(self._notes.write, None))
         self._noted_empty = False
         self._buffers = HostBuffers()
         self._looked = False
@@ -129,7 +132,7 @@ class Saver:
         own, began = Own(content, self._tier(in_memory)), time.monotonic()
         try:
             with self._together(own, drain):
-                own.name, own.content = self._names.choose(own, self._best_as_of, create_directory=create_directory)
+                own.name, own.content = self._names.choose(own, self.bests.as_of, create_directory=create_directory)
                 self._write(own, write, create_directory)
                 trace.mark("written")
                 entries = self._describe(own)
@@ -195,7 +198,7 @@ class Saver:
             raise RuntimeError(f"{self._under_way.own.name} is being saved; settle that first")
         own, began = Own(content, self._tier(in_memory)), time.monotonic()
         try:
-            own.name, own.content = self._names.choose(own, self._best_as_of, create_directory=True)
+            own.name, own.content = self._names.choose(own, self.bests.as_of, create_directory=True)
             files = self._stage(own, state, copies=not waits)
         except Failed as failure:
             self._buffers.release()
@@ -248,8 +251,7 @@ class Saver:
         except PeerLost as lost:
             completed = self._complete(own, lost, ending.began)
             return None if completed is None else (completed.step, completed.ref)
-        self.best = own.content.best
-        self.saved.note(own.content.step, ref, in_memory=own.tier.in_memory)
+        self._note(own, ref)
         return own.content.step, ref
 
     def _settle(self, ending: UnderWay, error: BaseException | None) -> Ref:
@@ -307,7 +309,7 @@ class Saver:
             self._check_files([entry.path for entry in files], own.content)
             manifest = seal_once(path, self._manifest(own.name, own.content, files))
         self._tell(own, manifest, began)
-        self._note(own, manifest)
+        self._note(own, manifest.ref)
         return manifest
 
     def _stage(self, own: Own, state: Callable[[], Mapping[str, Any]], *, copies: bool) -> dict[str, Any]:
@@ -353,22 +355,14 @@ class Saver:
 
     def improves(self, value: float | None) -> bool:
         """Whether a checkpoint with rank 0's ``value`` would be the best so far. Collective."""
-        best = self.best if self._under_way is None else self._under_way.own.content.best
-        better = self.tracked is not None and self.tracked.improves(value, best)
-        return bool(self._collective.broadcast(better))
+        best = None if self._under_way is None else self._under_way.own.content.best
+        return bool(self._collective.broadcast(self.bests.improves(value, best)))
 
     def credit(self, name: str, value: float) -> None:
         """Makes a checkpoint that exists the best so far, as all ranks have agreed."""
-        assert self.tracked is not None
-        self.best = Best(name, self.tracked.metric, self.tracked.mode, value)
+        best = self.bests.credit(name, value)
         if self._identity.rank == 0:
-            self._notes.write(None, self.best)
-
-    def _best_as_of(self, name: str, metric: float | None) -> Best | None:
-        tracked = self.tracked
-        if tracked is None or metric is None or not tracked.improves(metric, self.best):
-            return self.best
-        return Best(name, tracked.metric, tracked.mode, metric)
+            self._notes.write(None, best)
 
     def _write(self, own: Own, write: Callable[[Path], None], create_directory: bool) -> None:
         path = own.path
@@ -450,13 +444,16 @@ class Saver:
 
     def _announce(self, own: Own, manifest: Manifest, began: float) -> None:
         """It is sealed, as all ranks know."""
-        self._note(own, manifest)
+        self._note(own, manifest.ref)
         if own.tier.leads:
             self._tell(own, manifest, began)
 
-    def _note(self, own: Own, manifest: Manifest) -> None:
-        self.best = manifest.best
-        self.saved.note(manifest.step, manifest.ref, in_memory=own.tier.in_memory)
+    def _note(self, own: Own, ref: Ref) -> None:
+        in_memory, content = own.tier.in_memory, own.content
+        self.bests.note(ref.name, content.best, awaits_disk=in_memory and content.make_durable)
+        self.saved.note(content.step, ref, in_memory=in_memory)
+        if in_memory and self._identity.rank == 0:
+            self._note_best(self.bests.best)
 
     def _tell(self, own: Own, manifest: Manifest, began: float) -> None:
         in_memory = own.tier.in_memory

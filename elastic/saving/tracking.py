@@ -29,7 +29,7 @@ class Tracking:
     @property
     def best(self) -> Best | None:
         """The best checkpoint; None if nothing is saved."""
-        return None if self._saver is None else self._saver.best
+        return None if self._saver is None else self._saver.bests.best
 
     @property
     def name(self) -> str | None:
@@ -40,7 +40,7 @@ class Tracking:
         """Tracks this metric from now on."""
         self.tracked = tracked
         if self._saver is not None:
-            self._saver.tracked = tracked
+            self._saver.bests.tracked = tracked
 
     def improved(self, value: float, step: int) -> bool:
         """Whether ``step`` is the best so far. Collective; rank 0's value decides.
@@ -69,7 +69,7 @@ class Tracking:
             return self._improves_unsaved(tracked, value, together=together)
         if together:
             value = float(self._collective.broadcast(value))
-        best = tracked.improves(value, self._saver.best)
+        best = tracked.improves(value, self._saver.bests.standing())
         if best and saved is not None:
             self._saver.credit(saved.name, value)
         return best

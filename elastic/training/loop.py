@@ -19,6 +19,7 @@ from ..saving.background_save import Background
 from ..saving.cadence import checked
 from ..saving.declared import strategy_of
 from ..saving.resuming import check_strategy
+from . import saves
 from .findings import loads_anywhere
 from .memory import MemorySaves
 from .rehearsal import rehearse
@@ -371,6 +372,9 @@ class _Run:
             return False
         if boundary.drain:
             if self._write is None or self._save(self._measure(), drain=True) is not None:
+                if self._session.saves.of(boundary.step) is not None:
+                    # Nobody stays who could write what is in memory.
+                    self._session.saves.await_best(boundary.step, self._session.busy, saves.DRAIN_BEST_WAIT_SECONDS)
                 self._session.leave_drained(stays=self._session.may_stay)
             else:
                 self._session.drain_failed()
@@ -380,8 +384,8 @@ class _Run:
     def _save_between(self, step: int, *, due: bool, saved: bool) -> None:
         """What is due between two changes, on the disk or in memory; ``saved``: the step is saved already."""
         metric = self._measure() if due else None
-        # What goes to memory first the agents bring to the disk. Not so the best: later checkpoints name it.
-        to_disk = due and self._memory.on and not self._is_best(metric)
+        # What goes to memory first the agents bring to the disk.
+        to_disk = due and self._memory.on
         if due and not to_disk:
             self._save(metric, wait=False)
         self._value = metric
@@ -397,15 +401,25 @@ class _Run:
     def finish(self) -> None:
         """Makes the last save, and tells the agent that the training is over."""
         if self._write is not None and self._session.step > 0:
+            self._session.settle()
+            self._await_best(saves.BEST_WAIT_SECONDS)
             save_at_last(self._session.step, lambda: self._save(self._measure()) is not None)
         self._session.finish()
 
+    def _await_best(self, seconds: float) -> None:
+        """So that the last save can name it."""
+        session = self._session
+        missing = session.saves.await_best(session.step, session.busy, seconds)
+        if missing and session.rank == 0:
+            remark(
+                "%s would be the best checkpoint, and the agents have not written it to the disk within %g s: it does "
+                "not count; see the agents' lines about the disk",
+                missing,
+                seconds,
+            )
+
     def _measure(self) -> float | None:
         return None if self._metric is None else self._metric()
-
-    def _is_best(self, metric: float | None) -> bool:
-        """Whether the present step is the best so far. Collective."""
-        return self._session.worth_saving or self._session.saves.improves(metric)
 
     def _save_in_memory(self, to_disk: bool) -> Ref | None:
         # A metric may take an evaluation, and what is only in memory is no candidate for the best checkpoint.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +45,12 @@ def save_at_last(step: int, save: Callable[[], bool]) -> None:
     raise SaveError(f"the last step, {step}, could not be saved in {LAST_SAVE_TRIES} tries")
 
 
+# So long the end of training, or a drain where nobody stays, waits for the agents to bring the best checkpoint to the
+# disk, seconds.
+BEST_WAIT_SECONDS, DRAIN_BEST_WAIT_SECONDS = 60.0, 3.0
+BEST_LOOK_SECONDS = 0.1
+
+
 class Saves:
     """On the disk and in memory.
 
@@ -67,11 +74,14 @@ class Saves:
         self.saver: Saver | None = None
         self._memory: bool | None = None
         if self.store is not None:
-            resumed_from, best = (None, None) if resume is None else (resume.ref, resume.manifest.best)
-            self.saver = Saver(identity, collective, self.store, link, resumed_from, best)
-            if resume is not None:
+            if resume is None:
+                self.saver = Saver(identity, collective, self.store, link, None)
+            else:
+                in_memory, manifest = identity.in_memory(resume.path), resume.manifest
+                bests = manifest.best, manifest.candidate, in_memory
+                self.saver = Saver(identity, collective, self.store, link, resume.ref, *bests)
                 # At the resume point this step number is saved as the resume point itself.
-                self.saver.saved.note(resume.step, resume.ref, in_memory=identity.in_memory(resume.path))
+                self.saver.saved.note(resume.step, resume.ref, in_memory=in_memory)
 
     @property
     def failed(self) -> bool:
@@ -110,14 +120,35 @@ class Saves:
             self._memory = not lacks
         return self._memory
 
-    def improves(self, value: float | None) -> bool:
-        """See `Saver`. Collective."""
-        assert self.saver is not None
-        return self.saver.improves(value)
-
     def largest(self, value: int) -> int:
         """Of all ranks. Collective."""
         return self._collective.max([value])[0]
+
+    def await_best(self, step: int, busy: Callable[[], None], seconds: float) -> str:
+        """Waits until the best checkpoint is on the disk, where the agents bring it. Collective.
+
+        Args:
+            step: What is saved last: it is no question what that is.
+            busy: Called now and then.
+            seconds: No longer than this.
+
+        Returns:
+            "", or the name of what is not there: what was the best before stays it.
+        """
+        bests = None if self.saver is None else self.saver.bests
+        name = "" if bests is None else bests.awaited(step)
+        if bests is None or not name:
+            return ""
+        deadline = time.monotonic() + seconds
+        while True:
+            bests.look()
+            over = time.monotonic() >= deadline
+            found, over = self._collective.broadcast([bests.is_on_disk(name), over])
+            if found or over:
+                return "" if found else name
+            busy()
+            # No event tells when the agents have sealed it.
+            threading.Event().wait(BEST_LOOK_SECONDS)
 
     def drains_to_memory(self) -> bool:
         """Whether the save of a drain goes there: some agent has said so, and none otherwise. Collective."""

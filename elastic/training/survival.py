@@ -228,6 +228,7 @@ class Survival:
         step, saver = mark.boundary.step, session.saves.saver
         if session.saves.of(step) is not None:
             return  # It is on the disk.
-        best = None if saver is None else saver.best
-        content = Content(step, mark.position, self._options["order"], cut=self._options["cut"], best=best)
+        best, candidate = (None, None) if saver is None else (saver.bests.best, saver.bests.strongest())
+        options = {"cut": self._options["cut"], "best": best, "candidate": candidate}
+        content = Content(step, mark.position, self._options["order"], **options)
         session.survivor.save(content, held.files(), rng.encoded(mark.generators))

@@ -247,6 +247,7 @@ def seal_form(manifest: Manifest, target: Path, entries: tuple[FileEntry, ...]) 
         source=manifest.ref,
         files=entries,
         best=None,
+        candidate=None,
         version=VERSION,
     )
     seal(target, sealed)

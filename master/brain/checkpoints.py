@@ -38,6 +38,7 @@ def from_proto(message: control_pb2.Checkpoint) -> Checkpoint:
         largest_file=message.largest_file,
         metric=message.metric if message.HasField("metric") else None,
         best=message.best,
+        candidate=message.candidate,
         keep=message.keep if message.HasField("keep") else None,
         unconvertible=NOT_DEEPSPEEDS if message.no_universal_form else "",
     )
@@ -62,6 +63,7 @@ def to_proto(job: Job, record: Checkpoint) -> control_pb2.Checkpoint:
         bytes=record.bytes,
         largest_file=record.largest_file,
         best=record.best,
+        candidate=record.candidate,
     )
     if record.parts:
         message.in_memory = True
@@ -169,24 +171,26 @@ def put_commit(turn: Turn, record: Checkpoint) -> None:
     retire_old(turn)
 
 
-def record_written(turn: Turn, record: Checkpoint, by: str) -> None:
+def record_written(turn: Turn, record: Checkpoint, by: str, *, candidate: bool = False) -> None:
     """Records what nodes have written to the disk, out of their memory, for the ranks of the last epoch.
 
     Steps are committed in order: what comes after a newer one does not count, and its files may be deleted. What comes
-    after its epoch is found when nodes join (`note_late`).
+    after its epoch is found when nodes join (`note_late`). Only a candidate, which others name, counts all the same.
     """
     job = turn.job
     record = replace(record, parts=0, unseen=by)
-    if record.epoch != job.epoch:
-        return
-    if record.step > job.checkpoints.last_step(job.epoch):
+    if record.epoch == job.epoch and record.step > job.checkpoints.last_step(job.epoch):
         put_commit(turn, record)
+    elif candidate:
+        now_on_disk(turn, record, by)
+    elif record.epoch != job.epoch:
+        return
     elif len(job.late) < LATE_KEPT and record.name not in {known.name for known in job.late}:
         job.late = (*job.late, record)
 
 
 def now_on_disk(turn: Turn, record: Checkpoint, by: str) -> None:
-    """What is recorded, and was in memory alone, is a commit like others now."""
+    """What was in memory alone is a commit like others now, but not the newest one."""
     turn.job.checkpoints.put(replace(record, parts=0, unseen=by))
     turn.live.committed = turn.heard
     retire_old(turn)
@@ -410,8 +414,8 @@ def has_witness(job: Job, committer: str) -> bool:
 
 
 def bests(kept: Iterable[Checkpoint]) -> set[str]:
-    """Names of what was best as of any checkpoint that stays: the run may resume from each of them."""
-    return {record.best for record in kept if record.best}
+    """Names of what was best as of any checkpoint that stays, or was to be: the run may resume from each of them."""
+    return {name for record in kept for name in (record.best, record.candidate) if name}
 
 
 def in_use_digests(job: Job) -> set[str]:

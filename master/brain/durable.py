@@ -1,10 +1,12 @@
 """Memory checkpoints on their way to the disk: which one is written, which node writes which part, and who seals it.
 
-Two kinds of them are written, one step at a time. What a change has left in memory is what the run goes on from, and is
-on the record already: one node writes all of it behind the world's first step. And what the ranks want on the disk,
-instead of writing it there themselves: each node writes its part while the world trains; one of them seals it when all
-parts are there, and only then is it recorded. What nodes have said of that is not stored: a new master has them look
-again at what they wrote.
+One step at a time is written, of three kinds. What a change has left in memory is what the run goes on from, and is on
+the record already: one node writes all of it behind the world's first step. What the ranks want on the disk, instead of
+writing it there themselves: each node writes its part while the world trains; one of them seals it when all parts are
+there, and only then is it recorded. And of these the candidates, which were the best so far: they are written before
+others, although newer ones may be on the disk, and also behind a change of the world.
+
+What nodes have said of that is not stored: a new master has them look again at what they wrote.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dalsegno.protos import control_pb2
 from . import checkpoints
 from .live import HeldStep, State
 from .membership import in_rank_order
-from .memory import holders, is_whole
+from .memory import holders, is_candidate, is_whole
 from .state import Checkpoint, Job, Node
 from .turn import Turn
 
@@ -49,6 +51,17 @@ def want_durable(turn: Turn, record: Checkpoint) -> None:
         turn.live.held.version += 1
 
 
+def want_in_parts(turn: Turn, record: Checkpoint) -> bool:
+    """Nodes cannot fetch it from each other: each writes the parts that it has. Returns whether that is news."""
+    step = turn.live.held.step(record)
+    news, step.in_parts = not step.in_parts, True
+    if news:
+        # Who could not write all of it could not fetch it.
+        step.unable.clear()
+    want_durable(turn, record)
+    return news
+
+
 def cannot_write(turn: Turn, record: Checkpoint) -> bool:
     """Whether two nodes, or all that there are, have just failed to write a step to the disk."""
     unable = turn.live.held.step(record).unable
@@ -62,6 +75,9 @@ def tend(turn: Turn) -> None:
     """Chooses the next step that the ranks want on the disk, and asks nodes again that could not write to it."""
     held = turn.live.held
     for step in held.steps.values():
+        if step.written_in != turn.job.epoch:
+            step.written_in = turn.job.epoch
+            step.written.clear()
         for incarnation, at in list(step.unable.items()):
             if turn.due(at):
                 del step.unable[incarnation]
@@ -69,8 +85,10 @@ def tend(turn: Turn) -> None:
     under_way = held.steps.get(held.writing)
     if under_way is not None and is_wanted(turn.job, under_way) and can_go_on(turn.job, under_way):
         return
-    newest = (step for step in held.newest_first() if is_wanted(turn.job, step) and can_begin(turn.job, step))
-    chosen = next(newest, None)
+    able_now = [step for step in held.newest_first() if is_wanted(turn.job, step) and can_begin(turn.job, step)]
+    # A candidate of an older epoch, then this one's newest candidate, then what is newest.
+    able_now.sort(key=lambda step: (is_candidate(turn.job, step), step.record.epoch < turn.job.epoch), reverse=True)
+    chosen = next(iter(able_now), None)
     writing = chosen.record.digest if chosen is not None else ""
     if writing != held.writing:
         held.writing = writing
@@ -78,17 +96,19 @@ def tend(turn: Turn) -> None:
 
 
 def is_wanted(job: Job, step: HeldStep) -> bool:
-    """The ranks of the open world want it on the disk, and nothing newer is there."""
+    """The ranks of the open world want it on the disk, and nothing newer is there; or it is a candidate."""
     record, head = step.record, job.checkpoints.head
-    open_now = job.phase.has_workers and record.epoch == job.epoch
-    recorded = job.checkpoint(record.digest) is not None or record.step <= job.checkpoints.last_step(job.epoch)
     # What the run began from goes first.
-    return step.wanted and open_now and not recorded and (head is None or not head.parts)
+    if not job.phase.has_workers or job.checkpoint(record.digest) is not None or (head is not None and head.parts):
+        return False
+    newer = record.epoch == job.epoch and record.step > job.checkpoints.last_step(job.epoch)
+    return (step.wanted and newer) or is_candidate(job, step)
 
 
 def can_begin(job: Job, step: HeldStep) -> bool:
     """All parts are there, and all nodes have told of their own: else a buddy that is heard first would write them."""
-    return is_whole(job, step) and len(step.own) == step.record.parts
+    told = len(step.own) == step.record.parts or step.record.epoch != job.epoch
+    return is_whole(job, step) and told
 
 
 def can_go_on(job: Job, step: HeldStep) -> bool:
@@ -101,6 +121,9 @@ def orders(state: State) -> dict[str, Order]:
     whole = writer(state)
     if whole is not None:
         record, node = whole
+        step = state.live.held.steps.get(record.digest)
+        if step is not None and step.in_parts:
+            return orders_of_parts(state.job, step)
         return {node.incarnation: Order(record)}
     step = state.live.held.steps.get(state.live.held.writing)
     return {} if step is None or not is_wanted(state.job, step) else orders_of_parts(state.job, step)
@@ -148,6 +171,10 @@ def writer(state: State) -> tuple[Checkpoint, Node] | None:
     record = checkpoints.owed(job)
     if record is None or not record.parts:
         record = job.checkpoints.head
+    if record is None or not record.parts:
+        # What is the best, and no more the newest.
+        best = "" if record is None else record.best
+        record = next((known for known in job.checkpoints.in_memory if known.name == best), None)
     step = live.held.steps.get(record.digest) if record is not None and record.parts else None
     if record is None or step is None:
         return None
@@ -171,13 +198,25 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
     """A memory checkpoint, or parts of it, are on the disk, or could not be written. Returns (status code, detail)."""
     job, digest = turn.job, message.ref.digest
     record, step = job.checkpoint(digest), turn.live.held.steps.get(digest)
+    if not message.failure:
+        turn.live.held.complaints.pop(node.name, None)
     if record is None:
         if step is not None and step.wanted:
             heard_of_wanted(turn, node, message, step)
-    elif not record.parts or record.retired or (message.parts and not message.failure):
-        pass  # It is there already, or it was only a part, and the run goes on from it since.
+    elif not record.parts or record.retired:
+        pass  # It is there already.
     elif message.failure:
-        cannot(turn, node, turn.live.held.step(record), message.failure)
+        step = turn.live.held.step(record)
+        sealing = not message.parts and len(step.written) == record.parts
+        if sealing and step.in_parts:
+            step.written.clear()
+        # All of it was ordered before anybody knew that nodes cannot fetch it.
+        if message.parts or sealing or not step.in_parts:
+            cannot(turn, node, step, message.failure)
+    elif message.parts:
+        # Of what the ranks wanted, and the run goes on from since, others write all of it.
+        turn.live.held.step(record).written.update(part for part in message.parts if part < record.parts)
+        turn.live.held.version += 1
     else:
         note_durable(turn, record, node)
     return "OK", ""
@@ -196,17 +235,23 @@ def heard_of_wanted(turn: Turn, node: Node, message: control_pb2.DurableRequest,
         step.written.update(part for part in message.parts if part < step.record.parts)
         held.version += 1
     elif world is not None and world.member(node.incarnation) is not None:
-        checkpoints.record_written(turn, step.record, node.name)
+        checkpoints.record_written(turn, step.record, node.name, candidate=is_candidate(turn.job, step))
         held.version += 1
 
 
 def cannot(turn: Turn, node: Node, step: HeldStep, failure: str) -> None:
-    """A node could not write it: another one does, or the same one after a pause. People are told once of each node."""
-    turn.live.held.version += 1
+    """A node could not write it: another one does, or the same one after a pause.
+
+    People are told once of each node and step, and once of what is the same with each step until the node can write.
+    """
+    held = turn.live.held
+    held.version += 1
     step.unable[node.incarnation] = turn.now + ASKED_AGAIN
+    known, held.complaints[node.name] = held.complaints.get(node.name), failure
     if node.incarnation not in step.told:
         step.told[node.incarnation] = None
-        turn.notice(f"{node.name} could not write {step.record.name} to the disk: {failure}", True)
+        if failure != known:
+            turn.notice(f"{node.name} could not write {step.record.name} to the disk: {failure}", True)
 
 
 def note_durable(turn: Turn, record: Checkpoint, node: Node) -> None:

@@ -85,6 +85,8 @@ class Checkpoint:
     metric: float | None = None
     # Name of the run's best checkpoint as of this one; empty if no metric is tracked.
     best: str = ""
+    # Name of a better one that was on its way to the disk as of this one; empty if there was none.
+    candidate: str = ""
     # How many checkpoints the script wants kept; None: the job's setting.
     keep: int | None = None
     # Why it has no universal form; empty if it may have one.

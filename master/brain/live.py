@@ -211,11 +211,15 @@ class HeldStep:
     missing_since: float | None = None
     # It must be on the disk before a world can open.
     urgent: bool = False
+    # Nodes cannot fetch it from each other: each writes what it has.
+    in_parts: bool = False
     # Parts that the nodes whose ranks wrote them have said to hold.
     own: set[int] = field(default_factory=set)
     # The ranks want it on the disk; the parts that nodes have said to be there.
     wanted: bool = False
     written: set[int] = field(default_factory=set)
+    # In which epoch they said so: a later one has deleted what was not sealed.
+    written_in: int = 0
     # Nodes that could not write it to the disk, by incarnation, and when they are asked again; of whom people know.
     unable: dict[str, float] = field(default_factory=dict)
     told: dict[str, None] = field(default_factory=dict)
@@ -236,6 +240,8 @@ class Held:
     steps: dict[str, HeldStep] = field(default_factory=dict)
     # Digest of the step that nodes write to the disk because the ranks want it there; empty: none.
     writing: str = ""
+    # By node, why it could not write to the disk when it tried last.
+    complaints: dict[str, str] = field(default_factory=dict)
     # Grows with each change.
     version: int = 0
 

@@ -23,6 +23,7 @@ __all__ = (
     "buddies",
     "doubt",
     "give_up",
+    "is_candidate",
     "is_gone",
     "is_held",
     "is_needed",
@@ -107,11 +108,15 @@ def worth_knowing(turn: Turn, node: Node, said: control_pb2.Checkpoint) -> Check
 
 
 def forget_old(turn: Turn) -> None:
-    """Keeps the newest steps, what is recorded, and what is being written to the disk."""
+    """Keeps the newest steps, what is recorded, what is being written to the disk, and what may be the best."""
     job, held = turn.job, turn.live.held
+    head = job.checkpoints.head
+    own = (step for step in held.newest_first() if step.wanted and step.record.best == step.record.name)
+    candidates = {next((step.record.name for step in own), ""), "" if head is None else head.candidate}
     for step in held.newest_first()[MOST_STEPS:]:
-        if job.checkpoint(step.record.digest) is None and step.record.digest != held.writing:
-            del held.steps[step.record.digest]
+        record = step.record
+        if job.checkpoint(record.digest) is None and record.digest != held.writing and record.name not in candidates:
+            del held.steps[record.digest]
 
 
 def holders(job: Job, step: HeldStep, part: int) -> list[Node]:
@@ -123,6 +128,19 @@ def holders(job: Job, step: HeldStep, part: int) -> list[Node]:
 def is_whole(job: Job, step: HeldStep) -> bool:
     """Each part has a living holder."""
     return all(holders(job, step, part) for part in range(step.record.parts))
+
+
+def is_candidate(job: Job, step: HeldStep) -> bool:
+    """It was the best so far, of this epoch or as of what the run goes on from, and nothing better is recorded since.
+
+    Only what is on the disk may be named as the best.
+    """
+    record, head = step.record, job.checkpoints.head
+    if not step.wanted or record.best != record.name or job.checkpoint(record.digest) is not None:
+        return False
+    if record.epoch != job.epoch and (head is None or head.candidate != record.name):
+        return False
+    return not any(known.best == known.name and known.age > record.age for known in job.checkpoints.usable)
 
 
 def newest_held(state: State) -> HeldStep | None:
@@ -160,21 +178,31 @@ def parts_of(state: State, digest: str) -> Iterator[tuple[int, list[str]]]:
 def is_needed(state: State, node: Node) -> bool:
     """Whether a leaver stays: no other node that stays has a part that this one holds of what the run may go on from.
 
-    Where nobody stays, one of the leavers writes it to the disk. While a drain lasts other parts may be on their way:
-    who is released before they are there would take for saved what is not.
+    The same holds for what may be the best. Where nobody stays, one of the leavers writes it to the disk. While a drain
+    lasts other parts may be on their way: who is released before they are there would take for saved what is not.
     """
     job, head = state.job, state.job.checkpoints.head
-    for step in state.live.held.newest_first():
+    somebody_stays = any(not other.leaving for other in job.nodes.values())
+    steps = state.live.held.newest_first()
+    if somebody_stays and any(is_candidate(job, step) and holds_alone(job, step, node) for step in steps):
+        return True
+    for step in steps:
         if not may_count(job, step.record, head):
             continue
-        own = [part for part in range(step.record.parts) if node.incarnation in step.holders.get(part, ())]
-        if any(all(other is node or other.leaving for other in holders(job, step, part)) for part in own):
+        if holds_alone(job, step, node):
             return True
+        own = any(node.incarnation in known for known in step.holders.values())
         if is_whole(job, step):
             return False  # Nothing older is gone back to.
         if own and job.phase is Phase.DRAINING:
             return True
     return False
+
+
+def holds_alone(job: Job, step: HeldStep, node: Node) -> bool:
+    """Whether a node has a part of a step that nobody else has who stays."""
+    own = (part for part, known in step.holders.items() if node.incarnation in known)
+    return any(all(other is node or other.leaving for other in holders(job, step, part)) for part in own)
 
 
 def may_count(job: Job, record: Checkpoint, head: Checkpoint | None) -> bool:
@@ -206,6 +234,8 @@ def adopt(turn: Turn) -> bool:
     gone = {known.name for known in job.checkpoints.retired}
     if record.best in gone:
         record = replace(record, best=head.best if head is not None else "")
+    if record.candidate in gone:
+        record = replace(record, candidate="")
     checkpoints.put_newer(turn, record)
     return True
 

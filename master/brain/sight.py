@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from . import conversion
+from . import conversion, durable
 from .checkpoints import resume_point, retire
-from .membership import answers, has_answered
+from .membership import answers, expected, has_answered, is_candidate, sees_resume
 from .state import Checkpoint, Node
-from .turn import Turn
+from .turn import Turn, names
 
 __all__ = ("look",)
 
@@ -21,6 +21,9 @@ def look(turn: Turn) -> bool:
     resume, verification = resume_point(job), job.verification
     if resume is not None and verification is None and suspect_damage(turn, resume):
         return True
+    if resume is not None and resume.parts:
+        gathering.unseen = None
+        return lacks_memory(turn, resume)
     before = one_before(turn, resume) if resume is not None else None
     # A verifier of a directory that is gone has no verdict; then it counts that nobody sees it.
     open_question = verification is not None and not conversion.is_unable(verification)
@@ -40,6 +43,27 @@ def look(turn: Turn) -> bool:
         True,
     )
     return True
+
+
+def lacks_memory(turn: Turn, resume: Checkpoint) -> bool:
+    """A resume point in memory that nodes cannot fetch from each other, so that no world can open: they all see a disk.
+
+    Returns whether anything changed. What nobody can write there either is tried again: it is not lost.
+    """
+    job = turn.job
+    here = [node for node in job.nodes.values() if is_candidate(turn, node) and has_answered(turn, node)]
+    without = [node.name for node in here if not sees_resume(turn, node)]
+    coming = [node for node in expected(turn) if not has_answered(turn, node)]
+    if not without or len(here) - len(without) + len(coming) >= job.settings.least_nodes:
+        return False
+    if durable.want_in_parts(turn, resume):
+        turn.notice(
+            f"{names(without)} cannot fetch {resume.name} from the memory of other nodes: each node writes its part to"
+            " the disk, and the run goes on from there",
+            True,
+        )
+        return True
+    return False
 
 
 def suspect_damage(turn: Turn, resume: Checkpoint) -> bool:

@@ -6,6 +6,8 @@ in memory and what on the disk when that happens.
 
 from __future__ import annotations
 
+import json
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from dalsegno.agent.memory.place import remove_leftovers, root_of_user
 from dalsegno.elastic.checkpoint import verify
 from tests.support.jobs import local_processes as processes
 from tests.support.jobs.cluster import TRAIN, Cluster, Node, Training, Undisturbed
-from tests.support.jobs.faults import held_writings, makers, noted_makers, run_directory
+from tests.support.jobs.faults import deaf, held_writings, makers, noted_makers, run_directory
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -140,6 +142,61 @@ def test_a_writer_is_killed_in_the_middle(jobs: Clusters, undisturbed: Undisturb
     job.assert_lost({second: range(1, FREE + 2)})
 
 
+def best_of(job: Cluster) -> tuple[int, int]:
+    """The step of the newest checkpoint, and that of the best one, which is on the disk as a whole."""
+    sealed = {one.name: one for one in job.sealed()}
+    last = max(sealed.values(), key=lambda one: (one.epoch, one.step))
+    assert last.best is not None
+    verify(run_directory(job) / last.best.name, sealed[last.best.name], threads=1)
+    assert json.loads((run_directory(job) / "best.json").read_text())["name"] == last.best.name
+    return last.step, sealed[last.best.name].step
+
+
+def test_the_best_outlives_the_death_of_who_was_writing_it(jobs: Clusters, undisturbed: Undisturbed) -> None:
+    """It is in memory alone, and the run goes on from a later step: the next world brings it to the disk.
+
+    No rank has written it, and newer commits do not make it one of those that may go.
+    """
+    environment = {"DALSEGNO_TEST_STEPS": str(FREE), "DALSEGNO_TEST_BEST": "10", **noted_makers()}
+    flags = ("--memory-replicas=1", "--quiet-time=60", "--keep-checkpoints=1")
+    job = jobs(10, agent_environment=environment, agent_flags=flags)
+    job.start("a")
+    job.start("b", environment=held_writings())
+    first = job.wait_world(2)
+    job.wait_for(lambda: list(job.holds.glob("writing-*")), "b held while it writes")
+    job.wait_for(lambda: list(run_directory(job).glob("step-10.*/*")), "the part of a")
+    job.wait_standing()
+    assert not job.sealed()
+    job.kill_node(job.node("b"))
+    second = job.wait_world(1, after=first)
+    assert job.change(second).resumed == HELD
+    wait_durable(job, HELD)
+    wait_durable(job, 10)
+    end(job, undisturbed)
+    assert best_of(job) == (STEPS, 10)
+    assert makers(job)["worker"] == {STEPS}
+
+
+@pytest.mark.full
+def test_a_best_that_all_nodes_took_with_them_leaves_the_one_before(jobs: Clusters, undisturbed: Undisturbed) -> None:
+    """A power cut while it is being written: the run has the best of what it goes on from."""
+    environment = {"DALSEGNO_TEST_STEPS": str(FREE), "DALSEGNO_TEST_BEST": "10", **noted_makers()}
+    job = jobs(5, agent_environment=environment)
+    job.start("a")
+    job.start("b", environment=held_writings(after="step-5."))
+    job.wait_world(2)
+    job.wait_for(lambda: list(job.holds.glob("writing-*")), "b held while it writes")
+    wait_committed(job, 5)
+    job.wait_standing()
+    kill_all(job, *job.alive())
+    del job.agent_environment["DALSEGNO_TEST_BEST"]  # No step is as good any more.
+    job.start("a", "b")
+    second = job.wait_world(2, after=1)
+    assert job.first_step(second) == 6
+    end(job, undisturbed)
+    assert best_of(job) == (STEPS, 5)
+
+
 def test_a_node_that_cannot_write(jobs: Clusters, undisturbed: Undisturbed) -> None:
     """Its buddy, who has its part, writes that, too; and a line says so."""
     job = jobs(HELD)
@@ -151,6 +208,30 @@ def test_a_node_that_cannot_write(jobs: Clusters, undisturbed: Undisturbed) -> N
     wait_committed(job, HELD)
     end(job, undisturbed)
     job.assert_lost({})
+
+
+@pytest.mark.full
+def test_nodes_that_cannot_reach_each_other(jobs: Clusters, undisturbed: Undisturbed) -> None:
+    """It is said once, at whose console; a step that each has a part of comes to the disk, and the run goes on from it.
+
+    A worker crashes: both agents have their parts of the last memory checkpoint, and neither gets the other's.
+    """
+    job = jobs(100, nnodes="2:2")
+    job.start("a", "b", environment=deaf())
+    first = job.wait_world(2)
+    job.wait_step(HELD + FREE)
+    job.wait_line(r"no replica of this node's memory checkpoints comes to 127\.0\.0\.1:\d+: .*firewall")
+    job.wait_standing()
+    processes.send([job.worker_pid(job.node("b"))], signal.SIGKILL)
+    job.wait_line(r"cannot be gathered: part \d \(127\.0\.0\.1:\d+: .*firewall")
+    job.wait_line(r"cannot fetch step-\d+\S* from the memory of other nodes: each node writes its part to the disk")
+    second = job.wait_world(2, after=first)
+    assert job.change(second).resumed >= HELD
+    assert [one.step for one in job.sealed()] == [job.change(second).resumed]
+    end(job, undisturbed)
+    for name in ("a", "b"):
+        said = "\n".join(job.node(name).said())
+        assert said.count("no replica of this node's memory checkpoints comes to") == 1
 
 
 def leftovers(job: Cluster) -> list[Path]:

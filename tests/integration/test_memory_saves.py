@@ -53,20 +53,35 @@ def test_the_ranks_save_to_memory_and_the_last_step_to_the_disk(tmp_path: Path, 
 
 
 @WAYS
-def test_the_best_is_saved_to_the_disk_at_once(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """Later checkpoints name it, so it must outlive all memories. Beside it there is no memory checkpoint."""
+@pytest.mark.parametrize("reaches", [True, False], ids=["written", "lost"])
+def test_the_best_goes_to_memory_and_is_named_once_it_is_on_the_disk(
+    tmp_path: Path, flags: tuple[str, ...], reaches: bool
+) -> None:
+    """Until then the one before is, on all ranks; the last save waits for it. If it is lost, the one before stays."""
+    if not reaches:
+        flags = (*flags, "--best-wait", "1")
     with FakeAgent(tmp_path, world=2, epoch=1, memory=True) as agent:
         agent.start("--steps", "12", "--save-every", "4", "--memory-every", "2", "--improves-at", "8", *flags)
+        # The first value of all is the best, too.
+        for step in (1, 8) if reaches else (1,):
+            agent.wait_until(lambda step=step: sum(one.step == step for one in agent.of("sealed")) == 2)
+            name = next(one.name for one in agent.of("sealed") if one.step == step)
+            spread(agent, name)
+            shutil.copytree(agent.memory(0) / name, agent.run_dir / name)
         assert agent.wait() == [0, 0], agent.outputs
         sealed = agent.of("sealed")
-        # The first value of all is the best, too.
-        assert sorted(one.step for one in sealed if not one.in_memory) == [1, 8, 12]
-        assert sorted(one.step for one in sealed if one.make_durable) == [4, 4]
-        best = next(one.name for one in sealed if one.step == 8)
+        assert sorted(one.step for one in sealed if not one.in_memory) == [12]
+        assert sorted(one.step for one in sealed if one.make_durable) == [1, 1, 4, 4, 8, 8]
+        names = {one.step: one.name for one in sealed}
         last = CheckpointStore(agent.run_dir).sealed()[-1]
-        assert (last.step, last.best is not None and last.best.name) == (12, best)
-        (held,) = {one.name for one in sealed if one.in_memory and one.step == 4}
-        assert spread(agent, held).metric == 0.0
+        assert last.best is not None
+        assert (last.step, last.best.name) == (12, names[8 if reaches else 1])
+        assert json.loads((agent.run_dir / "best.json").read_text())["name"] == last.best.name
+        assert (last.candidate is not None and last.candidate.name) == (False if reaches else names[8])
+        between = spread(agent, names[10])
+        assert names[8] in [one.name for one in (between.best, between.candidate) if one is not None]
+        assert spread(agent, names[4]).metric == 0.0
+    assert ("does not count; see the agents' lines" in "".join(agent.outputs)) is not reaches
 
 
 @WAYS

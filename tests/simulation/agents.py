@@ -268,12 +268,13 @@ class SimAgent:
     def _gathered(self, action: ev.PrepareJoin, failure: str) -> None:
         assert action.resume is not None
         digest, disk = action.resume.digest, self.sim.disk
-        if failure:
+        if failure and not action.anyway:
             self.deliver(ev.JoinFailed(action.round, digest, failure))
             return
-        inventory = (*disk.inventory(self.host), self.memory.steps[digest].message)
-        probe = disk.read_probe(self.host)
-        self.deliver(ev.JoinPrepared(action.round, digest, self.host, self.sim.fresh_port(), probe, inventory))
+        fetched = () if failure else (self.memory.steps[digest].message,)
+        inventory, port = (*disk.inventory(self.host), *fetched), self.sim.fresh_port()
+        probe, lacks = disk.read_probe(self.host), bool(failure)
+        self.deliver(ev.JoinPrepared(action.round, digest, self.host, port, probe, inventory, lacks=lacks))
 
     def _stop_workers(self, epoch: int) -> None:
         if self.group is not None and self.group.collective.epoch == epoch:

@@ -279,8 +279,11 @@ class Ledger:
             entry = self.sim.disk.ever.get(record.digest)
             self.require(entry is not None, "commits are sealed", f"{record.name} was never sealed")
             if not self.amnesia:
+                named = any(other.candidate == record.name for other in job.checkpoints)
                 self.require(
-                    record.epoch >= self.epoch, "closed epochs", f"{record.name} committed after {self.epoch} opened"
+                    record.epoch >= self.epoch or named,
+                    "closed epochs",
+                    f"{record.name} committed after {self.epoch} opened",
                 )
             self.committed[record.digest] = record.step
 
@@ -562,7 +565,9 @@ class Ledger:
         self.require(record is None or record.retired, "deleted only when retired", ref.name)
         self._fallback_stays(job, ref.digest, record)
         self.require(
-            newest is None or newest.best != ref.name or (record is not None and record.damaged),
+            newest is None
+            or ref.name not in (newest.best, newest.candidate)
+            or (record is not None and record.damaged),
             "the best stays",
             ref.name,
         )
@@ -582,7 +587,7 @@ class Ledger:
         late = next((one for one in job.late if one.digest == digest), None)
         if late is not None:
             self.require(
-                record is None and newest is not None and newest.epoch > late.epoch,
+                record is None and newest is not None and newest.age > late.age,
                 "what came too late stays for a while",
                 late.name,
             )
@@ -625,6 +630,8 @@ class Ledger:
                 unknowing = (state.fenced and state.epoch.drained is not None) or not state.session_known
                 ran_out = agent.ran_out or is_over(agent)  # Others may still complete its save.
                 excused = unknowing or ran_out or self.is_excused(state.started)
+                # Without the master only a copy in another memory would tell it that its part is not lost.
+                excused = excused or self.sim.plan.walled
                 self.require(excused, "planned changes lose nothing", f"{agent.label} exits {code}")
         else:
             # A name that somebody holds, or no master at the start.

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # How many schedules have memory checkpoints.
 SHARE = 0.35
+# In how many of them no agent reaches another one's memory.
+WALLED = 0.15
 # A part takes so long to another node, seconds.
 TRANSFER = (0.01, 1.0)
 # How long the disk takes for a step that was in memory, seconds.
@@ -36,6 +38,7 @@ def memory_of(plan: Plan) -> None:
     for settings in (plan.settings, plan.other_settings):
         settings.memory_replicas = 1 + plan.seed % 7 // 6
     plan.survivors = random.choice((0.0, 0.3, 0.8))
+    plan.walled = random.random() < WALLED
 
 
 @dataclass
@@ -133,11 +136,14 @@ class Memory:
         self._agent.deliver(ev.HeldChanged(step.message, tuple(sorted(step.parts)), len(step.copies)))
 
     def _send(self, address: str, digest: str, part: int) -> None:
-        buddy, step = peer(self._sim, address), self.steps.get(digest)
+        buddy, step = self._reached(address), self.steps.get(digest)
         if buddy is not None and step is not None and step.message.epoch >= buddy.memory._epoch:
             buddy.run(buddy.memory._put, step.message, step.history, part)
             step.copies.add(address)
             self._tell(step)
+
+    def _reached(self, address: str) -> SimAgent | None:
+        return None if self._sim.plan.walled and address != self.address else peer(self._sim, address)
 
     @staticmethod
     def _wanted(action: ev.PrepareJoin | ev.MakeDurable) -> str:
@@ -148,7 +154,7 @@ class Memory:
     def _fetch(self, action: ev.PrepareJoin | ev.MakeDurable, held: control_pb2.HeldPart, deliver: object) -> None:
         digest = self._wanted(action)
         for address in held.addresses:
-            other = peer(self._sim, address)
+            other = self._reached(address)
             if other is not None and other.memory.has(digest, held.group_rank):
                 step = other.memory.steps[digest]
                 self._put(step.message, step.history, held.group_rank)

@@ -141,6 +141,8 @@ class Plan:
     crowd: int = 0
     # Steps between two checkpoints in memory; 0: there are none.
     memory_every: int = 0
+    # No agent reaches another one's memory.
+    walled: bool = False
     # Of the nodes that a crash leaves, so many save what they hold; 0.0: none, as their state is not replicated.
     survivors: float = 0.0
     # Numbers of workers with which the script fails as soon as it has loaded.

@@ -178,13 +178,15 @@ class Collective:
         message = self.manifest(f"step-{self.step}.e{self.epoch}.{1000 + own}", self._lead.settings, in_memory=True)
         remember(sim, message, self.history)
         group.says(0.001, 0, keeping=worker_pb2.Keeping(step=self.step))
-        sim.clock.after(sim.random.uniform(0.01, 0.5), self._survived, group, message, own, nodes)
+        sim.clock.after(sim.random.uniform(0.01, 0.5), self._survived, group, message, self.history, own, nodes)
         return True
 
-    def _survived(self, group: Group, message: control_pb2.Checkpoint, own: int, nodes: int) -> None:
+    def _survived(
+        self, group: Group, message: control_pb2.Checkpoint, history: tuple[tuple[int, int], ...], own: int, nodes: int
+    ) -> None:
         if not group.alive:
             return
-        group.agent.memory.write(message, self.history, own, *(part for part in range(nodes) if part != own))
+        group.agent.memory.write(message, history, own, *(part for part in range(nodes) if part != own))
         sealed = worker_pb2.Sealed(name=message.ref.name, digest=message.ref.digest, step=message.step, in_memory=True)
         group.says(0.002, 0, sealed=sealed)
         self.sim.clock.after(0.01, group.crash, 1)
@@ -343,16 +345,13 @@ class Collective:
         return bool(self.sim.plan.memory_every) and all(group.to_memory or not group.drain for group in groups)
 
     def _goes_through_memory(self) -> bool:
-        """The agents bring it to the disk. Not the best, and not the last one."""
-        if not self.sim.plan.memory_every or self.step >= self.sim.plan.steps:
-            return False
-        found = self.manifest("the best", self._lead.settings)
-        return found.best != found.ref.name
+        """The agents bring it to the disk; not the last one."""
+        return bool(self.sim.plan.memory_every) and self.step < self.sim.plan.steps
 
     def _save_to_memory(self, drain: bool, to_disk: bool = False) -> None:
         """Each node's ranks write their part into its memory, and train on."""
         self.attempt += 1
-        message = self.manifest(self._name(), self._lead.settings, in_memory=True)
+        message = self.manifest(self._name(), self._lead.settings, in_memory=True, to_disk=to_disk)
         remember(self.sim, message, self.history)
         sealed = worker_pb2.Sealed(name=message.ref.name, digest=message.ref.digest, step=self.step, in_memory=True)
         sealed.make_durable = to_disk
@@ -445,7 +444,9 @@ class Collective:
         else:
             self._later(0.5, self._save, False)
 
-    def manifest(self, name: str, settings: control_pb2.Settings, *, in_memory: bool = False) -> control_pb2.Checkpoint:
+    def manifest(
+        self, name: str, settings: control_pb2.Settings, *, in_memory: bool = False, to_disk: bool = False
+    ) -> control_pb2.Checkpoint:
         message = control_pb2.Checkpoint(
             ref=control_pb2.CheckpointRef(name=name, digest=digest_of(name)),
             run_id=self.world.run_id,
@@ -466,18 +467,29 @@ class Collective:
         )
         if self.world.HasField("resume"):
             message.resumed_from.CopyFrom(self.world.resume.source.ref)
-            message.best = self.world.resume.source.best
         # Good and bad values in turn, so that the best is now the newest and now long past.
         message.metric = float(self.step * 37 % 23)
-        saved = [entry.message for entry in self.sim.disk.ever.values() if not entry.message.in_memory]
-        before = [message for message in saved if message.epoch == self.epoch and message.best]
-        message.best = before[-1].best if before else message.best
-        best = next((known for known in saved if known.ref.name == message.best), None)
-        if in_memory:
-            message.ClearField("metric")  # What is best is saved to the disk.
-        elif best is None or message.metric < best.metric:
-            message.best = name
+        message.best, message.candidate = self._bests()
+        ever = {entry.message.ref.name: entry.message for entry in self.sim.disk.ever.values()}
+        known = [ever[one] for one in (message.best, message.candidate) if one in ever]
+        if in_memory and not to_disk:
+            message.ClearField("metric")  # What is best comes to the disk.
+        elif all(message.metric < one.metric for one in known):
+            message.best, message.candidate = name, ""
         return message
+
+    def _bests(self) -> tuple[str, str]:
+        """Names of the best as of now, which is on the disk, and of what is on its way there to be that."""
+        source, disk = self.world.resume.source, self.sim.disk
+        best, candidate = source.best, source.candidate
+        for message in (entry.message for entry in disk.ever.values() if entry.message.epoch == self.epoch):
+            if message.best != message.ref.name:
+                best, candidate = message.best, message.candidate
+            elif message.in_memory:
+                candidate = message.ref.name
+            else:
+                best, candidate = message.ref.name, ""
+        return (candidate, "") if candidate in disk.sealed else (best, candidate)
 
     def _saved(self, drain: bool, ref: control_pb2.CheckpointRef | None, in_memory: bool = False) -> None:
         if self.step >= self.sim.plan.steps:

@@ -76,11 +76,47 @@ def forgets_what_is_wanted(original: Any) -> Any:
     return to_disk
 
 
+def forgets_the_best(original: Any) -> Any:
+    def candidates(state: AgentState) -> set[str]:
+        return set()
+
+    return candidates
+
+
+def takes_the_best_for_any(original: Any) -> Any:
+    def is_candidate(job: Job, step: HeldStep) -> bool:
+        return False
+
+    return is_candidate
+
+
 def begins_anew_with_each(original: Any) -> Any:
     def can_go_on(job: Job, step: HeldStep) -> bool:
         return False
 
     return can_go_on
+
+
+def counts_what_older_epochs_held(original: Any) -> Any:
+    def adopt(turn: Turn) -> bool:
+        job, head = turn.job, checkpoints.resume_point(turn.job)
+        whole = (step for step in turn.live.held.steps.values() if memory.is_whole(job, step))
+        newest = max(whole, key=lambda step: step.record.step, default=None)
+        if newest is None or job.checkpoint(newest.record.digest) is not None:
+            return False
+        if head is not None and head.step >= newest.record.step:
+            return False
+        checkpoints.put_newer(turn, newest.record)
+        return True
+
+    return adopt
+
+
+def keeps_what_older_epochs_held(original: Any) -> Any:
+    def keep(self: Memory, epoch: int, digests: frozenset[str]) -> None:
+        """Else nobody could tell: nodes drop what older epochs held when a new one begins."""
+
+    return keep
 
 
 def in_memory(plan: Plan) -> bool:
@@ -117,13 +153,26 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             suits=in_memory,
             first=476,
         ),
+        plant(
+            memory,
+            "adopt",
+            counts_what_older_epochs_held,
+            "closed epochs",
+            also=((Memory, "keep", keeps_what_older_epochs_held),),
+            suits=in_memory,
+            first=713,
+        ),
         plant(durable, "heard_of_wanted", commits_a_part, "commits are on the disk", suits=in_memory),
         plant(
             agents_memory,
             "to_disk",
             forgets_what_is_wanted,
             "wanted steps come to the disk",
-            also=((durable, "can_go_on", begins_anew_with_each),),
+            also=(
+                (durable, "can_go_on", begins_anew_with_each),
+                (agents_memory, "candidates", forgets_the_best),
+                (memory, "is_candidate", takes_the_best_for_any),
+            ),
             suits=lambda plan: in_memory(plan) and plan.kind == "planned",
         ),
     ]

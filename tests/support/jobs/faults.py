@@ -183,9 +183,18 @@ def makers(cluster: Cluster) -> dict[str, set[int]]:
     return found
 
 
-def held_writings(how: str = "held") -> dict[str, str]:
-    """Environment of an agent that stops when it writes a memory checkpoint to the disk, or `fails` to."""
-    return {"PYTHONPATH": str(Path(__file__).with_name("held_agents")), "DALSEGNO_TEST_HELD_WRITING": how}
+def held_writings(how: str = "held", after: str = "") -> dict[str, str]:
+    """Environment of an agent that stops when it writes a memory checkpoint to the disk, or `fails` to.
+
+    `after`: but not those whose names begin so.
+    """
+    environment = {"PYTHONPATH": str(Path(__file__).with_name("held_agents")), "DALSEGNO_TEST_HELD_WRITING": how}
+    return {**environment, "DALSEGNO_TEST_HELD_AFTER": after} if after else environment
+
+
+def deaf() -> dict[str, str]:
+    """Environment of an agent whose memory no other one reaches, as behind a firewall that answers nothing."""
+    return {"PYTHONPATH": str(Path(__file__).with_name("held_agents")), "DALSEGNO_TEST_DEAF": "1"}
 
 
 def held_placings() -> dict[str, str]:

@@ -16,6 +16,7 @@ before what is to happen to it has happened, however busy the machine is. In the
                             `before` it, with the gradients of all ranks, or with those of this rank alone: `backward`
     DALSEGNO_TEST_SYNC      seconds that the disk takes to sync the model's file; `<file>=<seconds>` for another one.
                             Until `hurry`
+    DALSEGNO_TEST_BEST      the step that is the best one by a tracked metric; until it, no other one is any good
     DALSEGNO_TEST_BACKGROUND  save in the background, on every rank 300,000 bytes more
     DALSEGNO_TEST_STRANGE   its DeepSpeed turns out to be one that ours cannot load other ranks' shards into
     DALSEGNO_TEST_LOADERS   read the data in two DataLoader processes, started so: fork, spawn or forkserver
@@ -169,6 +170,19 @@ def save_in_background() -> None:
     Session.save = save  # type: ignore[method-assign]
 
 
+def measure(best: int) -> None:
+    """Has a metric tracked, and measured with each save that is to come to the disk."""
+    plain = Session.save
+
+    def save(self: Session, write: Any, **options: Any) -> Any:
+        self.track("score", mode="max")
+        if options.get("make_durable") or not options.get("in_memory"):
+            options["metric"] = float(self.step == best)
+        return plain(self, write, **options)
+
+    Session.save = save  # type: ignore[method-assign]
+
+
 def sync_slowly(what: str) -> None:
     """The disk has the bytes of one of a checkpoint's files so many seconds after it was asked to."""
     name, _, seconds = what.rpartition("=")
@@ -221,6 +235,8 @@ def main() -> None:
     kept = start_children() if os.environ.get("DALSEGNO_TEST_CHILDREN") else None
     slow_down(next(int(flag.partition("=")[2]) for flag in sys.argv if flag.startswith("--steps=")))
     save_in_background() if os.environ.get("DALSEGNO_TEST_BACKGROUND") else hold_saves()
+    if os.environ.get("DALSEGNO_TEST_BEST"):
+        measure(int(os.environ["DALSEGNO_TEST_BEST"]))
     if os.environ.get("DALSEGNO_TEST_LOADERS"):
         read_in_processes(os.environ["DALSEGNO_TEST_LOADERS"])
     if os.environ.get("DALSEGNO_TEST_STRANGE"):

@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,11 @@ class FakeAgent:
                 f"{kind}: {len(self.of(kind))} of {count}"
             )
             return self.of(kind)
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
+        """Blocks until it holds; it is asked with each message."""
+        with self.changed:
+            assert self.changed.wait_for(condition, timeout=seconds), self.messages
 
     def wait_for_step(self, step: int, seconds: float = 30.0) -> None:
         with self.changed:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, background, session
+from dalsegno.elastic.training import saves
 
 
 class Samples(torch.utils.data.Dataset[Tensor]):
@@ -73,12 +74,15 @@ def parse() -> argparse.Namespace:
     flags.add_argument("--background", action="store_true", help="save in the background")
     flags.add_argument("--hold", type=Path, help="with --background: no write ends before this file is there")
     flags.add_argument("--improves-at", type=int, default=0, help="rank 0 measures its best at this step")
+    flags.add_argument("--best-wait", type=float, help="how long the end waits for the best on the disk, seconds")
     flags.add_argument("--plain-lists", type=int, default=0, help="this many batches in an iterable of unknown length")
     return flags.parse_args()
 
 
 def main() -> None:
     flags = parse()
+    if flags.best_wait is not None:
+        saves.BEST_WAIT_SECONDS = flags.best_wait
     s = session(checkpoint_dir=flags.checkpoint_dir)
     if s.world_size > 1:
         dist.init_process_group("gloo")

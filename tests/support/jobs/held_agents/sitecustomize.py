@@ -7,16 +7,22 @@ In the agent's environment: DALSEGNO_TEST_HOLDS, the directory where `conversion
     DALSEGNO_TEST_HELD_VERIFICATION  it stops when it reads a checkpoint's file; its workers, who do so too, do not
     DALSEGNO_TEST_HELD_PLACING       it stops when it puts the resume point into the directory of a script
     DALSEGNO_TEST_HELD_WRITING       it stops when it writes a memory checkpoint to the disk; "fails": it cannot do so
+    DALSEGNO_TEST_HELD_AFTER         but not one whose name begins so
     DALSEGNO_TEST_MAKERS             notes there, in `made`, who makes directories of checkpoints on the disk: agent or
                                      worker, and the path
+    DALSEGNO_TEST_DEAF               its memory is where nobody answers: as behind a firewall, connections are taken by
+                                     the kernel, and nothing is ever said
     DALSEGNO_TEST_FILE_BYTES         no file of it and of what it starts grows beyond so many
 
 An audit hook stays in force in processes that are forked later, and the product knows nothing of it.
 """
 
 import errno
+import importlib.abc
+import importlib.machinery
 import os
 import resource
+import socket
 import sys
 import threading
 import time
@@ -55,9 +61,36 @@ def is_agent() -> bool:
 def writing(path: str, flags: int) -> bool:
     """The agent itself writes a file of a memory checkpoint aside."""
     held = bool(flags & os.O_EXCL) and "/.durable/" in path and is_agent()
+    held = held and f"/.durable/{os.environ.get('DALSEGNO_TEST_HELD_AFTER', '/')}" not in path
     if held and os.environ["DALSEGNO_TEST_HELD_WRITING"] == "fails":
         raise OSError(errno.ENOSPC, "no space left, says the test", path)
     return held
+
+
+class Deaf(importlib.abc.MetaPathFinder):
+    """Has the agent's peer server tell another address than its own, once that is imported."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> object:
+        if name != "dalsegno.agent.memory.service":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)  # type: ignore[arg-type]
+        assert spec is not None
+        assert spec.loader is not None
+        run = spec.loader.exec_module
+
+        def run_and_patch(module: object) -> None:
+            run(module)  # type: ignore[arg-type]
+            listener = socket.create_server(("127.0.0.1", 0))
+            plain = module.PeerServer.__init__  # type: ignore[attr-defined]
+
+            def init(self: object, *arguments: object) -> None:
+                plain(self, *arguments)
+                self.address = f"127.0.0.1:{listener.getsockname()[1]}"  # type: ignore[attr-defined]
+
+            module.PeerServer.__init__ = init  # type: ignore[attr-defined]
+
+        spec.loader.exec_module = run_and_patch  # type: ignore[method-assign]
+        return spec
 
 
 def placing(path: str, flags: int) -> bool:
@@ -102,6 +135,8 @@ if "DALSEGNO_TEST_HELD_WRITING" in os.environ:
     install("writing", writing, Path(os.environ["DALSEGNO_TEST_HOLDS"]))
 if "DALSEGNO_TEST_HELD_PLACING" in os.environ:
     install("placing", placing, Path(os.environ["DALSEGNO_TEST_HOLDS"]))
+if "DALSEGNO_TEST_DEAF" in os.environ:
+    sys.meta_path.insert(0, Deaf())
 if "DALSEGNO_TEST_MAKERS" in os.environ:
     note_makers(Path(os.environ["DALSEGNO_TEST_HOLDS"]))
 if "DALSEGNO_TEST_FILE_BYTES" in os.environ and not (Path(os.environ["DALSEGNO_TEST_HOLDS"]) / "release").exists():

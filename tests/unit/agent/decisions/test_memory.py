@@ -279,6 +279,77 @@ def test_what_the_ranks_want_on_the_disk_is_told_and_kept() -> None:
     assert kept(agent) == frozenset()
 
 
+def test_what_cannot_be_fetched_is_told_and_fetched_again() -> None:
+    """Said once; the master hears of it when a second try has failed, too, and at once when it is on the disk."""
+    agent = Agent().registered()
+    parts = [control_pb2.HeldPart(group_rank=1, addresses=["10.0.0.2:7"])]
+    gather = control_pb2.Gather(round=1, resume=REF, parts=parts)
+    agent.directed(gather=gather, head=STEP)
+    assert [action.anyway for action in agent.did(ev.PrepareJoin)] == [False]
+    agent.hear(ev.JoinFailed(1, REF.digest, "nobody answers"))
+    agent.waits(1.5)
+    assert [action.anyway for action in agent.did(ev.PrepareJoin)] == [False, True]
+    lacking = ev.JoinPrepared(1, REF.digest, "here", 1, "probe", (), lacks=True)
+    agent.hear(lacking)
+    (join,) = agent.calls("Join")
+    assert not join.inventory
+    agent.waits(2)
+    assert len(agent.did(ev.PrepareJoin)) == 2
+    agent.waits(4)
+    assert [action.anyway for action in agent.did(ev.PrepareJoin)] == [False, True, True]
+    agent.hear(lacking)
+    assert len(agent.calls("Join")) == 2
+    gather.ClearField("parts")
+    agent.directed(gather=gather)
+    assert [(bool(action.parts), action.anyway) for action in agent.did(ev.PrepareJoin)][3:] == [(False, False)]
+    assert [action.text for action in agent.did(ev.Say)].count("nobody answers") == 1
+
+
+def own_best(number: int, epoch: int = 1) -> control_pb2.Checkpoint:
+    made = step_of(number, epoch)
+    made.best = made.ref.name
+    return made
+
+
+def test_the_best_is_kept_until_a_commit_names_it_as_that() -> None:
+    """However many newer ones are wanted, and on the disk; a better one takes its place."""
+    agent = Agent().registered().running()
+    agent.said(sealed=wanted(6))
+    agent.hear(ev.HeldChanged(own_best(6), (0,)))
+    for number in range(7, 20):
+        agent.said(sealed=wanted(number))
+        agent.hear(ev.HeldChanged(step_of(number), (0,)))
+    assert kept(agent) == {"d6", "d19"}
+    head = step_of(19)
+    head.in_memory, head.candidate = False, REF.name
+    agent.directed(run=world(), head=head)
+    assert kept(agent) == {"d6"}
+    agent.said(sealed=wanted(21))
+    agent.hear(ev.HeldChanged(own_best(21), (0,)))
+    assert kept(agent) == {"d6", "d21"}  # The newest commit still names the other one.
+    head.best, head.candidate = own_best(21).ref.name, ""
+    agent.directed(run=world(), head=head)
+    assert kept(agent) == {"d21"}, "it is wanted on the disk, where nothing newer is"
+    head.step = 21
+    agent.directed(run=world(), head=head)
+    assert kept(agent) == frozenset()
+
+
+def test_the_candidate_of_the_resume_point_is_kept_in_the_next_world() -> None:
+    agent = Agent().registered().running()
+    agent.said(sealed=wanted(6))
+    agent.hear(ev.HeldChanged(own_best(6), (0,)))
+    agent.exits(1)
+    agent.hear(ev.WorkersStopped(1))
+    head = step_of(8)
+    head.candidate = REF.name
+    agent.running(epoch=2)
+    agent.directed(run=world(2), head=head)
+    assert "d6" in kept(agent)
+    agent.hear(ev.HeldChanged(step_of(9, 2), (0,)))
+    assert "d6" in kept(agent)
+
+
 def test_another_worlds_wishes_are_forgotten() -> None:
     agent = Agent().registered().running()
     agent.said(sealed=wanted(6))
@@ -336,7 +407,10 @@ def test_what_a_newer_commit_overtakes_is_given_up() -> None:
     newer.best = STEP.ref.name
     agent.directed(run=world(), head=newer)
     assert not agent.did(ev.StopWriting)
-    newer.best = ""
+    newer.best, newer.candidate = "", STEP.ref.name
+    agent.directed(run=world(), head=newer)
+    assert not agent.did(ev.StopWriting)
+    newer.candidate = ""
     for _ in range(2):
         agent.directed(run=world(), head=newer)
     assert agent.did(ev.StopWriting) == [ev.StopWriting(REF)]

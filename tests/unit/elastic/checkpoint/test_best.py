@@ -132,7 +132,7 @@ def test_the_best_is_known_after_each_save_and_survives_restarts(
     store = CheckpointStore(tmp_path)
     saver = Saver(Identity(epoch=1), Solo(), store, None, None)
     assert save(saver, 1, 0.1).best is None, "nothing is tracked"
-    saver.tracked = Tracked("loss")
+    saver.bests.tracked = Tracked("loss")
     bests = [save(saver, step, metric).best for step, metric in enumerate([3.0, 2.0, 2.5, None], 2)]
     assert [best and best.name for best in bests] == ["step-2.e1.1", *["step-3.e1.1"] * 3]
     assert json.loads((tmp_path / "best.json").read_text()) == {
@@ -145,7 +145,7 @@ def test_the_best_is_known_after_each_save_and_survives_restarts(
         assert save(saver, 6, float("nan")).metric is None
     assert "the metric of step 6 is nan" in caplog.text
     again = Saver(Identity(epoch=2), Solo(), store, None, None, bests[-1])
-    again.tracked = Tracked("loss")
+    again.bests.tracked = Tracked("loss")
     assert save(again, 7, 2.0).best == bests[-1]
     assert not again.improves(2.0)
     assert again.improves(1.9)
@@ -157,13 +157,13 @@ def test_the_best_is_known_after_each_save_and_survives_restarts(
 def test_a_save_that_failed_is_not_the_best(tmp_path: Path) -> None:
     """The value counts only once its checkpoint is sealed."""
     saver = Saver(Identity(epoch=1), Solo(), CheckpointStore(tmp_path), None, None)
-    saver.tracked = Tracked("loss")
+    saver.bests.tracked = Tracked("loss")
 
     def fails(path: Path) -> None:
         raise OSError("no space")
 
     assert saver.save(Content(1, Position(), metric=0.5), fails, create_directory=True, drain=False) is None
-    assert saver.best is None
+    assert saver.bests.best is None
     assert saver.improves(0.6)
 
 

@@ -150,12 +150,12 @@ class Gate:
 def test_the_caller_waits_for_the_copy_only(tmp_path: Path) -> None:
     """The save is under way while the original changes; what is sealed is the old state; one save at a time."""
     saver = Saver(Identity(epoch=1), Solo(), CheckpointStore(tmp_path), None, None)
-    saver.tracked = Tracked("loss")
+    saver.bests.tracked = Tracked("loss")
     weights, gate = torch.ones(3), Gate()
     assert begin(saver, 2, {"gate.pt": gate, "model.pt": {"weights": weights}, "note": b"plain"}, 0.5) == "step-2.e1.1"
     weights.zero_()
     assert not list(tmp_path.glob("*/MANIFEST.json"))
-    assert saver.best is None, "not before it is sealed"
+    assert saver.bests.best is None, "not before it is sealed"
     assert not saver.improves(0.6), "but what is under way counts"
     with pytest.raises(RuntimeError, match="settle that first"):
         begin(saver, 3, {})
@@ -168,7 +168,7 @@ def test_the_caller_waits_for_the_copy_only(tmp_path: Path) -> None:
     assert torch.load(tmp_path / manifest.name / "model.pt", weights_only=True)["weights"].tolist() == [1, 1, 1]
     assert (tmp_path / manifest.name / "note").read_bytes() == b"plain"
     assert manifest.metric == 0.5
-    assert saver.best is not None
+    assert saver.bests.best is not None
     assert saver.settle() is None
 
 

@@ -136,6 +136,26 @@ def test_a_node_that_cannot_write_is_replaced_by_who_has_its_part() -> None:
     assert steps(job) == [10]
 
 
+def test_a_disk_that_hangs_is_said_once_and_not_of_each_step() -> None:
+    """Until the node can write: then it is news again. Others write its part meanwhile."""
+    job, nodes = started(2)
+    nodes[0].step(52)
+    for step in (10, 20):
+        wanted(job, nodes, step)
+        nodes[1].durable("the disk hangs")
+        assert orders(nodes) == [(f"step-{step}", [0, 1], False), NOTHING]
+        nodes[0].durable()
+        nodes[0].durable()
+        assert step in steps(job)
+        assert job.notices.count("the disk hangs") == 1
+    job.wait(ASKED_AGAIN + 1)
+    wanted(job, nodes, 30)
+    written(job, nodes, 30)
+    wanted(job, nodes, 40)
+    nodes[1].durable("the disk hangs")
+    assert job.notices.count("the disk hangs") == 2
+
+
 def test_a_part_that_is_lost_makes_it_no_commit() -> None:
     """The run goes on from what is held, and that is written behind the next world's first step."""
     job, nodes = started(3)
@@ -215,3 +235,224 @@ def test_what_the_run_began_from_goes_first() -> None:
         assert orders(nodes[:1]) == [("step-10", [], False)]
     nodes[0].durable()
     assert orders(nodes[:1]) == [("step-12", [0], False)]
+
+
+def best(job: Driven, nodes: list[Node], step: int) -> pb.Checkpoint:
+    """As `wanted`, and the best so far when it was saved."""
+    made = in_memory(job, step, any_size=True)
+    made.best = made.ref.name
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank, (rank - 1) % len(nodes), wanted=True)
+    return made
+
+
+def written(job: Driven, nodes: list[Node], step: int) -> None:
+    """The nodes bring to the disk what they are told to, which is this step."""
+    assert {name for name, *_ in orders(nodes)} == {f"step-{step}"}
+    for node in nodes:
+        node.durable()
+    sealing = [node for node, order in zip(nodes, orders(nodes), strict=True) if order[2]]
+    for node in sealing:
+        node.durable()
+    assert step in steps(job)
+
+
+def test_the_best_is_not_displaced_by_a_newer_one_that_is_not() -> None:
+    """What is written is ended; then the best, then the newest."""
+    job, nodes = started(2)
+    nodes[0].step(52)
+    wanted(job, nodes, 10)
+    best(job, nodes, 20)
+    for step in (30, 40):
+        wanted(job, nodes, step)
+    for step in (10, 20, 40):
+        written(job, nodes, step)
+    assert orders(nodes) == [NOTHING] * 2
+
+
+def test_a_better_one_takes_the_place_of_a_best_that_has_not_begun() -> None:
+    job, nodes = started(2)
+    nodes[0].step(42)
+    wanted(job, nodes, 10)
+    best(job, nodes, 20)
+    best(job, nodes, 30)
+    for step in (10, 30):
+        written(job, nodes, step)
+    assert orders(nodes) == [NOTHING] * 2
+
+
+def test_the_best_comes_to_the_disk_although_a_newer_commit_is_there() -> None:
+    """The ranks may have saved one themselves. The run goes on from the newest all the same, and the best stays."""
+    job, nodes = started(2, keep_checkpoints=1)
+    nodes[0].step(12)
+    made = best(job, nodes, 10)
+    for step in (11, 12):
+        newer = job.seal(step, any_size=True)
+        newer.candidate = made.ref.name
+        job.call(pb.CommitRequest(caller=nodes[0].caller(), checkpoint=newer))
+    written(job, nodes, 10)
+    assert nodes[0].directive.head.ref.name == newer.ref.name
+    for node in nodes:
+        node.join(sees=job.sealed)  # The newest is certain: what is older may be retired.
+    job.wait(1)
+    assert {10, 12} <= set(steps(job))
+
+
+def test_the_best_comes_to_the_disk_behind_a_change() -> None:
+    """What the run goes on from goes first; then what that calls its candidate, from whoever holds it."""
+    job, nodes = started(2)
+    nodes[0].step(12)
+    made = best(job, nodes, 10)
+    later = in_memory(job, 12, any_size=True)
+    later.candidate = made.ref.name
+    for rank, node in enumerate(nodes):
+        node.holds(later, rank, 1 - rank)
+    nodes[0].durable()
+    nodes[1].hang_up()
+    job.wait(1.5)
+    joins(job, nodes[0], sees=later)
+    job.wait(1.5)
+    assert nodes[0].directive.run.resume.source.step == 12
+    assert nodes[0].directive.head.candidate == made.ref.name
+    nodes[0].step(13)
+    assert orders(nodes[:1]) == [("step-12", [], False)]
+    nodes[0].durable()
+    wanted(job, nodes[:1], 13)
+    # What was written of it was not sealed, and may have been deleted since.
+    assert orders(nodes[:1]) == [("step-10", [0, 1], False)]
+    nodes[0].durable()
+    nodes[0].durable()
+    assert steps(job) == [12, 10]
+    assert nodes[0].directive.head.step == 12
+    written(job, nodes[:1], 13)
+
+
+def test_a_best_that_went_with_its_node_holds_nothing_up() -> None:
+    job, nodes = started(2)
+    nodes[0].step(12)
+    made = best(job, nodes, 10)
+    later = in_memory(job, 12, any_size=True)
+    later.candidate = made.ref.name
+    for rank, node in enumerate(nodes):
+        node.holds(later, rank, 1 - rank)
+    nodes[0].holds(made, 0, wanted=True)  # It has lost the copy of the other part.
+    nodes[1].hang_up()
+    job.wait(1.5)
+    joins(job, nodes[0], sees=later)
+    job.wait(1.5)
+    nodes[0].step(13)
+    nodes[0].durable()
+    wanted(job, nodes[:1], 13)
+    written(job, nodes[:1], 13)
+    assert steps(job) == [12, 13]
+
+
+def test_a_best_that_the_run_went_on_from_comes_to_the_disk_behind_a_newer_commit() -> None:
+    job, nodes = started(2)
+    nodes[0].step(12)
+    made = in_memory(job, 10, any_size=True)
+    made.best = made.ref.name
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank, 1 - rank)
+    nodes[1].hang_up()
+    job.wait(1.5)
+    joins(job, nodes[0], sees=made)
+    job.wait(1.5)
+    nodes[0].step(11)
+    newer = job.seal(11, any_size=True)
+    newer.best = made.ref.name
+    job.call(pb.CommitRequest(caller=nodes[0].caller(), checkpoint=newer))
+    assert orders(nodes[:1]) == [("step-10", [], False)]
+    nodes[0].durable()
+    assert sorted(steps(job)) == [10, 11]
+
+
+def test_a_leaver_stays_until_the_best_is_elsewhere_too() -> None:
+    job, nodes = started(2)
+    nodes[0].step(12)
+    made = in_memory(job, 10, any_size=True)
+    made.best = made.ref.name
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank, wanted=True)  # Nobody has a copy.
+    nodes[1].leave()
+    later = in_memory(job, 12, any_size=True)
+    later.candidate = made.ref.name
+    for node in nodes:
+        node.holds(later, 0, 1)
+    nodes[1].drained(12, digest=later.ref.digest)
+    nodes[0].drained(12, digest=later.ref.digest)
+    assert nodes[1].order == "wait"
+    nodes[0].holds(made, 0, 1)
+    assert nodes[1].order == "release"
+
+
+# ---- what nodes cannot fetch from each other ----
+
+
+def walled_off(job: Driven, nodes: list[Node]) -> pb.Checkpoint:
+    """The run is to go on from a step in memory, and each node has its own part alone."""
+    nodes[0].save(5, any_size=True)
+    nodes[0].step(12)
+    made = in_memory(job, 10, any_size=True)
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank)
+    nodes[1].failed()
+    job.wait(1)
+    assert {node.directive.gather.resume.name for node in nodes} == {made.ref.name}
+    return made
+
+
+def test_what_nodes_cannot_fetch_from_each_other_they_write_to_the_disk() -> None:
+    job, nodes = started(2)
+    made = walled_off(job, nodes)
+    joins(job, nodes[0])
+    assert orders(nodes) == [NOTHING] * 2, "the other one may be able to"
+    joins(job, nodes[1])
+    assert orders(nodes) == [("step-10", [0], False), ("step-10", [1], False)]
+    assert job.notices.count("cannot fetch step-10.e1.1 from the memory of other nodes: each node writes its part") == 1
+    for node in nodes:
+        node.durable()
+    assert orders(nodes) == [("step-10", [], True), NOTHING]
+    nodes[0].durable()
+    assert not nodes[1].directive.gather.parts
+    for node in nodes:
+        node.join(sees=[*job.sealed, made])
+    job.wait(1)
+    assert job.phase is Phase.RUNNING
+    assert nodes[0].directive.run.resume.source.step == 10
+
+
+def test_enough_nodes_that_have_it_open_a_world_without_the_disk() -> None:
+    job, nodes = started(2, min_nodes=1)
+    made = walled_off(job, nodes)
+    nodes[0].holds(made, 0, 1)
+    joins(job, nodes[1])
+    joins(job, nodes[0], sees=made)
+    job.wait(1.5)
+    assert job.phase is Phase.RUNNING
+    assert orders(nodes) == [NOTHING] * 2
+    assert nodes[0].directive.run.resume.source.step == 10
+
+
+def test_what_can_neither_be_fetched_nor_written_is_tried_again() -> None:
+    """It is not lost, and a person can mend both. What failed before, when all of it was to be fetched, counts not."""
+    job, nodes = started(2)
+    made = walled_off(job, nodes)
+    job.call(pb.DurableRequest(caller=nodes[0].caller(), ref=made.ref, failure="it cannot be fetched"))
+    joins(job, *nodes)
+    job.call(pb.DurableRequest(caller=nodes[1].caller(), ref=made.ref, failure="it cannot be fetched"))
+    assert orders(nodes) == [("step-10", [0], False), ("step-10", [1], False)]
+    for node in nodes:
+        node.durable("no space left on the device")
+    assert orders(nodes) == [NOTHING] * 2
+    job.wait(ASKED_AGAIN + 1)
+    for node in nodes:
+        node.durable()
+    nodes[0].durable("the manifest cannot be written")
+    assert orders(nodes) == [NOTHING, ("step-10", [1], False)], "what others have written is looked at again"
+    nodes[1].durable()
+    job.wait(ASKED_AGAIN + 1)
+    for _ in range(2):
+        nodes[0].durable()
+    assert nodes[0].directive.head.ref.name == made.ref.name
+    assert not nodes[0].directive.head.in_memory

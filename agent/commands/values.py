@@ -1,0 +1,136 @@
+"""Values of `dlrover-run`'s flags: each function takes a flag's text, and refuses a wrong one (ArgumentTypeError)."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+
+from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS
+from dalsegno.protos.options import seconds
+from dalsegno.protos.text import name_problem
+
+from ..processes.signals import signals_of
+from ..storage.naming import is_pattern
+
+# Bytes in a second.
+_LEAST_BANDWIDTH = 1_000_000
+
+
+def more_than_none(text: str) -> float:
+    """Seconds, more than 0."""
+    value = seconds(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("must be more than 0 seconds")
+    return value
+
+
+def node_timeout(text: str) -> float:
+    """Seconds of silence after which a node counts as gone."""
+    value = seconds(text)
+    if value < LEAST_NODE_TIMEOUT_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"an agent whose heartbeat was lost is heard again within {LEAST_NODE_TIMEOUT_SECONDS:g} s, "
+            "so that is the least"
+        )
+    return value
+
+
+def seconds_or_auto(text: str) -> float:
+    """Seconds; -1 for `auto`."""
+    return -1.0 if text == "auto" else seconds(text)
+
+
+def count_of(least: int) -> Callable[[str], int]:
+    """The reader of a whole number of at least so much."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+        return int(text)
+
+    return parse
+
+
+def bytes_of(text: str) -> int:
+    """A size: 1500, 300MB, 32GiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text, re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, for example 32GiB")
+    unit = (match[2] or "").upper()
+    base = 1024 if unit.endswith("I") else 1000
+    return int(float(match[1]) * base ** (" KMGT".index(unit[0]) if unit else 0))
+
+
+def bandwidth(text: str) -> int:
+    """Bytes in a second: 200MB/s."""
+    value = bytes_of(text.removesuffix("/s"))
+    if value < _LEAST_BANDWIDTH:
+        raise argparse.ArgumentTypeError(f"{text!r}: at least 1MB in a second, or no part would ever arrive")
+    return value
+
+
+def nproc(text: str) -> str:
+    """Workers of a node: a number, or a word that torch knows."""
+    if text.lstrip("-").isdecimal() and int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: at least 1 worker is needed")
+    return text
+
+
+def address(text: str) -> str:
+    """HOST:PORT, several of them with commas."""
+    for one in text.split(","):
+        host, colon, port = one.rpartition(":")
+        if not host or not colon or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise argparse.ArgumentTypeError(f"{one!r} is not HOST:PORT")
+    return text
+
+
+def glob(text: str) -> str:
+    """A pattern for files below `${save_dir}`."""
+    if text and not is_pattern(text):
+        raise argparse.ArgumentTypeError(f"{text!r} must be relative to '${{save_dir}}', and lead to what is below it")
+    return text
+
+
+def node_name(text: str) -> str:
+    """A node's name."""
+    if problem := name_problem(text):
+        raise argparse.ArgumentTypeError(f"the name {problem}")
+    return text
+
+
+def streams(text: str) -> str:
+    """torch's choice of streams: 3, or 0:3,1:1."""
+    if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 0..3 nor RANK:0..3,…")
+    return text
+
+
+def signals(text: str) -> str:
+    """Names of signals with commas."""
+    try:
+        signals_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def log_level(text: str) -> str:
+    """A level of logging."""
+    if text.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of DEBUG, INFO, WARNING, ERROR")
+    return text.upper()
+
+
+def resume_step(text: str) -> tuple[int, int]:
+    """A step, and for the how manieth time it is asked for: 400, 400:2."""
+    match = re.fullmatch(r"(\d{1,15})(?::([1-9]\d{0,5}))?", text, re.ASCII)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no step, like 400, or 400:2 to go back there once more")
+    return int(match[1]), int(match[2] or 1)
+
+
+def commas(text: str) -> list[str]:
+    """Words with commas between them; two commas stand for one in a word."""
+    return [part.replace("\0", ",") for part in text.replace(",,", "\0").split(",")]
