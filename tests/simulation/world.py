@@ -45,6 +45,8 @@ def shared(world: control_pb2.World) -> bytes:
     message = control_pb2.World()
     message.CopyFrom(world)
     message.ClearField("place")
+    # The same files: by the time a slower member hears, they may have reached the disk.
+    message.resume.source.ClearField("in_memory")
     return message.SerializeToString()
 
 
