@@ -25,7 +25,7 @@ from dalsegno.agent.shell.mailbox import Mailbox
 from dalsegno.agent.storage.job_directory import JobDirectory, Survey
 from dalsegno.agent.workers import workers
 from dalsegno.agent.workers.workers import WorkersContext
-from dalsegno.protos import control_pb2
+from dalsegno.protos import control_pb2, worker_pb2
 
 from . import threads
 from .agents import LOOK_FOR, SLOW_PART, SLOW_PARTS, short
@@ -144,11 +144,9 @@ class _Link:
     def __init__(self, agent: RealAgent) -> None:
         self._agent = agent
 
-    def tell(
-        self, *, drain: bool, master_seen: bool, ending: int = 0, to_memory: bool = False, keep: bool = False
-    ) -> None:
+    def tell(self, told: worker_pb2.ToWorker) -> None:
         if self._agent.group is not None:
-            self._agent.group.tell(drain, master_seen, ending, to_memory, keep)
+            self._agent.group.tell(told.drain, told.master_seen, told.ending, told.to_memory, told.keep)
 
     def started(self, local_rank: int, pid: Callable[[], int]) -> None: ...
 
