@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.meetings import Meetings
+from dalsegno.elastic.rank.reports import Reports
 from dalsegno.elastic.training.copies import Copies
 from dalsegno.elastic.training.examination import Examination
 from dalsegno.elastic.training.loop import steps
@@ -196,7 +197,7 @@ class Alone:
 
     def __init__(self) -> None:
         self.examination = Examination(0, False, 1, 1, False)
-        self.copies, self.meetings = Copies(Solo()), Meetings(Solo(), None)
+        self.copies, self.meetings, self.reports = Copies(Solo()), Meetings(Solo(), None), Reports(None)
         self.step, self.saved = 0, 0
 
     def meet(self, ahead: int) -> int:
