@@ -345,7 +345,7 @@ def test_what_was_saved_right_before_the_workers_were_stopped_is_taken(
     monkeypatch.setattr(adoption, "LOOK_EVERY_SECONDS", 0.3)
     taken.interrupt()
     states(tmp_path / "e1", "ckpt.pt")
-    taken.stopped(40)
+    taken.stopped(40, 0)
     assert sealed_step(heard.get_nowait()) == 1
     taken.close()
 
@@ -360,13 +360,13 @@ def test_what_was_being_written_when_the_workers_were_stopped_is_not_taken(
     assert sealed_step(sealed) == 1
     taken.interrupt()
     (tmp_path / "e1" / "model.raw").write_bytes(b"half of")
-    taken.stopped(40)
+    taken.stopped(40, 0)
     time.sleep(20 * adoption.LOOK_EVERY_SECONDS)
-    taken.stopped(40)
+    taken.stopped(40, 0)
     assert heard.empty()
     (tmp_path / "e1" / "model.raw").unlink()
     states(tmp_path / "e1", "ckpt_20.pt")
-    taken.stopped(40)
+    taken.stopped(40, 0)
     assert sealed_step(heard.get_nowait()) == 20, "of what is as it was, all is there"
     taken.close()
 

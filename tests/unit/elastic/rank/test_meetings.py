@@ -11,6 +11,7 @@ import torch
 from dalsegno.elastic.rank import meetings
 from dalsegno.elastic.rank.agreement import Refusal, Trouble
 from dalsegno.elastic.rank.collective import PeerLost, Solo
+from dalsegno.elastic.rank import meetings
 from dalsegno.elastic.rank.meetings import PATIENCE_SECONDS, Meetings, watch_the_end
 from tests.support.workers.fake_link import FakeLink
 
@@ -114,6 +115,7 @@ def test_the_agent_hears_whose_end_it_was(
 ) -> None:
     """By the connections, where a collective may raise such an error: never by its words."""
     link: Any = FakeLink()
+    monkeypatch.setattr(meetings, "_at_the_end", [])
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
     group = Lost(lost)
     heard: list[bool] = []
@@ -140,6 +142,7 @@ def test_what_we_refuse_outside_of_meetings_is_told_too(
     """By where it is raised; what the script or a library raises may go otherwise the next time."""
     link: Any = FakeLink()
     shown: list[BaseException] = []
+    monkeypatch.setattr(meetings, "_at_the_end", [])
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(error))
     watch_the_end(Meetings(Solo(), link), lambda: None)
     try:

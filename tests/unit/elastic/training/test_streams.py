@@ -22,6 +22,7 @@ from dalsegno.elastic.data.fetching import Stream as Parts
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.exchange import Exchange, Flags
 from dalsegno.elastic.rank.meetings import Meetings
+from dalsegno.elastic.rank.reports import Reports
 from dalsegno.elastic.training.copies import Copies
 from dalsegno.elastic.training.examination import Examination
 from dalsegno.elastic.training.loop import steps as training_steps
@@ -156,7 +157,7 @@ class Alone:
 
     def __init__(self) -> None:
         self.examination = Examination(0, False, 1, 1, False)
-        self.copies, self.meetings = Copies(Solo()), Meetings(Solo(), None)
+        self.copies, self.meetings, self.reports = Copies(Solo()), Meetings(Solo(), None), Reports(None)
         self.step, self.finished, self._exchange = 0, False, Exchange(Solo(), interval=0.0)
 
     def compare(self, alike: Any, *, problem: str = "") -> None: ...

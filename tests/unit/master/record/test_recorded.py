@@ -207,7 +207,7 @@ def test_every_value_of_a_job_is_stored() -> None:
     """Also of the objects inside it: none is at its default here, and each comes back."""
     job = job_at("converting")
     conversion, failure = job.conversion, job_at("failed_once").run.budget.pending
-    shapes = Shapes((1, 2), (FailedShape(3, 2, ("k",), 4, "it"),))
+    shapes = Shapes((1, 2), (FailedShape(3, 2, ("k",), 4, True, "it"),))
     back = (GoneBack(8, 2, 9),)
     job.run = Run(2, True, 3, True, True, Budget(1, 2, failure, ("i",)), 4, 5, 6.0, 7, back, shapes)
     job.next = NextWorld(("a",), True, True, conversion, job_at("verifying").verification)
