@@ -30,7 +30,7 @@ TITLE = "Flash Checkpoint: what a save, a crash and a kill cost"
 
 
 def _options(megabytes: float, step_time: float) -> dict[str, Any]:
-    places = [str(dlrover_users.installed()), str(peers.ROOT), os.environ.get("PYTHONPATH")]
+    places = [str(dlrover_users.installed(*dlrover_users.DLROVER)), str(peers.ROOT), os.environ.get("PYTHONPATH")]
     path = os.pathsep.join(filter(None, places))
     return {
         "script": SCRIPT,

@@ -26,7 +26,7 @@ class Played(NamedTuple):
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
-    """A node joins and is killed, once for all tests."""
+    """A node joins and leaves, another one joins and is killed, once for all tests."""
     marks = tmp_path_factory.mktemp("marks")
     options = Options(save_every=5, step_time=STEP_SECONDS, settle=0.5, patience=90.0, trace=marks)
     found = pause.measure(Cell("ddp", 10**5, 16, "ours"), options)
@@ -57,10 +57,10 @@ def test_a_join_has_every_part_and_loses_nothing(played: Played) -> None:
 
 
 def test_the_trace_of_a_job_is_shown(played: Played, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command on what `--trace-dir` left: both changes, each with its parts."""
+    """The command on what `--trace-dir` left: all changes, each with its parts."""
     assert dalsegno.run(["pauses", str(played.marks)]) == 0
     said = capsys.readouterr().out
-    assert said.count("epoch ") == 2
+    assert said.count("epoch ") == 4, "two joins, a leave and a kill"
     assert "2 ranks" in said
     assert "(planned)" in said
     assert "(unplanned, " in said

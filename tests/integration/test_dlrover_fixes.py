@@ -144,7 +144,7 @@ def said(directory: Path, *snippets: str | tuple[str, dict[str, str]], ours: boo
     done = subprocess.run(
         [sys.executable, "-c", install + SNIPPETS, json.dumps(pairs)],
         cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(users.installed())},
+        env={**os.environ, "PYTHONPATH": str(users.installed(*users.DLROVER))},
         capture_output=True,
         text=True,
         timeout=120,

@@ -104,7 +104,7 @@ def test_a_refusal_at_a_resume_is_one_start_and_one_line(shell: Shell, only: str
     (line,) = [line for line in ended.said if "AdamW" in line and "SGD" in line]
     assert "the training was refused: step-4." in line
     assert "make the same ones, or start a new run" in line
-    assert len(ended.said) == 2, "beside what became of the run before"
+    assert len(ended.said) == 3, "beside where the logs are, and what became of the run before"
     assert resumes(shell, job)
 
 

@@ -18,6 +18,7 @@ class FakeLink:
 
     drain = False
     master_seen = True
+    may_stay = False
 
     def __init__(self, *endings: int, alive: bool = True) -> None:
         self.alive = alive

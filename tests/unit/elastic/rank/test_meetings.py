@@ -11,7 +11,6 @@ import torch
 from dalsegno.elastic.rank import meetings
 from dalsegno.elastic.rank.agreement import Refusal, Trouble
 from dalsegno.elastic.rank.collective import PeerLost, Solo
-from dalsegno.elastic.rank import meetings
 from dalsegno.elastic.rank.meetings import PATIENCE_SECONDS, Meetings, watch_the_end
 from tests.support.workers.fake_link import FakeLink
 

@@ -18,6 +18,7 @@ from dalsegno.elastic.rank.notices import Notice
 from dalsegno.elastic.saving import apart, saving
 from dalsegno.elastic.saving.saving_reports import Count
 from dalsegno.elastic.training import session as worker_session
+from dalsegno.elastic.training import staying
 from dalsegno.protos import control_pb2
 from tests.support.workers.fake_link import FakeLink
 
@@ -143,7 +144,7 @@ def test_two_seals_are_one(tmp_path: Path) -> None:
 def test_ranks_go_only_if_somebody_still_wants_them_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A growth that was withdrawn while they saved: what they saved counts, and they train on."""
     insisted: list[int] = []
-    monkeypatch.setattr(worker_session, "insist", insisted.append)
+    monkeypatch.setattr(staying, "insist", insisted.append)
     link, closed = FakeLink(), []
     link.drain = True
     session = worker_session.Session(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dalsegno.agent.commands.arguments import LEAST_NODE_TIMEOUT_SECONDS as LEAST_OF_AGENTS
+from dalsegno.agent.commands.values import LEAST_NODE_TIMEOUT_SECONDS as LEAST_OF_AGENTS
 from dalsegno.master.brain.events import StreamClosed, StreamOpened
 from dalsegno.master.brain.state import LEAST_NODE_TIMEOUT_SECONDS, Phase
 from dalsegno.master.brain.turn import heartbeat_of
