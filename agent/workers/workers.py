@@ -310,7 +310,7 @@ class WorkersContext(SubprocessContext):
             if process.abandoned and (instead := self._start_instead(rank, process)) is not None:
                 self._watch(rank, instead, ended)
                 return
-            if self._pool is not None and process.successor is not None:
+            if self._pool is not None:
                 self._pool.keep(rank, self._assignments[rank], process)
         else:
             code = process.follow()

@@ -14,8 +14,18 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-__all__ = ["BUCKETS", "CHUNK_BYTES", "Head", "WrongChunk", "bucket_of", "chunk_digest", "decoded", "encoded", "packed"]
-__all__ += ["unpacked"]
+__all__ = (
+    "BUCKETS",
+    "CHUNK_BYTES",
+    "Head",
+    "WrongChunk",
+    "bucket_of",
+    "chunk_digest",
+    "decoded",
+    "encoded",
+    "packed",
+    "unpacked",
+)
 
 FORMAT = 1
 BUCKETS = 64

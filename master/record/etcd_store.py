@@ -135,9 +135,9 @@ class EtcdStore:
         total = int(self._head.total, 16)
         kept = list(self._rows)
         for number, rows in buckets.items():
-            chunks = {chunk_digest(chunk): chunk for chunk in packed(rows)}
-            names[number] = tuple(chunks)
-            missing |= {digest: chunk for digest, chunk in chunks.items() if digest not in there}
+            chunks = [(chunk_digest(chunk), chunk) for chunk in packed(rows)]
+            names[number] = tuple(digest for digest, _ in chunks)
+            missing |= {digest: chunk for digest, chunk in chunks if digest not in there}
             for key, data in (*self._rows[number].items(), *rows.items()):
                 total ^= digest_of(key, data)
             kept[number] = rows

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from itertools import count
@@ -21,8 +19,9 @@ pytest.importorskip("aetcd")
 from dalsegno.master.record import etcd_calls
 from dalsegno.master.record.chunks import decoded
 from dalsegno.master.record.etcd_calls import Change, Etcd, EtcdFiles
-from dalsegno.master.record.store import Store, StoreDamaged, StoreError, StoreUnavailable, open_store
+from dalsegno.master.record.store import StoreDamaged, StoreError, StoreUnavailable, open_store
 from tests.support.jobs.etcd_members import ETCD, MISSING, Members, etcd_members
+from tests.support.jobs.store_writer import check_whole, killed_after, store_writer
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(ETCD is None, reason=MISSING)]
 _jobs = count()
@@ -162,52 +161,20 @@ def test_two_owners_raise_at_once(one: Members, job: str) -> None:
         store.close()
 
 
-WRITER = """
-import sys
-from dalsegno.master.record.store import open_store
-store = open_store(sys.argv[1], sys.argv[2])
-generation = store.raise_generation()
-number = 0
-while True:
-    number += 1
-    store.save({"a": b"%d " % number * 5000, "b": b"%d " % number, f"{number}": b"%d " % number}, generation)
-    print(number, flush=True)
-"""
-
-
-def writer(members: Members, job: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", WRITER, members.url, job], stdout=subprocess.PIPE, text=True)
-
-
-def check(store: Store, acknowledged: int) -> None:
-    """The record is whole: the last one acknowledged, or the one after."""
-    rows = store.load()
-    numbers = set((rows["a"] + rows["b"]).split())
-    assert len(numbers) == 1
-    last = int(numbers.pop())
-    assert last in (acknowledged, acknowledged + 1)
-    assert all(str(number) in rows for number in range(1, last + 1))
-
-
 def test_kill_between_any_two_writes_leaves_a_whole_record(one: Members) -> None:
     """SIGKILL of a writing process, at many moments."""
     for attempt in range(4):
         name = f"killed-{os.getpid()}-{attempt}"
-        process = writer(one, name)
-        assert process.stdout is not None
-        with process:
-            lines = [process.stdout.readline() for _ in range(3 + 7 * attempt)]
-            process.kill()
-            lines += process.stdout.readlines()
+        acknowledged = killed_after(store_writer(one.url, name), 3 + 7 * attempt)
         store = open_store(one.url, name)
-        check(store, int([line for line in lines if line.endswith("\n")][-1]))
+        check_whole(store, acknowledged)
         store.close()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_members_that_go_and_come_back(three: Members, job: str, how: signal.Signals) -> None:
     """Each of three in turn, while a master writes: it goes on, and nothing that was acknowledged is lost."""
-    process = writer(three, job)
+    process = store_writer(three.url, job)
     assert process.stdout is not None
     with process:
         last = 0
@@ -225,7 +192,7 @@ def test_members_that_go_and_come_back(three: Members, job: str, how: signal.Sig
         process.kill()
         rest = [line for line in process.stdout.readlines() if line.endswith("\n")]
     store = open_store(three.url, job)
-    check(store, int(rest[-1]) if rest else last)
+    check_whole(store, int(rest[-1]) if rest else last)
     store.close()
 
 

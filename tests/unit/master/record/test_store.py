@@ -9,8 +9,6 @@ import os
 import resource
 import shutil
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,6 +32,7 @@ from dalsegno.master.record.store import (
     open_store,
 )
 from tests.support.jobs.etcd_members import ETCD, MISSING, etcd_members
+from tests.support.jobs.store_writer import check_whole, killed_after, store_writer
 
 _opened: list[SqliteStore] = []
 
@@ -111,38 +110,13 @@ def test_the_generation_goes_above_what_agents_have_seen(pair: tuple[Store, Stor
     assert store.raise_generation(above=7) == 43
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from dalsegno.master.record.store import SqliteStore
-store = SqliteStore(Path(sys.argv[1]), "job")
-generation = store.raise_generation()
-number = 0
-while True:
-    number += 1
-    store.save({"a": b"%d " % number * 5000, "b": b"%d " % number, f"{number}": b"%d " % number}, generation)
-    print(number, flush=True)
-"""
-
-
 def test_kill_between_any_two_writes_leaves_a_whole_record(tmp_path: Path) -> None:
     """SIGKILL of a writing process, at many moments: the record is the last one acknowledged, or the one after."""
     path = tmp_path / "s.sqlite"
     for attempt in range(6):
-        process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        with process:
-            lines = [process.stdout.readline() for _ in range(3 + 7 * attempt)]
-            process.kill()
-            lines += process.stdout.readlines()
-        acknowledged = int([line for line in lines if line.endswith("\n")][-1])
+        acknowledged = killed_after(store_writer(f"sqlite:///{path}", "job"), 3 + 7 * attempt)
         store = opened(path)
-        rows = store.load()
-        numbers = set((rows["a"] + rows["b"]).split())
-        assert len(numbers) == 1
-        last = int(numbers.pop())
-        assert last in (acknowledged, acknowledged + 1)
-        assert all(str(number) in rows for number in range(1, last + 1))
+        check_whole(store, acknowledged)
         store.close()
 
 
