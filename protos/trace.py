@@ -17,11 +17,13 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import ahead
 from .contract import Variable
 from .processes import boot_id
 
@@ -69,7 +71,14 @@ def mark(name: str, **facts: str | int) -> None:
     directory = _look() if _directory is None else _directory
     if directory:
         at = time.monotonic()
-        _file(directory).write(at, name, facts)
+        if ahead.running() is not None:
+            # Whose mark this is, its place will say: asking for that, or writing a file, would wait for it.
+            _kept.append((at, name, facts))
+            return
+        file = _file(directory)
+        while _kept:
+            file.write(*_kept.popleft())
+        file.write(at, name, facts)
 
 
 def trace_into(directory: str) -> None:
@@ -81,6 +90,10 @@ def trace_into(directory: str) -> None:
 # Where this process notes its marks; None: not looked up yet. It is kept because looking into the environment costs
 # more than everything else that an unwanted mark costs.
 _directory: str | None = None
+
+
+# Marks of a process that runs ahead of its world.
+_kept: deque[tuple[float, str, dict[str, str | int]]] = deque(maxlen=1000)
 
 
 def _look() -> str:

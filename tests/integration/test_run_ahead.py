@@ -22,6 +22,7 @@ from dalsegno.agent.script import modules_of
 from dalsegno.agent.standby.nursery_client import StandbyProcess
 from dalsegno.agent.standby.standby_pool import StandbyPool
 from dalsegno.agent.standby.worker_main import Assignment
+from dalsegno.protos import trace
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -241,6 +242,36 @@ def test_a_session_opens_when_it_is_used(make: Make, caplog: pytest.LogCaptureFi
     said = {"called": "'Kind' object has no attribute 'nothing'", "another need": "then this", "a file": "then this"}
     middle = [said[use]] if use in said else []
     assert lines == ["True True", "True", "opens", *middle, "False True 3 True None"]
+
+
+MARKS = """
+import os
+from dalsegno.protos import ahead, trace
+from dalsegno.elastic.training import unopened
+class Kind:
+    def __enter__(self): return self
+    def __exit__(self, *_): pass
+def begin(make):
+    trace.mark("session")
+    return make()
+s = unopened.unopened(Kind, begin, ahead.running())
+trace.mark("built")
+open("effect", "w")
+trace.mark("first")
+"""
+
+
+def test_marks_need_no_place(make: Make, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """They are written once it is known whose they are. A session that opens meanwhile makes marks, too."""
+    ahead = make(modules=tuple(modules_of("import torch")))
+    marks = tmp_path / "marks"
+    ahead.environment["DALSEGNO_TRACE"] = str(marks)
+    ahead.run(MARKS)
+    assert waits(caplog) == ["it writes effect"]
+    assert not marks.exists()
+    ahead.finish()
+    found = trace.read(marks)
+    assert [(one.name, one.rank, one.epoch) for one in found] == [("built", 3, 2), ("session", 3, 2), ("first", 3, 2)]
 
 
 def test_a_session_that_cannot_open_says_so_at_each_use(make: Make) -> None:
