@@ -18,6 +18,8 @@ RUNS ?= 2000
 SHELL_RUNS ?= 60
 # Embedded masters and their claims, on machines and in containers.
 CLAIM_RUNS ?= 100
+# Several masters over etcd.
+LEADER_RUNS ?= 60
 COUNT ?= 1000
 # Process tests wait for a third of their time. Each pytest process has its share of them, and helps the others out at the
 # end: two more of them than cores keep two cores busy.
@@ -127,6 +129,7 @@ simulate: $(VENV)/.installed
 	$(SIMULATOR) -m tests.simulation --seed $(SEED) --runs $(RUNS)
 	$(SIMULATOR) -m tests.simulation --shells --seed $(SEED) --runs $(SHELL_RUNS)
 	$(SIMULATOR) -m tests.simulation --claims --seed $(SEED) --runs $(CLAIM_RUNS)
+	$(SIMULATOR) -m tests.simulation --leaders --seed $(SEED) --runs $(LEADER_RUNS)
 
 fuzz: $(VENV)/.installed
 	for what in calls frames directives damages; do $(PY) -m tests.fuzz $$what --seed $(SEED) --count $(COUNT); done
@@ -139,6 +142,7 @@ test: lint wheel tools
 test test-all: export SIM_RUNS ?= 20
 test test-all: export SIM_SHELL_RUNS ?= 5
 test test-all: export SIM_CLAIM_RUNS ?= 5
+test test-all: export SIM_LEADER_RUNS ?= 5
 # Inputs of each fuzzer; the tests themselves say how many are a quick look.
 test-all: export FUZZ_COUNT ?= 100000
 
@@ -148,7 +152,7 @@ test-all: DONE = $(CURDIR)/build/passed/$(TREE)
 test-all: lint wheel tools
 	@mkdir -p build/passed
 	@[ -n "$(TREE)" -a -e "$(DONE).simulated" ] || \
-		$(MAKE) --no-print-directory simulate RUNS=100000 SHELL_RUNS=1500 CLAIM_RUNS=5000 SIMULATOR=$(WHEEL_VENV)/bin/python
+		$(MAKE) --no-print-directory simulate RUNS=100000 SHELL_RUNS=1500 CLAIM_RUNS=5000 LEADER_RUNS=5000 SIMULATOR=$(WHEEL_VENV)/bin/python
 	@[ -z "$(TREE)" ] || touch "$(DONE).simulated"
 	$(PYTEST) --full --repeat 20 $(if $(TREE),--resume "$(DONE)")
 

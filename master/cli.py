@@ -21,13 +21,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dalsegno.protos import processes
+from dalsegno.protos.addresses import host_and_port
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.options import Parser, UsageError, job_id, nnodes, seconds
 from dalsegno.protos.shortage import prove_room, shortage
 from dalsegno.protos.text import one_line
 
+from .leadership.candidate import Candidate, SameAddress
+from .leadership.leader_key import LeaderKey
 from .record.descriptors import raise_limit
 from .record.etcd_calls import EtcdFiles
+from .record.etcd_store import open_client
 from .record.store import Store, StoreAway, StoreDamaged, StoreError, Superseded, open_store
 from .server.auth import AuthError, TlsFiles, check_exposure, is_loopback, read_token
 from .server.job_brain import JobBrain
@@ -53,6 +57,10 @@ LONGEST_MESSAGE = 4000
 LARGEST_LOG_BYTES = 10_000_000
 # Seconds between two tries to read a store that is away.
 STORE_PAUSE_SECONDS = 1.0
+# Seconds that a member of etcd, and all of them, have for an answer about who leads: less than the key lasts.
+KEY_CALL_SECONDS, KEY_PATIENCE_SECONDS = 1.0, 2.0
+# Addresses to listen on that nobody can go to.
+ANY_HOST = ("0.0.0.0", "::", "")
 # How many damaged stores are kept for a person to look at.
 MOST_PUT_ASIDE = 9
 
@@ -92,6 +100,7 @@ async def _serve(options: argparse.Namespace) -> int:
         host=options.host, port=options.port, token=token, tls=_tls(options), insecure=options.insecure
     )
     check_exposure(options.host, token, options.insecure)
+    _check_several(options)
     store, remark = _open(options)
     is_gone = partial(processes.is_gone, here=processes.own_process())
     brain = JobBrain(options.job_id, options.nnodes, embedded=options.embedded, is_gone=is_gone)
@@ -103,14 +112,16 @@ async def _serve(options: argparse.Namespace) -> int:
         if options.embedded and _is_unwanted():
             log.info("the process that started this master is gone: ending, because nobody would find it")
             return EXIT_OK
-        await server.start()
+        await (server.listen() if _is_several(options) else server.start())
         if edge is not None:
             edge.start()
-        lifetime = Lifetime(server, options.idle_timeout, options.linger) if options.embedded else None
-        _hear_signals(server, lifetime)
         watchdog = asyncio.create_task(Watchdog(options.hang_timeout, options.log_file).run())
-        _announce(server, edge, remark)
         try:
+            if _is_several(options):
+                return await _stand(server, edge, options)
+            lifetime = Lifetime(server, options.idle_timeout, options.linger) if options.embedded else None
+            _hear_signals(server, lifetime)
+            _announce(server, edge, remark)
             return await _run(server, lifetime)
         finally:
             watchdog.cancel()
@@ -118,6 +129,56 @@ async def _serve(options: argparse.Namespace) -> int:
         if edge is not None:
             await edge.close()
         await server.close()
+
+
+def _is_several(options: argparse.Namespace) -> bool:
+    """Whether it is one of several masters: then a key beside the record says which of them leads."""
+    return str(options.store).startswith("etcd://")
+
+
+def _check_several(options: argparse.Namespace) -> None:
+    """Checks what only one of several masters needs. Raises UsageError."""
+    if not _is_several(options):
+        if options.advertise:
+            raise UsageError(
+                f"--advertise has no effect with --store {options.store}: only masters over etcd"
+                " send agents to one another"
+            )
+    elif options.embedded:
+        raise UsageError("--embedded and --store etcd:// do not go together: an embedded master is one alone")
+    elif not options.advertise and options.host in ANY_HOST:
+        raise UsageError(
+            f"--host {options.host} is no address to which another master could send agents: name one that they"
+            " reach with --advertise HOST:PORT"
+        )
+
+
+async def _stand(server: ControlServer, edge: Edge | None, options: argparse.Namespace) -> int:
+    """Leads, or stands by, until it is told to stop."""
+    address = server.address
+    if options.advertise is not None:
+        host, port = options.advertise
+        address = f"{host}:{port or host_and_port(server.address)[1]}"
+    hosts = options.store.partition("://")[2]
+    client = open_client(
+        hosts, _etcd_files(options) or EtcdFiles(), call_seconds=KEY_CALL_SECONDS, patience_seconds=KEY_PATIENCE_SECONDS
+    )
+    key = LeaderKey(client, options.job_id)
+    server.advertised = address
+    candidate = Candidate(key, server, address, said=lambda generation: _announce(server, edge, ""))
+    loop = asyncio.get_running_loop()
+    for signum in STOP:
+        loop.add_signal_handler(signum, candidate.stop)
+    _print({"address": server.address, "advertised": address, "leads": False}, edge)
+    try:
+        await candidate.run()
+    except StoreError as error:
+        log.error("%s", error)
+        print(f"dlrover-master: {error}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, SameAddress) else EXIT_FAILED
+    finally:
+        key.close()
+    return EXIT_OK
 
 
 def _open(options: argparse.Namespace) -> tuple[Store, str]:
@@ -139,14 +200,19 @@ def _open(options: argparse.Namespace) -> tuple[Store, str]:
 
 def _open_sound(options: argparse.Namespace) -> Store:
     """The store, after all of it was read. Raises StoreError."""
-    given = EtcdFiles(options.etcd_ca, options.etcd_cert, options.etcd_key)
-    store = open_store(options.store, options.job_id, given if given != EtcdFiles() else None)
+    store = open_store(options.store, options.job_id, _etcd_files(options))
     try:
         _wait_for(store)
     except BaseException:
         store.close()
         raise
     return store
+
+
+def _etcd_files(options: argparse.Namespace) -> EtcdFiles | None:
+    """Those that were given; None: none were."""
+    given = EtcdFiles(options.etcd_ca, options.etcd_cert, options.etcd_key)
+    return given if given != EtcdFiles() else None
 
 
 def _wait_for(store: Store) -> None:
@@ -211,7 +277,7 @@ def _edge(server: ControlServer, options: argparse.Namespace, token: str | None)
         raise UsageError(f"--http-port needs the extra `http`: pip install 'dalsegno[http]' ({error})") from error
     try:
         return Edge(
-            lambda: server.driver.status(),
+            server.status,
             options.host,
             options.http_port,
             token,
@@ -228,6 +294,10 @@ def _announce(server: ControlServer, edge: Edge | None, remark: str) -> None:
     said: dict[str, object] = {"address": server.address, "generation": server.driver.generation}
     if remark:
         said["remark"] = remark
+    _print(said, edge)
+
+
+def _print(said: dict[str, object], edge: Edge | None) -> None:
     line = json.dumps(said if edge is None else said | {"http": edge.address})
     # The process that started an embedded master may be gone already.
     with contextlib.suppress(BrokenPipeError):
@@ -296,6 +366,14 @@ def _set_up_logging(log_file: Path | None, job_id: str) -> None:
     root.setLevel(logging.WARNING if log_file is None else logging.INFO)
 
 
+def _advertised(text: str) -> tuple[str, int]:
+    """Host, with brackets if it is an IPv6 address, and port; 0: none was given."""
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+)(?::([0-9]{1,5}))?", text)
+    if match is None or not 0 <= int(match[2] or 0) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no address: write HOST:PORT, or HOST for the port of --port")
+    return match[1], int(match[2] or 0)
+
+
 def _port(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port: a number from 0 (any free one) to 65535")
@@ -313,6 +391,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--etcd-key", type=Path, metavar="FILE", help="its key (PEM)")
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=_port, default=0, help="port to listen on; 0 (default): any free one, printed when serving")
+    text = "with etcd: where agents reach this master, for other masters to send them here (default: --host and --port)"
+    add("--advertise", type=_advertised, metavar="HOST[:PORT]", help=text)
     add("--http-port", type=_port, metavar="PORT", help="show the job there: page, /metrics, /healthz, /api/job")
     add("--nnodes", type=nnodes, metavar="MIN:MAX", help="nodes of the job (default: what the first agent says)")
     add("--node_num", dest="nnodes", type=nnodes, metavar="N", help="as --nnodes N (DLRover's name)")

@@ -20,6 +20,7 @@ __all__ = (
     "FRAME",
     "GROW_SOON_SECONDS",
     "HEARTBEAT_SECONDS",
+    "LEADER_METADATA",
     "LEAST_NODE_TIMEOUT_SECONDS",
     "PROGRESS_SECONDS",
     "STEP_COUNT",
@@ -52,6 +53,8 @@ WORKER_PROTOCOL = 1
 # Seconds between an agent's heartbeats, and at least between its reports of steps, until the master asks for more.
 HEARTBEAT_SECONDS = 1.0
 PROGRESS_SECONDS = 0.1
+# The trailing metadata in which a master that stands by names the address (HOST:PORT) of the one that leads.
+LEADER_METADATA = "dalsegno-leader"
 # The shortest --node-timeout. A heartbeat comes a second after the last word, and has 3 s before the next one is sent:
 # one lost heartbeat must not mean death.
 LEAST_NODE_TIMEOUT_SECONDS = 5.0

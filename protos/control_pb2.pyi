@@ -1918,6 +1918,28 @@ class EpochRecord(google.protobuf.message.Message):
 global___EpochRecord = EpochRecord
 
 @typing.final
+class Leader(google.protobuf.message.Message):
+    """Which one of several masters answers."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: builtins.int
+    SINCE_FIELD_NUMBER: builtins.int
+    address: builtins.str
+    """HOST:PORT at which agents find it."""
+    since: builtins.float
+    """Unix seconds, by its own clock."""
+    def __init__(
+        self,
+        *,
+        address: builtins.str = ...,
+        since: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "since", b"since"]) -> None: ...
+
+global___Leader = Leader
+
+@typing.final
 class StatusReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1935,6 +1957,7 @@ class StatusReply(google.protobuf.message.Message):
     SETTINGS_FIELD_NUMBER: builtins.int
     LIMIT_FIELD_NUMBER: builtins.int
     UNHEARD_FIELD_NUMBER: builtins.int
+    LEADER_FIELD_NUMBER: builtins.int
     generation: builtins.int
     job_id: builtins.str
     run_id: builtins.str
@@ -1955,6 +1978,10 @@ class StatusReply(google.protobuf.message.Message):
     def history(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EpochRecord]: ...
     @property
     def settings(self) -> global___Settings: ...
+    @property
+    def leader(self) -> global___Leader:
+        """Absent where there is one master only."""
+
     def __init__(
         self,
         *,
@@ -1972,9 +1999,10 @@ class StatusReply(google.protobuf.message.Message):
         settings: global___Settings | None = ...,
         limit: builtins.int = ...,
         unheard: builtins.bool = ...,
+        leader: global___Leader | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["head", b"head", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "generation", b"generation", "head", b"head", "history", b"history", "job_id", b"job_id", "limit", b"limit", "loss", b"loss", "nodes", b"nodes", "phase", b"phase", "reason", b"reason", "run_id", b"run_id", "settings", b"settings", "step", b"step", "unheard", b"unheard"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["head", b"head", "leader", b"leader", "settings", b"settings"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "generation", b"generation", "head", b"head", "history", b"history", "job_id", b"job_id", "leader", b"leader", "limit", b"limit", "loss", b"loss", "nodes", b"nodes", "phase", b"phase", "reason", b"reason", "run_id", b"run_id", "settings", b"settings", "step", b"step", "unheard", b"unheard"]) -> None: ...
 
 global___StatusReply = StatusReply
 

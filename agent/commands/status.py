@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from dalsegno.protos.contract import CONTROL_PROTOCOL, Variable
 from dalsegno.protos.text import one_line
 
 from ..control.claim import Claim, ClaimFile
-from ..control.connection import Credentials, code_of, detail_of
+from ..control.connection import RETRIED, Credentials, code_of, detail_of, leader_of
 from ..control.credentials import CredentialFiles
 from ..control.handshake import mismatch
 from ..control.spawning import read_token
@@ -37,8 +38,8 @@ _TRAINS = (control_pb2.PHASE_RUNNING, control_pb2.PHASE_DRAINING)
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 
 
-def _master_of(options: argparse.Namespace) -> tuple[str, Credentials]:
-    """Address and credentials: those given, or those in the embedded master's claim.
+def _master_of(options: argparse.Namespace) -> tuple[list[str], Credentials]:
+    """Addresses and credentials: those given, or those in the embedded master's claim.
 
     Raises:
         ValueError: there is no master to ask, or what was given cannot be used; one line.
@@ -47,7 +48,7 @@ def _master_of(options: argparse.Namespace) -> tuple[str, Credentials]:
     if options.master:
         files = CredentialFiles.given(options, os.environ.get(Variable.TOKEN))
         files.check()
-        return options.master.split(",")[0], files.read()
+        return [one.strip() for one in options.master.split(",")], files.read()
     private = Path(options.checkpoint_dir) / ".dalsegno"
     jobs = sorted(path.parent.name for path in private.glob("*/claim.json"))
     job = options.job_id or _the_one(private, jobs)
@@ -60,7 +61,7 @@ def _master_of(options: argparse.Namespace) -> tuple[str, Credentials]:
     claim = ClaimFile(private / job).read()
     if claim is None:
         raise ValueError(f"job {job} has no embedded master's claim in {private}; use --master HOST:PORT")
-    return claim.address, Credentials(read_token(private / job))
+    return [claim.address], Credentials(read_token(private / job))
 
 
 def _the_one(private: Path, jobs: Sequence[str]) -> str | None:
@@ -97,26 +98,49 @@ def scale(options: argparse.Namespace) -> int:
 
 def _ask(options: argparse.Namespace, method: str, request: Any, lines_of: Callable[[Any], list[str]]) -> int:
     """Makes one call to the job's master, and prints the answer."""
-    address, credentials = _master_of(options)
+    addresses, credentials = _master_of(options)
     request.job_id = options.job_id or ""
-    with credentials.channel(address) as channel:
-        try:
-            call = getattr(control_pb2_grpc.ControlStub(channel), method)
-            reply = call(request, timeout=_TIMEOUT_SECONDS, metadata=credentials.metadata)
-        except grpc.RpcError as error:
-            text = f"the master at {address} does not answer: {code_of(error).name}: {detail_of(error)}"
-            if not options.master and code_of(error) is grpc.StatusCode.UNAVAILABLE:
-                text, finished = _without_master(Path(options.checkpoint_dir) / options.job_id)
-                if finished and method == "GetStatus":
-                    print(one_line(text))
-                    return EXIT_FINISHED
-            if code_of(error) in _REFUSED:
-                text = detail_of(error)
-            print(f"dalsegno: {one_line(mismatch(address, credentials) or text)}", file=sys.stderr)
-            return EXIT_FAILED
+    try:
+        reply = _answer(addresses, credentials, method, request)
+    except _NoAnswer as said:
+        error, text = said.error, f"the master at {said.address} does not answer: {said}"
+        if not options.master and code_of(error) is grpc.StatusCode.UNAVAILABLE:
+            text, finished = _without_master(Path(options.checkpoint_dir) / options.job_id)
+            if finished and method == "GetStatus":
+                print(one_line(text))
+                return EXIT_FINISHED
+        if code_of(error) in _REFUSED:
+            text = detail_of(error)
+        print(f"dalsegno: {one_line(mismatch(said.address, credentials) or text)}", file=sys.stderr)
+        return EXIT_FAILED
     for line in lines_of(reply):
         print(line)
     return EXIT_FINISHED
+
+
+class _NoAnswer(Exception):
+    """What the last master said that was asked, instead of an answer."""
+
+    def __init__(self, address: str, error: grpc.RpcError) -> None:
+        super().__init__(f"{code_of(error).name}: {detail_of(error)}")
+        self.address, self.error = address, error
+
+
+def _answer(addresses: Sequence[str], credentials: Credentials, method: str, request: Any) -> Any:
+    """The answer of the master that leads: of several the others name it. Raises _NoAnswer."""
+    left, asked = list(addresses), set[str]()
+    while True:
+        address = left.pop(0)
+        asked.add(address)
+        with credentials.channel(address) as channel:
+            try:
+                call = getattr(control_pb2_grpc.ControlStub(channel), method)
+                return call(request, timeout=_TIMEOUT_SECONDS, metadata=credentials.metadata)
+            except grpc.RpcError as error:
+                leader = leader_of(error)
+                left = [one for one in ([leader] if leader else []) + left if one not in asked]
+                if not left or code_of(error) not in RETRIED:
+                    raise _NoAnswer(address, error) from error
 
 
 def _without_master(runs: Path) -> tuple[str, bool]:
@@ -178,6 +202,9 @@ def status_lines(reply: control_pb2.StatusReply) -> list[str]:
         f"job {reply.job_id}, {reply.run_id or 'no run yet'}: {phase}, epoch {reply.epoch}, {_progress(reply)}"
         + (f" ({reply.reason})" if reply.reason else "")
     ]
+    if reply.leader.address:
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(reply.leader.since))
+        lines.append(f"  master: {reply.leader.address} leads since {since}, generation {reply.generation}")
     for node in reply.nodes:
         rank = f" {node.group_rank}" if node.role == "member" else ""
         why = f": {node.reason}" if node.reason else ""

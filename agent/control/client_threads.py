@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dalsegno.protos import control_pb2
 
-__all__ = ["FIRST_BACKOFF_SECONDS", "LAST_BACKOFF_SECONDS", "Backoff", "Listener", "kept_up"]
+__all__ = ["FIRST_BACKOFF_SECONDS", "LAST_BACKOFF_SECONDS", "Backoff", "Listener", "OutboxFull", "kept_up"]
 
 # Seconds.
 FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.05, 1.0
@@ -20,6 +20,10 @@ _MOST_FAILURES = 5
 _SOON_SECONDS = 30.0
 
 logger = logging.getLogger(__name__)
+
+
+class OutboxFull(RuntimeError):
+    """More calls wait for an absent master than anything sensible could make."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,12 @@ class Backoff:
 
     def reset(self) -> None:
         self._next = FIRST_BACKOFF_SECONDS
+
+    def led(self, leader: str) -> str:
+        """The same address; where there is one, the next pause is the shortest."""
+        if leader:
+            self.reset()
+        return leader
 
     def wait(self) -> None:
         self._event.wait(self._next * random.uniform(0.7, 1.3))

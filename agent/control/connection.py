@@ -12,8 +12,9 @@ from pathlib import Path
 import grpc
 
 from dalsegno.protos import control_pb2_grpc
+from dalsegno.protos.contract import LEADER_METADATA
 
-__all__ = ["RETRIED", "Connector", "Credentials", "MasterLink", "channel_options", "code_of", "detail_of"]
+__all__ = ["RETRIED", "Connector", "Credentials", "MasterLink", "channel_options", "code_of", "detail_of", "leader_of"]
 
 # Status codes that say nothing about the call itself: it is repeated, with the same request number.
 RETRIED = frozenset(
@@ -82,6 +83,15 @@ def code_of(error: grpc.RpcError) -> grpc.StatusCode:
 def detail_of(error: grpc.RpcError) -> str:
     """What the other side, or gRPC, says about a failed call."""
     return (error.details() if isinstance(error, grpc.Call) else "") or str(error)
+
+
+def leader_of(error: grpc.RpcError) -> str:
+    """The address of the master that leads, if the one that was called stands by and knows it; else empty."""
+    metadata: Sequence[tuple[str, str | bytes]] = ()
+    if isinstance(error, grpc.Call):
+        metadata = error.trailing_metadata() or ()
+    found = [value for key, value in metadata if key == LEADER_METADATA]
+    return found[0] if found and isinstance(found[0], str) else ""
 
 
 @dataclass(frozen=True)
@@ -158,6 +168,8 @@ class Connector:
         self._on_missing = on_missing
         self._lock = threading.Lock()
         self._turn = 0
+        # Which address to go to instead of the next one in turn; empty: none.
+        self._leader = ""
         self._link: MasterLink | None = None
         self._last: Credentials | None = None
         self._unreadable = False
@@ -185,7 +197,7 @@ class Connector:
             if self._link is None and not self._closed:
                 addresses = self._locate()
                 if addresses:
-                    address = addresses[self._turn % len(addresses)]
+                    address = self._leader or addresses[self._turn % len(addresses)]
                     channel = self._open(address)
                     if channel is not None:
                         self._link = MasterLink(channel, control_pb2_grpc.ControlStub(channel), address)
@@ -228,14 +240,18 @@ class Connector:
             self._unreadable = True
             logger.warning("token or certificates cannot be read now: %s", error)
 
-    def failed(self, link: MasterLink | None) -> None:
-        """Reports that a call over `link` got no answer: the next `get` goes to the next address."""
+    def failed(self, link: MasterLink | None, leader: str = "") -> None:
+        """Reports that a call over `link` got no answer: the next `get` goes to the next address, or to the leader's.
+
+        `leader` is what a master that stands by has named, HOST:PORT; it is believed for one link.
+        """
         with self._lock:
             if self._closed:
                 return
             if link is not None and link is self._link:
                 self._link = None
-                self._turn += 1
+                self._leader = leader if leader != link.address else ""
+                self._turn += 0 if self._leader else 1
                 link.channel.close()
         self._on_missing()
 

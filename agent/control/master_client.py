@@ -26,8 +26,8 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import CONTROL_PROTOCOL, HEARTBEAT_SECONDS
 from dalsegno.protos.trace import mark
 
-from .client_threads import Backoff, Listener, kept_up
-from .connection import RETRIED, Connector, MasterLink, code_of, detail_of
+from .client_threads import Backoff, Listener, OutboxFull, kept_up
+from .connection import RETRIED, Connector, MasterLink, code_of, detail_of, leader_of
 from .master_checks import MOST
 from .pace import Pace
 
@@ -46,10 +46,6 @@ _NO_LINK = "no address is known, or no token"
 _INTERNAL = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN})
 
 logger = logging.getLogger(__name__)
-
-
-class OutboxFull(RuntimeError):
-    """More calls wait for an absent master than anything sensible could make."""
 
 
 @dataclass
@@ -256,9 +252,9 @@ class MasterClient:
             self._tell_link()
         return True
 
-    def _unheard(self, link: MasterLink | None, why: str) -> None:
-        """Notes a call or stream without an answer."""
-        self._connector.failed(link)
+    def _unheard(self, link: MasterLink | None, why: str, leader: str = "") -> None:
+        """Notes a call or stream without an answer, or with the address of the master to go to."""
+        self._connector.failed(link, leader)
         with self._changed:
             if self._closing.is_set():
                 return
@@ -283,7 +279,7 @@ class MasterClient:
                     # Only now, because the answer to the registration brings the node's name.
                     caller = self._caller(waiting.request)
                     self._fill(caller, caller.request)
-            if self._send(waiting):
+            if self._send(waiting, backoff):
                 backoff.reset()
                 with self._changed:
                     # `register` may have emptied the queue meanwhile.
@@ -297,7 +293,7 @@ class MasterClient:
         """Whether the first call may go out now; the caller holds the lock."""
         return bool(self._queue) and (self._registered or self._queue[0].method == "Register")
 
-    def _send(self, waiting: _Waiting) -> bool:
+    def _send(self, waiting: _Waiting, backoff: Backoff) -> bool:
         """Makes one attempt. True if the call is settled, one way or another."""
         link = self._connector.get()
         if link is None:
@@ -308,7 +304,7 @@ class MasterClient:
                 waiting.request, timeout=CALL_TIMEOUT_SECONDS, metadata=self._connector.metadata
             )
         except (grpc.RpcError, ValueError) as error:
-            return self._send_failed(waiting, link, error)
+            return self._send_failed(waiting, link, error, backoff)
         if not self._heard(reply.generation):
             self._connector.failed(link)
             return False
@@ -318,7 +314,7 @@ class MasterClient:
             mark("committed", node=self._node, epoch=self._caller(waiting.request).epoch)
         return True
 
-    def _send_failed(self, waiting: _Waiting, link: MasterLink, error: Exception) -> bool:
+    def _send_failed(self, waiting: _Waiting, link: MasterLink, error: Exception, backoff: Backoff) -> bool:
         if not isinstance(error, grpc.RpcError):
             # gRPC raises ValueError for a channel that another thread closed.
             return False
@@ -328,7 +324,7 @@ class MasterClient:
             if waiting.method == "Register" and code is grpc.StatusCode.ABORTED:
                 self._tell(waiting.session, partial(self._listener.postponed, detail))
                 return False
-            self._unheard(link, detail)
+            self._unheard(link, detail, backoff.led(leader_of(error)))
             return self._can_never_register(waiting)
         if code in _INTERNAL and waiting.internal_errors < _MOST_INTERNAL_ERRORS:
             waiting.internal_errors += 1
@@ -420,7 +416,7 @@ class MasterClient:
         code = code_of(error) if isinstance(error, grpc.RpcError) else grpc.StatusCode.CANCELLED
         retried = code in RETRIED or code in _INTERNAL
         if retried:
-            self._unheard(link, str(error))
+            self._unheard(link, str(error), leader_of(error) if isinstance(error, grpc.RpcError) else "")
             self._again(progress, session)
             return
         if isinstance(error, grpc.RpcError):
@@ -477,11 +473,11 @@ class MasterClient:
                 if not self._tell(session, partial(self._listener.directed, directive)):
                     return False
         except (grpc.RpcError, ValueError) as error:
-            return self._watch_failed(session, link, error)
+            return self._watch_failed(session, link, error, backoff)
         # The master ended it in good order: this node is fenced, or the master is about to close.
         return False
 
-    def _watch_failed(self, session: int, link: MasterLink, error: Exception) -> bool:
+    def _watch_failed(self, session: int, link: MasterLink, error: Exception, backoff: Backoff) -> bool:
         with self._changed:
             if session != self._session:
                 return False
@@ -490,7 +486,7 @@ class MasterClient:
         code = code_of(error)
         if code in RETRIED or code in _INTERNAL:
             logger.info("the stream of directives broke: %s: %s", code.name, detail_of(error))
-            self._unheard(link, detail_of(error))
+            self._unheard(link, detail_of(error), backoff.led(leader_of(error)))
             return False
         self._tell(session, partial(self._listener.failed, "Watch", code.name, detail_of(error)))
         return True

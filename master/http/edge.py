@@ -170,11 +170,17 @@ class Edge:
             app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK_NAMES)
         app.add_api_route("/", _page)
         app.add_api_route("/healthz", self._health)
+        app.add_api_route("/readyz", self._ready)
         app.add_api_route("/metrics", self._metrics)
         app.add_api_route("/api/job", self._job)
         return app
 
     async def _health(self) -> PlainTextResponse:
+        await self._now()
+        return PlainTextResponse("ok\n")
+
+    async def _ready(self) -> PlainTextResponse:
+        """200 where agents are served, 503 with the reason elsewhere: a master that stands by is healthy."""
         await self._now()
         return PlainTextResponse("ok\n")
 

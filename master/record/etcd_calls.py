@@ -1,7 +1,7 @@
 """Calls to etcd over several endpoints: whichever member answers, and only until it does not.
 
-Reads and conditional writes alone. Both may be repeated: a write carries the revision of what it replaces, so a second
-try of one that was carried out changes nothing, and says so.
+Reads and conditional writes, and leases. All may be repeated: a write carries the revision of what it replaces, so a
+second try of one that was carried out changes nothing, and says so; a lease that was granted twice ends by itself.
 """
 
 from __future__ import annotations
@@ -65,10 +65,14 @@ class Value:
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a transaction: data for a key; None: the key is deleted."""
+    """One change of a transaction: data for a key; None: the key is deleted.
+
+    With a lease (0: none) the key is deleted when the lease ends.
+    """
 
     key: str
     data: bytes | None
+    lease: int = 0
 
 
 def endpoints_of(hosts: str) -> list[str]:
@@ -92,19 +96,30 @@ class Etcd:
     Args:
         endpoints: its members, as HOST:PORT.
         files: for TLS.
+        call_seconds: that one member may take to answer.
+        patience_seconds: that all of them together may, before etcd counts as away.
 
     Raises:
         OSError: a file cannot be read.
         ImportError: the package aetcd, whose messages these are, is not installed.
     """
 
-    def __init__(self, endpoints: Sequence[str], files: EtcdFiles) -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        files: EtcdFiles,
+        *,
+        call_seconds: float = CALL_SECONDS,
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> None:
         from aetcd.rpc import rpc_pb2, rpc_pb2_grpc
 
         self._messages: Any = rpc_pb2
         self._channels = [_channel(endpoint, files) for endpoint in endpoints]
         self._stubs = [rpc_pb2_grpc.KVStub(channel) for channel in self._channels]
+        self._leases = [rpc_pb2_grpc.LeaseStub(channel) for channel in self._channels]
         self._endpoints = list(endpoints)
+        self._call_seconds, self._patience_seconds = call_seconds, patience_seconds
         self._present = 0
 
     def get(self, key: str) -> Value | None:
@@ -136,6 +151,14 @@ class Etcd:
         reply = self._call("Txn", request)
         return int(reply.header.revision) if reply.succeeded else 0
 
+    def grant(self, seconds: int) -> int:
+        """A new lease, which ends after so many seconds unless it is kept. Raises EtcdUnavailable."""
+        return int(self._call("LeaseGrant", self._messages.LeaseGrantRequest(TTL=seconds), self._leases).ID)
+
+    def keep(self, lease: int) -> None:
+        """Has the lease last its seconds anew; nothing happens if it has ended. Raises EtcdUnavailable."""
+        self._call("LeaseKeepAlive", self._messages.LeaseKeepAliveRequest(ID=lease), self._leases)
+
     def close(self) -> None:
         """Closes all connections."""
         for channel in self._channels:
@@ -145,23 +168,35 @@ class Etcd:
         messages, key = self._messages, change.key.encode()
         if change.data is None:
             return messages.RequestOp(request_delete_range=messages.DeleteRangeRequest(key=key))
-        return messages.RequestOp(request_put=messages.PutRequest(key=key, value=change.data))
+        return messages.RequestOp(request_put=messages.PutRequest(key=key, value=change.data, lease=change.lease))
 
-    def _call(self, method: str, request: Any) -> Any:
-        deadline, reasons = time.monotonic() + PATIENCE_SECONDS, dict[str, str]()
+    def _call(self, method: str, request: Any, stubs: Sequence[Any] | None = None) -> Any:
+        stubs = self._stubs if stubs is None else stubs
+        deadline, reasons = time.monotonic() + self._patience_seconds, dict[str, str]()
         while True:
-            for _ in self._stubs:
-                call: Callable[..., Any] = getattr(self._stubs[self._present], method)
+            for _ in stubs:
+                call: Callable[..., Any] = getattr(stubs[self._present], method)
                 try:
-                    return call(request, timeout=CALL_SECONDS)
+                    return _answer(call, request, self._call_seconds)
                 except grpc.RpcError as error:
                     reasons[self._endpoints[self._present]] = _reason(error)
                     if error.code() not in _PASSING:
                         raise EtcdUnavailable(_told(reasons)) from error
-                self._present = (self._present + 1) % len(self._stubs)
+                self._present = (self._present + 1) % len(stubs)
                 if time.monotonic() >= deadline:
                     raise EtcdUnavailable(_told(reasons))
             time.sleep(PAUSE_SECONDS)  # why: nobody tells when a member is back
+
+
+def _answer(call: Callable[..., Any], request: Any, seconds: float) -> Any:
+    """The one answer to a request, also where etcd has only a stream for it."""
+    if isinstance(call, grpc.StreamStreamMultiCallable):
+        answers = call(iter([request]), timeout=seconds)
+        try:
+            return next(answers)
+        finally:
+            answers.cancel()
+    return call(request, timeout=seconds)
 
 
 def _channel(endpoint: str, files: EtcdFiles) -> grpc.Channel:

@@ -20,7 +20,7 @@ from .chunks import BUCKETS, Head, WrongChunk, bucket_of, chunk_digest, decoded,
 from .etcd_calls import Change, Etcd, EtcdFiles, EtcdUnavailable, endpoints_of
 from .store import Rows, StoreAway, StoreDamaged, StoreError, StoreUnavailable, Superseded, digest_of
 
-__all__ = ["EtcdStore", "open_etcd"]
+__all__ = ["PREFIX", "EtcdStore", "open_client", "open_etcd"]
 
 PREFIX = "/dalsegno"
 # The most bytes, and changes, of one transaction: etcd's own limits are 1.5 MiB and 128.
@@ -30,7 +30,12 @@ MOST_TRIES = 10
 
 
 def open_etcd(hosts: str, job_id: str, files: EtcdFiles) -> EtcdStore:
-    """Opens the store that `etcd://` and these hosts name.
+    """Opens the store that `etcd://` and these hosts name. Raises StoreError: that is not possible; one line."""
+    return EtcdStore(open_client(hosts, files), job_id)
+
+
+def open_client(hosts: str, files: EtcdFiles, **limits: float) -> Etcd:
+    """A client of the etcd that `etcd://` and these hosts name; `limits` are those of `Etcd`, in seconds.
 
     Raises:
         StoreError: that is not possible; one line.
@@ -48,7 +53,7 @@ def open_etcd(hosts: str, job_id: str, files: EtcdFiles) -> EtcdStore:
     if files.cert is not None and files.ca is None:
         raise StoreError("--etcd-cert has no effect without --etcd-ca, the authority of etcd's own certificate")
     try:
-        client = Etcd(endpoints_of(hosts), files)
+        return Etcd(endpoints_of(hosts), files, **limits)
     except ValueError as error:
         raise StoreError(f"--store etcd://{hosts}: {error}") from error
     except OSError as error:
@@ -56,7 +61,6 @@ def open_etcd(hosts: str, job_id: str, files: EtcdFiles) -> EtcdStore:
     except (ImportError, RuntimeError) as error:
         why = one_line(str(error))
         raise StoreError(f"--store etcd:// wants aetcd's messages ({why}): pip install 'dalsegno[etcd]'") from error
-    return EtcdStore(client, job_id)
 
 
 class EtcdStore:

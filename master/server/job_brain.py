@@ -48,6 +48,8 @@ class JobBrain:
 
     def begin(self, rows: dict[str, bytes], generation: int, now: float) -> State:
         """A new job's state, or the stored one's. Raises StoreError if the store's job differs from the given one."""
+        # A master may take the record over several times.
+        self._codec, self._rows, self._common = JobCodec(), {}, None
         if not rows:
             settings = None if self._nnodes is None else Settings(*self._nnodes)
             return brain.fresh(self._job_id, generation, settings, self._embedded)

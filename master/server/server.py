@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import socket
@@ -17,9 +18,11 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.limits import MESSAGE_BYTES
 from dalsegno.protos.text import one_line
 
+from ..brain.events import Reply
 from ..record.descriptors import connections_left
 from ..record.store import Store
 from .auth import TlsFiles, TokenInterceptor, check_exposure
+from .desk import Desk
 from .driver import HELD_UP_AFTER_SECONDS, Brain, Driver, Views
 from .service import ControlService
 from .watchers import MOST_STREAMS, End, Watcher, Watchers
@@ -84,7 +87,11 @@ class ServerOptions:
 
 
 class ControlServer:
-    """Use `start`, then `run`, which ends when the store is lost or superseded or `stop` is called; then `close`."""
+    """A master's gRPC server. Calls are served while it leads, and sent to the one that does while it stands by.
+
+    One master alone: `start`, then `run`, which ends when the store is lost or superseded or `stop` is called; then
+    `close`. One of several: `listen`, then `lead` and `run` as often as it leads.
+    """
 
     def __init__(
         self,
@@ -103,6 +110,7 @@ class ControlServer:
         self._options = options
         self._clock = clock
         self.watchers = Watchers()
+        self._desk = Desk()
         self._server: grpc.aio.Server | None = None
         self._driver: Driver | None = None
         # Sequence number of the last notice in the log.
@@ -111,11 +119,18 @@ class ControlServer:
         self._failures: set[str] = set()
         self._most_connections = connections_left()
         self.address = ""
+        # Where agents find this one of several masters, and the Unix seconds since which it has led.
+        self.advertised, self._since = "", 0.0
 
     @property
     def driver(self) -> Driver:
         assert self._driver is not None, "start() comes first"
         return self._driver
+
+    @property
+    def leads(self) -> bool:
+        """Whether agents are served here."""
+        return self._desk.present is not None
 
     async def start(self) -> None:
         """Listens, takes the store over, and serves.
@@ -124,28 +139,50 @@ class ControlServer:
         Raises BindError, AuthError, StoreError.
         """
         server = self._new_server()
-        port = self._bind(server)
-        self._driver = Driver(
-            self._brain,
-            self._store,
-            self._publish,
-            clock=self._clock,
-            held_up_after=self._options.held_up_after,
-        )
-        service = ControlService(self._job_id, self._driver, self.watchers)
-        server.add_generic_rpc_handlers((service.handlers(),))
-        await server.start()
-        self._server = server
-        host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
-        self.address = f"{host}:{port}"
-        log.info("serving job %s at %s, generation %d", self._job_id, self.address, self._driver.generation)
+        self._bind(server)
+        self._open(self._new_driver())
+        await self._begin(server)
+
+    async def listen(self) -> None:
+        """Listens; calls are not served before `lead`. Raises BindError, AuthError."""
+        server = self._new_server()
+        self._bind(server)
+        await self._begin(server)
+
+    async def lead(self) -> int:
+        """Takes the store over and serves; returns its generation. Not while this leads. Raises StoreError."""
+        self._driver = None
+        # Agents are answered meanwhile: a store that is a service may take its time.
+        self._open(await asyncio.to_thread(self._new_driver))
+        return self.driver.generation
 
     async def run(self) -> None:
-        """Serves until `stop`. Raises Superseded, StoreError."""
-        await self.driver.run()
+        """Serves until `stop`; then this stands by. Raises Superseded, StoreError."""
+        try:
+            await self.driver.run()
+        finally:
+            self.stand_by("")
 
     def stop(self) -> None:
-        self.driver.stop()
+        """Ends `run` after the present turn, also one that begins only then."""
+        if self._driver is not None:
+            self._driver.stop()
+
+    def stand_by(self, leader: str) -> None:
+        """Serves nobody: agents are sent to this address (HOST:PORT; empty: who leads is not known)."""
+        self._desk.leader = leader
+        if self._desk.present is not None:
+            self._desk.present = None
+            self.watchers.end_all(End.STOPPING)
+
+    async def status(self) -> Reply:
+        """The job's status, if this master leads."""
+        if not self.leads:
+            return Reply("UNAVAILABLE", self._desk.refusal, None)
+        reply = await self.driver.status()
+        if self.advertised and isinstance(reply.message, control_pb2.StatusReply):
+            reply.message.leader.address, reply.message.leader.since = self.advertised, self._since
+        return reply
 
     async def close(self) -> None:
         """Ends streams and calls, then lets go of port and store; safe after a failed start."""
@@ -154,9 +191,29 @@ class ControlServer:
             await self._server.stop(STOP_GRACE_SECONDS)
         self._store.close()
 
+    async def _begin(self, server: grpc.aio.Server) -> None:
+        await server.start()
+        self._server = server
+        log.info("serving job %s at %s", self._job_id, self.address)
+
+    def _new_driver(self) -> Driver:
+        """Takes the store over. Raises StoreError."""
+        return Driver(
+            self._brain,
+            self._store,
+            self._publish,
+            clock=self._clock,
+            held_up_after=self._options.held_up_after,
+        )
+
+    def _open(self, driver: Driver) -> None:
+        self._driver, self._logged, self._since = driver, 0, time.time()
+        log.info("job %s has generation %d", self._job_id, driver.generation)
+        self._desk.present = ControlService(self._job_id, driver, self.watchers, self.status).handlers()
+
     def _new_server(self) -> grpc.aio.Server:
         interceptors = [] if self._options.token is None else [TokenInterceptor(self._options.token)]
-        return grpc.aio.server(
+        server = grpc.aio.server(
             interceptors=interceptors,
             options=[
                 # Otherwise a second master on the same port would get every other connection instead of an error.
@@ -169,8 +226,10 @@ class ControlServer:
             ],
             maximum_concurrent_rpcs=MOST_CALLS,
         )
+        server.add_generic_rpc_handlers((self._desk,))
+        return server
 
-    def _bind(self, server: grpc.aio.Server) -> int:
+    def _bind(self, server: grpc.aio.Server) -> None:
         host, port = self._options.host, self._options.port
         _probe(host, port)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -181,7 +240,7 @@ class ControlServer:
                 bound = server.add_secure_port(address, self._options.tls.credentials())
         except RuntimeError as error:
             raise BindError(f"cannot listen on {address}: {error}") from error
-        return bound
+        self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
 
     def _publish(self) -> None:
         """Sends every agent its directive if that changed. A stream that fails is cut off, and the agent asks again."""

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 
-from .run import CLAIMS, DECISIONS, SHELLS, replay, simulate_all
+from .run import CLAIMS, DECISIONS, LEADERS, SHELLS, replay, simulate_all
 
 
 def main() -> int:
@@ -22,6 +22,7 @@ def main() -> int:
     for mode, text in (
         (SHELLS, "with the product's shells, not only its decisions"),
         (CLAIMS, "embedded masters and their claims, on virtual machines and containers"),
+        (LEADERS, "several masters over etcd, and which of them leads"),
     ):
         what.add_argument(f"--{mode}", action="store_const", dest="mode", const=mode, help=text)
     parser.add_argument("--trace", action="store_true", help="replay the one schedule of --seed, line by line")

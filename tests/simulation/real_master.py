@@ -56,17 +56,22 @@ class Details:
     invocation_metadata: tuple[()] = ()
 
 
+CONTROL = pb.DESCRIPTOR.services_by_name["Control"]
+METHODS = {getattr(pb, one.input_type.name): f"/{CONTROL.full_name}/{one.name}" for one in CONTROL.methods}
+
+
 class Server:
-    """`grpc.aio.Server`: keeps the handlers by the type of their request."""
+    """`grpc.aio.Server`: finds the handlers by the type of their request."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.handlers: dict[type[Message], Any] = {}
+        self._desk: Any = None
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        service = pb.DESCRIPTOR.services_by_name["Control"]
-        for method in service.methods:
-            found = handlers[0].service(Details(f"/{service.full_name}/{method.name}"))
-            self.handlers[getattr(pb, method.input_type.name)] = found.unary_unary or found.unary_stream
+        (self._desk,) = handlers
+
+    def handler(self, kind: type[Message]) -> Any:
+        found = self._desk.service(Details(METHODS[kind]))
+        return found.unary_unary or found.unary_stream
 
     def add_insecure_port(self, address: str) -> int:
         return 1
@@ -239,9 +244,9 @@ class RealMaster:
     def _handler(self, message: Message) -> Any:
         assert self._shell is not None
         assert isinstance(self._shell._server, Server)
-        if type(message) not in self._shell._server.handlers:
+        if type(message) not in METHODS:
             raise Aborted(grpc.StatusCode.UNIMPLEMENTED, type(message).__name__)
-        return self._shell._server.handlers[type(message)]
+        return self._shell._server.handler(type(message))
 
     def stream_opened(self, stream: Stream) -> None:
         if self.up and self.loop is not None:

@@ -12,13 +12,15 @@ from functools import partial
 
 from .claim_plan import claim_plan_of
 from .claims import World
+from .leaders import LeaderWorld, leader_plan_of
 from .plan import plan_of
 from .world import Simulation
 
 logger = logging.getLogger(__name__)
 
-# What is simulated: decisions alone, with the shells around them, or embedded masters and their claims.
-DECISIONS, SHELLS, CLAIMS = "decisions", "shells", "claims"
+# What is simulated: decisions alone, with the shells around them, embedded masters and their claims, or several masters
+# over etcd.
+DECISIONS, SHELLS, CLAIMS, LEADERS = "decisions", "shells", "claims", "leaders"
 # Schedules in which much happens.
 WARM_UP = (416, 47, 105)
 
@@ -44,7 +46,9 @@ def warm_up() -> None:
             logger.debug("seed %d: %s", seed, error)
 
 
-def _made(seed: int, mode: str, tracing: bool = False) -> Simulation | World:
+def _made(seed: int, mode: str, tracing: bool = False) -> Simulation | World | LeaderWorld:
+    if mode == LEADERS:
+        return LeaderWorld(leader_plan_of(seed), tracing)
     if mode == CLAIMS:
         return World(claim_plan_of(seed), tracing)
     if mode == SHELLS:

@@ -14,16 +14,19 @@ import pytest
 from tests.conftest import ROOT
 
 from .claim_plan import claim_plan_of
+from .leaders import leader_plan_of
 from .plan import plan_of
 from .plants.brain import PLANTS, Plant, planted
 from .plants.claims import CLAIM_PLANTS
 from .plants.files import FILE_PLANTS
+from .plants.leaders import LEADER_PLANTS
 from .plants.memory import MEMORY_PLANTS
 from .plants.shells import SHELL_PLANTS
-from .run import CLAIMS, SHELLS, replay, simulate, simulate_all
+from .run import CLAIMS, LEADERS, SHELLS, replay, simulate, simulate_all
 
 SHELL_RUNS = int(os.environ.get("SIM_SHELL_RUNS", "40"))
 CLAIM_RUNS = int(os.environ.get("SIM_CLAIM_RUNS", "40"))
+LEADER_RUNS = int(os.environ.get("SIM_LEADER_RUNS", "20"))
 RUNS = int(os.environ.get("SIM_RUNS", "2000"))
 FIRST_SEED = int(os.environ.get("SIM_SEED", "1"))
 # Schedules that once broke an invariant, by a fault of the product or of the model.
@@ -62,7 +65,15 @@ def test_every_schedule_of_claims_keeps_the_invariants() -> None:
     assert failures == []
 
 
-@pytest.mark.parametrize(("mode", "seeds"), [(SHELLS, (5, 105, 158)), (CLAIMS, (11, 35, 81))])
+def test_every_schedule_of_leaders_keeps_the_invariants() -> None:
+    """Several masters over an etcd that loses answers and ends leases: one leads, and nothing stored is forgotten."""
+    seeds = range(FIRST_SEED, FIRST_SEED + LEADER_RUNS)
+    outcomes = simulate_all(seeds, min(2, os.cpu_count() or 1), LEADERS)
+    failures = [f"seed {o.seed} --leaders: {o.failure}" for o in outcomes if o.failure]
+    assert failures == []
+
+
+@pytest.mark.parametrize(("mode", "seeds"), [(SHELLS, (5, 105, 158)), (CLAIMS, (11, 35, 81)), (LEADERS, (3, 55, 241))])
 def test_a_seed_of_threads_is_a_schedule(mode: str, seeds: tuple[int, ...]) -> None:
     """Threads take turns as the seed says, whatever the machine does meanwhile."""
     here = [simulate(seed, mode).digest for seed in seeds]
@@ -143,3 +154,10 @@ def test_a_bug_planted_in_embedded_masters_is_seen(name: str) -> None:
     """The same for who may replace whom."""
     plant: Any = CLAIM_PLANTS[name]
     _is_seen(plant, CLAIMS, (seed for seed in itertools.count(1) if plant.is_shown_by(claim_plan_of(seed))))
+
+
+@pytest.mark.parametrize("name", LEADER_PLANTS)
+def test_a_bug_planted_in_leadership_is_seen(name: str) -> None:
+    """The same for several masters."""
+    plant: Any = LEADER_PLANTS[name]
+    _is_seen(plant, LEADERS, (seed for seed in itertools.count(1) if plant.is_shown_by(leader_plan_of(seed))))

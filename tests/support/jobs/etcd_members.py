@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import subprocess
@@ -74,6 +75,16 @@ class Members:
             time.sleep(0.05)  # why: a member tells nobody when it is there
         log = (self._directory / f"{self._names[number]}.log").read_text(errors="replace")
         raise AssertionError(f"member {number} is not healthy after {PATIENCE:.0f} s:\n{log[-3000:]}")
+
+    def leader(self) -> int:
+        """The number of the member that leads the others."""
+        for number, endpoint in enumerate(self.endpoints):
+            request = urllib.request.Request(f"http://{endpoint}/v3/maintenance/status", data=b"{}", method="POST")
+            with urllib.request.urlopen(request, timeout=5) as reply:
+                said = json.load(reply)
+            if said["leader"] == said["header"]["member_id"]:
+                return number
+        raise AssertionError("no member leads")
 
     def send(self, number: int, signum: signal.Signals) -> None:
         """Signals a member; after SIGKILL it is gone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import selectors
 import subprocess
@@ -55,15 +56,29 @@ def master_process(store: Path | str, *arguments: str, job_id: str = "job") -> I
 
 
 def serving(process: subprocess.Popen[str]) -> MasterProcess:
+    """Waits until it leads; one of several says before where it listens."""
+    said: dict[str, Any] = {}
+    while "generation" not in said:
+        said = said_by(process)
+    return MasterProcess(process, said["address"], said["generation"], said.get("http", ""))
+
+
+def said_by(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The next line of a master."""
     assert process.stdout is not None
     assert process.stderr is not None
+    line = b""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        assert selector.select(START_TIMEOUT), "the master said nothing"
-    line = process.stdout.readline()
+        while not line.endswith(b"\n"):
+            assert selector.select(START_TIMEOUT), "the master said nothing"
+            # Not through the buffer, in which the selector would not see a second line.
+            if not (byte := os.read(process.stdout.fileno(), 1)):
+                break
+            line += byte
     assert line, f"the master did not start: {process.stderr.read()}"
-    served = json.loads(line)
-    return MasterProcess(process, served["address"], served["generation"], served.get("http", ""))
+    said: dict[str, Any] = json.loads(line)
+    return said
 
 
 class Agent:

@@ -43,7 +43,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         *(("checkpoint",), ("rank", "universal"), ("data", "saving")),
         *(("dlrover", "training"), ("deepspeed",), ("script",), ("trainer",)),
     ),
-    "master": (("brain",), ("record",), ("server",), ("http",)),
+    "master": (("brain",), ("record",), ("leadership", "server"), ("http",)),
     "swift_plugin": (("hf",),),
 }
 # Rooms and modules that decide: nothing in them reads a clock, a file or a socket, draws a number, or starts anything.
@@ -60,6 +60,7 @@ PURE = (
     "elastic/data/plan.py",
     "elastic/training/findings.py",
     "master/brain/",
+    "master/leadership/standing.py",
 )
 IMPURE = {
     *("asyncio", "concurrent", "ctypes", "datetime", "fcntl", "glob", "grpc", "http", "io", "logging", "mmap"),

@@ -1,0 +1,1 @@
+"""Several masters of one job: which of them leads."""
