@@ -30,6 +30,9 @@ class CallError(grpc.RpcError):
     def code(self) -> grpc.StatusCode:
         return grpc.StatusCode[self._code]
 
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
+
     def details(self) -> str:
         return self._detail
 
