@@ -283,6 +283,7 @@ def _edge(server: ControlServer, options: argparse.Namespace, token: str | None)
             token,
             loopback=is_loopback(options.host),
             tls=_tls(options),
+            stands_by=lambda: _is_several(options) and not server.leads,
         )
     except OSError as error:
         raise UsageError(

@@ -120,13 +120,22 @@ class Edge:
     """Serves from `start` to `close`."""
 
     def __init__(
-        self, status: Status, host: str, port: int, token: str | None, *, loopback: bool, tls: TlsFiles | None = None
+        self,
+        status: Status,
+        host: str,
+        port: int,
+        token: str | None,
+        *,
+        loopback: bool,
+        tls: TlsFiles | None = None,
+        stands_by: Callable[[], bool] = lambda: False,
     ) -> None:
         """Listens at once (port 0: any free one). If `token` is given, everything that shows the job requires it.
 
-        Raises OSError if the address is not available.
+        A master that `stands_by` is healthy, but not ready. Raises OSError if the address is not available.
         """
         self._status = status
+        self._stands_by = stands_by
         self._token = None if token is None else f"Bearer {token}".encode()
         self._trace = Trace()
         self._tasks: list[asyncio.Task[None]] = []
@@ -176,11 +185,12 @@ class Edge:
         return app
 
     async def _health(self) -> PlainTextResponse:
-        await self._now()
+        if not self._stands_by():
+            await self._now()
         return PlainTextResponse("ok\n")
 
     async def _ready(self) -> PlainTextResponse:
-        """200 where agents are served, 503 with the reason elsewhere: a master that stands by is healthy."""
+        """200 where agents are served, 503 with the reason elsewhere."""
         await self._now()
         return PlainTextResponse("ok\n")
 

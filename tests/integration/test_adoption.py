@@ -73,7 +73,8 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("layout", ["nanogpt", pytest.param("accelerate", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["nanogpt", "accelerate"])
 def test_scripts_of_other_layouts_go_on(clusters: Clusters, undisturbed: Undisturbed, layout: str) -> None:
     """One file as nanoGPT writes it over and over, and Accelerate's directories of all ranks' parts."""
     training = Training(script=LAYOUTS, steps=1000, save_every=10, extra=(f"--layout={layout}",))

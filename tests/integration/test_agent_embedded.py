@@ -135,6 +135,7 @@ def test_the_counter_moves_and_somebody_takes_it_over(jobs: Jobs) -> None:
     wait_for(lambda: jobs.claim().counter >= begin + 2)
 
 
+@pytest.mark.full
 def test_a_stopped_agent_does_not_keep_the_renewal(jobs: Jobs) -> None:
     """Ctrl-Z in the terminal of the one that moved the counter: to others the master looks as served as it is."""
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(jobs.directory)], stdout=subprocess.PIPE, text=True)
@@ -500,6 +501,7 @@ def test_a_master_under_a_debugger_is_not_killed(jobs: Jobs, monkeypatch: pytest
     assert is_same_process(before.pid, before.start_time)
 
 
+@pytest.mark.full
 def test_a_master_with_a_slow_store_lives_on(jobs: Jobs) -> None:
     """It has something to write, and somebody holds the store's lock for much longer than anything waits."""
     view = jobs.view()

@@ -19,7 +19,7 @@ from dalsegno.agent.control.connection import Connector, Credentials
 from dalsegno.agent.control.master_client import Listener, MasterClient
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos import control_pb2_grpc
-from dalsegno.protos.contract import CONTROL_PROTOCOL
+from dalsegno.protos.contract import CONTROL_PROTOCOL, LEADER_METADATA
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -544,3 +544,37 @@ def test_closing_has_one_bound_for_all_threads(master: Master, agent: Agent, mon
     agent.client.close()
     assert time.monotonic() - begin < 12.0
     release.set()
+
+
+class StandsBy(Servicer):
+    """Refuses everything, and names another master; counts the calls."""
+
+    def __init__(self, leader: str) -> None:
+        super().__init__()
+        self.leader, self.refused = leader, 0
+
+    def Register(self, request: pb.RegisterRequest, context: grpc.ServicerContext) -> pb.RegisterReply:
+        self.refused += 1
+        context.set_trailing_metadata(((LEADER_METADATA, self.leader), ("grpc-retry-pushback-ms", "-1")))
+        context.abort(grpc.StatusCode.UNAVAILABLE, "this master stands by")
+        raise AssertionError
+
+
+def test_a_master_that_stands_by_names_the_one_to_go_to() -> None:
+    """Once asked, it is not asked again; and where the named one is gone, the given addresses are tried in turn."""
+    leader = Master()
+    first = Master(StandsBy(leader.address))
+    wrong = Master(StandsBy("127.0.0.1:1"))
+    agent = Agent(wrong.address, first.address)
+    try:
+        agent.register()
+        agent.expect("registered")
+        assert (wrong.servicer.refused, first.servicer.refused) == (1, 1)  # type: ignore[attr-defined]
+        leader.stop()
+        leader.start()
+        agent.register("two")
+        agent.expect("registered")
+    finally:
+        agent.client.close()
+        for master in (leader, first, wrong):
+            master.stop()

@@ -118,6 +118,7 @@ def test_a_node_that_is_killed_while_it_makes_them(
     assert_made(job, tmp_path)
 
 
+@pytest.mark.full
 def test_the_end_waits_for_them(clusters: Clusters, undisturbed: Undisturbed, tmp_path: Path) -> None:
     """All ranks have finished; the job has not, until the files are there."""
     job, converter, epoch = joined(clusters)

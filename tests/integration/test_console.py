@@ -40,7 +40,7 @@ def log_of(directory: Path) -> str:
     return newest.read_text()
 
 
-@pytest.mark.parametrize("kind", ["terminal", "pipe"])
+@pytest.mark.parametrize("kind", ["terminal", pytest.param("pipe", marks=pytest.mark.full)])
 def test_nobody_reads(tmp_path: Path, command: list[str], kind: str) -> None:
     """Neither the worker nor the agent waits for a reader, and the exit waits a bounded time."""
     reader, writer = pty.openpty() if kind == "terminal" else os.pipe()
@@ -73,6 +73,7 @@ def test_the_reader_goes(tmp_path: Path, command: list[str], how: str) -> None:
     assert "line 39999 " in log_of(tmp_path)
 
 
+@pytest.mark.full
 def test_all_of_it_is_shown_to_a_slow_reader(tmp_path: Path, command: list[str]) -> None:
     """It holds the script up, as ever; nothing is dropped."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd=tmp_path)

@@ -190,6 +190,7 @@ TRAINER = (
 )
 
 
+@pytest.mark.full
 def test_what_cannot_be_exact_is_refused(tmp_path: Path) -> None:
     """With one line that says what to do."""
     fixed = TRAINER + "next(i)\nwith t.step(fix_total_batch_size=True): pass\n"
@@ -206,6 +207,7 @@ def test_what_cannot_be_exact_is_refused(tmp_path: Path) -> None:
     assert "the same --nproc-per-node" in nodes
 
 
+@pytest.mark.full
 def test_other_ways_to_train(tmp_path: Path) -> None:
     """A batch of each world's own keeps the position; batches that the script cuts make as many micro-batches."""
     own = "for _ in l:\n    with t.step(): pass\n    print(l.sampler.state_dict(0, 4)['completed_num'])\n"

@@ -134,6 +134,7 @@ def test_a_script_that_fails(tmp_path: Path) -> None:
     assert "train.py failed before its first step, with exit code 1" in said
 
 
+@pytest.mark.full
 def test_a_script_that_makes_no_step_is_ended(tmp_path: Path) -> None:
     """With what it has started, and although it is deaf to SIGTERM."""
     script = """
@@ -233,6 +234,7 @@ PLAIN = """
 """
 
 
+@pytest.mark.full
 def test_what_would_go_wrong_is_not_called_well(tmp_path: Path) -> None:
     """A schedule that nobody saves, a model that nobody wraps, data that are drawn; and what it cannot see, it says."""
     code, said = doctor(tmp_path, "--nproc-per-node=2", "train.py", script=PLAIN)

@@ -123,6 +123,7 @@ def test_a_running_job_goes_on_without_its_store(jobs: Jobs, undisturbed: Undist
     job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
 def test_a_master_with_a_slow_disk_lives_on(jobs: Jobs, undisturbed: Undisturbed) -> None:
     """Commits wait for somebody who holds the store's lock, much longer than agents are patient; nobody is killed."""
     job = jobs(nnodes="1:2")

@@ -34,6 +34,7 @@ def job(tmp_path: Path, members: Members) -> Iterator[Service]:
         yield service
 
 
+@pytest.mark.full
 def test_the_master_and_a_member_are_killed(job: Service, members: Members, undisturbed: Undisturbed) -> None:
     """Nothing on the master's machine is needed again; two members of three are enough, and then two others."""
     job.start("a")

@@ -101,7 +101,8 @@ def test_no_room_to_convert_after_a_join(clusters: Clusters, undisturbed: Undist
     job.assert_undisturbed(undisturbed)
 
 
-@pytest.mark.parametrize("cure", ["room", pytest.param("node", marks=pytest.mark.full)])
+@pytest.mark.parametrize("cure", ["room", "node"])
+@pytest.mark.full
 def test_no_room_to_convert_after_a_loss(clusters: Clusters, undisturbed: Undisturbed, cure: str) -> None:
     """The run waits, says why, and goes on when there is room or a node comes."""
     job = clusters(training=ZERO)

@@ -211,7 +211,7 @@ def test_the_log_file_tells_what_happened(tmp_path: Path) -> None:
         lines = log.read_text().splitlines()
     assert notices
     assert all("[job/master]" in line for line in lines)
-    assert [line.partition("[job/master] ")[2] for line in lines[1:]] == notices
+    assert [line.partition("[job/master] ")[2] for line in lines[2:]] == notices
 
 
 def test_mutual_tls(tmp_path: Path) -> None:

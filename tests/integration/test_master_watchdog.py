@@ -70,6 +70,7 @@ def test_a_loop_that_hangs_ends_the_master_with_its_stacks(hanging: MasterProces
         assert agent.status().head.step == 5
 
 
+@pytest.mark.full
 def test_a_master_that_was_stopped_for_longer_goes_on(tmp_path: Path) -> None:
     """Time in which the process did not run is no hang."""
     with master_process(tmp_path / "s.sqlite", "--hang-timeout", str(SECONDS)) as master:

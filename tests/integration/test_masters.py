@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import subprocess
+import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import pytest
 
@@ -13,9 +19,29 @@ pytest.importorskip("aetcd")
 
 from tests.support.jobs.cluster import Training, Undisturbed
 from tests.support.jobs.etcd_members import ETCD, MISSING, Members, etcd_members
+from tests.support.jobs.master_process import command, said_by, serving
 from tests.support.jobs.several_masters import Several
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(ETCD is None, reason=MISSING)]
+
+
+def dalsegno(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dalsegno.agent.commands.dalsegno", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def page(address: str, path: str) -> int:
+    """The status with which a master's HTTP port answers."""
+    try:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 @pytest.fixture
@@ -30,7 +56,15 @@ def job(tmp_path: Path, members: Members) -> Iterator[Several]:
         yield several
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped", "told to end", "killed with etcd's leader"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "killed",
+        "told to end",
+        pytest.param("stopped", marks=pytest.mark.full),
+        pytest.param("killed with etcd's leader", marks=pytest.mark.full),
+    ],
+)
 def test_the_leader_goes(job: Several, members: Members, undisturbed: Undisturbed, how: str) -> None:
     """Another one leads soon, the ranks go on as they are, and the world grows under the new one."""
     job.start("a")
@@ -51,6 +85,65 @@ def test_the_leader_goes(job: Several, members: Members, undisturbed: Undisturbe
         job.signal_master(leader, signal.SIGCONT)
         job.wait_standby(leader, after[0])
     assert took < 30
+    said = dalsegno("status", f"--master={','.join(job.addresses.values())}")
+    assert f"master: {job.addresses[after[0]]} leads since " in said.stdout
     job.finish()
     job.assert_lost({})
     job.assert_undisturbed(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--store=memory://", "--advertise=h:1"], "--advertise has no effect with --store memory://"),
+        (["--store=etcd://h:1", "--embedded"], "--embedded and --store etcd:// do not go together"),
+        (["--store=etcd://h:1", "--host=0.0.0.0", "--insecure"], "name one that they reach with --advertise HOST:PORT"),
+        (["--store=etcd://h:1", "--advertise=a:b"], "'a:b' is no address: write HOST:PORT"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(flags: list[str], line: str) -> None:
+    command = [sys.executable, "-m", "dalsegno.master", "--job-id=job", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert line in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_health_and_readiness(tmp_path: Path) -> None:
+    """Both masters are healthy; the one that leads is ready, the other one says why it is not."""
+    with etcd_members(tmp_path / "etcd") as one, contextlib.ExitStack() as stack:
+        processes = []
+        for _ in range(2):
+            line = command(one.url, "--http-port=0")
+            process = stack.enter_context(Popen(line, stdout=PIPE, stderr=PIPE, text=True))
+            stack.callback(process.kill)
+            processes.append((process, said_by(process)["http"]))
+            if len(processes) == 1:
+                assert serving(process).generation == 1
+        (_, leads), (standing, other) = processes
+        assert [page(http, "/healthz") for http in (leads, other)] == [200, 200]
+        assert [page(http, "/readyz") for http in (leads, other)] == [200, 503]
+        assert [page(http, "/api/job") for http in (leads, other)] == [200, 503]
+        processes[0][0].send_signal(signal.SIGTERM)
+        assert processes[0][0].wait(20) == 0
+        assert serving(standing).generation == 2
+        assert page(other, "/readyz") == 200
+
+
+@pytest.mark.full
+def test_one_address_for_two_masters_is_one_line(tmp_path: Path) -> None:
+    """The one that leads goes on; the other one would send agents to itself."""
+    with etcd_members(tmp_path / "etcd") as one, contextlib.ExitStack() as stack:
+        processes = []
+        for _ in range(2):
+            line = command(one.url, "--advertise=127.0.0.1:7000")
+            process = Popen(line, stdout=PIPE, stderr=PIPE, text=True)
+            processes.append(stack.enter_context(process))
+            stack.callback(process.kill)
+            if len(processes) == 1:
+                serving(process)
+        assert processes[1].wait(60) == 2
+        assert processes[1].stderr is not None
+        (line,) = [one for one in processes[1].stderr.read().splitlines() if one.startswith("dlrover-master: ")]
+        assert line.endswith("another master of this job advertises 127.0.0.1:7000, too: give each its own --advertise")
+        assert processes[0].poll() is None

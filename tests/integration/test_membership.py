@@ -180,6 +180,7 @@ def test_an_agent_is_killed_alone(clusters: Clusters, undisturbed: Undisturbed) 
 # ---- newcomers that die ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_newcomers_that_die_before_their_first_step(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """Over and over, before and after their world opened: nobody loses a step by it, and nobody is held."""
     job = clusters(training=LONG)
@@ -207,6 +208,7 @@ def flap(job: Cluster) -> int:
     return alone
 
 
+@pytest.mark.full
 def test_a_node_that_dies_again_and_again_is_held(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """Each death costs the steps since the last commit; after three of them the node is a spare for a while."""
     job = clusters(training=LONG)

@@ -250,6 +250,7 @@ def assert_said_once(job: Cluster, pattern: str) -> None:
         assert len([line for line in node.said() if re.search(pattern, line)]) == 1
 
 
+@pytest.mark.full
 def test_a_flipped_bit_of_the_last_copy(jobs: Clusters, undisturbed: Undisturbed) -> None:
     """It is found, said, and the disk's commit is used."""
     job, first = together(jobs, "a", "b", training=BESIDE_DISK)

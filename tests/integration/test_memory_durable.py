@@ -152,6 +152,7 @@ def best_of(job: Cluster) -> tuple[int, int]:
     return last.step, sealed[last.best.name].step
 
 
+@pytest.mark.full
 def test_the_best_outlives_the_death_of_who_was_writing_it(jobs: Clusters, undisturbed: Undisturbed) -> None:
     """It is in memory alone, and the run goes on from a later step: the next world brings it to the disk.
 
@@ -197,6 +198,7 @@ def test_a_best_that_all_nodes_took_with_them_leaves_the_one_before(jobs: Cluste
     assert best_of(job) == (STEPS, 5)
 
 
+@pytest.mark.full
 def test_a_node_that_cannot_write(jobs: Clusters, undisturbed: Undisturbed) -> None:
     """Its buddy, who has its part, writes that, too; and a line says so."""
     job = jobs(HELD)
@@ -239,6 +241,7 @@ def leftovers(job: Cluster) -> list[Path]:
     return [path for path in run_directory(job).glob("step-*") if not (path / "MANIFEST.json").exists()]
 
 
+@pytest.mark.full
 def test_what_a_newer_commit_overtakes_is_given_up(jobs: Clusters, undisturbed: Undisturbed) -> None:
     """A node does not come to write its part before the training ends: nothing of it is left on the disk."""
     job = jobs(HELD)

@@ -362,6 +362,7 @@ def test_one_that_is_what_it_says_is_not(
     "the default says that any number of ranks loads them, and nobody but you knows what is in them",
     "`any_world_size=False` if they are shards",
 )
+@pytest.mark.full
 def test_one_file_of_each_rank_is_told_once(seen: Seen) -> None:
     ranks = seen.saves["of each rank"]
     assert [len(rank["said"]) for rank in ranks] == [1, 0]

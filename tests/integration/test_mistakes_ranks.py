@@ -474,6 +474,7 @@ def test_a_loader_with_a_state_goes_on(loaders: tuple[Path, dict[str, Came]], fi
     assert not any(manifest.shape.any_world_size for manifest in came[first].sealed())
 
 
+@pytest.mark.full
 def test_a_loader_that_had_ended_does_not_begin_anew(loaders: tuple[Path, dict[str, Came]]) -> None:
     """The run was over, and is."""
     _, came = loaders

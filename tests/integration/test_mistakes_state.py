@@ -138,6 +138,7 @@ BY_TRAINER: list[tuple[dict[str, Any], str]] = [
     "it steps on a metric; DeepSpeed would give it the batch size",
     "`evaluator=`, `evaluate_every=`, `track=Tracked(name, mode)`, and DDP or FSDP",
 )
+@pytest.mark.full
 def test_what_could_not_be_saved_or_stepped_is_refused_before_the_first_step(tmp_path: Path) -> None:
     """On both ranks in one line; no checkpoint is begun."""
     wanted = [*BY_STATE, *(({**TRAINER, **case}, line) for case, line in BY_TRAINER)]

@@ -124,7 +124,7 @@ def spared(job: Cluster, subset: frozenset[str], number: signal.Signals) -> None
 @pytest.mark.parametrize(
     ("context", "subsets"),
     [
-        pytest.param("fork", SPARED, id="fork"),
+        pytest.param("fork", SPARED, id="fork", marks=pytest.mark.full),
         pytest.param("forkserver", WORKERS, id="forkserver", marks=pytest.mark.full),
         pytest.param("forkserver", SPARED, id="forkserver, each part", marks=pytest.mark.full),
         pytest.param("spawn", SPARED, id="spawn", marks=pytest.mark.full),

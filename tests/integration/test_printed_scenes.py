@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.jobs.etcd_members import ETCD, MISSING, etcd_members
 from tests.support.jobs.master_process import eventually
 from tests.support.jobs.stage import PATIENCE, Stage
 from tests.support.pages import printed
@@ -129,6 +130,35 @@ def test_a_master_that_is_a_service(stage: Stage, line: Line, tmp_path: Path) ->
     master.wait()
 
 
+@pytest.mark.full
+@pytest.mark.skipif(ETCD is None, reason=MISSING)
+def test_several_masters(stage: Stage, line: Line, tmp_path: Path) -> None:
+    """The one that leads is killed while the job trains."""
+    pytest.importorskip("aetcd")
+    stage.type("(umask 077; openssl rand -hex 32 > token)")
+    certificate = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 365 -subj /CN=gpt"
+    stage.type(f"{certificate} -addext subjectAltName=DNS:localhost")
+    write_printed_script(stage.directory / "train.py", ELASTIC)
+    with etcd_members(tmp_path / "etcd", 3) as members:
+        there = line("dlrover-master").replace("0.0.0.0", "127.0.0.1").replace("=HOST", "=localhost")
+        there = there.replace("29400", "0").replace("E1:2379,E2:2379,E3:2379", ",".join(members.endpoints))
+        masters = [stage.start(there) for _ in range(3)]
+        ports = [one.wait_for(r"127\.0\.0\.1:(\d+)").group(1) for one in masters]
+        asked = ",".join(f"localhost:{port}" for port in ports)
+        node = line("dlrover-run").replace("M1:29400,M2:29400,M3:29400", asked).replace("/shared", str(tmp_path))
+        nodes = [stage.start(node) for _ in range(2)]
+        nodes[0].wait_for(r"epoch \d+: ")
+        leader = next(one for one in masters if "generation" in one.text)
+        leader.process.kill()
+        nodes[0].wait_for(r"the run finished at step 40")
+        assert [one.wait() for one in nodes] == [0, 0]
+        others = [one for one in masters if one is not leader]
+        assert any("generation" in one.text for one in others)
+        for one in others:
+            one.terminate()
+            one.wait()
+
+
 # It makes steps for minutes.
 PATIENT = """
 import time, torch
@@ -173,6 +203,7 @@ def test_back_to_an_earlier_step(stage: Stage, line: Line) -> None:
     assert all(sealed(step, 1) for step in (10, 20, 30, 40)), "kept aside, not deleted"
 
 
+@pytest.mark.full
 def test_a_conversion_by_hand(stage: Stage, line: Line) -> None:
     """What the plain DeepSpeed loop has saved; killed or not, the same command again finds it complete."""
     write_printed_script(stage.directory / "plain.py", PLAIN)

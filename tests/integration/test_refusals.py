@@ -90,7 +90,7 @@ def jobs(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         job.close()
 
 
-@pytest.mark.parametrize("only", ["", "1"])
+@pytest.mark.parametrize("only", ["", pytest.param("1", marks=pytest.mark.full)])
 def test_a_refusal_at_a_resume_is_one_start_and_one_line(shell: Shell, only: str) -> None:
     """An optimizer that is not the one that was saved, on all ranks, or on one alone."""
     job = Job(shell.directory, "1", steps=8, crash=5)

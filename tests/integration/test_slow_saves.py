@@ -65,8 +65,9 @@ def test_a_join_and_a_scale_down_wait_for_a_slow_save(
     end(job, undisturbed)
 
 
-@pytest.mark.parametrize("last", [False, pytest.param(True, marks=pytest.mark.full)], ids=["rank 0", "the last rank"])
+@pytest.mark.parametrize("last", [False, True], ids=["rank 0", "the last rank"])
 @pytest.mark.parametrize("seconds", SECONDS)
+@pytest.mark.full
 def test_a_leave_loses_nothing_where_the_leavers_part_is_there(
     clusters: Clusters, undisturbed: Undisturbed, seconds: int, last: bool
 ) -> None:

@@ -223,6 +223,7 @@ def test_an_embedded_master_is_not_meant(shell: Shell, keys: Keys) -> None:
     assert ended.code == 0, ended.text
 
 
+@pytest.mark.full
 def test_a_token_that_is_changed(tmp_path: Path, keys: Keys, undisturbed: Undisturbed) -> None:
     """The token file is read for every connection: with a new token the master comes back to the same workers."""
     job = Service(

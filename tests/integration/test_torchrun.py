@@ -162,7 +162,8 @@ class Ghost:
             self._agent.heartbeat()
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_node_that_dies_before_its_world_starts_holds_up_nobody(programs: Programs, rank: int) -> None:
     """torch's agent waits at the world's store, or for it: without an end if the other node is no more."""
     log = programs.directory / "master.log"

@@ -181,8 +181,10 @@ def test_another_world_goes_on_with_the_same_curve(tmp_path: Path) -> None:
     ("stage", "form"),
     [
         (1, "sharded"),
-        (3, "universal"),
-        *(pytest.param(*cell, marks=pytest.mark.full) for cell in ((1, "universal"), (2, "sharded"), (3, "sharded"))),
+        *(
+            pytest.param(*cell, marks=pytest.mark.full)
+            for cell in ((1, "universal"), (2, "sharded"), (3, "sharded"), (3, "universal"))
+        ),
     ],
 )
 def test_deepspeed_goes_on_in_another_world_with_the_same_curve(tmp_path: Path, stage: int, form: str) -> None:

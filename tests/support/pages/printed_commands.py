@@ -111,6 +111,11 @@ COMMANDS: dict[str, How] = {
     " --nnodes=1:4 --token-file=token --tls-cert=cert.pem --tls-key=key.pem": Scene("test_a_master_that_is_a_service"),
     "dlrover-run --nnodes=1:4 --job-id=gpt --master=HOST:29400 --token-file=token --tls-ca=cert.pem"
     " --checkpoint-dir=/shared/checkpoints train.py": Scene("test_a_master_that_is_a_service"),
+    "dlrover-master --job-id=gpt --host=0.0.0.0 --port=29400 --advertise=HOST"
+    " --store=etcd://E1:2379,E2:2379,E3:2379"
+    " --nnodes=1:4 --token-file=token --tls-cert=cert.pem --tls-key=key.pem": Scene("test_several_masters"),
+    "dlrover-run --nnodes=1:4 --job-id=gpt --master=M1:29400,M2:29400,M3:29400 --token-file=token --tls-ca=cert.pem"
+    " --checkpoint-dir=/shared/checkpoints train.py": Scene("test_several_masters"),
     "torchrun --rdzv-backend=dalsegno --rdzv-endpoint=HOST:PORT --rdzv-id=JOB": Elsewhere(
         "a node of a job with a master, under torchrun",
         "tests/integration/test_torchrun.py::test_plain_torchrun",
@@ -164,7 +169,7 @@ COMMANDS: dict[str, How] = {
         "needs the generators of the network, which `make test` installs",
         "tests/unit/protos/test_protos.py::test_generated_code_is_up_to_date",
     ),
-    "make simulate SEED=42 RUNS=1": Run("SHELL_RUNS=1 CLAIM_RUNS=1"),
+    "make simulate SEED=42 RUNS=1": Run("SHELL_RUNS=1 CLAIM_RUNS=1 LEADER_RUNS=1"),
     "make fuzz SEED=1 COUNT=1000": Run(replaced={"COUNT=1000": "COUNT=20"}, full=True),
     "make simulate SEED=1 RUNS=2000": Elsewhere("`make test` runs these very schedules", "simulate SEED=1 RUNS=2000"),
     ".venv/bin/python -m pytest tests/unit -k sampler": Run(full=True, says="passed"),

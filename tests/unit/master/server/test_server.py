@@ -21,7 +21,7 @@ from dalsegno.master.server.lifetime import Lifetime
 from dalsegno.master.server.server import BindError, ControlServer, ServerOptions
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos import control_pb2_grpc
-from dalsegno.protos.contract import CONTROL_PROTOCOL
+from dalsegno.protos.contract import CONTROL_PROTOCOL, LEADER_METADATA
 from tests.support.jobs.fake_brain import SOMEBODY_ELSES, FakeBrain
 
 pytestmark = pytest.mark.timeout(60)
@@ -596,5 +596,41 @@ def test_an_embedded_master_ends_with_its_job(connected: bool) -> None:
             if not connected:
                 call.cancel()
             await asyncio.wait_for(asyncio.gather(life, master.task), 4)
+
+    asyncio.run(scene())
+
+
+def test_who_stands_by_names_who_leads() -> None:
+    """Each call learns the address, and gRPC does not try again; then this one leads, and after that it stands by."""
+
+    async def scene() -> None:
+        server = ControlServer("job", FakeBrain(), MemoryStore(), ServerOptions())
+        await server.listen()
+        master = Master(server, MemoryStore(), asyncio.create_task(asyncio.sleep(0)))
+        try:
+            for leader in ("", "other:1"):
+                server.stand_by(leader)
+                for call in (master.register(), anext(master.watch())):
+                    with pytest.raises(grpc.aio.AioRpcError) as error:
+                        await call
+                    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+                    assert "stands by" in (error.value.details() or "")
+                    said = dict(error.value.trailing_metadata() or ())
+                    assert said.get(LEADER_METADATA, "") == leader
+                    assert said["grpc-retry-pushback-ms"] == "-1"
+            assert (await server.status()).code == "UNAVAILABLE"
+            for generation in (1, 2):
+                assert await server.lead() == generation
+                running = asyncio.create_task(server.run())
+                await master.register()
+                stream = master.watch()
+                await anext(stream)
+                server.stop()
+                await running
+                await fails(anext(stream), grpc.StatusCode.UNAVAILABLE, "stopping")
+                await fails(master.register(), grpc.StatusCode.UNAVAILABLE, "stands by")
+        finally:
+            await master.channel.close()
+            await server.close()
 
     asyncio.run(scene())
