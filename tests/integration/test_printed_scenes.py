@@ -100,7 +100,8 @@ def test_a_script_without_a_session(stage: Stage, line: Line) -> None:
     text = (stage.directory / "train.py").read_text(encoding="utf-8")
     text = text.replace("Path(__file__).resolve().parents[3]", "Path(__file__).resolve().parent")
     (stage.directory / "train.py").write_text(text, encoding="utf-8")
-    more = "--steps=60 --save-every=10 --global-batch-size=16 --seed=1 --step-time=0.5"
+    # Its first line comes after 30 s: a session may still be opened.
+    more = "--steps=150 --save-every=10 --global-batch-size=16 --seed=1 --step-time=0.5"
     command = f"{line('dlrover-run')} {more}"
     first = stage.start(command)
     first.wait_for(r"epoch 1: .* 1 node\b")
