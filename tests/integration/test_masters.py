@@ -9,14 +9,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from subprocess import PIPE, Popen
 
 import pytest
 
 pytest.importorskip("aetcd")
 
+from dalsegno.master.record.chunks import decoded
 from tests.support.jobs.cluster import Training, Undisturbed
 from tests.support.jobs.etcd_members import ETCD, MISSING, Members, etcd_members
 from tests.support.jobs.master_process import command, said_by, serving
@@ -90,6 +92,63 @@ def test_the_leader_goes(job: Several, members: Members, undisturbed: Undisturbe
     job.finish()
     job.assert_lost({})
     job.assert_undisturbed(undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_goes(job: Several, members: Members, undisturbed: Undisturbed, seed: int) -> None:
+    """Masters and members are killed and stopped, as the seed says, in any phase; a commit comes each time."""
+    random = Random(f"masters {seed}")
+    job.start("a")
+    job.wait_world(1, steps=2)
+    nodes = 1
+    for _ in range(5):
+        before = job.wait_status(lambda status: True, "the job's status").head.step
+        victim, how = random.choice(("master", "leader", "member")), random.choice((signal.SIGKILL, signal.SIGSTOP))
+        back = (send_master if victim != "member" else send_member)(job, members, random, victim, how)
+        if nodes == 1 and random.random() < 0.4:
+            # Its world forms while somebody is gone.
+            job.start("b")
+            nodes = 2
+        time.sleep(random.uniform(0.0, 6.0))  # why: how long somebody is gone is what is tried
+        back()
+        job.wait_status(lambda status, before=before: status.head.step > before, "a commit")
+    job.finish()
+    job.assert_lost({})
+    job.assert_undisturbed(undisturbed)
+    assert_one_history(members, job.job)
+
+
+def send_master(job: Several, members: Members, random: Random, victim: str, how: signal.Signals) -> Callable[[], None]:
+    """A master goes; returns what brings it back."""
+    name = job.leader()[0] if victim == "leader" else random.choice(sorted(job.masters))
+    job.signal_master(name, how)
+    if how is signal.SIGKILL:
+        return lambda: job.start_master(name)
+    return lambda: job.signal_master(name, signal.SIGCONT)
+
+
+def send_member(job: Several, members: Members, random: Random, victim: str, how: signal.Signals) -> Callable[[], None]:
+    """One of etcd's members goes; returns what brings it back."""
+    number = random.randrange(3)
+    members.send(number, how)
+
+    def back() -> None:
+        members.start(number) if how is signal.SIGKILL else members.send(number, signal.SIGCONT)
+        members.wait(number)
+
+    return back
+
+
+def assert_one_history(members: Members, job: str) -> None:
+    """Every head that the record has ever had: none was written over unseen, and each generation has one writer."""
+    heads = [decoded(data) for data in members.history(f"/dalsegno/{job}/head")]
+    assert len(heads) > 10
+    assert [head.number for head in heads] == list(range(heads[0].number, heads[0].number + len(heads)))
+    generations = [head.generation for head in heads]
+    assert generations == sorted(generations)
+    assert len({(head.generation, head.owner) for head in heads}) == len(set(generations))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
+
 from tests.support.jobs.ports import free_port
 
 ETCD = shutil.which("etcd")
@@ -85,6 +87,20 @@ class Members:
             if said["leader"] == said["header"]["member_id"]:
                 return number
         raise AssertionError("no member leads")
+
+    def history(self, key: str) -> Iterator[bytes]:
+        """All values that a key has had, in order, as long as etcd was not compacted."""
+        from aetcd.rpc import rpc_pb2, rpc_pb2_grpc
+
+        with grpc.insecure_channel(self.endpoints[0]) as channel:
+            stub = rpc_pb2_grpc.KVStub(channel)
+            now = stub.Range(rpc_pb2.RangeRequest(key=key.encode()), timeout=10)
+            seen = 0
+            for revision in range(now.kvs[0].create_revision, now.header.revision + 1):
+                found = stub.Range(rpc_pb2.RangeRequest(key=key.encode(), revision=revision), timeout=10).kvs
+                if found and found[0].mod_revision > seen:
+                    seen = found[0].mod_revision
+                    yield found[0].value
 
     def send(self, number: int, signum: signal.Signals) -> None:
         """Signals a member; after SIGKILL it is gone."""
