@@ -29,11 +29,15 @@ def overlay(below: Sequence[Object], objects: Sequence[Object], path: str) -> di
     """
     old, new = ({_identity(one): one for one in each} for each in (below, objects))
     added = {_file(one): printed([one]) for key, one in new.items() if key not in old}
-    patches, files = [], dict[str, str]()
+    patches, files = list[Object](), dict[str, str]()
     for key, one in old.items():
         name = f"patch-{_file(one)}"
         if key not in new:
-            gone = {"apiVersion": one["apiVersion"], "kind": one["kind"], "metadata": {"name": one["metadata"]["name"]}}
+            gone: Object = {
+                "apiVersion": one["apiVersion"],
+                "kind": one["kind"],
+                "metadata": {"name": one["metadata"]["name"]},
+            }
             files[name] = printed([{"$patch": "delete", **gone}])
             patches.append({"path": name})
         elif operations := list(_changes(one, new[key], "")):

@@ -16,7 +16,7 @@ __all__ = ("script",)
 def script(job: Job) -> str:
     """The text for sbatch, of a job that has no `refusals`.
 
-    Slurm tells the batch shell alone (`B:`), `grace` seconds before the time limit; the shell tells the agent and waits.
+    Slurm tells the batch shell alone (`B:`), `grace` seconds before the time limit; the shell tells the agent.
     A pre-empted task has the partition's `GraceTime` instead.
     """
     options = {
