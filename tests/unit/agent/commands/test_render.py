@@ -46,7 +46,8 @@ def test_keys_of_the_command_line_win(file: Path, capsys: Captured) -> None:
     assert run(line) == 0
     out = capsys.readouterr().out
     assert "--nnodes=2:3" in out
-    assert "secretName: gpt-tls" in out and "secretName: gpt-token" in out
+    assert "secretName: gpt-tls" in out
+    assert "secretName: gpt-token" in out
     assert "--master=gpt-master:30000" in out
 
 

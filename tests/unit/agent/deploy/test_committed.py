@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dalsegno.agent.commands import arguments, dalsegno
-from dalsegno.agent.deploy.job import job_of
+from dalsegno.agent.deploy.job import Job, job_of
 from dalsegno.agent.deploy.kubernetes import objects
 from dalsegno.agent.deploy.reading import documents
+from dalsegno.agent.deploy.refusals import TARGETS
 from dalsegno.master import cli
 from tests.support.deploy import pods
 from tests.support.pages.sources import ROOT
@@ -98,6 +100,18 @@ def test_a_job_is_a_dozen_lines(folder: Path) -> None:
     """Not one more than that, comments aside."""
     lines = (folder / "job.yaml").read_text().splitlines()
     assert len([line for line in lines if not line.startswith("#")]) <= 12
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_printed_job_is_rendered(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The job of docs/operations.md is one for all three; and its table has all keys that there are."""
+    page = (ROOT / "docs" / "operations.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "job.yaml").write_text(text)
+    assert dalsegno.run(["render", target, str(tmp_path / "job.yaml")]) == 0
+    assert "gpt" in capsys.readouterr().out
+    rows = re.findall(r"^\| (`.*?`) \|", page.partition("## Keys")[2].partition("\n## ")[0], re.MULTILINE)
+    assert {name.strip("`") for row in rows for name in row.split(", ")} == {field.name for field in fields(Job)}
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
