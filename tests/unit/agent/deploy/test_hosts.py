@@ -138,4 +138,5 @@ def test_systemd_hands_words_on_as_they_are(word: str) -> None:
     bare = re.fullmatch(r'"(.*)"', last)
     inner = re.sub(r"\\(.)", r"\1", bare[1] if bare else last)
     assert bare or not re.search(r"[\s\"';]", last)
+    assert not re.search(r"(?<!%)(%%)*%(?!%)|(?<!\$)(\$\$)*\$(?!\$)", inner)
     assert inner.replace("%%", "%").replace("$$", "$") == word
