@@ -23,7 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("below", "above"), itertools.permutations(KINDS, 2))
+@pytest.mark.parametrize(("below", "above"), list(itertools.permutations(KINDS, 2)))
 def test_an_overlay_makes_one_job_of_another(tmp_path: Path, below: str, above: str) -> None:
     """From each kind of job to each other one."""
     old, new = (objects(job(**KINDS[name])) for name in (below, above))
