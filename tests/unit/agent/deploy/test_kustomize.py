@@ -13,13 +13,14 @@ from dalsegno.agent.deploy.kustomize import base, overlay
 from tests.support.deploy import ETCD, FULL, TLS, job
 from tests.unit.agent.deploy.test_committed import built
 
-# The last two differ below a key with a slash in it.
+# Selectors of nodes are mappings that no list is around: one is taken away, one changed, and its key has a slash in it.
 KINDS: dict[str, dict[str, Any]] = {
-    **{"plain": {}, "etcd": ETCD, "tls": TLS, "full": {**FULL, "namespace": None}},
-    **{
-        "one": {"resources": {"limits": {"nvidia.com/gpu": 1}}},
-        "two": {"resources": {"limits": {"nvidia.com/gpu": 2}}},
-    },
+    "plain": {},
+    "etcd": ETCD,
+    "tls": TLS,
+    "full": {**FULL, "namespace": None},
+    "one": {"node_selector": {"cloud/pool~a": "1"}},
+    "two": {"node_selector": {"cloud/pool~a": "2"}},
 }
 
 
