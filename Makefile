@@ -46,7 +46,7 @@ PYTEST = mkdir -p build/run && cd build/run && DALSEGNO_TEST_WHEEL=1 DALSEGNO_WH
 	DALSEGNO_PROTO_PYTHON=$(PROTO_VENV)/bin/python PATH="$(WHEEL_VENV)/bin:$$PATH" \
 	$(WHEEL_VENV)/bin/python -m pytest -c $(CURDIR)/setup.cfg --rootdir $(CURDIR) -p no:cacheprovider -n $(TEST_JOBS) --dist worksteal --durations=15 $(CURDIR)/tests
 
-.PHONY: help install check test test-all demo simulate fuzz bench test-gpu bench-gpu lint format protos wheel tools farm clean
+.PHONY: help install check test test-all demo simulate fuzz bench test-gpu bench-gpu lint format protos manifests wheel tools farm clean
 
 help:
 	@echo 'make demo      a job of one to four nodes on this machine: joins, a kill, a leave; then the undisturbed run, and a report'
@@ -105,6 +105,13 @@ lint: $(VENV)/.installed $(FARM)
 format: $(VENV)/.installed
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
+
+# What `dalsegno render` prints for the jobs in deploy/.
+manifests: $(VENV)/.installed
+	@cd deploy/kubernetes && $(VENV)/bin/dalsegno render k8s base/job.yaml --output base
+	@cd deploy/kubernetes && for one in overlays/*; do \
+		$(VENV)/bin/dalsegno render k8s $$one/job.yaml --base base/job.yaml --output $$one || exit 1; done
+	@for one in slurm systemd; do $(VENV)/bin/dalsegno render $$one deploy/$$one/job.yaml --output deploy/$$one || exit 1; done
 
 # A clean build directory each time: setuptools ships what an older build left in build/lib.
 # The wheel's environment borrows the dependencies of .venv by path. A path in a .pth file is not a site directory,

@@ -32,6 +32,7 @@ from ..control.grpc_logs import quiet_grpc
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
 from . import convert_command, doctor
 from . import pauses as pauses_command
+from . import render as render_command
 
 __all__ = ["main"]
 
@@ -244,6 +245,13 @@ def _doctor(options: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
 
 
+def _render(options: argparse.Namespace) -> int:
+    try:
+        return render_command.render(options)
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="dalsegno", description="Looks at an elastic training job, its checkpoints, and the installation."
@@ -277,6 +285,9 @@ def _parser() -> argparse.ArgumentParser:
     parts = commands.add_parser("pauses", help="where the time of each change of the world went, part by part")
     parts.add_argument("directory", type=Path, metavar="DIR", help="the directory of dlrover-run --trace-dir")
     parts.set_defaults(act=_pauses)
+    renders = commands.add_parser("render", help="prints manifests of a job for Kubernetes, Slurm or systemd")
+    render_command.add_arguments(renders)
+    renders.set_defaults(act=_render)
     looks = commands.add_parser("doctor", help="the installation; or what a training script is, before its first step")
     doctor.add_arguments(looks)
     looks.set_defaults(act=_doctor)

@@ -57,6 +57,8 @@ _CARD = "shows nothing without a card, and says so"
 _PROGRAM = "names a program, with no arguments of a training"
 _INSIDE = "how one part of the product starts another"
 _OTHERS = "a script of somebody else's; one of its shape goes through a join and a kill"
+_JOB = "needs the job that the page prints"
+_CLUSTER = "needs a cluster; the objects are checked by its schemas"
 _STEPS = "--steps=4 --save-every=2"
 _SWIFT = "a program of ms-swift's, named"
 
@@ -190,6 +192,38 @@ COMMANDS: dict[str, How] = {
     "python -m benchmarks.convert_once WAY": Elsewhere(_INSIDE, "bench"),
     "dlrover-run --nnodes=1:4 --memory-replicas=1 examples/ddp.py --memory-every=10": Run(
         _STEPS, says="finished at step 4", full=True
+    ),
+    # Operations.
+    "dalsegno render": Name(_PROGRAM),
+    **dict.fromkeys(
+        (*("dalsegno render k8s job.yaml", "dalsegno render slurm job.yaml", "dalsegno render systemd job.yaml"),),
+        Elsewhere(_JOB, "tests/unit/agent/deploy/test_committed.py::test_the_printed_job_is_rendered"),
+    ),
+    **dict.fromkeys(
+        ("dalsegno render slurm job.yaml --output .", "dalsegno render systemd job.yaml --output ."),
+        Elsewhere(_JOB, "tests/unit/agent/commands/test_render.py::test_files_are_written"),
+    ),
+    "dalsegno render k8s overlay/job.yaml --base base/job.yaml --output overlay": Elsewhere(
+        _JOB, "tests/unit/agent/deploy/test_committed.py::test_it_is_what_render_prints"
+    ),
+    "dalsegno render k8s elastic_job.yaml --set claim=checkpoints --set secrets.token=gpt-token": Elsewhere(
+        "a job of DLRover's", "tests/unit/agent/commands/test_render.py::test_an_elastic_job_is_rendered"
+    ),
+    **dict.fromkeys(
+        (
+            "kubectl create secret generic gpt-token --from-file=token",
+            "dalsegno render k8s job.yaml | kubectl apply -f -",
+            "kubectl scale deployment/gpt --replicas=3",
+            """kubectl patch job/gpt -p '{"spec":{"parallelism":3,"completions":3}}'""",
+        ),
+        Elsewhere(_CLUSTER, "tests/unit/agent/deploy/test_kubernetes.py::test_objects_are_valid"),
+    ),
+    "kubectl rollout status": Name("another program's, named"),
+    "kubectl apply -k deploy/kubernetes/overlays/etcd": Elsewhere(
+        _CLUSTER, "tests/unit/agent/deploy/test_committed.py::test_kustomize_comes_to_what_the_job_says"
+    ),
+    "sbatch gpt.sbatch": Elsewhere(
+        "needs Slurm; bash runs its script", "tests/unit/agent/deploy/test_hosts.py::test_the_batch_script_runs"
     ),
     # Conversion.
     "dalsegno convert checkpoints/global_step400 universal/global_step400": Scene("test_a_conversion_by_hand"),

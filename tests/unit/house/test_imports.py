@@ -21,13 +21,19 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "swift_plugin": ("dalsegno.elastic", "dalsegno.protos.contract"),
 }
 # Distribution -> the name it is imported by, where they differ.
-IMPORT_NAMES = {"grpcio": "grpc", "protobuf": "google", "ms-swift": "swift", "prometheus-client": "prometheus_client"}
+IMPORT_NAMES = {
+    "grpcio": "grpc",
+    "protobuf": "google",
+    "ms-swift": "swift",
+    "PyYAML": "yaml",
+    "prometheus-client": "prometheus_client",
+}
 # Extras that each package may lean on; the base install is for all.
 EXTRAS: dict[str, tuple[str, ...]] = {
     "protos": (),
     "elastic": ("train", "log"),
     "master": ("etcd", "http"),
-    "agent": ("train",),
+    "agent": ("train", "deploy"),
     "swift_plugin": ("train", "swift"),
 }
 
@@ -36,7 +42,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 # What stands in none of them (`master/cli.py`) is above all; `agent/script.py` is a room by itself.
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "agent": (
-        *(("decisions", "script"), ("processes", "storage"), ("dlrover", "memory", "standby"), ("workers",)),
+        *(("decisions", "deploy", "script"), ("processes", "storage"), ("dlrover", "memory", "standby"), ("workers",)),
         *(("control",), ("shell",), ("commands",)),
     ),
     "elastic": (
@@ -49,6 +55,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
 # Rooms and modules that decide: nothing in them reads a clock, a file or a socket, draws a number, or starts anything.
 PURE = (
     "agent/decisions/",
+    "agent/deploy/",
     "agent/control/master_checks.py",
     "agent/control/pace.py",
     "agent/storage/macros.py",

@@ -1,0 +1,133 @@
+"""`dalsegno render`: prints what Kubernetes, Slurm or systemd need to run a job, from a dozen lines of YAML."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dalsegno.elastic.checkpoint.errors import printable
+
+from ..decisions.events import EXIT_FINISHED, EXIT_USAGE
+from ..deploy import kustomize
+from ..deploy.elasticjob import is_elastic_job, translated
+from ..deploy.job import Job, job_of
+from ..deploy.kubernetes import objects
+from ..deploy.reading import documents, printed
+from ..deploy.refusals import TARGETS, refusals
+from ..deploy.slurm import script
+from ..deploy.systemd import units
+from ..deploy.table import Refused
+
+__all__ = ["add_arguments", "render"]
+
+# A job is a dozen lines: a file of this many bytes is something else.
+LARGEST_FILE_BYTES = 1 << 20
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `dalsegno render`."""
+    command.add_argument("target", choices=TARGETS, help="for whom")
+    command.add_argument("file", type=Path, metavar="job.yaml", help="the job, or DLRover's ElasticJob")
+    command.add_argument(
+        *("--set", "-s"),
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="as a line of the file, like claim=data",
+    )
+    command.add_argument(
+        "--output", "-o", type=Path, metavar="DIR", help="write files there (k8s: a base of Kustomize)"
+    )
+    command.add_argument(
+        "--base",
+        type=Path,
+        metavar="job.yaml",
+        help="k8s, with --output: write an overlay of the base beside that file",
+    )
+
+
+def render(options: argparse.Namespace) -> int:
+    """Prints or writes the manifests; returns 0, or 2 if the job cannot work, with a line for each reason."""
+    try:
+        job = _job(options.file, options.target, options.set)
+        files = _files(job, options)
+    except Refused as error:
+        for line in error.lines:
+            print(printable(f"dalsegno: error: {options.file}: {line}"), file=sys.stderr)
+        return EXIT_USAGE
+    if options.output is None:
+        sys.stdout.write(_text(files))
+        return EXIT_FINISHED
+    options.output.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (options.output / name).write_text(text, encoding="utf-8")
+    print(printable(f"{options.output}: {', '.join(files)}"))
+    return EXIT_FINISHED
+
+
+def _job(file: Path, target: str, settings: Sequence[str]) -> Job:
+    """The checked job of a file. Raises Refused, OSError."""
+    if file.stat().st_size > LARGEST_FILE_BYTES:
+        raise Refused(f"{file.stat().st_size} bytes: this is no job")
+    try:
+        found = documents(file.read_text(encoding="utf-8"), file.name)
+    except UnicodeDecodeError as error:
+        raise Refused(f"this is no text: {error.reason} at byte {error.start}") from error
+    if len(found) != 1:
+        raise Refused(f"{len(found)} documents: one job is what can be rendered at a time")
+    values: Any = found[0]
+    if is_elastic_job(values):
+        values, notes = translated(values)
+        for note in notes:
+            print(printable(f"dalsegno: {file}: {note}"), file=sys.stderr)
+    elif isinstance(values, Mapping) and "kind" in values:
+        raise Refused(f"kind: {values['kind']}: a job of our own has no kind, and of others' only ElasticJob is read")
+    job = job_of(_with(values, settings))
+    if found_wrong := refusals(job, target):
+        raise Refused(*found_wrong)
+    return job
+
+
+def _with(values: Any, settings: Sequence[str]) -> Any:
+    """The mapping with keys of the command line, which win: `secrets.token=NAME`."""
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not key or not equals:
+            raise Refused(f"--set {setting}: write KEY=VALUE, like --set claim=data")
+        value = (documents(text, f"--set {key}") or [None])[0]
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        values = _merged(values, value)
+    return values
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        return new
+    return {**old, **{key: _merged(old.get(key), value) for key, value in new.items()}}
+
+
+def _files(job: Job, options: argparse.Namespace) -> dict[str, str]:
+    """Names of files and their texts."""
+    if options.base is not None and (options.target != "k8s" or options.output is None):
+        raise Refused("--base is for k8s, together with --output: there is nothing else that an overlay could be of")
+    if options.target == "slurm":
+        return {f"{job.name}.sbatch": script(job)}
+    if options.target == "systemd":
+        return units(job)
+    made = objects(job)
+    if options.base is not None:
+        path = os.path.relpath(options.base.parent, options.output)
+        return kustomize.overlay(objects(_job(options.base, "k8s", [])), made, path)
+    return {"": printed(made)} if options.output is None else kustomize.base(made)
+
+
+def _text(files: Mapping[str, str]) -> str:
+    """For a person's terminal, or a pipe: several files have their names above them."""
+    if len(files) == 1:
+        return next(iter(files.values()))
+    return "\n".join(f"# {name}\n{text}" for name, text in files.items())

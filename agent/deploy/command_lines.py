@@ -1,0 +1,67 @@
+"""The command lines of a node and of the master, for whoever starts them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .job import Job
+
+__all__ = ("Files", "master_line", "node_line")
+
+
+@dataclass(frozen=True)
+class Files:
+    """Paths of the secrets' files where the command runs; empty: there is none."""
+
+    token: str
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    etcd_ca: str = ""
+    etcd_cert: str = ""
+    etcd_key: str = ""
+
+
+def node_line(job: Job, master: str, checkpoints: str, files: Files, *more: str) -> list[str]:
+    """`dlrover-run` and its arguments.
+
+    Args:
+        job: What runs.
+        master: HOST:PORT, several with commas.
+        checkpoints: The checkpoint directory.
+        files: Of the secrets.
+        more: Flags of this kind of node.
+    """
+    low, high = job.nnodes
+    return [
+        "dlrover-run",
+        f"--nnodes={low}:{high}",
+        f"--nproc-per-node={job.nproc}",
+        f"--job-id={job.name}",
+        f"--master={master}",
+        f"--checkpoint-dir={checkpoints}",
+        f"--drain-timeout={job.drain_timeout}",
+        *_given(("token-file", files.token), ("tls-ca", files.tls_ca)),
+        *more,
+        *job.flags,
+        *job.command,
+    ]
+
+
+def master_line(job: Job, port: int, store: str, files: Files, *more: str) -> list[str]:
+    """`dlrover-master` and its arguments: it listens on all addresses, with a token."""
+    return [
+        "dlrover-master",
+        f"--job-id={job.name}",
+        "--host=0.0.0.0",
+        f"--port={port}",
+        f"--http-port={job.master.http_port}",
+        f"--store={store}",
+        *_given(("token-file", files.token), ("tls-cert", files.tls_cert), ("tls-key", files.tls_key)),
+        *_given(("etcd-ca", files.etcd_ca), ("etcd-cert", files.etcd_cert), ("etcd-key", files.etcd_key)),
+        *more,
+    ]
+
+
+def _given(*flags: tuple[str, str]) -> list[str]:
+    return [f"--{name}={value}" for name, value in flags if value]

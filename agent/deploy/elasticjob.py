@@ -1,0 +1,160 @@
+"""Reads DLRover's `ElasticJob` (elastic.iml.github.io/v1alpha1), and says what it leaves out."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .table import Refused
+
+__all__ = ("is_elastic_job", "translated")
+
+# What its operator sets in each pod of a worker, and scripts of DLRover's name on their command lines.
+NUMBERS = ("WORKER_NUM", "NODE_NUM")
+# What a pod has anyway here, or what a stock controller decides.
+WITHOUT_EFFECT = ("imagePullPolicy", "restartPolicy", "name", "stdin", "tty", "dnsPolicy", "restartCount", "autoScale")
+OPERATORS = {";", "&&", "||", "|", "&", ";;"}
+
+
+def is_elastic_job(document: Any) -> bool:
+    """Whether a document is one."""
+    return isinstance(document, Mapping) and document.get("kind") == "ElasticJob"
+
+
+def translated(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The same job in our own format.
+
+    Args:
+        document: The whole document.
+
+    Returns:
+        The mapping for `job.job_of`, and lines for a person about what was left out. It has neither a claim for
+        checkpoints nor a token: these are added to it.
+
+    Raises:
+        Refused: It trains in a way that there is none of here.
+    """
+    spec = _mapping(document, "spec", "")
+    strategy = spec.get("distributionStrategy", "AllreduceStrategy")
+    if strategy != "AllreduceStrategy":
+        raise Refused(f"spec.distributionStrategy: {strategy} is not there: only AllreduceStrategy is")
+    replicas = _mapping(spec, "replicaSpecs", "spec.")
+    notes = []
+    for role in replicas:
+        if role in ("dlrover-master", "master"):
+            notes.append(f"spec.replicaSpecs.{role}: left out: render writes the master itself")
+        elif role != "worker":
+            raise Refused(f"spec.replicaSpecs.{role}: only workers train here; there are no other roles")
+    worker = _mapping(replicas, "worker", "spec.replicaSpecs.")
+    place = "spec.replicaSpecs.worker."
+    number = worker.get("replicas", 1)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise Refused(f"{place}replicas: {number!r} is no number of nodes")
+    place += "template.spec."
+    pod = _mapping(_mapping(worker, "template", ""), "spec", "spec.replicaSpecs.worker.template.")
+    containers = pod.get("containers") or []
+    if len(containers) != 1:
+        raise Refused(f"{place}containers: {len(containers)} of them: the one with the training is what can be run")
+    main = containers[0]
+    shell, low, high = _shell(main, number, f"{place}containers[0].")
+    values = {
+        "name": _mapping(document, "metadata", "").get("name"),
+        "namespace": document["metadata"].get("namespace"),
+        "image": main.get("image"),
+        "shell": shell,
+        "nnodes": f"{low}:{high}",
+        "replicas": number,
+        "resources": main.get("resources"),
+        "env": {name: str(number) for name in NUMBERS} | _env(main.get("env") or (), place),
+        "mounts": _mounts(pod, main, place, notes),
+        "node_selector": pod.get("nodeSelector"),
+        "tolerations": pod.get("tolerations"),
+    }
+    read = {*("containers", "volumes", "nodeSelector", "tolerations"), *WITHOUT_EFFECT}
+    notes += [f"{place}{key}: left out" for key in pod if key not in read]
+    read = {*("image", "command", "args", "env", "resources", "volumeMounts"), *WITHOUT_EFFECT}
+    notes += [f"{place}containers[0].{key}: left out" for key in main if key not in read]
+    notes.append(
+        "the image needs dalsegno in it: `dlrover-run` became `dalsegno-run`, so that DLRover's own is not taken"
+    )
+    if low == high and high > 1:
+        notes.append(f"nnodes {low}:{high} waits for all {high} nodes: --set nnodes=1:{high} goes on with fewer")
+    return {key: value for key, value in values.items() if value}, notes
+
+
+def _mapping(values: Mapping[str, Any], key: str, place: str) -> Mapping[str, Any]:
+    found = values.get(key)
+    if not isinstance(found, Mapping):
+        raise Refused(f"{place}{key}: missing, or no mapping: this is no ElasticJob that DLRover would take")
+    return found
+
+
+def _shell(main: Mapping[str, Any], number: int, place: str) -> tuple[str, int, int]:
+    """The command for a shell, which becomes the agent, and the least and the largest number of nodes."""
+    words = [str(word) for word in [*(main.get("command") or ()), *(main.get("args") or ())]]
+    is_shell = len(words) == 3 and words[0].rpartition("/")[2] in ("bash", "sh") and words[1] in ("-c", "-lc", "-ec")
+    text = words[2] if is_shell else shlex.join(words)
+    run = re.search(r"(?<![\w./-])(dlrover-run|dalsegno-run)(?![\w./-])", text)
+    if run is None:
+        raise Refused(f"{place}command: it starts no dlrover-run, so there is nothing that could be elastic")
+    if behind := OPERATORS.intersection(_tokens(text[run.end() :])):
+        raise Refused(
+            f"{place}command: {min(behind)!r} stands behind dlrover-run, and a shell that goes on after it would not"
+            " pass the notice to it: let dlrover-run be the last command"
+        )
+    low, high = _nnodes(text[run.end() :], number, place)
+    # exec: a shell that stays is process 1, which ignores SIGTERM, and the pod's notice would reach nobody.
+    start = text[: run.start()]
+    start += "" if start.endswith("exec ") else "exec "
+    return " ".join(f"{start}dalsegno-run{text[run.end() :]}".split("\n")), low, high
+
+
+def _tokens(text: str) -> list[str]:
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    try:
+        return list(lexer)
+    except ValueError as error:
+        raise Refused(f"the command {text[:60]!r} cannot be cut into words: {error}") from error
+
+
+def _nnodes(text: str, number: int, place: str) -> tuple[int, int]:
+    """As its flag says, with its variables replaced; without the flag as many as there are replicas."""
+    found = re.search(r"--nnodes[= ]+[\"']?([^\s\"']+)", text)
+    given = found[1] if found else str(number)
+    for name in NUMBERS:
+        given = re.sub(rf"\$(?:{name}\b|{{{name}}})", str(number), given)
+    match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", given)
+    if match is None:
+        raise Refused(f"{place}command: --nnodes={given} is not N or MIN:MAX: write the numbers, or $WORKER_NUM")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _env(entries: Iterable[Mapping[str, Any]], place: str) -> dict[str, str]:
+    found = {}
+    for entry in entries:
+        if "valueFrom" in entry:
+            raise Refused(
+                f"{place}containers[0].env: {entry.get('name')} has a valueFrom: mount a file, or write a value"
+            )
+        found[str(entry.get("name"))] = str(entry.get("value", ""))
+    return found
+
+
+def _mounts(pod: Mapping[str, Any], main: Mapping[str, Any], place: str, notes: list[str]) -> dict[str, str]:
+    """Claims and where they are mounted; a volume of memory for /dev/shm is there anyway."""
+    volumes = {volume.get("name"): volume for volume in pod.get("volumes") or ()}
+    found = {}
+    for mount in main.get("volumeMounts") or ():
+        volume = volumes.get(mount.get("name"), {})
+        path = str(mount.get("mountPath"))
+        if claim := (volume.get("persistentVolumeClaim") or {}).get("claimName"):
+            found[str(claim)] = path
+        elif "emptyDir" in volume and path in ("/dev/shm", "/tmp"):
+            notes.append(f"{place}volumes: {mount.get('name')}: left out: {path} is there anyway")
+        else:
+            kind = next((key for key in volume if key != "name"), "nothing")
+            raise Refused(f"{place}volumes: {mount.get('name')} is {kind}: only volume claims are read")
+    return found

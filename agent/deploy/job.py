@@ -1,0 +1,259 @@
+"""The job as a person describes it: one checked value, whatever it is rendered for."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dalsegno.protos.contract import JobSettings
+from dalsegno.protos.options import nnodes
+
+from .table import Refused, Table
+
+__all__ = ("BEYOND_DRAIN_SECONDS", "Claim", "Host", "Job", "Master", "Secrets", "job_of")
+
+# Between the end of the notice and SIGKILL: an agent's ranks end, the checkpoint is sealed, the master hears of it.
+BEYOND_DRAIN_SECONDS = 15
+ACCESS = ("ReadWriteMany", "ReadWriteOnce", "ReadWriteOncePod")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The volume claim of the checkpoints. With a size it is printed, too; without, it is there already."""
+
+    name: str = ""
+    access: str = "ReadWriteMany"
+    size: str = ""
+    storage_class: str = ""
+
+
+@dataclass(frozen=True)
+class Secrets:
+    """Names of secrets, whose files are mounted (Kubernetes) or lie in `host.secrets/NAME` (elsewhere).
+
+    Attributes:
+        token: with the file `token`.
+        tls: with `tls.crt`, `tls.key` (the master's) and `ca.crt`; empty: no TLS.
+        etcd: the same for etcd.
+    """
+
+    token: str = ""
+    tls: str = ""
+    etcd: str = ""
+
+
+@dataclass(frozen=True)
+class Master:
+    """The master. `size` and `storage_class` are of the claim for its state, which etcd replaces."""
+
+    image: str = ""
+    port: int = 29400
+    http_port: int = 8080
+    replicas: int = 3
+    size: str = "1Gi"
+    storage_class: str = ""
+    resources: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Host:
+    """Where no container runs: Slurm and systemd.
+
+    Attributes:
+        master: HOST:PORT of the master as nodes reach it, several with commas (with etcd).
+        directory: where the command runs, seen by all nodes.
+        bin: where `dlrover-run` and `dlrover-master` are.
+        secrets: directory of the secrets' directories.
+        user: who runs it (systemd).
+        checkpoints: the checkpoint directory, seen by all nodes; default: below `directory`.
+    """
+
+    master: str = ""
+    directory: str = ""
+    bin: str = "/opt/dalsegno/bin"
+    secrets: str = "/etc/dalsegno"
+    user: str = "dalsegno"
+    checkpoints: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job. `nnodes` is (least, most); `replicas` the nodes that are started; durations in seconds."""
+
+    name: str
+    namespace: str
+    image: str
+    command: tuple[str, ...]
+    shell: str
+    flags: tuple[str, ...]
+    nnodes: tuple[int, int]
+    replicas: int
+    nproc: str
+    controller: str
+    claim: Claim
+    checkpoints: str
+    secrets: Secrets
+    etcd: tuple[str, ...]
+    drain_timeout: int
+    grace: int
+    resources: Mapping[str, Mapping[str, str]]
+    shm: str
+    env: Mapping[str, str]
+    mounts: Mapping[str, str]
+    user: int
+    node_selector: Mapping[str, str]
+    tolerations: tuple[Mapping[str, Any], ...]
+    master: Master
+    host: Host
+    slurm: Mapping[str, str]
+
+    @property
+    def store(self) -> str:
+        """`--store` with etcd."""
+        return f"etcd://{','.join(self.etcd)}"
+
+
+def job_of(values: Any) -> Job:
+    """The job in a document of our own format.
+
+    Args:
+        values: The mapping, as `reading.documents` reads it.
+
+    Raises:
+        Refused: Keys that there are not, or values that are not of their kind. What cannot work together is
+            `refusals.refusals`' matter.
+    """
+    table = Table(values)
+    low, high = _nnodes(table.text("nnodes", "1"))
+    drain = table.whole("drain_timeout", int(JobSettings.drain_timeout), least=1)
+    job = Job(
+        name=table.name("name"),
+        namespace=table.name("namespace"),
+        image=table.text("image"),
+        command=_command(table),
+        shell=str(table.take("shell") or ""),
+        flags=table.words("flags"),
+        nnodes=(low, high),
+        replicas=table.whole("replicas", high, least=1),
+        nproc=table.text("nproc", "1"),
+        controller=table.one_of("controller", ("Job", "Deployment"), "Job"),
+        claim=_claim(table),
+        checkpoints=table.path("checkpoints", "/checkpoints"),
+        secrets=_secrets(table.below("secrets")),
+        etcd=_endpoints(table),
+        drain_timeout=drain,
+        grace=table.whole("grace", drain + BEYOND_DRAIN_SECONDS),
+        resources=_resources(table),
+        shm=table.quantity("shm"),
+        env=table.texts("env"),
+        mounts=table.texts("mounts"),
+        user=table.whole("user", 1000, least=1),
+        node_selector=table.texts("node_selector"),
+        tolerations=tuple(table.take("tolerations") or ()),
+        master=_master(table.below("master")),
+        host=_host(table.below("host")),
+        slurm=table.texts("slurm"),
+    )
+    table.done()
+    if not job.name:
+        raise Refused("name: missing: the job's id, and the name of everything that belongs to it")
+    # The longest name that is made of it is NAME-master-0 with a controller's hash.
+    if len(job.name) > 40:
+        raise Refused(f"name: {job.name!r} is longer than 40 characters: pods need the rest of their 63")
+    if bool(job.command) == bool(job.shell):
+        raise Refused("command: missing: the script and its arguments, like [train.py, --steps=1000]")
+    return job
+
+
+def _nnodes(text: str) -> tuple[int, int]:
+    try:
+        return nnodes(text)
+    except argparse.ArgumentTypeError as error:
+        raise Refused(f"nnodes: {error}") from error
+
+
+def _command(table: Table) -> tuple[str, ...]:
+    value = table.take("command")
+    if not isinstance(value, str):
+        return table.words("command")
+    try:
+        return tuple(shlex.split(value))
+    except ValueError as error:
+        raise Refused(f"command: {value!r} cannot be cut into words: {error}") from error
+
+
+def _claim(table: Table) -> Claim:
+    value = table.take("claim")
+    if value is None or isinstance(value, str):
+        return Claim(table.name("claim"))
+    inner = table.below("claim")
+    claim = Claim(
+        inner.name("name"),
+        inner.one_of("access", ACCESS, Claim.access),
+        inner.quantity("size"),
+        inner.text("storage_class"),
+    )
+    inner.done()
+    return claim
+
+
+def _secrets(table: Table) -> Secrets:
+    secrets = Secrets(table.name("token"), table.name("tls"), table.name("etcd"))
+    table.done()
+    return secrets
+
+
+def _endpoints(table: Table) -> tuple[str, ...]:
+    found = table.words("etcd")
+    for one in found:
+        if not re.fullmatch(r"[A-Za-z0-9.-]+:[0-9]{1,5}", one):
+            raise Refused(f"etcd: {one!r} is not HOST:PORT (TLS comes with secrets.etcd, not with https://)")
+    return found
+
+
+def _master(table: Table) -> Master:
+    master = Master(
+        image=table.text("image"),
+        port=table.whole("port", Master.port, 1, 65535),
+        http_port=table.whole("http_port", Master.http_port, 1, 65535),
+        replicas=table.whole("replicas", Master.replicas, 1, 9),
+        size=table.quantity("size", Master.size),
+        storage_class=table.text("storage_class"),
+        resources=_resources(table),
+    )
+    table.done()
+    return master
+
+
+def _host(table: Table) -> Host:
+    host = Host(
+        master=table.text("master"),
+        directory=table.path("directory"),
+        bin=table.path("bin", Host.bin),
+        secrets=table.path("secrets", Host.secrets),
+        user=table.name("user", Host.user),
+        checkpoints=table.path("checkpoints"),
+    )
+    table.done()
+    for one in filter(None, host.master.split(",")):
+        if not re.fullmatch(r"[A-Za-z0-9._-]+:[0-9]{1,5}", one):
+            raise Refused(f"host.master: {one!r} is not HOST:PORT")
+    return host
+
+
+def _resources(table: Table) -> dict[str, dict[str, str]]:
+    """`limits` and `requests`. A flat mapping is both, so that nothing is taken away from a pod that trains."""
+    value = table.take("resources")
+    if value is None:
+        return {}
+    inner = table.below("resources")
+    if "limits" in inner or "requests" in inner:
+        found = {"requests": inner.texts("requests"), "limits": inner.texts("limits")}
+        inner.done()
+        return {key: mapping for key, mapping in found.items() if mapping}
+    flat = table.texts("resources")
+    return {"requests": flat, "limits": dict(flat)}

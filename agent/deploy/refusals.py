@@ -1,0 +1,123 @@
+"""What cannot work, said before anything is started: one line for each finding."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from dalsegno.protos.contract import Variable
+
+from .job import BEYOND_DRAIN_SECONDS, Job
+
+__all__ = ("TARGETS", "refusals")
+
+TARGETS = ("k8s", "slurm", "systemd")
+# Flags of dlrover-run that render writes itself, and where their values come from.
+OURS = {
+    **{"--job-id": "name", "--nnodes": "nnodes", "--nproc-per-node": "nproc", "--drain-timeout": "drain_timeout"},
+    **{"--checkpoint-dir": "checkpoints", "--token-file": "secrets.token", "--tls-ca": "secrets.tls"},
+    **{"--master": "host.master", "--node-name": "the pod's name", "--local-addr": "the pod's address"},
+}
+# Words that carry a secret itself. Not every word with "token" in it: `--eos-token=</s>` is none.
+SECRET_FLAGS = ("token", "hf-token", "hub-token", "push-to-hub-token", "api-key", "password", "wandb-key")
+SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{20,}")
+SECRET_VARIABLES = re.compile(r"(TOKEN|PASSWORD|SECRET|API_KEY|ACCESS_KEY)$")
+
+
+def refusals(job: Job, target: str) -> list[str]:
+    """Everything that could not work with `target` (one of `TARGETS`): lines for a person; none: it can."""
+    return [*_everywhere(job), *(_kubernetes(job) if target == "k8s" else _hosts(job, target))]
+
+
+def _everywhere(job: Job) -> Iterator[str]:
+    low, high = job.nnodes
+    if job.replicas < low:
+        yield (
+            f"replicas: {job.replicas} nodes are started, and nnodes {low}:{high} waits for {low}:"
+            f" write replicas: {low} or more, or nnodes: {job.replicas}:{high}"
+        )
+    if job.grace < job.drain_timeout + BEYOND_DRAIN_SECONDS:
+        yield (
+            f"grace: after {job.grace} s a node is killed, and saving may take the {job.drain_timeout} s of"
+            f" drain_timeout: write grace: {job.drain_timeout + BEYOND_DRAIN_SECONDS} or more, or leave it out"
+        )
+    yield from _on_the_command_line(job)
+    for flag in job.flags:
+        name = flag.partition("=")[0].replace("_", "-")
+        if name in OURS:
+            yield f"flags: {name} is written by render: its value comes from {OURS[name]}"
+        elif name in ("--standalone", "--rdzv-endpoint", "--rdzv-backend", "--master-addr"):
+            yield f"flags: {name} names another master than the one of this job: leave it out"
+    if not job.secrets.token:
+        yield (
+            "secrets.token: missing: whoever reaches the master's port could end the job: make one with"
+            " `openssl rand -hex 32`, keep it in a secret under the key `token`, and write secrets: {token: its-name}"
+        )
+    if job.secrets.etcd and not job.etcd:
+        yield "secrets.etcd: there is no etcd: write etcd: [HOST:PORT, ...], or leave it out"
+
+
+def _on_the_command_line(job: Job) -> Iterator[str]:
+    """Secrets where everybody reads them: in `ps`, in the object, in Slurm's accounting, in git."""
+    words = [*job.command, *job.flags, *job.shell.split()]
+    for word in words:
+        name = word.partition("=")[0]
+        plain = name.lstrip("-").replace("_", "-").lower()
+        if name.startswith("-") and plain in SECRET_FLAGS:
+            yield f"command: {name} puts a secret on the command line, where everybody reads it: use a file of a secret"
+        elif SECRET_VALUE.search(word) or name in (Variable.TOKEN, "DALSEGNO_ADMIN_TOKEN"):
+            yield f"command: a secret stands in {name[:24]!r}, where everybody reads it: use a file of a secret"
+    for name in job.env:
+        if SECRET_VARIABLES.search(name.upper()):
+            yield (
+                f"env.{name}: a secret would stand in the manifest, where everybody reads it:"
+                f" mount it as a file{' (secrets.token does)' if name == Variable.TOKEN else ''}"
+            )
+
+
+def _kubernetes(job: Job) -> Iterator[str]:
+    if not job.image:
+        yield "image: missing: the image with the script and dalsegno in it (deploy/docker/trainer.Dockerfile)"
+    if not job.claim.name:
+        yield (
+            "claim: missing: pods lose what they write when they end: write claim: NAME of a volume claim for the"
+            " checkpoints that all nodes can mount (ReadWriteMany)"
+        )
+    most = max(job.nnodes[1], job.replicas)
+    if job.claim.access != "ReadWriteMany" and most > 1:
+        yield (
+            f"claim.access: one node alone can mount a {job.claim.access} claim, and this job has up to {most}:"
+            " take a ReadWriteMany one (NFS, CephFS, ...), or write nnodes: 1"
+        )
+    if job.etcd and job.secrets.tls:
+        yield (
+            "secrets.tls: with etcd the masters send agents to each other by the address of a pod, which no certificate"
+            " names: leave out etcd (one master, restarted), or secrets.tls (in a network that you trust)"
+        )
+    for claim, path in job.mounts.items():
+        if not path.startswith("/"):
+            yield f"mounts.{claim}: {path!r} is no absolute path"
+        elif path.rstrip("/") == job.checkpoints.rstrip("/"):
+            yield f"mounts.{claim}: {path} is where the checkpoints are (checkpoints): take another path"
+
+
+def _hosts(job: Job, target: str) -> Iterator[str]:
+    if job.shell:
+        yield f"shell: a command for an image cannot run under {target}: write command: [train.py, ...]"
+    if not job.host.master:
+        yield (
+            f"host.master: missing: under {target} nobody finds the master by itself: write host: {{master: HOST:PORT}}"
+            " of the machine that runs dlrover-master (`dalsegno render systemd` prints its unit)"
+        )
+    if not job.host.directory:
+        yield (
+            "host.directory: missing: where the command runs, a directory that all nodes see:"
+            " write host: {directory: /shared/NAME}"
+        )
+    if "," in job.host.master and not job.etcd:
+        yield "host.master: several masters share a job over etcd only: write etcd: [HOST:PORT, ...], or one address"
+    for key in job.slurm if target == "slurm" else ():
+        if key in ("array", "requeue", "signal", "nodes", "open-mode", "job-name", "ntasks"):
+            yield f"slurm.{key}: render writes this one itself: leave it out"
+        elif not re.fullmatch(r"[a-z][a-z-]*", key):
+            yield f"slurm.{key}: no option of sbatch in its long form, like partition"

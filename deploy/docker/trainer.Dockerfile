@@ -1,0 +1,19 @@
+# Nodes with torch and DeepSpeed, and the examples. Your own image: FROM this one, or these lines in yours.
+# Build it in the root of a checkout: docker build -f deploy/docker/trainer.Dockerfile .
+# TORCH names the build of PyTorch; its index comes with PIP_INDEX_URL.
+FROM python:3.11-slim
+ARG TORCH=torch==2.13.0
+ARG PIP_INDEX_URL=
+# g++: DeepSpeed compiles its optimizers where they first run.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ ninja-build \
+    && rm -rf /var/lib/apt/lists/*
+RUN python -m venv /opt/dalsegno \
+    && /opt/dalsegno/bin/pip install --no-cache-dir ${PIP_INDEX_URL:+--index-url "$PIP_INDEX_URL"} "$TORCH"
+COPY . /src
+RUN /opt/dalsegno/bin/pip install --no-cache-dir -c /src/constraints.txt '/src[train]' \
+    && cp -r /src/examples /opt/dalsegno/examples \
+    && rm -rf /src
+ENV PATH=/opt/dalsegno/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+WORKDIR /opt/dalsegno
+USER 1000:1000

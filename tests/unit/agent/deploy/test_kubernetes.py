@@ -1,0 +1,166 @@
+"""What is rendered for Kubernetes is valid there, and says what the page promises."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from kubernetes_validate import utils
+
+from dalsegno.agent.commands import arguments
+from dalsegno.agent.deploy.kubernetes import objects
+from dalsegno.agent.deploy.refusals import refusals
+from dalsegno.master import cli
+from tests.support.deploy import ETCD, FULL, GPT, TLS, expanded, job, of_kind, pods
+
+VERSIONS = [f"1.{minor}" for minor in range(30, 38)]
+# Each megabyte of definitions is read once, not once for each object.
+utils.schema_contents = functools.cache(utils.schema_contents)
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "etcd": ETCD, "tls": TLS, "full": FULL}
+SHELL = {"command": None, "shell": "cd /app && exec dalsegno-run --nnodes=1:$WORKER_NUM train.py", "env": {"A": "$(B)"}}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_objects_are_valid(version: str) -> None:
+    """Every object of every kind of job, strictly: a key that the API server would drop is an error, too."""
+    for changes in (*KINDS.values(), SHELL):
+        for one in objects(job(**changes)):
+            kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_the_schemas_are_strict() -> None:
+    """A misspelt key, and a value of another kind, are seen: the test above can fail."""
+    good = of_kind(objects(job()), "Job")
+    for key, value in (("completionsMode", "Indexed"), ("completions", "four")):
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate({**good, "spec": {**good["spec"], key: value}}, "1.30", strict=True)
+
+
+@pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
+def test_the_commands_are_understood(changes: dict[str, Any]) -> None:
+    """Both programs take their command lines, and the script gets its words as they were written."""
+    assert refusals(job(**changes), "k8s") == []
+    found = pods(objects(job(**changes)))
+    variables = {"POD_NAME": "gpt-0-abcde", "POD_IP": "10.1.2.3"}
+    words = [expanded(word, variables) for word in found["trainer"]["containers"][0]["command"]]
+    options = arguments.parse(words[1:], {})
+    assert words[0] == "dlrover-run"
+    assert [options.training_script, *options.training_script_args] == GPT["command"]
+    assert (options.job_id, options.nnodes, options.node_name) == ("gpt", "1:4", "gpt-0-abcde")
+    assert options.local_addr == "10.1.2.3"
+    words = [expanded(word, variables) for word in found["master"]["containers"][0]["command"]]
+    master = cli._parser().parse_args(words[1:])
+    port = changes.get("master", {}).get("port", 29400)
+    assert options.master == f"gpt-master:{port}"
+    assert (master.host, master.port, master.advertise) == (
+        "0.0.0.0",
+        port,
+        ("10.1.2.3", port) if "etcd" in changes else None,
+    )
+    cli._check_several(master)
+
+
+def test_a_job_ends_with_its_run() -> None:
+    """Evicted and leaving pods are replaced for nothing; a failed run, and a wrong command line, end the Job."""
+    spec = of_kind(objects(job()), "Job")["spec"]
+    assert spec["podReplacementPolicy"] == "Failed"
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+    by_codes = {
+        code: rule["action"]
+        for rule in spec["podFailurePolicy"]["rules"]
+        for code in rule.get("onExitCodes", {"values": []})["values"]
+    }
+    assert by_codes == {75: "Ignore", 76: "Ignore", 1: "FailJob", 2: "FailJob"}
+    assert spec["podFailurePolicy"]["rules"][0] == {
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
+
+
+def test_one_master_keeps_its_claim_and_several_keep_nothing() -> None:
+    """A StatefulSet of one with its store on a claim; with etcd a Deployment that no rollout can get stuck in."""
+    made = objects(job())
+    one = of_kind(made, "StatefulSet")["spec"]
+    assert one["replicas"] == 1
+    assert "--store=sqlite:////state/job.sqlite" in one["template"]["spec"]["containers"][0]["command"]
+    assert one["volumeClaimTemplates"][0]["metadata"]["name"] == "state"
+    # Trainers are none: the pod of a lost machine would not be replaced.
+    assert [each["metadata"]["name"] for each in made if each["kind"] == "StatefulSet"] == ["gpt-master"]
+    three = of_kind(objects(job(**ETCD)), "Deployment", "gpt-master")["spec"]
+    assert (three["replicas"], three["strategy"]) == (3, {"type": "Recreate"})
+    command = three["template"]["spec"]["containers"][0]["command"]
+    assert {"--store=etcd://etcd-0:2379,etcd-1:2379", "--etcd-ca=/run/dalsegno/etcd/ca.crt"} <= set(command)
+
+
+@pytest.mark.parametrize("changes", [*KINDS.values(), SHELL], ids=[*KINDS, "shell"])
+def test_pods_have_no_rights(changes: dict[str, Any]) -> None:
+    """No credentials of the cluster, no root, nothing written but what is mounted, secrets as files for the group."""
+    made = objects(job(**changes))
+    assert not {one["kind"] for one in made} & {"Role", "RoleBinding", "ClusterRole", "ServiceAccount"}
+    for spec in pods(made).values():
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        (one,) = spec["containers"]
+        assert one["securityContext"]["readOnlyRootFilesystem"] is True
+        assert one["securityContext"]["allowPrivilegeEscalation"] is False
+        assert "/tmp" in [mount["mountPath"] for mount in one["volumeMounts"]]
+        assert not [entry for entry in one["env"] if "secretKeyRef" in entry.get("valueFrom", {})]
+        for volume in spec["volumes"]:
+            assert volume.get("secret", {"defaultMode": 0o440})["defaultMode"] == 0o440
+        named = {volume["name"] for volume in spec["volumes"]} | {"state"}
+        assert {mount["name"] for mount in one["volumeMounts"]} <= named
+
+
+def test_nodes_never_see_the_masters_key() -> None:
+    """Of the certificate's secret a trainer gets the authority alone."""
+    (volume,) = [one for one in pods(objects(job(**TLS)))["trainer"]["volumes"] if one["name"] == "tls"]
+    assert [item["key"] for item in volume["secret"]["items"]] == ["ca.crt"]
+    probe = pods(objects(job(**TLS)))["master"]["containers"][0]["readinessProbe"]
+    assert probe["httpGet"] == {"path": "/readyz", "port": "http", "scheme": "HTTPS"}
+
+
+@pytest.mark.parametrize(("drain", "grace"), [(None, 45), (120, 135)])
+def test_the_grace_period_outlasts_the_drain(drain: int | None, grace: int) -> None:
+    """A pod is killed 15 s after the last moment at which it may still save."""
+    assert pods(objects(job(drain_timeout=drain)))["trainer"]["terminationGracePeriodSeconds"] == grace
+
+
+@pytest.mark.parametrize(
+    ("nodes", "replicas", "kept"), [("1:4", 4, 1), ("2:4", 4, 2), ("4", 4, 3), ("1", 1, None), ("3:8", 5, 3)]
+)
+def test_evictions_leave_the_least_nodes_and_are_never_forbidden(nodes: str, replicas: int, kept: int | None) -> None:
+    """The disruption budget keeps the run going where it can, and lets whoever empties a machine go on."""
+    budgets = [one for one in objects(job(nnodes=nodes, replicas=replicas)) if one["kind"] == "PodDisruptionBudget"]
+    assert [one["spec"]["minAvailable"] for one in budgets] == ([] if kept is None else [kept])
+
+
+def test_only_the_jobs_nodes_reach_the_master() -> None:
+    """The policies' selectors choose the pods that there are, and the master may call nobody but etcd."""
+    for changes, ports in (({}, []), (ETCD, [2379, 53, 53])):
+        made = objects(job(**changes))
+        policy = of_kind(made, "NetworkPolicy", "gpt-master")["spec"]
+        assert [port["port"] for rule in policy["egress"] for port in rule["ports"]] == ports
+        assert policy["policyTypes"] == ["Ingress", "Egress"]
+        components = {
+            one["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]: one["spec"]["template"][
+                "metadata"
+            ]["labels"]
+            for one in made
+            if "template" in one["spec"]
+        }
+        assert policy["podSelector"]["matchLabels"] == components["master"]
+        assert policy["ingress"][0]["from"][0]["podSelector"]["matchLabels"] == components["trainer"]
+        assert of_kind(made, "Service")["spec"]["selector"] == components["master"]
+
+
+def test_a_command_of_others_has_its_flags_as_variables() -> None:
+    """They are variables that dlrover-run reads: its line stays as it was written."""
+    (one,) = pods(objects(job(**SHELL)))["trainer"]["containers"]
+    variables = {entry["name"]: entry["value"] for entry in one["env"] if "value" in entry}
+    assert expanded(one["command"][2], {}) == SHELL["shell"]
+    assert expanded(variables["A"], {"B": "b"}) == "$(B)"
+    options = arguments.parse(["train.py"], variables)
+    assert (options.job_id, options.checkpoint_dir) == ("gpt", "/checkpoints")
+    assert (options.master, options.token_file) == ("gpt-master:29400", "/run/dalsegno/token/token")

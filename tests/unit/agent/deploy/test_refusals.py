@@ -1,0 +1,136 @@
+"""What cannot work is refused, each with one line that says what to write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dalsegno.agent.deploy.job import job_of
+from dalsegno.agent.deploy.refusals import TARGETS, refusals
+from dalsegno.agent.deploy.table import Refused
+from tests.support.deploy import ETCD, FULL, GPT, TLS, job
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("k8s", {"nnodes": "3:4", "replicas": 2}, "replicas: 2 nodes are started, and nnodes 3:4 waits for 3"),
+    ("slurm", {"nnodes": "3:4", "replicas": 2}, "replicas: 2 nodes are started"),
+    ("k8s", {"grace": 30}, "grace: after 30 s a node is killed, and saving may take the 30 s"),
+    ("systemd", {"drain_timeout": 90, "grace": 100}, "write grace: 105 or more"),
+    ("k8s", {"secrets": None}, "secrets.token: missing: whoever reaches the master's port"),
+    ("slurm", {"secrets": {}}, "secrets.token: missing"),
+    ("k8s", {"secrets": {"token": "a", "etcd": "b"}}, "secrets.etcd: there is no etcd"),
+    ("k8s", {"command": ["train.py", "--token=abc"]}, "command: --token puts a secret on the command line"),
+    ("k8s", {"command": ["train.py", "--hub_token", "abc"]}, "command: --hub_token puts a secret"),
+    ("slurm", {"command": ["train.py", "--key=hf_" + "a" * 30]}, "command: a secret stands in '--key'"),
+    ("k8s", {"command": ["env", "DALSEGNO_TOKEN=abc", "train.py"]}, "command: a secret stands in 'DALSEGNO_TOKEN'"),
+    ("k8s", {"flags": ["--token=abc"]}, "command: --token puts a secret on the command line"),
+    ("systemd", {"env": {"DALSEGNO_TOKEN": "abc"}}, "env.DALSEGNO_TOKEN: a secret would stand in the manifest"),
+    ("k8s", {"env": {"AWS_SECRET_ACCESS_KEY": "abc"}}, "env.AWS_SECRET_ACCESS_KEY: a secret would stand"),
+    ("k8s", {"flags": ["--job_id=other"]}, "flags: --job-id is written by render: its value comes from name"),
+    ("k8s", {"flags": ["--standalone"]}, "flags: --standalone names another master"),
+    ("k8s", {"image": None}, "image: missing"),
+    ("k8s", {"claim": None}, "claim: missing"),
+    ("k8s", {"claim": {"name": "c", "access": "ReadWriteOnce"}}, "claim.access: one node alone can mount"),
+    (
+        "k8s",
+        {"nnodes": "1", "replicas": 2, "claim": {"name": "c", "access": "ReadWriteOnce"}},
+        "claim.access: one node",
+    ),
+    ("k8s", {**ETCD, **TLS}, "secrets.tls: with etcd the masters send agents to each other by the address of a pod"),
+    ("k8s", {"mounts": {"data": "data"}}, "mounts.data: 'data' is no absolute path"),
+    ("k8s", {"mounts": {"data": "/checkpoints/"}}, "mounts.data: /checkpoints/ is where the checkpoints are"),
+    (
+        "slurm",
+        {"command": None, "shell": "dlrover-run train.py"},
+        "shell: a command for an image cannot run under slurm",
+    ),
+    ("slurm", {"host": {"directory": "/a"}}, "host.master: missing: under slurm"),
+    ("systemd", {"host": {"master": "a:1"}}, "host.directory: missing"),
+    (
+        "systemd",
+        {"host": {"master": "a:1,b:1", "directory": "/a"}},
+        "host.master: several masters share a job over etcd",
+    ),
+    ("slurm", {"slurm": {"array": "0-9"}}, "slurm.array: render writes this one itself"),
+    ("slurm", {"slurm": {"--time": "1"}}, "slurm.--time: no option of sbatch in its long form"),
+]
+
+
+@pytest.mark.parametrize(("target", "changes", "line"), WRONG)
+def test_what_cannot_work_is_refused(target: str, changes: dict[str, Any], line: str) -> None:
+    """One finding, one line; the same job without it is accepted."""
+    (said,) = refusals(job(**changes), target)
+    assert line in said
+    assert said.isprintable()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("changes", [{}, ETCD, TLS, FULL], ids=["plain", "etcd", "tls", "full"])
+def test_what_works_is_not(target: str, changes: dict[str, Any]) -> None:
+    """Nothing cries wolf."""
+    assert refusals(job(**changes), target) == []
+
+
+@pytest.mark.parametrize("words", [["--eos-token=</s>"], ["--max-tokens=5"], ["--tokenizer=gpt2"], ["token"]])
+def test_words_about_tokens_are_no_secrets(words: list[str]) -> None:
+    """Language models have tokens, too."""
+    assert refusals(job(command=["train.py", *words], env={"TOKENIZERS_PARALLELISM": "1"}), "k8s") == []
+
+
+def test_one_node_may_have_a_claim_of_its_own() -> None:
+    """A ReadWriteOnce claim is refused only where several nodes would mount it."""
+    assert refusals(job(nnodes="1", claim={"name": "c", "access": "ReadWriteOnce"}), "k8s") == []
+
+
+UNREADABLE: list[tuple[dict[str, Any], str]] = [
+    ({"comand": ["x"]}, "comand: no such key: did you mean command?"),
+    ({"master": {"prot": 1}}, "master.prot: no such key: did you mean master.port?"),
+    ({"secrets": {"tokne": "a"}}, "secrets.tokne: no such key: did you mean secrets.token?"),
+    ({"zzz": 1}, "zzz: no such key: there are "),
+    ({"nnodes": "4:1"}, "nnodes: '4:1': the maximum is below the minimum"),
+    ({"nnodes": 64.5}, "nnodes: '64.5' is not N or MIN:MAX"),
+    ({"replicas": 0}, "replicas: 0 is no whole number from 1"),
+    ({"replicas": True}, "replicas: True is no whole number"),
+    ({"name": "My_Job"}, "name: 'My_Job' is no name"),
+    ({"name": None}, "name: missing"),
+    ({"name": "a" * 41}, "longer than 40 characters"),
+    ({"command": None}, "command: missing"),
+    ({"command": "train.py 'x"}, 'command: "train.py \'x" cannot be cut into words'),
+    ({"command": [["a"]]}, "command: ['a'] is no text"),
+    ({"controller": "StatefulSet"}, "controller: 'StatefulSet' is none of Job, Deployment"),
+    ({"claim": {"name": "c", "access": "ReadOnlyMany"}}, "claim.access: 'ReadOnlyMany' is none of"),
+    ({"claim": {"name": "c", "size": "big"}}, "claim.size: 'big' is no size"),
+    ({"checkpoints": "relative"}, "checkpoints: 'relative' is no absolute path"),
+    ({"etcd": ["https://a:1"]}, "etcd: 'https://a:1' is not HOST:PORT"),
+    ({"etcd": "a:1"}, "etcd: 'a:1' is no list"),
+    ({"env": {"DEBUG": True}}, "env.DEBUG: True is no text: put it into quotes"),
+    ({"env": {"A": "a\nb"}}, "env.A: 'a\\nb' has a line break"),
+    ({"host": {"master": "head"}}, "host.master: 'head' is not HOST:PORT"),
+    ({"host": ["head"]}, "host: ['head'] is no mapping"),
+    ({"user": 0}, "user: 0 is no whole number from 1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "line"), UNREADABLE)
+def test_what_is_no_job_is_refused(changes: dict[str, Any], line: str) -> None:
+    """Unknown keys with the nearest known one, and values of another kind with what should stand there."""
+    with pytest.raises(Refused) as said:
+        job(**changes)
+    (found,) = said.value.lines
+    assert line in found
+    assert found.isprintable()
+
+
+def test_a_list_is_no_job() -> None:
+    """Nor is a word."""
+    for document in (["gpt"], "gpt", 3):
+        with pytest.raises(Refused, match=r"the file: .* is no mapping"):
+            job_of(document)
+    assert job_of(GPT).name == "gpt"
+
+
+@pytest.mark.parametrize("key", ["user", "grace", "drain_timeout"])
+def test_a_duration_is_no_word(key: str) -> None:
+    """Numbers in quotes are refused: nobody means them."""
+    with pytest.raises(Refused, match=f"{key}: 'many' is no whole number"):
+        job(**{key: "many"})
