@@ -44,6 +44,7 @@ PARTS = {
     "hf": ("accelerate", "transformers"),
     "swift": ("ms-swift", "transformers"),
     "log": ("tensorboard", "wandb"),
+    "deploy": ("PyYAML",),
 }
 # Seconds that a script has to end after it was told to.
 _END_WITHIN_SECONDS = 10.0
