@@ -30,7 +30,7 @@ from dalsegno.protos.text import one_line
 from .leadership.candidate import Candidate, SameAddress
 from .leadership.leader_key import LeaderKey
 from .record.descriptors import raise_limit
-from .record.etcd_calls import EtcdFiles
+from .record.etcd_calls import ADDRESS, EtcdFiles
 from .record.etcd_store import open_client
 from .record.store import Store, StoreAway, StoreDamaged, StoreError, Superseded, open_store
 from .server.auth import AuthError, TlsFiles, check_exposure, is_loopback, read_token
@@ -101,6 +101,8 @@ async def _serve(options: argparse.Namespace) -> int:
     )
     check_exposure(options.host, token, options.insecure)
     _check_several(options)
+    # The loop hears signals once it serves; a store may be waited for before.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     store, remark = _open(options)
     is_gone = partial(processes.is_gone, here=processes.own_process())
     brain = JobBrain(options.job_id, options.nnodes, embedded=options.embedded, is_gone=is_gone)
@@ -112,6 +114,9 @@ async def _serve(options: argparse.Namespace) -> int:
         if options.embedded and _is_unwanted():
             log.info("the process that started this master is gone: ending, because nobody would find it")
             return EXIT_OK
+        if _is_several(options):
+            # Now, and not when it has taken the job over from a master that serves well.
+            brain.check(store.load())
         await (server.listen() if _is_several(options) else server.start())
         if edge is not None:
             edge.start()
@@ -176,6 +181,9 @@ async def _stand(server: ControlServer, edge: Edge | None, options: argparse.Nam
         log.error("%s", error)
         print(f"dlrover-master: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, SameAddress) else EXIT_FAILED
+    except Exception:
+        log.exception("the master failed")
+        raise
     finally:
         key.close()
     return EXIT_OK
@@ -369,9 +377,11 @@ def _set_up_logging(log_file: Path | None, job_id: str) -> None:
 
 def _advertised(text: str) -> tuple[str, int]:
     """Host, with brackets if it is an IPv6 address, and port; 0: none was given."""
-    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+)(?::([0-9]{1,5}))?", text)
-    if match is None or not 0 <= int(match[2] or 0) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no address: write HOST:PORT, or HOST for the port of --port")
+    match = ADDRESS.fullmatch(text)
+    if match is None or match[1].strip("[]") in ANY_HOST or not 0 <= int(match[2] or 0) <= 65535:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no address to go to: write HOST:PORT, or HOST for the port of --port"
+        )
     return match[1], int(match[2] or 0)
 
 

@@ -228,7 +228,7 @@ def _connect(
             console.say(
                 f"job {options.job_id} (from user, script and arguments; --job-id names another); logs in {log_dir}"
             )
-        return _Source(addresses.split(","), files.read)
+        return _Source([one.strip() for one in addresses.split(",")], files.read)
     if by_default:
         console.say(f"job {options.job_id} (the same command in another terminal joins it); logs in {log_dir}")
     listen = LOOPBACK

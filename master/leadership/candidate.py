@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from ..record.store import StoreAway, StoreError, Superseded
+from ..record.store import StoreAway, StoreError, StoreUnavailable, Superseded
 from .standing import (
     Event,
     Leader,
@@ -107,11 +107,15 @@ class Candidate:
             while self._state.standing is not Standing.RESIGNING:
                 await self._next()
             await self._end_term()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._obey(Order.RESIGN), RESIGN_SECONDS)
+        except StoreError:
+            self._learn(Stop())
+            raise
         finally:
             if self._term is not None:
                 self._term.cancel()
+            if self._state.standing is Standing.RESIGNING:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._obey(Order.RESIGN), RESIGN_SECONDS)
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _next(self) -> None:
@@ -154,7 +158,11 @@ class Candidate:
         if self._term is not None and self._term.done():
             await self._end_term()
         if not leads(self._state):
-            await self._end_term()
+            if self._term is not None:
+                # At once: its last turn may wait for etcd.
+                self._server.stop()
+                self._server.stand_by(self._state.named)
+                await self._end_term()
             if self._named != self._state.named:
                 self._named = self._state.named
                 log.info("standing by: %s", f"{self._named} leads" if self._named else "nobody is known to lead")
@@ -162,6 +170,7 @@ class Candidate:
         elif self._term is None:
             self._named = ""
             self._term = asyncio.create_task(self._lead())
+            self._term.add_done_callback(lambda _: self._changed.set())
 
     async def _end_term(self) -> None:
         """Ends this master's lead after its present turn. Raises what has ended it before."""
@@ -195,7 +204,7 @@ class Candidate:
             try:
                 generation = await self._server.lead()
                 return generation if leads(self._state) else None
-            except StoreAway as error:
+            except StoreUnavailable as error:
                 if not said:
                     log.warning("%s; trying again", error)
                 said = True

@@ -1,6 +1,6 @@
 """The key in etcd, `/dalsegno/<job>/leader`, by which masters of one job know who should lead. It ends with a lease.
 
-What stands there and names no leader counts as nothing, and is written over: it must not stop a job.
+What stands there and names no leader, or has no lease, counts as nothing, and is written over: it must not stop a job.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import ClassVar
 
-from ..record.etcd_calls import Change, Etcd, EtcdUnavailable, Value
+from ..record.etcd_calls import ADDRESS, Change, Etcd, EtcdUnavailable, Value
 from ..record.etcd_store import PREFIX
 from .standing import LEASE_SECONDS, Leader, Order, Saw, Unanswered
 
@@ -94,6 +94,13 @@ def _decoded(found: Value | None) -> Leader | None:
         return None
     try:
         said = json.loads(found.data)
-        return Leader(str(said["master"]), str(said["address"]), int(said["generation"]))
-    except (ValueError, TypeError, KeyError):
+        leader = Leader(said["master"], said["address"], said["generation"])
+        return leader if _is_sound(leader) and found.lease else None
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
+
+
+def _is_sound(leader: Leader) -> bool:
+    """Whether it has the types that it should have, and an address that may go into a call's metadata."""
+    texts = isinstance(leader.master, str) and isinstance(leader.address, str)
+    return texts and type(leader.generation) is int and ADDRESS.fullmatch(leader.address) is not None

@@ -118,6 +118,7 @@ class State:
         address: at which agents find it.
         leader: what the key said last.
         due: when the next order is.
+        answered_at: when etcd said last what the key is.
         generation: of the record, while it is ours; 0: it is not.
         rests_until: it does not campaign before.
         clashes: how many looks in a row have found another master at our address.
@@ -128,6 +129,7 @@ class State:
     standing: Standing = Standing.FOLLOWER
     leader: Leader | None = None
     due: float = 0.0
+    answered_at: float = 0.0
     generation: int = 0
     rests_until: float = 0.0
     clashes: int = 0
@@ -172,9 +174,7 @@ def after(state: State, event: Event, now: float) -> State:
         # Whatever is learnt now, this master ends.
         return state
     if isinstance(event, Unanswered):
-        # What a campaign without an answer has done, a look tells. The record stays ours until somebody else takes it.
-        standing = Standing.FOLLOWER if state.standing is Standing.CAMPAIGNING else state.standing
-        return replace(state, standing=standing, due=now + RETRY_SECONDS)
+        return _unanswered(state, now)
     if isinstance(event, TookOver):
         return replace(state, generation=event.generation, due=now) if leads(state) else state
     if isinstance(event, Replaced):
@@ -184,8 +184,18 @@ def after(state: State, event: Event, now: float) -> State:
     return _saw(state, event.leader, now)
 
 
+def _unanswered(state: State, now: float) -> State:
+    state = replace(state, due=now + RETRY_SECONDS)
+    if leads(state) and now - state.answered_at <= LEASE_SECONDS:
+        return state
+    # What a campaign without an answer has done, a look tells. A leader that cannot see the key for as long as it lasts
+    # may be cut off alone: if it kept its agents, the next leader would take them for dead. If etcd is away for all,
+    # they wait as for any master that is away.
+    return replace(state, standing=Standing.FOLLOWER, generation=0)
+
+
 def _saw(state: State, leader: Leader | None, now: float) -> State:
-    state = replace(state, leader=leader)
+    state = replace(state, leader=leader, answered_at=now)
     if leader is None:
         return _nobody(state, now)
     if leader.master == state.me:

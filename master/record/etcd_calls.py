@@ -17,10 +17,11 @@ import grpc
 
 from dalsegno.protos.text import one_line
 
-__all__ = ["Change", "Etcd", "EtcdFiles", "EtcdUnavailable", "Value", "endpoints_of"]
+__all__ = ["ADDRESS", "Change", "Etcd", "EtcdFiles", "EtcdUnavailable", "Value", "endpoints_of"]
 
 DEFAULT_PORT = 2379
-_ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+)(?::([0-9]{1,5}))?")
+# A host, with brackets if it is an IPv6 address, and a port that may be missing.
+ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
 # Seconds that one member may take to answer, and that all of them together may, before the store counts as away.
 CALL_SECONDS, PATIENCE_SECONDS = 2.0, 5.0
 # Seconds before the same members are asked again.
@@ -57,10 +58,15 @@ class EtcdFiles:
 
 @dataclass(frozen=True)
 class Value:
-    """What a key has, and the revision in which it got that."""
+    """What a key has, and the revision in which it got that.
+
+    `at` is the revision in which it was read, `lease` the lease that it ends with (0: none).
+    """
 
     data: bytes
     revision: int
+    at: int = 0
+    lease: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ def endpoints_of(hosts: str) -> list[str]:
     """
     found = []
     for part in hosts.split(","):
-        match = _ENDPOINT.fullmatch(part.strip())
+        match = ADDRESS.fullmatch(part.strip())
         if match is None or not 0 < int(match[2] or DEFAULT_PORT) <= 65535:
             raise ValueError(f"{part!r} is no endpoint: write HOST:PORT")
         found.append(f"{match[1]}:{match[2] or DEFAULT_PORT}")
@@ -122,10 +128,13 @@ class Etcd:
         self._call_seconds, self._patience_seconds = call_seconds, patience_seconds
         self._present = 0
 
-    def get(self, key: str) -> Value | None:
-        """What the key has now; None: nothing. Raises EtcdUnavailable."""
-        found = self._call("Range", self._messages.RangeRequest(key=key.encode()))
-        return Value(found.kvs[0].value, found.kvs[0].mod_revision) if found.kvs else None
+    def get(self, key: str, at: int = 0) -> Value | None:
+        """What the key has now, or had in an earlier revision; None: nothing. Raises EtcdUnavailable."""
+        found = self._call("Range", self._messages.RangeRequest(key=key.encode(), revision=at))
+        if not found.kvs:
+            return None
+        (one,) = found.kvs
+        return Value(one.value, one.mod_revision, found.header.revision, one.lease)
 
     def names(self, prefix: str) -> list[str]:
         """All keys with this prefix. Raises EtcdUnavailable."""
@@ -193,7 +202,10 @@ def _answer(call: Callable[..., Any], request: Any, seconds: float) -> Any:
     if isinstance(call, grpc.StreamStreamMultiCallable):
         answers = call(iter([request]), timeout=seconds)
         try:
-            return next(answers)
+            answer = next(answers, None)
+            if answer is None:
+                raise EtcdUnavailable("a member has ended its answer before it began")
+            return answer
         finally:
             answers.cancel()
     return call(request, timeout=seconds)

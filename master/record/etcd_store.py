@@ -112,7 +112,7 @@ class EtcdStore:
                 if self._put_head(head, [], self._rows):
                     self._sweep()
                     return generation
-        raise StoreUnavailable(f"cannot write the store in etcd: others have raised its generation {MOST_TRIES} times")
+        raise StoreUnavailable(f"cannot write the store in etcd: its head has changed {MOST_TRIES} times meanwhile")
 
     def close(self) -> None:
         """See `store.Store`."""
@@ -196,32 +196,28 @@ class EtcdStore:
     # Reading.
 
     def _refresh(self) -> None:
-        """Reads the head and what it names, as far as that is not known."""
-        for _ in range(MOST_TRIES):
-            found = self._client.get(self._at + "head")
-            if found is None:
-                if self._revision:
-                    raise StoreDamaged(f"the store in etcd is damaged: {self._at}head is gone; {_CURE}")
-                return
-            head = decoded(found.data)
-            if head.job_id != self._job_id:
-                raise StoreError(f"{self._at}head in etcd is of job {head.job_id!r}: give each job its own name")
-            rows = self._read(head)
-            if rows is not None:
-                self._head, self._revision, self._rows = head, found.revision, rows
-                return
-        raise StoreDamaged(f"the store in etcd is damaged: chunks that its head names are gone; {_CURE}")
+        """Reads the head and what it names, as far as that is not known: all as of one revision, whoever writes."""
+        found = self._client.get(self._at + "head")
+        if found is None:
+            if self._revision:
+                raise StoreDamaged(f"the store in etcd is damaged: {self._at}head is gone; {_CURE}")
+            return
+        head = decoded(found.data)
+        if head.job_id != self._job_id:
+            raise StoreError(f"{self._at}head in etcd is of job {head.job_id!r}: give each job its own name")
+        self._rows = self._read(head, found.at)
+        self._head, self._revision = head, found.revision
 
-    def _read(self, head: Head) -> list[dict[str, bytes]] | None:
-        """The rows that a head names; None: some chunks are not there any more."""
+    def _read(self, head: Head, at: int) -> list[dict[str, bytes]]:
+        """The rows that a head names, as they were in this revision."""
         found = []
         for number, digests in enumerate(head.chunks):
             if digests == self._head.chunks[number]:
                 found.append(self._rows[number])
                 continue
-            chunks = [self._client.get(self._chunk(digest)) for digest in digests]
+            chunks = [self._client.get(self._chunk(digest), at) for digest in digests]
             if None in chunks:
-                return None
+                raise WrongChunk("chunks that its head names are gone")
             data = [chunk.data for chunk in chunks if chunk is not None]
             if [chunk_digest(chunk) for chunk in data] != list(digests):
                 raise WrongChunk("a chunk is not what its name says")

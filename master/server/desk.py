@@ -22,8 +22,8 @@ class Desk(grpc.GenericRpcHandler):
     def __init__(self) -> None:
         # Present while this master leads.
         self.present: grpc.GenericRpcHandler | None = None
-        # Address of the master that leads instead; empty: it is not known.
-        self.leader = ""
+        # Address of the master that leads instead; empty: it is not known; None: there is no other master.
+        self.leader: str | None = None
         service = pb.DESCRIPTOR.services_by_name["Control"]
         self._elsewhere = grpc.method_handlers_generic_handler(
             service.full_name, {method.name: self._handler(method.server_streaming) for method in service.methods}
@@ -32,6 +32,8 @@ class Desk(grpc.GenericRpcHandler):
     @property
     def refusal(self) -> str:
         """Why calls are not served here."""
+        if self.leader is None:
+            return "the master is stopping or starting: try again"
         where = f"the master at {self.leader} leads" if self.leader else "no other master is known to lead: try again"
         return f"this master stands by: {where}"
 

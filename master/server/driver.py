@@ -248,6 +248,11 @@ class Driver:
         """The present views. Only within `on_turn`: between turns the state is durable, during one it may not be."""
         return Views(self._brain, self._brain.look(self._state))
 
+    @property
+    def stopping(self) -> bool:
+        """Whether no call is taken any more."""
+        return self._stopping
+
     def stop(self) -> None:
         """Ends `run` after the present turn."""
         self._stopping = True

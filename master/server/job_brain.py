@@ -58,6 +58,11 @@ class JobBrain:
         self._check_nnodes(job)
         return brain.recover(job, generation, now, self._is_gone)
 
+    def check(self, rows: dict[str, bytes]) -> None:
+        """Raises StoreError if the stored job differs from the given one; nothing else happens."""
+        if rows:
+            self._check_nnodes(JobCodec().decode(rows))
+
     def changes(self, state: State) -> Rows:
         """What was decided is encoded already; what cannot be encoded is a fault, and comes with a later turn."""
         try:

@@ -147,29 +147,32 @@ class ControlServer:
         """Listens; calls are not served before `lead`. Raises BindError, AuthError."""
         server = self._new_server()
         self._bind(server)
+        self._desk.leader = ""
         await self._begin(server)
 
     async def lead(self) -> int:
-        """Takes the store over and serves; returns its generation. Not while this leads. Raises StoreError."""
+        """Takes the store over; returns its generation. Agents are served by `run`. Raises StoreError."""
         self._driver = None
         # Agents are answered meanwhile: a store that is a service may take its time.
-        self._open(await asyncio.to_thread(self._new_driver))
-        return self.driver.generation
+        self._driver = await asyncio.to_thread(self._new_driver)
+        return self._driver.generation
 
     async def run(self) -> None:
         """Serves until `stop`; then this stands by. Raises Superseded, StoreError."""
+        if self._desk.present is None:
+            self._open(self.driver)
         try:
             await self.driver.run()
         finally:
-            self.stand_by("")
+            self.stand_by(None if self._desk.leader is None else "")
 
     def stop(self) -> None:
         """Ends `run` after the present turn, also one that begins only then."""
         if self._driver is not None:
             self._driver.stop()
 
-    def stand_by(self, leader: str) -> None:
-        """Serves nobody: agents are sent to this address (HOST:PORT; empty: who leads is not known)."""
+    def stand_by(self, leader: str | None) -> None:
+        """Serves nobody: agents are sent to this address (HOST:PORT; empty: who leads is not known; None: to none)."""
         self._desk.leader = leader
         if self._desk.present is not None:
             self._desk.present = None

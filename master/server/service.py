@@ -72,6 +72,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
             await context.abort(
                 grpc.StatusCode.PERMISSION_DENIED, f"only the agent that registered {caller.node} may watch for it"
             )
+        if self._driver.stopping:
+            # All streams have been ended already.
+            await context.abort(grpc.StatusCode.UNAVAILABLE, End.STOPPING.value)
         try:
             watcher = self._watchers.open(caller.node, caller.incarnation)
         except TooManyStreams as error:

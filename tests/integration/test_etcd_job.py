@@ -77,7 +77,7 @@ def test_etcd_is_away_for_a_while(job: Service, members: Members, undisturbed: U
         members.send(number, signal.SIGCONT)
     job.wait_status(lambda status: status.head.step > max(step, before.head.step), "a commit afterwards")
     assert (job.epoch(), job.master_pid()) == (first, pid)
-    assert "the store takes writes again" in (job.directory / "service.log").read_text()
+    assert "etcd says again who leads" in (job.directory / "service.log").read_text()
     job.finish()
     job.assert_lost({})
     job.assert_undisturbed(undisturbed)

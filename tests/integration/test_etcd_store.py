@@ -147,6 +147,31 @@ def test_an_answer_that_is_lost(pair: Owners, monkeypatch: pytest.MonkeyPatch) -
     assert pair.other.load() == {"a": b"2"}
 
 
+def test_a_record_is_read_as_of_one_moment(pair: Owners) -> None:
+    """However fast another owner writes, and deletes what it has replaced: nothing counts as damaged."""
+    generation = pair.store.raise_generation()
+    pair.store.save({f"row {number}": b"0" for number in range(200)}, generation)
+    over = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not over.is_set():
+            number += 1
+            rows = {f"row {(number + place) % 200}": b"%d" % number for place in range(20)}
+            pair.store.save(rows, generation)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(10):
+            fresh = open_store(pair.members.url, pair.job)
+            assert len(fresh.load()) == 200
+            fresh.close()
+    finally:
+        over.set()
+        writer.join()
+
+
 def test_two_owners_raise_at_once(one: Members, job: str) -> None:
     """Each gets a generation of its own, and the last one may write."""
     stores = [open_store(one.url, job) for _ in range(4)]

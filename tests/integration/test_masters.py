@@ -19,9 +19,12 @@ import pytest
 pytest.importorskip("aetcd")
 
 from dalsegno.master.record.chunks import decoded
+from dalsegno.protos import control_pb2
 from tests.support.jobs.cluster import Training, Undisturbed
 from tests.support.jobs.etcd_members import ETCD, MISSING, Members, etcd_members
 from tests.support.jobs.master_process import command, said_by, serving
+from tests.support.jobs.ports import free_port
+from tests.support.jobs.proxy import Proxy
 from tests.support.jobs.several_masters import Several
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(ETCD is None, reason=MISSING)]
@@ -94,6 +97,37 @@ def test_the_leader_goes(job: Several, members: Members, undisturbed: Undisturbe
     job.assert_undisturbed(undisturbed)
 
 
+def test_a_leader_that_is_cut_off_from_etcd_alone(tmp_path: Path, members: Members, undisturbed: Undisturbed) -> None:
+    """It sends its agents away, also those with nothing to say: the next leader takes nobody for dead."""
+    proxies = [Proxy(endpoint) for endpoint in members.endpoints]
+    stores = {"m0": f"etcd://{','.join(one.address for one in proxies)}"}
+    training = Training(steps=400, save_every=5)
+    flags = ("--node-timeout=8",)
+    with Several(
+        tmp_path / "job", members=members, stores=stores, count=1, training=training, agent_flags=flags
+    ) as job:
+        assert job.leader()[0] == "m0"
+        job.ports["m1"] = free_port()
+        job.start_master("m1")
+        job.wait_standby("m1", "m0")
+        job.start("a", "b")
+        epoch = job.wait_world(2, steps=2)
+        workers = [job.worker_pid(node) for node in job.nodes]
+        for proxy in proxies:
+            proxy.cut()
+        job.wait_leader(lambda name, generation: name == "m1")
+        job.wait_for(lambda: not isinstance(job.ask("m0"), control_pb2.StatusReply), "m0 to serve nobody")
+        cut = time.monotonic()
+        # Longer than a node may be silent.
+        job.wait_for(lambda: time.monotonic() - cut > 10, "some time")
+        assert (job.epoch(), [job.worker_pid(node) for node in job.nodes]) == (epoch, workers)
+        job.finish()
+        job.assert_lost({})
+        job.assert_undisturbed(undisturbed)
+    for proxy in proxies:
+        proxy.close()
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(8))
@@ -157,7 +191,9 @@ def assert_one_history(members: Members, job: str) -> None:
         (["--store=memory://", "--advertise=h:1"], "--advertise has no effect with --store memory://"),
         (["--store=etcd://h:1", "--embedded"], "--embedded and --store etcd:// do not go together"),
         (["--store=etcd://h:1", "--host=0.0.0.0", "--insecure"], "name one that they reach with --advertise HOST:PORT"),
-        (["--store=etcd://h:1", "--advertise=a:b"], "'a:b' is no address: write HOST:PORT"),
+        (["--store=etcd://h:1", "--advertise=0.0.0.0:1"], "'0.0.0.0:1' is no address to go to"),
+        (["--store=etcd://h:1", "--advertise=münchen"], "is no address to go to"),
+        (["--store=etcd://h:1", "--advertise=a:b"], "'a:b' is no address to go to: write HOST:PORT"),
     ],
 )
 def test_what_does_not_fit_is_one_line(flags: list[str], line: str) -> None:

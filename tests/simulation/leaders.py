@@ -81,6 +81,8 @@ class SimEtcd:
         self.world = world
         self.revision = 1
         self.keys: dict[str, tuple[bytes, int]] = {}
+        # All that each key has had, with the revisions from which on.
+        self.history: dict[str, list[tuple[int, bytes | None]]] = {}
         self.leases: dict[int, Lease] = {}
         self.away_until = 0.0
 
@@ -111,9 +113,25 @@ class SimEtcd:
     def delete(self, key: str) -> None:
         if key in self.keys:
             self.revision += 1
-            del self.keys[key]
+            self._put(key, None)
             for lease in self.leases.values():
                 lease.keys.discard(key)
+
+    def _put(self, key: str, data: bytes | None) -> None:
+        self.history.setdefault(key, []).append((self.revision, data))
+        if data is None:
+            self.keys.pop(key, None)
+        else:
+            self.keys[key] = (data, self.revision)
+
+    def get(self, key: str, at: int) -> Value | None:
+        had = [one for one in self.history.get(key, []) if one[0] <= (at or self.revision)]
+        if not had or had[-1][1] is None:
+            return None
+        revision, data = had[-1]
+        assert data is not None
+        lease = next((number for number, one in self.leases.items() if key in one.keys), 0)
+        return Value(data, revision, self.revision, lease)
 
     def change(self, key: str, revision: int, changes: Sequence[Change]) -> int:
         if self.keys.get(key, (b"", 0))[1] != revision:
@@ -122,10 +140,9 @@ class SimEtcd:
             raise EtcdUnavailable("requested lease not found")
         self.revision += 1
         for one in changes:
+            self._put(one.key, one.data)
             if one.data is None:
-                self.keys.pop(one.key, None)
                 continue
-            self.keys[one.key] = (one.data, self.revision)
             for number, lease in self.leases.items():
                 (lease.keys.add if number == one.lease else lease.keys.discard)(one.key)
             if one.key.endswith("/head"):
@@ -139,9 +156,9 @@ class SimClient:
     def __init__(self, master: SimMaster) -> None:
         self._master, self._world, self._etcd = master, master.world, master.world.etcd
 
-    def get(self, key: str) -> Value | None:
-        found = self._call(lambda: self._etcd.keys.get(key))
-        return None if found is None else Value(*found)
+    def get(self, key: str, at: int = 0) -> Value | None:
+        found: Value | None = self._call(lambda: self._etcd.get(key, at))
+        return found
 
     def names(self, prefix: str) -> list[str]:
         return self._call(lambda: [key for key in self._etcd.keys if key.startswith(prefix)])

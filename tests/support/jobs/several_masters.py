@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import grpc
@@ -27,6 +27,8 @@ class Several(Cluster):
     count: int = 3
     credentials: Credentials = field(default_factory=Credentials)
     master_flags: tuple[str, ...] = ()
+    # By a master's name the URL of its store, if it reaches etcd in another way.
+    stores: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ports = {f"m{number}": free_port() for number in range(self.count)}
@@ -43,7 +45,7 @@ class Several(Cluster):
         """Starts a master, or starts it again; returns when it listens."""
         flags = (f"--port={self.ports[name]}", f"--log-file={self.directory / name}.log", *self.master_flags)
         process = subprocess.Popen(
-            command(self.members.url, *flags, job_id=self.job),
+            command(self.stores.get(name, self.members.url), *flags, job_id=self.job),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -74,7 +74,7 @@ def test_an_ended_lease_ends_nothing() -> None:
     assert leads(state)
     assert state.generation == 5
     assert order_at(state) == (Order.CAMPAIGN, 20.0)
-    assert leads(after(state, Unanswered(), 20.0))
+    assert leads(after(state, Unanswered(), 20.0 + LEASE_SECONDS))
     state = after(state, Saw(OTHER), 20.0)
     assert (leads(state), state.generation, state.named) == (False, 0, "b:1")
 
@@ -120,3 +120,13 @@ def test_whoever_was_told_to_stop_never_leads_again(seed: int) -> None:
         state = after(state, event, now)
         assert state.standing is Standing.RESIGNING
         assert order_at(state)[0] is Order.RESIGN
+
+
+def test_a_leader_that_cannot_see_the_key_lets_its_agents_go() -> None:
+    """Not at once: an election in etcd takes a moment. It leads again once it sees that it may."""
+    state = after(played(*LEADING), Unanswered(), 10.0 + LEASE_SECONDS)
+    assert leads(state)
+    state = after(state, Unanswered(), 10.1 + LEASE_SECONDS)
+    assert (leads(state), state.generation, order_at(state)[0]) == (False, 0, Order.LOOK)
+    assert leads(after(state, Saw(Leader("me", "a:1", 5)), 20.0))
+    assert after(state, Saw(None), 20.0).standing is Standing.CAMPAIGNING
