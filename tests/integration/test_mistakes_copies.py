@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_mistakes_ranks import Came, Told, come
+from tests.integration.test_mistakes_ranks import Came, Told, come_once
 from tests.support.pages.mistakes import Comes, brings
 from tests.support.workers import copies_worker
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(420)
 
 WORKER = Path(copies_worker.__file__)
 
@@ -108,7 +108,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def came(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Came]:
     """All that needs one start of two ranks."""
-    return come(tmp_path_factory.mktemp("copies"), CASES, worker=WORKER)
+    return come_once(tmp_path_factory, "copies", CASES, worker=WORKER)
 
 
 def ended(came: Came) -> tuple[str, list[int]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,8 +21,10 @@ from tests.support.pages.mistakes import Comes, brings
 from tests.support.workers import unlike_worker as worker
 from tests.support.workers.zero_runs import run_world
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(420)
 
+# All cases are played by the same ranks, beside other tests.
+PLAY_SECONDS = 240.0
 WORKER = Path(worker.__file__)
 HF = "tests.support.forks.preloaded_hf"
 
@@ -67,8 +72,32 @@ def come(
     directory: Path, told: Mapping[str, Told], world: int = 2, preloaded: str = PRELOADED, worker: Path = WORKER
 ) -> dict[str, Came]:
     """What comes of all cases, one after the other in the same ranks."""
+    _play(directory, told, world, preloaded, worker)
+    return _told(directory, told, world)
+
+
+def come_once(
+    factory: pytest.TempPathFactory,
+    name: str,
+    told: Mapping[str, Told],
+    preloaded: str = PRELOADED,
+    worker: Path = WORKER,
+) -> dict[str, Came]:
+    """The same with two ranks, played once for all pytest processes: whoever comes first plays, the others read."""
+    base = factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"play-{name}"
+    with open(f"{directory}.lock", "w", encoding="ascii") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (directory / "made").exists():
+            shutil.rmtree(directory, ignore_errors=True)
+            _play(directory, told, 2, preloaded, worker)
+            (directory / "made").touch()
+    return _told(directory, told, 2)
+
+
+def _play(directory: Path, told: Mapping[str, Told], world: int, preloaded: str, worker: Path) -> None:
     stores = {name: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for name in told}
-    places = {name: directory / (one.after or name) for name, one in told.items()}
+    places = _places(directory, told)
     tasks = [
         {
             "case": one.case,
@@ -79,8 +108,18 @@ def come(
         for name, one in told.items()
     ]
     directory.mkdir(parents=True, exist_ok=True)
-    ended = run_world(world, [str(worker), json.dumps(tasks), str(directory)], preloaded=preloaded)
+    ended = run_world(
+        world, [str(worker), json.dumps(tasks), str(directory)], seconds=PLAY_SECONDS, preloaded=preloaded
+    )
     assert [code for code, _ in ended] == [0] * world, "\n".join(output for _, output in ended)
+
+
+def _places(directory: Path, told: Mapping[str, Told]) -> dict[str, Path]:
+    return {name: directory / (one.after or name) for name, one in told.items()}
+
+
+def _told(directory: Path, told: Mapping[str, Told], world: int) -> dict[str, Came]:
+    places = _places(directory, told)
     ranks = [json.loads((directory / f"result-{rank}.json").read_text()) for rank in range(world)]
     of_case = zip(told, zip(*ranks, strict=True), strict=True)
     return {name: Came(places[name], results) for name, results in of_case}
@@ -165,7 +204,7 @@ ALL = {
 @pytest.fixture(scope="module")
 def came(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Came]:
     """All that needs one start of two ranks."""
-    return come(tmp_path_factory.mktemp("unlike"), ALL)
+    return come_once(tmp_path_factory, "unlike", ALL)
 
 
 @brings(
@@ -309,7 +348,7 @@ CUTS = {
 
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Came]:
-    return come(tmp_path_factory.mktemp("cut"), CUTS)
+    return come_once(tmp_path_factory, "cut", CUTS)
 
 
 @brings(
@@ -543,7 +582,7 @@ UNLIKE_HF = {
 
 @pytest.fixture(scope="module")
 def frameworks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Came]:
-    return come(tmp_path_factory.mktemp("frameworks"), FRAMEWORKS, preloaded=HF)
+    return come_once(tmp_path_factory, "frameworks", FRAMEWORKS, preloaded=HF)
 
 
 @brings(
