@@ -34,8 +34,12 @@ class Several(Cluster):
         self.ports = {f"m{number}": free_port() for number in range(self.count)}
         self.masters: dict[str, subprocess.Popen[str]] = {}
         super().__post_init__()
-        for name in self.ports:
-            self.start_master(name)
+        try:
+            for name in self.ports:
+                self.start_master(name)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def addresses(self) -> dict[str, str]:
