@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dalsegno.protos import processes
-from dalsegno.protos.addresses import host_and_port
+from dalsegno.protos.addresses import ADDRESS, host_and_port
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.options import Parser, UsageError, job_id, nnodes, seconds
 from dalsegno.protos.shortage import prove_room, shortage
@@ -30,7 +30,7 @@ from dalsegno.protos.text import one_line
 from .leadership.candidate import Candidate, SameAddress
 from .leadership.leader_key import LeaderKey
 from .record.descriptors import raise_limit
-from .record.etcd_calls import ADDRESS, EtcdFiles
+from .record.etcd_calls import EtcdFiles
 from .record.etcd_store import open_client
 from .record.store import Store, StoreAway, StoreDamaged, StoreError, Superseded, open_store
 from .server.auth import AuthError, TlsFiles, check_exposure, is_loopback, read_token

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-__all__ = ("host_and_port",)
+import re
+
+__all__ = ("ADDRESS", "addresses_of", "host_and_port")
+
+# A host, with brackets if it is an IPv6 address, and a port that may be missing.
+ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
+
+
+def addresses_of(text: str) -> list[str]:
+    """Several addresses with commas, without the spaces between them."""
+    return [one.strip() for one in text.split(",")]
 
 
 def host_and_port(address: str) -> tuple[str, int]:

@@ -15,7 +15,7 @@ from torch.distributed.elastic.metrics import initialize_metrics
 from torch.distributed.elastic.metrics.api import MetricsConfig
 
 from dalsegno.protos import control_pb2
-from dalsegno.protos.addresses import host_and_port
+from dalsegno.protos.addresses import addresses_of, host_and_port
 from dalsegno.protos.contract import GROW_SOON_SECONDS, JobSettings, Variable
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.shortage import CannotStartError, prove_room, shortage, starting
@@ -228,7 +228,7 @@ def _connect(
             console.say(
                 f"job {options.job_id} (from user, script and arguments; --job-id names another); logs in {log_dir}"
             )
-        return _Source([one.strip() for one in addresses.split(",")], files.read)
+        return _Source(addresses_of(addresses), files.read)
     if by_default:
         console.say(f"job {options.job_id} (the same command in another terminal joins it); logs in {log_dir}")
     listen = LOOPBACK

@@ -15,6 +15,7 @@ import grpc
 
 from dalsegno.elastic.checkpoint import CheckpointStore
 from dalsegno.protos import control_pb2, control_pb2_grpc
+from dalsegno.protos.addresses import addresses_of
 from dalsegno.protos.contract import CONTROL_PROTOCOL, Variable
 from dalsegno.protos.text import one_line
 
@@ -48,7 +49,7 @@ def _master_of(options: argparse.Namespace) -> tuple[list[str], Credentials]:
     if options.master:
         files = CredentialFiles.given(options, os.environ.get(Variable.TOKEN))
         files.check()
-        return [one.strip() for one in options.master.split(",")], files.read()
+        return addresses_of(options.master), files.read()
     private = Path(options.checkpoint_dir) / ".dalsegno"
     jobs = sorted(path.parent.name for path in private.glob("*/claim.json"))
     job = options.job_id or _the_one(private, jobs)

@@ -158,11 +158,7 @@ class Candidate:
         if self._term is not None and self._term.done():
             await self._end_term()
         if not leads(self._state):
-            if self._term is not None:
-                # At once: its last turn may wait for etcd.
-                self._server.stop()
-                self._server.stand_by(self._state.named)
-                await self._end_term()
+            await self._end_term()
             if self._named != self._state.named:
                 self._named = self._state.named
                 log.info("standing by: %s", f"{self._named} leads" if self._named else "nobody is known to lead")
@@ -177,6 +173,8 @@ class Candidate:
         term, self._term = self._term, None
         if term is not None:
             self._server.stop()
+            # Agents go at once: the last turn may wait for etcd.
+            self._server.stand_by(self._state.named)
             await term
 
     async def _lead(self) -> None:

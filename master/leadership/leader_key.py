@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import ClassVar
 
-from ..record.etcd_calls import ADDRESS, Change, Etcd, EtcdUnavailable, Value
+from dalsegno.protos.addresses import ADDRESS
+
+from ..record.etcd_calls import Change, Etcd, EtcdUnavailable, Value
 from ..record.etcd_store import PREFIX
 from .standing import LEASE_SECONDS, Leader, Order, Saw, Unanswered
 

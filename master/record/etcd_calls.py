@@ -6,7 +6,6 @@ second try of one that was carried out changes nothing, and says so; a lease tha
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,13 +14,12 @@ from typing import Any
 
 import grpc
 
+from dalsegno.protos.addresses import ADDRESS, addresses_of
 from dalsegno.protos.text import one_line
 
-__all__ = ["ADDRESS", "Change", "Etcd", "EtcdFiles", "EtcdUnavailable", "Value", "endpoints_of"]
+__all__ = ["Change", "Etcd", "EtcdFiles", "EtcdUnavailable", "Value", "endpoints_of"]
 
 DEFAULT_PORT = 2379
-# A host, with brackets if it is an IPv6 address, and a port that may be missing.
-ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
 # Seconds that one member may take to answer, and that all of them together may, before the store counts as away.
 CALL_SECONDS, PATIENCE_SECONDS = 2.0, 5.0
 # Seconds before the same members are asked again.
@@ -88,8 +86,8 @@ def endpoints_of(hosts: str) -> list[str]:
         ValueError: some are no addresses; the message says which.
     """
     found = []
-    for part in hosts.split(","):
-        match = ADDRESS.fullmatch(part.strip())
+    for part in addresses_of(hosts):
+        match = ADDRESS.fullmatch(part)
         if match is None or not 0 < int(match[2] or DEFAULT_PORT) <= 65535:
             raise ValueError(f"{part!r} is no endpoint: write HOST:PORT")
         found.append(f"{match[1]}:{match[2] or DEFAULT_PORT}")

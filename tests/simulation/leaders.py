@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -413,11 +413,8 @@ class LeaderWorld:
 
     def come_between(self) -> None:
         """Another master's work is done in the middle of this one's."""
-        free = [
-            job
-            for job in self.pending
-            if job.thread not in self.running and not job.loop.frozen and all(job.loop is not one for one in self._at())
-        ]
+        busy = {loop for loop, _ in self.running}
+        free = [job for job in self.pending if id(job.loop) not in busy and not job.loop.frozen]
         if free and len(self.running) < DEEPEST:
             job = self.random.choice(free)
             try:
@@ -425,11 +422,6 @@ class LeaderWorld:
             except Exception:
                 # It hears of it in its own time.
                 return
-
-    def _at(self) -> Iterator[VirtualLoop]:
-        return (
-            master.loop for master in self.masters if master.loop and any(t[0] == id(master.loop) for t in self.running)
-        )
 
     def run(self) -> str:
         """The schedule's digest."""

@@ -26,13 +26,14 @@ from typing import Any, TypeVar
 import grpc
 
 from dalsegno.elastic.checkpoint import SHARDED, Manifest, inventory
-from dalsegno.protos import control_pb2, control_pb2_grpc
+from dalsegno.protos import control_pb2
 from examples.history import EpochSpan, KeptStep, StepLine, StepLogReader, compare, epoch_spans, kept_history
 
 from ..forks import forked
 from ..forks.forked import PRELOADED, Forked, fork_script
 from ..forks.forked_agents import DLROVER_RUN, start_agent
 from . import local_processes as processes
+from .master_process import asked_status
 
 ROOT = Path(__file__).resolve().parents[3]
 DDP = ROOT / "examples" / "ddp.py"
@@ -357,14 +358,9 @@ class Cluster:
             return None
         with grpc.insecure_channel(address) as channel:
             try:
-                reply: control_pb2.StatusReply = control_pb2_grpc.ControlStub(channel).GetStatus(
-                    control_pb2.StatusRequest(job_id=self.job, protocol=1),
-                    timeout=5.0,
-                    metadata=(("authorization", f"Bearer {token}"),),
-                )
+                return asked_status(channel, self.job, (("authorization", f"Bearer {token}"),))
             except grpc.RpcError:
                 return None
-        return reply
 
     def wait_status(
         self, condition: Callable[[control_pb2.StatusReply], bool], what: str, seconds: float = PATIENCE

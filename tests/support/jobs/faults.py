@@ -16,11 +16,11 @@ import pytest
 
 from dalsegno.agent.control.connection import Credentials
 from dalsegno.elastic.checkpoint import CheckpointName, Manifest, is_checkpoint_name
-from dalsegno.protos import control_pb2, control_pb2_grpc
+from dalsegno.protos import control_pb2
 
 from . import local_processes as processes
 from .cluster import PATIENCE, Cluster, Node
-from .master_process import MasterProcess, command, serving
+from .master_process import MasterProcess, asked_status, command, serving
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -64,14 +64,9 @@ class Service(Cluster):
     def status(self) -> control_pb2.StatusReply | None:
         with self.credentials.channel(self.masters[-1].address) as channel:
             try:
-                reply: control_pb2.StatusReply = control_pb2_grpc.ControlStub(channel).GetStatus(
-                    control_pb2.StatusRequest(job_id=self.job, protocol=1),
-                    timeout=5.0,
-                    metadata=self.credentials.metadata,
-                )
+                return asked_status(channel, self.job, self.credentials.metadata)
             except grpc.RpcError:
                 return None
-        return reply
 
     def diagnosis(self, lines: int = 25) -> str:
         log = self.directory / "service.log"

@@ -10,7 +10,7 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,16 @@ def said_by(process: subprocess.Popen[str]) -> dict[str, Any]:
     assert line, f"the master did not start: {process.stderr.read()}"
     said: dict[str, Any] = json.loads(line)
     return said
+
+
+def asked_status(
+    channel: grpc.Channel, job_id: str, metadata: Sequence[tuple[str, str]] = (), seconds: float = 5.0
+) -> pb.StatusReply:
+    """What the master says of the job. Raises grpc.RpcError."""
+    reply: pb.StatusReply = control_pb2_grpc.ControlStub(channel).GetStatus(
+        pb.StatusRequest(job_id=job_id, protocol=1), timeout=seconds, metadata=metadata
+    )
+    return reply
 
 
 class Agent:

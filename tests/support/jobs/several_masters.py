@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import grpc
 
 from dalsegno.agent.control.connection import Credentials, leader_of
-from dalsegno.protos import control_pb2, control_pb2_grpc
+from dalsegno.protos import control_pb2
 from tests.support.jobs.cluster import Cluster
 from tests.support.jobs.etcd_members import Members
-from tests.support.jobs.master_process import command, said_by
+from tests.support.jobs.master_process import asked_status, command, said_by
 from tests.support.jobs.ports import free_port
 
 
@@ -70,12 +70,7 @@ class Several(Cluster):
         """A master's status, if it leads; else the address that it names, empty if none."""
         with self.credentials.channel(self.addresses[name]) as channel:
             try:
-                reply: control_pb2.StatusReply = control_pb2_grpc.ControlStub(channel).GetStatus(
-                    control_pb2.StatusRequest(job_id=self.job, protocol=1),
-                    timeout=seconds,
-                    metadata=self.credentials.metadata,
-                )
-                return reply
+                return asked_status(channel, self.job, self.credentials.metadata, seconds)
             except grpc.RpcError as error:
                 return leader_of(error)
 
