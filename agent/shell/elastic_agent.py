@@ -487,12 +487,12 @@ class ElasticAgent(LocalElasticAgent):
             self._context.stop(0)
             self._context = None
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Ends everything; torch's `run` calls it in any case. Workers that still run are killed."""
+    def _shutdown(self, *_: Any, **__: Any) -> None:
+        """Ends everything, also the workers. torch's `run` calls it in any case; its versions differ in arguments."""
         self._end_context()
         if self._pool is not None:
             self._pool.close()
-        super()._shutdown(signal.SIGKILL, timeout)
+        super()._shutdown(signal.SIGKILL)
         self._beside.close()
         self._effects.close(_LAST_CALLS_SECONDS)
         self._link.close()

@@ -1,0 +1,45 @@
+"""The agent as torch's own code calls it, whose private methods differ between versions."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from dalsegno.agent.shell.elastic_agent import ElasticAgent
+
+# Of torch 2.11 and older at the end and on a signal; of later ones.
+CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    ((), {}),
+    ((signal.SIGTERM,), {}),
+    ((), {"timeout": 30}),
+    ((signal.SIGTERM,), {"timeout": 30}),
+]
+
+
+def before_2_13(self: LocalElasticAgent, death_sig: signal.Signals = signal.SIGTERM) -> None:
+    self.killed_by = death_sig  # type: ignore[attr-defined]
+
+
+def since_2_13(self: LocalElasticAgent, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    self.killed_by = death_sig  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("theirs", [before_2_13, since_2_13])
+@pytest.mark.parametrize(("given", "more"), CALLS)
+def test_it_ends_with_every_version_of_torch(
+    monkeypatch: pytest.MonkeyPatch, theirs: Any, given: tuple[Any, ...], more: dict[str, Any]
+) -> None:
+    """A finished run under torch 2.11 ended with a TypeError and exit code 1."""
+    monkeypatch.setattr(LocalElasticAgent, "_shutdown", theirs)
+    agent = object.__new__(ElasticAgent)
+    agent._context = agent._pool = None
+    rest = ("_adoption", "_beside", "_effects", "_link", "_lifeline")
+    for name in rest:
+        setattr(agent, name, MagicMock())
+    agent._shutdown(*given, **more)
+    assert agent.killed_by == signal.SIGKILL  # type: ignore[attr-defined]
+    assert all(getattr(agent, name).close.called for name in rest)
