@@ -83,7 +83,9 @@ class Job:
             *(() if self.launcher == "dlrover-run" else (f"{self.alone}={self.directory / 'checkpoints'}",)),
         ]
         env = {**os.environ, "OMP_NUM_THREADS": "1", **self.environment, MARK: self.name}
-        env |= {f"{MARK}_NODE": f"{self.name}.{number}", **extra}
+        # NCCL refuses two ranks of one host on one card: for it, too, each node is a host.
+        nccl = {"NCCL_HOSTID": f"{self.name}.{number}", "NCCL_SOCKET_IFNAME": "lo"}
+        env |= {f"{MARK}_NODE": f"{self.name}.{number}", **nccl, **extra}
         with (self.directory / f"{number}.console").open("wb") as console:
             node = subprocess.Popen(
                 [*command, str(self.script), *flags], stdout=console, stderr=console, env=env, start_new_session=True

@@ -95,9 +95,13 @@ def _init_on_cards(device: torch.device) -> None:
 
 
 def _name(device: torch.device) -> str:
-    """A name that no other card has; if torch gives none, a name that no other process has."""
+    """A name that no other card has; if torch gives none, a name that no other process has.
+
+    What `NCCL_HOSTID` names are different hosts for NCCL: it takes ranks of two of them on one card.
+    """
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    return f"{socket.gethostname()}/{os.getpid()}" if uuid is None else str(uuid)
+    card = f"{socket.gethostname()}/{os.getpid()}" if uuid is None else str(uuid)
+    return f"{os.environ.get('NCCL_HOSTID', '')}/{card}"
 
 
 def _backend(device: torch.device, *, shared: bool) -> str | None:

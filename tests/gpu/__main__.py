@@ -8,6 +8,7 @@ there is no card, with one line; 2 where something is missing that cannot be ins
 from __future__ import annotations
 
 import argparse
+import configparser
 import os
 import subprocess
 import sys
@@ -19,16 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / "build" / "venv-gpu"
 OLDEST = (2, 11)
-NEEDED = (
-    "grpcio>=1.71.2",
-    "numpy",
-    "protobuf>=5.29,<8",
-    "pytest",
-    "pytest-timeout",
-    "rich>=13",
-    "setuptools>=64",
-    "xxhash>=3",
-)
+# Beside what the product itself needs.
+TESTS_NEED = ("numpy", "pytest", "pytest-timeout", "setuptools>=64")
 # Packages of the PyTorch that is tested, by how they begin: they stay as they are.
 KEPT = ("torch", "nvidia", "triton", "numpy")
 
@@ -76,11 +69,20 @@ def prepare() -> str:
     ours = Path(_told(python, "import sysconfig; print(sysconfig.get_path('purelib'))"))
     (ours / "borrowed.pth").write_text("".join(f"{path}\n" for path in theirs))
     # Of what is there already pip asks nobody.
-    if _pip(python, *NEEDED, "--constraint", str(_keep(python))):
-        return f"not all of {', '.join(NEEDED)} is there; a folder of wheels will do: PIP_NO_INDEX=1 PIP_FIND_LINKS=..."
+    wanted = needed()
+    if _pip(python, *wanted, "--constraint", str(_keep(python))):
+        return f"not all of {', '.join(wanted)} is there; a folder of wheels will do: PIP_NO_INDEX=1 PIP_FIND_LINKS=..."
     if _pip(python, "--no-deps", "--no-index", "--no-build-isolation", "--editable", str(ROOT)):
         return "this checkout cannot be installed into build/venv-gpu: see above"
     return ""
+
+
+def needed() -> list[str]:
+    """Requirements that pip has to find or install."""
+    listed = configparser.ConfigParser()
+    listed.read(ROOT / "setup.cfg")
+    own = listed["options"]["install_requires"].split("\n")
+    return sorted([*filter(None, own), *TESTS_NEED])
 
 
 def _keep(python: Path) -> Path:

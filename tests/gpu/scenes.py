@@ -34,6 +34,10 @@ needs_card = pytest.mark.skipif(CARDS == 0, reason="no card here: make test-gpu"
 needs_two = pytest.mark.skipif(CARDS < 2, reason=f"NCCL wants a card for each rank, and here are {CARDS}")
 _DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not _DEEPSPEED, reason="DeepSpeed is not installed, nor built by test-gpu")
+# Without a card they show nothing of cards: that they can run at all is shown once in a while (`make test-all`).
+long_without_card = pytest.mark.full if CARDS == 0 else pytest.mark.timeout(290)
+_TRANSFORMERS = importlib.util.find_spec("transformers") is not None and importlib.util.find_spec("accelerate")
+needs_transformers = pytest.mark.skipif(not _TRANSFORMERS, reason="transformers and accelerate are not installed")
 # What is forked from a process that has imported everything (DeepSpeed, too) might hide what starts CUDA.
 EXECUTED = DEVICE == "cuda" or not _DEEPSPEED
 
@@ -103,15 +107,14 @@ def at_step(source: Path, target: Path, step: int) -> str:
 
 
 def touches_card(pid: int) -> bool:
-    """Whether a process has started CUDA, or has memory on a card.
+    """Whether a process has a context on a card, and so some of its memory.
 
-    CUDA's driver opens nvidia-uvm when it starts, and whoever only asks how many cards there are (NVML) does not.
+    That it has opened the driver's files tells nothing: whoever asks how many cards there are opens them, too (NVML;
+    DeepSpeed's import does that).
     """
-    if any(path.name == "nvidia-uvm" for path in processes.open_files(pid)):
-        return True
+    if DEVICE != "cuda":
+        return any(path.name.startswith("nvidia") for path in processes.open_files(pid))
     line = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
-    if shutil.which(line[0]) is None:
-        return False
     told = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True).stdout
     return str(pid) in told.split()
 

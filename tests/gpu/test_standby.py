@@ -15,7 +15,7 @@ from dalsegno.agent.script import modules_of
 from dalsegno.agent.standby.standby_pool import StandbyPool
 from dalsegno.agent.standby.worker_main import Assignment
 from tests.gpu import scenes
-from tests.gpu.scenes import DEVICE, environment, needs_card, touches_card
+from tests.gpu.scenes import DEVICE, environment, needs_card, needs_deepspeed, touches_card
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -33,10 +33,10 @@ print(json.dumps({"before": before, "opened": opened, "device": str(device), "to
 """
 
 
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[StandbyPool]:
+@pytest.fixture(params=["torch", pytest.param("deepspeed", marks=needs_deepspeed)])
+def pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StandbyPool]:
     """Warm, with what the script imports."""
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(f"import {request.param}\n{SCRIPT}")
     lifeline, warm = Lifeline(), threading.Event()
     one = StandbyPool(lifeline, 1, modules_of(tmp_path / "train.py"), tmp_path / "standby.log", warm.set)
     one.fill(low_priority=False)

@@ -33,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ HOLD_LIMIT = 180.0
 # Seconds of a step, from this part of the run on.
 SLOW_STEPS = ((0.9, 10.0), (0.75, 2.0), (0.5, 1.0), (0.0, 0.0))
 LOOK_EVERY = 0.02
-# Steps that this process, and so its epoch, has made in the second half.
-LATE_STEPS = itertools.count()
+# Steps that each epoch has made in the second half, in this process.
+LATE_STEPS: dict[int, Iterator[int]] = {}
 
 
 def hold(place: str) -> None:
@@ -73,7 +74,8 @@ def wait_for_the_test(steps: int) -> None:
     """Makes the present step of so many long, if it is in the run's second half."""
     free = int(os.environ.get("DALSEGNO_TEST_STEPS", 0))
     if free:
-        slow = HOLD_LIMIT if session().step >= steps // 2 and next(LATE_STEPS) >= free else 0.0
+        late = LATE_STEPS.setdefault(session().epoch, itertools.count())
+        slow = HOLD_LIMIT if session().step >= steps // 2 and next(late) >= free else 0.0
     else:
         slow = next(seconds for part, seconds in SLOW_STEPS if session().step >= part * steps)
     deadline = time.monotonic() + slow
