@@ -41,6 +41,7 @@ from ..shell.rendezvous import NamedRendezvous
 from ..storage.job_directory import JobDirectory, StorageError
 from ..storage.macros import SAVE_DIR, macros_of
 from ..workers.last_words import without_file
+from ..workers.torch_versions import known
 from .endpoint import answers, local_address, wait_for_name
 
 __all__ = ["launch"]
@@ -335,8 +336,7 @@ def _run(
 
 
 def _later_fields(torch_config: Any) -> dict[str, Any]:
-    """Fields of WorkerSpec that later versions of torch have added, as far as both sides have them."""
+    """Fields of WorkerSpec that later versions of torch have added."""
     names = ("event_log_handler", "numa_options", "duplicate_stdout_filters", "duplicate_stderr_filters")
     wanted = (*names, "virtual_local_rank")
-    fields = WorkerSpec.__dataclass_fields__
-    return {name: getattr(torch_config, name) for name in wanted if name in fields and hasattr(torch_config, name)}
+    return known(WorkerSpec, **{name: getattr(torch_config, name) for name in wanted if hasattr(torch_config, name)})

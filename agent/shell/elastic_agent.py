@@ -39,6 +39,7 @@ from ..standby.worker_main import Assignment
 from ..storage.adoption import Origin
 from ..storage.save_dir import Adoption
 from ..workers.hub import Hub
+from ..workers.torch_versions import set_local_rank
 from ..workers.worker_env import Place, job_environment, place_of, prefixes, worker_environment
 from ..workers.worker_link import WorkerLink, to_worker
 from ..workers.workers import WorkersContext
@@ -114,8 +115,7 @@ class ElasticAgent(LocalElasticAgent):
         self._use_flag = config.script_flag
         self._starts, self._hub = 0, Hub(script, effects.say)
         self._advised: set[str] = set()
-        # The epoch whose successors the standby workers are.
-        self._prepared_for = 0
+        self._prepared_for = 0  # the epoch whose successors the standby workers are
         self._link = WorkerLink(self._worker_said)
         lifeline.add_path(self._link.directory)
         self._adoption = Adoption(
@@ -327,7 +327,7 @@ class ElasticAgent(LocalElasticAgent):
             environment |= self._node_environment(world.epoch) | of_dlrover
             if self._config.deepspeed_load_universal and world.resume.form == control_pb2.FORM_UNIVERSAL:
                 environment[Variable.LOAD_UNIVERSAL] = "1"
-            self._set_local_rank_env(environment, local, spec)
+            set_local_rank(self, environment, local, spec)
             envs[local] = environment
         settings = self._effects.settings
         arguments = self._adoption.begin(
@@ -436,7 +436,7 @@ class ElasticAgent(LocalElasticAgent):
         found = []
         for local in range(self._config.nproc):
             environment: Any = dict(ours)
-            self._set_local_rank_env(environment, local, spec)
+            set_local_rank(self, environment, local, spec)
             own = macros.substitute(list(self._script.own), str(local))
             found.append(Assignment(own, self._script.module, {**os.environ, **environment}, os.getcwd()))
         return found

@@ -15,6 +15,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from dalsegno.protos import control_pb2
 from dalsegno.protos.addresses import host_and_port
 
+from .torch_versions import LIBUV_LISTENS
+
 __all__ = ["StoreServers", "node_address"]
 
 # The most open offers of a node that joins again and again without getting a place; only the newest can be meant.
@@ -78,6 +80,7 @@ class StoreServers:
                 self._timeout_seconds,
                 wait_for_workers=False,
                 master_listen_fd=listener.fileno(),
+                use_libuv=LIBUV_LISTENS,
             )
         except BaseException:
             listener.close()

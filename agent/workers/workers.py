@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
-from torch.numa.binding import NumaOptions
 
 from dalsegno.protos.shortage import starting
 
@@ -34,6 +34,7 @@ from ..standby.nursery_client import StandbyProcess
 from ..standby.standby_pool import StandbyPool
 from ..standby.worker_main import Assignment
 from .last_words import error_message, last_words
+from .torch_versions import filtered_of, known, tails_of
 from .worker_link import WorkerLink
 
 __all__ = ["WorkersContext"]
@@ -139,7 +140,7 @@ class WorkersContext(SubprocessContext):
         link: WorkerLink,
         on_exit: OnExit,
         on_import: Callable[[], None],
-        numa_options: NumaOptions | None = None,
+        numa_options: Any = None,
         stdout_filters: list[str] | None = None,
         stderr_filters: list[str] | None = None,
     ) -> None:
@@ -150,10 +151,14 @@ class WorkersContext(SubprocessContext):
             envs=environments,
             logs_specs=logs_specs,
             log_line_prefixes=prefixes,
-            numa_options=numa_options,
-            duplicate_stdout_filters=stdout_filters,
-            duplicate_stderr_filters=stderr_filters,
+            **known(
+                SubprocessContext.__init__,
+                numa_options=numa_options,
+                duplicate_stdout_filters=stdout_filters,
+                duplicate_stderr_filters=stderr_filters,
+            ),
         )
+        self._numa_options = numa_options
         self._script = script
         # NUMA binding happens in the command line, which an adopted process has already left behind.
         self._pool = pool if script.adoptable and numa_options is None else None
@@ -179,7 +184,7 @@ class WorkersContext(SubprocessContext):
         except OSError:
             self.stop(0)
             raise
-        for tail in self._tail_logs:
+        for tail in tails_of(self):
             tail.start()
 
     def stop(self, grace: float, still: float = math.inf) -> None:
@@ -235,11 +240,10 @@ class WorkersContext(SubprocessContext):
         """Ends the threads that copy files to the console. A thread whose write does not end is left alone."""
 
         def end() -> None:
-            for tail in self._tail_logs:
+            for tail in tails_of(self):
                 tail.stop()
-            for filtered in (self.filtered_stdout, self.filtered_stderr):
-                if filtered is not None:
-                    filtered.close()
+            for filtered in filtered_of(self):
+                filtered.close()
 
         with self._lock:
             if self._output is None:
@@ -294,7 +298,7 @@ class WorkersContext(SubprocessContext):
                 stdout=self.stdouts[rank],
                 stderr=self.stderrs[rank],
                 local_rank_id=rank,
-                numa_options=self._numa_options,
+                **known(get_subprocess_handler, numa_options=self._numa_options),
             )
         self._lifeline.add_group(handler.proc.pid)
         for ours in (handler._stdout, handler._stderr):

@@ -215,7 +215,8 @@ class GlooCollective:
         import torch.distributed as dist
 
         self._connected()
-        return dist.PrefixStore(f"dalsegno/{self._epoch}/{self._left}/hurry", self._store.clone())  # type: ignore[attr-defined]
+        prefix = f"dalsegno/{self._epoch}/{self._left}/hurry"
+        return dist.PrefixStore(prefix, _another(self._store, self._timeout_seconds))  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Leaves the group. Call ``barrier`` before, or a peer that is still in a collective sees its connection go.
@@ -281,6 +282,15 @@ class GlooCollective:
             self._group = dist.ProcessGroupGloo(prefixed, rank, world_size, self._timeout_seconds)
             log.debug("the session's group of %d ranks stands after %.3f s", world_size, time.monotonic() - began)
         return self._group
+
+
+def _another(store: Any, timeout: timedelta) -> Any:
+    """Another connection to the server of a store, which not every version of torch can clone."""
+    import torch.distributed as dist
+
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return dist.TCPStore(store.host, store.port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
 
 
 class _Reduction:
