@@ -126,7 +126,7 @@ class BrokenView(FakeBrain):
 
 
 def traced(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The master's own lines with a traceback. (gRPC's poller may stumble over the loop that a test before has closed.)"""
+    """The master's own lines with a traceback. gRPC's poller may stumble over a loop that another test has closed."""
     return [one.getMessage() for one in caplog.records if one.exc_info and one.name.startswith("dalsegno.")]
 
 
