@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..universal.recording import recorded
+from ..universal.recording import recorded, storage_order
 
 MARK, VERSION = "dalsegno_bundle", 1
 # A flat tensor is full with so many bytes; small tensors are put together up to so many for each write.
@@ -109,7 +109,7 @@ def pieces(content: Bundle) -> Iterator[bytes | memoryview]:
     # Never touched: they cost addresses and no memory.
     flat = [torch.empty(pool.numel, dtype=pool.dtype, device="cpu") for pool in packer.pools]
     file = {MARK: VERSION, "tree": tree, "pools": flat, "rest": rest}
-    left = iter(zip(packer.pools, flat, strict=True))
+    left = iter([(packer.pools[number], flat[number]) for number in storage_order(len(flat))])
     for part in recorded(file):
         if isinstance(part, bytes):
             yield part

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, BinaryIO, cast
 
 import torch
@@ -18,8 +19,7 @@ import torch
 def recorded(content: Any) -> list[bytes | int]:
     """The file that ``torch.save`` makes of ``content``, with a number of bytes in the place of each storage's.
 
-    Storages come in the order in which ``content`` has them first. Their memory is not touched. One without bytes is
-    not among them.
+    Storages come in the order of `storage_order`. Their memory is not touched. One without bytes is not among them.
 
     Raises:
         RuntimeError: ``torch.save`` went back in the file.
@@ -28,6 +28,28 @@ def recorded(content: Any) -> list[bytes | int]:
     with without_crc32(), torch.serialization.skip_data():
         torch.save(content, cast(BinaryIO, recorder))
     return [part if isinstance(part, int) else bytes(part) for part in recorder.parts if part]
+
+
+def storage_order(count: int) -> list[int]:
+    """Numbers of ``count`` storages in the order in which ``torch.save`` writes them.
+
+    A storage's number says how many others a content has before it.
+
+    Raises:
+        RuntimeError: This version of torch has an order of its own.
+    """
+    return sorted(range(count), key=str) if _sorts_as_text() else list(range(count))
+
+
+@lru_cache(maxsize=1)
+def _sorts_as_text() -> bool:
+    """Whether storages are sorted by their numbers as texts, as torch 2.6 does: 0, 1, 10, 2."""
+    probe = recorded([torch.empty(n + 1, dtype=torch.uint8) for n in range(11)])
+    sizes = [part for part in probe if isinstance(part, int)]
+    for as_text, numbers in ((False, range(11)), (True, sorted(range(11), key=str))):
+        if sizes == [n + 1 for n in numbers]:
+            return as_text
+    raise RuntimeError("torch.save writes tensors in an order that is not known")
 
 
 # The option is a thread's own since torch 2.13 and the process's before: set where it is used, by one at a time.

@@ -98,6 +98,24 @@ def test_many_tensors_lie_in_few_records(tmp_path: Path, monkeypatch: pytest.Mon
     assert sum(pool.numel() for pool in pools) == sum(sizes) + 5000
 
 
+def test_many_pools_of_one_size_keep_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.6 writes the eleventh before the third: where all have one size, nothing else would tell."""
+    monkeypatch.setattr(bundles, "POOL_BYTES", 400)
+    content = {n: torch.full((100,), float(n)) for n in range(23)}
+    assert same(written(Bundle(content), tmp_path / "file"), content)
+
+
+def test_pools_follow_the_order_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an older torch has it."""
+    monkeypatch.setattr(bundles, "POOL_BYTES", 4)
+    as_text = sorted(range(12), key=str)
+    monkeypatch.setattr(bundles, "storage_order", lambda count: as_text[:count])
+    monkeypatch.setattr(bundles, "recorded", lambda file: [4] * len(file["pools"]))
+    content = Bundle({n: torch.full((1,), float(n)) for n in range(12)})
+    made = b"".join(bytes(piece) for piece in bundles.pieces(content))
+    assert torch.frombuffer(bytearray(made), dtype=torch.float32).tolist() == [float(n) for n in as_text]
+
+
 def test_a_copy_in_host_memory_is_still_packed(tmp_path: Path) -> None:
     """A save in the background; and one that knows nothing of bundles writes what torch loads without ours."""
     content = Bundle({"a": torch.ones(3), "b": {"c": torch.zeros(2)}})
