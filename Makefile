@@ -10,6 +10,10 @@ SHELL := bash
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# What `make test-torch` tests with, and which tests.
+OTHER ?= torch==2.6.0
+SPINE ?= unit/agent unit/elastic integration/test_membership.py integration/test_staying.py integration/test_session.py \
+	integration/test_torchrun.py integration/test_run_ahead.py integration/test_memory.py integration/zero
 SEED ?= 1
 # Whose dalsegno the simulator runs: the checkout's, or the wheel's.
 SIMULATOR ?= $(PY)
@@ -46,13 +50,14 @@ PYTEST = mkdir -p build/run && cd build/run && DALSEGNO_TEST_WHEEL=1 DALSEGNO_WH
 	DALSEGNO_PROTO_PYTHON=$(PROTO_VENV)/bin/python PATH="$(WHEEL_VENV)/bin:$$PATH" \
 	$(WHEEL_VENV)/bin/python -m pytest -c $(CURDIR)/setup.cfg --rootdir $(CURDIR) -p no:cacheprovider -n $(TEST_JOBS) --dist worksteal --durations=15 $(CURDIR)/tests
 
-.PHONY: help install check test test-all demo simulate fuzz bench test-gpu bench-gpu lint format protos manifests wheel tools farm clean
+.PHONY: help install check test test-all test-torch demo simulate fuzz bench test-gpu bench-gpu lint format protos manifests wheel tools farm clean
 
 help:
 	@echo 'make demo      a job of one to four nodes on this machine: joins, a kill, a leave; then the undisturbed run, and a report'
 	@echo 'make check     lint, types, most unit tests and 200 simulated schedules, in under two minutes: for while you work'
 	@echo 'make test      lint, types, 2,000 simulated schedules, fuzzers and all tests once, against the built wheel'
 	@echo 'make test-all  the full matrices, 100,000 schedules, fuzzers with 100,000 inputs, every process test 20 times (hours; an interrupted run goes on where it was)'
+	@echo 'make test-torch OTHER=torch==2.6.0    the spine under another version of PyTorch'
 	@echo 'make simulate SEED=1 RUNS=2000    simulated schedules only'
 	@echo 'make fuzz SEED=1 COUNT=1000       hostile calls, worker frames, orders and damages only'
 	@echo 'make bench     the benchmarks'
@@ -162,6 +167,12 @@ test-all: lint wheel tools
 		$(MAKE) --no-print-directory simulate RUNS=100000 SHELL_RUNS=1500 CLAIM_RUNS=5000 LEADER_RUNS=5000 SIMULATOR=$(WHEEL_VENV)/bin/python
 	@[ -z "$(TREE)" ] || touch "$(DONE).simulated"
 	$(PYTEST) --full --repeat 20 $(if $(TREE),--resume "$(DONE)")
+
+# Its wheel may be gigabytes: most versions come with CUDA. All else is what .venv has.
+test-torch: WHEEL_VENV := $(CURDIR)/build/venv-torch
+test-torch: wheel tools
+	$(WHEEL_VENV)/bin/python -m pip install --quiet '$(OTHER)'
+	$(subst $(CURDIR)/tests,$(addprefix $(CURDIR)/tests/,$(SPINE)),$(PYTEST))
 
 demo: $(VENV)/.trains
 	$(PY) -m examples.demo

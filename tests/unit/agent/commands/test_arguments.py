@@ -180,6 +180,8 @@ def test_every_flag_of_dlrover_is_known(flag: str) -> None:
 def test_flags_of_torchrun_without_effect_say_so(flag: str, value: str) -> None:
     """Given as a flag or by environment, even with torch's default; torch's launcher reads what was given."""
     name = flag.replace("-", "_")
+    if not hasattr(torchrun.get_args_parser().parse_args(["x.py"]), name):
+        pytest.skip(f"torchrun has no --{flag} yet")
     for options in (
         parse([f"--{flag}={value}", "x.py"], {}),
         parse(["x.py"], {f"PET_{name.upper()}": value}),
