@@ -50,7 +50,9 @@ def why_not_collected(engine: Any) -> str | None:
 
 def _is_plain(writer: Any) -> bool:
     """It writes a file with ``torch.save``, and does nothing else."""
-    return type(writer) is TorchCheckpointEngine and writer.zipfile_serialization and "save" not in vars(writer)
+    # Older versions of DeepSpeed know no other serialization.
+    zipped = getattr(writer, "zipfile_serialization", True)
+    return type(writer) is TorchCheckpointEngine and zipped and "save" not in vars(writer)
 
 
 @contextmanager

@@ -1,11 +1,11 @@
 """What processes of tests would import first; imported once by the process that they are forked from (`forked`)."""
 
+import contextlib
 import gc
+import importlib
 
 import deepspeed
-import deepspeed.module_inject.auto_ep_layer  # What its engine imports late, and a second of it.
 import deepspeed.ops
-import deepspeed.runtime.zero.muon.muon_optimizer
 import numpy
 import torch
 import torch._dynamo
@@ -18,6 +18,11 @@ import dalsegno.elastic.deepspeed.engine
 import dalsegno.elastic.script.session
 import dalsegno.elastic.training.accumulation
 import dalsegno.elastic.training.training_state
+
+# What DeepSpeed's engine imports late, and a second of it; not every version has them.
+for late in ("deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.zero.muon.muon_optimizer"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(late)
 
 # As the console script imports it: gRPC reads how much it is to say only once.
 with dalsegno.agent.commands.dlrover_run.quiet_grpc():
