@@ -167,6 +167,10 @@ COMMANDS: dict[str, How] = {
     "make test-gpu PYTHON=.venv/bin/python FLAGS=--device=cpu": Elsewhere(
         "`make test` runs the same tests on the CPU", "test-gpu PYTHON=python3"
     ),
+    **dict.fromkeys(
+        ("make test-torch", "make test-torch OTHER=torch==2.6.0"),
+        Elsewhere("another PyTorch is gigabytes to fetch", "test-torch"),
+    ),
     "make protos": Elsewhere(
         "needs the generators of the network, which `make test` installs",
         "tests/unit/protos/test_protos.py::test_generated_code_is_up_to_date",
