@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -19,10 +21,12 @@ from ..jobs.proxy import Proxy
 from .hosts import Host, Hosts
 from .namespaces import Inside
 
-__all__ = ["PORT", "HostedJob"]
+__all__ = ["PORT", "HostedJob", "hosted_job"]
 
 # Of every master, on its own host: nobody else is in its network.
 PORT = 29_400
+# A module in the way of every interpreter: `sitecustomize`.
+CLOCK = Path(__file__).with_name("clock")
 
 
 @dataclass
@@ -36,6 +40,8 @@ class HostedJob(Cluster):
         credentials: what `status` shows and checks; agents have theirs from their flags.
         given: by a node's name what it is given as `--master`, if not those addresses.
         environments: by a node's name what its agent's environment has besides.
+        flags_of: by a node's name its further flags.
+        meeting_point: HOST:PORT of a node that hosts the master; then there are no others.
     """
 
     hosts: Hosts = field(kw_only=True)
@@ -45,8 +51,13 @@ class HostedJob(Cluster):
     credentials: Credentials = field(default_factory=Credentials)
     given: Mapping[str, str] = field(default_factory=dict)
     environments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    flags_of: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    meeting_point: str = ""
     masters: dict[str, Inside] = field(default_factory=dict)
     _ways: dict[str, Proxy] = field(default_factory=dict)
+
+    def __enter__(self) -> HostedJob:
+        return self
 
     @property
     def addresses(self) -> dict[str, str]:
@@ -120,8 +131,18 @@ class HostedJob(Cluster):
 
     def command(self, name: str) -> list[str]:
         runner, *rest = super().command(name)
+        rest = [*self.flags_of.get(name, ()), *rest]
+        if self.meeting_point:
+            return [runner, f"--rdzv-endpoint={self.meeting_point}", "--rdzv-backend=c10d", *rest]
         addresses = self.given.get(name, ",".join(self.addresses.values()))
         return [runner, f"--master={addresses}", *rest]
+
+    def start(self, *names: str, hold: str = "", environment: Mapping[str, str] | None = None) -> list[Node]:
+        started = []
+        for name in names:
+            own = {"PYTHONPATH": str(CLOCK), **self.environments.get(name, {}), **(environment or {})}
+            started += super().start(name, hold=hold, environment=own)
+        return started
 
     def power_cut(self, node: Node) -> None:
         """The node's host is gone at once, and its agent with it."""
@@ -150,6 +171,22 @@ class HostedJob(Cluster):
                     pipe.close()
         for way in self._ways.values():
             way.close()
+
+
+@contextmanager
+def hosted_job(
+    directory: Path,
+    names: Sequence[str] = ("h1", "h2", "h3", "m"),
+    *,
+    network: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[HostedJob]:
+    """A job on hosts with these names, and the hosts; all of it ends. `network`: of `Hosts`, `options`: of the job."""
+    with (
+        Hosts(directory / "hosts", names, **(network or {})) as hosts,
+        HostedJob(directory / "job", hosts=hosts, **options) as job,
+    ):
+        yield job
 
 
 def _tail(path: Path, lines: int) -> list[str]:
