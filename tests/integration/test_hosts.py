@@ -83,15 +83,17 @@ def test_names_that_mean_something_else(tmp_path: Path, undisturbed: Undisturbed
 @pytest.mark.full
 def test_another_address_than_that_of_the_route(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """`--local-addr` overrides: stores listen there, and ranks meet there."""
-    flags = {name: (f"--local-addr=10.78.0.{number}",) for number, name in enumerate(ALL)}
+    addresses = {name: f"10.78.0.{number}" for number, name in enumerate(ALL, 11)}
+    flags = {name: (f"--local-addr={address}",) for name, address in addresses.items()}
     with hosted_job(tmp_path, training=TRAINING, flags_of=flags) as job:
-        for number, name in enumerate(ALL):
-            job.hosts[name].run("ip", "addr", "add", f"10.78.0.{number}/24", "dev", "eth0")
+        for name, address in addresses.items():
+            job.hosts[name].connect_to_switch("eth1", address)
         start_all(job, *ALL)
-        first = next(node for node in job.nodes if job.group_ranks()[node.name] == 0)
-        listening = job.host(first).run("ss", "-ltnH")
-        assert f"10.78.0.{ALL.index(first.name)}:" in listening
-        assert job.host(first).address not in listening
+        for node in job.nodes:
+            listening = job.host(node).run("ss", "-ltnH")
+            # Ranks listen, and the first node's store, nowhere else than there.
+            assert f"{addresses[node.name]}:" in listening
+            assert f"{job.host(node).address}:" not in listening
         finish(job, undisturbed)
 
 
@@ -203,7 +205,7 @@ def test_an_address_changes(tmp_path: Path, undisturbed: Undisturbed, name: str,
         job.hosts[name].readdress("10.77.0.99")
         job.wait_line("this node's address is 10.77.0.99 now", job.node(name))
         second = job.wait_world(3, steps=8, after=first)
-        # Now others go on from what it holds, and it from what they hold.
+        # Others hold what it made since, and it what they made.
         other = next(one for one in ALL if one != name)
         job.power_cut(job.node(other))
         third = job.wait_world(2, steps=3, after=second)

@@ -115,10 +115,16 @@ class Host:
         said = _line(self._outer.stdout, f"host {self.name}")
         assert said == "up", f"host {self.name} does not start: {said!r}"
         (self.pid,) = children_of(self._outer.pid)
-        self._switch.tell(do="add", port=self.port, pid=self.pid, name=self.interface)
-        self.run("ip", "addr", "add", f"{self.address}/24", "dev", self.interface)
-        self.run("ip", "link", "set", self.interface, "up")
+        self.connect_to_switch(self.interface, self.address)
         self._cable = {"plugged": True, "out": [0.0, 0.0], "into": [0.0, 0.0]}
+
+    def connect_to_switch(self, interface: str, address: str) -> None:
+        """Gives it an interface on the hosts' switch, which has the same hardware address after each boot."""
+        self._switch.tell(do="add", port=f"{self.name}.{interface}", pid=self.pid, name=interface)
+        hardware = "02:" + ":".join(f"{int(part):02x}" for part in ("0", *address.split(".")))
+        self.run("ip", "link", "set", interface, "address", hardware)
+        self.run("ip", "addr", "add", f"{address}/24", "dev", interface)
+        self.run("ip", "link", "set", interface, "up")
 
     @property
     def is_up(self) -> bool:
