@@ -32,9 +32,7 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.split("%")[0]).is_loopback
 
 
-def rank_interfaces(
-    address: str, interfaces: Iterable[tuple[str, str]], chosen: Collection[str]
-) -> dict[str, str]:
+def rank_interfaces(address: str, interfaces: Iterable[tuple[str, str]], chosen: Collection[str]) -> dict[str, str]:
     """Variables that have the ranks of a node meet others where the others reach it.
 
     Without them gloo announces what the host's own name means, which may be loopback or another network, and NCCL takes

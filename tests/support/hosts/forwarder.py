@@ -4,7 +4,7 @@ It reads commands from standard input, JSON lines, and answers each with a line;
 has no `netem` everywhere, and TAP devices take frames with complete checksums, one by one.
 
     {"do": "add", "port": "h1.eth0", "pid": 123, "name": "eth0"}   an interface in the network of that process
-    {"do": "set", "port": "h1.eth0", "plugged": true, "out": [0.1, 0.0], "into": [0.0, 0.2]}   loss, and delay in seconds
+    {"do": "set", "port": "h1.eth0", "plugged": true, "out": [0.1, 0.0], "into": [0.0, 0.2]}   loss, delay in seconds
     {"do": "remove", "port": "h1.eth0"}
 """
 
@@ -86,7 +86,7 @@ class Forwarder:
         return bool(data)
 
     def _obey(self, command: dict[str, Any]) -> str:
-        """"" once it is done, else why it is not."""
+        """ "" once it is done, else why it is not."""
         port = command["port"]
         try:
             match command["do"]:

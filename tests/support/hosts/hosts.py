@@ -46,6 +46,7 @@ echo up
 cat <&3 >/dev/null &
 wait
 """
+_UNSHARE = ("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 _TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname")
 
 
@@ -58,7 +59,7 @@ def missing() -> str:
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         return "hosts need /dev/net/tun, for their network interfaces"
     made = subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "mount", "-t", "tmpfs", "t", "/mnt"],
+        [*_UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/mnt"],
         capture_output=True,
         text=True,
         timeout=_PATIENCE,
@@ -106,9 +107,8 @@ class Host:
     def power_up(self) -> None:
         """Boots it: with a new boot id, its old address, and its cable as good as new."""
         (self._directory / "boot_id").write_text(f"{uuid.uuid4()}\n", encoding="ascii")
-        namespaces = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         self._outer = subprocess.Popen(
-            [*namespaces, "sh", "-c", _INIT, "sh", str(self._directory), self.name],
+            [*_UNSHARE, "sh", "-c", _INIT, "sh", str(self._directory), self.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

@@ -32,7 +32,7 @@ def test_a_master_on_loopback_is_on_this_machine() -> None:
 
 def test_no_master_has_an_address() -> None:
     """The last one's reason."""
-    with pytest.raises(OSError, match="(?i)name|resol"):
+    with pytest.raises(OSError, match=r"(?i)name|resol"):
         node_address(["no-such-host.invalid:1"], None)
 
 
