@@ -107,12 +107,8 @@ def take(decision: Decision, event: ev.Event) -> None:
             verification_done(decision, event)
         case ev.Sighted():
             decision.call("ReportSighted", control_pb2.SightedRequest(caller=decision.caller(), ref=event.ref))
-        case ev.HeldChanged():
-            memory.held_changed(decision, event)
-        case ev.Doubted():
-            memory.doubted(decision, event)
-        case ev.MadeDurable():
-            memory.made_durable(decision, event)
+        case ev.HeldChanged() | ev.Doubted() | ev.MadeDurable():
+            memory.told(decision, event)
         case ev.Pruned():
             decision.state.pruning = ()
             decision.call("ReportPruned", control_pb2.PrunedRequest(caller=decision.caller(), refs=event.refs))

@@ -62,6 +62,8 @@ class Forwarder:
 
     def _pass_on(self, port: str) -> None:
         for _ in range(_MOST_AT_ONCE):
+            if port not in self._taps:  # a command has just removed it
+                return
             try:
                 frame = os.read(self._taps[port], _FRAME_BYTES)
             except OSError:  # there is none, or the host is gone
