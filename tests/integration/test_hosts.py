@@ -155,6 +155,27 @@ def test_a_cable_is_out_for_long(tmp_path: Path, undisturbed: Undisturbed, what:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", ["h1", "h2"])
+@pytest.mark.parametrize("restarts", [False, True], ids=["", "master restarts"])
+def test_the_way_to_the_master_alone_is_lost(
+    tmp_path: Path, undisturbed: Undisturbed, name: str, restarts: bool
+) -> None:
+    """A node's ranks are heard by all others, and its agent by no master: it drains, and joins when the way is back."""
+    with hosted_job(tmp_path, training=TRAINING, agent_flags=(SOON, "--master-outage-timeout=10")) as job:
+        first = start_all(job, "h1", "h2")
+        job.hosts[name].run("ip", "route", "add", "blackhole", f"{job.hosts['m'].address}/32")
+        if restarts:
+            job.masters["m"].kill()
+            job.masters["m"].wait(20)
+            job.start_master("m")
+        second = job.wait_world(1, steps=3, after=first)
+        job.hosts[name].run("ip", "route", "del", "blackhole", f"{job.hosts['m'].address}/32")
+        third = job.wait_world(2, steps=3, after=second)
+        assert (second, third) == (first + 1, second + 1)
+        finish(job, undisturbed)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("way", [Way(delay_seconds=0.2), Way(loss=0.1)], ids=["delay", "loss"])
 def test_a_bad_cable(tmp_path: Path, undisturbed: Undisturbed, way: Way) -> None:
     """All that a job does is done over it, only slower: a start, a growth, a leave, a crash."""
