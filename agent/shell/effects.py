@@ -79,7 +79,8 @@ class Effects:
         # The newest commit that the master has told.
         self._head: control_pb2.Checkpoint | None = None
         find = partial(node_address, tuple(masters), config.local_addr)
-        self.stores, self._connector = StoreServers(find()), connector
+        self._address, self._connector = find(), connector
+        self.stores = StoreServers(self._address)
         self.storage = Storage(directory)
         self._token = connector.token
         self.memory = self._make_memory(lifeline)
@@ -99,7 +100,7 @@ class Effects:
         )
         self.client.saw_generation(seen_generation)
         self._address_watch = AddressWatch(
-            self.stores.address, find, lambda old, new: mailbox.put(ev.AddressChanged(old, new))
+            self._address, find, lambda old, new: mailbox.put(ev.AddressChanged(old, new))
         )
 
     def perform(self, action: ev.Action) -> bool:
@@ -162,10 +163,10 @@ class Effects:
 
     def node_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """What this node's ranks are told of its network, beside what `environment` has."""
-        return node_variables(self.stores.address, environment)
+        return node_variables(self._address, environment)
 
     def _move_to(self, address: str) -> None:
-        self.stores.address = address
+        self._address = self.stores.address = address
         if self.memory is not None:
             self.memory.listen(address)
         # Its connection is dead, which it would find out by itself, but seconds later.
