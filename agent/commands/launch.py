@@ -283,18 +283,18 @@ def _run(
     with starting("the agent"):
         prove_room()
     lifeline = Lifeline()
-    address = source.addresses()[0]
+    addresses = source.addresses()
     try:
         with starting("the agent"):
             effects = Effects(
-                config, directory, source.connector(), address, lifeline, mailbox, console.say, source.generation
+                config, directory, source.connector(), addresses, lifeline, mailbox, console.say, source.generation
             )
     except OSError as error:
         lifeline.close()
         if isinstance(error, CannotStartError):
             raise UsageError(str(error)) from error
         raise UsageError(
-            f"{address} cannot be reached: {error.strerror or error}; check --master, or --rdzv-endpoint"
+            f"{','.join(addresses)} cannot be reached: {error.strerror or error}; check --master, or --rdzv-endpoint"
         ) from error
     spec = WorkerSpec(
         role=torch_config.role,

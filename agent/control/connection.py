@@ -32,6 +32,9 @@ _LOOKS = 3
 # The most bytes of a message. Inventories name many checkpoints of a run.
 _MESSAGE_LIMIT_BYTES = 16 << 20
 
+# Of one attempt to connect. Whoever is not there at all, as behind a cable that is out, is waited for as long.
+CONNECT_MILLISECONDS = 3000
+
 logger = logging.getLogger(__name__)
 
 
@@ -64,7 +67,9 @@ def channel_options() -> list[tuple[str, int | str]]:
         ("grpc.http2.max_pings_without_data", 0),
         # Reconnect soon, and never long after the master is back.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # This is how long an attempt may take: several times there and back, also where that takes half a second, and
+        # a lost packet more, which is sent again after one.
+        ("grpc.min_reconnect_backoff_ms", CONNECT_MILLISECONDS),
         ("grpc.max_reconnect_backoff_ms", 1000),
         # A new channel must not inherit the back-off of a closed one.
         ("grpc.use_local_subchannel_pool", 1),

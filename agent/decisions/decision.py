@@ -58,13 +58,15 @@ class Decision:
 
     def become_fenced(self, reason: str) -> None:
         """This incarnation was declared dead: stop everything, then register anew."""
+        self.start_anew(f"this node was declared dead ({reason}); its workers stop and it joins again as a new one")
+
+    def start_anew(self, why: str) -> None:
+        """This incarnation cannot go on: stops everything, then registers anew. `why` is for people."""
         state = self.state
         if state.fenced or state.door.registering:
             return
         state.fenced = True
-        self.do(
-            ev.Say(f"this node was declared dead ({reason}); its workers stop and it joins again as a new one", True)
-        )
+        self.do(ev.Say(why, True))
         self.stop_conversion()
         state.place = Place()
         state.reading = frozenset()

@@ -16,6 +16,8 @@ from dalsegno.protos.contract import EXIT_USAGE as EXIT_USAGE
 from dalsegno.protos.contract import WORKER_BAD_CHECKPOINT as WORKER_BAD_CHECKPOINT
 from dalsegno.protos.contract import WORKER_DRAINED as WORKER_DRAINED
 
+from .interfaces import AddressChanged as AddressChanged
+from .interfaces import MoveTo as MoveTo
 from .memory_events import Doubt as Doubt
 from .memory_events import Doubted as Doubted
 from .memory_events import HeldChanged as HeldChanged
@@ -301,6 +303,7 @@ Event = (
     | HeldChanged
     | Doubted
     | MadeDurable
+    | AddressChanged
     | Tick
 )
 
@@ -482,6 +485,7 @@ Action = (
     | WriteLatest
     | Sweep
     | MarkFinished
+    | MoveTo
     | Say
     | Exit
 )

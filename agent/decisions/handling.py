@@ -11,6 +11,7 @@ What happens on which failure:
 - the master is away: the workers go on; calls are kept and repeated; past the outage timeout the node drains if another
   node still reaches the master;
 - the agent was declared dead ("fenced"): its workers are killed at once, and it registers anew as a new incarnation;
+- the node has another address: its connections are dead, so its workers are killed and it registers anew, too;
 - SIGTERM: the flag reaches the workers at once, with or without a master; at the end of the notice they are killed.
 """
 
@@ -106,15 +107,13 @@ def take(decision: Decision, event: ev.Event) -> None:
             verification_done(decision, event)
         case ev.Sighted():
             decision.call("ReportSighted", control_pb2.SightedRequest(caller=decision.caller(), ref=event.ref))
-        case ev.HeldChanged():
-            memory.held_changed(decision, event)
-        case ev.Doubted():
-            memory.doubted(decision, event)
-        case ev.MadeDurable():
-            memory.made_durable(decision, event)
+        case ev.HeldChanged() | ev.Doubted() | ev.MadeDurable():
+            memory.told(decision, event)
         case ev.Pruned():
             decision.state.pruning = ()
             decision.call("ReportPruned", control_pb2.PrunedRequest(caller=decision.caller(), refs=event.refs))
+        case ev.AddressChanged():
+            address_changed(decision, event)
         case ev.Tick():
             check_answer(decision)
     if not decision.state.ended:
@@ -228,6 +227,18 @@ def link_changed(decision: Decision, up: bool) -> None:
         decision.do(ev.Say("the master cannot be reached; training goes on, and what it must know is kept", True))
     else:
         decision.do(ev.Say("the master cannot be reached; this node waits for it", True))
+
+
+def address_changed(decision: Decision, event: ev.AddressChanged) -> None:
+    """This node is reached elsewhere. The master hears it quite well; but its ranks would wait for dead connections.
+
+    The new address is told with a registration, so this is a new incarnation.
+    """
+    decision.do(ev.MoveTo(event.new))
+    if decision.state.incarnation:
+        decision.start_anew(
+            f"this node's address is {event.new} now, not {event.old}: its workers stop and it joins again with it"
+        )
 
 
 def standby_warm(decision: Decision, epoch: int) -> None:

@@ -43,6 +43,17 @@ def sealed(decision: Decision, epoch: int, said: worker_pb2.Sealed) -> None:
     decision.do(ev.HoldPart(said.name, said.digest, urgent))
 
 
+def told(decision: Decision, event: ev.HeldChanged | ev.Doubted | ev.MadeDurable) -> None:
+    """Passes news of this node's memory to its handler."""
+    match event:
+        case ev.HeldChanged():
+            held_changed(decision, event)
+        case ev.Doubted():
+            doubted(decision, event)
+        case ev.MadeDurable():
+            made_durable(decision, event)
+
+
 def held_changed(decision: Decision, event: ev.HeldChanged) -> None:
     """Parts of a step have come in, or it is gone from here."""
     state = decision.state

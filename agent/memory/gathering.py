@@ -41,7 +41,7 @@ class Gatherer:
     def __init__(
         self, own_address: str, peers: Peers, holdings: Holdings, fence: Fence, on_held: Callable[[Held], None]
     ) -> None:
-        self._own, self._peers, self._holdings, self._fence = own_address, peers, holdings, fence
+        self.own_address, self._peers, self._holdings, self._fence = own_address, peers, holdings, fence
         self._on_held = on_held
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -114,7 +114,7 @@ class Gatherer:
         """Why a part did not come; empty where it did."""
         reasons, unreachable = [], False
         for address in part.addresses:
-            if address == self._own:
+            if address == self.own_address:
                 continue
             try:
                 self._on_held(self._fetch(address, run_id, ref, part.group_rank, stopped))

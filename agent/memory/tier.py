@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged
@@ -111,7 +112,8 @@ class MemoryTier:
         service = PeerService(
             job_id, self._holdings, self._fence, self._space, self._watch, self._changed, self._found_bad
         )
-        self._server = PeerServer(host, wire, service)
+        self._serve = partial(PeerServer, wire=wire, service=service)
+        self._server = self._serve(host)
         self._peers = Peers(job_id, wire, self._watch, self._holdings, self._space)
         self._buddies = Buddies(
             lambda address: Buddy(address, self._peers, self._pace, self._copied, self._found_bad, self._say)
@@ -123,6 +125,19 @@ class MemoryTier:
         self._quick = Line("memory")
         self._slow = Line("memory-sum")
         self._writer = Writer(self._disk_stall_seconds)
+
+    def listen(self, host: str) -> None:
+        """Other agents reach this one at another address from now on, and no longer at the present one."""
+        if self.problem:
+            return
+        try:
+            server = self._serve(host)
+        except RuntimeError as error:
+            self._say(f"other nodes cannot hold this node's memory checkpoints: {error}", True)
+            return
+        old, self._server, self.address = self._server, server, server.address
+        self._gatherer.own_address = server.address
+        old.close()
 
     def directory(self, run_id: str) -> Path | None:
         """Where workers find and write memory checkpoints of a run; made. None: there is no memory."""

@@ -10,7 +10,8 @@ import dataclasses
 import logging
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from dalsegno.protos import control_pb2
@@ -26,7 +27,8 @@ from ..memory.tier import Held, MemoryTier
 from ..processes.lifeline import Lifeline
 from ..storage.job_directory import JobDirectory, Storage, Survey
 from ..workers.conversion_job import ConversionJob
-from ..workers.tcp_stores import StoreServers, node_address
+from ..workers.own_address import AddressWatch, node_address, node_variables
+from ..workers.tcp_stores import StoreServers
 from .config import AgentConfig, differences
 from .mailbox import Mailbox
 
@@ -45,7 +47,7 @@ class Effects:
         config: the agent's configuration.
         directory: the job's directory.
         connector: the way to the master.
-        master_address: the first known address; it decides where stores are bound.
+        masters: the addresses known at first; the route to them decides under which address others reach this node.
         lifeline: the node's lifeline.
         mailbox: where events go.
         say: prints one line for people.
@@ -57,7 +59,7 @@ class Effects:
         config: AgentConfig,
         directory: JobDirectory,
         connector: Connector,
-        master_address: str,
+        masters: Sequence[str],
         lifeline: Lifeline,
         mailbox: Mailbox[ev.Event],
         say: Callable[[str, bool], None],
@@ -76,7 +78,9 @@ class Effects:
         self._epoch = 0
         # The newest commit that the master has told.
         self._head: control_pb2.Checkpoint | None = None
-        self.stores = StoreServers(node_address(master_address, config.local_addr))
+        find = partial(node_address, tuple(masters), config.local_addr)
+        self._address, self._connector = find(), connector
+        self.stores = StoreServers(self._address)
         self.storage = Storage(directory)
         self._token = connector.token
         self.memory = self._make_memory(lifeline)
@@ -95,6 +99,9 @@ class Effects:
             ),
         )
         self.client.saw_generation(seen_generation)
+        self._address_watch = AddressWatch(
+            self._address, find, lambda old, new: mailbox.put(ev.AddressChanged(old, new))
+        )
 
     def perform(self, action: ev.Action) -> bool:
         """Carries out one action. False: it is about workers, or the exit, which the caller handles."""
@@ -136,6 +143,8 @@ class Effects:
                 self.storage.sweep(self.run_id, action.epoch, action.step, action.converting)
             case ev.MarkFinished():
                 self._mark_finished(action.run_id or self.run_id)
+            case ev.MoveTo():
+                self._move_to(action.address)
             case ev.Say():
                 self.say(action.text, action.warning)
             case _:
@@ -152,6 +161,17 @@ class Effects:
         """The present run's directory."""
         return self._directory.run(self.run_id)
 
+    def node_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """What this node's ranks are told of its network, beside what `environment` has."""
+        return node_variables(self._address, environment)
+
+    def _move_to(self, address: str) -> None:
+        self._address = self.stores.address = address
+        if self.memory is not None:
+            self.memory.listen(address)
+        # Its connection is dead, which it would find out by itself, but seconds later.
+        self._connector.failed(self._connector.get())
+
     def open_memory(self, world: control_pb2.World) -> None:
         """Parts of older epochs are refused from now on, and own ones go to this world's buddies."""
         if self.memory is not None:
@@ -162,6 +182,7 @@ class Effects:
         """Waits at most `last_calls` seconds for unanswered calls, then ends everything."""
         if not self.client.flush(last_calls):
             logger.warning("%d calls were not answered before the agent ended", self.client.waiting())
+        self._address_watch.close()
         self.conversion.stop()
         self.storage.close()
         if self.memory is not None:

@@ -447,7 +447,7 @@ class ElasticAgent(LocalElasticAgent):
             Variable.NOTICES: ",".join(number.name for number in self._watch.signals),
             **self._lifeline.environment(),
             **self._beside.variables,
-            **self._hub.variables(epoch),
+            **(self._effects.node_variables(os.environ) | self._hub.variables(epoch)),
         }
 
     def _stop_world(self, order: ev.StopWorkers) -> None:

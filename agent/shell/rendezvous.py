@@ -130,7 +130,9 @@ class Rendezvous(RendezvousHandler):
         set_up_logging(config.log_dir / "agent.log", self._where, names=("dalsegno",))
         connector = Connector(lambda: addresses, files.read, explain=mismatch)
         self._console = console = Console(name="torchrun")
-        self._effects = Effects(config, directory, connector, addresses[0], self._lifeline, self._mailbox, console.say)
+        self._effects = Effects(config, directory, connector, addresses, self._lifeline, self._mailbox, console.say)
+        # Its workers have this process's environment.
+        os.environ.update(self._effects.node_variables(os.environ))
         self._thread = threading.Thread(target=self._decide, name="dalsegno-rendezvous", daemon=True)
         self._thread.start()
 

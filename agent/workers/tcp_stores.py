@@ -6,42 +6,19 @@ store that nobody has used. The world that opens uses the one of its group rank 
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dalsegno.protos import control_pb2
-from dalsegno.protos.addresses import host_and_port
 
 from .torch_versions import LIBUV_LISTENS
 
-__all__ = ["StoreServers", "node_address"]
+__all__ = ["StoreServers"]
 
 # The most open offers of a node that joins again and again without getting a place; only the newest can be meant.
 _MOST_OFFERED = 8
-
-
-def node_address(master: str, local_addr: str | None) -> str:
-    """The address under which other nodes reach this one.
-
-    Args:
-        master: the master's HOST:PORT.
-        local_addr: what the user gave, if anything.
-
-    Raises:
-        OSError: the master's name or `local_addr` cannot be resolved.
-    """
-    if local_addr:
-        return str(socket.getaddrinfo(local_addr, None, type=socket.SOCK_STREAM)[0][4][0])
-    family, _, _, _, address = socket.getaddrinfo(*host_and_port(master), type=socket.SOCK_DGRAM)[0]
-    if ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback:
-        return str(address[0])
-    # Connecting a datagram socket sends nothing. It only chooses the route, and with it our own address.
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
 
 
 class StoreServers:
@@ -50,6 +27,9 @@ class StoreServers:
     Args:
         address: where to bind; never all interfaces.
         timeout: seconds that an operation on a store may take.
+
+    Attributes:
+        address: Where the next one is bound.
     """
 
     def __init__(self, address: str, timeout: float = 300.0) -> None:

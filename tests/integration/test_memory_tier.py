@@ -85,6 +85,24 @@ def test_parts_go_to_buddies_and_come_back(tmp_path: Path) -> None:
         assert not any(node.said for node in three)
 
 
+def test_a_node_that_is_reached_elsewhere(tmp_path: Path) -> None:
+    """What it holds is fetched at its new address, what it is sent comes there, and nobody answers at the old one."""
+    with nodes(tmp_path, 2) as (one, two):
+        manifest = world([one, two])
+        old = two.tier.address
+        two.tier.listen("127.0.0.2")
+        assert two.tier.address.startswith("127.0.0.2:")
+        assert isinstance(one.gathers(manifest, {0: [one.tier.address], 1: [two.tier.address]}), control_pb2.Checkpoint)
+        later = "step-20.e2.1"
+        own = manifest_of(later, {0: SMALL[0], 1: SMALL[1]})
+        one.tier.open_epoch(RUN, 2, 0, [two.tier.address])
+        two.tier.open_epoch(RUN, 2, 1, [one.tier.address])
+        one.writes(own, 0, SMALL[0])
+        two.holds(later, 0)
+        refused = one.gathers(own, {0: [one.tier.address], 1: [old]}, seconds=100.0)
+        assert isinstance(refused, str)
+
+
 def test_ranks_and_peers_write_the_same_step_at_the_same_time(tmp_path: Path) -> None:
     """Whoever's manifest comes first, it is the same one. A part that is here already is not taken once more."""
     manifest = manifest_of(STEP, {rank: SMALL[rank] for rank in range(2)})

@@ -14,7 +14,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from dalsegno.agent.memory.place import root_of_user
 from dalsegno.protos import control_pb2
 from dalsegno.protos.peer_address import PeerAddress
 from tests.support.jobs import local_processes as processes
-from tests.support.jobs.certificates import Authority, Certificate
+from tests.support.jobs.certificates import Keys, as_flags, make_keys
 from tests.support.jobs.cluster import ROOT, Training, Undisturbed
 from tests.support.jobs.faults import Service
 from tests.support.jobs.master_process import master_process
@@ -43,39 +42,6 @@ TRAINING = Training(steps=160, save_every=5)
 CONNECT_TIMEOUT = 60.0
 
 
-@dataclass(frozen=True)
-class Keys:
-    """What an operator has made: an authority, a certificate each for master and agents, a token."""
-
-    authority: Authority
-    master: Certificate
-    agent: Certificate
-    token: str
-    token_file: Path
-
-    def server(self, mutual: bool = False) -> dict[str, str]:
-        """Flags of the master, without the two dashes."""
-        named = {"token-file": self.token_file, "tls-cert": self.master.path, "tls-key": self.master.key}
-        return {key: str(path) for key, path in named.items()} | ({"tls-ca": str(self.ca)} if mutual else {})
-
-    def client(self, mutual: bool = False) -> dict[str, str]:
-        """Flags of an agent, without the two dashes."""
-        own = {"tls-cert": str(self.agent.path), "tls-key": str(self.agent.key)} if mutual else {}
-        return {"token-file": str(self.token_file), "tls-ca": str(self.ca), **own}
-
-    @property
-    def ca(self) -> Path:
-        return self.authority.path
-
-
-def make_keys(folder: Path) -> Keys:
-    authority = Authority(folder)
-    token = secrets.token_hex(32)
-    token_file = folder / "token"
-    token_file.write_text(token + "\n", encoding="ascii")
-    return Keys(authority, authority.issue("master"), authority.issue("agent"), token, token_file)
-
-
 @pytest.fixture
 def keys(tmp_path: Path) -> Keys:
     return make_keys(tmp_path / "keys")
@@ -85,10 +51,6 @@ def keys(tmp_path: Path) -> Keys:
 def others(tmp_path: Path) -> Keys:
     """Of another operator."""
     return make_keys(tmp_path / "others")
-
-
-def as_flags(values: dict[str, str]) -> tuple[str, ...]:
-    return tuple(f"--{name}={value}" for name, value in values.items())
 
 
 def as_variables(prefix: str, values: dict[str, str]) -> dict[str, str]:

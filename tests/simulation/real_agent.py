@@ -445,7 +445,7 @@ class RealAgent:
             config,
             JobDirectory(config.checkpoint_dir, "job"),
             connector,
-            "127.0.0.1:1",
+            ["127.0.0.1:1"],
             _Nothing(),  # type: ignore[arg-type]
             mailbox,
             console.say,

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 from dalsegno.agent.control.spawning import COMMAND as MASTER
 
+from ..hosts.namespaces import Inside, as_child_in, words_in
 from .forked import PRELOADED, ROOT, Forked, take_command_line, take_environment
 
 DLROVER_RUN = str(Path(sysconfig.get_path("scripts")) / "dlrover-run")
@@ -44,7 +45,8 @@ def start_agent(
     executed: bool,
     stdout: Path | None = None,
     preloaded: str = PRELOADED,
-) -> subprocess.Popen[bytes] | Forked:
+    host: int | None = None,
+) -> subprocess.Popen[bytes] | Forked | Inside:
     """Starts an agent in a session of its own.
 
     Args:
@@ -55,14 +57,18 @@ def start_agent(
         executed: as a user starts it (any other command, too); otherwise forked.
         stdout: where standard output goes, if not to the console.
         preloaded: what is imported already where it is forked.
+        host: a process in whose namespaces it runs (`support.hosts`).
     """
     console.touch()
     files = (str(stdout or console), str(console))
     if not executed:
-        return Forked(_run_agent, list(command), dict(environment), files, str(cwd), preloaded=preloaded)
+        arguments = (list(command), dict(environment), files, str(cwd), host)
+        forked = Forked(_run_agent, *arguments, preloaded=preloaded)
+        return forked if host is None else Inside(forked)
+    line = list(command) if host is None else words_in(host, command, cwd)
     with open(files[0], "ab") as out, open(files[1], "ab") as errors:
-        return subprocess.Popen(
-            command,
+        process = subprocess.Popen(
+            line,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=errors,
@@ -70,9 +76,14 @@ def start_agent(
             env=environment,
             cwd=cwd,
         )
+    return process if host is None else Inside(process)
 
 
-def _run_agent(command: list[str], environment: dict[str, str], files: tuple[str, str], cwd: str) -> NoReturn:
+def _run_agent(
+    command: list[str], environment: dict[str, str], files: tuple[str, str], cwd: str, host: int | None
+) -> NoReturn:
+    if host is not None:
+        as_child_in(host)
     os.setsid()
     # As in a terminal, also where the tests themselves run under nohup or in the background.
     for number in (signal.SIGHUP, signal.SIGQUIT):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -43,3 +44,42 @@ class Authority:
 
     def _openssl(self, *arguments: str) -> None:
         subprocess.run(["openssl", *arguments], check=True, capture_output=True, cwd=self.folder, timeout=30)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What an operator has made: an authority, a certificate each for master and agents, a token."""
+
+    authority: Authority
+    master: Certificate
+    agent: Certificate
+    token: str
+    token_file: Path
+
+    def server(self, mutual: bool = False) -> dict[str, str]:
+        """Flags of the master, without the two dashes."""
+        named = {"token-file": self.token_file, "tls-cert": self.master.path, "tls-key": self.master.key}
+        return {key: str(path) for key, path in named.items()} | ({"tls-ca": str(self.ca)} if mutual else {})
+
+    def client(self, mutual: bool = False) -> dict[str, str]:
+        """Flags of an agent, without the two dashes."""
+        own = {"tls-cert": str(self.agent.path), "tls-key": str(self.agent.key)} if mutual else {}
+        return {"token-file": str(self.token_file), "tls-ca": str(self.ca), **own}
+
+    @property
+    def ca(self) -> Path:
+        return self.authority.path
+
+
+def make_keys(folder: Path, alternative: str = "IP:127.0.0.1") -> Keys:
+    """All of it, in this folder, which is made; the master's certificate is for these names."""
+    authority = Authority(folder)
+    token = secrets.token_hex(32)
+    token_file = folder / "token"
+    token_file.write_text(token + "\n", encoding="ascii")
+    return Keys(authority, authority.issue("master", alternative), authority.issue("agent"), token, token_file)
+
+
+def as_flags(values: dict[str, str]) -> tuple[str, ...]:
+    """As a command line has them."""
+    return tuple(f"--{name}={value}" for name, value in values.items())

@@ -32,6 +32,7 @@ from examples.history import EpochSpan, KeptStep, StepLine, StepLogReader, compa
 from ..forks import forked
 from ..forks.forked import PRELOADED, Forked, fork_script
 from ..forks.forked_agents import DLROVER_RUN, start_agent
+from ..hosts.namespaces import Inside
 from . import local_processes as processes
 from .master_process import asked_status
 
@@ -140,7 +141,7 @@ class Node:
 
     name: str
     number: int
-    process: subprocess.Popen[bytes] | Forked
+    process: subprocess.Popen[bytes] | Forked | Inside
     console: Path
     mark: str
     expected: int | None = 0
@@ -267,8 +268,13 @@ class Cluster:
             self.directory,
             executed=number < self.executed,
             preloaded=self.training.preloaded,
+            host=self.host_of(name),
         )
         return Node(name, number, process, console, f"{NODE_MARK}={mark}")
+
+    def host_of(self, name: str) -> int | None:
+        """The process in whose namespaces this node lives; None: this machine itself is its host."""
+        return None
 
     def command(self, name: str) -> list[str]:
         """What a user would type. Growths follow each other at once: the scenes are short."""

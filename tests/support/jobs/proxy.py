@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 
 class Proxy:
@@ -14,13 +15,20 @@ class Proxy:
     Args:
         target: ``HOST:PORT``.
         remembers: Keep what passes.
+        connect: Makes a connection to a target; raises OSError.
 
     Attributes:
         seen: What has passed, of each direction of each connection.
         accepted: How many connections there were.
     """
 
-    def __init__(self, target: str, remembers: bool = False) -> None:
+    def __init__(
+        self,
+        target: str,
+        remembers: bool = False,
+        connect: Callable[[tuple[str, int]], socket.socket] = partial(socket.create_connection, timeout=5),  # noqa: B008
+    ) -> None:
+        self._connect = connect
         self._target, self._remembers = self._parsed(target), remembers
         self.seen: list[bytearray] = []
         self.accepted = 0
@@ -79,7 +87,7 @@ class Proxy:
                     near.close()
                     continue
                 try:
-                    far = socket.create_connection(self._target, timeout=5)
+                    far = self._connect(self._target)
                 except OSError:
                     near.close()
                     continue

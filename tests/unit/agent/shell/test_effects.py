@@ -40,7 +40,7 @@ def effects(tmp_path: Path, mailbox: Mailbox[ev.Event], said: list[str]) -> Iter
         config,
         directory,
         Connector(lambda: [], Credentials),
-        "127.0.0.1:1",
+        ["127.0.0.1:1"],
         lifeline,
         mailbox,
         lambda text, warning: said.append(text),

@@ -1,0 +1,147 @@
+"""Under which address other nodes reach this one, over which interface, and what happens when that changes."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import ipaddress
+import os
+import re
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from dalsegno.protos.addresses import host_and_port
+
+from ..decisions.interfaces import is_loopback, rank_interfaces
+
+__all__ = ["AddressWatch", "interfaces", "node_address", "node_variables"]
+
+# Of linux/sockios.h: all IPv4 addresses, in records of name and socket address.
+_SIOCGIFCONF = 0x8912
+_RECORD_BYTES, _NAME_BYTES, _ADDRESS_AT = 40, 16, 20
+_MOST_ADDRESSES = 1024
+# Seconds between two looks at this node's addresses, and how many must find the old one gone and the new one there: a
+# lease that is renewed may take an address away for a moment.
+LOOK_SECONDS, LOOKS = 1.0, 2
+_NCCL_SETTING = re.compile(r"^\s*(NCCL_[A-Z_]+)\s*=", re.MULTILINE)
+
+
+def node_address(masters: Sequence[str], local_addr: str | None) -> str:
+    """The address under which other nodes reach this one: that from which it reaches the master.
+
+    Args:
+        masters: HOST:PORT of each; the first that has an address and can be reached by a route counts.
+        local_addr: what the user gave, if anything.
+
+    Raises:
+        OSError: no master's name, or not `local_addr`, can be resolved, or no route leads there.
+    """
+    if local_addr:
+        return str(socket.getaddrinfo(local_addr, None, type=socket.SOCK_STREAM)[0][4][0])
+    problem = OSError("no master is known")
+    for master in masters:
+        try:
+            return _towards(master)
+        except OSError as error:
+            problem = error
+    raise problem
+
+
+def _towards(master: str) -> str:
+    family, _, _, _, address = socket.getaddrinfo(*host_and_port(master), type=socket.SOCK_DGRAM)[0]
+    if is_loopback(str(address[0])):
+        return str(address[0])
+    # Connecting a datagram socket sends nothing. It only chooses the route, and with it our own address.
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def interfaces() -> list[tuple[str, str]]:
+    """Name and IP address of each interface of this node; one may have several.
+
+    Sources: netdevice(7) for IPv4, Linux's `/proc/net/if_inet6`.
+    """
+    found = _records()
+    with contextlib.suppress(OSError):  # no IPv6 here
+        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+            digits, *_, name = line.split()
+            found.append((name, str(ipaddress.IPv6Address(int(digits, 16)))))
+    return found
+
+
+def _records() -> list[tuple[str, str]]:
+    room = array.array("B", bytes(_MOST_ADDRESSES * _RECORD_BYTES))
+    asked = struct.pack("iP", len(room), room.buffer_info()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answered = fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, asked)
+    length, data = struct.unpack("iP", answered)[0], room.tobytes()
+    found = []
+    for start in range(0, length, _RECORD_BYTES):
+        # Behind a colon is the label of one of its addresses.
+        name = data[start : start + _NAME_BYTES].split(b"\0")[0].decode(errors="replace").split(":")[0]
+        found.append((name, socket.inet_ntoa(data[start + _ADDRESS_AT : start + _ADDRESS_AT + 4])))
+    return found
+
+
+def node_variables(address: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """See `rank_interfaces`; what NCCL's own files set stands, too."""
+    return rank_interfaces(address, interfaces(), {*environment} | _set_for_nccl(environment))
+
+
+def _set_for_nccl(environment: Mapping[str, str]) -> set[str]:
+    """What NCCL reads from its files where no variable says otherwise."""
+    own = environment.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf")
+    found: set[str] = set()
+    for file in (own, "/etc/nccl.conf"):
+        with contextlib.suppress(OSError):
+            found |= set(_NCCL_SETTING.findall(Path(file).read_text(encoding="utf-8", errors="replace")))
+    return found
+
+
+class AddressWatch:
+    """Tells when this node's address is gone and it has another one. Loopback stays, and is not watched.
+
+    Args:
+        address: what other nodes were told.
+        find: the address that it has now; raises OSError while it has none.
+        moved: told the old and the new one, on a thread.
+        every: seconds between two looks.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        find: Callable[[], str],
+        moved: Callable[[str, str], None],
+        every: float = LOOK_SECONDS,
+    ) -> None:
+        self._address, self._find, self._moved, self._every = address, find, moved, every
+        self._over = threading.Event()
+        # One that no interface has, such as that of a translated network, cannot be missed either.
+        if is_loopback(address) or not self._is_here():
+            return
+        threading.Thread(target=self._watch, name="own-address", daemon=True).start()
+
+    def close(self) -> None:
+        """Nobody is told any more."""
+        self._over.set()
+
+    def _is_here(self) -> bool:
+        return any(own == self._address for _, own in interfaces())
+
+    def _watch(self) -> None:
+        seen, looks = "", 0
+        while not self._over.wait(self._every):
+            found = ""
+            with contextlib.suppress(OSError):
+                found = "" if self._is_here() else self._find()
+            looks = looks + 1 if found and found == seen else int(bool(found))
+            seen = found
+            if looks >= LOOKS and not is_loopback(found):
+                old, self._address, looks = self._address, found, 0
+                self._moved(old, found)

@@ -1,0 +1,74 @@
+"""Under which address a node is reached, over which interface, and what it does when that changes."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from dalsegno.agent.decisions import events as ev
+from dalsegno.agent.decisions.interfaces import is_loopback, rank_interfaces
+from tests.unit.agent.decisions.test_decisions import ME, Agent, kinds
+
+MOVED = ev.AddressChanged("10.0.0.4", "10.0.0.9")
+
+HERE = [("lo", "127.0.0.1"), ("docker0", "172.17.0.1"), ("eth1", "10.0.0.4"), ("eth1", "fd00::4"), ("eth0", "10.1.0.4")]
+
+
+@pytest.mark.parametrize(
+    ("address", "name"), [("10.0.0.4", "eth1"), ("10.1.0.4", "eth0"), ("fd00::4", "eth1"), ("172.17.0.1", "docker0")]
+)
+def test_the_interface_with_the_address(address: str, name: str) -> None:
+    """Both libraries are told it, NCCL exactly: it would take `eth1` for `eth10`, too."""
+    assert rank_interfaces(address, HERE, ()) == {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1"])
+def test_on_one_machine_nothing_changes(address: str) -> None:
+    """Where others cannot be, ranks meet as they like."""
+    assert is_loopback(address)
+    assert rank_interfaces(address, [*HERE, ("lo", address)], ()) == {}
+
+
+def test_what_the_user_has_set_stands() -> None:
+    """Each for itself, and also if it is empty."""
+    assert rank_interfaces("10.0.0.4", HERE, {"GLOO_SOCKET_IFNAME": ""}) == {"NCCL_SOCKET_IFNAME": "=eth1"}
+    assert rank_interfaces("10.0.0.4", HERE, ["NCCL_SOCKET_IFNAME"]) == {"GLOO_SOCKET_IFNAME": "eth1"}
+
+
+def test_an_address_of_no_interface() -> None:
+    """Nothing is guessed."""
+    assert rank_interfaces("192.0.2.1", HERE, ()) == {}
+
+
+def test_a_node_that_moved_joins_anew() -> None:
+    """It serves at the new address first; its workers' connections are dead, and the master hears all of that."""
+    agent = Agent().registered().running()
+    actions = agent.hear(MOVED)
+    assert kinds(actions) == ["MoveTo", "Say", "StopWorkers"]
+    assert actions[0] == ev.MoveTo("10.0.0.9")
+    assert agent.did(ev.StopWorkers)[-1].grace == 0.0
+    agent.hear(ev.WorkersStopped(1))
+    assert agent.did(ev.Register)[-1] == ev.Register(ME, "me")
+
+
+def test_a_node_that_moved_without_workers_registers_at_once() -> None:
+    """The master has to tell others its new address."""
+    agent = Agent().registered()
+    assert kinds(agent.hear(MOVED)) == ["MoveTo", "Say", "Register"]
+
+
+def test_a_node_that_moved_before_it_was_admitted() -> None:
+    """Its registration is under way; there is nothing to start anew."""
+    agent = Agent()
+    agent.hear(ev.Started())
+    assert kinds(agent.hear(MOVED)) == ["MoveTo"]
+
+
+def test_a_leaver_that_moved_goes() -> None:
+    """Nothing of it can be saved any more."""
+    agent = Agent().registered().running()
+    agent.hear(ev.Signalled(signal.SIGTERM), MOVED)
+    (exit_,) = agent.hear(ev.WorkersStopped(1))[-1:]
+    assert isinstance(exit_, ev.Exit)
+    assert exit_.code == ev.EXIT_LEFT_UNSAVED

@@ -1,0 +1,118 @@
+"""Under which address other nodes reach this one: what this machine's own network says, and what changes there."""
+
+from __future__ import annotations
+
+import queue
+import socket
+from pathlib import Path
+
+import pytest
+
+from dalsegno.agent.workers import own_address
+from dalsegno.agent.workers.own_address import AddressWatch, interfaces, node_address, node_variables
+
+OLD, NEW = "10.0.0.4", "10.0.0.9"
+
+
+def test_loopback_has_its_interface() -> None:
+    """Both kinds of address are read, each with the name that the kernel has for it."""
+    found = interfaces()
+    names = {name for _, name in socket.if_nameindex()}
+    assert ("lo", "127.0.0.1") in found
+    assert {name for name, _ in found} <= names
+    if Path("/proc/net/if_inet6").exists() and "lo" in Path("/proc/net/if_inet6").read_text(encoding="ascii"):
+        assert ("lo", "::1") in found
+
+
+def test_a_master_on_loopback_is_on_this_machine() -> None:
+    """So are all nodes; and the first master whose name means anything counts."""
+    assert node_address(["127.0.0.1:1"], None) == "127.0.0.1"
+    assert node_address(["no-such-host.invalid:1", "127.0.0.1:1"], None) == "127.0.0.1"
+
+
+def test_no_master_has_an_address() -> None:
+    """The last one's reason."""
+    with pytest.raises(OSError, match=r"(?i)name|resol"):
+        node_address(["no-such-host.invalid:1"], None)
+
+
+def test_what_the_user_gave_counts() -> None:
+    """A name, too, and whatever the route says."""
+    assert node_address(["no-such-host.invalid:1"], "localhost") in ("127.0.0.1", "::1")
+
+
+@pytest.mark.parametrize("where", ["file", "variable"])
+def test_what_nccl_was_told_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Also in a file of its own, which a variable would override."""
+    monkeypatch.setattr(own_address, "interfaces", lambda: [("eth0", OLD)])
+    (tmp_path / "nccl.conf").write_text("# NCCL_DEBUG=INFO\nNCCL_SOCKET_IFNAME = ib0\n", encoding="ascii")
+    file = tmp_path / ("nccl.conf" if where == "file" else "none")
+    environment = {"NCCL_CONF_FILE": str(file), **({"NCCL_SOCKET_IFNAME": "ib0"} if where == "variable" else {})}
+    assert node_variables(OLD, environment) == {"GLOO_SOCKET_IFNAME": "eth0"}
+
+
+def test_without_nccls_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are told."""
+    monkeypatch.setattr(own_address, "interfaces", lambda: [("eth0", OLD)])
+    found = node_variables(OLD, {"NCCL_CONF_FILE": str(tmp_path / "none")})
+    assert found == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
+
+
+class Network:
+    """What a watch sees, and what it has told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.here, self.route, self.looks = [("eth0", OLD)], OLD, 0
+        self.told: queue.Queue[tuple[str, str]] = queue.Queue()
+        monkeypatch.setattr(own_address, "interfaces", self._interfaces)
+
+    def _interfaces(self) -> list[tuple[str, str]]:
+        self.looks += 1
+        return self.here
+
+    def find(self) -> str:
+        if not self.route:
+            raise OSError("no route")
+        return self.route
+
+    def look(self, times: int) -> None:
+        """Until it was looked so often more."""
+        wanted = self.looks + times
+        while self.looks < wanted:
+            with pytest.raises(queue.Empty):
+                self.told.get(timeout=0.01)
+
+
+def test_a_change_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While there is no other address nothing is told; then the old and the new one, and later the next change."""
+    network = Network(monkeypatch)
+    watch = AddressWatch(OLD, network.find, lambda old, new: network.told.put((old, new)), every=0.01)
+    network.look(5)
+    network.here, network.route = [], ""
+    network.look(5)
+    network.here, network.route = [("eth0", NEW)], NEW
+    assert network.told.get(timeout=30) == (OLD, NEW)
+    network.look(5)
+    network.here, network.route = [("eth0", OLD)], OLD
+    assert network.told.get(timeout=30) == (NEW, OLD)
+    watch.close()
+
+
+def test_another_address_beside_it_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the route prefers now: the connections stand."""
+    network = Network(monkeypatch)
+    watch = AddressWatch(OLD, network.find, lambda old, new: network.told.put((old, new)), every=0.01)
+    network.here, network.route = [("eth1", NEW), ("eth0", OLD)], NEW
+    network.look(10)
+    watch.close()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.1"])
+def test_what_cannot_go_is_not_watched(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """Loopback, and what no interface has."""
+    network = Network(monkeypatch)
+    AddressWatch(address, network.find, lambda old, new: network.told.put((old, new)), every=0.001)
+    looks = network.looks
+    with pytest.raises(queue.Empty):
+        network.told.get(timeout=0.1)
+    assert network.looks == looks
