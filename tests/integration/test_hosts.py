@@ -128,14 +128,8 @@ def test_a_cable_is_out_for_a_moment(tmp_path: Path, undisturbed: Undisturbed) -
         finish(job, undisturbed)
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "pulled",
-        pytest.param("nothing gets out", marks=pytest.mark.full),
-        pytest.param("nothing gets in", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["pulled", "nothing gets out", "nothing gets in"])
 def test_a_cable_is_out_for_long(tmp_path: Path, undisturbed: Undisturbed, what: str) -> None:
     """The others go on without its node, which comes back with the cable."""
     with hosted_job(tmp_path, training=TRAINING, agent_flags=(SOON,)) as job:
