@@ -60,7 +60,9 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize(
+    "kind", ["garbage store", *(pytest.param(kind, marks=pytest.mark.full) for kind in list(DAMAGES)[1:])]
+)
 def test_the_same_command_goes_on_after_damage(jobs: Jobs, undisturbed: Undisturbed, kind: str) -> None:
     """Everything had ended: the next start puts the file aside, says so, and resumes where the last one had saved."""
     job = jobs(nnodes="1:2")

@@ -236,6 +236,7 @@ def test_frozen_node(clusters: Clusters, undisturbed: Undisturbed, with_master: 
     job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
 def test_what_a_dead_node_still_writes(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """Frozen in the middle of a save and replaced, its worker seals that checkpoint and more: nobody reads them."""
     job = clusters(training=Training(steps=140), nnodes="1:1", agent_flags=["--node-timeout=5"])

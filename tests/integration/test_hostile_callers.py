@@ -138,7 +138,7 @@ def slowest_of_a_good_agent(agent: Agent, epoch: int, first: int, http_address: 
     return slowest
 
 
-@pytest.mark.parametrize("descriptors", [1024, 4096])
+@pytest.mark.parametrize("descriptors", [1024, pytest.param(4096, marks=pytest.mark.full)])
 def test_idle_connections_cost_nobody_anything(tmp_path: Path, many_descriptors: None, descriptors: int) -> None:
     """1,500 on each port, opened anew as they are ended: commits go on; at a usual limit newcomers get in, too."""
     pytest.importorskip("uvicorn", reason="needs the extra http")

@@ -241,6 +241,7 @@ def test_leave_while_the_master_is_away(jobs: Jobs, undisturbed: Undisturbed, ki
     job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
 @kinds("service")
 def test_killed_with_its_store(jobs: Jobs, undisturbed: Undisturbed, kind: str) -> None:
     """Min is still min, although the one node that comes back was told otherwise; with another one the run goes on."""

@@ -65,7 +65,7 @@ def job(tmp_path: Path, members: Members) -> Iterator[Several]:
     "how",
     [
         "killed",
-        "told to end",
+        pytest.param("told to end", marks=pytest.mark.full),
         pytest.param("stopped", marks=pytest.mark.full),
         pytest.param("killed with etcd's leader", marks=pytest.mark.full),
     ],

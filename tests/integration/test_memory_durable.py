@@ -120,6 +120,7 @@ def test_all_nodes_die_at_once(jobs: Clusters, undisturbed: Undisturbed) -> None
     assert makers(job)["worker"] == {STEPS}
 
 
+@pytest.mark.full
 def test_a_writer_is_killed_in_the_middle(jobs: Clusters, undisturbed: Undisturbed) -> None:
     """A part of the step is missing on the disk: it is no commit, and the other node goes on from its memory.
 

@@ -87,7 +87,10 @@ def leave(job: Cluster, subset: frozenset[str], number: signal.Signals, backward
 @pytest.mark.parametrize(
     "ways",
     [
-        pytest.param([(number, number == signal.SIGINT) for number in NUMBERS], id="each signal once"),
+        pytest.param([(signal.SIGTERM, False), (signal.SIGINT, True)], id="two signals"),
+        pytest.param(
+            [(number, number == signal.SIGINT) for number in NUMBERS], id="each signal once", marks=pytest.mark.full
+        ),
         *(
             pytest.param([(number, backwards) for backwards in (False, True)], id=number.name, marks=pytest.mark.full)
             for number in NUMBERS
