@@ -105,7 +105,7 @@ async def _serve(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     store, remark = _open(options)
     is_gone = partial(processes.is_gone, here=processes.own_process())
-    brain = JobBrain(options.job_id, options.nnodes, embedded=options.embedded, is_gone=is_gone)
+    brain = JobBrain(options.job_id, options.nnodes, embedded=options.embedded, is_gone=is_gone, unix=time.time)
     server = ControlServer(options.job_id, brain, store, server_options)
     edge = None
     try:
@@ -285,7 +285,7 @@ def _edge(server: ControlServer, options: argparse.Namespace, token: str | None)
         raise UsageError(f"--http-port needs the extra `http`: pip install 'dalsegno[http]' ({error})") from error
     try:
         return Edge(
-            server.status,
+            server,
             options.host,
             options.http_port,
             token,
@@ -404,7 +404,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--port", type=_port, default=0, help="port to listen on; 0 (default): any free one, printed when serving")
     text = "with etcd: where agents reach this master, for other masters to send them here (default: --host and --port)"
     add("--advertise", type=_advertised, metavar="HOST[:PORT]", help=text)
-    add("--http-port", type=_port, metavar="PORT", help="show the job there: page, /metrics, /healthz, /api/job")
+    add("--http-port", type=_port, metavar="PORT", help="the job over HTTP: page, /metrics, /healthz, /readyz, /api/v1")
     add("--nnodes", type=nnodes, metavar="MIN:MAX", help="nodes of the job (default: what the first agent says)")
     add("--node_num", dest="nnodes", type=nnodes, metavar="N", help="as --nnodes N (DLRover's name)")
     add("--platform", help="accepted for DLRover's command lines; no effect")

@@ -64,6 +64,8 @@ class _PhaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     PHASE_DRAINING: _Phase.ValueType  # 4
     PHASE_SUCCEEDED: _Phase.ValueType  # 5
     PHASE_FAILED: _Phase.ValueType  # 6
+    PHASE_STOPPED: _Phase.ValueType  # 7
+    """Somebody has stopped it: it goes on from its last commit."""
 
 class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper): ...
 
@@ -74,6 +76,8 @@ PHASE_RUNNING: Phase.ValueType  # 3
 PHASE_DRAINING: Phase.ValueType  # 4
 PHASE_SUCCEEDED: Phase.ValueType  # 5
 PHASE_FAILED: Phase.ValueType  # 6
+PHASE_STOPPED: Phase.ValueType  # 7
+"""Somebody has stopped it: it goes on from its last commit."""
 global___Phase = Phase
 
 class _Ending:
@@ -736,6 +740,8 @@ class Directive(google.protobuf.message.Message):
     CONVERTING_FIELD_NUMBER: builtins.int
     MAKE_DURABLE_FIELD_NUMBER: builtins.int
     FLASH_SAVE_FIELD_NUMBER: builtins.int
+    SAVE_ORDER_FIELD_NUMBER: builtins.int
+    LEAVE_FIELD_NUMBER: builtins.int
     generation: builtins.int
     phase: global___Phase.ValueType
     epoch: builtins.int
@@ -747,6 +753,8 @@ class Directive(google.protobuf.message.Message):
     """What the workers of the last opened epoch left in memory of DLRover's Flash Checkpoint: all its nodes hold this step,
     and write it to the disk. 0: nobody does. Absent: not known yet.
     """
+    save_order: builtins.int
+    """Number of an order to save at the next boundary and train on. It stands until a commit has followed it; 0: none."""
     @property
     def wait(self) -> global___Wait:
         """Stand by: no place in the present world."""
@@ -805,6 +813,10 @@ class Directive(google.protobuf.message.Message):
     def make_durable(self) -> global___MakeDurable:
         """A memory checkpoint that this agent should write to the checkpoint directory, and then call ReportDurable."""
 
+    @property
+    def leave(self) -> global___LeaveOrder:
+        """Somebody has ordered this node to go: as if it had got a leave notice."""
+
     def __init__(
         self,
         *,
@@ -829,15 +841,33 @@ class Directive(google.protobuf.message.Message):
         converting: builtins.str = ...,
         make_durable: global___MakeDurable | None = ...,
         flash_save: builtins.int | None = ...,
+        save_order: builtins.int = ...,
+        leave: global___LeaveOrder | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_flash_save", b"_flash_save", "convert", b"convert", "drain", b"drain", "fenced", b"fenced", "finish", b"finish", "flash_save", b"flash_save", "gather", b"gather", "head", b"head", "make_durable", b"make_durable", "order", b"order", "release", b"release", "run", b"run", "settings", b"settings", "sight", b"sight", "verify", b"verify", "wait", b"wait"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_flash_save", b"_flash_save", "convert", b"convert", "converting", b"converting", "drain", b"drain", "epoch", b"epoch", "fenced", b"fenced", "finish", b"finish", "flash_save", b"flash_save", "gather", b"gather", "generation", b"generation", "head", b"head", "make_durable", b"make_durable", "notices", b"notices", "order", b"order", "phase", b"phase", "prune", b"prune", "release", b"release", "run", b"run", "run_id", b"run_id", "settings", b"settings", "sight", b"sight", "verify", b"verify", "wait", b"wait"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_flash_save", b"_flash_save", "convert", b"convert", "drain", b"drain", "fenced", b"fenced", "finish", b"finish", "flash_save", b"flash_save", "gather", b"gather", "head", b"head", "leave", b"leave", "make_durable", b"make_durable", "order", b"order", "release", b"release", "run", b"run", "settings", b"settings", "sight", b"sight", "verify", b"verify", "wait", b"wait"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_flash_save", b"_flash_save", "convert", b"convert", "converting", b"converting", "drain", b"drain", "epoch", b"epoch", "fenced", b"fenced", "finish", b"finish", "flash_save", b"flash_save", "gather", b"gather", "generation", b"generation", "head", b"head", "leave", b"leave", "make_durable", b"make_durable", "notices", b"notices", "order", b"order", "phase", b"phase", "prune", b"prune", "release", b"release", "run", b"run", "run_id", b"run_id", "save_order", b"save_order", "settings", b"settings", "sight", b"sight", "verify", b"verify", "wait", b"wait"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_flash_save", b"_flash_save"]) -> typing.Literal["flash_save"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["order", b"order"]) -> typing.Literal["wait", "gather", "run", "drain", "finish", "fenced", "release"] | None: ...
 
 global___Directive = Directive
+
+@typing.final
+class LeaveOrder(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STOP_FIELD_NUMBER: builtins.int
+    stop: builtins.bool
+    """The whole job is stopped: this is not the end of one node only."""
+    def __init__(
+        self,
+        *,
+        stop: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["stop", b"stop"]) -> None: ...
+
+global___LeaveOrder = LeaveOrder
 
 @typing.final
 class MakeDurable(google.protobuf.message.Message):
@@ -1374,6 +1404,8 @@ class ProgressRequest(google.protobuf.message.Message):
     COLD_FIELD_NUMBER: builtins.int
     FLASH_STEP_FIELD_NUMBER: builtins.int
     SAVES_NOTHING_FIELD_NUMBER: builtins.int
+    STARTED_SECONDS_FIELD_NUMBER: builtins.int
+    LOADED_SECONDS_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The highest step that a rank of this node has finished in the caller's epoch."""
     loss: builtins.float
@@ -1407,6 +1439,11 @@ class ProgressRequest(google.protobuf.message.Message):
     """
     saves_nothing: builtins.bool
     """The script's loop saves nothing: a drain keeps none of its steps."""
+    started_seconds: builtins.float
+    """Seconds from the order to be part of this world to the moment when its ranks had opened their sessions, and to the
+    one when they had loaded what they needed; 0: not yet, or not known.
+    """
+    loaded_seconds: builtins.float
     @property
     def caller(self) -> global___Caller: ...
     def __init__(
@@ -1426,9 +1463,11 @@ class ProgressRequest(google.protobuf.message.Message):
         cold: builtins.bool = ...,
         flash_step: builtins.int | None = ...,
         saves_nothing: builtins.bool = ...,
+        started_seconds: builtins.float = ...,
+        loaded_seconds: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_flash_step", b"_flash_step", "caller", b"caller", "flash_step", b"flash_step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_flash_step", b"_flash_step", "beats", b"beats", "caller", b"caller", "cold", b"cold", "draining", b"draining", "expects_session", b"expects_session", "flash_step", b"flash_step", "has_session", b"has_session", "longest", b"longest", "loss", b"loss", "saved_bytes", b"saved_bytes", "saves_nothing", b"saves_nothing", "step", b"step", "training_ended", b"training_ended", "written_bytes", b"written_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_flash_step", b"_flash_step", "beats", b"beats", "caller", b"caller", "cold", b"cold", "draining", b"draining", "expects_session", b"expects_session", "flash_step", b"flash_step", "has_session", b"has_session", "loaded_seconds", b"loaded_seconds", "longest", b"longest", "loss", b"loss", "saved_bytes", b"saved_bytes", "saves_nothing", b"saves_nothing", "started_seconds", b"started_seconds", "step", b"step", "training_ended", b"training_ended", "written_bytes", b"written_bytes"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_flash_step", b"_flash_step"]) -> typing.Literal["flash_step"] | None: ...
 
 global___ProgressRequest = ProgressRequest
@@ -1882,6 +1921,7 @@ class EpochRecord(google.protobuf.message.Message):
     LAST_STEP_FIELD_NUMBER: builtins.int
     UNHEARD_FIELD_NUMBER: builtins.int
     LOST_MORE_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     nodes: builtins.int
     world_size: builtins.int
@@ -1897,6 +1937,10 @@ class EpochRecord(google.protobuf.message.Message):
     """No node has reported a step of this world: `first_step` and `last_step` have no meaning."""
     lost_more: builtins.bool
     """No node has reported the last steps of the world before: at least `lost_steps` were lost."""
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PausePart]:
+        """Where those seconds went, in order; their sum is `paused`."""
+
     def __init__(
         self,
         *,
@@ -1912,10 +1956,29 @@ class EpochRecord(google.protobuf.message.Message):
         last_step: builtins.int = ...,
         unheard: builtins.bool = ...,
         lost_more: builtins.bool = ...,
+        parts: collections.abc.Iterable[global___PausePart] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cause", b"cause", "epoch", b"epoch", "first_step", b"first_step", "form", b"form", "last_step", b"last_step", "lost_more", b"lost_more", "lost_steps", b"lost_steps", "nodes", b"nodes", "paused", b"paused", "resumed_step", b"resumed_step", "unheard", b"unheard", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cause", b"cause", "epoch", b"epoch", "first_step", b"first_step", "form", b"form", "last_step", b"last_step", "lost_more", b"lost_more", "lost_steps", b"lost_steps", "nodes", b"nodes", "parts", b"parts", "paused", b"paused", "resumed_step", b"resumed_step", "unheard", b"unheard", "world_size", b"world_size"]) -> None: ...
 
 global___EpochRecord = EpochRecord
+
+@typing.final
+class PausePart(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    seconds: builtins.float
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "seconds", b"seconds"]) -> None: ...
+
+global___PausePart = PausePart
 
 @typing.final
 class Leader(google.protobuf.message.Message):
@@ -1958,6 +2021,8 @@ class StatusReply(google.protobuf.message.Message):
     LIMIT_FIELD_NUMBER: builtins.int
     UNHEARD_FIELD_NUMBER: builtins.int
     LEADER_FIELD_NUMBER: builtins.int
+    GOODPUT_FIELD_NUMBER: builtins.int
+    CHECKPOINTS_FIELD_NUMBER: builtins.int
     generation: builtins.int
     job_id: builtins.str
     run_id: builtins.str
@@ -1970,6 +2035,8 @@ class StatusReply(google.protobuf.message.Message):
     """The most nodes that the world may have, if that is fewer than the settings' max_nodes; 0: no such limit was set."""
     unheard: builtins.bool
     """No node has reported a step of the open epoch: `step` is the step that it began from, and `loss` has no meaning."""
+    goodput: builtins.float
+    """Share of the time since the run's first step that brought it forward, 0 to 1. Absent: not known."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NodeStatus]: ...
     @property
@@ -1981,6 +2048,10 @@ class StatusReply(google.protobuf.message.Message):
     @property
     def leader(self) -> global___Leader:
         """Absent where there is one master only."""
+
+    @property
+    def checkpoints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Checkpoint]:
+        """The newest commits, oldest first."""
 
     def __init__(
         self,
@@ -2000,9 +2071,12 @@ class StatusReply(google.protobuf.message.Message):
         limit: builtins.int = ...,
         unheard: builtins.bool = ...,
         leader: global___Leader | None = ...,
+        goodput: builtins.float | None = ...,
+        checkpoints: collections.abc.Iterable[global___Checkpoint] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["head", b"head", "leader", b"leader", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "generation", b"generation", "head", b"head", "history", b"history", "job_id", b"job_id", "leader", b"leader", "limit", b"limit", "loss", b"loss", "nodes", b"nodes", "phase", b"phase", "reason", b"reason", "run_id", b"run_id", "settings", b"settings", "step", b"step", "unheard", b"unheard"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_goodput", b"_goodput", "goodput", b"goodput", "head", b"head", "leader", b"leader", "settings", b"settings"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_goodput", b"_goodput", "checkpoints", b"checkpoints", "epoch", b"epoch", "generation", b"generation", "goodput", b"goodput", "head", b"head", "history", b"history", "job_id", b"job_id", "leader", b"leader", "limit", b"limit", "loss", b"loss", "nodes", b"nodes", "phase", b"phase", "reason", b"reason", "run_id", b"run_id", "settings", b"settings", "step", b"step", "unheard", b"unheard"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_goodput", b"_goodput"]) -> typing.Literal["goodput"] | None: ...
 
 global___StatusReply = StatusReply
 
@@ -2051,3 +2125,221 @@ class ScaleReply(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["generation", b"generation", "limit", b"limit", "nodes", b"nodes"]) -> None: ...
 
 global___ScaleReply = ScaleReply
+
+@typing.final
+class DrainNodeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """Empty: the job that the master runs."""
+    protocol: builtins.int
+    node: builtins.str
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        protocol: builtins.int = ...,
+        node: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "node", b"node", "protocol", b"protocol"]) -> None: ...
+
+global___DrainNodeRequest = DrainNodeRequest
+
+@typing.final
+class StopRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    protocol: builtins.int
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        protocol: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "protocol", b"protocol"]) -> None: ...
+
+global___StopRequest = StopRequest
+
+@typing.final
+class StartRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    protocol: builtins.int
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        protocol: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "protocol", b"protocol"]) -> None: ...
+
+global___StartRequest = StartRequest
+
+@typing.final
+class SaveNowRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    protocol: builtins.int
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        protocol: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "protocol", b"protocol"]) -> None: ...
+
+global___SaveNowRequest = SaveNowRequest
+
+@typing.final
+class OrderReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    generation: builtins.int
+    text: builtins.str
+    """What follows, in one line for a person."""
+    step: builtins.int
+    """SaveNow: the save is of a later step than this one."""
+    def __init__(
+        self,
+        *,
+        generation: builtins.int = ...,
+        text: builtins.str = ...,
+        step: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "step", b"step", "text", b"text"]) -> None: ...
+
+global___OrderReply = OrderReply
+
+@typing.final
+class EventsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    AFTER_FIELD_NUMBER: builtins.int
+    LIMIT_FIELD_NUMBER: builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    protocol: builtins.int
+    after: builtins.int
+    """Only later events than this one; 0: all that are kept."""
+    limit: builtins.int
+    """The most events of one answer; 0: as many as there are."""
+    wait_seconds: builtins.float
+    """If there is none yet: how long the answer may wait for one."""
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        protocol: builtins.int = ...,
+        after: builtins.int = ...,
+        limit: builtins.int = ...,
+        wait_seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "job_id", b"job_id", "limit", b"limit", "protocol", b"protocol", "wait_seconds", b"wait_seconds"]) -> None: ...
+
+global___EventsRequest = EventsRequest
+
+@typing.final
+class EventsReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: builtins.int
+    EVENTS_FIELD_NUMBER: builtins.int
+    OLDEST_FIELD_NUMBER: builtins.int
+    NEWEST_FIELD_NUMBER: builtins.int
+    generation: builtins.int
+    oldest: builtins.int
+    """The oldest event that is kept: older ones than this are gone."""
+    newest: builtins.int
+    """The newest event that there is."""
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Event]: ...
+    def __init__(
+        self,
+        *,
+        generation: builtins.int = ...,
+        events: collections.abc.Iterable[global___Event] | None = ...,
+        oldest: builtins.int = ...,
+        newest: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events", "generation", b"generation", "newest", b"newest", "oldest", b"oldest"]) -> None: ...
+
+global___EventsReply = EventsReply
+
+@typing.final
+class Event(google.protobuf.message.Message):
+    """One thing that happened. Sequence numbers only grow, for as long as the master's record is kept."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    AT_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    WARNING_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    LOST_STEPS_FIELD_NUMBER: builtins.int
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    sequence: builtins.int
+    at: builtins.float
+    """Unix seconds by the clock of the master that saw it, for people."""
+    kind: builtins.str
+    """See docs/reference.md."""
+    text: builtins.str
+    """The line for a person; empty: consoles show nothing of it."""
+    warning: builtins.bool
+    epoch: builtins.int
+    """The last epoch that was opened when it happened."""
+    step: builtins.int
+    seconds: builtins.float
+    """Of a change of the world: seconds without a step, and where they went; steps done again."""
+    lost_steps: builtins.int
+    checkpoint: builtins.str
+    """Name of the checkpoint that it is about."""
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Nodes that it is about."""
+
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PausePart]: ...
+    def __init__(
+        self,
+        *,
+        sequence: builtins.int = ...,
+        at: builtins.float = ...,
+        kind: builtins.str = ...,
+        text: builtins.str = ...,
+        warning: builtins.bool = ...,
+        epoch: builtins.int = ...,
+        nodes: collections.abc.Iterable[builtins.str] | None = ...,
+        step: builtins.int | None = ...,
+        seconds: builtins.float = ...,
+        parts: collections.abc.Iterable[global___PausePart] | None = ...,
+        lost_steps: builtins.int = ...,
+        checkpoint: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_step", b"_step", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_step", b"_step", "at", b"at", "checkpoint", b"checkpoint", "epoch", b"epoch", "kind", b"kind", "lost_steps", b"lost_steps", "nodes", b"nodes", "parts", b"parts", "seconds", b"seconds", "sequence", b"sequence", "step", b"step", "text", b"text", "warning", b"warning"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
+
+global___Event = Event

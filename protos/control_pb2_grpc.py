@@ -144,6 +144,31 @@ class ControlStub(object):
                 request_serializer=dalsegno_dot_protos_dot_control__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=dalsegno_dot_protos_dot_control__pb2.ScaleReply.FromString,
                 _registered_method=True)
+        self.DrainNode = channel.unary_unary(
+                '/dalsegno.control.v1.Control/DrainNode',
+                request_serializer=dalsegno_dot_protos_dot_control__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=dalsegno_dot_protos_dot_control__pb2.OrderReply.FromString,
+                _registered_method=True)
+        self.Stop = channel.unary_unary(
+                '/dalsegno.control.v1.Control/Stop',
+                request_serializer=dalsegno_dot_protos_dot_control__pb2.StopRequest.SerializeToString,
+                response_deserializer=dalsegno_dot_protos_dot_control__pb2.OrderReply.FromString,
+                _registered_method=True)
+        self.Start = channel.unary_unary(
+                '/dalsegno.control.v1.Control/Start',
+                request_serializer=dalsegno_dot_protos_dot_control__pb2.StartRequest.SerializeToString,
+                response_deserializer=dalsegno_dot_protos_dot_control__pb2.OrderReply.FromString,
+                _registered_method=True)
+        self.SaveNow = channel.unary_unary(
+                '/dalsegno.control.v1.Control/SaveNow',
+                request_serializer=dalsegno_dot_protos_dot_control__pb2.SaveNowRequest.SerializeToString,
+                response_deserializer=dalsegno_dot_protos_dot_control__pb2.OrderReply.FromString,
+                _registered_method=True)
+        self.GetEvents = channel.unary_unary(
+                '/dalsegno.control.v1.Control/GetEvents',
+                request_serializer=dalsegno_dot_protos_dot_control__pb2.EventsRequest.SerializeToString,
+                response_deserializer=dalsegno_dot_protos_dot_control__pb2.EventsReply.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -302,6 +327,43 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainNode(self, request, context):
+        """For people and tools: this node saves with all others at the next boundary, and its agent goes. NOT_FOUND for a name
+        that no node has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Stop(self, request, context):
+        """For people and tools: all nodes save at the next boundary, and go; the run can be resumed. A master that is no
+        agent's own lets nobody in again before Start.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Start(self, request, context):
+        """For people and tools: lets agents of a stopped job in again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SaveNow(self, request, context):
+        """For people and tools: the ranks save at the next boundary, and train on. FAILED_PRECONDITION where no rank could.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetEvents(self, request, context):
+        """For people and tools: what happened, oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -414,6 +476,31 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Scale,
                     request_deserializer=dalsegno_dot_protos_dot_control__pb2.ScaleRequest.FromString,
                     response_serializer=dalsegno_dot_protos_dot_control__pb2.ScaleReply.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=dalsegno_dot_protos_dot_control__pb2.DrainNodeRequest.FromString,
+                    response_serializer=dalsegno_dot_protos_dot_control__pb2.OrderReply.SerializeToString,
+            ),
+            'Stop': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stop,
+                    request_deserializer=dalsegno_dot_protos_dot_control__pb2.StopRequest.FromString,
+                    response_serializer=dalsegno_dot_protos_dot_control__pb2.OrderReply.SerializeToString,
+            ),
+            'Start': grpc.unary_unary_rpc_method_handler(
+                    servicer.Start,
+                    request_deserializer=dalsegno_dot_protos_dot_control__pb2.StartRequest.FromString,
+                    response_serializer=dalsegno_dot_protos_dot_control__pb2.OrderReply.SerializeToString,
+            ),
+            'SaveNow': grpc.unary_unary_rpc_method_handler(
+                    servicer.SaveNow,
+                    request_deserializer=dalsegno_dot_protos_dot_control__pb2.SaveNowRequest.FromString,
+                    response_serializer=dalsegno_dot_protos_dot_control__pb2.OrderReply.SerializeToString,
+            ),
+            'GetEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetEvents,
+                    request_deserializer=dalsegno_dot_protos_dot_control__pb2.EventsRequest.FromString,
+                    response_serializer=dalsegno_dot_protos_dot_control__pb2.EventsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1010,6 +1097,141 @@ class Control(object):
             '/dalsegno.control.v1.Control/Scale',
             dalsegno_dot_protos_dot_control__pb2.ScaleRequest.SerializeToString,
             dalsegno_dot_protos_dot_control__pb2.ScaleReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dalsegno.control.v1.Control/DrainNode',
+            dalsegno_dot_protos_dot_control__pb2.DrainNodeRequest.SerializeToString,
+            dalsegno_dot_protos_dot_control__pb2.OrderReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dalsegno.control.v1.Control/Stop',
+            dalsegno_dot_protos_dot_control__pb2.StopRequest.SerializeToString,
+            dalsegno_dot_protos_dot_control__pb2.OrderReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Start(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dalsegno.control.v1.Control/Start',
+            dalsegno_dot_protos_dot_control__pb2.StartRequest.SerializeToString,
+            dalsegno_dot_protos_dot_control__pb2.OrderReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SaveNow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dalsegno.control.v1.Control/SaveNow',
+            dalsegno_dot_protos_dot_control__pb2.SaveNowRequest.SerializeToString,
+            dalsegno_dot_protos_dot_control__pb2.OrderReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dalsegno.control.v1.Control/GetEvents',
+            dalsegno_dot_protos_dot_control__pb2.EventsRequest.SerializeToString,
+            dalsegno_dot_protos_dot_control__pb2.EventsReply.FromString,
             options,
             channel_credentials,
             insecure,

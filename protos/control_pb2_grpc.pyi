@@ -165,6 +165,40 @@ class ControlStub:
     last nodes become spares. FAILED_PRECONDITION when the job has ended, or when no agent has registered yet.
     """
 
+    DrainNode: grpc.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.DrainNodeRequest,
+        dalsegno.protos.control_pb2.OrderReply,
+    ]
+    """For people and tools: this node saves with all others at the next boundary, and its agent goes. NOT_FOUND for a name
+    that no node has.
+    """
+
+    Stop: grpc.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.StopRequest,
+        dalsegno.protos.control_pb2.OrderReply,
+    ]
+    """For people and tools: all nodes save at the next boundary, and go; the run can be resumed. A master that is no
+    agent's own lets nobody in again before Start.
+    """
+
+    Start: grpc.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.StartRequest,
+        dalsegno.protos.control_pb2.OrderReply,
+    ]
+    """For people and tools: lets agents of a stopped job in again."""
+
+    SaveNow: grpc.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.SaveNowRequest,
+        dalsegno.protos.control_pb2.OrderReply,
+    ]
+    """For people and tools: the ranks save at the next boundary, and train on. FAILED_PRECONDITION where no rank could."""
+
+    GetEvents: grpc.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.EventsRequest,
+        dalsegno.protos.control_pb2.EventsReply,
+    ]
+    """For people and tools: what happened, oldest first."""
+
 class ControlAsyncStub:
     Register: grpc.aio.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.RegisterRequest,
@@ -298,6 +332,40 @@ class ControlAsyncStub:
     """For people and tools: sets how many nodes the world may have, from min to max. A larger world is drained, and its
     last nodes become spares. FAILED_PRECONDITION when the job has ended, or when no agent has registered yet.
     """
+
+    DrainNode: grpc.aio.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.DrainNodeRequest,
+        dalsegno.protos.control_pb2.OrderReply,
+    ]
+    """For people and tools: this node saves with all others at the next boundary, and its agent goes. NOT_FOUND for a name
+    that no node has.
+    """
+
+    Stop: grpc.aio.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.StopRequest,
+        dalsegno.protos.control_pb2.OrderReply,
+    ]
+    """For people and tools: all nodes save at the next boundary, and go; the run can be resumed. A master that is no
+    agent's own lets nobody in again before Start.
+    """
+
+    Start: grpc.aio.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.StartRequest,
+        dalsegno.protos.control_pb2.OrderReply,
+    ]
+    """For people and tools: lets agents of a stopped job in again."""
+
+    SaveNow: grpc.aio.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.SaveNowRequest,
+        dalsegno.protos.control_pb2.OrderReply,
+    ]
+    """For people and tools: the ranks save at the next boundary, and train on. FAILED_PRECONDITION where no rank could."""
+
+    GetEvents: grpc.aio.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.EventsRequest,
+        dalsegno.protos.control_pb2.EventsReply,
+    ]
+    """For people and tools: what happened, oldest first."""
 
 class ControlServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -476,5 +544,49 @@ class ControlServicer(metaclass=abc.ABCMeta):
         """For people and tools: sets how many nodes the world may have, from min to max. A larger world is drained, and its
         last nodes become spares. FAILED_PRECONDITION when the job has ended, or when no agent has registered yet.
         """
+
+    @abc.abstractmethod
+    def DrainNode(
+        self,
+        request: dalsegno.protos.control_pb2.DrainNodeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[dalsegno.protos.control_pb2.OrderReply, collections.abc.Awaitable[dalsegno.protos.control_pb2.OrderReply]]:
+        """For people and tools: this node saves with all others at the next boundary, and its agent goes. NOT_FOUND for a name
+        that no node has.
+        """
+
+    @abc.abstractmethod
+    def Stop(
+        self,
+        request: dalsegno.protos.control_pb2.StopRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[dalsegno.protos.control_pb2.OrderReply, collections.abc.Awaitable[dalsegno.protos.control_pb2.OrderReply]]:
+        """For people and tools: all nodes save at the next boundary, and go; the run can be resumed. A master that is no
+        agent's own lets nobody in again before Start.
+        """
+
+    @abc.abstractmethod
+    def Start(
+        self,
+        request: dalsegno.protos.control_pb2.StartRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[dalsegno.protos.control_pb2.OrderReply, collections.abc.Awaitable[dalsegno.protos.control_pb2.OrderReply]]:
+        """For people and tools: lets agents of a stopped job in again."""
+
+    @abc.abstractmethod
+    def SaveNow(
+        self,
+        request: dalsegno.protos.control_pb2.SaveNowRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[dalsegno.protos.control_pb2.OrderReply, collections.abc.Awaitable[dalsegno.protos.control_pb2.OrderReply]]:
+        """For people and tools: the ranks save at the next boundary, and train on. FAILED_PRECONDITION where no rank could."""
+
+    @abc.abstractmethod
+    def GetEvents(
+        self,
+        request: dalsegno.protos.control_pb2.EventsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[dalsegno.protos.control_pb2.EventsReply, collections.abc.Awaitable[dalsegno.protos.control_pb2.EventsReply]]:
+        """For people and tools: what happened, oldest first."""
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64\x61lsegno/protos/worker.proto\x12\x12\x64\x61lsegno.worker.v1\"\xe6\x04\n\x07ToAgent\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.dalsegno.worker.v1.HelloH\x00\x12\x30\n\x08progress\x18\x02 \x01(\x0b\x32\x1c.dalsegno.worker.v1.ProgressH\x00\x12,\n\x06saving\x18\x03 \x01(\x0b\x32\x1a.dalsegno.worker.v1.SavingH\x00\x12,\n\x06sealed\x18\x04 \x01(\x0b\x32\x1a.dalsegno.worker.v1.SealedH\x00\x12\x35\n\x0bsave_failed\x18\x05 \x01(\x0b\x32\x1e.dalsegno.worker.v1.SaveFailedH\x00\x12\x30\n\x08\x64raining\x18\x06 \x01(\x0b\x32\x1c.dalsegno.worker.v1.DrainingH\x00\x12.\n\x07\x64rained\x18\x07 \x01(\x0b\x32\x1b.dalsegno.worker.v1.DrainedH\x00\x12\x30\n\x08\x66inished\x18\x08 \x01(\x0b\x32\x1c.dalsegno.worker.v1.FinishedH\x00\x12;\n\x0e\x62\x61\x64_checkpoint\x18\t \x01(\x0b\x32!.dalsegno.worker.v1.BadCheckpointH\x00\x12.\n\x07refused\x18\n \x01(\x0b\x32\x1b.dalsegno.worker.v1.RefusedH\x00\x12\x31\n\tpeer_lost\x18\x0b \x01(\x0b\x32\x1c.dalsegno.worker.v1.PeerLostH\x00\x12.\n\x07keeping\x18\x0c \x01(\x0b\x32\x1b.dalsegno.worker.v1.KeepingH\x00\x42\x06\n\x04\x62ody\"q\n\x08ToWorker\x12\r\n\x05\x64rain\x18\x01 \x01(\x08\x12\x13\n\x0bmaster_seen\x18\x02 \x01(\x08\x12\x0e\n\x06\x65nding\x18\x03 \x01(\r\x12\x11\n\tto_memory\x18\x04 \x01(\x08\x12\x0c\n\x04keep\x18\x05 \x01(\x08\x12\x10\n\x08may_stay\x18\x06 \x01(\x08\"W\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nlocal_rank\x18\x04 \x01(\r\x12\x0b\n\x03pid\x18\x05 \x01(\r\"\x9c\x01\n\x08Progress\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04loss\x18\x02 \x01(\x01\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x0f\n\x07longest\x18\x04 \x01(\x01\x12\x1a\n\x12\x61nyone_sees_master\x18\x05 \x01(\x08\x12\r\n\x05\x62\x65\x61ts\x18\x06 \x01(\x04\x12\x10\n\x08may_keep\x18\x07 \x01(\x08\x12\x15\n\rsaves_nothing\x18\x08 \x01(\x08\"6\n\x06Saving\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07written\x18\x03 \x01(\x04\"n\n\x06Sealed\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x11\n\tin_memory\x18\x05 \x01(\x08\x12\x14\n\x0cmake_durable\x18\x06 \x01(\x08\"G\n\nSaveFailed\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05\x64rain\x18\x03 \x01(\x08\x12\x0c\n\x04step\x18\x04 \x01(\x04\"\x18\n\x08\x44raining\x12\x0c\n\x04step\x18\x01 \x01(\x04\"H\n\x07\x44rained\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x11\n\tin_memory\x18\x04 \x01(\x08\"\x18\n\x08\x46inished\x12\x0c\n\x04step\x18\x01 \x01(\x04\"Z\n\rBadCheckpoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04\x66orm\x18\x03 \x01(\r\x12\x0c\n\x04\x66ile\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\"\x1a\n\x07Refused\x12\x0f\n\x07message\x18\x01 \x01(\t\"\n\n\x08PeerLost\"\x17\n\x07Keeping\x12\x0c\n\x04step\x18\x01 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64\x61lsegno/protos/worker.proto\x12\x12\x64\x61lsegno.worker.v1\"\x92\x05\n\x07ToAgent\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.dalsegno.worker.v1.HelloH\x00\x12\x30\n\x08progress\x18\x02 \x01(\x0b\x32\x1c.dalsegno.worker.v1.ProgressH\x00\x12,\n\x06saving\x18\x03 \x01(\x0b\x32\x1a.dalsegno.worker.v1.SavingH\x00\x12,\n\x06sealed\x18\x04 \x01(\x0b\x32\x1a.dalsegno.worker.v1.SealedH\x00\x12\x35\n\x0bsave_failed\x18\x05 \x01(\x0b\x32\x1e.dalsegno.worker.v1.SaveFailedH\x00\x12\x30\n\x08\x64raining\x18\x06 \x01(\x0b\x32\x1c.dalsegno.worker.v1.DrainingH\x00\x12.\n\x07\x64rained\x18\x07 \x01(\x0b\x32\x1b.dalsegno.worker.v1.DrainedH\x00\x12\x30\n\x08\x66inished\x18\x08 \x01(\x0b\x32\x1c.dalsegno.worker.v1.FinishedH\x00\x12;\n\x0e\x62\x61\x64_checkpoint\x18\t \x01(\x0b\x32!.dalsegno.worker.v1.BadCheckpointH\x00\x12.\n\x07refused\x18\n \x01(\x0b\x32\x1b.dalsegno.worker.v1.RefusedH\x00\x12\x31\n\tpeer_lost\x18\x0b \x01(\x0b\x32\x1c.dalsegno.worker.v1.PeerLostH\x00\x12.\n\x07keeping\x18\x0c \x01(\x0b\x32\x1b.dalsegno.worker.v1.KeepingH\x00\x12*\n\x05ready\x18\r \x01(\x0b\x32\x19.dalsegno.worker.v1.ReadyH\x00\x42\x06\n\x04\x62ody\"\x85\x01\n\x08ToWorker\x12\r\n\x05\x64rain\x18\x01 \x01(\x08\x12\x13\n\x0bmaster_seen\x18\x02 \x01(\x08\x12\x0e\n\x06\x65nding\x18\x03 \x01(\r\x12\x11\n\tto_memory\x18\x04 \x01(\x08\x12\x0c\n\x04keep\x18\x05 \x01(\x08\x12\x10\n\x08may_stay\x18\x06 \x01(\x08\x12\x12\n\nsave_order\x18\x07 \x01(\x04\"W\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nlocal_rank\x18\x04 \x01(\r\x12\x0b\n\x03pid\x18\x05 \x01(\r\"\x9c\x01\n\x08Progress\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04loss\x18\x02 \x01(\x01\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x0f\n\x07longest\x18\x04 \x01(\x01\x12\x1a\n\x12\x61nyone_sees_master\x18\x05 \x01(\x08\x12\r\n\x05\x62\x65\x61ts\x18\x06 \x01(\x04\x12\x10\n\x08may_keep\x18\x07 \x01(\x08\x12\x15\n\rsaves_nothing\x18\x08 \x01(\x08\"6\n\x06Saving\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07written\x18\x03 \x01(\x04\"n\n\x06Sealed\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x11\n\tin_memory\x18\x05 \x01(\x08\x12\x14\n\x0cmake_durable\x18\x06 \x01(\x08\"G\n\nSaveFailed\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05\x64rain\x18\x03 \x01(\x08\x12\x0c\n\x04step\x18\x04 \x01(\x04\"\x18\n\x08\x44raining\x12\x0c\n\x04step\x18\x01 \x01(\x04\"H\n\x07\x44rained\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x11\n\tin_memory\x18\x04 \x01(\x08\"\x18\n\x08\x46inished\x12\x0c\n\x04step\x18\x01 \x01(\x04\"Z\n\rBadCheckpoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04\x66orm\x18\x03 \x01(\r\x12\x0c\n\x04\x66ile\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\"\x1a\n\x07Refused\x12\x0f\n\x07message\x18\x01 \x01(\t\"\n\n\x08PeerLost\"\x07\n\x05Ready\"\x17\n\x07Keeping\x12\x0c\n\x04step\x18\x01 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,31 +32,33 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dalsegno.protos.worker_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TOAGENT']._serialized_start=53
-  _globals['_TOAGENT']._serialized_end=667
-  _globals['_TOWORKER']._serialized_start=669
-  _globals['_TOWORKER']._serialized_end=782
-  _globals['_HELLO']._serialized_start=784
-  _globals['_HELLO']._serialized_end=871
-  _globals['_PROGRESS']._serialized_start=874
-  _globals['_PROGRESS']._serialized_end=1030
-  _globals['_SAVING']._serialized_start=1032
-  _globals['_SAVING']._serialized_end=1086
-  _globals['_SEALED']._serialized_start=1088
-  _globals['_SEALED']._serialized_end=1198
-  _globals['_SAVEFAILED']._serialized_start=1200
-  _globals['_SAVEFAILED']._serialized_end=1271
-  _globals['_DRAINING']._serialized_start=1273
-  _globals['_DRAINING']._serialized_end=1297
-  _globals['_DRAINED']._serialized_start=1299
-  _globals['_DRAINED']._serialized_end=1371
-  _globals['_FINISHED']._serialized_start=1373
-  _globals['_FINISHED']._serialized_end=1397
-  _globals['_BADCHECKPOINT']._serialized_start=1399
-  _globals['_BADCHECKPOINT']._serialized_end=1489
-  _globals['_REFUSED']._serialized_start=1491
-  _globals['_REFUSED']._serialized_end=1517
-  _globals['_PEERLOST']._serialized_start=1519
-  _globals['_PEERLOST']._serialized_end=1529
-  _globals['_KEEPING']._serialized_start=1531
-  _globals['_KEEPING']._serialized_end=1554
+  _globals['_TOAGENT']._serialized_end=711
+  _globals['_TOWORKER']._serialized_start=714
+  _globals['_TOWORKER']._serialized_end=847
+  _globals['_HELLO']._serialized_start=849
+  _globals['_HELLO']._serialized_end=936
+  _globals['_PROGRESS']._serialized_start=939
+  _globals['_PROGRESS']._serialized_end=1095
+  _globals['_SAVING']._serialized_start=1097
+  _globals['_SAVING']._serialized_end=1151
+  _globals['_SEALED']._serialized_start=1153
+  _globals['_SEALED']._serialized_end=1263
+  _globals['_SAVEFAILED']._serialized_start=1265
+  _globals['_SAVEFAILED']._serialized_end=1336
+  _globals['_DRAINING']._serialized_start=1338
+  _globals['_DRAINING']._serialized_end=1362
+  _globals['_DRAINED']._serialized_start=1364
+  _globals['_DRAINED']._serialized_end=1436
+  _globals['_FINISHED']._serialized_start=1438
+  _globals['_FINISHED']._serialized_end=1462
+  _globals['_BADCHECKPOINT']._serialized_start=1464
+  _globals['_BADCHECKPOINT']._serialized_end=1554
+  _globals['_REFUSED']._serialized_start=1556
+  _globals['_REFUSED']._serialized_end=1582
+  _globals['_PEERLOST']._serialized_start=1584
+  _globals['_PEERLOST']._serialized_end=1594
+  _globals['_READY']._serialized_start=1596
+  _globals['_READY']._serialized_end=1603
+  _globals['_KEEPING']._serialized_start=1605
+  _globals['_KEEPING']._serialized_end=1628
 # @@protoc_insertion_point(module_scope)

@@ -28,6 +28,7 @@ class ToAgent(google.protobuf.message.Message):
     REFUSED_FIELD_NUMBER: builtins.int
     PEER_LOST_FIELD_NUMBER: builtins.int
     KEEPING_FIELD_NUMBER: builtins.int
+    READY_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello: ...
     @property
@@ -52,6 +53,8 @@ class ToAgent(google.protobuf.message.Message):
     def peer_lost(self) -> global___PeerLost: ...
     @property
     def keeping(self) -> global___Keeping: ...
+    @property
+    def ready(self) -> global___Ready: ...
     def __init__(
         self,
         *,
@@ -67,10 +70,11 @@ class ToAgent(google.protobuf.message.Message):
         refused: global___Refused | None = ...,
         peer_lost: global___PeerLost | None = ...,
         keeping: global___Keeping | None = ...,
+        ready: global___Ready | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["bad_checkpoint", b"bad_checkpoint", "body", b"body", "drained", b"drained", "draining", b"draining", "finished", b"finished", "hello", b"hello", "keeping", b"keeping", "peer_lost", b"peer_lost", "progress", b"progress", "refused", b"refused", "save_failed", b"save_failed", "saving", b"saving", "sealed", b"sealed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bad_checkpoint", b"bad_checkpoint", "body", b"body", "drained", b"drained", "draining", b"draining", "finished", b"finished", "hello", b"hello", "keeping", b"keeping", "peer_lost", b"peer_lost", "progress", b"progress", "refused", b"refused", "save_failed", b"save_failed", "saving", b"saving", "sealed", b"sealed"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "progress", "saving", "sealed", "save_failed", "draining", "drained", "finished", "bad_checkpoint", "refused", "peer_lost", "keeping"] | None: ...
+    def HasField(self, field_name: typing.Literal["bad_checkpoint", b"bad_checkpoint", "body", b"body", "drained", b"drained", "draining", b"draining", "finished", b"finished", "hello", b"hello", "keeping", b"keeping", "peer_lost", b"peer_lost", "progress", b"progress", "ready", b"ready", "refused", b"refused", "save_failed", b"save_failed", "saving", b"saving", "sealed", b"sealed"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bad_checkpoint", b"bad_checkpoint", "body", b"body", "drained", b"drained", "draining", b"draining", "finished", b"finished", "hello", b"hello", "keeping", b"keeping", "peer_lost", b"peer_lost", "progress", b"progress", "ready", b"ready", "refused", b"refused", "save_failed", b"save_failed", "saving", b"saving", "sealed", b"sealed"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "progress", "saving", "sealed", "save_failed", "draining", "drained", "finished", "bad_checkpoint", "refused", "peer_lost", "keeping", "ready"] | None: ...
 
 global___ToAgent = ToAgent
 
@@ -84,6 +88,7 @@ class ToWorker(google.protobuf.message.Message):
     TO_MEMORY_FIELD_NUMBER: builtins.int
     KEEP_FIELD_NUMBER: builtins.int
     MAY_STAY_FIELD_NUMBER: builtins.int
+    SAVE_ORDER_FIELD_NUMBER: builtins.int
     drain: builtins.bool
     """Save at the next agreed boundary and stop."""
     master_seen: builtins.bool
@@ -98,6 +103,8 @@ class ToWorker(google.protobuf.message.Message):
     """
     may_stay: builtins.bool
     """A rank that has drained may wait in its process for a place in the next world, instead of exiting."""
+    save_order: builtins.int
+    """Number of an order to save at the next agreed boundary and train on; 0: none."""
     def __init__(
         self,
         *,
@@ -107,8 +114,9 @@ class ToWorker(google.protobuf.message.Message):
         to_memory: builtins.bool = ...,
         keep: builtins.bool = ...,
         may_stay: builtins.bool = ...,
+        save_order: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["drain", b"drain", "ending", b"ending", "keep", b"keep", "master_seen", b"master_seen", "may_stay", b"may_stay", "to_memory", b"to_memory"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drain", b"drain", "ending", b"ending", "keep", b"keep", "master_seen", b"master_seen", "may_stay", b"may_stay", "save_order", b"save_order", "to_memory", b"to_memory"]) -> None: ...
 
 global___ToWorker = ToWorker
 
@@ -391,6 +399,18 @@ class PeerLost(google.protobuf.message.Message):
     ) -> None: ...
 
 global___PeerLost = PeerLost
+
+@typing.final
+class Ready(google.protobuf.message.Message):
+    """This rank has opened its session and loaded what it needs: the first step of its world begins."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___Ready = Ready
 
 @typing.final
 class Keeping(google.protobuf.message.Message):

@@ -37,20 +37,14 @@ from . import render as render_command
 __all__ = ["main"]
 
 
-def _status(options: argparse.Namespace) -> int:
-    return _ask(options, "status")
-
-
-def _scale(options: argparse.Namespace) -> int:
-    return _ask(options, "scale")
-
-
-def _ask(options: argparse.Namespace, name: str) -> int:
+def _ask(options: argparse.Namespace) -> int:
+    """The commands that ask a job's master."""
     with quiet_grpc():
-        from . import status
+        from . import orders, status
 
+    module = status if options.command in ("status", "scale") else orders
     try:
-        return int(getattr(status, name)(options))
+        return int(getattr(module, options.command)(options))
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
 
@@ -257,13 +251,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="dalsegno", description="Looks at an elastic training job, its checkpoints, and the installation."
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
-    status = commands.add_parser("status", help="the job as it stands")
-    status.set_defaults(act=_status)
-    scale = commands.add_parser("scale", help="how many nodes the job's world may have, between --nnodes' two numbers")
-    scale.add_argument("nodes", type=int, metavar="N", help="with fewer than there are, the others stand by as spares")
-    scale.set_defaults(act=_scale)
-    for command in (status, scale):
-        _add_master(command)
+    _add_job_commands(commands)
     checkpoints = commands.add_parser("checkpoints", help="what is in a checkpoint directory")
     actions = checkpoints.add_subparsers(dest="action", required=True, parser_class=Parser)
     acts: tuple[tuple[str, Callable[[argparse.Namespace], int], str], ...] = (
@@ -292,6 +280,35 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_arguments(looks)
     looks.set_defaults(act=_doctor)
     return parser
+
+
+def _add_job_commands(commands: Any) -> None:
+    """Adds what is asked of, and ordered from, a job's master."""
+    said = {
+        "status": "the job as it stands",
+        "scale": "how many nodes the job's world may have, between --nnodes' two numbers",
+        "drain": "one node saves with all others at the next step boundary, and goes",
+        "stop": "all nodes save at the next step boundary and go; the run can be resumed",
+        "start": "lets agents of a stopped job in again (an embedded master's job: the same dlrover-run command)",
+        "checkpoint": "the ranks save at the next step boundary, and train on",
+        "events": "what happened to the job",
+    }
+    made = {name: commands.add_parser(name, help=text) for name, text in said.items()}
+    made["scale"].add_argument(
+        "nodes", type=int, metavar="N", help="with fewer than there are, the others stand by as spares"
+    )
+    made["drain"].add_argument("node", metavar="NODE", help="its name, as `dalsegno status` shows it")
+    for name in ("drain", "stop", "checkpoint"):
+        made[name].add_argument("--no-wait", action="store_true", help="do not wait until it is carried out")
+        made[name].add_argument(
+            "--timeout", type=float, default=600.0, metavar="S", help="wait S seconds (default: 600)"
+        )
+    made["events"].add_argument("--after", type=int, default=0, metavar="N", help="only those behind event N")
+    made["events"].add_argument("--follow", "-f", action="store_true", help="go on as they come")
+    for command in made.values():
+        command.add_argument("--json", action="store_true", help="for programs: JSON, one object in a line")
+        command.set_defaults(act=_ask)
+        _add_master(command)
 
 
 def _add_master(command: argparse.ArgumentParser) -> None:

@@ -119,6 +119,8 @@ class Decision:
                 expects_session=state.epoch.expects_session,
                 saves_nothing=state.epoch.saves_nothing,
                 cold=not state.epoch.warm,
+                started_seconds=state.epoch.started_seconds,
+                loaded_seconds=state.epoch.loaded_seconds,
                 flash_step=state.epoch.flash_part.step if state.epoch.flash_part is not None else None,
             ),
         )
@@ -129,17 +131,25 @@ class Decision:
 
     def exit_left(self) -> None:
         """Exits with the code that says whether everything is saved."""
-        unsaved = what_is_unsaved(self.state)
-        if unsaved:
-            self.exit(ev.EXIT_LEFT_UNSAVED, f"left on notice; {unsaved}")
+        unsaved, leave = what_is_unsaved(self.state), self.state.leave
+        if leave is not None and leave.stop:
+            # Not the code of a node that left: no supervisor is to start what somebody has stopped.
+            self.exit(ev.EXIT_FAILED, f"stopped by order; {unsaved or what_is_safe(self.state)}")
+        elif unsaved:
+            self.exit(ev.EXIT_LEFT_UNSAVED, f"{how_it_left(leave)}; {unsaved}")
         else:
-            self.exit(ev.EXIT_LEFT, f"left on notice; {what_is_safe(self.state)}")
+            self.exit(ev.EXIT_LEFT, f"{how_it_left(leave)}; {what_is_safe(self.state)}")
 
     def exit(self, code: int, message: str) -> None:
         """The last action of this agent."""
         self.stop_conversion()
         self.state.ended = True
         self.do(ev.Exit(code, message))
+
+
+def how_it_left(leave: Leave | None) -> str:
+    """Whether a signal or somebody's order made it go, for a person."""
+    return "left on notice" if leave is None or leave.signalled else "left by order"
 
 
 def may_save(state: AgentState) -> bool:

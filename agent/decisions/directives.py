@@ -5,7 +5,7 @@ from __future__ import annotations
 from dalsegno.protos import control_pb2
 
 from . import events as ev
-from . import flash, keeping, memory
+from . import flash, keeping, leaving, memory
 from .decision import Decision
 from .state import DrainOrder, Epoch, Place, Workers
 
@@ -33,6 +33,9 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
     if directive.WhichOneof("order") == "fenced":
         decision.become_fenced(directive.fenced.reason)
         return
+    if directive.HasField("leave"):
+        leaving.ordered(decision, stop=directive.leave.stop)
+    state.save_order = directive.save_order
     side_orders(decision, directive)
     flash.directed(decision, directive)
     match directive.WhichOneof("order"):
@@ -111,7 +114,8 @@ def start(decision: Decision, world: control_pb2.World) -> None:
     state.world = world
     state.started = world.epoch
     state.workers = Workers.RUNNING
-    state.epoch = Epoch(step=world.resume.source.step if world.HasField("resume") else 0, loss=state.epoch.loss)
+    step = world.resume.source.step if world.HasField("resume") else 0
+    state.epoch = Epoch(step=step, loss=state.epoch.loss, began=decision.now)
     state.place = Place()
     decision.do(ev.StartWorkers(world))
 

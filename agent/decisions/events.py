@@ -388,6 +388,8 @@ class TellWorkers:
     to_memory: bool = False
     # The world has broken: save what is held, and end.
     keep: bool = False
+    # Number of an order to save at the next boundary and train on; 0: none.
+    save_order: int = 0
 
 
 @dataclass(frozen=True)

@@ -478,7 +478,7 @@ def tell_workers(decision: Decision) -> None:
     drain = state.leaving or state.drain is not None or state.link.drain
     ending = state.drain.ending if state.drain is not None else control_pb2.ENDING_TOGETHER
     keep = state.epoch.keep_until is not None
-    flags = (drain, state.link.up, ending, drain and memory.to_memory(state), keep)
+    flags = (drain, state.link.up, ending, drain and memory.to_memory(state), keep, state.save_order)
     if flags != state.epoch.told:
         state.epoch.told = flags
         decision.do(ev.TellWorkers(*flags))

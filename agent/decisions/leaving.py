@@ -1,4 +1,4 @@
-"""Leaving: on a signal, or because only this node is cut off from the master."""
+"""Leaving: on a signal, by an order, or because only this node is cut off from the master."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ def signalled(decision: Decision, number: int) -> None:
     """Handles a signal: the first is a leave notice, the second means now."""
     state = decision.state
     name = signal.Signals(number).name
+    if state.leave is not None and not state.leave.signalled:
+        # Who orders a node to go may well end its machine next.
+        state.leave.signalled = True
+        decision.do(ev.Say(f"{name}: this node is leaving already, by order"))
+        return
     if state.leaving and number == signal.SIGHUP:
         return  # a closed terminal sends it twice, from kernel and shell; nobody there is in a hurry
     if state.leaving:
@@ -35,22 +40,37 @@ def signalled(decision: Decision, number: int) -> None:
             # Not every step of workers that are killed now is heard, so silence does not prove that none was made.
             decision.exit(ev.EXIT_LEFT_UNSAVED, "left without waiting for a save")
         return
-    unsaved = state.fenced or state.workers is Workers.RUNNING
-    state.leave = Leave(decision.now + state.settings.drain_timeout, unsaved)
-    decision.stop_conversion()
-    if state.workers is Workers.RUNNING and not state.epoch.has_session:
-        stop_unheard(decision, name)
-    elif state.workers is Workers.RUNNING:
-        decision.do(ev.Say(f"{name}: saving at the next step boundary, then leaving"))
-    else:
-        decision.do(ev.Say(f"{name}: leaving"))
+    begin(decision, name)
     if state.incarnation and not state.door.registering and not state.fenced:
         decision.call("Leave", control_pb2.LeaveRequest(caller=decision.caller(), notice=state.settings.drain_timeout))
     else:
         decision.exit_left()
 
 
-def stop_unheard(decision: Decision, signal_name: str) -> None:
+def ordered(decision: Decision, *, stop: bool) -> None:
+    """Handles the master's order to go: a notice that the master knows of already. `stop`: the whole job stops."""
+    state = decision.state
+    if state.leave is None:
+        begin(decision, "by order", signalled=False)
+    if state.leave is not None:
+        state.leave.stop = state.leave.stop or stop
+
+
+def begin(decision: Decision, why: str, *, signalled: bool = True) -> None:
+    """Begins a notice: `why` is for people."""
+    state = decision.state
+    unsaved = state.fenced or state.workers is Workers.RUNNING
+    state.leave = Leave(decision.now + state.settings.drain_timeout, signalled, unsaved=unsaved)
+    decision.stop_conversion()
+    if state.workers is Workers.RUNNING and not state.epoch.has_session:
+        stop_unheard(decision, why)
+    elif state.workers is Workers.RUNNING:
+        decision.do(ev.Say(f"{why}: saving at the next step boundary, then leaving"))
+    else:
+        decision.do(ev.Say(f"{why}: leaving"))
+
+
+def stop_unheard(decision: Decision, why: str) -> None:
     """Passes the notice on to a script without a session, as torchrun does: nothing of ours can save for it.
 
     It may catch the signal to save by itself, and it may do nothing about it while it waits for the other ranks. So it
@@ -62,7 +82,7 @@ def stop_unheard(decision: Decision, signal_name: str) -> None:
     if still < notice:
         at_most = f"{still:.0f} s, or {at_most} while they write"
     decision.do(
-        ev.Say(f"{signal_name}: passed on to the workers, which have no session open; leaving when they end: {at_most}")
+        ev.Say(f"{why}: passed on to the workers, which have no session open; leaving when they end: {at_most}")
     )
     decision.stop_workers(notice, still)
 

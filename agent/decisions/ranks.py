@@ -41,7 +41,10 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
     match body:
         case "hello":
             epoch.has_session = state.session_known = True
+            epoch.started_seconds = decision.now - epoch.began
             decision.report_progress()
+        case "ready":
+            epoch.loaded_seconds = decision.now - epoch.began
         case "keeping":
             keeping.writes(decision, event.rank)
         case "progress":

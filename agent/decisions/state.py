@@ -114,9 +114,12 @@ class Spill:
 
 @dataclass
 class Leave:
-    """A notice: this node goes, at the latest when the notice ends. Made with the first signal."""
+    """A notice: this node goes, at the latest when the notice ends. Made with the first signal, or by an order."""
 
     deadline: float
+    # A signal has come; before that it was an order of the master's. Then the whole job may be stopped.
+    signalled: bool = True
+    stop: bool = False
     # Workers were running when it came: without their save the run goes back to its last commit.
     unsaved: bool = False
     # Until when this node waits for the master's word, once its part is safe.
@@ -240,6 +243,10 @@ class Epoch:
     # Signs of life between steps, by rank.
     beats: Mapping[int, int] = field(default_factory=dict)
     has_session: bool = False
+    # When the agent began to start them, and seconds until the last had opened its session, and had loaded.
+    began: float = 0.0
+    started_seconds: float = 0.0
+    loaded_seconds: float = 0.0
     # The script's loop saves nothing, at a drain either.
     saves_nothing: bool = False
     # A rank has imported session(), although its script's text did not say so.
@@ -262,7 +269,7 @@ class Epoch:
     kept: str = ""
     kept_until: float | None = None
     # The flags as the workers were told last.
-    told: tuple[bool, bool, int, bool, bool] = (False, False, 0, False, False)
+    told: tuple[bool, bool, int, bool, bool, int] = (False, False, 0, False, False, 0)
 
 
 @dataclass
@@ -296,6 +303,8 @@ class AgentState:
     # Some rank that this agent ever started has opened a session, so the script has one, even before its hello.
     session_known: bool = False
     drain: DrainOrder | None = None
+    # Number of the master's order to save and train on; 0: none.
+    save_order: int = 0
     memory: Memory = field(default_factory=Memory)
     place: Place = field(default_factory=Place)
     # What people were last told about why this node waits, and why a Join could not be prepared: each once.

@@ -125,6 +125,7 @@ def to_worker(order: TellWorkers, *, may_stay: bool) -> worker_pb2.ToWorker:
         ending=order.ending,
         to_memory=order.to_memory,
         keep=order.keep,
+        save_order=order.save_order,
         may_stay=may_stay,
     )
 

@@ -27,6 +27,7 @@ class Boundary:
         step: The step that ended.
         exchanged: Whether the vector travelled with this step. If not, the other flags are False, except perhaps drain.
         drain: Some rank was told to save here and stop.
+        save: Somebody wants this step to be saved (``dalsegno checkpoint``). Each order says so once.
         save_failed: Some rank could not write its part of a save in flight.
         saving: Some rank's part of one was not over yet.
         end: Some rank has no next batch.
@@ -36,6 +37,7 @@ class Boundary:
     step: int
     exchanged: bool = False
     drain: bool = False
+    save: bool = False
     save_failed: bool = False
     saving: bool = False
     end: bool = False
@@ -50,6 +52,8 @@ class Flags:
     save_failed: bool = False
     saving: bool = False
     master_seen: bool = False
+    # Number of the last order to save and train on; 0: none.
+    save_order: int = 0
 
 
 class Exchange:
@@ -67,6 +71,7 @@ class Exchange:
         self._pending: Pending | None = None
         self._step: int | None = None
         self._seconds: float | None = None
+        self._ordered = 0
 
     def meet(self, ahead: int) -> int:
         """Before the first step: the least number of batches that any rank has, so that nobody begins a step alone."""
@@ -91,7 +96,8 @@ class Exchange:
         if self._hurry is not None:
             self._hurry.begin(step, call=flags.drain and step != self._next)
         if step == self._next:
-            vector = [flags.drain, flags.save_failed, flags.saving, flags.master_seen, -ahead, -self._propose()]
+            told = [flags.drain, flags.save_failed, flags.saving, flags.master_seen, flags.save_order]
+            vector = [*told, -ahead, -self._propose()]
             self._pending = self._collective.start_max([int(value) for value in vector])
 
     def end(self, seconds: float) -> Boundary:
@@ -112,11 +118,13 @@ class Exchange:
         hurried = self._hurry is not None and self._hurry.end()
         if self._pending is None:
             return Boundary(step, drain=hurried)
-        drain, save_failed, saving, master_seen, ahead, apart = self._pending.wait()
+        drain, save_failed, saving, master_seen, save_order, ahead, apart = self._pending.wait()
         self._pending = None
         self._next = step + max(1, min(-ahead, -apart))
         told = {"save_failed": bool(save_failed), "saving": bool(saving), "master_seen": bool(master_seen)}
-        return Boundary(step, True, bool(drain) or hurried, end=ahead == 0, **told)
+        # The master takes an order back only once it has heard of the checkpoint.
+        save, self._ordered = save_order > self._ordered, max(save_order, self._ordered)
+        return Boundary(step, True, bool(drain) or hurried, save, end=ahead == 0, **told)
 
     def abandon(self) -> None:
         """Gives up the step that has begun, because the script left its loop. The next step exchanges anew."""

@@ -45,6 +45,7 @@ class Link:
         self._master_seen = False
         self._ending = 0
         self._keep = self._may_stay = False
+        self._save_order = 0
         self._when_told_to_keep: Callable[[], None] | None = None
         self._alive = True
         try:
@@ -89,6 +90,11 @@ class Link:
     def may_stay(self) -> bool:
         """Once drained, this process may wait for a place in the next world instead of ending."""
         return self._may_stay
+
+    @property
+    def save_order(self) -> int:
+        """Number of the order to save at the next agreed boundary and train on; 0: none."""
+        return self._save_order
 
     def when_told_to_keep(self, then: Callable[[], None]) -> None:
         """``then`` is called on the reader's thread once `keep` is said."""
@@ -196,6 +202,7 @@ class Link:
                 mark("told")
             # Before the drain itself: who is told of that from another thread reads this next.
             self._to_memory, self._may_stay = message.to_memory, message.may_stay
+            self._save_order = message.save_order
             self._drain, self._master_seen, self._ending = message.drain, message.master_seen, message.ending
             told, self._keep = message.keep and not self._keep, message.keep
             if told and self._when_told_to_keep is not None:

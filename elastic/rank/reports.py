@@ -40,6 +40,7 @@ class Reports:
     def begin(self) -> None:
         """The first step begins now."""
         trace.mark("ready")
+        self.send(worker_pb2.ToAgent(ready=worker_pb2.Ready()), droppable=True)
         self._mark = self._heard = time.monotonic()
 
     def lap(self) -> float:

@@ -378,7 +378,8 @@ class _Run:
                 self._session.leave_drained(stays=self._session.may_stay)
             else:
                 self._session.drain_failed()
-        self._save_between(boundary.step, due=not boundary.drain and self._due(boundary.step), saved=boundary.drain)
+        due = not boundary.drain and (self._due(boundary.step) or (boundary.save and self._write is not None))
+        self._save_between(boundary.step, due=due, saved=boundary.drain)
         return True
 
     def _save_between(self, step: int, *, due: bool, saved: bool) -> None:

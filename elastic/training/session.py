@@ -280,7 +280,8 @@ class Session:
         refuse_to_go_on()
         drain = self._wants_drain
         master_seen = self._link is not None and self._link.master_seen
-        flags = Flags(drain=drain, save_failed=self.saves.failed, saving=self.saves.busy, master_seen=master_seen)
+        order = 0 if self._link is None else self._link.save_order
+        flags = Flags(drain, self.saves.failed, self.saves.busy, master_seen, order)
         self._exchange.begin(self.step + 1, flags, ahead)
 
     def end_step(self, loss: float | None = None) -> Boundary:

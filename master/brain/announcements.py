@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+from typing import Any
 
 from .checkpoints import resume_point
+from .chronicle import HISTORY, Kind, PausePart, parts_of
 from .membership import may_call_session
 from .state import EpochRecord, Job, Node, Part, World
-from .turn import HISTORY, Turn, names, of_nodes
+from .turn import Turn, names, of_nodes
 from .waits import SAID_AFTER_SECONDS
 
 # Seconds after the start of its workers from which a script that has not called `session()` may have none.
@@ -33,10 +36,23 @@ def first_step(turn: Turn, world: World) -> None:
         turn.update_run(growths=job.run.growths + 1, growth_cost_seconds=paused)
         live.run.growth_done_at = turn.now
     text = f"epoch {world.epoch}: steps are heard" if job.told.unheard else headline(world)
+    parts: tuple[PausePart, ...] = ()
     if world.epoch > 1 and live.pause is not None:
         text += f", {cost(paused, lost, exactly=exactly, away=live.pause.costs_more)}"
-    turn.notice(text)
-    record(turn, world, paused, lost)
+        parts = parts_of(live.pause.since, (*live.pause.marks, *starts(turn)))
+    about: dict[str, Any] = {"step": turn.open.top_step, "seconds": round(paused, 3), "parts": parts, "lost_steps": lost}
+    turn.notice(text, kind=Kind.STEPPED, **about)
+    record(turn, world, paused, lost, parts=parts)
+
+
+def starts(turn: Turn) -> list[tuple[str, float]]:
+    """When the parts of a world's start ended, as far as its agents have said: the last of them is its first step."""
+    pause, epoch = turn.live.pause, turn.open
+    opened = dict(pause.marks).get("formed") if pause is not None else None
+    if opened is None:  # by an earlier master
+        return [("first step", turn.now)]
+    told = (("started", epoch.started_seconds), ("loaded", epoch.loaded_seconds))
+    return [*((name, min(turn.now, opened + took)) for name, took in told if took), ("first step", turn.now)]
 
 
 def as_heard(turn: Turn, world: World) -> World:
@@ -203,7 +219,9 @@ def headline(world: World, *, heard: bool = True) -> str:
     return f"{text}, from step {world.resumed_step}{' or before' if world.resumed_step else ''}"
 
 
-def record(turn: Turn, world: World, paused: float, lost: int, *, heard: bool = True) -> None:
+def record(
+    turn: Turn, world: World, paused: float, lost: int, *, heard: bool = True, parts: tuple[PausePart, ...] = ()
+) -> None:
     """Adds a world to the history; replaces its entry if its first step is reported after all."""
     history = turn.job.history
     if history and history[-1].epoch == world.epoch:
@@ -221,6 +239,8 @@ def record(turn: Turn, world: World, paused: float, lost: int, *, heard: bool = 
         world.resumed_step + 1,
         heard,
         lost_more=not turn.open.lost_exactly,
+        parts=parts,
+        stepped_at=turn.unix if heard else 0.0,
     )
     turn.job.history = (*history, entry)[-HISTORY:]
 
@@ -229,4 +249,6 @@ def close_record(turn: Turn, world: World, last_step: int) -> None:
     """Closes a world's entry when the world is over."""
     history = turn.job.history
     if history and history[-1].epoch == world.epoch:
-        turn.job.history = (*history[:-1], replace(history[-1], last_step=last_step))
+        last = turn.now if turn.open.stepped_at is None else turn.open.stepped_at
+        ended_at = round(last + turn.live.unix_offset, 3)
+        turn.job.history = (*history[:-1], replace(history[-1], last_step=last_step, ended_at=ended_at))

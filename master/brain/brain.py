@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dalsegno.protos.processes import Process
 from dalsegno.protos.text import one_line
 
-from . import beside, calls, durable, forming, membership, running, waits
+from . import beside, calls, durable, forming, membership, orders, running, waits
 from .events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
 from .invariants import check
 from .live import ConversionLife, DrainLife, EpochLife, LeaseLife, Live, Pause, State, VerificationLife
@@ -49,7 +49,13 @@ def fresh(job_id: str, generation: int, settings: Settings | None = None, embedd
     return State(job)
 
 
-def recover(job: Job, generation: int, now: float, is_gone: Callable[[Process], bool] = lambda process: False) -> State:
+def recover(
+    job: Job,
+    generation: int,
+    now: float,
+    is_gone: Callable[[Process], bool] = lambda process: False,
+    unix_offset: float = 0.0,
+) -> State:
     """The state of a stored job: every deadline starts anew, every node is presumed alive for one node-timeout.
 
     `is_gone`: whether an agent's process is provably gone; then its node is dead at once.
@@ -59,7 +65,7 @@ def recover(job: Job, generation: int, now: float, is_gone: Callable[[Process], 
         # An agent that still asks registers anew and is told how it ended.
         for name in list(job.nodes):
             job.nodes.drop(name)
-    live = Live(phase_since=now, phase_heard=now, last_arrival=now)
+    live = Live(phase_since=now, phase_heard=now, last_arrival=now, unix_offset=unix_offset)
     live.held_until = {name: now + pause for name, pause in job.holds.items()}
     # No name counts as lost lately; from now on losses are counted again.
     live.lost_at = {name: [now - membership.LOSS_WINDOW_SECONDS] for name in job.losses}
@@ -191,7 +197,9 @@ def settle(turn: Turn) -> None:
         turn.state.wake = None
         waits.begin_look(turn)
         membership.look_at_streams(turn)
-        moved = release_leavers(turn) or membership.check_liveness(turn) or transition(turn)
+        moved = (
+            release_leavers(turn) or membership.check_liveness(turn) or orders.look_at_stop(turn) or transition(turn)
+        )
         if not moved:
             check(turn.state)
             forming.say_missing(turn)

@@ -18,11 +18,13 @@ from . import (
     flash,
     membership,
     memory,
+    orders,
     refusals,
     running,
     saves,
     shapes,
 )
+from .chronicle import Kind
 from .events import Reply
 from .recollection import remember
 from .registration import proves, register
@@ -42,8 +44,9 @@ def answer(turn: Turn, message: Message) -> Reply:
         return Reply(message=status(turn.state, turn.now))
     if isinstance(message, control_pb2.RegisterRequest):
         return register(turn, message)
-    if isinstance(message, control_pb2.ScaleRequest):
-        return scale(turn, message)
+    order = ORDERS.get(type(message))
+    if order is not None:
+        return order(turn, message)
     if isinstance(message, Noted):
         return take_note(turn, message)[0]
     caller: control_pb2.Caller = message.caller  # type: ignore[attr-defined]
@@ -135,6 +138,8 @@ def join(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> Answer:
     turn.update(node, probe=message.probe, sees_directory=message.probe == job.probe, joined=joined)
     live.gathering.overdue.discard(node.name)
     presence = turn.presence(node)
+    if job.phase is Phase.FORMING and job.world is not None and job.world.member(node.incarnation) is not None:
+        turn.mark("stopped")
     if presence.joined is None:
         presence.joined = turn.heard
         if not live.gathering.is_crash_looping(node.name, turn.now):
@@ -158,6 +163,7 @@ def leave(turn: Turn, node: Node, message: control_pb2.LeaveRequest) -> Answer:
     """A leave notice: the node goes as soon as the run is saved, at the latest when the notice ends."""
     if not node.leaving:
         node = turn.update(node, leaving=True)
+        turn.note(Kind.LEAVING, f"{node.name} leaves", nodes=(node.name,))
         gone = turn.heard + (message.notice or turn.job.settings.drain_timeout)
         turn.presence(node).leaves = gone
         if turn.job.drain is not None and not turn.job.drain.optional and turn.is_working(node):
@@ -189,6 +195,8 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
         news = True
     epoch.saves_nothing = epoch.saves_nothing or message.saves_nothing
     epoch.longest_seconds = max(epoch.longest_seconds, message.longest)
+    epoch.started_seconds = max(epoch.started_seconds, message.started_seconds)
+    epoch.loaded_seconds = max(epoch.loaded_seconds, message.loaded_seconds)
     if message.step > epoch.top_step and not message.draining:
         # The ranks are beyond the boundary, if there was one: it was withdrawn, or its save failed.
         epoch.stopping = False
@@ -271,6 +279,7 @@ def drained(turn: Turn, node: Node, message: control_pb2.DrainedRequest) -> Answ
         return OK if recorded else closed(message.caller.epoch)
     if turn.job.part(member) is Part.RUNNING:
         turn.set_part(member, Part.DRAINED)
+        turn.open.drained_at = turn.open.drained_at or turn.now
         reached(turn, node, message.step)
     return OK
 
@@ -322,7 +331,7 @@ def failure(turn: Turn, node: Node, message: control_pb2.FailureRequest) -> Answ
     reached(turn, node, message.step)
     if says_why:
         turn.cause(f"a worker failed on {node.name}")
-        turn.notice(f"{node.name}: {message.message}", True)
+        turn.notice(f"{node.name}: {message.message}", True, Kind.FAILED, nodes=(node.name,), step=message.step)
     elif refused and refusals.may_be_resharding(job):
         turn.cause("the ranks refused what they re-sharded")
     # A peer's damage is reported before its node joins again, which clears this.
@@ -363,7 +372,12 @@ def commit_form(turn: Turn, node: Node, message: control_pb2.CommitRequest) -> A
     if record is None or made.ref.name != lease_name(record.name, held.lease):
         return "FAILED_PRECONDITION", f"{made.ref.name} is not what lease {held.lease} makes"
     refused = checkpoints.record_form(job, made)
-    return ("FAILED_PRECONDITION", refused) if refused else OK
+    if refused:
+        return "FAILED_PRECONDITION", refused
+    turn.note(Kind.CONVERTED, f"{made.ref.name} is committed", nodes=(node.name,), checkpoint=made.ref.name)
+    if job.phase is Phase.FORMING:
+        turn.mark("converted")
+    return OK
 
 
 def lease_name(source: str, lease: int) -> str:
@@ -431,6 +445,14 @@ def pruned(turn: Turn, node: Node, message: control_pb2.PrunedRequest) -> Answer
         checkpoints.forget_pruned(turn.job, {ref.digest for ref in message.refs})
     return OK
 
+
+ORDERS: dict[type[Message], Callable[..., Reply]] = {
+    control_pb2.ScaleRequest: scale,
+    control_pb2.DrainNodeRequest: orders.drain_node,
+    control_pb2.StopRequest: orders.stop,
+    control_pb2.StartRequest: orders.start,
+    control_pb2.SaveNowRequest: orders.save_now,
+}
 
 HANDLERS: dict[type[Message], Callable[..., Answer]] = {
     control_pb2.JoinRequest: join,

@@ -8,6 +8,7 @@ from itertools import chain
 
 from dalsegno.protos import control_pb2
 
+from .chronicle import Kind
 from .state import Checkpoint, Job, Node
 from .turn import Turn
 
@@ -199,6 +200,11 @@ def now_on_disk(turn: Turn, record: Checkpoint, by: str) -> None:
 def put_newer(turn: Turn, record: Checkpoint) -> None:
     """Record what is newer than all that is recorded: the run has made progress."""
     turn.job.checkpoints.put(record)
+    where = " in memory" if record.parts else ""
+    turn.note(Kind.COMMITTED, f"{record.name} is committed{where}", step=record.step, checkpoint=record.name)
+    ordered = turn.job.save_order
+    if ordered is not None and not record.parts and record.step > ordered.after:
+        turn.job.save_order = None
     turn.update_run(ever_stepped=True)
     budget = turn.job.run.budget
     if record.step > budget.last_step:

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 from . import announcements, beside, conversion, durable, failures, memory, refusals, sight, waits
 from .checkpoints import give_up_resharding, loads_now, resharded, resume_point, same_shape
+from .chronicle import Kind
 from .live import EpochLife, Missing, State
 from .membership import agree_on_directory, counts, eligible, expected, has_answered, of_size, select
 from .running import end, end_refused, hopeless
 from .scaling import has_shrunk
 from .state import Checkpoint, Job, Member, NextWorld, Node, Opened, Part, Phase, Recollection, World
-from .turn import Turn, names, of_nodes
+from .turn import Turn, about, names, of_nodes
 
 # Seconds without a growth after a conversion for one has failed; they double.
 GROW_HOLD_SECONDS = 30.0
@@ -371,6 +372,8 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     exactly = live.gathering.counted or not old
     live.epoch = EpochLife(epoch=job.epoch, opened=turn.heard, moved=turn.heard, lost_exactly=exactly)
     turn.gather_anew()
+    turn.mark("formed")
+    turn.note(Kind.FORMED, announcements.headline(world, heard=job.has_session), nodes=about(arrived))
     turn.enter(Phase.RUNNING)
     if unheard:
         announcements.without_steps(turn, world)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .listening import ListeningClock
 from .presences import Presences
@@ -107,6 +107,11 @@ class EpochLife:
     drain: DrainLife | None = None
     # A growth or a scale-down was put off, and is tried again with the next commit.
     put_off: bool = False
+    # When the first of its members had saved and stopped.
+    drained_at: float | None = None
+    # Seconds until the ranks of the slowest node had opened their sessions, and until they had loaded.
+    started_seconds: float = 0.0
+    loaded_seconds: float = 0.0
 
     def advance(self, name: str, step: int, now: float, heard: float) -> None:
         """A node's ranks have reached this step. A step that nobody had reported proves that all took part in it."""
@@ -261,6 +266,12 @@ class Pause:
     since: float
     # It was longer, and more steps may be lost, because an earlier process saw the last of them.
     costs_more: bool = False
+    # When each of its parts ended, in order.
+    marks: tuple[tuple[str, float], ...] = ()
+
+    def with_mark(self, name: str, at: float) -> Pause:
+        """The same with a part that ended at `at`; a later end of the same part counts instead."""
+        return replace(self, marks=(*(mark for mark in self.marks if mark[0] != name), (name, at)))
 
 
 @dataclass(frozen=True)
@@ -323,6 +334,8 @@ class Live:
     committed: float = 0.0
     # People know that a save takes a good part of a leaver's notice.
     slow_save_told: bool = False
+    # What added to this process's monotonic seconds gives Unix seconds, for people.
+    unix_offset: float = 0.0
     # Internal errors that people were told of.
     said: set[str] = field(default_factory=set)
     tick_pause_seconds: float = 0.0

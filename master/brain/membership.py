@@ -8,11 +8,12 @@ from dataclasses import replace
 
 from . import shapes
 from .checkpoints import resume_point
+from .chronicle import Kind
 from .listening import HEARTBEAT_SECONDS
 from .live import VerificationLife
 from .presences import Presence
 from .state import Job, Member, Node, Part, Settings
-from .turn import CLOSED_GRACE_SECONDS, Turn, heartbeat_of, names
+from .turn import CLOSED_GRACE_SECONDS, Turn, about, heartbeat_of, names
 
 __all__ = (
     "agree_on_directory",
@@ -93,9 +94,12 @@ def lose(turn: Turn, dead: Sequence[tuple[Node, str]]) -> None:
             count_loss(turn, node.name)
         broken.setdefault("left" if node.leaving else how, []).append(node.name)
     for how, who in gone.items():
-        turn.notice(f"{names(who)} {'is' if len(who) == 1 else 'are'} gone ({how})")
+        text = f"{names(who)} {'is' if len(who) == 1 else 'are'} gone ({how})"
+        turn.notice(text, kind=Kind.LOST, nodes=about(who))
     for how, who in broken.items():
-        turn.cause(f"{names(who)} left" if how == "left" else f"{names(who)} {was(who)} lost ({how})")
+        text = f"{names(who)} left" if how == "left" else f"{names(who)} {was(who)} lost ({how})"
+        turn.cause(text)
+        turn.note(Kind.LOST, text, warning=how != "left", nodes=about(who))
     if world is not None and any(how != "left" for how in broken):
         note_stillborn(turn, world.epoch)
     if broken and world is not None and not any(job.node_by(member.incarnation) for member in world.members):

@@ -12,6 +12,7 @@ from dalsegno.protos.processes import Process, is_of_earlier_boot
 
 from . import going_back, membership
 from .checkpoints import resume_point
+from .chronicle import Kind
 from .door import MOST_NODES
 from .events import Reply
 from .presences import Presence
@@ -52,6 +53,8 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
             return Reply("FAILED_PRECONDITION", f"incarnation {message.incarnation!r} is another agent's")
         membership.hear(turn, known)
         return accepted(turn, known)
+    if job.stopping:
+        return Reply("UNAVAILABLE", "the job is being stopped by order: nobody is let in")
     if (at_once := going_back.refused(job, message)) is not None:
         return at_once
     remark = new_run_without_effect(turn, message) or reopen(turn, message)
@@ -122,6 +125,7 @@ def admit(turn: Turn, message: control_pb2.RegisterRequest, remark: str) -> Node
     membership.hear(turn, node)
     if not live.gathering.is_crash_looping(node.name, turn.now):
         live.last_arrival = turn.now
+    turn.note(Kind.REGISTERED, f"{node.name} has come, on {node.host}", nodes=(node.name,))
     return node
 
 
@@ -219,7 +223,9 @@ def where(job: Job) -> str:
 
 
 def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
-    """Handles a new agent of an ended job: a succeeded run stays ended, a failed one resumes, or the next one starts.
+    """Handles a new agent of an ended job: a run that succeeded, or was stopped under a master of its own, stays ended.
+
+    A failed one resumes, or the next one starts.
 
     Returns a refusal, or what the agent should tell its user.
     """
@@ -229,9 +235,32 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
     if job.phase is Phase.SUCCEEDED and not message.new_run:
         # It is let in, and its first directive says how the job ended.
         return f"{job.run_id} is finished: nothing is left to do; --new-run trains again, from step 0"
+    if job.phase is Phase.STOPPED and not job.embedded and not message.new_run:
+        # A supervisor may have started this agent; a person who wants to go on says so.
+        return job.message
     if any(is_there(turn, name) for name in job.nodes):
         return Reply("UNAVAILABLE", "the agents of the run that has ended are still leaving")
-    failed = job.message
+    message_then, failed = job.message, job.phase is Phase.FAILED
+    take_up_again(turn)
+    if message.new_run:
+        begin_anew(turn, message)
+        return ""
+    who = message.node or message.host
+    if not failed:
+        text = f"{job.run_id} was stopped: {who} takes it up again from {where(job)}"
+        turn.notice(text, kind=Kind.RESUMED)
+        return text
+    # A supervisor may start agents again and again, so each time says how often it was in vain so far.
+    turn.update_run(reopened=job.run.reopened + 1)
+    times = f", for the {ordinal(job.run.reopened)} time without a commit" if job.run.reopened > 1 else ""
+    text = f"{job.run_id} had failed ({message_then}): {who} takes it up again from {where(job)}{times}"
+    turn.notice(text, True, Kind.RESUMED)
+    return text
+
+
+def take_up_again(turn: Turn) -> None:
+    """Makes an ended job wait for nodes again; what its run has committed stays."""
+    job = turn.job
     for node in list(job.nodes.values()):
         membership.drop(turn, node)
     job.opened = None
@@ -241,18 +270,9 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
     job.limit = 0
     job.settled = job.fixed_nnodes
     turn.live.pause = None
+    turn.update_run(budget=Budget(last_step=job.run.budget.last_step))
     turn.gather_anew()
     turn.enter(Phase.WAITING)
-    if message.new_run:
-        begin_anew(turn, message)
-        return ""
-    # A supervisor may start agents again and again, so each time says how often it was in vain so far.
-    turn.update_run(budget=Budget(last_step=job.run.budget.last_step), reopened=job.run.reopened + 1)
-    times = f", for the {ordinal(job.run.reopened)} time without a commit" if job.run.reopened > 1 else ""
-    who = message.node or message.host
-    text = f"{job.run_id} had failed ({failed}): {who} takes it up again from {where(job)}{times}"
-    turn.notice(text, True)
-    return text
 
 
 def begin_anew(turn: Turn, message: control_pb2.RegisterRequest) -> None:

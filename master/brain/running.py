@@ -9,12 +9,15 @@ from dataclasses import replace
 
 from . import announcements, beside, failures, refusals, saves, waits
 from .checkpoints import only_size, resume_point
+from .chronicle import Kind
 from .live import DrainLife, Pause
 from .membership import may_call_session, newcomers, select
 from .scaling import is_too_large, wants_to_shrink
 from .state import Drain, Failure, NextWorld, Node, Part, Phase, World
 from .turn import Turn, names, of_nodes
 
+# What the end of the job is called, by its last phase.
+ENDS = {Phase.SUCCEEDED: Kind.FINISHED, Phase.FAILED: Kind.ENDED, Phase.STOPPED: Kind.STOPPED}
 # Seconds after the newcomers' Join, and after the first step, from which nodes that are not warm are taken as they are.
 # The others train on meanwhile. So it is longer than an agent waits for its imports (120) and for its script to run
 # ahead (600) before it says that there is nothing to wait for.
@@ -71,6 +74,9 @@ def go_without(turn: Turn, leavers: list[str]) -> None:
     if leavers and not job.has_session and turn.overdue(turn.live.phase_heard + HELLO_WITHIN_SECONDS):
         go_on_unheard(turn)
         regroup(turn)
+        return
+    if job.stopping and leavers:
+        start_drain(turn, "the job stops by order")
         return
     goes = "leaves" if len(leavers) == 1 else "leave"
     start_drain(turn, f"{names(leavers)} {goes}" if leavers else "drained by its nodes")
@@ -185,7 +191,9 @@ def regroup(turn: Turn) -> None:
     turn.update_run(left_step=max(turn.open.top_step, world.resumed_step))
     turn.update_next(grown=job.drain is not None and job.drain.grown)
     since = turn.now if turn.open.stepped_at is None else turn.open.stepped_at
-    turn.live.pause = Pause(since, turn.open.is_taken_over)
+    turn.live.pause = pause = Pause(since, turn.open.is_taken_over)
+    saved_at = turn.open.drained_at
+    turn.live.pause = pause.with_mark("noticed", turn.now) if saved_at is None else pause.with_mark("saved", saved_at)
     announcements.close_record(turn, world, job.run.left_step)
     failures.note_end(turn, world)
     turn.gather_anew()
@@ -218,7 +226,7 @@ def stalled(turn: Turn) -> bool:
         return False
     what = "the training ended, but not all ranks finished" if ended else "no rank made a step"
     text = f"{what} for {limit:.0f} s (--stall-timeout)"
-    turn.notice(text, True)
+    turn.notice(text, True, Kind.FAILED, step=epoch.top_step)
     turn.cause("stalled")
     budget = job.run.budget
     if budget.pending is None:
@@ -356,6 +364,7 @@ def start_drain(turn: Turn, reason: str, *, growth: bool = False, shrink: bool =
     turn.enter(Phase.DRAINING)
     turn.job.drain = Drain(growth, reason, shrink, after=last_step(turn), grown=growth)
     turn.open.drain = DrainLife(turn.heard + turn.job.settings.drain_timeout if growth else notice_end(turn))
+    turn.note(Kind.DRAINING, f"the ranks save and stop: {reason}", step=turn.job.drain.after)
 
 
 def last_step(turn: Turn) -> int:
@@ -477,6 +486,6 @@ def end(turn: Turn, phase: Phase, message: str, *, notice: bool = True) -> None:
     job.next = NextWorld()
     if job.world is not None:
         announcements.close_record(turn, job.world, max(turn.open.top_step, job.world.resumed_step))
-    if notice:
-        turn.notice(message, phase is Phase.FAILED)
+    job.save_order, step = None, max(turn.open.top_step, job.run.left_step)
+    turn.note(ENDS[phase], message, said=notice, warning=phase is Phase.FAILED, step=step)
     turn.enter(phase)

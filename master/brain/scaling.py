@@ -7,6 +7,7 @@ from dataclasses import replace
 from dalsegno.protos import control_pb2
 
 from .checkpoints import only_size
+from .chronicle import Kind
 from .events import Reply
 from .state import Job, Node, Part
 from .turn import Turn, of_nodes
@@ -37,7 +38,8 @@ def scale(turn: Turn, message: control_pb2.ScaleRequest) -> Reply:
         job.limit = limit
         # A person who asks for a number of nodes wants it tried, whatever failed before.
         turn.update_run(shapes=replace(job.run.shapes, failed=()))
-        turn.notice(f"scaled to {of_nodes(message.nodes)}" + (f", the world has {count}" if count else ""))
+        had = f", the world has {count}" if count else ""
+        turn.notice(f"scaled to {of_nodes(message.nodes)}{had}", kind=Kind.SCALED)
     return Reply(message=control_pb2.ScaleReply(generation=job.generation, limit=job.most_nodes, nodes=count))
 
 

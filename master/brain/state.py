@@ -23,9 +23,11 @@ import copy
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from itertools import islice
 
 from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS, JobSettings, run_name
 
+from .chronicle import NOTICES, EpochRecord, JobEvent
 from .entries import Checkpoint, Checkpoints, Joined, Node, Nodes
 from .tried import FailedShape, Shapes
 
@@ -41,17 +43,18 @@ __all__ = (
     "Failure",
     "GoneBack",
     "Job",
+    "JobEvent",
     "Joined",
     "Member",
     "NextWorld",
     "Node",
     "Nodes",
-    "Notice",
     "Opened",
     "Part",
     "Phase",
     "Recollection",
     "Run",
+    "SaveOrder",
     "Settings",
     "Shapes",
     "Told",
@@ -71,7 +74,8 @@ class Phase(str, Enum):
         part's end, or by --stall-timeout (`running`).
     DRAINING: waits for one save of all ranks at one boundary (`running`). Ended by the last part's end, by the leaver's
         notice, or for growths and scale-downs by a withdrawal.
-    SUCCEEDED, FAILED: wait for late agents, which are told how it ended. FAILED ends when an agent registers anew.
+    SUCCEEDED, FAILED, STOPPED: wait for late agents, which are told how it ended. FAILED ends when an agent registers
+        anew; so does STOPPED of an embedded master, and otherwise by the order to start (`orders`).
     """
 
     WAITING = "waiting"
@@ -80,10 +84,11 @@ class Phase(str, Enum):
     DRAINING = "draining"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
+    STOPPED = "stopped"
 
     @property
     def is_terminal(self) -> bool:
-        return self in (Phase.SUCCEEDED, Phase.FAILED)
+        return self in (Phase.SUCCEEDED, Phase.FAILED, Phase.STOPPED)
 
     @property
     def has_workers(self) -> bool:
@@ -281,32 +286,11 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Notice:
-    """One line for all consoles."""
+class SaveOrder:
+    """Somebody wants a save: it stands until a step after `after` is committed."""
 
-    sequence: int
-    text: str
-    warning: bool = False
-
-
-@dataclass(frozen=True)
-class EpochRecord:
-    """One opened world and what opening it cost (`paused` in seconds)."""
-
-    epoch: int
-    nodes: int
-    world_size: int
-    cause: str
-    resumed_step: int
-    universal: bool
-    paused: float
-    lost_steps: int
-    first_step: int
-    last_step: int
-    # Some node has reported its steps; otherwise first and last step have no meaning.
-    heard: bool = True
-    # Nobody has reported the last steps of the previous world: at least `lost_steps` were lost.
-    lost_more: bool = False
+    number: int
+    after: int
 
 
 @dataclass(frozen=True)
@@ -419,7 +403,12 @@ class Job:
     holds: dict[str, float] = field(default_factory=dict)
     # How it ended.
     message: str = ""
-    notices: tuple[Notice, ...] = ()
+    # Everybody was told to save and go: nobody is let in any more, and the job is STOPPED when all have gone.
+    stopping: bool = False
+    save_order: SaveOrder | None = None
+    events: tuple[JobEvent, ...] = ()
+    # Numbers of the last event, and of the last one that consoles show.
+    sequence: int = 0
     noticed: int = 0
     history: tuple[EpochRecord, ...] = ()
 
@@ -477,6 +466,12 @@ class Job:
     def round(self) -> int:
         """The epoch that would be opened next."""
         return self.epoch + 1
+
+    @property
+    def notices(self) -> tuple[JobEvent, ...]:
+        """The newest events that consoles show, oldest first."""
+        said = islice((event for event in reversed(self.events) if event.said), NOTICES)
+        return tuple(reversed(tuple(said)))
 
     def checkpoint(self, digest: str) -> Checkpoint | None:
         return self.checkpoints.get(digest)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import PROGRESS_SECONDS
 
+from .chronicle import EVENTS, JobEvent, Kind
 from .listening import HEARTBEAT_SECONDS
 from .live import DrainLife, EpochLife, Gathering, Live, RunLife, State
 from .presences import Presence
-from .state import Job, Member, Node, Notice, Part, Phase, Run
+from .state import Job, Member, Node, Part, Phase, Run
 
 # Seconds after which a closed stream counts as a death.
 CLOSED_GRACE_SECONDS = 1.0
-# How many notices are kept for agents that connect later.
-NOTICES = 40
-HISTORY = 500
 # How many messages a second the master wants from all agents together; and the least seconds between two reports.
 WORDS = 150.0
 # The least number of heartbeats in a node-timeout. An unanswered one is repeated after a third of the interval, so a
@@ -29,6 +28,8 @@ LEAST_BEATS = 2.25
 SLOTS = 25
 # Of more nodes than this only the number is printed.
 NAMED = 4
+# The most nodes of which an event lists the names.
+LISTED = 16
 # The most causes of one change that are named.
 CAUSES = 8
 
@@ -81,11 +82,28 @@ class Turn:
         # Rounding may turn it into now in real time; then it counts as now.
         return not clock.stands_still(self.now) and self.due(clock.real(self.now, when))
 
-    def notice(self, text: str, warning: bool = False) -> None:
-        """Adds one line for every agent's console."""
+    @property
+    def unix(self) -> float:
+        """Unix seconds, for people."""
+        return round(self.now + self.live.unix_offset, 3)
+
+    def notice(self, text: str, warning: bool = False, kind: Kind = Kind.REMARK, **about: Any) -> None:
+        """Adds an event with one line for every agent's console. `about`: other fields of `JobEvent`."""
+        self.note(kind, text, warning=warning, said=True, **about)
+
+    def note(self, kind: Kind, text: str, *, said: bool = False, **about: Any) -> None:
+        """Adds an event that consoles do not show, unless it is `said`."""
         job = self.job
-        job.noticed += 1
-        job.notices = (*job.notices, Notice(job.noticed, text, warning))[-NOTICES:]
+        job.sequence += 1
+        event = JobEvent(job.sequence, text, kind=kind, said=said, at=self.unix, epoch=job.epoch, **about)
+        job.events = (*job.events, event)[-EVENTS:]
+        if said:
+            job.noticed = job.sequence
+
+    def mark(self, name: str) -> None:
+        """Notes the end of one part of the pause that goes on."""
+        if self.live.pause is not None:
+            self.live.pause = self.live.pause.with_mark(name, self.now)
 
     def cause(self, text: str) -> None:
         """Adds a reason why the next world will be another one."""
@@ -199,6 +217,11 @@ def pace_of(turn: Turn) -> control_pb2.Pace:
 def of_nodes(count: int) -> str:
     """A number of nodes, for a person."""
     return f"{count} node{'s' if count != 1 else ''}"
+
+
+def about(nodes: Iterable[str]) -> tuple[str, ...]:
+    """Nodes, for an event: not more of them than a list can show."""
+    return tuple(islice(nodes, LISTED))
 
 
 def names(nodes: Iterable[str]) -> str:

@@ -8,13 +8,17 @@ from dalsegno.protos import control_pb2
 
 from . import durable, flash, memory, saves, shapes
 from .checkpoints import only_size, prunable, resume_point, to_proto, witnesses
+from .chronicle import JobEvent, goodput
 from .forming import missing
 from .live import State
 from .registration import settings_proto
 from .state import Checkpoint, Job, Node, Part, Phase, World
 from .turn import of_nodes
 
-__all__ = ("Common", "status", "view")
+__all__ = ("Common", "event_proto", "status", "view")
+
+# The most checkpoints of which the status tells.
+MOST_SHOWN = 20
 
 PHASES = {
     Phase.WAITING: control_pb2.PHASE_WAITING,
@@ -23,6 +27,7 @@ PHASES = {
     Phase.DRAINING: control_pb2.PHASE_DRAINING,
     Phase.SUCCEEDED: control_pb2.PHASE_SUCCEEDED,
     Phase.FAILED: control_pb2.PHASE_FAILED,
+    Phase.STOPPED: control_pb2.PHASE_STOPPED,
 }
 
 
@@ -58,7 +63,7 @@ class Common:
                 self.witnesses,
             ),
             frozenset(record.digest for record in prunable(job)),
-            *(state.live.held.version, frozenset(self.durable)),
+            *(state.live.held.version, frozenset(self.durable), job.save_order, job.stopping),
             memory.who_may_hold(job),
             # Compared by value, so that "not known yet" is a number, too.
             -1 if self.flash is None else self.flash,
@@ -96,6 +101,8 @@ class Common:
                 settings=settings_proto(job.settings),
                 notices=[control_pb2.Notice(sequence=n.sequence, text=n.text, warning=n.warning) for n in job.notices],
             )
+            if job.save_order is not None:
+                self._template.save_order = job.save_order.number
             head = resume_point(job)
             if head is not None:
                 self._template.head.CopyFrom(to_proto(job, head))
@@ -129,6 +136,8 @@ def directive_of(common: Common, node: Node) -> control_pb2.Directive:
     directive.CopyFrom(common.template)
     order(common, node, directive)
     side_orders(common.job, node, directive)
+    if node.leaving:
+        directive.leave.stop = common.job.stopping
     head = resume_point(common.job)
     if head is not None and node.name in common.witnesses:
         directive.sight.name, directive.sight.digest = head.name, head.digest
@@ -328,6 +337,8 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
         settings=settings_proto(job.settings),
         limit=job.limit,
         unheard=unheard,
+        goodput=goodput(job.history, now + live.unix_offset, over=job.phase.is_terminal),
+        checkpoints=[to_proto(job, record) for record in newest_records(job)],
     )
     for node in job.nodes.values():
         member = world.member(node.incarnation) if world is not None else None
@@ -356,5 +367,30 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
             last_step=record.last_step,
             unheard=not record.heard,
             lost_more=record.lost_more,
+            parts=[control_pb2.PausePart(name=part.name, seconds=part.seconds) for part in record.parts],
         )
     return reply
+
+
+def newest_records(job: Job) -> list[Checkpoint]:
+    """The newest checkpoints that the run keeps, oldest first."""
+    kept = [record for record in job.checkpoints if not record.retired]
+    return kept[-MOST_SHOWN:]
+
+
+def event_proto(event: JobEvent) -> control_pb2.Event:
+    """An event, for people and tools."""
+    return control_pb2.Event(
+        sequence=event.sequence,
+        at=event.at,
+        kind=event.kind.value,
+        text=event.text,
+        warning=event.warning,
+        epoch=event.epoch,
+        nodes=event.nodes,
+        step=event.step,
+        seconds=event.seconds,
+        parts=[control_pb2.PausePart(name=part.name, seconds=part.seconds) for part in event.parts],
+        lost_steps=event.lost_steps,
+        checkpoint=event.checkpoint,
+    )

@@ -1,6 +1,7 @@
 """The durable half of the state as rows of bytes: JSON with a version number, so that a person can read it.
 
-There is one row for the job itself, one for the world, and one for each node, checkpoint and epoch of the history. The
+There is one row for the job itself, one for the world, and one for each node, checkpoint, event and epoch of the
+history. The
 dataclasses define the shape (pydantic), and every value is checked when it is read: a record of another shape is
 refused with one line instead of half understood.
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import make_dataclass, replace
+from itertools import takewhile
 from operator import attrgetter
 from typing import Any, get_type_hints
 
@@ -23,6 +25,7 @@ from ..brain.state import (
     Checkpoints,
     EpochRecord,
     Job,
+    JobEvent,
     NextWorld,
     Node,
     Nodes,
@@ -39,12 +42,14 @@ from .store import Rows, StoreError
 
 __all__ = ("STATE_VERSION", "JobCodec")
 
-STATE_VERSION = 2
+STATE_VERSION = 3
+# Version 2 had no events: only the last lines for consoles, in the job's row.
+_READ = (2, STATE_VERSION)
 
 _JOB, _WORLD, _PARTS = "job", "world", "parts"
-_NODE, _CHECKPOINT, _LATE, _EPOCH = "node/", "checkpoint/", "late/", "epoch/"
+_NODE, _CHECKPOINT, _LATE, _EPOCH, _EVENT = "node/", "checkpoint/", "late/", "epoch/", "event/"
 # Parts of the job that are kept in rows of their own.
-_APART = ("nodes", "checkpoints", "opened", "history", "late")
+_APART = ("nodes", "checkpoints", "opened", "history", "late", "events")
 # Objects whose values stand in the job's row, each under its own name or under this one.
 _NESTED: dict[str, Any] = {"run": Run, "next": NextWorld, "recollection": Recollection}
 _NAMES = {
@@ -53,7 +58,7 @@ _NAMES = {
     "recollection.epoch": "listening_epoch",
 }
 # Values that came after the first records of this version, as they are read there.
-_SINCE: dict[str, Any] = {"gone_back": [], "shapes": {}}
+_SINCE: dict[str, Any] = {"gone_back": [], "shapes": {}, "stopping": False, "save_order": None, "sequence": 0}
 # One letter for each member, so that the row of all parts is short even for a large world.
 _LETTERS = {Part.RUNNING: "r", Part.DRAINED: "d", Part.FINISHED: "f", Part.FAILED: "x", Part.LOST: "l", Part.LEFT: "g"}
 _PART_OF = {letter: part for part, letter in _LETTERS.items()}
@@ -102,7 +107,7 @@ _HEAD_TYPE = make_dataclass(
     "JobRow", [("version", int), *((name, kind) for name, (_, kind) in _PLACES.items()), ("told", Told)]
 )
 _HEAD, _NODES, _CHECKPOINTS = _Kind(_HEAD_TYPE), _Kind(Node), _Kind(Checkpoint)
-_WORLDS, _EPOCHS = _Kind(World), _Kind(EpochRecord)
+_WORLDS, _EPOCHS, _EVENTS = _Kind(World), _Kind(EpochRecord), _Kind(JobEvent)
 
 
 class JobCodec:
@@ -134,6 +139,7 @@ class JobCodec:
         self._table(rows, _CHECKPOINT, job.checkpoints.table, _CHECKPOINTS.encode)
         self._tuple(rows, _LATE, job.late, lambda record: record.digest, _CHECKPOINTS.encode)
         self._tuple(rows, _EPOCH, job.history, lambda entry: entry.epoch, _EPOCHS.encode)
+        self._log(rows, job.events)
         for key, kept in self._new.items():
             if kept is None:
                 self._kept.pop(key, None)
@@ -181,6 +187,19 @@ class JobCodec:
         for key, entry in present.items():
             self._put(rows, key, entry, encode)
 
+    def _log(self, rows: Rows, events: tuple[JobEvent, ...]) -> None:
+        """Events are only added at the end and dropped at the beginning, so that few of many are looked at."""
+        before: tuple[JobEvent, ...] = self._kept.get(_EVENT, ())
+        if events is before:
+            return
+        self._new[_EVENT] = events
+        oldest = events[0].sequence if events else 0
+        for gone in takewhile(lambda event: event.sequence < oldest, before):
+            rows[f"{_EVENT}{gone.sequence}"] = None
+        known = before[-1].sequence if before else 0
+        for event in reversed(tuple(takewhile(lambda event: event.sequence > known, reversed(events)))):
+            rows[f"{_EVENT}{event.sequence}"] = _EVENTS.encode(event)
+
     def decode(self, rows: Mapping[str, bytes]) -> Job:
         """The job that the rows hold. Raises StoreError if they are not a state of a known version."""
         plain = {key: _json(key, data) for key, data in rows.items() if key != _PARTS}
@@ -189,7 +208,7 @@ class JobCodec:
             plain, letters = legacy.upgraded(plain[legacy.KEY])
         head = plain.get(_JOB)
         version = head.get("version") if isinstance(head, dict) else None
-        if version != STATE_VERSION:
+        if version not in _READ:
             raise StoreError(
                 f"the stored state has version {version}, this master reads {STATE_VERSION}:"
                 " use the version of dalsegno that wrote it"
@@ -226,6 +245,11 @@ def _job(plain: Mapping[str, Any], letters: str) -> Job:
     job.late = tuple(_CHECKPOINTS.decode(row, key) for key, row in plain.items() if key.startswith(_LATE))
     history = [_EPOCHS.decode(row, key) for key, row in plain.items() if key.startswith(_EPOCH)]
     job.history = tuple(sorted(history, key=lambda entry: entry.epoch))
+    events = [_EVENTS.decode(row, key) for key, row in plain.items() if key.startswith(_EVENT)]
+    job.events = tuple(sorted(events, key=lambda event: event.sequence))
+    if head.version == 2:
+        job.events = tuple(_EVENTS.decode(row, _EVENT) for row in plain[_JOB].get("notices", ()))
+        job.sequence = job.noticed
     if plain.get(_WORLD) is not None:
         world = _WORLDS.decode(plain[_WORLD], _WORLD)
         if len(letters) != len(world.members) or not set(letters) <= set(_PART_OF):

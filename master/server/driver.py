@@ -102,6 +102,9 @@ class Brain(Protocol[S]):
     def directive(self, common: Any, node: str, /) -> control_pb2.Directive:
         """What that agent should be doing."""
 
+    def events(self, state: S, /) -> Any:
+        """What happened, oldest first; the same object while nothing has been added."""
+
     def status(self, state: S, now: float, /) -> control_pb2.StatusReply:
         """The job's status, for people and tools."""
 
@@ -188,6 +191,10 @@ class Driver:
         if len(self._queue) >= QUEUE_LIMIT:
             return Reply("RESOURCE_EXHAUSTED", "the master has too many calls waiting: try again", None)
         return await self._put(Called(message))
+
+    def events(self) -> Any:
+        """What happened, as of the last turn, oldest first; the same object while nothing has been added."""
+        return self._brain.events(self._state)
 
     async def status(self) -> Reply:
         """A `StatusReply` of the job as it is stored, so that a crash takes back nothing of it.

@@ -11,6 +11,7 @@ from dalsegno.protos.processes import Process
 
 from ..brain import brain
 from ..brain.calls import Noted
+from ..brain.chronicle import JobEvent
 from ..brain.events import Event, Reply
 from ..brain.live import State
 from ..brain.registration import proves
@@ -32,8 +33,11 @@ class JobBrain:
         *,
         embedded: bool = False,
         is_gone: Callable[[Process], bool] = lambda process: False,
+        unix: Callable[[], float] | None = None,
     ) -> None:
         """`nnodes` are min and max nodes if the master was told them; otherwise the first agent sets them.
+
+        `unix` gives Unix seconds, for the times of events; None: those are monotonic.
 
         `is_gone`: whether an agent's process is provably gone, as seen by this master.
         """
@@ -41,6 +45,7 @@ class JobBrain:
         self._nnodes = nnodes
         self._embedded = embedded
         self._is_gone = is_gone
+        self._unix = unix
         self._codec = JobCodec()
         # Rows that are encoded and not asked for yet.
         self._rows: Rows = {}
@@ -52,11 +57,19 @@ class JobBrain:
         self._codec, self._rows, self._common = JobCodec(), {}, None
         if not rows:
             settings = None if self._nnodes is None else Settings(*self._nnodes)
-            return brain.fresh(self._job_id, generation, settings, self._embedded)
+            return self._dated(brain.fresh(self._job_id, generation, settings, self._embedded), now)
         job = self._codec.decode(rows)
         job.embedded = self._embedded
         self._check_nnodes(job)
-        return brain.recover(job, generation, now, self._is_gone)
+        return self._dated(brain.recover(job, generation, now, self._is_gone, self._offset(now)), now)
+
+    def _dated(self, state: State, now: float) -> State:
+        """The state with the offset by which it tells Unix seconds."""
+        state.live.unix_offset = self._offset(now)
+        return state
+
+    def _offset(self, now: float) -> float:
+        return 0.0 if self._unix is None else self._unix() - now
 
     def check(self, rows: dict[str, bytes]) -> None:
         """Raises StoreError if the stored job differs from the given one; nothing else happens."""
@@ -79,10 +92,10 @@ class JobBrain:
         return state.job.generation
 
     def handle_all(self, state: State, events: list[Event], now: float) -> tuple[State, list[Reply | None]]:
-        return brain.handle_all(state, events, now, self._keep)
+        return brain.handle_all(self._dated(state, now), events, now, self._keep)
 
     def note(self, state: State, message: Noted, now: float) -> tuple[Reply, bool]:
-        return brain.note(state, message, now)
+        return brain.note(self._dated(state, now), message, now)
 
     def admits(self, state: State, incarnation: str, secret: bytes) -> bool:
         node = state.job.node_by(incarnation)
@@ -105,6 +118,9 @@ class JobBrain:
 
     def directive(self, common: Common, node: str) -> control_pb2.Directive:
         return directive_of(common, common.job.nodes[node])
+
+    def events(self, state: State) -> tuple[JobEvent, ...]:
+        return state.job.events
 
     def status(self, state: State, now: float) -> control_pb2.StatusReply:
         return brain.status(state, now)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 LOOK_INTERVAL_SECONDS = 0.5
 # Seconds after the job's end, or a signal, with no agent connected any more.
 LAST_WORD_SECONDS = 2.0
-_ENDED = (control_pb2.PHASE_SUCCEEDED, control_pb2.PHASE_FAILED)
+_ENDED = (control_pb2.PHASE_SUCCEEDED, control_pb2.PHASE_FAILED, control_pb2.PHASE_STOPPED)
 
 
 class Lifetime:

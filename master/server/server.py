@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
 from dalsegno.protos.limits import MESSAGE_BYTES
@@ -24,6 +25,7 @@ from ..record.store import Store
 from .auth import TlsFiles, TokenInterceptor, check_exposure
 from .desk import Desk
 from .driver import HELD_UP_AFTER_SECONDS, Brain, Driver, Views
+from .feed import Feed
 from .service import ControlService
 from .watchers import MOST_STREAMS, End, Watcher, Watchers
 
@@ -111,6 +113,7 @@ class ControlServer:
         self._clock = clock
         self.watchers = Watchers()
         self._desk = Desk()
+        self.feed = Feed()
         self._server: grpc.aio.Server | None = None
         self._driver: Driver | None = None
         # Sequence number of the last notice in the log.
@@ -187,6 +190,12 @@ class ControlServer:
             reply.message.leader.address, reply.message.leader.since = self.advertised, self._since
         return reply
 
+    async def call(self, message: Message) -> Reply:
+        """The brain's reply to a request of the HTTP edge, once it is stored, if this master leads."""
+        if not self.leads:
+            return Reply("UNAVAILABLE", self._desk.refusal, None)
+        return await self.driver.call(message)
+
     async def close(self) -> None:
         """Ends streams and calls, then lets go of port and store; safe after a failed start."""
         self.watchers.end_all(End.STOPPING)
@@ -211,8 +220,9 @@ class ControlServer:
 
     def _open(self, driver: Driver) -> None:
         self._driver, self._logged, self._since = driver, 0, time.time()
+        self.feed.show(driver.events())
         log.info("job %s has generation %d", self._job_id, driver.generation)
-        self._desk.present = ControlService(self._job_id, driver, self.watchers, self.status).handlers()
+        self._desk.present = ControlService(self._job_id, driver, self.watchers, self.status, self.feed).handlers()
 
     def _new_server(self) -> grpc.aio.Server:
         interceptors = [] if self._options.token is None else [TokenInterceptor(self._options.token)]
@@ -247,6 +257,7 @@ class ControlServer:
 
     def _publish(self) -> None:
         """Sends every agent its directive if that changed. A stream that fails is cut off, and the agent asks again."""
+        self.feed.show(self.driver.events())
         try:
             views = self.driver.views()
         except Exception as error:

@@ -15,9 +15,12 @@ from dalsegno.protos import control_pb2_grpc
 from dalsegno.protos.contract import CONTROL_PROTOCOL
 from dalsegno.protos.text import one_line
 
+from ..brain.chronicle import EVENTS
 from ..brain.door import ShapeError, admit
 from ..brain.events import Reply, StreamClosed, StreamOpened
+from ..brain.views import event_proto
 from .driver import Driver
+from .feed import Feed
 from .watchers import End, TooManyStreams, Watchers
 
 __all__ = ("ControlService",)
@@ -26,6 +29,19 @@ log = logging.getLogger(__name__)
 
 # The most lines about left-out parts of requests that are remembered, so that repeated requests do not fill the log.
 MOST_SAID = 1000
+
+# How long a call for events may wait for one.
+LONGEST_WAIT_SECONDS = 30.0
+# Calls of people and tools, which need not name the job.
+OF_PEOPLE = (
+    pb.StatusRequest,
+    pb.ScaleRequest,
+    pb.DrainNodeRequest,
+    pb.StopRequest,
+    pb.StartRequest,
+    pb.SaveNowRequest,
+    pb.EventsRequest,
+)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -37,8 +53,11 @@ class Unreadable:
 class ControlService(control_pb2_grpc.ControlServicer):
     """The RPCs. Each unary call becomes one event of the brain; `Watch` sends the brain's directives for that node."""
 
-    def __init__(self, job_id: str, driver: Driver, watchers: Watchers, status: Callable[[], Awaitable[Reply]]) -> None:
+    def __init__(
+        self, job_id: str, driver: Driver, watchers: Watchers, status: Callable[[], Awaitable[Reply]], feed: Feed
+    ) -> None:
         self._job_id = job_id
+        self._feed = feed
         self._driver = driver
         self._status = status
         self._watchers = watchers
@@ -155,6 +174,33 @@ class ControlService(control_pb2_grpc.ControlServicer):
         assert isinstance(message, pb.ScaleReply), f"the brain answered Scale with {type(message).__name__}"
         return message
 
+    async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.OrderReply:
+        return await self._order(request, context)
+
+    async def Stop(self, request: pb.StopRequest, context: Context) -> pb.OrderReply:
+        return await self._order(request, context)
+
+    async def Start(self, request: pb.StartRequest, context: Context) -> pb.OrderReply:
+        return await self._order(request, context)
+
+    async def SaveNow(self, request: pb.SaveNowRequest, context: Context) -> pb.OrderReply:
+        return await self._order(request, context)
+
+    async def GetEvents(self, request: pb.EventsRequest, context: Context) -> pb.EventsReply:
+        await self._admit(request, context)
+        feed = self._feed
+        await feed.wait(request.after, min(request.wait_seconds, LONGEST_WAIT_SECONDS))
+        found = feed.after(request.after, min(request.limit or EVENTS, EVENTS))
+        reply = pb.EventsReply(generation=self._driver.generation, oldest=feed.oldest, newest=feed.newest)
+        reply.events.extend(map(event_proto, found))
+        return reply
+
+    async def _order(self, request: Any, context: Context) -> pb.OrderReply:
+        await self._admit(request, context)
+        message = await self._answer(await self._driver.call(request), context)
+        assert isinstance(message, pb.OrderReply), f"the brain answered an order with {type(message).__name__}"
+        return message
+
     async def _ack(self, request: Any, context: Context) -> pb.Ack:
         await self._admit(request, context)
         message = await self._answer(await self._driver.call(request), context)
@@ -179,7 +225,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 " upgrade dalsegno on the master",
             )
         job_id = speaker.job_id
-        if not job_id and isinstance(request, pb.StatusRequest | pb.ScaleRequest):
+        if not job_id and isinstance(request, OF_PEOPLE):
             job_id = self._job_id
         if job_id != self._job_id:
             await context.abort(
@@ -200,7 +246,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
 
 def _name_of(request: Any) -> str:
-    named = request if isinstance(request, pb.RegisterRequest) else request.caller
+    named = getattr(request, "caller", request)
     return str(named.node or getattr(named, "host", ""))
 
 

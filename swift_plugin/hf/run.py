@@ -290,6 +290,7 @@ class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         boundary = self._run.session.end_step()
         # At the end there is nothing to drain: the remaining work is what a drain would have to do.
+        control.should_save = control.should_save or boundary.save
         self._run.draining = boundary.drain and not boundary.end and not control.should_training_stop
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -12,6 +12,12 @@ from dalsegno.master.record.store import Rows
 from dalsegno.protos import control_pb2
 
 # No node's.
+ORDERS = (
+    control_pb2.DrainNodeRequest,
+    control_pb2.StopRequest,
+    control_pb2.StartRequest,
+    control_pb2.SaveNowRequest,
+)
 SOMEBODY_ELSES = b"somebody else's secret"
 
 
@@ -83,6 +89,9 @@ class FakeBrain:
     def directive(self, common: FakeState, node: str) -> control_pb2.Directive:
         return control_pb2.Directive(generation=common.generation, epoch=common.job.get(node, 0))
 
+    def events(self, state: FakeState) -> tuple[object, ...]:
+        return ()
+
     def status(self, state: FakeState, now: float) -> control_pb2.StatusReply:
         phase = control_pb2.PHASE_SUCCEEDED if "finished" in state.job else control_pb2.PHASE_RUNNING
         nodes = [control_pb2.NodeStatus(node=name, group_rank=count) for name, count in state.job.items()]
@@ -98,6 +107,8 @@ class FakeBrain:
             return Reply("OK", "", control_pb2.RegisterReply(generation=state.generation, node=message.node))
         if isinstance(message, control_pb2.ScaleRequest):
             return Reply("OK", "", control_pb2.ScaleReply(generation=state.generation, limit=message.nodes))
+        if isinstance(message, ORDERS):
+            return Reply("OK", "", control_pb2.OrderReply(generation=state.generation, text="done"))
         caller: control_pb2.Caller = message.caller  # type: ignore[attr-defined]
         if isinstance(message, control_pb2.FailureRequest):
             state.faults.append("RuntimeError: a bug")

@@ -1,0 +1,187 @@
+"""Asks a job's master on behalf of a command: which master that is, with which credentials, and what it answers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from dalsegno.elastic.checkpoint import CheckpointStore
+from dalsegno.protos import control_pb2_grpc
+from dalsegno.protos.addresses import addresses_of
+from dalsegno.protos.contract import Variable
+from dalsegno.protos.text import one_line
+
+from ..control.claim import Claim, ClaimFile
+from ..control.connection import RETRIED, Credentials, code_of, detail_of, leader_of
+from ..control.credentials import CredentialFiles
+from ..control.handshake import mismatch
+from ..control.spawning import read_token
+from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
+from ..storage.survey import runs_in_order
+from .endpoint import answers
+
+__all__ = ["Asked", "NoAnswer", "show"]
+
+TIMEOUT_SECONDS = 5.0
+# Seconds in which a listener at an embedded master's address must answer.
+_LOOK_SECONDS = 1.0
+# Status codes with which the master did answer, so that the detail is the line to print.
+_REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.NOT_FOUND)
+
+
+class NoAnswer(Exception):
+    """What the last master said that was asked, instead of an answer."""
+
+    def __init__(self, address: str, error: grpc.RpcError) -> None:
+        super().__init__(f"{code_of(error).name}: {detail_of(error)}")
+        self.address, self.error = address, error
+
+    @property
+    def is_away(self) -> bool:
+        """Whether no master could be reached."""
+        return code_of(self.error) is grpc.StatusCode.UNAVAILABLE
+
+
+class Asked:
+    """The master that a person's options name.
+
+    Args:
+        options: Of the command line. `job_id` is filled in where only one job can be meant.
+
+    Raises:
+        ValueError: There is no master to ask, or what was given cannot be used; one line.
+        OSError: A file cannot be read.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._addresses, self._credentials = _master_of(options)
+
+    def call(self, method: str, request: Any, timeout: float = TIMEOUT_SECONDS) -> Any:
+        """The answer of the master that leads: of several the others name it. Raises NoAnswer."""
+        request.job_id = self._options.job_id or ""
+        left, asked = list(self._addresses), set[str]()
+        while True:
+            address = left.pop(0)
+            asked.add(address)
+            with self._credentials.channel(address) as channel:
+                try:
+                    call = getattr(control_pb2_grpc.ControlStub(channel), method)
+                    return call(request, timeout=timeout, metadata=self._credentials.metadata)
+                except grpc.RpcError as error:
+                    leader = leader_of(error)
+                    left = [one for one in ([leader] if leader else []) + left if one not in asked]
+                    if not left or code_of(error) not in RETRIED:
+                        raise NoAnswer(address, error) from error
+
+    def why(self, said: NoAnswer) -> str:
+        """Why there is no answer, for a person."""
+        error = said.error
+        text = f"the master at {said.address} does not answer: {said}"
+        if said.is_away and (known := self.without_master()):
+            text = known[0]
+        if code_of(error) in _REFUSED:
+            text = detail_of(error)
+        return one_line(mismatch(said.address, self._credentials) or text)
+
+    def without_master(self) -> tuple[str, bool] | None:
+        """How a job stands that has no master just now, by its directory, and whether it is finished.
+
+        None: its directory is not known.
+        """
+        if self._options.master:
+            return None
+        return _without_master(Path(self._options.checkpoint_dir) / self._options.job_id)
+
+
+def show(options: argparse.Namespace, method: str, request: Any, lines_of: Callable[[Any], list[str]]) -> int:
+    """Makes one call to the job's master, prints the answer, and returns the exit code.
+
+    Raises:
+        ValueError, OSError: see `Asked`.
+    """
+    asked = Asked(options)
+    try:
+        reply = asked.call(method, request)
+    except NoAnswer as said:
+        known = asked.without_master() if said.is_away else None
+        if known is not None and known[1] and method == "GetStatus":
+            print(one_line(known[0]))
+            return EXIT_FINISHED
+        print(f"dalsegno: {asked.why(said)}", file=sys.stderr)
+        return EXIT_FAILED
+    put(options, reply, lines_of)
+    return EXIT_FINISHED
+
+
+def put(options: argparse.Namespace, reply: Message, lines_of: Callable[[Any], list[str]]) -> None:
+    """Prints an answer: as JSON where that is asked for, else for a person."""
+    if options.json:
+        print(json.dumps(as_json(reply)), flush=True)
+        return
+    for line in lines_of(reply):
+        print(line, flush=True)
+
+
+def as_json(message: Message) -> dict[str, Any]:
+    """A message as JSON, with all its fields, named as in `control.proto`."""
+    plain = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    return dict(plain)
+
+
+def _master_of(options: argparse.Namespace) -> tuple[list[str], Credentials]:
+    """Addresses and credentials: those given, or those in the embedded master's claim. Raises as `Asked` does."""
+    if options.master:
+        files = CredentialFiles.given(options, os.environ.get(Variable.TOKEN))
+        files.check()
+        return addresses_of(options.master), files.read()
+    private = Path(options.checkpoint_dir) / ".dalsegno"
+    jobs = sorted(path.parent.name for path in private.glob("*/claim.json"))
+    job = options.job_id or _the_one(private, jobs)
+    if job is None:
+        known = f"known here: {', '.join(jobs)}"
+        if not jobs:
+            known = f"no embedded master has left a claim in {private}; --checkpoint-dir says where else"
+        raise ValueError(f"name a job with --job-id, or a master with --master HOST:PORT ({known})")
+    options.job_id = job
+    claim = ClaimFile(private / job).read()
+    if claim is None:
+        raise ValueError(f"job {job} has no embedded master's claim in {private}; use --master HOST:PORT")
+    return [claim.address], Credentials(read_token(private / job))
+
+
+def _the_one(private: Path, jobs: Sequence[str]) -> str | None:
+    """The job that a person means who names none: the only one, or the only one that has a master now."""
+    if len(jobs) > 1:
+        jobs = [job for job in jobs if _is_served(ClaimFile(private / job).read())]
+    return jobs[0] if len(jobs) == 1 else None
+
+
+def _is_served(claim: Claim | None) -> bool:
+    """Whether a process listens at the claim's address."""
+    return claim is not None and answers(claim.address, _LOOK_SECONDS)
+
+
+def _without_master(runs: Path) -> tuple[str, bool]:
+    """How the last run of a job stands that has no master just now, by its directory; and whether it is finished."""
+    job, names = runs.name, runs_in_order(os.listdir(runs) if runs.is_dir() else ())
+    if not names:
+        return f"nobody runs job {job} just now, and it has no run: its dlrover-run command begins one", False
+    run = CheckpointStore(runs / names[-1])
+    newest = run.newest()
+    kept = f"its newest checkpoint is {newest.name}" if newest is not None else "it has no checkpoint"
+    if run.finished:
+        text = f"job {job}, {names[-1]}: finished; {kept}; the same dlrover-run command with --new-run trains again"
+        return text, True
+    goes_on = f"step {newest.step}" if newest is not None else "step 0"
+    text = f"nobody runs job {job} just now: {names[-1]} is not finished, {kept}; the dlrover-run command that began it"
+    return f"{text} goes on from {goes_on}", False

@@ -1,0 +1,145 @@
+"""`dalsegno drain | stop | start | checkpoint | events`: orders to a running job, and what happens to it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dalsegno.protos import control_pb2 as pb
+from dalsegno.protos.contract import CONTROL_PROTOCOL
+from dalsegno.protos.text import one_line
+
+from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
+from .asking import TIMEOUT_SECONDS, Asked, NoAnswer, as_json, put, show
+
+__all__ = ["checkpoint", "drain", "events", "start", "stop"]
+
+# Seconds between two looks at what has become of an order, and for which a call waits for events.
+LOOK_SECONDS = 0.3
+EVENTS_SECONDS = 20.0
+_ENDED = (pb.PHASE_SUCCEEDED, pb.PHASE_FAILED, pb.PHASE_STOPPED)
+# What has become of an order, for a person, by the job's status and the answer to the order; empty: not yet.
+Done = Callable[[pb.StatusReply, pb.OrderReply], str]
+
+
+def drain(options: argparse.Namespace) -> int:
+    """Tells a node to save and go, and waits until it has gone. Returns the exit code; raises as `Asked` does."""
+
+    def gone(status: pb.StatusReply, _: pb.OrderReply) -> str:
+        there = any(node.node == options.node for node in status.nodes)
+        return "" if there else f"{options.node} has gone"
+
+    return _order(options, "DrainNode", pb.DrainNodeRequest(protocol=CONTROL_PROTOCOL, node=options.node), gone)
+
+
+def stop(options: argparse.Namespace) -> int:
+    """Tells all nodes to save and go, and waits for the job's end. Returns the exit code; raises as `Asked` does."""
+
+    def stopped(status: pb.StatusReply, _: pb.OrderReply) -> str:
+        return status.reason if status.phase == pb.PHASE_STOPPED else ""
+
+    return _order(options, "Stop", pb.StopRequest(protocol=CONTROL_PROTOCOL), stopped)
+
+
+def start(options: argparse.Namespace) -> int:
+    """Lets agents of a stopped job in again. Returns the exit code; raises as `Asked` does."""
+    return show(options, "Start", pb.StartRequest(protocol=CONTROL_PROTOCOL), _text)
+
+
+def checkpoint(options: argparse.Namespace) -> int:
+    """Has the ranks save now, and waits for the commit. Returns the exit code; raises as `Asked` does."""
+
+    def committed(status: pb.StatusReply, order: pb.OrderReply) -> str:
+        saved = status.head.step > order.step and not status.head.in_memory
+        return f"{status.head.ref.name} is committed" if saved else ""
+
+    return _order(options, "SaveNow", pb.SaveNowRequest(protocol=CONTROL_PROTOCOL), committed)
+
+
+def _order(options: argparse.Namespace, method: str, request: Any, done: Done) -> int:
+    """Gives an order, and waits until it is carried out unless the person does not want that."""
+    asked = Asked(options)
+    try:
+        reply = asked.call(method, request)
+    except NoAnswer as said:
+        print(f"dalsegno: {asked.why(said)}", file=sys.stderr)
+        return EXIT_FAILED
+    if not options.json:
+        print(one_line(reply.text), flush=True)
+    if options.no_wait:
+        if options.json:
+            print(json.dumps(as_json(reply)))
+        return EXIT_FINISHED
+    return _wait(options, asked, reply, done)
+
+
+def _wait(options: argparse.Namespace, asked: Asked, order: pb.OrderReply, done: Done) -> int:
+    """Waits until an order is carried out. Returns the exit code."""
+    began = time.monotonic()
+    while True:
+        try:
+            status = asked.call("GetStatus", pb.StatusRequest(protocol=CONTROL_PROTOCOL))
+            became, ended = done(status, order), status.phase in _ENDED
+            why = status.reason
+        except NoAnswer as said:
+            # An embedded master ends with its job.
+            became, ended = (asked.why(said), True) if said.is_away and asked.without_master() else ("", False)
+            why = became
+        seconds = time.monotonic() - began
+        if became:
+            _tell(options, order, became, seconds, done=True)
+            return EXIT_FINISHED
+        if ended or seconds > options.timeout:
+            late = f"it is not carried out after {seconds:.0f} s (--timeout), and still stands: see dalsegno events"
+            _tell(options, order, why if ended else late, seconds, done=False)
+            return EXIT_FAILED
+        time.sleep(LOOK_SECONDS)  # why: the status has no event to wait for
+
+
+def _tell(options: argparse.Namespace, order: pb.OrderReply, text: str, seconds: float, *, done: bool) -> None:
+    if options.json:
+        print(json.dumps({**as_json(order), "became": text, "done": done, "seconds": round(seconds, 3)}))
+    elif done:
+        print(f"{one_line(text)}, after {seconds:.1f} s")
+    else:
+        print(f"dalsegno: {one_line(text)}", file=sys.stderr)
+
+
+def _text(reply: pb.OrderReply) -> list[str]:
+    return [one_line(reply.text)]
+
+
+def events(options: argparse.Namespace) -> int:
+    """Prints what happened; with --follow until the job has ended. Returns the exit code; raises as `Asked` does."""
+    asked, after = Asked(options), options.after
+    while True:
+        wait = EVENTS_SECONDS if options.follow else 0.0
+        request = pb.EventsRequest(protocol=CONTROL_PROTOCOL, after=after, wait_seconds=wait)
+        try:
+            reply = asked.call("GetEvents", request, TIMEOUT_SECONDS + wait)
+        except NoAnswer as said:
+            if options.follow and said.is_away and asked.without_master() is None:
+                time.sleep(LOOK_SECONDS)  # why: nobody tells when another master is there
+                continue
+            print(f"dalsegno: {asked.why(said)}", file=sys.stderr)
+            return EXIT_FAILED
+        if after > reply.newest:
+            after = 0  # of a record that was lost
+        for event in reply.events:
+            put(options, event, event_lines)
+            after = event.sequence
+        if not options.follow:
+            return EXIT_FINISHED
+
+
+def event_lines(event: pb.Event) -> list[str]:
+    """An event, for a person."""
+    at = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(event.at))
+    line = f"{event.sequence} {at} {event.kind}: {event.text}"
+    if event.parts:
+        line += " (" + ", ".join(f"{part.name} {part.seconds:.2f}" for part in event.parts) + ")"
+    return [one_line(line)]

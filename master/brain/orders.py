@@ -1,0 +1,136 @@
+"""Orders of people and tools: a node goes, the job stops or may start again, the ranks save now. See also `scaling`.
+
+Orders enter the brain as calls like any other, may be repeated, and only say what is wanted. The phases do the rest: a
+node that is told to go leaves as if it had got a notice, and a job that is stopped is one whose nodes all leave.
+"""
+
+from __future__ import annotations
+
+from dalsegno.protos import control_pb2
+
+from . import memory, running
+from .checkpoints import resume_point
+from .chronicle import Kind
+from .events import Reply
+from .registration import is_there, take_up_again, where
+from .state import Job, Node, Phase, SaveOrder
+from .turn import Turn, names, of_nodes
+
+__all__ = ("drain_node", "look_at_stop", "save_now", "start", "stop")
+
+
+def drain_node(turn: Turn, message: control_pb2.DrainNodeRequest) -> Reply:
+    """Tells one node to go, as soon as the run is saved."""
+    job = turn.job
+    node = job.nodes.get(message.node)
+    if job.phase.is_terminal:
+        return refusal(f"the job has ended ({job.message}): no node has to go")
+    if node is None:
+        there = f"it has {names(sorted(job.nodes))}" if len(job.nodes) else "it has none just now"
+        return Reply("NOT_FOUND", f"no node of the job is called {message.node!r}: {there}")
+    if node.leaving:
+        return done(turn, f"{node.name} is leaving already")
+    order_to_go(turn, node)
+    text = f"{node.name} goes by order"
+    turn.notice(text, kind=Kind.ORDERED, nodes=(node.name,))
+    return done(turn, f"{text}, as soon as the run is saved{then(turn)}")
+
+
+def then(turn: Turn) -> str:
+    """What follows for the others, if they are too few; with a comma in front."""
+    job = turn.job
+    stay = len(job.nodes) - len(job.nodes.leavers)
+    if stay >= job.settings.least_nodes:
+        return ""
+    return f"; then the run waits for nodes: {of_nodes(stay)} left, at least {job.settings.least_nodes} needed"
+
+
+def order_to_go(turn: Turn, node: Node) -> None:
+    """Gives a node a notice of --drain-timeout."""
+    turn.update(node, leaving=True)
+    turn.presence(node).leaves = turn.heard + turn.job.settings.drain_timeout
+
+
+def stop(turn: Turn, message: control_pb2.StopRequest) -> Reply:
+    """Tells all nodes to go, and lets nobody in any more."""
+    job = turn.job
+    if job.phase is Phase.SUCCEEDED:
+        return refusal(f"the job has ended ({job.message}): there is nothing to stop")
+    if job.phase is Phase.STOPPED or job.stopping:
+        return done(turn, job.message or "the job is being stopped already")
+    if job.phase is Phase.FAILED:
+        # Its supervisors may start agents again and again.
+        end_stopped(turn)
+        return done(turn, job.message)
+    job.stopping = True
+    turn.notice("the job stops by order", kind=Kind.ORDERED)
+    for node in list(job.nodes.values()):
+        if not node.leaving:
+            order_to_go(turn, node)
+    if not len(job.nodes):
+        return done(turn, f"no node is here: the run goes on from {where(job)}{goes_on(job)}")
+    return done(turn, f"{of_nodes(len(job.nodes))} save at the next step boundary and go{goes_on(job)}")
+
+
+def look_at_stop(turn: Turn) -> bool:
+    """Ends a job that is being stopped, once everybody has gone. Returns whether it has ended."""
+    job = turn.job
+    if not job.stopping or len(job.nodes) or job.phase not in (Phase.WAITING, Phase.FORMING):
+        return False
+    end_stopped(turn)
+    return True
+
+
+def end_stopped(turn: Turn) -> None:
+    """Ends the job so that it can be started again."""
+    job = turn.job
+    job.stopping = False
+    running.end(turn, Phase.STOPPED, f"stopped by order: {job.run_id} goes on from {where(job)}{goes_on(job)}")
+
+
+def goes_on(job: Job) -> str:
+    """How a stopped job is taken up again, for a person."""
+    return "; the same command goes on with it" if job.embedded else "; dalsegno start lets agents go on with it"
+
+
+def start(turn: Turn, message: control_pb2.StartRequest) -> Reply:
+    """Lets agents of a stopped job in again."""
+    job = turn.job
+    if job.stopping:
+        return refusal("the job is still being stopped: try again when its nodes have gone")
+    if job.phase is not Phase.STOPPED:
+        return refusal(f"the job is not stopped ({job.phase.value}): there is nothing to start")
+    if any(is_there(turn, name) for name in job.nodes):
+        return refusal("agents that were told that the job has stopped are still leaving: try again")
+    take_up_again(turn)
+    text = f"started by order: {job.run_id} goes on from {where(job)} when nodes come"
+    turn.notice(text, kind=Kind.ORDERED)
+    return done(turn, text)
+
+
+def save_now(turn: Turn, message: control_pb2.SaveNowRequest) -> Reply:
+    """Has the ranks save at the next boundary and train on."""
+    job = turn.job
+    if not job.phase.has_workers:
+        head = resume_point(job)
+        kept = f"the newest checkpoint is {head.name}" if head is not None else "nothing is saved"
+        return refusal(f"no ranks are at work that could save ({job.phase.value}): {kept}")
+    if not job.has_session or turn.open.saves_nothing:
+        why = "the script's loop saves nothing" if job.has_session else "the script has not called session()"
+        return refusal(f"{why}: the ranks save nothing by order")
+    after = running.last_step(turn)
+    if job.save_order is None:
+        job.save_order = SaveOrder(job.sequence + 1, after)
+        turn.notice("the ranks save at the next boundary, by order", kind=Kind.ORDERED, step=after)
+    text = f"the ranks save behind step {after}, and train on"
+    if memory.to_memory(turn.state, somebody_stays=True):
+        text += "; agents write it from memory to the disk"
+    return done(turn, text, step=job.save_order.after)
+
+
+def done(turn: Turn, text: str, step: int = 0) -> Reply:
+    return Reply(message=control_pb2.OrderReply(generation=turn.job.generation, text=text, step=step))
+
+
+def refusal(why: str) -> Reply:
+    return Reply("FAILED_PRECONDITION", why)

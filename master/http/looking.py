@@ -1,0 +1,97 @@
+"""The job as people and monitors see it, not asked of the brain more often than needed."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from typing import Any, Protocol
+
+from fastapi import HTTPException
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from dalsegno.protos import control_pb2
+
+from ..brain.events import Reply
+from ..server.feed import Feed
+
+__all__ = ("Curve", "Looking", "Master", "finite")
+
+# The most points of the page's curve, and the seconds for which one look serves all who ask.
+CURVE_POINTS = 1000
+FRESH_SECONDS = 0.1
+_TRAINING = (control_pb2.PHASE_RUNNING, control_pb2.PHASE_DRAINING)
+
+
+class Master(Protocol):
+    """The server whose job is shown."""
+
+    @property
+    def feed(self) -> Feed:
+        """The job's events."""
+
+    async def status(self) -> Reply:
+        """A `StatusReply`, or why there is none."""
+
+    async def call(self, message: Message) -> Reply:
+        """The brain's answer to a request, once it is stored."""
+
+
+class Curve:
+    """The loss of the steps that this master has heard of."""
+
+    def __init__(self) -> None:
+        self.points: deque[tuple[int, float]] = deque(maxlen=CURVE_POINTS)
+
+    def see(self, status: control_pb2.StatusReply) -> None:
+        """Notes the last step, if it is further than all before."""
+        known = self.points[-1][0] if self.points else 0
+        if status.step > known and status.phase in _TRAINING and not status.unheard:
+            self.points.append((status.step, status.loss))
+
+
+class Looking:
+    """Looks at the job: one look serves all who ask within a moment."""
+
+    def __init__(self, master: Master) -> None:
+        self._master, self.curve = master, Curve()
+        self._seen: tuple[float, Reply] | None = None
+        self._look: asyncio.Task[Reply] | None = None
+
+    async def now(self) -> control_pb2.StatusReply:
+        """The status. Raises HTTPException (503) if this master cannot tell."""
+        if self._seen is None or time.monotonic() - self._seen[0] > FRESH_SECONDS:
+            if self._look is None or self._look.done():
+                self._look = asyncio.create_task(self._ask())
+            # Shielded, so that one reader who hangs up does not end it for the others.
+            reply = await asyncio.shield(self._look)
+        else:
+            reply = self._seen[1]
+        if not isinstance(reply.message, control_pb2.StatusReply):
+            raise HTTPException(503, reply.detail)
+        return reply.message
+
+    async def _ask(self) -> Reply:
+        reply = await self._master.status()
+        self._seen = time.monotonic(), reply
+        if isinstance(reply.message, control_pb2.StatusReply):
+            self.curve.see(reply.message)
+        return reply
+
+    async def as_json(self) -> dict[str, Any]:
+        """The status with what this master has seen of the loss. Raises HTTPException."""
+        status = await self.now()
+        plain = MessageToDict(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        plain["goodput"] = status.goodput if status.HasField("goodput") else None
+        return dict(finite(plain | {"curve": list(self.curve.points)}))
+
+
+def finite(value: Any) -> Any:
+    """The value with None in place of NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,126 @@
+"""Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html): the job's events as they come.
+
+A stream lasts some seconds; the reader connects again with `Last-Event-ID`, as browsers do by themselves. So it loses
+nothing, and no reader holds a connection for ever. One that reads too slowly is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi.responses import Response
+from google.protobuf.json_format import MessageToDict
+
+from ..brain.chronicle import JobEvent
+from ..brain.views import event_proto
+from ..server.feed import Feed
+from .guard import Receive, Scope, Send
+
+__all__ = ("EventStream", "Readers", "as_json")
+
+# Seconds: how long a stream lasts, less than any connection does; between two signs of life; in which a reader must
+# have taken what was sent; after which it connects again.
+LONGEST_STREAM_SECONDS = 20.0
+ALIVE_EVERY_SECONDS = 5.0
+SLOWEST_READER_SECONDS = 5.0
+AGAIN_SECONDS = 1.0
+# The most events that are sent at once, and the most that wait for some.
+AT_ONCE = 100
+MOST_READERS = 64
+
+
+def as_json(event: JobEvent) -> dict[str, Any]:
+    """An event as JSON. Numbers of 64 bits are numbers here: none of them comes near 2**53."""
+    plain = MessageToDict(event_proto(event), preserving_proto_field_name=True)
+    for name in ("sequence", "epoch", "step", "lost_steps"):
+        if name in plain:
+            plain[name] = int(plain[name])
+    return plain
+
+
+class Readers:
+    """Counts those who wait for events."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether there are as many as may be."""
+        return self._count >= MOST_READERS
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """One more, inside."""
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
+
+
+class EventStream(Response):
+    """The answer to a request for a stream.
+
+    Args:
+        feed: The events.
+        after: The number of the last event that the reader knows.
+        readers: Counts it.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, feed: Feed, after: int, readers: Readers) -> None:
+        super().__init__(b"", headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._feed, self._after, self._readers = feed, after, readers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends until the stream's time is over, or the reader has gone or is too slow."""
+        work = asyncio.ensure_future(self._run(send))
+        gone = asyncio.ensure_future(_until_gone(receive))
+        try:
+            with self._readers.one():
+                await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+    async def _run(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + LONGEST_STREAM_SECONDS
+        with contextlib.suppress(asyncio.TimeoutError):
+            await _sent(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._put(send, f"retry: {AGAIN_SECONDS * 1000:.0f}\n\n")
+            while (left := until - loop.time()) > 0:
+                found = self._feed.after(self._after, AT_ONCE)
+                if found:
+                    await self._put(send, "".join(map(_block, found)))
+                    self._after = found[-1].sequence
+                    continue
+                await self._feed.wait(self._after, min(left, ALIVE_EVERY_SECONDS))
+                if self._feed.newest == self._after:
+                    await self._put(send, ": alive\n\n")
+            await _sent(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _put(self, send: Send, text: str) -> None:
+        await _sent(send, {"type": "http.response.body", "body": text.encode(), "more_body": True})
+
+
+async def _sent(send: Send, message: dict[str, Any]) -> None:
+    """Sends within the time that a reader has. Raises asyncio.TimeoutError."""
+    await asyncio.wait_for(send(message), SLOWEST_READER_SECONDS)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _block(event: JobEvent) -> str:
+    return f"id: {event.sequence}\nevent: {event.kind.value}\ndata: {json.dumps(as_json(event))}\n\n"

@@ -1,0 +1,222 @@
+"""Orders of people and tools: a node goes, the job stops and starts again, the ranks save now."""
+
+from __future__ import annotations
+
+from dalsegno.master.brain.state import Phase
+from dalsegno.protos import control_pb2 as pb
+from tests.support.jobs.masters import Driven, Node, all_join, settings
+
+
+def drain(job: Driven, name: str) -> tuple[str, str]:
+    reply = job.call(pb.DrainNodeRequest(job_id="job", node=name))
+    return reply.code, reply.detail or reply.message.text  # type: ignore[union-attr]
+
+
+def stop(job: Driven) -> tuple[str, str]:
+    reply = job.call(pb.StopRequest(job_id="job"))
+    return reply.code, reply.detail or reply.message.text  # type: ignore[union-attr]
+
+
+def start(job: Driven) -> tuple[str, str]:
+    reply = job.call(pb.StartRequest(job_id="job"))
+    return reply.code, reply.detail or reply.message.text  # type: ignore[union-attr]
+
+
+def save_now(job: Driven) -> tuple[str, str]:
+    reply = job.call(pb.SaveNowRequest(job_id="job"))
+    return reply.code, reply.detail or reply.message.text  # type: ignore[union-attr]
+
+
+def saved(job: Driven, nodes: list[Node], step: int) -> None:
+    """All ranks save at this boundary and stop."""
+    nodes[0].step(step, draining=True)
+    nodes[0].save(step)
+    for node in nodes:
+        node.drained(step)
+
+
+def trained(count: int = 2, *, embedded: bool = False, **fields: int) -> tuple[Driven, list[Node]]:
+    job = Driven(settings(**fields), embedded=embedded)
+    nodes = job.start(count)
+    nodes[0].step(1)
+    return job, nodes
+
+
+def test_a_node_that_is_told_to_go_leaves_like_one_with_a_notice() -> None:
+    """All save at one boundary; it is released, the others go on without having lost a step."""
+    job, nodes = trained(3)
+    code, text = drain(job, nodes[1].name)
+    assert (code, nodes[1].name in text, "waits for nodes" in text) == ("OK", True, False)
+    assert [node.order for node in nodes] == ["drain"] * 3
+    assert nodes[1].directive.HasField("leave")
+    assert not nodes[1].directive.leave.stop
+    assert not nodes[0].directive.HasField("leave")
+    saved(job, nodes, 4)
+    assert nodes[1].order == "release"
+    nodes[1].hang_up()
+    job.wait(2)
+    all_join([nodes[0], nodes[2]])
+    next((node for node in (nodes[0], nodes[2]) if node.lease), nodes[0]).convert()
+    assert (job.phase, job.members) == (Phase.RUNNING, [nodes[0].name, nodes[2].name])
+    nodes[0].step(5)
+    assert "lost 0 steps" in job.notices
+
+
+def test_a_node_that_goes_does_not_outstay_its_notice() -> None:
+    """Ranks that never agree are not waited for beyond --drain-timeout."""
+    job, nodes = trained(2, drain_timeout=7)
+    drain(job, nodes[1].name)
+    job.wait(8)
+    assert job.phase is not Phase.DRAINING
+    assert "did not end in time" in job.notices
+
+
+def test_a_drain_is_repeated_and_refused_in_one_line() -> None:
+    """Twice is once; a name that nobody has is answered with those that there are."""
+    job, nodes = trained(2, min_nodes=2)
+    code, text = drain(job, nodes[1].name)
+    assert (code, "then the run waits for nodes: 1 node left, at least 2 needed" in text) == ("OK", True)
+    before = job.job.sequence
+    assert drain(job, nodes[1].name) == ("OK", f"{nodes[1].name} is leaving already")
+    assert job.job.sequence == before
+    code, text = drain(job, "nobody")
+    assert (code, nodes[0].name in text) == ("NOT_FOUND", True)
+
+
+def test_a_stop_saves_and_lets_everybody_go() -> None:
+    """The job is stopped when all have gone; what it committed is where it goes on."""
+    job, nodes = trained(2)
+    code, text = stop(job)
+    assert (code, "2 nodes save" in text, "dalsegno start" in text) == ("OK", True, True)
+    assert stop(job)[0] == "OK"
+    assert [node.directive.leave.stop for node in nodes] == [True, True]
+    assert nodes[0].directive.drain.all_leave
+    saved(job, nodes, 6)
+    assert [node.order for node in nodes] == ["release", "release"]
+    late = Node(job, "late")
+    assert late.register().code == "UNAVAILABLE"
+    for node in nodes:
+        node.hang_up()
+    job.wait(2)
+    assert job.phase is Phase.STOPPED
+    assert "run-0001 goes on from step 6" in job.job.message
+    assert stop(job) == ("OK", job.job.message)
+
+
+def test_a_stopped_job_lets_nobody_in_before_it_is_started() -> None:
+    """A supervisor may start agents again at once: they are told that somebody has stopped it, and go."""
+    job, nodes = trained(1)
+    assert start(job)[0] == "FAILED_PRECONDITION"
+    stop(job)
+    assert "still being stopped" in start(job)[1]
+    saved(job, nodes, 3)
+    nodes[0].hang_up()
+    job.wait(2)
+    again = job.node()
+    assert again.order == "finish"
+    assert not again.directive.finish.success
+    assert "stopped by order" in again.directive.finish.message
+    assert "still leaving" in start(job)[1]
+    again.hang_up()
+    assert start(job)[0] == "OK"
+    assert job.phase is Phase.WAITING
+    new = job.node()
+    new.join()
+    job.wait(job.settings.quiet_time + 1)
+    assert (job.phase, new.directive.run.resume.source.step) == (Phase.RUNNING, 3)
+
+
+def test_an_embedded_masters_job_goes_on_with_the_same_command() -> None:
+    """Nobody could tell its master to start: it has ended with the job."""
+    job, nodes = trained(1, embedded=True)
+    assert "the same command goes on with it" in stop(job)[1]
+    saved(job, nodes, 3)
+    nodes[0].hang_up()
+    job.wait(2)
+    assert job.phase is Phase.STOPPED
+    job.restart()
+    assert job.phase is Phase.STOPPED
+    again = job.node()
+    assert job.phase is not Phase.STOPPED
+    assert f"was stopped: {again.name.rpartition('-')[0]} takes it up again from step 3" in job.notices
+    assert "failed" not in job.notices
+
+
+def test_a_stop_holds_over_a_new_master() -> None:
+    """It is on the record, like everything that was decided."""
+    job, nodes = trained(2)
+    stop(job)
+    job.restart()
+    for node in nodes:
+        node.beat()
+    assert job.job.stopping
+    saved(job, nodes, 6)
+    for node in nodes:
+        node.hang_up()
+    job.wait(job.settings.node_timeout + 2)
+    assert job.phase is Phase.STOPPED
+
+
+def test_what_is_stopped_need_not_be_running() -> None:
+    """No node, or a job that has failed, whose supervisors would start it again; a finished one stays finished."""
+    job = Driven()
+    assert stop(job)[0] == "OK"
+    assert job.phase is Phase.STOPPED
+    failed, nodes = trained(1)
+    for number in range(20):
+        nodes[0].failed(step=1)
+        failed.wait(60)
+        if failed.phase is Phase.FAILED:
+            break
+        all_join(nodes)
+        failed.wait(3)
+    assert failed.phase is Phase.FAILED, number
+    assert stop(failed)[0] == "OK"
+    assert failed.phase is Phase.STOPPED
+    finished, nodes = trained(1)
+    nodes[0].finished(5)
+    assert finished.phase is Phase.SUCCEEDED
+    assert stop(finished)[0] == "FAILED_PRECONDITION"
+    assert drain(finished, nodes[0].name)[0] == "FAILED_PRECONDITION"
+    assert save_now(finished)[0] == "FAILED_PRECONDITION"
+
+
+def test_a_save_by_order_stands_until_a_commit_follows_it() -> None:
+    """Every node is told, also one that comes late to hear; a repeat is the same order; the commit ends it."""
+    job, nodes = trained(2)
+    nodes[0].save(1)
+    nodes[0].step(5)
+    code, text = save_now(job)
+    assert (code, "behind step 5" in text) == ("OK", True)
+    orders = {node.directive.save_order for node in nodes}
+    assert len(orders) == 1
+    assert orders != {0}
+    assert save_now(job)[0] == "OK"
+    assert {node.directive.save_order for node in nodes} == orders
+    assert job.phase is Phase.RUNNING
+    nodes[0].save(6)
+    assert {node.directive.save_order for node in nodes} == {0}
+    nodes[0].step(7)
+    save_now(job)
+    assert nodes[0].directive.save_order > max(orders)
+
+
+def test_a_save_by_order_is_refused_where_no_rank_could() -> None:
+    """Nobody trains, the script has no session, or its loop saves nothing: one line says which."""
+    job = Driven()
+    assert "no ranks are at work" in save_now(job)[1]
+    silent = Driven()
+    silent.start(1)
+    assert "has not called session()" in save_now(silent)[1]
+    job, nodes = trained(1)
+    nodes[0].step(2, saves_nothing=True)
+    assert "saves nothing" in save_now(job)[1]
+    assert not job.job.save_order
+
+
+def test_the_end_of_the_job_ends_a_save_by_order() -> None:
+    """A job that is taken up again is not asked for what somebody wanted before."""
+    job, nodes = trained(1)
+    save_now(job)
+    nodes[0].finished(5)
+    assert job.job.save_order is None
