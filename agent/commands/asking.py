@@ -66,8 +66,11 @@ class Asked:
         self._options = options
         self._addresses, self._credentials = _master_of(options)
 
-    def call(self, method: str, request: Any, timeout: float = TIMEOUT_SECONDS) -> Any:
-        """The answer of the master that leads: of several the others name it. Raises NoAnswer."""
+    def call(self, method: str, request: Any, more_seconds: float = 0.0) -> Any:
+        """The answer of the master that leads: of several the others name it. Raises NoAnswer.
+
+        `more_seconds`: how long the call may wait by itself.
+        """
         request.job_id = self._options.job_id or ""
         left, asked = list(self._addresses), set[str]()
         while True:
@@ -76,7 +79,7 @@ class Asked:
             with self._credentials.channel(address) as channel:
                 try:
                     call = getattr(control_pb2_grpc.ControlStub(channel), method)
-                    return call(request, timeout=timeout, metadata=self._credentials.metadata)
+                    return call(request, timeout=TIMEOUT_SECONDS + more_seconds, metadata=self._credentials.metadata)
                 except grpc.RpcError as error:
                     leader = leader_of(error)
                     left = [one for one in ([leader] if leader else []) + left if one not in asked]

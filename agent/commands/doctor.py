@@ -40,7 +40,7 @@ PARTS = {
     "": ("cryptography", "grpcio", "protobuf", "pydantic", "xxhash", "rich"),
     "train": ("torch", "deepspeed", "numpy"),
     "etcd": ("aetcd",),
-    "http": ("fastapi", "prometheus_client", "uvicorn"),
+    "http": ("fastapi", "prometheus-client", "uvicorn"),
     "hf": ("accelerate", "transformers"),
     "swift": ("ms-swift", "transformers"),
     "log": ("tensorboard", "wandb"),

@@ -26,7 +26,7 @@ from ..control.credentials import CredentialFiles, CredentialsError
 from ..control.embedded import EmbeddedMaster, MasterError
 from ..control.handshake import mismatch
 from ..control.spawning import LOOPBACK, read_token
-from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE, Event
+from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE, Event, Exit
 from ..dlrover import scripts
 from ..processes.lifeline import Lifeline
 from ..processes.signals import SignalWatch
@@ -34,7 +34,7 @@ from ..script import Script, asks_for_universal, expects_session, knows_us, runs
 from ..shell.config import AgentConfig
 from ..shell.console import Console, make_log_dir, set_up_logging
 from ..shell.effects import Effects
-from ..shell.elastic_agent import ElasticAgent, Ending
+from ..shell.elastic_agent import ElasticAgent
 from ..shell.mailbox import Mailbox
 from ..shell.output import Output
 from ..shell.rendezvous import NamedRendezvous
@@ -82,7 +82,7 @@ def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWat
     finally:
         source.close()
     message = ending.message
-    if ending.code == EXIT_FAILED:
+    if ending.code == EXIT_FAILED and not ending.final:
         message = verdict(message, log_dir)
     if message:
         console.say(message, warning=ending.code not in (EXIT_FINISHED, EXIT_LEFT, EXIT_USAGE))
@@ -278,7 +278,7 @@ def _run(
     console: Console,
     where: _Where,
     watch: SignalWatch,
-) -> Ending:
+) -> Exit:
     mailbox: Mailbox[Event] = Mailbox()
     with starting("the agent"):
         prove_room()
@@ -331,7 +331,7 @@ def _run(
         if not (why := shortage(error)):
             raise
         logger.exception("the agent cannot go on")
-        return Ending(EXIT_LEFT_UNSAVED, f"the agent cannot go on: {why}; the same command joins again")
+        return Exit(EXIT_LEFT_UNSAVED, f"the agent cannot go on: {why}; the same command joins again")
     return agent.ending
 
 

@@ -1,4 +1,4 @@
-"""`dalsegno drain | stop | start | checkpoint | events`: orders to a running job, and what happens to it."""
+"""The commands `drain`, `stop`, `start`, `checkpoint` and `events`: orders to a job, and what happens to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dalsegno.protos.contract import CONTROL_PROTOCOL
 from dalsegno.protos.text import one_line
 
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
-from .asking import TIMEOUT_SECONDS, Asked, NoAnswer, as_json, put, show
+from .asking import Asked, NoAnswer, as_json, put, show
 
 __all__ = ["checkpoint", "drain", "events", "start", "stop"]
 
@@ -120,7 +120,7 @@ def events(options: argparse.Namespace) -> int:
         wait = EVENTS_SECONDS if options.follow else 0.0
         request = pb.EventsRequest(protocol=CONTROL_PROTOCOL, after=after, wait_seconds=wait)
         try:
-            reply = asked.call("GetEvents", request, TIMEOUT_SECONDS + wait)
+            reply = asked.call("GetEvents", request, wait)
         except NoAnswer as said:
             if options.follow and said.is_away and asked.without_master() is None:
                 time.sleep(LOOK_SECONDS)  # why: nobody tells when another master is there

@@ -134,17 +134,19 @@ class Decision:
         unsaved, leave = what_is_unsaved(self.state), self.state.leave
         if leave is not None and leave.stop:
             # Not the code of a node that left: no supervisor is to start what somebody has stopped.
-            self.exit(ev.EXIT_FAILED, f"stopped by order; {unsaved or what_is_safe(self.state)}")
+            self.exit(
+                ev.EXIT_FAILED, f"the job was stopped by order; {unsaved or what_is_safe(self.state)}", final=True
+            )
         elif unsaved:
             self.exit(ev.EXIT_LEFT_UNSAVED, f"{how_it_left(leave)}; {unsaved}")
         else:
             self.exit(ev.EXIT_LEFT, f"{how_it_left(leave)}; {what_is_safe(self.state)}")
 
-    def exit(self, code: int, message: str) -> None:
-        """The last action of this agent."""
+    def exit(self, code: int, message: str, *, final: bool = False) -> None:
+        """The last action of this agent. `final`: see `ev.Exit`."""
         self.stop_conversion()
         self.state.ended = True
-        self.do(ev.Exit(code, message))
+        self.do(ev.Exit(code, message, final))
 
 
 def how_it_left(leave: Leave | None) -> str:

@@ -152,7 +152,8 @@ def ordered_finish(decision: Decision, finish: control_pb2.Finish) -> None:
         decision.kill_workers()
     if finish.success:
         decision.do(ev.MarkFinished(decision.state.run_id))
-    decision.exit(ev.EXIT_FINISHED if finish.success else ev.EXIT_FAILED, finish.message)
+    stopped = decision.state.phase == control_pb2.PHASE_STOPPED
+    decision.exit(ev.EXIT_FINISHED if finish.success else ev.EXIT_FAILED, finish.message, final=stopped)
 
 
 def ordered_release(decision: Decision) -> None:

@@ -461,8 +461,11 @@ class Say:
 
 @dataclass(frozen=True)
 class Exit:
+    """The end of this agent. `final`: the message says all, and a person who reads it need not look for an error."""
+
     code: int
     message: str = ""
+    final: bool = False
 
 
 Action = (

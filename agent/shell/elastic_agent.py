@@ -47,7 +47,7 @@ from .config import AgentConfig
 from .effects import Effects
 from .mailbox import Mailbox
 
-__all__ = ["ElasticAgent", "Ending"]
+__all__ = ["ElasticAgent"]
 
 # Seconds that calls to the master may still take when the agent ends.
 _LAST_CALLS_SECONDS = 3.0
@@ -65,14 +65,6 @@ class _Exited(ev.WorkerExited):
 @dataclass(frozen=True)
 class _Placed(ev.StartFailed):
     """What a script without a session needs of the resume point is there, or cannot be: then there is a message."""
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How the agent's run ended: an exit code of docs/contracts.md and a line for people."""
-
-    code: int
-    message: str
 
 
 class ElasticAgent(LocalElasticAgent):
@@ -109,7 +101,7 @@ class ElasticAgent(LocalElasticAgent):
         self._effects = effects
         self._lifeline = lifeline
         self._watch = watch
-        self._ending: Ending | None = None
+        self._ending: ev.Exit | None = None
         self._context: WorkersContext | None = None
         self._place: Place | None = None
         self._use_flag = config.script_flag
@@ -150,7 +142,7 @@ class ElasticAgent(LocalElasticAgent):
         )
 
     @property
-    def ending(self) -> Ending:
+    def ending(self) -> ev.Exit:
         """How the run ended; only valid after `run`."""
         assert self._ending is not None, "run() comes first"
         return self._ending
@@ -216,7 +208,7 @@ class ElasticAgent(LocalElasticAgent):
                 # A leaver's processes have nothing to wait for.
                 self._link.tell(to_worker(action, may_stay=self._pool is not None and not self._state.leaving))
             case ev.Exit():
-                self._ending = Ending(action.code, action.message)
+                self._ending = action
             case _:
                 raise AssertionError(f"nobody carries out {type(action).__name__}")
 

@@ -27,7 +27,7 @@ class Boundary:
         step: The step that ended.
         exchanged: Whether the vector travelled with this step. If not, the other flags are False, except perhaps drain.
         drain: Some rank was told to save here and stop.
-        save: Somebody wants this step to be saved (``dalsegno checkpoint``). Each order says so once.
+        save: Somebody has ordered that this step be saved. Each order says so once.
         save_failed: Some rank could not write its part of a save in flight.
         saving: Some rank's part of one was not over yet.
         end: Some rank has no next batch.

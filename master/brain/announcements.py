@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
-from typing import Any
 
 from .checkpoints import resume_point
 from .chronicle import HISTORY, Kind, PausePart, parts_of
@@ -40,7 +39,12 @@ def first_step(turn: Turn, world: World) -> None:
     if world.epoch > 1 and live.pause is not None:
         text += f", {cost(paused, lost, exactly=exactly, away=live.pause.costs_more)}"
         parts = parts_of(live.pause.since, (*live.pause.marks, *starts(turn)))
-    about: dict[str, Any] = {"step": turn.open.top_step, "seconds": round(paused, 3), "parts": parts, "lost_steps": lost}
+    about: dict[str, Any] = {
+        "step": turn.open.top_step,
+        "seconds": round(paused, 3),
+        "parts": parts,
+        "lost_steps": lost,
+    }
     turn.notice(text, kind=Kind.STEPPED, **about)
     record(turn, world, paused, lost, parts=parts)
 

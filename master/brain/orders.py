@@ -85,7 +85,9 @@ def end_stopped(turn: Turn) -> None:
     """Ends the job so that it can be started again."""
     job = turn.job
     job.stopping = False
-    running.end(turn, Phase.STOPPED, f"stopped by order: {job.run_id} goes on from {where(job)}{goes_on(job)}")
+    running.end(
+        turn, Phase.STOPPED, f"the job was stopped by order: {job.run_id} goes on from {where(job)}{goes_on(job)}"
+    )
 
 
 def goes_on(job: Job) -> str:

@@ -34,8 +34,9 @@ MOST_READERS = 64
 
 
 def as_json(event: JobEvent) -> dict[str, Any]:
-    """An event as JSON. Numbers of 64 bits are numbers here: none of them comes near 2**53."""
-    plain = MessageToDict(event_proto(event), preserving_proto_field_name=True)
+    """An event as JSON, with all its fields. Numbers of 64 bits are numbers here: none of them comes near 2**53."""
+    proto = event_proto(event)
+    plain = MessageToDict(proto, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     for name in ("sequence", "epoch", "step", "lost_steps"):
         if name in plain:
             plain[name] = int(plain[name])

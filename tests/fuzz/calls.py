@@ -18,8 +18,9 @@ from .values import BYTES, NUMBERS, TEXTS, disturb, mutate
 __all__ = ["FAMILIES", "METHODS", "Call", "Rogue", "Scene", "registration"]
 
 SERVICE: Any = pb.DESCRIPTOR.services_by_name["Control"]
+# Whoever has the token may stop the job: that is no attack, and nothing else would be seen behind it.
 METHODS: dict[str, type[Message]] = {
-    method.name: getattr(pb, method.input_type.name) for method in SERVICE.methods if method.input_type.name
+    method.name: getattr(pb, method.input_type.name) for method in SERVICE.methods if method.name != "Stop"
 }
 _SHOWN = 600
 
@@ -178,6 +179,10 @@ def _sensible(rng: random.Random, scene: Scene, method: str) -> Any:
             return pb.DurableRequest(ref=_known(rng, scene), failure=rng.choice(("", "no space")), parts=_parts(rng))
         case "Scale":
             return pb.ScaleRequest(job_id="job", protocol=1, nodes=rng.choice((0, 2, 3, 2**31)))
+        case "DrainNode":
+            return pb.DrainNodeRequest(job_id="job", protocol=1, node=rng.choice(("", "nobody", "x" * 400)))
+        case "GetEvents":
+            return pb.EventsRequest(job_id="job", protocol=1, after=rng.randrange(50), wait_seconds=0.01)
         case "GetStatus":
             return pb.StatusRequest(job_id="job", protocol=1)
     return METHODS[method]()

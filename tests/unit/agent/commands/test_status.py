@@ -84,7 +84,7 @@ def test_of_several_jobs_the_one_that_runs_is_meant(
     tmp_path: Path, listener: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The others are over, and their claims stay."""
-    monkeypatch.setattr("dalsegno.agent.commands.status._TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr("dalsegno.agent.commands.asking.TIMEOUT_SECONDS", 0.1)
     claim(tmp_path, "before", gone())
     claim(tmp_path, "now", listener)
     code, said = ask(tmp_path, capsys)

@@ -1046,7 +1046,9 @@ def test_nothing_of_the_ranks_before_is_left_at_a_start() -> None:
     agent.hear(ev.WorkersStopped(1))
     before = agent.state.epoch
     agent.running(epoch=2, resume=6, session=False)
-    assert before != agent.state.epoch == Epoch(step=6, loss=2.0, told=(False, True, 0, False, False))
+    assert (
+        before != agent.state.epoch == Epoch(step=6, loss=2.0, began=agent.now, told=(False, True, 0, False, False, 0))
+    )
 
 
 def test_a_decision_leaves_the_state_before_it_as_it_was() -> None:

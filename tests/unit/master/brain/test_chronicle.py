@@ -46,7 +46,7 @@ def test_consoles_are_told_of_some() -> None:
     assert len(node.directive.notices) == before
     for number in range(NOTICES + 5):
         brain.Turn(job.state, job.now).notice(f"line {number}")
-    assert [notice.text for notice in job.job.notices][0] == "line 5"
+    assert job.job.notices[0].text == "line 5"
     assert len(job.job.notices) == NOTICES
 
 

@@ -111,6 +111,11 @@ def test_what_agents_send_passes_as_it_is() -> None:
         pb.HeldRequest(caller=caller(), checkpoint=checkpoint(in_memory=True), parts=[0, 3]),
         pb.DurableRequest(caller=caller(), ref=checkpoint().ref, failure="no space left on the device"),
         pb.ScaleRequest(nodes=3),
+        pb.DrainNodeRequest(node="a"),
+        pb.StopRequest(),
+        pb.StartRequest(),
+        pb.SaveNowRequest(),
+        pb.EventsRequest(after=3, limit=2, wait_seconds=1.0),
         pb.StatusRequest(),
     ]
     for message in honest:

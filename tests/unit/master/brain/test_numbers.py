@@ -147,7 +147,7 @@ def test_heartbeats_and_steps_ask_for_no_turn() -> None:
 
 
 def test_thousands_of_checkpoints_cost_a_turn_nothing() -> None:
-    """With all of them kept: one commit stores two rows, and the newest is known without a search."""
+    """With all of them kept: one commit stores few rows, and the newest is known without a search."""
     job = Driven(settings(keep_checkpoints=0))
     (a,) = job.start(1)
     codec = JobCodec()
@@ -157,7 +157,7 @@ def test_thousands_of_checkpoints_cost_a_turn_nothing() -> None:
         assert a.commit(made).code == "OK"
     codec.changes(job.job)
     a.save(3_001)
-    assert {key.partition("/")[0] for key in codec.changes(job.job)} <= {"job", "node", "checkpoint"}
+    assert {key.partition("/")[0] for key in codec.changes(job.job)} <= {"job", "node", "checkpoint", "event"}
     head = job.job.checkpoints.head
     assert head is not None
     assert head.step == 3_001

@@ -115,7 +115,7 @@ def test_a_stopped_job_lets_nobody_in_before_it_is_started() -> None:
     again = job.node()
     assert again.order == "finish"
     assert not again.directive.finish.success
-    assert "stopped by order" in again.directive.finish.message
+    assert "the job was stopped by order" in again.directive.finish.message
     assert "still leaving" in start(job)[1]
     again.hang_up()
     assert start(job)[0] == "OK"
@@ -163,14 +163,14 @@ def test_what_is_stopped_need_not_be_running() -> None:
     assert stop(job)[0] == "OK"
     assert job.phase is Phase.STOPPED
     failed, nodes = trained(1)
-    for number in range(20):
+    for _ in range(20):
         nodes[0].failed(step=1)
         failed.wait(60)
         if failed.phase is Phase.FAILED:
             break
         all_join(nodes)
         failed.wait(3)
-    assert failed.phase is Phase.FAILED, number
+    assert failed.phase is Phase.FAILED
     assert stop(failed)[0] == "OK"
     assert failed.phase is Phase.STOPPED
     finished, nodes = trained(1)

@@ -14,11 +14,19 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the extra http")
 pytest.importorskip("uvicorn", reason="needs the extra http")
 
+from google.protobuf.message import Message
+
+from dalsegno.master.brain.chronicle import JobEvent, Kind, PausePart
 from dalsegno.master.brain.events import Reply
-from dalsegno.master.http.edge import Edge, Trace, finite, metrics
+from dalsegno.master.http import stream
+from dalsegno.master.http.edge import Edge
+from dalsegno.master.http.guard import LARGEST_BODY_BYTES
+from dalsegno.master.http.looking import CURVE_POINTS, Curve, finite
+from dalsegno.master.http.metrics import metrics
 from dalsegno.master.http.page import PAGE
 from dalsegno.master.record.descriptors import HTTP_CONNECTIONS
 from dalsegno.master.server import listener
+from dalsegno.master.server.feed import Feed
 from dalsegno.protos import control_pb2 as pb
 
 pytestmark = pytest.mark.timeout(60)
@@ -37,12 +45,36 @@ def status(step: int = 7, epoch: int = 2, phase: pb.Phase = pb.PHASE_RUNNING, lo
     )
 
 
-@contextlib.asynccontextmanager
-async def serving(answer: Reply, token: str | None = None) -> AsyncIterator[Edge]:
-    async def status() -> Reply:
-        return answer
+class Small:
+    """A master with one answer to everybody who looks, and to each order the brain's."""
 
-    edge = Edge(status, "127.0.0.1", 0, token, loopback=True)
+    def __init__(self, answer: Reply, ordered: Reply | None = None) -> None:
+        self.answer, self.ordered, self.feed = answer, ordered, Feed()
+        self.orders: list[Message] = []
+        self.looks = 0
+
+    async def status(self) -> Reply:
+        self.looks += 1
+        return self.answer
+
+    async def call(self, message: Message) -> Reply:
+        self.orders.append(message)
+        assert self.ordered is not None
+        return self.ordered
+
+
+def done(text: str = "done", step: int = 0) -> Reply:
+    return Reply("OK", "", pb.OrderReply(text=text, step=step))
+
+
+def event(sequence: int, **about: object) -> JobEvent:
+    return JobEvent(sequence, f"event {sequence}", **about)  # type: ignore[arg-type]
+
+
+@contextlib.asynccontextmanager
+async def serving(answer: Reply | Small, token: str | None = None) -> AsyncIterator[Edge]:
+    master = answer if isinstance(answer, Small) else Small(answer)
+    edge = Edge(master, "127.0.0.1", 0, token, loopback=True)
     edge.start()
     try:
         yield edge
@@ -51,10 +83,19 @@ async def serving(answer: Reply, token: str | None = None) -> AsyncIterator[Edge
 
 
 async def get(edge: Edge, path: str, **headers: str) -> tuple[int, str]:
+    return await asks(edge, "GET", path, **headers)
+
+
+async def post(edge: Edge, path: str, body: object = None, **headers: str) -> tuple[int, str]:
+    data = b"" if body is None else json.dumps(body).encode()
+    return await asks(edge, "POST", path, data, **{"content-type": "application/json", **headers})
+
+
+async def asks(edge: Edge, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, str]:
     def ask() -> tuple[int, str]:
         connection = http.client.HTTPConnection(edge.address, timeout=10)
         with contextlib.closing(connection):
-            connection.request("GET", path, headers=headers)
+            connection.request(method, path, body, headers=headers)
             answer = connection.getresponse()
             return answer.status, answer.read().decode()
 
@@ -67,7 +108,7 @@ def test_the_job_is_shown() -> None:
     async def scene() -> None:
         async with serving(Reply("OK", "", status(loss=math.nan))) as edge:
             assert await get(edge, "/healthz") == (200, "ok\n")
-            code, text = await get(edge, "/api/job")
+            code, text = await get(edge, "/api/v1/job")
             job = json.loads(text)
             assert (code, job["job_id"], job["step"], job["phase"]) == (200, "job", "7", "PHASE_RUNNING")
             assert job["curve"] == [[7, None]]
@@ -75,7 +116,7 @@ def test_the_job_is_shown() -> None:
             # As a string: a bare NaN is no JSON, and a browser would refuse all of it.
             assert job["loss"] == "NaN"
             code, text = await get(edge, "/metrics")
-            assert (code, "dalsegno_step 7\n" in text) == (200, True)
+            assert (code, "dalsegno_step 7.0\n" in text) == (200, True)
             code, text = await get(edge, "/")
             assert (code, text) == (200, PAGE)
 
@@ -87,7 +128,7 @@ def test_with_a_token_only_health_and_the_empty_page_are_open() -> None:
 
     async def scene() -> None:
         async with serving(Reply("OK", "", status()), TOKEN) as edge:
-            for path in ("/api/job", "/metrics"):
+            for path in ("/api/v1/job", "/metrics"):
                 assert (await get(edge, path))[0] == 401
                 assert (await get(edge, path, authorization="Bearer wrong"))[0] == 401
                 assert (await get(edge, path, authorization=f"Bearer {TOKEN}"))[0] == 200
@@ -102,8 +143,8 @@ def test_a_foreign_name_for_this_machine_is_refused() -> None:
 
     async def scene() -> None:
         async with serving(Reply("OK", "", status())) as edge:
-            assert (await get(edge, "/api/job", Host="evil.example"))[0] == 400
-            assert (await get(edge, "/api/job", Host="localhost:1"))[0] == 200
+            assert (await get(edge, "/api/v1/job", Host="evil.example"))[0] == 400
+            assert (await get(edge, "/api/v1/job", Host="localhost:1"))[0] == 200
 
     asyncio.run(scene())
 
@@ -121,28 +162,291 @@ def test_a_master_that_cannot_answer_is_not_healthy() -> None:
 
 def test_metrics_are_prometheus_text() -> None:
     """Every sample has its HELP and TYPE; counters end in _total; sums are over the epochs."""
-    lines = metrics(status(), 0.5).splitlines()
+    told = status()
+    told.goodput = 0.5
+    for epoch in told.history:
+        epoch.parts.add(name="saved", seconds=0.25)
+    lines = metrics(told).splitlines()
     samples = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     described = {line.split()[2] for line in lines if line.startswith("# TYPE")}
     assert {name.partition("{")[0] for name in samples} == described
-    assert samples["dalsegno_lost_steps_total"] == samples["dalsegno_paused_seconds_total"] == "2"
-    assert samples["dalsegno_goodput_ratio"] == "0.5"
-    assert samples['dalsegno_nodes{role="spare"}'] == "1"
+    assert float(samples["dalsegno_lost_steps_total"]) == float(samples["dalsegno_paused_seconds_total"]) == 2
+    assert float(samples["dalsegno_goodput_ratio"]) == 0.5
+    assert float(samples['dalsegno_nodes{role="spare"}']) == 1
+    assert float(samples['dalsegno_paused_part_seconds_total{part="saved"}']) == 0.5
+    assert "dalsegno_goodput_ratio" not in metrics(status())
 
 
-def test_goodput_counts_only_steps_that_bring_the_run_forward() -> None:
-    """Pauses and repeated steps are time without progress."""
-    trace = Trace()
-    assert trace.goodput(5.0) is None
-    for now in range(11):
-        trace.see(status(step=now + 1, epoch=1), float(now))
-    assert trace.goodput(10.0) == 1.0
-    trace.see(status(step=11, epoch=1, phase=pb.PHASE_FORMING), 12.0)
-    # Five seconds until the new world's first step; it starts at step 9.
-    for offset, step in enumerate((9, 10, 11, 12, 13)):
-        trace.see(status(step=step, epoch=2), 15.0 + offset)
-    assert trace.goodput(20.0) == pytest.approx(11 / 20)
-    assert [step for step, _ in trace.curve] == [*range(1, 14)]
+def test_the_curve_has_each_step_once() -> None:
+    """Repeated steps, and what is said while nobody trains, are not drawn again; the oldest points go."""
+    curve = Curve()
+    for step in (1, 2, 2, 1, 3):
+        curve.see(status(step=step))
+    curve.see(status(step=9, phase=pb.PHASE_FORMING))
+    assert [step for step, _ in curve.points] == [1, 2, 3]
+    for step in range(4, CURVE_POINTS + 10):
+        curve.see(status(step=step))
+    assert len(curve.points) == CURVE_POINTS
+
+
+def test_many_who_look_are_served_by_one_look() -> None:
+    """The status of a large job costs the brain milliseconds."""
+
+    async def scene() -> None:
+        master = Small(Reply("OK", "", status()))
+        async with serving(master) as edge:
+            await get(edge, "/healthz")
+            before = master.looks
+            answers = await asyncio.gather(*(get(edge, "/api/v1/job") for _ in range(20)))
+            assert {code for code, _ in answers} == {200}
+            assert master.looks - before < 20
+
+    asyncio.run(scene())
+
+
+# ---- orders ---------------------------------------------------------------------------------------------------------
+
+
+def test_orders_reach_the_brain_as_calls() -> None:
+    """Each path is one call; the answer is the brain's."""
+
+    async def scene() -> None:
+        master = Small(Reply("OK", "", status()), done("so be it", 7))
+        async with serving(master) as edge:
+            for path, kind in (
+                ("nodes/host-0/drain", pb.DrainNodeRequest),
+                ("stop", pb.StopRequest),
+                ("start", pb.StartRequest),
+                ("checkpoint", pb.SaveNowRequest),
+            ):
+                code, text = await post(edge, f"/api/v1/{path}")
+                assert (code, json.loads(text)) == (200, {"text": "so be it", "step": 7})
+                assert type(master.orders[-1]) is kind
+            assert master.orders[0].node == "host-0"  # type: ignore[attr-defined]
+            master.ordered = Reply("OK", "", pb.ScaleReply(limit=3, nodes=4))
+            assert json.loads((await post(edge, "/api/v1/scale", {"nodes": 3}))[1]) == {"limit": 3, "nodes": 4}
+            assert master.orders[-1].nodes == 3  # type: ignore[attr-defined]
+            assert (await get(edge, "/api/v1/stop"))[0] == 405
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [("FAILED_PRECONDITION", 409), ("NOT_FOUND", 404), ("INVALID_ARGUMENT", 400), ("UNAVAILABLE", 503)],
+)
+def test_a_refusal_has_its_reason(code: str, expected: int) -> None:
+    """One line, as on a command line."""
+
+    async def scene() -> None:
+        async with serving(Small(Reply("OK", "", status()), Reply(code, "it cannot be"))) as edge:
+            assert await post(edge, "/api/v1/stop") == (expected, '{"detail":"it cannot be"}')
+
+    asyncio.run(scene())
+
+
+def test_orders_need_the_token_and_come_from_no_other_page() -> None:
+    """A page that a browser of this machine shows could send them, too; nothing of them reaches the brain."""
+
+    async def scene() -> None:
+        master = Small(Reply("OK", "", status()), done())
+        async with serving(master, TOKEN) as edge:
+            knows = {"authorization": f"Bearer {TOKEN}"}
+            assert (await post(edge, "/api/v1/stop"))[0] == 401
+            for origin in ("https://evil.example", "null", "http://127.0.0.1:1"):
+                assert (await post(edge, "/api/v1/stop", origin=origin, **knows))[0] == 403
+            assert not master.orders
+            assert (await post(edge, "/api/v1/stop", origin=f"http://{edge.address}", **knows))[0] == 200
+        async with serving(master) as edge:
+            before = len(master.orders)
+            assert (await post(edge, "/api/v1/stop", origin="https://evil.example"))[0] == 403
+            assert (await post(edge, "/api/v1/stop", Host="evil.example"))[0] == 400
+            assert len(master.orders) == before
+
+    asyncio.run(scene())
+
+
+def test_large_and_wrong_bodies_are_refused() -> None:
+    """Unread if they say how large they are, and so is one that does not say."""
+
+    async def scene() -> None:
+        master = Small(Reply("OK", "", status()), done())
+        async with serving(master) as edge:
+            large = b"x" * (LARGEST_BODY_BYTES + 1)
+            assert (await asks(edge, "POST", "/api/v1/scale", large))[0] == 413
+            host, port = edge.address.split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(
+                f"POST /api/v1/scale HTTP/1.1\r\nhost: {edge.address}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+            )
+            assert b" 413 " in await asyncio.wait_for(reader.readline(), 10)
+            writer.close()
+            for body in ({}, {"nodes": 0}, {"nodes": "many"}, [], {"nodes": 2**40}):
+                assert (await post(edge, "/api/v1/scale", body))[0] == 422
+            assert (await post(edge, f"/api/v1/nodes/{'x' * 300}/drain"))[0] == 422
+            assert (await post(edge, "/api/v1/nodes/a%0Ab/drain"))[0] == 400
+            assert not master.orders
+
+    asyncio.run(scene())
+
+
+def test_the_schema_names_every_path() -> None:
+    """OpenAPI, from which clients are generated; it says what can be refused."""
+
+    async def scene() -> None:
+        async with serving(Small(Reply("OK", "", status()))) as edge:
+            schema = json.loads((await get(edge, "/api/v1/openapi.json"))[1])
+            said = {f"{method} {path}" for path, methods in schema["paths"].items() for method in methods}
+            orders = {f"post /api/v1/{name}" for name in ("nodes/{name}/drain", "scale", "stop", "start", "checkpoint")}
+            looks = {f"get {path}" for path in ("/api/v1/job", "/api/v1/events", "/healthz", "/readyz", "/metrics")}
+            assert said == orders | looks
+            assert "409" in schema["paths"]["/api/v1/stop"]["post"]["responses"]
+
+    asyncio.run(scene())
+
+
+# ---- events ---------------------------------------------------------------------------------------------------------
+
+
+def test_events_are_read_on_from_where_one_was() -> None:
+    """By number, some at a time; whoever knows later ones than there are gets all: their record was lost."""
+
+    async def scene() -> None:
+        master = Small(Reply("OK", "", status()))
+        parts = (PausePart("saved", 0.5), PausePart("formed", 0.0))
+        master.feed.show((event(3, kind=Kind.STEPPED, parts=parts, step=7), event(4), event(6)))
+        async with serving(master) as edge:
+
+            async def read(query: str) -> dict[str, object]:
+                code, text = await get(edge, f"/api/v1/events{query}")
+                assert code == 200
+                return dict(json.loads(text))
+
+            async def numbers(query: str) -> list[int]:
+                events = (await read(query))["events"]
+                assert isinstance(events, list)
+                return [one["sequence"] for one in events]
+
+            assert await numbers("") == [3, 4, 6]
+            assert await numbers("?after=3") == [4, 6]
+            assert await numbers("?after=3&limit=1") == [4]
+            assert await numbers("?after=6") == []
+            assert await numbers("?after=99") == [3, 4, 6]
+            whole = await read("?limit=1")
+            assert (whole["oldest"], whole["newest"]) == (3, 6)
+            (first,) = whole["events"]  # type: ignore[misc]
+            assert (first["kind"], first["step"]) == ("stepped", 7)
+            assert first["parts"] == [{"name": "saved", "seconds": 0.5}, {"name": "formed", "seconds": 0.0}]
+            assert (await get(edge, "/api/v1/events?after=-1"))[0] == 422
+
+    asyncio.run(scene())
+
+
+def test_a_request_for_events_may_wait_for_one() -> None:
+    """It is answered as soon as there is one, and else when its time is over."""
+
+    async def scene() -> None:
+        master = Small(Reply("OK", "", status()))
+        master.feed.show((event(1),))
+        async with serving(master) as edge:
+            waiting = asyncio.create_task(get(edge, "/api/v1/events?after=1&wait=9"))
+            await asyncio.sleep(0.3)
+            assert not waiting.done()
+            master.feed.show((event(1), event(2)))
+            _, text = await asyncio.wait_for(waiting, 5)
+            assert [one["sequence"] for one in json.loads(text)["events"]] == [2]
+            _, text = await asyncio.wait_for(get(edge, "/api/v1/events?after=2&wait=0.2"), 5)
+            assert json.loads(text)["events"] == []
+
+    asyncio.run(scene())
+
+
+async def opened(edge: Edge, *headers: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = edge.address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    lines = (f"host: {edge.address}", "accept: text/event-stream", *headers)
+    writer.write("\r\n".join(("GET /api/v1/events HTTP/1.1", *lines, "", "")).encode())
+    return reader, writer
+
+
+async def ids(reader: asyncio.StreamReader, count: int) -> list[int]:
+    """The numbers of the next events of a stream."""
+    found: list[int] = []
+    while len(found) < count:
+        line = await asyncio.wait_for(reader.readline(), 10)
+        assert line, found
+        if line.startswith(b"id: "):
+            found.append(int(line[4:]))
+    return found
+
+
+def test_a_stream_brings_events_as_they_come_and_goes_on_where_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that connects again with the last number loses none."""
+    monkeypatch.setattr(stream, "LONGEST_STREAM_SECONDS", 1.0)
+
+    async def scene() -> None:
+        master = Small(Reply("OK", "", status()))
+        master.feed.show((event(1), event(2)))
+        async with serving(master) as edge:
+            reader, writer = await opened(edge)
+            assert await ids(reader, 2) == [1, 2]
+            master.feed.show((event(1), event(2), event(3)))
+            assert await ids(reader, 1) == [3]
+            rest = await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 10)
+            assert b"id: " not in rest
+            writer.close()
+            master.feed.show((event(2), event(3), event(4)))
+            reader, writer = await opened(edge, "last-event-id: 3")
+            assert await ids(reader, 1) == [4]
+            writer.close()
+
+    asyncio.run(scene())
+
+
+def test_a_reader_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others, and the loop, go on meanwhile."""
+    monkeypatch.setattr(stream, "SLOWEST_READER_SECONDS", 0.5)
+
+    async def scene() -> None:
+        master = Small(Reply("OK", "", status()))
+        many = tuple(event(number, checkpoint="x" * 20_000) for number in range(1, 900))
+        master.feed.show(many)
+        async with serving(master) as edge:
+            _, writer = await opened(edge)
+            for _ in range(100):
+                if edge._api._readers._count == 1:
+                    break
+                await asyncio.sleep(0.02)
+            assert edge._api._readers._count == 1
+            assert await get(edge, "/healthz") == (200, "ok\n")
+            for _ in range(200):
+                if edge._api._readers._count == 0:
+                    break
+                await asyncio.sleep(0.05)
+            assert edge._api._readers._count == 0
+            writer.close()
+
+    asyncio.run(scene())
+
+
+def test_only_so_many_wait_for_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who do not want to wait are answered all the same."""
+    monkeypatch.setattr(stream, "MOST_READERS", 2)
+
+    async def scene() -> None:
+        master = Small(Reply("OK", "", status()))
+        master.feed.show((event(1),))
+        async with serving(master) as edge:
+            streams = [await opened(edge) for _ in range(2)]
+            for reader, _ in streams:
+                await ids(reader, 1)
+            assert (await get(edge, "/api/v1/events?after=1&wait=5"))[0] == 429
+            assert (await get(edge, "/api/v1/events", accept="text/event-stream"))[0] == 429
+            assert (await get(edge, "/api/v1/events"))[0] == 200
+            for _, writer in streams:
+                writer.close()
+
+    asyncio.run(scene())
 
 
 def test_the_page_loads_nothing_from_elsewhere() -> None:
