@@ -12,10 +12,10 @@ from dataclasses import replace
 from . import conversion, durable, memory
 from .live import ConversionLife, Wait
 from .membership import in_rank_order
-from .state import Checkpoint, Conversion, Node, Part, Phase, World
+from .state import Checkpoint, Conversion, Job, Node, Part, Phase, World
 from .turn import Turn, names
 
-__all__ = ("holds", "holds_growth", "is_over", "owe", "tend")
+__all__ = ("holds", "holds_growth", "is_over", "owe", "still_owed", "tend")
 
 # They are waited for so long until a line says so, and then each time that the wait has doubled (seconds).
 SAID_AFTER = 5.0
@@ -28,6 +28,12 @@ def owe(turn: Turn, world: World, resume: Checkpoint | None) -> None:
         return
     turn.update_next(conversion=Conversion(source=resume.digest, beside=True))
     turn.live.conversion = ConversionLife()
+
+
+def still_owed(job: Job) -> Conversion | None:
+    """What is owed over the job's end, if it goes on later; nobody is at work on it then."""
+    held = job.conversion
+    return Conversion(source=held.source, earlier=held.earlier, beside=True) if held and held.beside else None
 
 
 def tend(turn: Turn) -> None:

@@ -334,6 +334,8 @@ class Live:
     committed: float = 0.0
     # People know that a save takes a good part of a leaver's notice.
     slow_save_told: bool = False
+    # Since when no node of a job that stops has been connected.
+    deserted_at: float | None = None
     # What added to this process's monotonic seconds gives Unix seconds, for people.
     unix_offset: float = 0.0
     # Internal errors that people were told of.

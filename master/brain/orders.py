@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dalsegno.protos import control_pb2
 
-from . import memory, running
+from . import membership, memory, running
 from .checkpoints import resume_point
 from .chronicle import Kind
 from .events import Reply
@@ -17,6 +17,11 @@ from .state import Job, Node, Phase, SaveOrder
 from .turn import Turn, names, of_nodes
 
 __all__ = ("drain_node", "look_at_stop", "save_now", "start", "stop")
+
+
+# Seconds after which the nodes of a job that stops have gone, if not one of them has a connection. An agent that lost
+# its own connects again sooner.
+DESERTED_SECONDS = 5.0
 
 
 def drain_node(turn: Turn, message: control_pb2.DrainNodeRequest) -> Reply:
@@ -73,11 +78,35 @@ def stop(turn: Turn, message: control_pb2.StopRequest) -> Reply:
 
 
 def look_at_stop(turn: Turn) -> bool:
-    """Ends a job that is being stopped, once everybody has gone. Returns whether it has ended."""
+    """Ends a job that is being stopped, once everybody has gone. Returns whether anything changed."""
     job = turn.job
-    if not job.stopping or len(job.nodes) or job.phase not in (Phase.WAITING, Phase.FORMING):
+    if not job.stopping:
+        return False
+    if len(job.nodes):
+        return lose_deserters(turn)
+    if job.phase not in (Phase.WAITING, Phase.FORMING):
         return False
     end_stopped(turn)
+    return True
+
+
+def lose_deserters(turn: Turn) -> bool:
+    """Takes nodes that go for gone if not one of them is connected any more. Returns whether they were.
+
+    While nobody at all is heard, silence proves nothing, so that no other deadline would ever come. Here nothing
+    follows from it: what a node has sealed meanwhile counts when it comes back.
+    """
+    live = turn.live
+    nodes = list(turn.job.nodes.values())
+    if any(not node.leaving or turn.presence(node).closed is None for node in nodes):
+        live.deserted_at = None
+        return False
+    if live.deserted_at is None:
+        live.deserted_at = turn.now
+    if not turn.due(live.deserted_at + DESERTED_SECONDS):
+        return False
+    live.deserted_at = None
+    membership.lose(turn, [(node, "the job stops") for node in nodes])
     return True
 
 

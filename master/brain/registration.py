@@ -10,11 +10,12 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.peer_address import speaks_tls
 from dalsegno.protos.processes import Process, is_of_earlier_boot
 
-from . import going_back, membership
+from . import beside, going_back, membership
 from .checkpoints import resume_point
 from .chronicle import Kind
 from .door import MOST_NODES
 from .events import Reply
+from .live import ConversionLife
 from .presences import Presence
 from .recollection import number_of, remember
 from .state import Budget, Job, NextWorld, Node, Phase, Recollection, Run, Settings
@@ -242,6 +243,8 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
         return Reply("UNAVAILABLE", "the agents of the run that has ended are still leaving")
     message_then, failed = job.message, job.phase is Phase.FAILED
     take_up_again(turn)
+    if failed:
+        job.limit = 0
     if message.new_run:
         begin_anew(turn, message)
         return ""
@@ -264,10 +267,10 @@ def take_up_again(turn: Turn) -> None:
     for node in list(job.nodes.values()):
         membership.drop(turn, node)
     job.opened = None
-    job.next = NextWorld(quiet=True)
+    job.next = NextWorld(quiet=True, conversion=beside.still_owed(job))
+    turn.live.conversion = ConversionLife()
     job.recollection = Recollection()
     job.message = ""
-    job.limit = 0
     job.settled = job.fixed_nnodes
     turn.live.pause = None
     turn.update_run(budget=Budget(last_step=job.run.budget.last_step))

@@ -483,7 +483,7 @@ def end(turn: Turn, phase: Phase, message: str, *, notice: bool = True) -> None:
     """Ends the job, well or not. Every agent's last line says so; without `notice` nothing else does."""
     job = turn.job
     job.message = message
-    job.next = NextWorld()
+    job.next = NextWorld(conversion=beside.still_owed(job))
     if job.world is not None:
         announcements.close_record(turn, job.world, max(turn.open.top_step, job.world.resumed_step))
     job.save_order, step = None, max(turn.open.top_step, job.run.left_step)

@@ -182,7 +182,8 @@ class SimAgent:
                 self._stop_workers(action.epoch)
             case ev.TellWorkers():
                 if self.group is not None:
-                    self.group.tell(action.drain, action.master_seen, action.ending, action.to_memory, action.keep)
+                    flags = (action.drain, action.master_seen, action.ending, action.to_memory, action.keep)
+                    self.group.tell(*flags, action.save_order)
             case ev.ReadManifest():
                 self.sim.clock.after(self.sim.random.uniform(0.01, 0.3), self.run, self._read, action)
             case ev.StartConversion():

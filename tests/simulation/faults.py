@@ -11,6 +11,7 @@ from dalsegno.master.brain.events import Called, Reply
 from dalsegno.protos import control_pb2
 
 from .flights import late_seal
+from .orders import order_leave, order_save, stop_and_start
 from .plan import HOSTS
 from .refusals import changed_script, refusing_node
 
@@ -469,6 +470,9 @@ FAULTS: dict[str, Callable[[Simulation], None]] = {
         leave,
         all_leave,
         scale,
+        order_leave,
+        order_save,
+        stop_and_start,
         kill_node,
         kill_agent,
         lose_host,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions import handling
+from dalsegno.agent.decisions.decision import what_is_unsaved
 from dalsegno.master.brain.checkpoints import in_use_digests, resume_point
 from dalsegno.master.brain.forming import LEAST_QUIET_SECONDS, QUIET_TIMES
 from dalsegno.master.brain.state import Checkpoint, Job, Phase, Settings, World
@@ -15,6 +16,7 @@ from dalsegno.protos import control_pb2
 
 from .behind import Behind
 from .masters import decoded
+from .orders import was_stopped
 from .refusals import Refusals
 from .shapes import ShapeChecks
 from .syncs import is_over
@@ -105,6 +107,8 @@ class Ledger:
         self.message = ""
         self.finished_step = 0
         self.reopened = False
+        # How often somebody has stopped the job.
+        self.stops = 0
         self.elsewhere = False
         self.ever_stepped = False
         self.arrivals = 0
@@ -210,7 +214,7 @@ class Ledger:
         self._presented(job)
         self._told(job)
         self.refusals.noted(job)
-        if job.phase.is_terminal:
+        if job.phase.is_terminal and job.phase is not Phase.STOPPED:
             self._ended(job)
 
     def _drains(self, job: Job) -> None:
@@ -603,9 +607,13 @@ class Ledger:
         state = agent.state
         if code == ev.EXIT_FINISHED:
             self.require(self.success is True, "exit codes", f"{agent.label} exits 0 before the end")
-        elif code == ev.EXIT_FAILED:
+        elif code == ev.EXIT_FAILED and not was_stopped(agent):
             self.require(self.success is False, "exit codes", f"{agent.label} exits 1, the job has not failed")
-        elif code in (ev.EXIT_LEFT, ev.EXIT_LEFT_UNSAVED):
+        elif code == ev.EXIT_FAILED and not state.leaving:
+            self.require(bool(self.stops), "exit codes", f"{agent.label} exits 1, nobody has stopped the job")
+        elif code in (ev.EXIT_LEFT, ev.EXIT_LEFT_UNSAVED, ev.EXIT_FAILED):
+            if code == ev.EXIT_FAILED:
+                code = ev.EXIT_LEFT_UNSAVED if what_is_unsaved(state) else ev.EXIT_LEFT
             self.require(state.leaving, "exit codes", f"{agent.label} exits {code} without a notice")
             if (
                 code == ev.EXIT_LEFT

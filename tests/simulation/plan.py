@@ -9,6 +9,7 @@ from dalsegno.master.brain.state import LEAST_NODE_TIMEOUT_SECONDS
 from dalsegno.protos import control_pb2
 
 from .memory import memory_of
+from .orders import orders_of
 from .refusals import refusals_of
 from .shapes import shapes_of
 from .syncs import sync_of
@@ -265,6 +266,7 @@ def _plan_of(seed: int) -> Plan:
         settings.universal_gate = plan.other_settings.universal_gate = seed % 5 == 0
         wanted = seed % 5 < 3 or kind == "convert"
         settings.universal_checkpoint = plan.other_settings.universal_checkpoint = wanted
+    orders_of(plan)
     memory_of(plan)
     shapes_of(plan)
     if plan.silent:

@@ -146,7 +146,8 @@ class _Link:
 
     def tell(self, told: worker_pb2.ToWorker) -> None:
         if self._agent.group is not None:
-            self._agent.group.tell(told.drain, told.master_seen, told.ending, told.to_memory, told.keep)
+            flags = (told.drain, told.master_seen, told.ending, told.to_memory, told.keep)
+            self._agent.group.tell(*flags, told.save_order)
 
     def started(self, local_rank: int, pid: Callable[[], int]) -> None: ...
 

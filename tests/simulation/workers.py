@@ -33,6 +33,7 @@ class Group:
         self.master_seen = False
         self.ending = 0
         self.to_memory = False
+        self.save_order = 0
         # It was told that the world has broken; and has saved what it held.
         self.keep = self.kept = False
         # When it died or stood still for good.
@@ -41,9 +42,15 @@ class Group:
         self.settings = agent.told or agent.settings
 
     def tell(
-        self, drain: bool, master_seen: bool, ending: int = 0, to_memory: bool = False, keep: bool = False
+        self,
+        drain: bool,
+        master_seen: bool,
+        ending: int = 0,
+        to_memory: bool = False,
+        keep: bool = False,
+        save_order: int = 0,
     ) -> None:
-        self.drain, self.to_memory = drain, to_memory
+        self.drain, self.to_memory, self.save_order = drain, to_memory, save_order
         if keep and not self.keep:
             self.keep = True
             self.agent.sim.clock.after(self.agent.sim.random.uniform(0.001, 0.5), self.collective.survive, self)
@@ -103,6 +110,8 @@ class Collective:
         self.history: tuple[tuple[int, int], ...] = ()
         self.loaded = False
         self.saved_step = self.step
+        # Number of the last order to save that was carried out.
+        self.ordered = 0
         self.attempt = 0
         self.is_broken = False
         self.flight: Flight | None = None
@@ -269,10 +278,11 @@ class Collective:
         groups = self.groups.values()
         drain = any(group.drain for group in groups)
         seen = any(group.master_seen for group in groups)
+        order = max(group.save_order for group in groups)
         duration = self.sim.plan.step_time * self.sim.random.uniform(0.8, 1.3)
-        self._later(duration, self._stepped, drain, seen, duration)
+        self._later(duration, self._stepped, drain, seen, order, duration)
 
-    def _stepped(self, drain: bool, seen: bool, seconds: float) -> None:
+    def _stepped(self, drain: bool, seen: bool, order: int, seconds: float) -> None:
         self.step += 1
         self.history = (*self.history, (self.epoch, self.step))
         self.sim.ledger.stepped(self.epoch, self.step)
@@ -292,7 +302,8 @@ class Collective:
         if self.flight is not None and self.flight.failed:
             # Some rank could not write its part: the step's exchange has told all.
             self._settled()
-        if drain or self.step >= self.sim.plan.steps or self.step % self.sim.plan.save_every == 0:
+        ordered, self.ordered = order > self.ordered, max(order, self.ordered)
+        if drain or ordered or self.step >= self.sim.plan.steps or self.step % self.sim.plan.save_every == 0:
             self._save(drain and self.step < self.sim.plan.steps)
         elif self._saves_to_memory():
             self._later(0.01, self._save_to_memory, False)

@@ -220,3 +220,42 @@ def test_the_end_of_the_job_ends_a_save_by_order() -> None:
     save_now(job)
     nodes[0].finished(5)
     assert job.job.save_order is None
+
+
+def test_a_stop_needs_no_goodbye() -> None:
+    """Agents of a script without a session report nothing when they go, and then nobody at all is heard."""
+    job = Driven()
+    nodes = job.start(2)
+    assert stop(job)[0] == "OK"
+    for node in nodes:
+        node.hang_up()
+    job.wait(3)
+    late = Node(job, "late")
+    for _ in range(10):
+        assert late.register().code == ("UNAVAILABLE" if job.job.stopping else "OK")
+        job.wait(1)
+    assert job.phase is Phase.STOPPED
+
+
+def test_a_stop_waits_for_nodes_that_are_connected() -> None:
+    """One that is still saving is not given up because the other one has gone."""
+    job, nodes = trained(2, drain_timeout=60)
+    stop(job)
+    nodes[0].step(2, draining=True)
+    nodes[1].hang_up()
+    job.wait(20)
+    assert job.phase is not Phase.STOPPED
+    assert job.job.stopping
+
+
+def test_a_limit_outlives_a_stop() -> None:
+    """Whoever scaled the job down wants it so when it is started again; other bounds of --nnodes void it."""
+    job, nodes = trained(1)
+    assert job.scale(2).code == "OK"
+    stop(job)
+    saved(job, nodes, 3)
+    nodes[0].hang_up()
+    job.wait(2)
+    assert start(job)[0] == "OK"
+    job.node()
+    assert job.job.most_nodes == 2
