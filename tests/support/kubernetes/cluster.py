@@ -90,12 +90,11 @@ class Kubernetes:
         self._services: dict[str, tuple[dict[str, Any], str, dict[str, ServicePort]]] = {}
         self._lost: dict[str, float] = {}
         self._nodes = [f"node-{number}" for number in range(nodes)]
-        self._made = 0
+        self._all: list[Kubelet] = []
+        self._names: dict[str, str] = {}
         self._switch = SwitchProcess()
         try:
-            self._address = f"{NETWORK}.2"
-            self._names: dict[str, str] = {}
-            self.outside = Host("outside", directory / "outside", self._address, self._switch, "eth0", ())
+            self.outside = Host("outside", directory / "outside", f"{NETWORK}.2", self._switch, "eth0", ())
         except BaseException:
             self._switch.close()
             raise
@@ -137,6 +136,10 @@ class Kubernetes:
         """A name that pods made from now on know, of something outside."""
         self._names[name] = address
 
+    def address_of(self, service: str) -> str:
+        """Where a service is."""
+        return self._services[service][1]
+
     def scale(self, kind: str, name: str, replicas: int) -> None:
         """`kubectl scale`; of a Job, the patch that changes its number of nodes."""
         one = self.workloads[kind, name]
@@ -164,8 +167,6 @@ class Kubernetes:
         one = self.workloads[kind, name]
         one.spec |= {"replicas": 0, "parallelism": 0}
         self.wait_for(lambda: not [pod for pod in one.pods if not pod.pod.phase.is_terminal], f"the end of {name}")
-        for pod in one.pods:
-            pod.close()
         del self.workloads[kind, name]
 
     # ---- what happens to machines -------------------------------------------------------------------------------------
@@ -233,9 +234,10 @@ class Kubernetes:
         for _, _, ports in self._services.values():
             for port in ports.values():
                 port.close()
-        for one in self.workloads.values():
-            for pod in one.pods:
-                pod.close()
+        for pod in self._all:
+            pod.cut()
+        for pod in self._all:
+            pod.close()
         self.outside.close()
         self._switch.close()
 
@@ -272,8 +274,7 @@ class Kubernetes:
                 pod.pod = replace(pod.pod, deleting=True, disrupted=True)
 
     def _create(self, one: Workload, index: int) -> Kubelet:
-        number, suffix = self._made, secrets.token_hex(3)[:5]
-        self._made += 1
+        number, suffix = len(self._all), secrets.token_hex(3)[:5]
         # The host name of a Job's pod has no suffix; a StatefulSet's pod has none at all.
         host_name = one.name if index < 0 else f"{one.name}-{index}"
         name = host_name if one.kind == "StatefulSet" else f"{host_name}-{suffix}"
@@ -293,7 +294,9 @@ class Kubernetes:
         pod = Pod(name, number, one.revision, index)
         image = self._images[container["image"]]
         node = up[number % len(up)]
-        return Kubelet(pod, one.spec["template"], node, place, host, image, self.storage, claims, self._pace)
+        made = Kubelet(pod, one.spec["template"], node, place, host, image, self.storage, claims, self._pace)
+        self._all.append(made)
+        return made
 
     # ---- objects ------------------------------------------------------------------------------------------------------
 

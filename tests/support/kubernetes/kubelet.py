@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import signal
@@ -101,6 +102,7 @@ class Kubelet:
         self._hook: subprocess.Popen[bytes] | None = None
         self._noticed = False
         self._start_at = 0.0
+        self.is_lost = False
         self.restarts = -1
         self.started: list[float] = []
         self.codes: list[int] = []
@@ -117,11 +119,8 @@ class Kubelet:
 
     def lose(self) -> None:
         """The pod's machine is gone: the API hears nothing of it any more."""
+        self.is_lost = True
         self.host.power_cut()
-
-    @property
-    def is_lost(self) -> bool:
-        return not self.host.is_up
 
     @property
     def pid(self) -> int:
@@ -159,6 +158,12 @@ class Kubelet:
         if self._kill_at is not None:
             self._go_on_ending(now)
         self._probe(self._running, now)
+
+    def cut(self) -> None:
+        """Ends its sandbox, and does not wait: namespaces take a second or two to go."""
+        if self.host.is_up:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.host.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Ends all of it, whatever it is doing."""
@@ -227,7 +232,7 @@ class Kubelet:
 
     def _finish(self, phase: Phase, code: int, now: float) -> None:
         self.pod = replace(self.pod, phase=phase, exit_code=code, ready=False, ended=now)
-        self.host.close()
+        self.cut()
 
     # ---- the end of a container ---------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ capabilities and `allowPrivilegeEscalation` mean what they mean in a cluster.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -45,6 +46,8 @@ mount -o "remount,$own" "$root"
 cd /
 exec chroot "$root" "$@"
 """
+# `unshare --fork` does not tell the signal that ended its child (util-linux 2.38); a shell does.
+_FIRST_CHILD = '"$@"; exit $?'
 _PATIENCE = 20.0
 
 
@@ -117,7 +120,7 @@ class Container:
         root.mkdir()
         own = "ro" if security.get("readOnlyRootFilesystem") else "rw"
         placed = [word for mount in mounts for word in (mount.how, str(mount.source), mount.target)]
-        line = ["unshare", "--mount", "--pid", "--fork", "sh", "-c", _ENTER, "sh", str(root), own, *placed, "--"]
+        line = ["unshare", "--mount", "--pid", "sh", "-c", _FIRST_CHILD, "sh", "sh", "-c", _ENTER, "sh", str(root), own, *placed, "--"]
         line += [*_rights(security), *command]
         with open(log, "ab") as file:
             self._nsenter = subprocess.Popen(
@@ -128,10 +131,20 @@ class Container:
                 stderr=file,
                 start_new_session=True,
             )
-        unshare = Inside(self._nsenter)
-        found = seconds_until(lambda: bool(children_of(unshare.pid)) or self.poll() is not None, _PATIENCE)
-        assert found < _PATIENCE, f"no container after {_PATIENCE:.0f} s: {' '.join(command)}"
-        self.pid = (children_of(unshare.pid) or [0])[0]
+        self._shell = Inside(self._nsenter)
+        self.pid = 0
+        waited = seconds_until(self._has_started, _PATIENCE)
+        assert waited < _PATIENCE, f"no container after {_PATIENCE:.0f} s: {' '.join(command)}"
+
+    def _has_started(self) -> bool:
+        """Whether process 1 runs the command, and no longer what prepares it; or has ended."""
+        if self.poll() is not None:
+            return True
+        self.pid = (children_of(self._shell.pid) or [0])[0]
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{self.pid}/cmdline").read_bytes().split(b"\0")
+            return bool(self.pid) and words[0] not in (b"", b"chroot", b"setpriv") and _ENTER.encode() not in words
+        return False
 
     def poll(self) -> int | None:
         """Its exit code as Kubernetes has it (128 + the signal); None while it runs."""
@@ -141,10 +154,8 @@ class Container:
     def signal(self, number: int) -> None:
         """Sends process 1 a signal. Without a handler for it nothing happens, but for SIGKILL."""
         if self.poll() is None and self.pid:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
-            except ProcessLookupError:
-                return
 
     def wait(self) -> int:
         """Its exit code, once it has ended."""
