@@ -62,7 +62,7 @@ def end(run: Run, undisturbed: Undisturbed) -> None:
 
 
 def test_a_job_completes(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Two nodes of a Job; one is evicted and replaced, which counts for nothing and costs no step; the Job completes."""
+    """One of two nodes is evicted and replaced, which counts for nothing and costs no step; the Job completes."""
     with Run(tmp_path / "run", TRAINING, replicas=2) as run:
         run.apply()
         first = run.wait_world(2)
@@ -152,7 +152,7 @@ def test_a_deployment_is_scaled_and_restarted(tmp_path: Path, undisturbed: Undis
 
 @pytest.mark.full
 def test_a_deployment_loses_pods(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """A container is killed and starts again in its pod; a machine is lost, and its pod is replaced though it hangs."""
+    """A killed container starts again in its pod; the pod of a lost machine is replaced though it hangs."""
     with Run(tmp_path / "run", TRAINING, DEPLOYMENT, nodes=5, replicas=2, flags=[*QUICK, NODE_TIMEOUT]) as run:
         run.apply()
         first = run.wait_world(2)
@@ -174,7 +174,7 @@ def test_a_deployment_loses_pods(tmp_path: Path, undisturbed: Undisturbed) -> No
 
 
 def test_a_master_pod_is_replaced(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Its pod is killed, and then restarted by a rollout: the nodes train meanwhile, in their epoch, and lose nothing."""
+    """Its pod is killed, and then restarted by a rollout. Meanwhile the nodes train in their epoch."""
     with Run(tmp_path / "run", TRAINING, replicas=1, nnodes="1:2", flags=QUICK) as run:
         run.apply()
         first = run.wait_world(1)

@@ -1,9 +1,8 @@
-"""The tests' miniature of Kubernetes treats processes as a kubelet does: rights, notices, probes, restarts, services."""
+"""The tests' miniature of Kubernetes treats processes as a kubelet does: rights, notices, probes, restarts."""
 
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +72,13 @@ def only(cluster: Kubernetes, kind: str = "Deployment") -> Kubelet:
     return cluster.wait_for(look, "the pod", 30)
 
 
+def others(cluster: Kubernetes, kind: str, name: str, old: Kubelet) -> list[Kubelet]:
+    """The workload's pods but this one, once there are some and they run."""
+    return cluster.wait_for(
+        lambda: [pod for pod in cluster.pods(kind, name) if pod is not old and pod.started], "other pods", 60
+    )
+
+
 def asked(cluster: Kubernetes, address: tuple[str, int]) -> str:
     """What is answered there; "" for nothing, "refused" where nobody listens."""
     try:
@@ -81,17 +87,19 @@ def asked(cluster: Kubernetes, address: tuple[str, int]) -> str:
             while data := connection.recv(1000):
                 reply += data
             return reply.partition(b"\r\n\r\n")[2].decode()
-    except (ConnectionError, socket.timeout):
+    except (ConnectionError, TimeoutError):
         return "refused"
 
 
 def test_a_container_has_the_rights_of_its_pod(cluster: Kubernetes) -> None:
-    """User, groups, capabilities, the root that cannot be written, process 1, its own name, and its part of the secret."""
+    """User, groups, capabilities, a root that cannot be written, process 1, its own name, its part of the secret."""
     script = (
-        "id -u; id -G; grep -E 'CapEff|CapBnd|NoNewPrivs' /proc/self/status; touch /x; touch /usr/x; touch /tmp/x && echo w;"
-        "echo $$$$; hostname; ls /run/token; cat /run/token/token; stat -Lc ' %a' /run/token/token; getent hosts $(hostname)"
+        "id -u; id -G; grep -E 'CapEff|CapBnd|NoNewPrivs' /proc/self/status; touch /x; touch /usr/x;"
+        "touch /tmp/x && echo w; echo $$$$; hostname; ls /run/token; cat /run/token/token;"
+        "stat -Lc ' %a' /run/token/token; getent hosts $(hostname)"
     )
-    cluster.apply([workload("Job", ["sh", "-c", script], completions=1, parallelism=1, pod={"restartPolicy": "Never"})])
+    never = {"restartPolicy": "Never"}
+    cluster.apply([workload("Job", ["sh", "-c", script], completions=1, parallelism=1, pod=never)])
     pod = cluster.wait_for(lambda: next(iter(cluster.workloads["Job", "one"].pods), None), "the pod")
     assert cluster.wait_for(lambda: cluster.workloads["Job", "one"].status.state, "the end", 30) == "Complete"
     said = [line for line in pod.log.splitlines() if "Read-only" not in line]
@@ -104,14 +112,12 @@ def test_a_container_has_the_rights_of_its_pod(cluster: Kubernetes) -> None:
 
 
 def test_a_notice_and_its_end(cluster: Kubernetes) -> None:
-    """First preStop, then SIGTERM, which process 1 ignores without a handler; after the grace SIGKILL. No name twice."""
+    """First preStop, then SIGTERM, which process 1 ignores without a handler; after the grace SIGKILL."""
     hook = {"lifecycle": {"preStop": {"exec": {"command": ["sh", "-c", "echo hook > /tmp/hook"]}}}}
-    cluster.apply(
-        [workload("StatefulSet", ["sleep", "100"], container=hook, pod={"terminationGracePeriodSeconds": 1})]
-    )
+    cluster.apply([workload("StatefulSet", ["sleep", "100"], container=hook, pod={"terminationGracePeriodSeconds": 1})])
     pod = only(cluster, "StatefulSet")
     cluster.delete_pod(pod)
-    later = cluster.wait_for(lambda: [one for one in cluster.pods("StatefulSet", "one") if one is not pod], "another", 30)
+    later = others(cluster, "StatefulSet", "one", pod)
     assert pod.codes == [128 + signal.SIGKILL]
     assert list(cluster.directory.glob("pods/0-one-0/scratch-tmp/hook"))
     assert later[0].pod.name == pod.pod.name
@@ -119,7 +125,7 @@ def test_a_notice_and_its_end(cluster: Kubernetes) -> None:
 
 
 def test_probes_end_a_deaf_server(cluster: Kubernetes) -> None:
-    """It is not ready before it answers, then it is not asked any more, and then it is started again in the same pod."""
+    """It is not ready before it answers; when it is deaf, nobody is led to it, and it is started again in its pod."""
     probe = {"httpGet": {"path": "/", "port": "http"}, "periodSeconds": 0.2, "failureThreshold": 2}
     probes = {
         "startupProbe": {**probe, "failureThreshold": 100},
@@ -179,16 +185,15 @@ def test_a_lost_node_holds_its_pods(cluster: Kubernetes) -> None:
     (second,) = cluster.wait_ready("Deployment", "other", 1, 30)
     for pod in (first, second):
         cluster.lose_node(pod.node)
-    (third,) = cluster.wait_for(lambda: [pod for pod in cluster.pods("Deployment", "other") if pod.started and pod is not second], "other")
+    (third,) = others(cluster, "Deployment", "other", second)
     assert third.node not in (first.node, second.node)
     for _ in range(5):
         cluster.wait_for(lambda: True, "a look")
     assert cluster.workloads["StatefulSet", "one"].pods == [first]
     assert first.pod.deleting
     cluster.forget_node(first.node)
-    again = cluster.wait_for(lambda: [pod for pod in cluster.pods("StatefulSet", "one") if pod.started], "it is back", 30)
-    assert again[0].pod.name == first.pod.name
-    assert again[0] is not first
+    (again,) = others(cluster, "StatefulSet", "one", first)
+    assert again.pod.name == first.pod.name
 
 
 def test_a_container_that_ends_is_started_again_later_each_time(cluster: Kubernetes) -> None:

@@ -1,4 +1,4 @@
-"""A miniature of Kubernetes on this machine: rendered objects run as real processes, without Docker and without a cluster.
+"""A miniature of Kubernetes on this machine: rendered objects run as real processes, without Docker or a cluster.
 
 `controllers.py`, `job_controller.py` and `probes.py` decide, as pure functions, what the stock controllers and the
 kubelet decide. `pod_spec.py` reads a pod's template. `sandbox.py`, `kubelet.py`, `services.py` and `cluster.py` do it:

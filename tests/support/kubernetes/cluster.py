@@ -111,7 +111,7 @@ class Kubernetes:
             print(self.diagnosis())
         self.close()
 
-    # ---- what kubectl does --------------------------------------------------------------------------------------------
+    # ---- what kubectl does -----------------------------------------------------------------------------------------
 
     def apply(self, objects: Sequence[Mapping[str, Any]]) -> None:
         """`kubectl apply`. Raises AssertionError for a kind that there is nobody for."""
@@ -169,7 +169,7 @@ class Kubernetes:
         self.wait_for(lambda: not [pod for pod in one.pods if not pod.pod.phase.is_terminal], f"the end of {name}")
         del self.workloads[kind, name]
 
-    # ---- what happens to machines -------------------------------------------------------------------------------------
+    # ---- what happens to machines ----------------------------------------------------------------------------------
 
     def lose_node(self, name: str) -> None:
         """A machine is gone, without a word. After a while its pods are deleted, which nobody can confirm."""
@@ -185,7 +185,7 @@ class Kubernetes:
             if pod.node == name and not pod.pod.phase.is_terminal:
                 pod.pod = replace(pod.pod, phase=Phase.FAILED, deleting=True, disrupted=True, ready=False, ended=now)
 
-    # ---- looking ------------------------------------------------------------------------------------------------------
+    # ---- looking ---------------------------------------------------------------------------------------------------
 
     def pods(self, kind: str, name: str) -> list[Kubelet]:
         """Of a workload, those that are neither ended nor on their way out."""
@@ -241,7 +241,7 @@ class Kubernetes:
         self.outside.close()
         self._switch.close()
 
-    # ---- what goes on -------------------------------------------------------------------------------------------------
+    # ---- what goes on ----------------------------------------------------------------------------------------------
 
     def _pods(self) -> list[Kubelet]:
         return [pod for one in self.workloads.values() for pod in one.pods]
@@ -298,7 +298,7 @@ class Kubernetes:
         self._all.append(made)
         return made
 
-    # ---- objects ------------------------------------------------------------------------------------------------------
+    # ---- objects ---------------------------------------------------------------------------------------------------
 
     def _workload(self, kind: str, name: str, spec: Mapping[str, Any]) -> None:
         fresh = json.loads(json.dumps(spec))

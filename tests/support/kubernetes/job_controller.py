@@ -107,9 +107,7 @@ def _forgiven(spec: Mapping[str, Any], status: JobStatus) -> Mapping[int, tuple[
     return status.failures if "backoffLimitPerIndex" in spec else {}
 
 
-def _managed(
-    spec: Mapping[str, Any], status: JobStatus, pods: Sequence[Pod], now: float, pace: float
-) -> list[Action]:
+def _managed(spec: Mapping[str, Any], status: JobStatus, pods: Sequence[Pod], now: float, pace: float) -> list[Action]:
     active = [pod for pod in pods if pod.is_active]
     too_many = [pod for pod in active if pod.index >= spec["completions"] or pod.index in status.succeeded]
     room = min(spec["parallelism"], spec["completions"] - len(status.succeeded))
@@ -123,7 +121,8 @@ def _managed(
     if spec.get("podReplacementPolicy", "TerminatingOrFailed") == "Failed":
         held |= leaving
     free = [index for index in range(spec["completions"]) if index not in held | status.succeeded]
-    return [Create(index) for index in free if _pause_is_over(spec, status, index, now, pace)][: room - len(held)]
+    ready: list[Action] = [Create(index) for index in free if _pause_is_over(spec, status, index, now, pace)]
+    return ready[: max(0, room - len(held))]
 
 
 def _pause_is_over(spec: Mapping[str, Any], status: JobStatus, index: int, now: float, pace: float) -> bool:

@@ -107,7 +107,7 @@ class Kubelet:
         self.started: list[float] = []
         self.codes: list[int] = []
 
-    # ---- what the API asks for ----------------------------------------------------------------------------------------
+    # ---- what the API asks for -------------------------------------------------------------------------------------
 
     def delete(self, now: float, grace: float | None = None) -> None:
         """A deletion with the pod's grace, or this one."""
@@ -139,7 +139,7 @@ class Kubelet:
         """Whether its object can be removed: it was deleted, and its container has ended."""
         return self.pod.deleting and self.pod.phase.is_terminal
 
-    # ---- its life -----------------------------------------------------------------------------------------------------
+    # ---- its life --------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
         """Does what is due."""
@@ -234,7 +234,7 @@ class Kubelet:
         self.pod = replace(self.pod, phase=phase, exit_code=code, ready=False, ended=now)
         self.cut()
 
-    # ---- the end of a container ---------------------------------------------------------------------------------------
+    # ---- the end of a container ------------------------------------------------------------------------------------
 
     def _end_container(self, now: float, grace: float) -> None:
         """preStop, then SIGTERM; after the grace, from now on, SIGKILL."""
@@ -261,7 +261,7 @@ class Kubelet:
             self._noticed = True
             self._running.signal(signal.SIGTERM)
 
-    # ---- probes -------------------------------------------------------------------------------------------------------
+    # ---- probes ----------------------------------------------------------------------------------------------------
 
     def _probe(self, container: Container, now: float) -> None:
         while self._results:
@@ -282,9 +282,7 @@ class Kubelet:
                 results = self._results
                 threading.Thread(target=self._ask, args=(container, name, probe, results), daemon=True).start()
 
-    def _ask(
-        self, container: Container, name: str, probe: Mapping[str, Any], results: list[tuple[str, bool]]
-    ) -> None:
+    def _ask(self, container: Container, name: str, probe: Mapping[str, Any], results: list[tuple[str, bool]]) -> None:
         seconds = float(probe.get("timeoutSeconds", 1))
         try:
             results.append((name, self._answers(container, probe, seconds)))
@@ -326,5 +324,3 @@ def _give(place: Path, group: int) -> None:
         os.chown(path, -1, group)
         more = 0o2770 if path.is_dir() else 0o440
         path.chmod(path.stat().st_mode | more)
-
-

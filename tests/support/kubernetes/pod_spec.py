@@ -33,7 +33,7 @@ def environment(container: Mapping[str, Any], fields: Mapping[str, str], image: 
 
 
 def command_line(container: Mapping[str, Any], variables: Mapping[str, str]) -> list[str]:
-    """`command` and `args`, with `$(NAME)` replaced. Both absent: what the image says, which is known to nobody here."""
+    """`command` and `args`, with `$(NAME)` replaced. What an image would run by itself is known to nobody here."""
     words = [*container.get("command", []), *container.get("args", [])]
     return [expanded(word, dict(variables)) for word in words]
 

@@ -1,4 +1,7 @@
-"""Probes of a container: what their results come to, and when the next one is due. Source: pkg/kubelet/prober/worker.go."""
+"""Probes of a container: what their results come to, and when the next one is due.
+
+Source: pkg/kubelet/prober/worker.go of Kubernetes.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ class Probed:
 def due(probe: Mapping[str, Any], state: Probed, started: float, now: float) -> bool:
     """Whether it is to be made now; `started`: when the container was."""
     if state.at is None:
-        return now - started >= probe.get("initialDelaySeconds", 0)
-    return now - state.at >= probe.get("periodSeconds", 10)
+        return bool(now - started >= probe.get("initialDelaySeconds", 0))
+    return bool(now - state.at >= probe.get("periodSeconds", 10))
 
 
 def probed(probe: Mapping[str, Any], state: Probed, ok: bool, now: float) -> Probed:

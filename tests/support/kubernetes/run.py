@@ -117,7 +117,8 @@ class Run:
     @property
     def kind(self) -> str:
         """Of the trainers' controller."""
-        return next(one["kind"] for one in self.objects if one["metadata"]["name"] == "ddp" and one["kind"] in KINDS)
+        (kind,) = [one["kind"] for one in self.objects if one["metadata"]["name"] == "ddp" and one["kind"] in KINDS]
+        return str(kind)
 
     @property
     def trainers(self) -> Workload:
@@ -131,7 +132,7 @@ class Run:
         """`kubectl apply`."""
         self.cluster.apply(self.objects)
 
-    # ---- waiting ------------------------------------------------------------------------------------------------------
+    # ---- waiting ---------------------------------------------------------------------------------------------------
 
     def poll(self) -> list[StepLine]:
         """All lines of the step logs so far."""
@@ -156,7 +157,7 @@ class Run:
         """Nothing more is to happen: the run goes to its end."""
         (self.checkpoints / "holds" / "hurry").touch()
 
-    # ---- judging ------------------------------------------------------------------------------------------------------
+    # ---- judging ---------------------------------------------------------------------------------------------------
 
     def spans(self) -> list[EpochSpan]:
         return epoch_spans(self.poll())

@@ -1,4 +1,4 @@
-"""Runs a container: process 1 of its own process numbers, in a root directory of its own, as the user that the pod names.
+"""Runs a container: process 1 of numbers of its own, in a root directory of its own, as the user that the pod names.
 
 The root is put together from this machine's directories of programs, read-only, from what the running interpreter
 imports, at the same paths, and from the pod's volumes. So `readOnlyRootFilesystem`, `runAsUser`, `fsGroup`, dropped
@@ -72,7 +72,8 @@ class Image:
     def mounts(self) -> Iterator[Mount]:
         """Its file system: parents before what lies below them."""
         paths = {path: Path(path) for path in _SYSTEM if Path(path).exists()}
-        places = [sys.prefix, sys.base_prefix, str(ROOT), *(path for path in sys.path if path.endswith("-packages"))]
+        imported = [path for path in sys.path if path.endswith("-packages")]
+        places = [sys.prefix, sys.base_prefix, str(ROOT), *imported]
         for place in sorted({os.path.abspath(place) for place in places if place and Path(place).exists()}):
             if not any(place == path or place.startswith(f"{path}/") for path in paths):
                 paths[place] = Path(place)
@@ -120,8 +121,8 @@ class Container:
         root.mkdir()
         own = "ro" if security.get("readOnlyRootFilesystem") else "rw"
         placed = [word for mount in mounts for word in (mount.how, str(mount.source), mount.target)]
-        line = ["unshare", "--mount", "--pid", "sh", "-c", _FIRST_CHILD, "sh", "sh", "-c", _ENTER, "sh", str(root), own, *placed, "--"]
-        line += [*_rights(security), *command]
+        line = ["unshare", "--mount", "--pid", "sh", "-c", _FIRST_CHILD, "sh"]
+        line += ["sh", "-c", _ENTER, "sh", str(root), own, *placed, "--", *_rights(security), *command]
         with open(log, "ab") as file:
             self._nsenter = subprocess.Popen(
                 words_in(host.pid, line, Path("/")),

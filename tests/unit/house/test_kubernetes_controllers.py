@@ -74,15 +74,20 @@ def test_recreate_waits_for_the_end_of_the_old_ones() -> None:
         ({"maxSurge": 0, "maxUnavailable": 1}, "RR", [Delete("pod-0")]),
         ({"maxSurge": 0, "maxUnavailable": 1}, "R", [Create()]),
         ({"maxSurge": 0, "maxUnavailable": 1}, "Rn", []),
-        ({}, "rR", [Create(), ]),
+        (
+            {},
+            "rR",
+            [
+                Create(),
+            ],
+        ),
         ({"maxSurge": "50%", "maxUnavailable": "50%"}, "rR", [Create(), Delete("pod-0")]),
     ],
 )
 def test_a_rolling_update_keeps_its_limits(limits: dict[str, Any], pods: str, actions: list[Action]) -> None:
     """Never more than the surge above, never fewer ready than allowed. R, N: ready and old, ready and new."""
-    given = [
-        running(number, "old" if letter in "Rr" else "new", ready=letter.isupper()) for number, letter in enumerate(pods)
-    ]
+    revisions = {"R": "old", "N": "new"}
+    given = [running(number, revisions[one.upper()], ready=one.isupper()) for number, one in enumerate(pods)]
     assert deployment({"replicas": 2, "strategy": {"rollingUpdate": limits}}, "new", given) == actions
 
 
@@ -225,7 +230,8 @@ def test_a_probe_is_made_once_in_a_period() -> None:
 
 def test_nobody_asks_before_the_start() -> None:
     """While the startup probe has not succeeded there are no others; without any, what runs is ready."""
-    container = {"startupProbe": {"failureThreshold": 2}, "readinessProbe": {}, "livenessProbe": {"failureThreshold": 1}}
+    container = {"startupProbe": {"failureThreshold": 2}, "readinessProbe": {}}
+    container["livenessProbe"] = {"failureThreshold": 1}
     health = Health()
     assert health.wanted(container) == ("startup",)
     doomed = health.with_result(container, "startup", False, 0.0).with_result(container, "startup", False, 1.0)
