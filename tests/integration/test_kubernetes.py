@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import pytest
 
 from tests.support.hosts.hosts import missing
 from tests.support.jobs.cluster import LEFT, Training, Undisturbed
+from tests.support.jobs.etcd_members import ETCD, Members
+from tests.support.jobs.etcd_members import MISSING as NO_ETCD
+from tests.support.kubernetes.cluster import Kubernetes
 from tests.support.kubernetes.kubelet import Kubelet
 from tests.support.kubernetes.run import OVERLAYS, Run
 
@@ -28,6 +32,7 @@ QUICK = ["--grow-interval=0"]
 # Seconds of silence after which a node is dead, for scenes that wait for it.
 NODE_TIMEOUT = "--node-timeout=5"
 DEPLOYMENT = OVERLAYS / "deployment" / "job.yaml"
+ETCD_JOB = OVERLAYS / "etcd" / "job.yaml"
 # The goal is 5 s on a quiet machine; here others share two cores.
 START_LIMIT = 90.0
 
@@ -212,3 +217,48 @@ def test_a_masters_machine_is_lost(tmp_path: Path, undisturbed: Undisturbed) -> 
         assert before >= min(line.step for line in run.poll() if line.epoch == first)
         assert run.lost() == {}
         assert {span.epoch for span in run.spans()} == {first}
+
+
+@pytest.mark.full
+@pytest.mark.skipif(ETCD is None, reason=NO_ETCD)
+def test_masters_over_etcd(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """One of three masters is ready. It is killed, then all are restarted: another one leads, and no step is lost."""
+    made: list[Members] = []
+
+    def prepare(cluster: Kubernetes) -> Mapping[str, Any]:
+        (tmp_path / "etcd").mkdir()
+        made.append(Members(tmp_path / "etcd", 1, [cluster.outside]))
+        cluster.resolve("etcd-0.etcd", cluster.outside.address)
+        port = made[0].endpoints[0].rpartition(":")[2]
+        return {"etcd": [f"etcd-0.etcd:{port}"], "secrets": {"token": "ddp-token"}}
+
+    try:
+        with Run(tmp_path / "run", TRAINING, ETCD_JOB, replicas=1, nnodes="1:2", prepare=prepare, flags=QUICK) as run:
+            run.apply()
+            first = run.wait_world(1)
+            leader = ready_master(run, [])
+            old = run.cluster.pods("Deployment", "ddp-master")
+            assert len(old) == 3
+            run.cluster.delete_pod(leader, grace=0)
+            second = ready_master(run, [leader])
+            assert second in old
+            run.cluster.restart("Deployment", "ddp-master")
+            ready_master(run, old)
+            assert run.wait_world(1) == first
+            run.cluster.scale("Job", "ddp", 2)
+            run.wait_world(2, after=first)
+            complete(run, undisturbed)
+            assert run.lost() == {}
+    finally:
+        for members in made:
+            members.close()
+
+
+def ready_master(run: Run, without: list[Kubelet]) -> Kubelet:
+    """The one master that is ready, once it is none of these."""
+
+    def look() -> Kubelet | None:
+        ready = [pod for pod in run.cluster.pods("Deployment", "ddp-master") if pod.pod.ready]
+        return ready[0] if len(ready) == 1 and ready[0] not in without else None
+
+    return run.wait_for(look, "one master that is ready")

@@ -68,7 +68,7 @@ class Run:
         description: the job as a person wrote it.
         step_time: seconds of a step.
         nodes: of the cluster.
-        names: what pods know of outside, by name.
+        prepare: makes what is outside, and returns further changes.
         changes: of the description.
     """
 
@@ -80,7 +80,7 @@ class Run:
         *,
         step_time: float = 0.05,
         nodes: int = 3,
-        names: Mapping[str, str] | None = None,
+        prepare: Callable[[Kubernetes], Mapping[str, Any]] = lambda _: {},
         **changes: Any,
     ) -> None:
         directory.mkdir()
@@ -92,7 +92,6 @@ class Run:
             # Growths follow each other at once: the scenes are short.
             "flags": ["--grow-interval=0"],
         }
-        self.objects = rendered(description, directory, {**own, **changes})
         one = image(directory / "image")
         self.cluster = Kubernetes(
             directory / "cluster", {TRAINER: one, MASTER: one}, nodes=nodes, claims=["checkpoints"]
@@ -100,8 +99,11 @@ class Run:
         self.checkpoints = self.cluster.storage.claim("checkpoints")
         (self.checkpoints / "holds").mkdir()
         self._reader, self._lines = StepLogReader(self.checkpoints / "steps"), list[StepLine]()
-        for name, address in (names or {}).items():
-            self.cluster.resolve(name, address)
+        try:
+            self.objects = rendered(description, directory, {**own, **changes, **prepare(self.cluster)})
+        except BaseException:
+            self.cluster.close()
+            raise
         self.cluster.secret("ddp-token", {"token": TOKEN})
         # Once, as far apart as wall and monotonic clock are here.
         self._apart = time.time() - time.monotonic()
