@@ -96,8 +96,6 @@ def stateful_set(spec: Mapping[str, Any], revision: str, pods: Sequence[Pod]) ->
     if too_many:
         return [] if too_many[0].deleting else [Delete(too_many[0].name)]
     for pod in sorted(pods, key=lambda pod: -pod.index):
-        if pod.deleting:
-            return []
         if pod.revision != revision:
             return [Delete(pod.name)]
     return []

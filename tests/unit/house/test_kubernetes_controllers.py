@@ -203,6 +203,8 @@ def test_a_job_is_scaled() -> None:
     pods = [running(0, index=0), running(1, index=1)]
     assert looked({**JOB, "completions": 3, "parallelism": 3}, pods)[1] == [Create(2)]
     assert looked({**JOB, "completions": 1, "parallelism": 1}, pods)[1] == [Delete("pod-1")]
+    # Also where it is the only one that there is just now.
+    assert looked({**JOB, "completions": 1, "parallelism": 1}, pods[1:])[1] == [Delete("pod-1")]
     assert looked({**JOB, "parallelism": 1}, pods)[1] == [Delete("pod-1")]
 
 
