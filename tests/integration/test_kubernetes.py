@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.hosts.hosts import missing
 from tests.support.jobs.cluster import LEFT, Training, Undisturbed
 from tests.support.jobs.etcd_members import ETCD, Members
 from tests.support.jobs.etcd_members import MISSING as NO_ETCD
 from tests.support.kubernetes.cluster import Kubernetes
 from tests.support.kubernetes.kubelet import Kubelet
 from tests.support.kubernetes.run import OVERLAYS, Run
+from tests.support.kubernetes.sandbox import missing
 
 MISSING = missing()
 pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
@@ -114,7 +114,8 @@ def test_a_job_loses_pods(tmp_path: Path, undisturbed: Undisturbed) -> None:
         assert run.trainers.status.failed == 1
 
 
-@pytest.mark.parametrize("code", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("code", [1, 2])
 def test_a_job_that_fails(tmp_path: Path, code: int) -> None:
     """A script that fails (1), and a command line that is wrong (2), fail the Job; no pod is made a second time."""
     changes: dict[str, Any] = {"replicas": 1, "nnodes": 1}
@@ -178,6 +179,7 @@ def test_a_deployment_loses_pods(tmp_path: Path, undisturbed: Undisturbed) -> No
         assert all(lost in CRASH for lost in run.lost().values())
 
 
+@pytest.mark.full
 def test_a_master_pod_is_replaced(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """Its pod is killed, and then restarted by a rollout. Meanwhile the nodes train in their epoch."""
     with Run(tmp_path / "run", TRAINING, replicas=1, nnodes="1:2", flags=QUICK) as run:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.hosts.hosts import missing
 from tests.support.kubernetes.cluster import Kubernetes
 from tests.support.kubernetes.kubelet import Kubelet
 from tests.support.kubernetes.run import image
+from tests.support.kubernetes.sandbox import missing
 
 MISSING = missing()
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
@@ -175,6 +175,7 @@ def test_a_rolling_update_is_not_noticed(cluster: Kubernetes) -> None:
     assert answers == {old.pod.name, new.pod.name}
 
 
+@pytest.mark.full
 def test_a_lost_node_holds_its_pods(cluster: Kubernetes) -> None:
     """Its pods hang: a Deployment has others made, a StatefulSet waits until somebody says that the node is gone."""
     cluster.apply([workload("StatefulSet", ["sleep", "100"])])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..hosts import hosts
 from ..hosts.hosts import ROOT, Host
 from ..hosts.namespaces import Inside, children_of, words_in
 from ..jobs.local_processes import seconds_until
 
-__all__ = ["Container", "Image", "Mount"]
+__all__ = ["Container", "Image", "Mount", "missing"]
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SYSTEM = ("/bin", "/etc", "/lib", "/lib64", "/sbin", "/usr", "/sys")
@@ -49,6 +51,13 @@ exec chroot "$root" "$@"
 # `unshare --fork` does not tell the signal that ended its child (util-linux 2.38); a shell does.
 _FIRST_CHILD = '"$@"; exit $?'
 _PATIENCE = 20.0
+
+
+def missing() -> str:
+    """Why there can be no pods here; empty if there can."""
+    if lacking := [tool for tool in ("chroot", "setpriv") if shutil.which(tool) is None]:
+        return f"pods need {', '.join(lacking)}: install Debian's coreutils and util-linux"
+    return hosts.missing()
 
 
 @dataclass(frozen=True)
