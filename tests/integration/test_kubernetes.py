@@ -57,6 +57,11 @@ def complete(run: Run, undisturbed: Undisturbed) -> None:
     run.assert_undisturbed(undisturbed)
 
 
+def gone(run: Run, pod: Kubelet) -> None:
+    """Waits until a pod is."""
+    run.wait_for(lambda: pod.is_gone, f"end of {pod.pod.name}")
+
+
 def end(run: Run, undisturbed: Undisturbed) -> None:
     """The run finishes; a Deployment starts its nodes again, which say so, until it is deleted."""
     run.hurry()
@@ -191,7 +196,7 @@ def test_a_master_pod_is_replaced(tmp_path: Path, undisturbed: Undisturbed) -> N
                 run.cluster.restart("StatefulSet", "ddp-master")
             else:
                 run.cluster.delete_pod(master, grace=0)
-            run.wait_for(lambda master=master: master.is_gone, "end of the master's pod")
+            gone(run, master)
             (other,) = run.cluster.wait_ready("StatefulSet", "ddp-master", 1)
             assert other.pod.name == master.pod.name
             assert other is not master

@@ -40,6 +40,7 @@ def cluster(tmp_path: Path) -> Iterator[Kubernetes]:
     """A cluster with one image."""
     with Kubernetes(tmp_path / "cluster", {"one": image(tmp_path / "image")}, pace=PACE) as made:
         made.secret("token", {"token": b"secret", "other": b"unseen"})
+        made.apply([{"kind": "ConfigMap", "metadata": {"name": "settings"}, "data": {"one": "plain"}}])
         yield made
 
 
@@ -48,16 +49,21 @@ def workload(kind: str, command: list[str], *, container: Any = None, pod: Any =
     name = {"name": "POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
     one = {
         **{"name": "main", "image": "one", "command": command, "env": [name], "securityContext": CONTAINER},
-        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, {"name": "token", "mountPath": "/run/token"}],
+        "volumeMounts": [
+            {"name": "tmp", "mountPath": "/tmp"},
+            {"name": "token", "mountPath": "/run/token"},
+            {"name": "settings", "mountPath": "/run/settings"},
+        ],
         "ports": [{"name": "http", "containerPort": 8000}],
         **(container or {}),
     }
     items = [{"key": "token", "path": "token"}]
     tmp = {"name": "tmp", "emptyDir": {}}
+    config = {"name": "settings", "configMap": {"name": "settings"}}
     secret = {"name": "token", "secret": {"secretName": "token", "defaultMode": 0o440, "items": items}}
     template = {
         "metadata": {"labels": {"app": "one"}},
-        "spec": {"securityContext": SECURITY, "containers": [one], "volumes": [tmp, secret], **(pod or {})},
+        "spec": {"securityContext": SECURITY, "containers": [one], "volumes": [tmp, secret, config], **(pod or {})},
     }
     return {"kind": kind, "metadata": {"name": "one"}, "spec": {"replicas": 1, "template": template, **spec}}
 
@@ -96,7 +102,7 @@ def test_a_container_has_the_rights_of_its_pod(cluster: Kubernetes) -> None:
     script = (
         "id -u; id -G; grep -E 'CapEff|CapBnd|NoNewPrivs' /proc/self/status; touch /x; touch /usr/x;"
         "touch /tmp/x && echo w; echo $$$$; hostname; ls /run/token; cat /run/token/token;"
-        "stat -Lc ' %a' /run/token/token; getent hosts $(hostname)"
+        "stat -Lc ' %a' /run/token/token; cat /run/settings/*; echo :$JOB_COMPLETION_INDEX; getent hosts $(hostname)"
     )
     never = {"restartPolicy": "Never"}
     cluster.apply([workload("Job", ["sh", "-c", script], completions=1, parallelism=1, pod=never)])
@@ -107,7 +113,7 @@ def test_a_container_has_the_rights_of_its_pod(cluster: Kubernetes) -> None:
     rights = ["CapBnd:\t0000000000000000", "CapEff:\t0000000000000000", "NoNewPrivs:\t1"]
     assert said[:2] == ["1000", "1000"]
     assert sorted(said[2:5]) == rights
-    assert said[5:-1] == ["w", "1", "one-0", "token", "secret 440"]
+    assert said[5:-1] == ["w", "1", "one-0", "token", "secret 440", "plain:0"]
     assert said[-1].split() == [pod.host.address, "one-0"]
 
 

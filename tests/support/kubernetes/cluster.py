@@ -17,7 +17,7 @@ from ..hosts.hosts import NETWORK, Host, SwitchProcess
 from .controllers import deployment, stateful_set
 from .job_controller import JobStatus, job
 from .kubelet import Kubelet, Storage
-from .pod_spec import port_of
+from .pod_spec import indexed, port_of
 from .sandbox import Image
 from .services import ServicePort
 from .states import Action, Create, Phase, Pod
@@ -294,7 +294,8 @@ class Kubernetes:
         pod = Pod(name, number, one.revision, index)
         image = self._images[container["image"]]
         node = up[number % len(up)]
-        made = Kubelet(pod, one.spec["template"], node, place, host, image, self.storage, claims, self._pace)
+        template = indexed(one.spec["template"]) if one.kind == "Job" else one.spec["template"]
+        made = Kubelet(pod, template, node, place, host, image, self.storage, claims, self._pace)
         self._all.append(made)
         return made
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..hosts.hosts import Host
-from .pod_spec import Volume, command_line, environment, port_of, volumes
+from .pod_spec import COMPLETION_INDEX, Volume, command_line, environment, port_of, volumes
 from .probes import Health, due
 from .sandbox import Container, Image, Mount
 from .states import Phase, Pod
@@ -188,12 +188,11 @@ class Kubelet:
         self.pod = replace(self.pod, phase=Phase.RUNNING)
 
     def _fields(self) -> dict[str, str]:
-        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
         return {
             "metadata.name": self.pod.name,
             "status.podIP": self.host.address,
             "spec.nodeName": self.node,
-            index: str(self.pod.index),
+            COMPLETION_INDEX: str(self.pod.index),
         }
 
     def _mounted(self, volume: Volume) -> Mount:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..deploy import expanded
 
-__all__ = ["Volume", "command_line", "environment", "port_of", "volumes"]
+__all__ = ["COMPLETION_INDEX", "Volume", "command_line", "environment", "indexed", "port_of", "volumes"]
+
+COMPLETION_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+def indexed(template: Mapping[str, Any]) -> dict[str, Any]:
+    """A template as an indexed Job makes pods of it: the container's variables have the index."""
+    made: dict[str, Any] = copy.deepcopy(dict(template))
+    (container,) = made["spec"]["containers"]
+    field = {"fieldRef": {"fieldPath": COMPLETION_INDEX}}
+    container["env"] = [*container.get("env", []), {"name": "JOB_COMPLETION_INDEX", "valueFrom": field}]
+    return made
 
 
 def environment(container: Mapping[str, Any], fields: Mapping[str, str], image: Mapping[str, str]) -> dict[str, str]:
