@@ -154,6 +154,9 @@ def _trainers_job(job: Job) -> Object:
         "completions": job.replicas,
         "parallelism": job.replicas,
         "backoffLimit": LOST_PODS,
+        # Each replacement waits twice as long as the one before, up to ten minutes, also where the failure is ignored,
+        # and only a pod that succeeds ends that. With a limit per index, the pauses are each node's own.
+        "backoffLimitPerIndex": LOST_PODS,
         # The only one that goes with a podFailurePolicy.
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {"rules": rules},

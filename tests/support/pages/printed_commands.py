@@ -58,7 +58,7 @@ _PROGRAM = "names a program, with no arguments of a training"
 _INSIDE = "how one part of the product starts another"
 _OTHERS = "a script of somebody else's; one of its shape goes through a join and a kill"
 _JOB = "needs the job that the page prints"
-_CLUSTER = "needs a cluster; the objects are checked by its schemas"
+_CLUSTER = "needs a cluster; a miniature of one runs the objects"
 _STEPS = "--steps=4 --save-every=2"
 _SWIFT = "a program of ms-swift's, named"
 
@@ -217,11 +217,16 @@ COMMANDS: dict[str, How] = {
         (
             "kubectl create secret generic gpt-token --from-file=token",
             "dalsegno render k8s job.yaml | kubectl apply -f -",
-            "kubectl scale deployment/gpt --replicas=3",
-            """kubectl patch job/gpt -p '{"spec":{"parallelism":3,"completions":3}}'""",
         ),
-        Elsewhere(_CLUSTER, "tests/unit/agent/deploy/test_kubernetes.py::test_objects_are_valid"),
+        Elsewhere(_CLUSTER, "tests/integration/test_kubernetes.py::test_a_job_completes"),
     ),
+    "kubectl scale deployment/gpt --replicas=3": Elsewhere(
+        _CLUSTER, "tests/integration/test_kubernetes.py::test_a_deployment_is_scaled_and_restarted"
+    ),
+    """kubectl patch job/gpt -p '{"spec":{"parallelism":3,"completions":3}}'""": Elsewhere(
+        _CLUSTER, "tests/integration/test_kubernetes.py::test_a_job_loses_pods"
+    ),
+    "kubectl delete node": Name("another program's, named"),
     "kubectl rollout status": Name("another program's, named"),
     "kubectl apply -k deploy/kubernetes/overlays/etcd": Elsewhere(
         _CLUSTER, "tests/unit/agent/deploy/test_committed.py::test_kustomize_comes_to_what_the_job_says"

@@ -14,6 +14,9 @@ from dalsegno.agent.deploy.kubernetes import objects
 from dalsegno.agent.deploy.refusals import refusals
 from dalsegno.master import cli
 from tests.support.deploy import ETCD, FULL, GPT, TLS, expanded, job, of_kind, pods
+from tests.support.kubernetes.job_controller import JobStatus
+from tests.support.kubernetes.job_controller import job as run_job
+from tests.support.kubernetes.states import Create, Phase, Pod
 
 VERSIONS = [f"1.{minor}" for minor in range(30, 38)]
 # Each megabyte of definitions is read once, not once for each object.
@@ -77,6 +80,15 @@ def test_a_job_ends_with_its_run() -> None:
         "action": "Ignore",
         "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
     }
+
+
+def test_nodes_that_come_back_often_hold_up_no_other() -> None:
+    """The back-off is each index's own: evictions of one node do not delay the replacement of another one."""
+    spec = of_kind(objects(job()), "Job")["spec"]
+    # Five times evicted, its next pause is 160 s; the other node's first one is 10 s.
+    ended = [Pod(f"pod-{n}", n, "", int(n == 5), Phase.FAILED, exit_code=75, ended=100.0) for n in range(6)]
+    rest = [Pod(f"pod-{n}", n, "", n - 4, Phase.RUNNING) for n in (6, 7)]
+    assert run_job(spec, JobStatus(), [*ended, *rest], 110.0)[1] == [Create(1)]
 
 
 def test_one_master_keeps_its_claim_and_several_keep_nothing() -> None:
