@@ -25,7 +25,7 @@ AWKWARD = ["train.py", "it's", 'a "b" c', "$HOME", "${save_dir}", "100%d", "back
 CREDENTIALS = 250
 
 
-def run_script(text: str, directory: Path, code: int = 0) -> list[str]:
+def run_script(text: str, directory: Path, code: int = 0, starts: int = 0) -> list[str]:
     """Runs a batch script with a program in the place of dlrover-run; returns what that was given, a line each."""
     (directory / "bin").mkdir()
     program = directory / "bin" / "dlrover-run"
@@ -37,7 +37,7 @@ def run_script(text: str, directory: Path, code: int = 0) -> list[str]:
     requeue.write_text(f'#!/bin/bash\necho "$@" > "{directory}/requeued"\n')
     requeue.chmod(0o755)
     environment = {**os.environ, "PATH": f"{directory}/bin:{os.environ['PATH']}"}
-    environment |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    environment |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2", "SLURM_RESTART_COUNT": str(starts)}
     (directory / "job.sbatch").write_text(text)
     done = subprocess.run(["bash", str(directory / "job.sbatch")], env=environment, check=False, timeout=60)
     assert done.returncode == code
@@ -56,7 +56,17 @@ def test_the_batch_script_runs(tmp_path: Path, code: int) -> None:
     assert options.checkpoint_dir == f"{tmp_path}/checkpoints"
     assert "A=x y $HOME" in (tmp_path / "env").read_text().splitlines()
     assert (tmp_path / "requeued").exists() == (code in (75, 76))
-    assert not (tmp_path / "requeued").exists() or (tmp_path / "requeued").read_text() == "requeue 7_2\n"
+    assert not (tmp_path / "requeued").exists() or (tmp_path / "requeued").read_text() == "requeue Incomplete 7_2\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "starts", "again"), [(137, 0, True), (137, 99, True), (137, 100, False), (75, 100, True)]
+)
+def test_a_killed_agent_is_not_started_for_ever(tmp_path: Path, code: int, starts: int, again: bool) -> None:
+    """Its task starts again up to a hundred times; who leaves on notice is not counted out."""
+    host = {**GPT["host"], "directory": str(tmp_path), "bin": f"{tmp_path}/bin"}
+    run_script(script(job(host=host)), tmp_path, code, starts)
+    assert (tmp_path / "requeued").exists() == again
 
 
 def test_slurm_gives_the_notice_before_the_end() -> None:
