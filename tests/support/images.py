@@ -37,11 +37,11 @@ _BUILD_SECONDS = 1500
 _ENTER = """
 set -e
 layers=$1 options=$2; shift 2
-mount -t overlay overlay -o "${options}lowerdir=/,upperdir=$layers/upper,workdir=$layers/work" "$layers/root"
-mount -t proc proc "$layers/root/proc"
-mount --rbind /dev "$layers/root/dev"
+mount -t overlay overlay -o "${options}lowerdir=/,upperdir=$layers/upper,workdir=$layers/work" "$layers/view"
+mount -t proc proc "$layers/view/proc"
+mount --rbind /dev "$layers/view/dev"
 for one in dev/shm EMPTY; do
-  [ ! -d "$layers/root/$one" ] || mount -t tmpfs -o mode=1777 tmpfs "$layers/root/$one"
+  [ ! -d "$layers/view/$one" ] || mount -t tmpfs -o mode=1777 tmpfs "$layers/view/$one"
 done
 exec "$@"
 """.replace("EMPTY", " ".join(_EMPTY))
@@ -73,7 +73,7 @@ def missing(version: str) -> str:
 
 
 def _layers(directory: Path) -> Path:
-    for name in ("upper", "work", "root"):
+    for name in ("upper", "work", "view"):
         (directory / name).mkdir(parents=True)
     # So that others than root may go through it.
     (directory / "upper").chmod(0o755)
@@ -115,7 +115,7 @@ class Image:
         uid, gid = self.user.split(":")
         # As an engine does: the home of a user that is in no list is the root.
         told = {"HOME": "/root" if uid == "0" else "/", **self.environment, **variables}
-        inside = ["chroot", str(self.layers / "root"), "setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups"]
+        inside = ["chroot", str(self.layers / "view"), "setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups"]
         inside += ["env", f"--chdir={self.directory}", "-i", *(f"{key}={value}" for key, value in told.items()), *words]
         return _entering(self.layers, *inside, options="" if writable else "ro,")
 
