@@ -73,20 +73,26 @@ def test_tasks_come_late_and_more_are_submitted(tmp_path: Path, undisturbed: Und
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stopped", [False, True], ids=["75", "76"])
-def test_a_requeued_task_comes_back(tmp_path: Path, undisturbed: Undisturbed, stopped: bool) -> None:
-    """`scontrol requeue` is a notice: it leaves, saved unless its workers stand still, and joins again."""
+@pytest.mark.parametrize("way", ["75", "76", "shell alone"])
+def test_a_requeued_task_comes_back(tmp_path: Path, undisturbed: Undisturbed, way: str) -> None:
+    """`scontrol requeue` is a notice: it leaves, saved unless its workers stand still, and joins again.
+
+    Under `proctrack/cgroup` the task's shell alone is signalled, as `scancel --batch` does it under any.
+    """
     keys = {"drain_timeout": 10, "grace": 25}
     with slurm_job(tmp_path / "job", 2, training=TRAINING, nnodes="1:2", keys=keys) as job:
         array, both = open_world(job, 2)
-        if stopped:
+        if way == "76":
             job.stop_workers(f"{array}_0")
-        job.slurm.run("scontrol", "requeue", f"{array}_0")
+        tell = ("scancel", "--batch", "--signal=TERM") if way == "shell alone" else ("scontrol", "requeue")
+        job.slurm.run(*tell, f"{array}_0")
         alone = job.wait_world(1, steps=2, after=both)
         job.wait_again(f"{array}_0")
         job.wait_world(2, steps=2, after=alone)
-        finish(job, undisturbed, *([alone] if stopped else []))
-        assert "left on notice" in job.output(f"{array}_0")
+        finish(job, undisturbed, *([alone] if way == "76" else []))
+        said = job.output(f"{array}_0")
+        assert ("SIGHUP: saving" in said) == (way == "shell alone")
+        assert ("left on notice; everything is saved" in said) == (way != "76")
 
 
 @pytest.mark.full

@@ -155,13 +155,16 @@ class Slurm:
 
     def kill_node(self, name: str) -> list[int]:
         """A machine is gone at once: its slurmd, and all that Slurm runs there. Returns their process ids."""
-        gone = [self._daemons[name].pid, *self.on(name)]
+        here, all_ = self.on(name), set(processes.carriers(self.mark))
+        # The manager of a step is no process of its task; first, so that it tells nobody of the others' end.
+        managers = ({_parent(pid) for pid in here} & all_) - set(here)
+        gone = [*managers, self._daemons[name].pid, *here]
         processes.send(gone)
         self._daemons[name].wait(PATIENCE)
         return gone
 
     def on(self, name: str) -> list[int]:
-        """The processes of all tasks on a machine: their shells, agents, workers, and the steps' managers."""
+        """The processes of all tasks on a machine: their shells, agents and workers."""
         return [pid for pid in processes.carriers(self.mark) if _node(pid) == name]
 
     def _wait(self) -> None:
@@ -220,6 +223,11 @@ class Slurm:
             processes.send(left)
             time.sleep(0.02)  # why: they are no children of this process
         assert not left, [processes.command_line(pid) for pid in left]
+
+
+def _parent(pid: int) -> int:
+    fields = processes.stat_fields(pid)
+    return int(fields[1]) if fields else 0
 
 
 def _node(pid: int) -> str:
