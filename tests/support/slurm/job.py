@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -135,10 +134,6 @@ class SlurmJob(Service):
         shell = [pid for pid, line in lines.items() if line.endswith("/slurm_script")]
         agent = [pid for pid, line in lines.items() if f"{DLROVER_RUN} " in line and _parent(pid) in shell]
         return {"shell": shell, "agent": agent, "others": [pid for pid in pids if pid not in (*shell, *agent)]}
-
-    def stop_workers(self, name: str) -> None:
-        """What a task's agent has started stands still: nothing can be saved any more."""
-        processes.send(self.on(name)["others"], signal.SIGSTOP)
 
     def output(self, name: str) -> str:
         """What a task has written, in all its starts."""
