@@ -20,6 +20,8 @@ from tests.support.slurm.job import SlurmJob, slurm_job
 pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 
 TRAINING = Training(steps=100, save_every=5)
+# None before the one that a notice or the end calls for, so that it may take its time.
+SLOW_SAVE = Training(steps=100, save_every=100)
 # Steps that a crash may cost.
 CRASH = range(TRAINING.save_every + 1)
 # Another partition's tasks push ours out. A time of grace is all that Slurm itself gives.
@@ -41,13 +43,17 @@ def finish(job: SlurmJob, undisturbed: Undisturbed, *crashes: int, others: tuple
 
 
 def test_an_array_is_one_world_and_a_cancelled_task_stays_away(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Two tasks train together; one is cancelled, leaves saved, and does not ask for another start; success."""
-    with slurm_job(tmp_path / "job", 2, training=TRAINING, nnodes="1:2") as job:
+    """Two tasks train together; one is cancelled, leaves saved, and does not ask for another start; success.
+
+    Its save lasts longer than the shell takes to pass the notice on, which the agent has had from Slurm already.
+    """
+    slow = {"training": SLOW_SAVE, "agent_environment": {"DALSEGNO_TEST_SYNC": "3"}}
+    with slurm_job(tmp_path / "job", 2, nnodes="1:2", **slow) as job:
         array, epoch = open_world(job, 2)
         job.slurm.run("scancel", f"{array}_1")
         job.wait_world(1, steps=2, after=epoch)
         cancelled = job.wait_task(f"{array}_1", lambda task: task.state != "COMPLETING", "over")
-        assert (cancelled.state, cancelled.starts) == ("CANCELLED", 0)
+        assert (cancelled.state, cancelled.code, cancelled.starts) == ("CANCELLED", "75:0", 0)
         finish(job, undisturbed, others=(f"{array}_1",))
 
 
@@ -96,7 +102,7 @@ def test_a_requeued_task_comes_back(tmp_path: Path, undisturbed: Undisturbed, wa
 @pytest.mark.full
 def test_a_task_that_cannot_save_requeues_itself(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """76: its disk takes longer than the notice; the run goes on from the last commit."""
-    options: dict[str, Any] = {"training": Training(steps=100, save_every=100), "nnodes": "1"}
+    options: dict[str, Any] = {"training": SLOW_SAVE, "nnodes": "1"}
     options |= {"keys": {"drain_timeout": 5, "grace": 20}, "agent_environment": {"DALSEGNO_TEST_SYNC": "120"}}
     with slurm_job(tmp_path / "job", 1, **options) as job:
         array, first = open_world(job, 1)
