@@ -27,7 +27,10 @@ MARK = "DALSEGNO_TEST_SLURM"
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _NEEDED = ("munged", "slurmctld", "slurmd", "slurmstepd", "sbatch", "scontrol", "squeue", "scancel")
 _LOST = [name for name in _NEEDED if shutil.which(name, path=_PATH) is None]
-MISSING = f"no {', '.join(_LOST)} here: install Debian's munge, slurmctld, slurmd and slurm-client" if _LOST else ""
+if _LOST:
+    MISSING = f"no {', '.join(_LOST)} here: install Debian's munge, slurmctld, slurmd and slurm-client"
+else:
+    MISSING = "a Slurm of the tests' own is for root" if os.geteuid() else ""
 
 # One task to a node, so that it is known where each one runs. A task that is requeued may start again as soon as its
 # old credential has expired: `cred_expire`, which is 120 seconds where nobody says otherwise.
