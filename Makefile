@@ -50,7 +50,7 @@ PYTEST = mkdir -p build/run && cd build/run && DALSEGNO_TEST_WHEEL=1 DALSEGNO_WH
 	DALSEGNO_PROTO_PYTHON=$(PROTO_VENV)/bin/python PATH="$(WHEEL_VENV)/bin:$$PATH" \
 	$(WHEEL_VENV)/bin/python -m pytest -c $(CURDIR)/setup.cfg --rootdir $(CURDIR) -p no:cacheprovider -n $(TEST_JOBS) --dist worksteal --durations=15 $(CURDIR)/tests
 
-.PHONY: help install check test test-all test-torch demo simulate fuzz bench test-gpu bench-gpu lint format protos manifests wheel tools farm clean
+.PHONY: help install check test test-all test-torch test-kind demo simulate fuzz bench test-gpu bench-gpu lint format protos manifests wheel tools farm clean
 
 help:
 	@echo 'make demo      a job of one to four nodes on this machine: joins, a kill, a leave; then the undisturbed run, and a report'
@@ -58,6 +58,7 @@ help:
 	@echo 'make test      lint, types, 2,000 simulated schedules, fuzzers and all tests once, against the built wheel'
 	@echo 'make test-all  the full matrices, 100,000 schedules, fuzzers with 100,000 inputs, every process test 20 times (hours; an interrupted run goes on where it was)'
 	@echo 'make test-torch OTHER=torch==2.6.0    the spine under another version of PyTorch'
+	@echo 'make test-kind    the Dockerfiles and manifests in a cluster of kind; needs docker, kind and kubectl'
 	@echo 'make simulate SEED=1 RUNS=2000    simulated schedules only'
 	@echo 'make fuzz SEED=1 COUNT=1000       hostile calls, worker frames, orders and damages only'
 	@echo 'make bench     the benchmarks'
@@ -179,6 +180,10 @@ demo: $(VENV)/.trains
 
 bench: $(VENV)/.installed
 	$(PY) -m benchmarks
+
+# The images and manifests in a cluster of kind, which is deleted afterwards. FLAGS: build arguments of the trainer's image.
+test-kind:
+	deploy/kind/run.sh $(FLAGS)
 
 # These use the PyTorch of PYTHON as it is, and nothing of .venv. Without a card one line says so.
 test-gpu:

@@ -12,12 +12,20 @@ from .on_hosts import checkpoints, files
 
 __all__ = ("script",)
 
+# Of a task whose agent is killed again and again; as many as Kubernetes gives a pod.
+MOST_STARTS = 100
+
 
 def script(job: Job) -> str:
     """The text for sbatch, of a job that has no `refusals`.
 
-    Slurm tells the batch shell alone (`B:`), `grace` seconds before the time limit; the shell tells the agent.
-    A pre-empted task has the partition's `GraceTime` instead.
+    Slurm tells the batch shell alone (`B:`), `grace` seconds before the time limit; the shell tells the agent. When a
+    task has to go earlier, the cluster's `ProctrackType` decides who gets SIGTERM: the shell alone (cgroup), or the
+    agent, too (linuxproc, pgid). A second SIGTERM would end the agent at once. So the shell passes it on as SIGHUP, and
+    a moment later: that is a notice as well, but never counts as a second one.
+
+    `Incomplete` keeps a task that was cancelled from starting again. An agent that was killed has its task started
+    again, as by other supervisors, but not for ever.
     """
     options = {
         "job-name": job.name,
@@ -39,12 +47,14 @@ def script(job: Job) -> str:
         *exports,
         " \\\n  ".join(words) + " &",
         "agent=$!",
-        "trap 'noticed=1; kill -TERM $agent' TERM",
-        "noticed=1",
+        "trap 'noticed=1; sleep 1; kill -HUP $agent 2> /dev/null' TERM # a second SIGTERM would hurry it",
+        "noticed=1 again=",
         'while [ "$noticed" ]; do noticed=; wait $agent; code=$?; done # a notice interrupts the wait',
         "case $code in",
-        f'  {EXIT_LEFT} | {EXIT_LEFT_UNSAVED}) scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}" ;;',
+        f"  {EXIT_LEFT} | {EXIT_LEFT_UNSAVED}) again=1 ;; # left on notice",
+        f'  *) [ $code -gt 128 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MOST_STARTS} ] && again=1 ;; # killed',
         "esac",
+        '[ "$again" ] && scontrol requeue Incomplete "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"',
         "exit $code",
     ]
     return "\n".join(lines) + "\n"

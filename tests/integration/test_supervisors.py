@@ -19,7 +19,7 @@ from tests.support.pages.sources import ROOT
 PAGE = (ROOT / "docs" / "supervisors.md").read_text(encoding="utf-8")
 # It leaves on notice a moment later, as an agent that drains does.
 AGENT = """#!/bin/bash
-trap 'sleep 0.3; echo left >> "$LOG"; exit "$CODE"' TERM
+trap 'sleep 0.3; echo left >> "$LOG"; exit "$CODE"' HUP
 echo "started $*" >> "$LOG"
 [ "$WAITS" ] && while :; do sleep 0.05; done
 exit "$CODE"
@@ -69,7 +69,7 @@ def test_slurms_script_asks_for_another_start_of_who_left(tmp_path: Path, code: 
             os.killpg(job.pid, signal.SIGKILL)
     started, *rest = log.read_text().splitlines()
     assert "--job-id=gpt" in started
-    assert rest == ["left"] * notice + ["scontrol requeue 7_2"] * (code in (75, 76))
+    assert rest == ["left"] * notice + ["scontrol requeue Incomplete 7_2"] * (code in (75, 76))
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")

@@ -234,6 +234,7 @@ COMMANDS: dict[str, How] = {
     "sbatch gpt.sbatch": Elsewhere(
         "needs Slurm; bash runs its script", "tests/unit/agent/deploy/test_hosts.py::test_the_batch_script_runs"
     ),
+    "make test-kind": Elsewhere("needs Docker and kind", "test-kind"),
     # Conversion.
     "dalsegno convert checkpoints/global_step400 universal/global_step400": Scene("test_a_conversion_by_hand"),
     "dalsegno convert": Name(_PROGRAM),

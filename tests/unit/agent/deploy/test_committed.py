@@ -18,6 +18,7 @@ from dalsegno.agent.deploy.reading import documents
 from dalsegno.agent.deploy.refusals import TARGETS
 from dalsegno.master import cli
 from tests.support.deploy import pods
+from tests.support.images import instructions
 from tests.support.pages.sources import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -114,18 +115,11 @@ def test_the_printed_job_is_rendered(target: str, tmp_path: Path, capsys: pytest
     assert {name.strip("`") for row in rows for name in row.split(", ")} == {field.name for field in fields(Job)}
 
 
-def instructions(text: str) -> list[tuple[str, str]]:
-    """A Dockerfile's instructions, continued lines joined, comments left out."""
-    text = re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE)
-    lines = re.sub(r"\\\n\s*", "", text).splitlines()
-    return [(line.split()[0], line.partition(" ")[2]) for line in lines if line.strip()]
-
-
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_dockerfiles_can_be_read(path: Path) -> None:
     """Known instructions, RUN lines that a shell parses, sources that there are, and a user that is not root.
 
-    No image is built here: that needs a registry.
+    `tests/integration/test_images.py` carries them out.
     """
     found = instructions(path.read_text())
     assert {name for name, _ in found} <= {"FROM", "ARG", "RUN", "COPY", "ENV", "USER", "WORKDIR", "ENTRYPOINT"}

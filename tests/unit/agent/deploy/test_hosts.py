@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ AWKWARD = ["train.py", "it's", 'a "b" c', "$HOME", "${save_dir}", "100%d", "back
 CREDENTIALS = 250
 
 
-def run_script(text: str, directory: Path, code: int = 0) -> list[str]:
+def run_script(text: str, directory: Path, code: int = 0, starts: int = 0) -> list[str]:
     """Runs a batch script with a program in the place of dlrover-run; returns what that was given, a line each."""
     (directory / "bin").mkdir()
     program = directory / "bin" / "dlrover-run"
@@ -37,7 +40,7 @@ def run_script(text: str, directory: Path, code: int = 0) -> list[str]:
     requeue.write_text(f'#!/bin/bash\necho "$@" > "{directory}/requeued"\n')
     requeue.chmod(0o755)
     environment = {**os.environ, "PATH": f"{directory}/bin:{os.environ['PATH']}"}
-    environment |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    environment |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2", "SLURM_RESTART_COUNT": str(starts)}
     (directory / "job.sbatch").write_text(text)
     done = subprocess.run(["bash", str(directory / "job.sbatch")], env=environment, check=False, timeout=60)
     assert done.returncode == code
@@ -56,7 +59,53 @@ def test_the_batch_script_runs(tmp_path: Path, code: int) -> None:
     assert options.checkpoint_dir == f"{tmp_path}/checkpoints"
     assert "A=x y $HOME" in (tmp_path / "env").read_text().splitlines()
     assert (tmp_path / "requeued").exists() == (code in (75, 76))
-    assert not (tmp_path / "requeued").exists() or (tmp_path / "requeued").read_text() == "requeue 7_2\n"
+    assert not (tmp_path / "requeued").exists() or (tmp_path / "requeued").read_text() == "requeue Incomplete 7_2\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "starts", "again"), [(137, 0, True), (137, 99, True), (137, 100, False), (75, 100, True)]
+)
+def test_a_killed_agent_is_not_started_for_ever(tmp_path: Path, code: int, starts: int, again: bool) -> None:
+    """Its task starts again up to a hundred times; who leaves on notice is not counted out."""
+    host = {**GPT["host"], "directory": str(tmp_path), "bin": f"{tmp_path}/bin"}
+    run_script(script(job(host=host)), tmp_path, code, starts)
+    assert (tmp_path / "requeued").exists() == again
+
+
+def test_the_batch_script_passes_a_notice_on(tmp_path: Path) -> None:
+    """As SIGHUP, which agents never take for a second notice; it waits for the end, and asks for another start."""
+    (tmp_path / "bin").mkdir()
+    for name, text in {
+        "dlrover-run": "trap 'echo left; exit 75' HUP; echo started; while :; do sleep 0.05; done",
+        "scontrol": 'echo "$@"',
+    }.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    host = {**GPT["host"], "directory": str(tmp_path), "bin": f"{tmp_path}/bin"}
+    environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    environment |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    (tmp_path / "job.sbatch").write_text(script(job(host=host)))
+    line = ["bash", str(tmp_path / "job.sbatch")]
+    with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as shell:
+        try:
+            assert shell.stdout is not None
+            assert shell.stdout.readline() == "started\n"
+            deadline = time.monotonic() + 60
+            while not caught(shell.pid, signal.SIGTERM):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)  # why: a shell tells nobody of its traps
+            shell.terminate()
+            said, _ = shell.communicate(timeout=60)
+            assert (shell.returncode, said) == (75, "left\nrequeue Incomplete 7_2\n")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(shell.pid, signal.SIGKILL)
+
+
+def caught(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler of this signal."""
+    found = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
 
 
 def test_slurm_gives_the_notice_before_the_end() -> None:

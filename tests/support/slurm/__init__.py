@@ -1,0 +1,1 @@
+"""A whole Slurm on this machine, and jobs in it."""
