@@ -442,7 +442,7 @@ def pruned(turn: Turn, node: Node, message: control_pb2.PrunedRequest) -> Answer
     member = world.member(node.incarnation) if world is not None else None
     # Only nodes that were told to delete them count; any other is told again.
     if member is not None and member.group_rank == 0:
-        checkpoints.forget_pruned(turn.job, {ref.digest for ref in message.refs})
+        checkpoints.forget_pruned(turn, {ref.digest for ref in message.refs})
     return OK
 
 

@@ -199,6 +199,7 @@ def now_on_disk(turn: Turn, record: Checkpoint, by: str) -> None:
 
 def put_newer(turn: Turn, record: Checkpoint) -> None:
     """Record what is newer than all that is recorded: the run has made progress."""
+    record = without_what_is_gone(turn, record)
     turn.job.checkpoints.put(record)
     where = " in memory" if record.parts else ""
     turn.note(Kind.COMMITTED, f"{record.name} is committed{where}", step=record.step, checkpoint=record.name)
@@ -209,6 +210,18 @@ def put_newer(turn: Turn, record: Checkpoint) -> None:
     budget = turn.job.run.budget
     if record.step > budget.last_step:
         turn.update_run(budget=replace(budget, failures=0, doubtful=()), reopened=0)
+
+
+def without_what_is_gone(turn: Turn, record: Checkpoint) -> Checkpoint:
+    """What was the best when it was saved may have been replaced by a better one since, and deleted.
+
+    Between its save and now it was in memory, or on its way to the disk.
+    """
+    head = turn.job.checkpoints.head
+    gone = {known.name for known in turn.job.checkpoints.retired} | set(turn.live.run.pruned)
+    if record.best in gone:
+        record = replace(record, best=head.best if head is not None else "")
+    return replace(record, candidate="") if record.candidate in gone else record
 
 
 def owed(job: Job) -> Checkpoint | None:
@@ -450,9 +463,12 @@ def prunable(job: Job) -> list[Checkpoint]:
     return [*job.late, *gone][:PRUNED_AT_ONCE]
 
 
-def forget_pruned(job: Job, digests: set[str]) -> None:
+def forget_pruned(turn: Turn, digests: set[str]) -> None:
+    """The files of these are gone. Their names are remembered for a while: what is in memory may still name them."""
+    job = turn.job
     for record in job.checkpoints.retired:
         if record.digest in digests:
             job.checkpoints.drop(record.digest)
+            turn.live.run.pruned.append(record.name)
     if any(record.digest in digests for record in job.late):
         job.late = tuple(record for record in job.late if record.digest not in digests)

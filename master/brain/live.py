@@ -7,6 +7,7 @@ the listening clock (`listening`), which measures everything that waits for an a
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -34,6 +35,8 @@ __all__ = (
 )
 
 
+# How many names of deleted checkpoints are remembered.
+PRUNED_KEPT = 64
 # Losses of one name within so many seconds count as a crash loop.
 CRASH_LOOP_SECONDS = 60.0
 
@@ -306,6 +309,8 @@ class RunLife:
     growth_done_at: float | None = None
     # The first and the last of consecutive epochs that lost members before their first step.
     stillborn: tuple[int, int] = (0, -1)
+    # Names of the last checkpoints whose files were deleted.
+    pruned: deque[str] = field(default_factory=lambda: deque(maxlen=PRUNED_KEPT))
     # When so many workers failed last, see `shapes`.
     shape_failed_at: dict[int, float] = field(default_factory=dict)
 

@@ -230,12 +230,6 @@ def adopt(turn: Turn) -> bool:
     record, head = newest.record, checkpoints.resume_point(job)
     if head is not None and head.age >= record.age:
         return False
-    # What was the best when it was saved may have been replaced by a better one since, and deleted.
-    gone = {known.name for known in job.checkpoints.retired}
-    if record.best in gone:
-        record = replace(record, best=head.best if head is not None else "")
-    if record.candidate in gone:
-        record = replace(record, candidate="")
     checkpoints.put_newer(turn, record)
     return True
 

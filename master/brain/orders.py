@@ -21,7 +21,7 @@ __all__ = ("drain_node", "look_at_stop", "save_now", "start", "stop")
 
 # Seconds after which the nodes of a job that stops have gone, if not one of them has a connection. An agent that lost
 # its own connects again sooner.
-DESERTED_SECONDS = 5.0
+DESERTED_SECONDS = 8.0
 
 
 def drain_node(turn: Turn, message: control_pb2.DrainNodeRequest) -> Reply:
@@ -98,7 +98,7 @@ def lose_deserters(turn: Turn) -> bool:
     """
     live = turn.live
     nodes = list(turn.job.nodes.values())
-    if any(not node.leaving or turn.presence(node).closed is None for node in nodes):
+    if any(not node.leaving or is_connected(turn, node) for node in nodes):
         live.deserted_at = None
         return False
     if live.deserted_at is None:
@@ -108,6 +108,12 @@ def lose_deserters(turn: Turn) -> bool:
     live.deserted_at = None
     membership.lose(turn, [(node, "the job stops") for node in nodes])
     return True
+
+
+def is_connected(turn: Turn, node: Node) -> bool:
+    """Whether this master has a connection to the node's agent; a new master has none at first."""
+    presence = turn.presence(node)
+    return presence.opened and presence.closed is None
 
 
 def end_stopped(turn: Turn) -> None:

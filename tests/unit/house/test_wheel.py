@@ -16,7 +16,7 @@ import pytest
 from tests.support.pages.sources import PACKAGES, ROOT
 
 BUILT_FROM = (*PACKAGES, "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
-CARRIED = (".py", ".pyi", ".proto", ".typed")
+CARRIED = (".py", ".pyi", ".proto", ".typed", ".html")
 
 
 def tree_files() -> set[str]:

@@ -287,6 +287,25 @@ def test_what_was_the_best_and_is_gone_is_not_the_best_any_more() -> None:
     assert nodes[0].directive.head.best == better.ref.name
 
 
+def test_nothing_that_was_deleted_is_named_as_the_best() -> None:
+    """A step that went through memory names what was the best when it was saved, even if nobody knows that now."""
+    job, nodes = started(2, keep_checkpoints=1)
+    first = job.seal(10, any_size=True)
+    first.best = first.ref.name
+    nodes[0].commit(first)
+    better = job.seal(25, any_size=True)
+    better.best = better.ref.name
+    nodes[0].commit(better)
+    nodes[1].sights()
+    assert nodes[0].job.call(pb.PrunedRequest(caller=nodes[0].caller(), refs=nodes[0].directive.prune)).code == "OK"
+    assert job.job.checkpoint(first.ref.digest) is None
+    made = job.seal(30, any_size=True)
+    made.best = first.ref.name
+    nodes[0].commit(made)
+    assert nodes[0].directive.head.ref.name == made.ref.name
+    assert nodes[0].directive.head.best == better.ref.name
+
+
 @pytest.mark.parametrize("why", ["all leave", "no replicas", "not to be reached"])
 def test_a_drain_that_nobody_could_hold_goes_to_the_disk(why: str) -> None:
     job = Driven(settings(memory_replicas=int(why != "no replicas"), universal_checkpoint=False))

@@ -231,9 +231,21 @@ def test_a_stop_needs_no_goodbye() -> None:
         node.hang_up()
     job.wait(3)
     late = Node(job, "late")
-    for _ in range(10):
+    for _ in range(12):
         assert late.register().code == ("UNAVAILABLE" if job.job.stopping else "OK")
         job.wait(1)
+    assert job.phase is Phase.STOPPED
+
+
+def test_a_stop_ends_under_a_new_master_that_hears_nobody() -> None:
+    """All nodes were gone before it came; an agent that comes later is told, and does not keep it from ending."""
+    job, _ = trained(2)
+    stop(job)
+    job.restart()
+    job.silent.update(node.incarnation for node in job.nodes)
+    job.wait(3)
+    assert job.phase is not Phase.STOPPED
+    job.wait(30)
     assert job.phase is Phase.STOPPED
 
 
