@@ -85,7 +85,8 @@ def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWat
     if ending.code == EXIT_FAILED and not ending.final:
         message = verdict(message, log_dir)
     if message:
-        console.say(message, warning=ending.code not in (EXIT_FINISHED, EXIT_LEFT, EXIT_USAGE))
+        expected = ending.final or ending.code in (EXIT_FINISHED, EXIT_LEFT, EXIT_USAGE)
+        console.say(message, warning=not expected)
     return ending.code
 
 

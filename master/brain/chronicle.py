@@ -23,9 +23,10 @@ NOTICES = 40
 class Kind(str, Enum):
     """What an event is about."""
 
-    # A node registered, gave notice, or is gone.
+    # A node registered, gave notice, has left, or is lost.
     REGISTERED = "registered"
     LEAVING = "leaving"
+    LEFT = "left"
     LOST = "lost"
     # The ranks were told to save and stop. The next world was opened. It made its first step: the change is complete.
     DRAINING = "draining"

@@ -99,7 +99,10 @@ def lose(turn: Turn, dead: Sequence[tuple[Node, str]]) -> None:
     for how, who in broken.items():
         text = f"{names(who)} left" if how == "left" else f"{names(who)} {was(who)} lost ({how})"
         turn.cause(text)
-        turn.note(Kind.LOST, text, warning=how != "left", nodes=about(who))
+        if how != "left":
+            turn.note(Kind.LOST, text, warning=True, nodes=about(who))
+    if left := [node.name for node, _ in dead if node.leaving]:
+        turn.note(Kind.LEFT, f"{names(left)} left", nodes=about(left))
     if world is not None and any(how != "left" for how in broken):
         note_stillborn(turn, world.epoch)
     if broken and world is not None and not any(job.node_by(member.incarnation) for member in world.members):

@@ -1,0 +1,170 @@
+"""Orders to a real job, by the commands and over HTTP: a node drained, a save, a stop and what comes after it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.jobs.cluster import LEFT, Cluster, Training, Undisturbed
+from tests.support.jobs.master_process import MasterProcess, master_process
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.executed]
+
+Clusters = Callable[..., Cluster]
+STOPPED = 1
+
+
+def dalsegno(job: Cluster, *arguments: str, code: int = 0) -> dict[str, Any]:
+    """What a command answers, as JSON."""
+    asked = [*arguments, "--json", f"--job-id={job.job}", f"--checkpoint-dir={job.checkpoints}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "dalsegno.agent.commands.dalsegno", *asked],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code, f"{arguments}: {done.stdout} {done.stderr}"
+    return json.loads(done.stdout.splitlines()[-1]) if done.stdout else {"error": done.stderr}
+
+
+def ask(master: MasterProcess, method: str, path: str, body: object = None) -> tuple[int, Any]:
+    """What the master's HTTP port answers."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://{master.http}/api/v1/{path}", data, method=method)
+    request.add_header("content-type", "application/json")
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def judge(job: Cluster, undisturbed: Undisturbed) -> None:
+    """Nothing that was ordered has cost a step."""
+    job.assert_lost({})
+    job.assert_undisturbed(undisturbed)
+
+
+@pytest.mark.full
+def test_a_job_is_drained_saved_and_stopped_by_commands(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """With the master that the first agent hosts; the same command goes on behind the stop, from the same step."""
+    job = clusters(universal="", training=Training(steps=120, save_every=0))
+    job.open("a", "b")
+    made = dalsegno(job, "checkpoint")
+    assert made["done"]
+    assert made["became"].endswith("is committed")
+    assert made["became"].split()[0] in [one.name for one in job.sealed()]
+    epoch = job.epoch()
+    leaver = job.node("b")
+    leaver.expected = LEFT
+    assert dalsegno(job, "drain", "b")["done"]
+    job.wait_exit(leaver)
+    assert leaver.said()[-1] == "left by order; everything is saved"
+    second = job.wait_world(1, steps=3, after=epoch)
+    assert job.change(second).cause == "b left"
+    first = job.node("a")
+    first.expected = STOPPED
+    stopped = dalsegno(job, "stop")
+    assert stopped["done"]
+    assert "the same command goes on with it" in stopped["text"]
+    job.wait_exit()
+    assert first.said()[-1] == "the job was stopped by order; everything is saved"
+    assert not any("the job failed" in line for line in first.said())
+    job.open("a")
+    assert job.first_step(job.epoch()) == max(line.step for line in job.lines if line.epoch == second) + 1
+    again = job.node("a")
+    job.finish(again)
+    judge(job, undisturbed)
+
+
+def test_a_service_is_controlled_over_http(
+    clusters: Clusters, undisturbed: Undisturbed, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The same orders; events outlive the master; nobody comes in uninvited."""
+    pytest.importorskip("fastapi", reason="needs the extra http")
+    place = tmp_path_factory.mktemp("master")
+    training = Training(steps=120, save_every=0)
+    with master_process(place / "s.sqlite", "--http-port", "0", job_id="service") as master:
+        flags = (f"--master={master.address}",)
+        job = clusters(universal="", training=training, agent_flags=flags, job="service")
+        job.open("a", "b")
+        code, reply = ask(master, "POST", "checkpoint")
+        assert (code, "behind step" in reply["text"]) == (200, True)
+        job.wait_for(lambda: [one for one in job.sealed() if one.step > reply["step"]], "the save by order")
+        first = job.epoch()
+        leaver = job.node("b")
+        leaver.expected = LEFT
+        assert ask(master, "POST", "nodes/b/drain")[0] == 200
+        job.wait_exit(leaver)
+        job.wait_world(1, steps=3, after=first)
+        job.wait_for(lambda: ask(master, "POST", "nodes/b/drain")[0] == 404 or None, "b to be gone")
+        port = ("--port", master.address.rpartition(":")[2])
+        master.kill()
+    with master_process(place / "s.sqlite", "--http-port", "0", *port, job_id="service") as master:
+        events = ask(master, "GET", "events")[1]["events"]
+        kinds = [event["kind"] for event in events]
+        for kind in ("registered", "formed", "stepped", "ordered", "committed", "draining", "left"):
+            assert kind in kinds, kinds
+        change = [event for event in events if event["kind"] == "stepped"][-1]
+        assert sum(part["seconds"] for part in change["parts"]) == pytest.approx(change["seconds"], abs=0.01)
+        assert {"saved", "formed", "first step"} <= {part["name"] for part in change["parts"]}
+        status = ask(master, "GET", "job")[1]
+        assert 0 < status["goodput"] <= 1
+        known = int(status["step"])
+        job.wait_for(lambda: int(ask(master, "GET", "job")[1]["step"]) > known or None, "a step under the new master")
+        job.node("a").expected = STOPPED
+        assert ask(master, "POST", "stop")[0] == 200
+        job.wait_exit()
+        job.wait_for(lambda: ask(master, "GET", "job")[1]["phase"] == "PHASE_STOPPED" or None, "the stop")
+        (late,) = job.start("c")
+        late.expected = STOPPED
+        job.wait_exit(late)
+        assert "dalsegno start lets agents go on with it" in late.said()[-1]
+        job.wait_for(lambda: ask(master, "POST", "start")[0] == 200 or None, "the start")
+        job.open("d")
+        job.finish(job.node("d"))
+    judge(job, undisturbed)
+
+
+@pytest.mark.full
+def test_a_stop_leaves_nothing_in_memory_alone(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """Drains go to memory where somebody stays; here nobody does."""
+    job = clusters(
+        universal="",
+        agent_flags=("--memory-replicas=1",),
+        training=Training(steps=120, save_every=0, extra=("--memory-every=2",)),
+    )
+    job.open("a", "b")
+    made = dalsegno(job, "checkpoint")
+    assert made["done"]
+    assert made["became"].split()[0] in [one.name for one in job.sealed()]
+    for node in job.nodes:
+        node.expected = STOPPED
+    assert dalsegno(job, "stop")["done"]
+    job.wait_exit()
+    last = max(line.step for line in job.poll())
+    assert max(one.step for one in job.sealed()) == last
+    job.open("a", "b")
+    job.finish(*job.nodes[-2:])
+    judge(job, undisturbed)
+
+
+@pytest.mark.full
+def test_an_order_that_cannot_be_carried_out_says_why(clusters: Clusters) -> None:
+    """One line each, and the exit code of a refusal."""
+    job = clusters(universal="", training=Training(steps=60, save_every=0))
+    job.open("a")
+    assert "no node of the job is called 'b': it has a" in dalsegno(job, "drain", "b", code=1)["error"]
+    assert "is not stopped" in dalsegno(job, "start", code=1)["error"]
+    late = dalsegno(job, "stop", "--no-wait")
+    assert "1 node save" in late["text"]
+    job.node("a").expected = STOPPED
+    job.wait_exit()
