@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.jobs.cluster import LEFT, Cluster, Training, Undisturbed
-from tests.support.jobs.master_process import MasterProcess, master_process
+from tests.support.jobs.master_process import Agent, MasterProcess, master_process, settings
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.executed]
 
@@ -45,6 +47,14 @@ def ask(master: MasterProcess, method: str, path: str, body: object = None) -> t
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Waits for what a master says while no agent is there."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def judge(job: Cluster, undisturbed: Undisturbed) -> None:
@@ -123,12 +133,12 @@ def test_a_service_is_controlled_over_http(
         job.node("a").expected = STOPPED
         assert ask(master, "POST", "stop")[0] == 200
         job.wait_exit()
-        job.wait_for(lambda: ask(master, "GET", "job")[1]["phase"] == "PHASE_STOPPED" or None, "the stop")
+        until(lambda: ask(master, "GET", "job")[1]["phase"] == "PHASE_STOPPED")
         (late,) = job.start("c")
         late.expected = STOPPED
         job.wait_exit(late)
         assert "dalsegno start lets agents go on with it" in late.said()[-1]
-        job.wait_for(lambda: ask(master, "POST", "start")[0] == 200 or None, "the start")
+        until(lambda: ask(master, "POST", "start")[0] == 200)
         job.open("d")
         job.finish(job.node("d"))
     judge(job, undisturbed)
@@ -155,6 +165,42 @@ def test_a_stop_leaves_nothing_in_memory_alone(clusters: Clusters, undisturbed: 
     job.open("a", "b")
     job.finish(*job.nodes[-2:])
     judge(job, undisturbed)
+
+
+def asked(master: MasterProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command about the job of a master that is a service."""
+    words = [sys.executable, "-m", "dalsegno.agent.commands.dalsegno", *arguments, f"--master={master.address}"]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_service_is_asked_by_commands(tmp_path: Path) -> None:
+    """Lines for people and objects for programs; a reader that follows hears of what comes."""
+    with master_process(tmp_path / "s.sqlite") as master:
+        agent = Agent(master.address, "a")
+        agent.register(settings((1, 2)))
+        watched = agent.watch()
+        next(watched)
+        words = [sys.executable, "-m", "dalsegno.agent.commands.dalsegno", "events", "--follow", "--json"]
+        with subprocess.Popen([*words, f"--master={master.address}"], stdout=subprocess.PIPE, text=True) as reader:
+            assert reader.stdout is not None
+            assert json.loads(reader.stdout.readline())["kind"] == "registered"
+            stopped = asked(master, "stop", "--no-wait")
+            assert "1 node save" in stopped.stdout
+            assert json.loads(reader.stdout.readline())["text"] == "the job stops by order"
+            reader.kill()
+        refused = asked(master, "start")
+        assert (refused.returncode, "still being stopped" in refused.stderr) == (1, True)
+        watched.cancel()
+        agent.channel.close()
+        late = asked(master, "stop", "--timeout=30")
+        assert "run-0001 goes on from step 0" in late.stdout
+        assert asked(master, "start", "--json").returncode == 0
+        lines = asked(master, "events", "--after=2").stdout.splitlines()
+        assert lines[0].startswith("3 ")
+        assert any(" stopped: the job was stopped by order" in line for line in lines)
+        assert asked(master, "drain", "nobody").returncode == 1
+    alone = asked(master, "events")
+    assert (alone.returncode, "does not answer" in alone.stderr) == (1, True)
 
 
 @pytest.mark.full

@@ -58,6 +58,8 @@ _PROGRAM = "names a program, with no arguments of a training"
 _INSIDE = "how one part of the product starts another"
 _OTHERS = "a script of somebody else's; one of its shape goes through a join and a kill"
 _JOB = "needs the job that the page prints"
+_CONTROL = "tests/integration/test_control.py"
+_ORDER = "an order to a job, which has names of its own"
 _CLUSTER = "needs a cluster; a miniature of one runs the objects"
 _STEPS = "--steps=4 --save-every=2"
 _SWIFT = "a program of ms-swift's, named"
@@ -242,6 +244,16 @@ COMMANDS: dict[str, How] = {
         "a synopsis", "tests/integration/zero/test_convert_command.py::test_a_checkpoint_of_deepspeeds"
     ),
     "dalsegno scale": Name(_PROGRAM),
+    **{
+        command: Elsewhere(
+            _ORDER, "tests/integration/test_control.py::test_a_job_is_drained_saved_and_stopped_by_commands"
+        )
+        for command in ("dalsegno drain NODE", "dalsegno checkpoint", "dalsegno stop", "dalsegno scale N")
+    },
+    **{
+        command: Elsewhere(_ORDER, f"{_CONTROL}::test_a_service_is_asked_by_commands")
+        for command in ("dalsegno start", "dalsegno events")
+    },
     "dalsegno doctor": Name(_PROGRAM),
     "dalsegno pauses DIR": Elsewhere(
         "looks at what a job with changes has left",
