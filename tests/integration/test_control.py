@@ -186,7 +186,8 @@ def test_a_service_is_asked_by_commands(tmp_path: Path) -> None:
             assert json.loads(reader.stdout.readline())["kind"] == "registered"
             stopped = asked(master, "stop", "--no-wait")
             assert "1 node save" in stopped.stdout
-            assert json.loads(reader.stdout.readline())["text"] == "the job stops by order"
+            said = map(json.loads, reader.stdout)
+            assert next(event["text"] for event in said if event["kind"] == "ordered") == "the job stops by order"
             reader.kill()
         refused = asked(master, "start")
         assert (refused.returncode, "still being stopped" in refused.stderr) == (1, True)
