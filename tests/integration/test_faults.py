@@ -212,9 +212,8 @@ def step_of(path: Path) -> int:
 # ---- a node that was declared dead comes back -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "with_master", [pytest.param(True, id="with-master"), pytest.param(False, id="alone", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("with_master", [pytest.param(True, id="with-master"), pytest.param(False, id="alone")])
+@pytest.mark.full
 def test_frozen_node(clusters: Clusters, undisturbed: Undisturbed, with_master: bool) -> None:
     """SIGSTOP until it counts as dead, then SIGCONT: it is told so, nothing of it counts, and it joins as a new one."""
     job = clusters(training=Training(steps=80), agent_flags=["--node-timeout=5"])

@@ -143,6 +143,7 @@ def test_a_job_that_fails(tmp_path: Path, code: int) -> None:
         assert pod.codes == [code]
 
 
+@pytest.mark.full
 def test_a_deployment_is_scaled_and_restarted(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """`kubectl scale` adds a node, `kubectl rollout restart` ends all and starts others, and no step is lost."""
     with Run(tmp_path / "run", TRAINING, DEPLOYMENT, replicas=1, flags=QUICK) as run:

@@ -97,6 +97,7 @@ def test_the_leader_goes(job: Several, members: Members, undisturbed: Undisturbe
     job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
 def test_a_leader_that_is_cut_off_from_etcd_alone(tmp_path: Path, members: Members, undisturbed: Undisturbed) -> None:
     """It sends its agents away, also those with nothing to say: the next leader takes nobody for dead."""
     proxies = [Proxy(endpoint) for endpoint in members.endpoints]

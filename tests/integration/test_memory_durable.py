@@ -106,6 +106,7 @@ def test_the_agents_write_what_the_ranks_save(jobs: Clusters, undisturbed: Undis
     job.assert_lost({})
 
 
+@pytest.mark.full
 def test_all_nodes_die_at_once(jobs: Clusters, undisturbed: Undisturbed) -> None:
     """What was only in memory is gone; the same command goes on from what the agents have written."""
     job = jobs(15)

@@ -94,6 +94,7 @@ class Torchrun:
 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("second", ["together", pytest.param("late", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_plain_torchrun(programs: Programs, second: str) -> None:
     """Two torchrun nodes meet through our rendezvous, survive a worker's crash, and one the loss of the other.
 
