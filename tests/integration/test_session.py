@@ -138,6 +138,26 @@ def test_drain_whose_save_fails_trains_on_and_tries_again(tmp_path: Path) -> Non
     assert newest(tmp_path).step == steps[1]
 
 
+def test_an_order_to_save_is_carried_out_once_by_all_ranks(tmp_path: Path) -> None:
+    """Also where one alone has heard of it: all save at one boundary, and train on; the next order is another."""
+    with FakeAgent(tmp_path, world=2, epoch=1) as agent:
+        agent.start("--steps", "40", "--step-time", "0.1", "--save-every", "0")
+        agent.wait_for_step(2)
+        agent.order_save(7, ranks=1)
+        (first,) = agent.wait_for("sealed")
+        agent.wait_for_step(first.step + 5)
+        assert len(agent.of("sealed")) == 1
+        agent.order_save(9)
+        _, second = agent.wait_for("sealed", 2)
+        assert agent.wait() == [0, 0], agent.outputs
+        sealed = [one.step for one in agent.of("sealed")]
+        assert 2 < first.step < second.step < 40
+        # The last one is the end's.
+        assert sealed == [first.step, second.step, 40]
+        assert not agent.of("draining")
+        assert len(agent.of("ready")) == 2
+
+
 def test_withdrawn_drain_is_forgotten(tmp_path: Path) -> None:
     """A drain taken back before the ranks agreed on it does nothing."""
     with FakeAgent(tmp_path, world=1, epoch=1) as agent:

@@ -86,13 +86,17 @@ class FakeAgent:
     def drain(self, wanted: bool = True, *, to_memory: bool = False) -> None:
         self._tell(worker_pb2.ToWorker(drain=wanted, master_seen=True, to_memory=to_memory))
 
+    def order_save(self, number: int, ranks: int | None = None) -> None:
+        """Wants a save, without an end. `ranks`: only so many are told."""
+        self._tell(worker_pb2.ToWorker(save_order=number, master_seen=True), ranks)
+
     def keep(self) -> None:
         """The world has broken: who holds the last boundary is to save it, and to end."""
         self._tell(worker_pb2.ToWorker(keep=True))
 
-    def _tell(self, message: worker_pb2.ToWorker) -> None:
+    def _tell(self, message: worker_pb2.ToWorker, ranks: int | None = None) -> None:
         data = message.SerializeToString()
-        for connection in list(self._connections):
+        for connection in list(self._connections)[:ranks]:
             connection.sendall(struct.pack(">I", len(data)) + data)
 
     def wait_for(self, kind: str, count: int = 1, seconds: float = 30.0) -> list[Any]:

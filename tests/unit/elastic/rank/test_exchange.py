@@ -113,6 +113,19 @@ def test_the_step_after_one_that_was_left_is_exchanged() -> None:
     assert exchange.end(0.1).drain
 
 
+def test_an_order_to_save_is_seen_once_by_all_ranks() -> None:
+    """Whoever hears of it first, and however long it is told: one boundary for all; a newer order is another one."""
+    table = Table(2)
+    exchanges = [Exchange(table, interval=0.0) for _ in range(2)]
+    seen = []
+    for step, told in enumerate([(0, 0), (3, 0), (3, 3), (0, 3), (0, 0), (3, 0), (3, 8), (8, 8)], start=1):
+        for exchange, order in zip(exchanges, told, strict=True):
+            exchange.begin(step, Flags(save_order=order), 5)
+        (boundary,) = {exchange.end(0.1) for exchange in exchanges}
+        seen.append(boundary.save)
+    assert [step for step, save in enumerate(seen, start=1) if save] == [2, 7]
+
+
 def test_a_save_is_over_when_it_is_so_on_all_ranks() -> None:
     """Of each exchange: what some rank still writes all ranks know of, and so when nobody does any more."""
     table = Table(2)
