@@ -11,12 +11,12 @@ from dalsegno.agent.decisions import handling
 from dalsegno.agent.decisions.decision import what_is_unsaved
 from dalsegno.master.brain.checkpoints import in_use_digests, resume_point
 from dalsegno.master.brain.forming import LEAST_QUIET_SECONDS, QUIET_TIMES
-from dalsegno.master.brain.state import Checkpoint, Job, Phase, Settings, World
+from dalsegno.master.brain.state import Checkpoint, Job, Phase, SaveOrder, Settings, World
 from dalsegno.protos import control_pb2
 
 from .behind import Behind
 from .masters import decoded
-from .orders import was_stopped
+from .orders import check_save, was_stopped
 from .refusals import Refusals
 from .shapes import ShapeChecks
 from .syncs import is_over
@@ -107,6 +107,8 @@ class Ledger:
         self.message = ""
         self.finished_step = 0
         self.reopened = False
+        # A save that somebody has ordered, as the record had it last.
+        self.save_order: SaveOrder | None = None
         # How often somebody has stopped the job.
         self.stops = 0
         self.elsewhere = False
@@ -208,6 +210,8 @@ class Ledger:
             "who moves keeps the lease",
             "a conversion that moves was taken for a stalled one",
         )
+        check_save(self.sim, self.save_order, job)
+        self.save_order = job.save_order
         self._commits(job)
         self._head(job)
         self._epochs(job)

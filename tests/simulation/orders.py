@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from google.protobuf.message import Message
 
 from dalsegno.master.brain.events import Called, Reply
+from dalsegno.master.brain.state import Job, SaveOrder
 from dalsegno.protos import control_pb2
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ ORDERS = ("order_leave", "order_leave", "order_save", "order_save", "stop_and_st
 ORDERED = 0.2
 # Where nothing else happens, the ranks have saved by then (seconds): a step, a save of the longest kind, a commit.
 SAVED_WITHIN = 60.0
+# The most steps behind the last one known that a save by order is of: what the ranks make until all have heard of it.
+SOON = 4
 # Seconds between two tries to start a job that is still being stopped, and until agents come again.
 AGAIN, COME = 2.0, 12.0
 
@@ -86,6 +89,20 @@ def order_save(sim: Simulation) -> None:
         )
 
     sim.clock.after(SAVED_WITHIN, looked)
+
+
+def check_save(sim: Simulation, before: SaveOrder | None, job: Job) -> None:
+    """Where only joins and notices happen, a save by order is of one of the next steps, not the next regular one."""
+    head, plan = job.checkpoints.head, sim.plan
+    if before is None or job.save_order is not None or head is None or job.phase.is_terminal:
+        return
+    if plan.kind != "planned" or plan.background or plan.memory_every or head.epoch != job.epoch or plan.shells:
+        return
+    sim.ledger.require(
+        head.step <= before.after + SOON,
+        "a save by order is made",
+        f"it was ordered behind step {before.after}, and made at step {head.step}",
+    )
 
 
 def stop_and_start(sim: Simulation) -> None:

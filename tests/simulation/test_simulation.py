@@ -21,6 +21,7 @@ from .plants.claims import CLAIM_PLANTS
 from .plants.files import FILE_PLANTS
 from .plants.leaders import LEADER_PLANTS
 from .plants.memory import MEMORY_PLANTS
+from .plants.orders import ORDER_PLANTS
 from .plants.shells import SHELL_PLANTS
 from .run import CLAIMS, LEADERS, SHELLS, replay, simulate, simulate_all
 
@@ -106,7 +107,7 @@ def test_other_seeds_are_other_schedules() -> None:
     assert len({simulate(seed).digest for seed in range(1, 21)}) == 20
 
 
-ALL_PLANTS = PLANTS | FILE_PLANTS | MEMORY_PLANTS
+ALL_PLANTS = PLANTS | FILE_PLANTS | MEMORY_PLANTS | ORDER_PLANTS
 
 
 @pytest.mark.parametrize("name", ALL_PLANTS)
