@@ -67,9 +67,10 @@ class Proxy:
         self._flowing.clear()
 
     def mend(self) -> None:
-        """New connections are passed on again."""
+        """New connections are passed on again, and what was frozen flows."""
         with self._lock:
             self._is_cut = False
+        self._flowing.set()
 
     def close(self) -> None:
         self.cut()
