@@ -131,7 +131,13 @@ class Members:
         raise AssertionError(f"member {number} is not healthy after {PATIENCE:.0f} s:\n{log[-3000:]}")
 
     def leader(self) -> int:
-        """The number of the member that leads the others: of the highest term, if one has not heard of the next."""
+        """The number of the member that leads the others."""
+        found = self.find_leader()
+        assert found is not None, "no member leads"
+        return found
+
+    def find_leader(self) -> int | None:
+        """As `leader`, of the highest term if one has not heard of the next; None: none of those that answer leads."""
         found: list[tuple[int, int]] = []
         for number, endpoint in enumerate(self._reached):
             request = urllib.request.Request(f"http://{endpoint}/v3/maintenance/status", data=b"{}", method="POST")
@@ -143,8 +149,7 @@ class Members:
                 continue
             if said.get("leader") == said["header"]["member_id"]:
                 found.append((int(said["raftTerm"]), number))
-        assert found, "no member leads"
-        return max(found)[1]
+        return max(found)[1] if found else None
 
     def history(self, key: str) -> Iterator[bytes]:
         """All values that a key has had, in order, as long as etcd was not compacted."""

@@ -1,9 +1,10 @@
-"""Agents without ranks, many in one thread: they know all masters' addresses, and note what they are told and promised."""
+"""Agents without ranks, all in one thread: they know all masters' addresses, and note what they are told and promised."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 import threading
 from collections.abc import Coroutine, Sequence
@@ -32,12 +33,22 @@ _REST = 0.3
 _GRACE = 12.0
 
 
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """That of all crews of this process: gRPC still calls a loop on which it has had channels."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
 @dataclass
 class Light(Node):
     """One agent. `held`: methods that it does not call for now."""
 
     addresses: Sequence[str] = ()
     held: set[str] = field(default_factory=set)
+    # What all have committed, by digest.
+    disk: dict[str, pb.Checkpoint] = field(default_factory=dict)
     # Generation and step of each commit that was answered, and what each directive has said: generation, epoch, step.
     promised: list[tuple[int, int]] = field(default_factory=list)
     told: list[tuple[int, int, int]] = field(default_factory=list)
@@ -120,6 +131,12 @@ class Light(Node):
         at = self.addresses.index(self._address)
         self._go(self.addresses[(at + 1) % len(self.addresses)])
 
+    def _join(self, round_: int, resume: pb.CheckpointRef) -> None:
+        # All see one directory, also what is no longer the newest.
+        head, self.head = self.head, self.disk.get(resume.digest, self.head)
+        super()._join(round_, resume)
+        self.head = head
+
     async def _answered(self, method: str, request: Message) -> bytes | None:
         while method in self.held:
             await asyncio.sleep(0.05)
@@ -129,7 +146,7 @@ class Light(Node):
         """Commits until it is answered; whether the master took it. Raises Fenced."""
         self.step = max(self.step, step)
         checkpoint = pb.Checkpoint(
-            ref=pb.CheckpointRef(name=f"step-{step}.e{self.epoch}.{self.number}", digest=f"{step:064x}"),
+            ref=pb.CheckpointRef(name=f"step-{step}.e{self.epoch}.{self.number}", digest=f"{self.epoch:032x}{step:032x}"),
             run_id=self.run_id,
             step=step,
             epoch=self.epoch,
@@ -137,6 +154,7 @@ class Light(Node):
             shape=pb.Shape(world_size=self.nodes, strategy="ddp", any_world_size=True),
             generation=self.generation,
         )
+        self.disk[checkpoint.ref.digest] = checkpoint
         request = pb.CommitRequest(caller=self._next_caller(), checkpoint=checkpoint)
         raw = await self._answered("CommitCheckpoint", request)
         if raw is None:
@@ -146,16 +164,15 @@ class Light(Node):
 
 
 class Crew:
-    """Light agents of one job in a thread of their own; ended with `close`."""
+    """Light agents of one job; ended with `close`."""
 
     def __init__(self, job_id: str, addresses: Sequence[str], settings: pb.Settings) -> None:
         self.job_id, self.addresses, self.settings = job_id, list(addresses), settings
         self.agents: dict[str, Light] = {}
+        self._disk: dict[str, pb.Checkpoint] = {}
         self.errors: list[str] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
+        self._loop = _loop()
 
     # What the nodes tell an observer.
     @property
@@ -176,7 +193,7 @@ class Crew:
         """An agent that does not call these methods yet."""
 
         async def begin() -> Light:
-            agent = Light(self, name, len(self.agents), addresses=self.addresses, held=set(held))
+            agent = Light(self, name, len(self.agents), addresses=self.addresses, held=set(held), disk=self._disk)
             self._tasks.append(asyncio.create_task(agent.run()))
             return agent
 
@@ -222,6 +239,3 @@ class Crew:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
         self.do(end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(20)
-        self._loop.close()
