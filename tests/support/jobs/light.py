@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from benchmarks.swarm_node import FIRST_PAUSE, LAST_PAUSE, METHODS, SERVICE, Fenced, Node
+from benchmarks.swarm_node import FIRST_PAUSE, HEARTBEAT_TIMEOUT, LAST_PAUSE, METHODS, SERVICE, Fenced, Node
 from dalsegno.agent.control.connection import channel_options
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos.contract import LEADER_METADATA
@@ -142,6 +142,11 @@ class Light(Node):
             await asyncio.sleep(0.05)
         return await super()._answered(method, request)
 
+    async def report(self) -> None:
+        """Says which step it has made, if it is in a world."""
+        if self.epoch and self.orders[-1:] == ["run"]:
+            await self.call("ReportProgress", self._progress().SerializeToString(), HEARTBEAT_TIMEOUT)
+
     async def commits(self, step: int) -> bool:
         """Commits until it is answered; whether the master took it. Raises Fenced."""
         self.step = max(self.step, step)
@@ -216,8 +221,14 @@ class Crew:
                 with contextlib.suppress(Fenced):
                     await first.commits(step)
 
+        async def report() -> None:
+            # Also after a change of the master, which must hear of a step before it takes newcomers in.
+            while True:
+                await asyncio.sleep(every)
+                await asyncio.gather(*(agent.report() for agent in list(self.agents.values())))
+
         async def begin() -> None:
-            self._tasks.append(asyncio.create_task(go_on()))
+            self._tasks += [asyncio.create_task(go_on()), asyncio.create_task(report())]
 
         self.do(begin())
 
