@@ -30,17 +30,15 @@ def main() -> int:
         print(f"left out: {MISSING}")
         return 0
     rows = []
-    with tempfile.TemporaryDirectory(dir=os.environ.get("DALSEGNO_BENCH_STORE")) as folder:
-        with etcd_members(Path(folder) / "etcd", 3) as members:
-            for nodes in NODES:
-                kept = _record(nodes)
-                stores = {
-                    "SQLite": open_store(f"sqlite:///{folder}/{nodes}.sqlite", "job"),
-                    "etcd": open_store(members.url, f"job-{nodes}"),
-                }
-                rows += _compared(nodes, kept, stores)
-                for store in stores.values():
-                    store.close()
+    with tempfile.TemporaryDirectory() as folder, etcd_members(Path(folder) / "etcd", 3) as members:
+        for nodes in NODES:
+            stores = {
+                "SQLite": open_store(f"sqlite:///{folder}/{nodes}.sqlite", "job"),
+                "etcd": open_store(members.url, f"job-{nodes}"),
+            }
+            rows += _compared(nodes, _record(nodes), stores)
+            for store in stores.values():
+                store.close()
     settings_ = {"repeats": REPEATS, "events": EVENTS, "members": 3, "load": f"{os.getloadavg()[0]:.1f}"}
     report("record", rows, title="One turn's save", settings=settings_)
     return int(any(float(str(row["times"])) > BOUND for row in rows))

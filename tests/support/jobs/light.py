@@ -1,4 +1,7 @@
-"""Agents without ranks, all in one thread: they know all masters' addresses, and note what they are told and promised."""
+"""Agents without ranks, all in one thread: they know all masters' addresses.
+
+They note what masters have told them, and what was promised.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +154,9 @@ class Light(Node):
         """Commits until it is answered; whether the master took it. Raises Fenced."""
         self.step = max(self.step, step)
         checkpoint = pb.Checkpoint(
-            ref=pb.CheckpointRef(name=f"step-{step}.e{self.epoch}.{self.number}", digest=f"{self.epoch:032x}{step:032x}"),
+            ref=pb.CheckpointRef(
+                name=f"step-{step}.e{self.epoch}.{self.number}", digest=f"{self.epoch:032x}{step:032x}"
+            ),
             run_id=self.run_id,
             step=step,
             epoch=self.epoch,

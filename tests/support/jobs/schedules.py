@@ -62,7 +62,9 @@ class Schedule:
     release: float
 
     def __str__(self) -> str:
-        return f"seed {self.seed}: {self.phase}; {'; '.join(map(str, self.faults))}; released after {self.release:.1f} s"
+        return (
+            f"seed {self.seed}: {self.phase}; {'; '.join(map(str, self.faults))}; released after {self.release:.1f} s"
+        )
 
 
 def schedule(seed: int) -> Schedule:

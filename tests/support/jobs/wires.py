@@ -1,7 +1,7 @@
 """The wires between etcd's members: each pair, and each direction of it, may be cut, held or lose what is sent.
 
-A member's peers reach it at the address of a proxy. Who has called is read from the kernel's tables, as all members call
-from the same loopback address: the process that owns the other end of the connection.
+A member's peers reach it at the address of a proxy. All members call from the same loopback address, so who has called
+is read from the kernel's tables: the process that owns the other end of the connection.
 """
 
 from __future__ import annotations
