@@ -84,6 +84,7 @@ def emptied(members: Members) -> None:
             care.Alarm(off, timeout=10)
 
 
+@pytest.mark.full
 def test_etcd_is_full(tmp_path: Path) -> None:
     """One line says so and what helps; nobody is declared dead; what waited is recorded once there is room."""
     log = tmp_path / "log"
@@ -147,6 +148,7 @@ class Guarded:
         self.process.wait()
 
 
+@pytest.mark.full
 def test_etcd_has_users(tmp_path: Path) -> None:
     """The certificate's name is the user; without rights one line says so, and the master goes on once it has them."""
     etcd = Guarded(tmp_path)
