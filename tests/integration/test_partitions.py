@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,13 +118,18 @@ def test_no_member_reaches_another(on: Stage) -> None:
 
 
 @pytest.mark.full
-def test_what_a_leader_sent_comes_late(on: Stage) -> None:
-    """Its requests are held on the way to etcd until another master leads, and come then: none of them counts."""
+@pytest.mark.parametrize("how", ["held", "stopped"])
+def test_what_a_leader_sends_comes_late(on: Stage, how: str) -> None:
+    """Its requests come once another master leads, as they were held on the way, or as it was: none of them counts."""
     leader, before = on.job.leader()
-    for way in on.ways[leader]:
-        way.freeze()
+    if how == "stopped":
+        on.job.signal_master(leader, signal.SIGSTOP)
+    else:
+        for way in on.ways[leader]:
+            way.freeze()
     name, _ = on.job.wait_leader(lambda name, generation: name != leader and generation > before)
     commits(on)
+    on.job.signal_master(leader, signal.SIGCONT)
     for way in on.ways[leader]:
         way.mend()
     on.job.wait_standby(leader, name)
@@ -131,6 +137,7 @@ def test_what_a_leader_sent_comes_late(on: Stage) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(300)
 def test_real_ranks_through_a_partition(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """Etcd's leader is cut off with the leading master: the ranks train on, and the world grows under the next one."""
     training = Training(steps=400, save_every=5)

@@ -114,7 +114,8 @@ class Members:
                 host = self._hosts[number]
                 self._processes[name] = host.popen(command, self._directory, os.environ, stdout=log, stderr=log)
             else:
-                self._processes[name] = subprocess.Popen(command, stdout=log, stderr=log)
+                # A signal to whoever has started them, as Ctrl-C, is not for them.
+                self._processes[name] = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def wait(self, number: int) -> None:
         """Until a member says that it is healthy: it knows a leader."""
