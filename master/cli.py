@@ -31,7 +31,7 @@ from .leadership.candidate import Candidate, SameAddress
 from .leadership.leader_key import LeaderKey
 from .record.descriptors import raise_limit
 from .record.etcd_calls import EtcdFiles
-from .record.etcd_store import open_client
+from .record.etcd_store import EtcdStore, open_client
 from .record.store import Store, StoreAway, StoreDamaged, StoreError, Superseded, open_store
 from .server.auth import AuthError, TlsFiles, check_exposure, is_loopback, read_token
 from .server.job_brain import JobBrain
@@ -123,7 +123,7 @@ async def _serve(options: argparse.Namespace) -> int:
         watchdog = asyncio.create_task(Watchdog(options.hang_timeout, options.log_file).run())
         try:
             if _is_several(options):
-                return await _stand(server, edge, options)
+                return await _stand(server, edge, options, store)
             lifetime = Lifetime(server, options.idle_timeout, options.linger) if options.embedded else None
             _hear_signals(server, lifetime)
             _announce(server, edge, remark)
@@ -158,7 +158,7 @@ def _check_several(options: argparse.Namespace) -> None:
         )
 
 
-async def _stand(server: ControlServer, edge: Edge | None, options: argparse.Namespace) -> int:
+async def _stand(server: ControlServer, edge: Edge | None, options: argparse.Namespace, store: Store) -> int:
     """Leads, or stands by, until it is told to stop."""
     address = server.address
     if options.advertise is not None:
@@ -171,9 +171,16 @@ async def _stand(server: ControlServer, edge: Edge | None, options: argparse.Nam
     key = LeaderKey(client, options.job_id)
     server.advertised = address
     candidate = Candidate(key, server, address, said=lambda generation: _announce(server, edge, ""))
+
+    def stop() -> None:
+        candidate.stop()
+        # A turn is stored to its end. Taking the record over from a slow etcd may take minutes, and is given up.
+        if not server.leads and isinstance(store, EtcdStore):
+            store.give_up()
+
     loop = asyncio.get_running_loop()
     for signum in STOP:
-        loop.add_signal_handler(signum, candidate.stop)
+        loop.add_signal_handler(signum, stop)
     _print({"address": server.address, "advertised": address, "leads": False}, edge)
     try:
         await candidate.run()

@@ -32,6 +32,13 @@ _PASSING = (
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.INTERNAL,
 )
+# What a person can do about a refusal, by what etcd says of it.
+_CURES = {
+    "user name is empty": "etcd asks for a user: give a certificate with the user's name as its CN"
+    " (--etcd-ca, --etcd-cert, --etcd-key)",
+    "permission denied": "grant the user's role read and write on the keys under /dalsegno/",
+    "database space exceeded": "etcd is full: compact and defragment it or raise its quota, then disarm its alarm",
+}
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.enable_retries", 0),
@@ -125,6 +132,7 @@ class Etcd:
         self._endpoints = list(endpoints)
         self._call_seconds, self._patience_seconds = call_seconds, patience_seconds
         self._present = 0
+        self._is_given_up = False
 
     def get(self, key: str, at: int = 0) -> Value | None:
         """What the key has now, or had in an earlier revision; None: nothing. Raises EtcdUnavailable."""
@@ -166,6 +174,13 @@ class Etcd:
         """Has the lease last its seconds anew; nothing happens if it has ended. Raises EtcdUnavailable."""
         self._call("LeaseKeepAlive", self._messages.LeaseKeepAliveRequest(ID=lease), self._leases)
 
+    def give_up(self) -> None:
+        """From now on every call raises, and one that is under way does so when its member's time is up at the latest.
+
+        For another thread than the one that calls.
+        """
+        self._is_given_up = True
+
     def close(self) -> None:
         """Closes all connections."""
         for channel in self._channels:
@@ -182,6 +197,8 @@ class Etcd:
         deadline, reasons = time.monotonic() + self._patience_seconds, dict[str, str]()
         while True:
             for _ in stubs:
+                if self._is_given_up:
+                    raise EtcdUnavailable("this master ends")
                 call: Callable[..., Any] = getattr(stubs[self._present], method)
                 try:
                     return _answer(call, request, self._call_seconds)
@@ -224,4 +241,6 @@ def _reason(error: grpc.RpcError) -> str:
 
 
 def _told(reasons: dict[str, str]) -> str:
-    return "; ".join(f"{endpoint}: {reason}" for endpoint, reason in reasons.items())
+    told = "; ".join(f"{endpoint}: {reason}" for endpoint, reason in reasons.items())
+    cures = [cure for said, cure in _CURES.items() if said in told]
+    return f"{told} ({'; '.join(cures)})" if cures else told

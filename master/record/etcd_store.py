@@ -114,6 +114,10 @@ class EtcdStore:
                     return generation
         raise StoreUnavailable(f"cannot write the store in etcd: its head has changed {MOST_TRIES} times meanwhile")
 
+    def give_up(self) -> None:
+        """The process ends: what is read or written fails within the time of one call. For another thread."""
+        self._client.give_up()
+
     def close(self) -> None:
         """See `store.Store`."""
         self._client.close()

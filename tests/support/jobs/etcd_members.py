@@ -20,6 +20,7 @@ from tests.support.hosts.hosts import Host
 from tests.support.hosts.namespaces import Inside
 from tests.support.jobs.ports import free_port
 from tests.support.jobs.proxy import Proxy
+from tests.support.jobs.wires import Wires
 
 ETCD = shutil.which("etcd")
 MISSING = "no etcd here: install Debian's etcd-server"
@@ -34,17 +35,33 @@ class Members:
         directory: of their data and logs.
         count: how many.
         hosts: where each one runs; none: all on this machine.
+        flags: more of etcd's own.
+        wired: members reach each other through `wires`; only on this machine.
 
     Attributes:
         endpoints: of all members, as `--store` has them.
+        wires: between the members, if they are wired.
     """
 
-    def __init__(self, directory: Path, count: int, hosts: Sequence[Host] = ()) -> None:
-        self._directory, self._hosts = directory, hosts
+    def __init__(
+        self,
+        directory: Path,
+        count: int,
+        hosts: Sequence[Host] = (),
+        flags: Sequence[str] = (),
+        wired: bool = False,
+    ) -> None:
+        self._directory, self._hosts, self._flags = directory, hosts, flags
         self._names = [f"m{number}" for number in range(count)]
         self._clients = {name: self._place(number) for number, name in enumerate(self._names)}
         self._peers = {name: self._place(number) for number, name in enumerate(self._names)}
         self._processes: dict[str, subprocess.Popen[bytes] | Inside] = {}
+        # Where its peers find each one.
+        self._advertised = dict(self._peers)
+        self._wires: Wires | None = None
+        if wired:
+            self._wires = Wires(list(self._peers.values()), self.pid)
+            self._advertised = dict(zip(self._names, self._wires.addresses, strict=True))
         self.endpoints = list(self._clients.values())
         # Where this process reaches them.
         self._ways = [Proxy(one, connect=host.connect) for one, host in zip(self.endpoints, hosts, strict=False)]
@@ -67,22 +84,38 @@ class Members:
         """What `--store` takes."""
         return f"etcd://{','.join(self.endpoints)}"
 
+    @property
+    def wires(self) -> Wires:
+        """Between the members."""
+        assert self._wires is not None, "they were not started with wires"
+        return self._wires
+
+    def pid(self, number: int) -> int:
+        """Of a member's process; 0: it has none yet."""
+        process = self._processes.get(self._names[number])
+        return 0 if process is None else process.pid
+
+    def gone(self, number: int) -> bool:
+        """Whether a member's process has ended."""
+        return self._processes[self._names[number]].poll() is not None
+
     def start(self, number: int) -> None:
         """Starts a member, or starts it again with what it had."""
         assert ETCD is not None, MISSING
         name = self._names[number]
         client, peer = (f"http://{places[name]}" for places in (self._clients, self._peers))
-        cluster = ",".join(f"{one}=http://{place}" for one, place in self._peers.items())
+        cluster = ",".join(f"{one}=http://{place}" for one, place in self._advertised.items())
         command = [ETCD, "--name", name, "--data-dir", str(self._directory / name), "--log-level", "warn"]
         command += ["--listen-client-urls", client, "--advertise-client-urls", client]
-        command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-        command += ["--initial-cluster", cluster, "--initial-cluster-state", "new"]
+        command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", f"http://{self._advertised[name]}"]
+        command += ["--initial-cluster", cluster, "--initial-cluster-state", "new", *self._flags]
         with open(self._directory / f"{name}.log", "ab") as log:
             if self._hosts:
                 host = self._hosts[number]
                 self._processes[name] = host.popen(command, self._directory, os.environ, stdout=log, stderr=log)
             else:
-                self._processes[name] = subprocess.Popen(command, stdout=log, stderr=log)
+                # A signal to whoever has started them, as Ctrl-C, is not for them.
+                self._processes[name] = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def wait(self, number: int) -> None:
         """Until a member says that it is healthy: it knows a leader."""
@@ -100,13 +133,24 @@ class Members:
 
     def leader(self) -> int:
         """The number of the member that leads the others."""
+        found = self.find_leader()
+        assert found is not None, "no member leads"
+        return found
+
+    def find_leader(self) -> int | None:
+        """As `leader`, of the highest term if one has not heard of the next; None: none of those that answer leads."""
+        found: list[tuple[int, int]] = []
         for number, endpoint in enumerate(self._reached):
             request = urllib.request.Request(f"http://{endpoint}/v3/maintenance/status", data=b"{}", method="POST")
-            with urllib.request.urlopen(request, timeout=5) as reply:
-                said = json.load(reply)
-            if said["leader"] == said["header"]["member_id"]:
-                return number
-        raise AssertionError("no member leads")
+            try:
+                with urllib.request.urlopen(request, timeout=5) as reply:
+                    said = json.load(reply)
+            except OSError:
+                # One that is gone, or stopped.
+                continue
+            if said.get("leader") == said["header"]["member_id"]:
+                found.append((int(said["raftTerm"]), number))
+        return max(found)[1] if found else None
 
     def history(self, key: str) -> Iterator[bytes]:
         """All values that a key has had, in order, as long as etcd was not compacted."""
@@ -136,13 +180,17 @@ class Members:
             process.wait()
         for way in self._ways:
             way.close()
+        if self._wires is not None:
+            self._wires.close()
 
 
 @contextmanager
-def etcd_members(directory: Path, count: int = 1, hosts: Sequence[Host] = ()) -> Iterator[Members]:
-    """An etcd of so many members within this; each on one of the hosts, if there are any."""
+def etcd_members(
+    directory: Path, count: int = 1, hosts: Sequence[Host] = (), *, flags: Sequence[str] = (), wired: bool = False
+) -> Iterator[Members]:
+    """An etcd of so many members within this; see `Members`."""
     directory.mkdir(parents=True, exist_ok=True)
-    members = Members(directory, count, hosts)
+    members = Members(directory, count, hosts, flags, wired)
     try:
         yield members
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -36,6 +37,7 @@ class Proxy:
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
         self._is_cut = False
+        self._delay = 0.0
         self._flowing = threading.Event()
         self._flowing.set()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -66,10 +68,15 @@ class Proxy:
         """Nothing comes through any more, and nobody is told: as when a cable is pulled."""
         self._flowing.clear()
 
+    def delay(self, seconds: float) -> None:
+        """Each piece of an answer comes so much later from now on, one after the other."""
+        self._delay = seconds
+
     def mend(self) -> None:
-        """New connections are passed on again."""
+        """New connections are passed on again, and what was frozen flows."""
         with self._lock:
             self._is_cut = False
+        self._flowing.set()
 
     def close(self) -> None:
         self.cut()
@@ -95,14 +102,16 @@ class Proxy:
                 with self._lock:
                     self._open += [near, far]
                 for one, other in ((near, far), (far, near)):
-                    threading.Thread(target=self._pump, args=(one, other), daemon=True).start()
+                    threading.Thread(target=self._pump, args=(one, other, one is far), daemon=True).start()
 
-    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+    def _pump(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
         seen = bytearray()
         self.seen.append(seen)
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 self._flowing.wait()
+                if answers and self._delay:
+                    time.sleep(self._delay)  # why: this is the delay
                 if self._remembers:
                     seen += data
                 target.sendall(data)

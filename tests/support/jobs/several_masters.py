@@ -35,8 +35,11 @@ class Several(Cluster):
         self.masters: dict[str, subprocess.Popen[str]] = {}
         super().__post_init__()
         try:
+            # Together: each takes a second to import what it needs.
             for name in self.ports:
-                self.start_master(name)
+                self.launch(name)
+            for name in self.ports:
+                assert said_by(self.masters[name])["leads"] is False
         except BaseException:
             self.close()
             raise
@@ -47,6 +50,11 @@ class Several(Cluster):
 
     def start_master(self, name: str) -> None:
         """Starts a master, or starts it again; returns when it listens."""
+        self.launch(name)
+        assert said_by(self.masters[name])["leads"] is False
+
+    def launch(self, name: str) -> None:
+        """Starts a master; it may wait for etcd before it listens."""
         flags = (f"--port={self.ports[name]}", f"--log-file={self.directory / name}.log", *self.master_flags)
         process = subprocess.Popen(
             command(self.stores.get(name, self.members.url), *flags, job_id=self.job),
@@ -58,7 +66,6 @@ class Several(Cluster):
             start_new_session=True,
         )
         self.masters[name] = process
-        assert said_by(process)["leads"] is False
 
     def signal_master(self, name: str, signum: signal.Signals) -> None:
         """Signals a master; after SIGKILL it is gone."""

@@ -1,0 +1,239 @@
+"""An etcd that refuses: it has users, or is full; and one that answers slowly while a master takes the record over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+pytest.importorskip("aetcd")
+
+from aetcd.rpc import rpc_pb2, rpc_pb2_grpc
+
+from dalsegno.master.leadership.leader_key import LeaderKey
+from dalsegno.master.leadership.standing import Leader, Order
+from dalsegno.master.record.etcd_calls import Etcd, EtcdFiles
+from dalsegno.master.record.store import open_store
+from tests.support.jobs.certificates import Authority, Certificate
+from tests.support.jobs.etcd_members import ETCD, MISSING, Members, etcd_members
+from tests.support.jobs.light import Crew
+from tests.support.jobs.master_process import command, eventually, said_by, settings
+from tests.support.jobs.ports import free_port
+from tests.support.jobs.proxy import Proxy
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(ETCD is None, reason=MISSING)]
+
+
+@contextlib.contextmanager
+def master(store: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    """A master's process, killed in the end."""
+    line = command(store, *flags)
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def crew(address: str) -> Iterator[Crew]:
+    """Two agents, not in a world yet, that commit once they are."""
+    made = Crew("job", [address], settings((2, 4), grow_interval=0.1))
+    try:
+        for name in "ab":
+            made.start(name)
+        made.train(0.1)
+        yield made
+    finally:
+        made.close()
+
+
+def filled(members: Members, size: int) -> None:
+    """Fills etcd until it refuses: nothing more is written, by whoever."""
+    with grpc.insecure_channel(members.endpoints[0]) as channel:
+        stub = rpc_pb2_grpc.KVStub(channel)
+        for number in range(1000):
+            try:
+                stub.Put(rpc_pb2.PutRequest(key=b"rubbish", value=bytes([number % 250]) * size), timeout=10)
+            except grpc.RpcError as error:
+                if "space exceeded" not in str(error):
+                    raise
+                return
+    raise AssertionError("etcd has room without end")
+
+
+def emptied(members: Members) -> None:
+    """Makes room, as an operator does: compact, defragment, disarm the alarm."""
+    with grpc.insecure_channel(members.endpoints[0]) as channel:
+        stub, care = rpc_pb2_grpc.KVStub(channel), rpc_pb2_grpc.MaintenanceStub(channel)
+        now = stub.DeleteRange(rpc_pb2.DeleteRangeRequest(key=b"rubbish"), timeout=10).header.revision
+        stub.Compact(rpc_pb2.CompactionRequest(revision=now, physical=True), timeout=10)
+        care.Defragment(rpc_pb2.DefragmentRequest(), timeout=30)
+        for one in care.Alarm(rpc_pb2.AlarmRequest(action=rpc_pb2.AlarmRequest.GET), timeout=10).alarms:
+            off = rpc_pb2.AlarmRequest(
+                action=rpc_pb2.AlarmRequest.DEACTIVATE, memberID=one.memberID, alarm=rpc_pb2.NOSPACE
+            )
+            care.Alarm(off, timeout=10)
+
+
+@pytest.mark.full
+def test_etcd_is_full(tmp_path: Path) -> None:
+    """One line says so and what helps; nobody is declared dead; what waited is recorded once there is room."""
+    log = tmp_path / "log"
+    with (
+        etcd_members(tmp_path / "etcd", flags=[f"--quota-backend-bytes={4 << 20}"]) as members,
+        master(members.url, f"--log-file={log}") as process,
+        crew(said_by(process)["address"]) as agents,
+    ):
+        a = agents.agents["a"]
+        eventually(lambda: len(a.promised) > 2, 20)
+        epoch = a.epoch
+        filled(members, 300_000)
+        eventually(lambda: "etcd is full" in log.read_text(), 20)
+        before = len(a.promised)
+        time.sleep(4)  # why: longer than the leader's lease
+        assert len(a.promised) <= before + 1
+        lines = [line for line in log.read_text().splitlines() if "cannot write the store in etcd" in line]
+        assert len(lines) == 1, lines
+        assert "compact and defragment it or raise its quota" in lines[0]
+        emptied(members)
+        eventually(lambda: len(a.promised) > before + 2, 20)
+        assert {(one.epoch, len(one.incarnations)) for one in agents.agents.values()} == {(epoch, 1)}
+        agents.start("c")
+        eventually(lambda: a.nodes == 3, 20)
+
+
+def call(channel: grpc.Channel, method: str, **fields: Any) -> None:
+    """One of etcd's calls about users."""
+    name = "AuthEnable" if method == "Enable" else method
+    getattr(rpc_pb2_grpc.AuthStub(channel), name)(getattr(rpc_pb2, f"Auth{method}Request")(**fields), timeout=10)
+
+
+class Guarded:
+    """An etcd of one member that lets in only who has a certificate."""
+
+    def __init__(self, directory: Path) -> None:
+        authority = Authority(directory / "ca")
+        self.ca = authority.path
+        self.server, self.root, self.user = (authority.issue(name) for name in ("server", "root", "dalsegno"))
+        self.endpoint, peer = f"127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
+        line = [str(ETCD), "--data-dir", str(directory / "data"), "--log-level", "error", "--name", "one"]
+        line += ["--listen-client-urls", f"https://{self.endpoint}", "--advertise-client-urls"]
+        line += [f"https://{self.endpoint}", "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
+        line += ["--initial-cluster", f"one={peer}", "--client-cert-auth", "--trusted-ca-file", str(self.ca)]
+        line += ["--cert-file", str(self.server.path), "--key-file", str(self.server.key)]
+        self.process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def flags(self, certificate: Certificate) -> Sequence[str]:
+        """A master's."""
+        return (f"--etcd-ca={self.ca}", f"--etcd-cert={certificate.path}", f"--etcd-key={certificate.key}")
+
+    def channel(self) -> grpc.Channel:
+        """The administrator's."""
+        pieces = (self.ca, self.root.key, self.root.path)
+        return grpc.secure_channel(
+            self.endpoint, grpc.ssl_channel_credentials(*(piece.read_bytes() for piece in pieces))
+        )
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.mark.full
+def test_etcd_has_users(tmp_path: Path) -> None:
+    """The certificate's name is the user; without rights one line says so, and the master goes on once it has them."""
+    etcd = Guarded(tmp_path)
+    try:
+        with etcd.channel() as channel:
+            grpc.channel_ready_future(channel).result(30)
+            call(channel, "UserAdd", name="root", options={"no_password": True})
+            call(channel, "RoleAdd", name="root")
+            call(channel, "UserGrantRole", user="root", role="root")
+            call(channel, "UserAdd", name="dalsegno", options={"no_password": True})
+            call(channel, "RoleAdd", name="masters")
+            call(channel, "UserGrantRole", user="dalsegno", role="masters")
+            call(channel, "Enable")
+            url = f"etcd://{etcd.endpoint}"
+            with master(url, *etcd.flags(etcd.user)) as process:
+                assert process.stderr is not None
+                line = process.stderr.readline()
+                assert "permission denied (grant the user's role read and write on the keys under /dalsegno/)" in line
+                assert line.endswith("; waiting for it\n")
+                right = {"key": b"/dalsegno/", "range_end": b"/dalsegno0", "permType": 2}
+                call(channel, "RoleGrantPermission", name="masters", perm=right)
+                with crew(said_by(process)["address"]) as agents:
+                    a = agents.agents["a"]
+                    eventually(lambda: len(a.promised) > 2, 20)
+                    call(channel, "RoleRevokePermission", role="masters", key=b"/dalsegno/", range_end=b"/dalsegno0")
+                    assert "permission denied (grant" in process.stderr.readline()
+                    time.sleep(4)  # why: longer than the leader's lease
+                    before, epoch = len(a.promised), a.epoch
+                    call(channel, "RoleGrantPermission", name="masters", perm=right)
+                    eventually(lambda: len(a.promised) > before + 2, 30)
+                    # Nobody was declared dead.
+                    assert {(one.epoch, len(one.incarnations)) for one in agents.agents.values()} == {(epoch, 1)}
+    finally:
+        etcd.close()
+
+
+def test_a_user_is_missing(tmp_path: Path) -> None:
+    """Etcd asks who calls, over a plain connection: one line names the flags, and a password in the URL is refused."""
+    with etcd_members(tmp_path / "etcd") as members:
+        with grpc.insecure_channel(members.endpoints[0]) as channel:
+            call(channel, "UserAdd", name="root", password="secret")
+            call(channel, "RoleAdd", name="root")
+            call(channel, "UserGrantRole", user="root", role="root")
+            call(channel, "Enable")
+        with master(members.url) as process:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            assert "give a certificate with the user's name as its CN (--etcd-ca, --etcd-cert, --etcd-key)" in line
+        with master(members.url.replace("etcd://", "etcd://root:secret@")) as process:
+            assert process.wait(20) == 2
+            assert process.stderr is not None
+            said = process.stderr.read()
+            assert "use certificates" in said
+            assert "secret" not in said
+
+
+@pytest.mark.full
+def test_a_master_is_told_to_stop_while_it_takes_the_record_over(tmp_path: Path) -> None:
+    """Each of many reads is slow, and it ends within the time of one."""
+    with etcd_members(tmp_path / "etcd") as members:
+        way = Proxy(members.endpoints[0])
+        key = LeaderKey(Etcd(members.endpoints, EtcdFiles()), "job")
+        me = Leader("somebody", "127.0.0.1:1", 1)
+        key.carry_out(Order.CAMPAIGN, me)
+        with master(f"etcd://{way.address}", f"--log-file={tmp_path / 'log'}") as process:
+            said_by(process)
+            # Somebody leads, and writes rows for all chunks.
+            store = open_store(members.url, "job")
+            store.save({f"row-{number}": b"x" for number in range(500)}, store.raise_generation())
+            store.close()
+            way.delay(0.3)
+            key.carry_out(Order.RESIGN, me)
+            etcd = Etcd(members.endpoints, EtcdFiles())
+
+            def leads() -> bool:
+                found = etcd.get("/dalsegno/job/leader")
+                return found is not None and json.loads(found.data)["master"] != "somebody"
+
+            eventually(leads, 20)
+            time.sleep(3)  # why: by then it reads chunk after chunk, 0.3 s or more each
+            assert "leading, generation" not in (tmp_path / "log").read_text()
+            began = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+            assert time.monotonic() - began < 8
+            etcd.close()
+        key.close()
+        way.close()
