@@ -29,7 +29,7 @@ from dalsegno.agent.script import ALWAYS, Script, modules_of
 from dalsegno.agent.shell.elastic_agent import ElasticAgent
 from dalsegno.agent.shell.mailbox import Mailbox
 from dalsegno.agent.standby import nursery as standby
-from dalsegno.agent.standby import standby_pool
+from dalsegno.agent.standby import nursery_start
 from dalsegno.agent.standby.standby_pool import StandbyPool
 from dalsegno.agent.workers import workers
 from dalsegno.agent.workers.worker_link import WorkerLink
@@ -437,15 +437,15 @@ def test_a_nursery_that_dies_at_its_imports_costs_no_worker(
 
 def test_a_standby_worker_that_cannot_be_had_costs_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for it, and workers start cold."""
-    plain = standby_pool.subprocess.Popen
+    plain = nursery_start.subprocess.Popen
 
     def refused(*arguments: Any, **options: Any) -> Any:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(standby_pool.subprocess, "Popen", refused)
+    monkeypatch.setattr(nursery_start.subprocess, "Popen", refused)
     pool = node.pool(1)
     assert node.warm.is_set()
-    monkeypatch.setattr(standby_pool.subprocess, "Popen", plain)
+    monkeypatch.setattr(nursery_start.subprocess, "Popen", plain)
     context = node.workers(script_in(node.directory, "print('here')\n"), 1, pool)
     context.start()
     assert context.adopted == 0
