@@ -142,7 +142,7 @@ def run_checked(options: argparse.Namespace, watch: SignalWatch, output: Output)
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """Around imports: nearly all that they make stays, and looking through it again and again takes a tenth of their time."""
+    """Around imports: nearly all that they make stays, so looking through it again and again is in vain."""
     gc.disable()
     try:
         yield
