@@ -83,7 +83,8 @@ class Beginning:
         except (StorageError, OSError) as error:
             raise UsageError(str(error)) from error
         self.where = Where(options.job_id)
-        set_up_logging(self.log_dir / "agent.log", self.where, level=logging.getLevelName(options.log_level))
+        level = logging.getLevelName(options.log_level)
+        set_up_logging(self.log_dir / "agent.log", self.where, ("dalsegno",), level)
         output.divert(self.log_dir / "output.log")
         for line in notices:
             output.console.say(line)

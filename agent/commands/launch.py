@@ -29,7 +29,7 @@ from ..dlrover import scripts
 from ..processes.signals import SignalWatch
 from ..script import Script, asks_for_universal, expects_session, knows_us, runs_ahead, text_of, uses_dlrover
 from ..shell.config import AgentConfig
-from ..shell.console import Console
+from ..shell.console import Console, log_torch
 from ..shell.effects import Effects
 from ..shell.elastic_agent import ElasticAgent
 from ..shell.mailbox import Mailbox
@@ -52,6 +52,7 @@ def launch(options: argparse.Namespace, beginning: Beginning, watch: SignalWatch
     Raises:
         UsageError: bad input that only now came to light.
     """
+    log_torch()
     directory, log_dir = beginning.directory, beginning.log_dir
     torch_config, script = _torch_config(options, log_dir)
     config = _agent_config(options, int(torch_config.nproc_per_node), directory, log_dir, script)
