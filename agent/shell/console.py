@@ -126,7 +126,7 @@ def set_up_logging(
 
 
 def log_torch() -> None:
-    """Sends the log of torch's elastic parts to our file, too. Not before torch is imported, which sets it up itself."""
+    """Sends the log of torch's elastic parts to our file, too. First import torch, which sets it up itself."""
     _send("torch.distributed", logging.getLogger("dalsegno").handlers[0], logging.INFO)
 
 
