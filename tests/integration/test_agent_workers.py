@@ -453,6 +453,24 @@ def test_a_standby_worker_that_cannot_be_had_costs_nothing(node: Node, monkeypat
     context.stop(0)
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_nursery_that_was_started_before_is_used_if_it_fits(node: Node, fits: bool) -> None:
+    """One that has begun with other variables than are known now is ended: modules have read them."""
+    environment = {**os.environ, **node.lifeline.environment(), **({} if fits else {"OMP_NUM_THREADS": "77"})}
+    spec = nursery_start.NurserySpec(("json",), node.directory / "standby.log", (), environment)
+    early = nursery_start.start_nursery(spec, node.lifeline, low_priority=False)
+    pool = node.pool(1, early=early)
+    assert node.warm.wait(30)
+    assert (early.process.poll() is None) == fits
+    context = node.workers(script_in(node.directory, "import os\nprint(os.getppid())"), 1, pool)
+    context.start()
+    assert context.adopted == 1
+    assert node.exits.get(timeout=30)[:2] == (0, 0)
+    parent = int(Path(context.stdouts[0]).read_text())
+    assert (parent == early.process.pid) == fits
+    context.stop(0)
+
+
 def test_one_nursery_serves_world_after_world(node: Node) -> None:
     """Three epochs of two workers from one process; generators of random numbers are not shared."""
     code = (
