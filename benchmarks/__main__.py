@@ -22,6 +22,7 @@ from benchmarks import (
     reshard,
     sampler,
     saving,
+    start,
 )
 
 BENCHMARKS: dict[str, Callable[[], int]] = {
@@ -40,6 +41,7 @@ BENCHMARKS: dict[str, Callable[[], int]] = {
     "flash": flash.main,
     "rendezvous": rendezvous.main,
     "gpu": gpu.main,
+    "start": start.main,
 }
 # Benchmarks that take flags of their own.
 WITH_FLAGS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -49,6 +51,7 @@ WITH_FLAGS: dict[str, Callable[[Sequence[str]], int]] = {
     "lost": lost.main,
     "pause": pause.main,
     "rendezvous": rendezvous.main,
+    "start": start.main,
 }
 
 

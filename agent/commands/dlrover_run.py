@@ -1,11 +1,14 @@
 """`dlrover-run`, also `dalsegno-run`: checks its command line, then runs one agent.
 
-Nothing here needs torch, so that help and bad input are answered at once; `launch` has the rest.
+Nothing here needs torch, so that help and bad input are answered at once. `beginning` starts what the workers' imports
+need, and `launch` has the rest.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import getpass
 import hashlib
 import importlib.util
@@ -14,7 +17,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -128,10 +131,24 @@ def run_checked(options: argparse.Namespace, watch: SignalWatch, output: Output)
     if options.job_id is None:
         options.job_id = default_job_id(options, getpass.getuser())
         options.job_id_is_default = True
-    with quiet_grpc():
-        from . import launch  # imports torch, so not before the checks above
+    from .beginning import Beginning  # all that the checks above can do without
 
-    return launch.launch(options, [*ignored(options), *of_dlrover], watch, output)
+    with Beginning(options, [*ignored(options), *of_dlrover], watch, output) as beginning:
+        with quiet_grpc(), without_collector():
+            from . import launch  # imports torch, which takes seconds: the nursery's imports run beside it
+
+        return launch.launch(options, beginning, watch, output.console)
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """Around imports: nearly all that they make stays, so looking through it again and again is in vain."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ from torch.distributed.elastic.metrics.api import MetricsConfig
 
 from dalsegno.protos import control_pb2
 from dalsegno.protos.addresses import addresses_of, host_and_port
-from dalsegno.protos.contract import GROW_SOON_SECONDS, JobSettings, Variable
+from dalsegno.protos.contract import GROW_SOON_SECONDS, JobSettings
 from dalsegno.protos.options import UsageError
-from dalsegno.protos.shortage import CannotStartError, prove_room, shortage, starting
-from dalsegno.protos.trace import trace_into
+from dalsegno.protos.shortage import CannotStartError, shortage, starting
 
 from ..control.connection import Connector, Credentials
 from ..control.credentials import CredentialFiles, CredentialsError
@@ -28,57 +26,39 @@ from ..control.handshake import mismatch
 from ..control.spawning import LOOPBACK, read_token
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE, Event, Exit
 from ..dlrover import scripts
-from ..processes.lifeline import Lifeline
 from ..processes.signals import SignalWatch
 from ..script import Script, asks_for_universal, expects_session, knows_us, runs_ahead, text_of, uses_dlrover
 from ..shell.config import AgentConfig
-from ..shell.console import Console, make_log_dir, set_up_logging
+from ..shell.console import Console, log_torch
 from ..shell.effects import Effects
 from ..shell.elastic_agent import ElasticAgent
 from ..shell.mailbox import Mailbox
-from ..shell.output import Output
 from ..shell.rendezvous import NamedRendezvous
-from ..storage.job_directory import JobDirectory, StorageError
+from ..storage.job_directory import JobDirectory
 from ..storage.macros import SAVE_DIR, macros_of
 from ..workers.last_words import without_file
 from ..workers.torch_versions import known
+from .beginning import Beginning
 from .endpoint import answers, local_address, wait_for_name
 
 __all__ = ["launch"]
 
 logger = logging.getLogger(__name__)
 
-# Variables by which DLRover's client library, if a script uses it, would take our master for its own.
-_NOT_FOR_WORKERS = (Variable.MASTER, Variable.TOKEN)
 
-
-def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWatch, output: Output) -> int:
+def launch(options: argparse.Namespace, beginning: Beginning, watch: SignalWatch, console: Console) -> int:
     """Runs one agent to its end. Signals go to the agent as soon as it has a loop that can hear them.
 
     Raises:
         UsageError: bad input that only now came to light.
     """
-    console = output.console
-    token = os.environ.get(Variable.TOKEN)
-    for name in _NOT_FOR_WORKERS:
-        os.environ.pop(name, None)
-    directory = JobDirectory(Path(options.checkpoint_dir).absolute(), options.job_id)
-    try:
-        directory.prepare()
-        log_dir = make_log_dir(options.log_dir, options.job_id)
-        _trace_into(options.trace_dir)
-    except (StorageError, OSError) as error:
-        raise UsageError(str(error)) from error
-    where = _Where(options.job_id)
-    set_up_logging(log_dir / "agent.log", where, level=logging.getLevelName(options.log_level))
-    output.divert(log_dir / "output.log")
-    for line in notices:
-        console.say(line)
+    log_torch()
+    directory, log_dir = beginning.directory, beginning.log_dir
     torch_config, script = _torch_config(options, log_dir)
     config = _agent_config(options, int(torch_config.nproc_per_node), directory, log_dir, script)
-    source = _connect(options, token, directory, console, log_dir)
+    source = _connect(options, beginning.token, directory, console, log_dir)
     try:
-        ending = _run(config, directory, torch_config, script, source, console, where, watch)
+        ending = _run(config, beginning, torch_config, script, source, console, watch)
     finally:
         source.close()
     message = ending.message
@@ -90,17 +70,6 @@ def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWat
     return ending.code
 
 
-def _trace_into(directory: str | None) -> None:
-    """Makes this process, and all that it starts, note what happens when.
-
-    Raises:
-        OSError: the directory cannot be made.
-    """
-    if directory is not None:
-        os.makedirs(directory, exist_ok=True)
-        trace_into(os.path.abspath(directory))
-
-
 def verdict(reason: str, log_dir: Path) -> str:
     """The last line of a failed job: why it failed, where to find more, and what to do."""
     reason = without_file(reason)  # it was named when it happened
@@ -108,16 +77,6 @@ def verdict(reason: str, log_dir: Path) -> str:
         f"the job failed: {reason}; logs in {log_dir}; the same command tries again, from the newest checkpoint if"
         " there is one, --new-run starts over"
     )
-
-
-class _Where:
-    """The present `job/node/epoch/step`, for every line of the log."""
-
-    def __init__(self, job_id: str) -> None:
-        self.now: Callable[[], str] = lambda: f"{job_id}/-/0/0"
-
-    def __call__(self) -> str:
-        return self.now()
 
 
 class _Source:
@@ -272,18 +231,15 @@ def _hosted_elsewhere(address: str, directory: JobDirectory, console: Console, p
 
 def _run(
     config: AgentConfig,
-    directory: JobDirectory,
+    beginning: Beginning,
     torch_config: Any,
     script: Script,
     source: _Source,
     console: Console,
-    where: _Where,
     watch: SignalWatch,
 ) -> Exit:
     mailbox: Mailbox[Event] = Mailbox()
-    with starting("the agent"):
-        prove_room()
-    lifeline = Lifeline()
+    directory, lifeline = beginning.directory, beginning.lifeline
     addresses = source.addresses()
     try:
         with starting("the agent"):
@@ -291,7 +247,6 @@ def _run(
                 config, directory, source.connector(), addresses, lifeline, mailbox, console.say, source.generation
             )
     except OSError as error:
-        lifeline.close()
         if isinstance(error, CannotStartError):
             raise UsageError(str(error)) from error
         raise UsageError(
@@ -319,13 +274,13 @@ def _run(
                 lifeline,
                 watch,
                 torch_config.log_line_prefix_template,
+                beginning.take_early(),
             )
     except OSError as error:
         # There is no place for the workers' socket, or no process can be started.
         effects.close(0.0)
-        lifeline.close()
         raise UsageError(str(error)) from error
-    where.now = agent.where
+    beginning.where.now = agent.where
     try:
         agent.run()
     except (OSError, RuntimeError, MemoryError) as error:

@@ -100,10 +100,12 @@ class Lifeline:
     def close(self, timeout: float = 10.0) -> None:
         """Ends everything that is registered or carries the token, and the keeper. Takes at most `timeout` seconds.
 
-        If the keeper has died, even just now, another one is started for that.
+        Only the first call does. If the keeper has died, even just now, another one is started for that.
         """
         deadline = time.monotonic() + timeout
         with self._lock:
+            if self._closing.is_set():
+                return
             self._closing.set()
         for _ in range(_LAST_KEEPERS):
             with self._lock:

@@ -17,7 +17,7 @@ from dalsegno.protos.text import one_line
 
 from .outlet import Outlet
 
-__all__ = ["LARGEST_LOG_BYTES", "Console", "LogFile", "make_log_dir", "set_up_logging"]
+__all__ = ["LARGEST_LOG_BYTES", "Console", "LogFile", "log_torch", "make_log_dir", "set_up_logging"]
 
 # Bytes of a log file; one older file is kept beside it.
 LARGEST_LOG_BYTES = 10_000_000
@@ -122,7 +122,16 @@ def set_up_logging(
     handler.addFilter(_Where(where))
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s [%(where)s] %(name)s: %(message)s"))
     for name in names:
-        logger = logging.getLogger(name)
-        logger.handlers[:] = [handler]
-        logger.setLevel(level if name == "dalsegno" else logging.INFO)
-        logger.propagate = False
+        _send(name, handler, level if name == "dalsegno" else logging.INFO)
+
+
+def log_torch() -> None:
+    """Sends the log of torch's elastic parts to our file, too. First import torch, which sets it up itself."""
+    _send("torch.distributed", logging.getLogger("dalsegno").handlers[0], logging.INFO)
+
+
+def _send(name: str, handler: logging.Handler, level: int) -> None:
+    logger = logging.getLogger(name)
+    logger.handlers[:] = [handler]
+    logger.setLevel(level)
+    logger.propagate = False

@@ -33,6 +33,7 @@ from ..dlrover.beside import Beside
 from ..processes.lifeline import Lifeline
 from ..processes.signals import SignalWatch
 from ..script import FLAG, Script, advice, modules_of, reads_resume_point, refuses_flag, tells_of_a_peer
+from ..standby.nursery_start import StartedNursery
 from ..standby.room import has_room_beside
 from ..standby.standby_pool import StandbyPool
 from ..standby.worker_main import Assignment
@@ -80,6 +81,7 @@ class ElasticAgent(LocalElasticAgent):
         lifeline: the node's lifeline.
         watch: the source of signals.
         prefix: torch's template for the prefix of lines that are shown from a worker's file.
+        early: a nursery that imports already; this agent ends it, in any case.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class ElasticAgent(LocalElasticAgent):
         lifeline: Lifeline,
         watch: SignalWatch,
         prefix: str | None = None,
+        early: StartedNursery | None = None,
     ) -> None:
         super().__init__(spec, logs_specs, log_line_prefix_template=prefix)
         self._config = config
@@ -125,7 +128,7 @@ class ElasticAgent(LocalElasticAgent):
             mailbox.put,
             effects.say,
         )
-        self._pool = self._make_pool()
+        self._pool = self._make_pool(early)
         if self._pool is not None:
             effects.conversion.nursery = self._pool.start_helper
         self._state = handling.fresh(
@@ -226,11 +229,13 @@ class ElasticAgent(LocalElasticAgent):
 
     # ---- workers ----------------------------------------------------------------------------------------------------
 
-    def _make_pool(self) -> StandbyPool | None:
+    def _make_pool(self, early: StartedNursery | None) -> StandbyPool | None:
         spec = self._worker_group.spec
         virtual = getattr(spec, "virtual_local_rank", False)
         # Both take effect in a process's first moment: its own CUDA_VISIBLE_DEVICES, its binding to a NUMA node.
         if not self._script.adoptable or virtual or getattr(spec, "numa_options", None) is not None:
+            if early is not None:
+                early.end(self._lifeline)
             return None
         return StandbyPool(
             self._lifeline,
@@ -239,6 +244,7 @@ class ElasticAgent(LocalElasticAgent):
             self._config.log_dir / "standby.log",
             lambda: self._mailbox.put(ev.StandbyWarm(self._prepared_for)),
             notices=self._watch.signals,
+            early=early,
         )
 
     def _start_world(self, world: control_pb2.World) -> None:

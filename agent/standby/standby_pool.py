@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-import struct
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -16,18 +13,14 @@ from dalsegno.protos.shortage import starting
 
 from ..processes.lifeline import Lifeline
 from ..processes.proc import kill_group
-from ..processes.signals import held_back
 from .ahead_workers import AHEAD_PATIENCE_SECONDS, AheadWorkers
 from .nursery_client import Nursery, StandbyProcess
+from .nursery_start import NurserySpec, StartedNursery, start_nursery
 from .stayed_workers import StayedWorkers
 from .worker_main import Assignment
 
 __all__ = ["StandbyPool"]
 
-# Low enough to yield to training, and still done before the next change on a busy machine.
-_NICENESS = 15
-# Seconds to wait for a nursery to take a request; a stopped one does not read.
-_SEND_TIMEOUT_SECONDS = 10
 # Seconds that imports may take, on a busy machine and from a slow file system; after that they count as stuck.
 _IMPORT_PATIENCE_SECONDS = 120.0
 # If so many nurseries of one agent are stuck, it starts no more.
@@ -51,6 +44,7 @@ class StandbyPool:
         ahead_patience: seconds that a script may run ahead before it is given up.
         patience: seconds that imports may take before a nursery is given up. Its workers then start cold.
         notices: signals that a nursery ignores, because they may be sent to all processes of the node.
+        early: a nursery that was started before; it is used if it was started as this pool would have done it.
     """
 
     def __init__(
@@ -65,6 +59,7 @@ class StandbyPool:
         notices: Sequence[int] = (),
         patience: float = _IMPORT_PATIENCE_SECONDS,
         ahead_patience: float = AHEAD_PATIENCE_SECONDS,
+        early: StartedNursery | None = None,
     ) -> None:
         self._lifeline = lifeline
         self._count = count
@@ -75,6 +70,7 @@ class StandbyPool:
         self._fork = fork
         self._notices = tuple(int(number) for number in notices)
         self._patience_seconds = patience
+        self._early = early
         self._stuck = 0
         self._lock = threading.RLock()
         self._nurseries: list[Nursery] = []
@@ -203,54 +199,46 @@ class StandbyPool:
             self._closed = True
             for nursery in (*self._nurseries, *self._retired):
                 nursery.end()
+            if self._early is not None:
+                self._early.end(self._lifeline)
+                self._early = None
             self._nurseries.clear()
             self._retired.clear()
 
     def _start(self, low_priority: bool) -> Nursery:
-        ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_SECONDS, 0))
-        console = (os.dup(1), os.dup(2))
-        # PDEATHSIG fires when the spawning thread ends, and only the main thread lives as long as the agent.
-        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-        command = [
-            *(self._python, "-u", "-m", "dalsegno.agent.standby.nursery"),
-            *("--channel", str(theirs.fileno())),
-            *("--console", *map(str, console)),
-            *("--parent", str(parent)),
-            *("--nice", str(_NICENESS if low_priority else 0)),
-            *(() if self._fork else ("--single",)),
-            *("--notices", *map(str, self._notices)),
-            *("--", *self._modules),
-        ]
-        try:
-            with open(self._log, "ab") as log, starting("a standby worker"), held_back(self._notices):
-                process = subprocess.Popen(
-                    command,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(theirs.fileno(), *console),
-                    start_new_session=True,
-                    # Includes the variables that modules read while they are imported (OMP_NUM_THREADS,
-                    # DS_ACCELERATOR).
-                    env={**os.environ, **self._lifeline.environment()},
-                )
-        finally:
-            theirs.close()
-            for fd in console:
-                os.close(fd)
-        self._lifeline.add_group(process.pid)
+        spec = NurserySpec(
+            self._modules,
+            self._log,
+            self._notices,
+            {**os.environ, **self._lifeline.environment()},
+            self._python,
+            single=not self._fork,
+        )
+        started = self._take_early(spec) or start_nursery(spec, self._lifeline, low_priority=low_priority)
         try:
             with starting("a thread for a standby worker"):
-                nursery = Nursery(process, ours, self._lifeline, not self._fork, self._on_ready)
+                nursery = Nursery(started.process, started.channel, self._lifeline, not self._fork, self._on_ready)
                 threading.Thread(
                     target=self._watch_imports, args=(nursery,), name="nursery-imports", daemon=True
                 ).start()
         except OSError:
-            kill_group(process.pid)
-            process.wait()
-            self._lifeline.drop_group(process.pid)
+            kill_group(started.process.pid)
+            started.process.wait()
+            self._lifeline.drop_group(started.process.pid)
             raise
         return nursery
+
+    def _take_early(self, spec: NurserySpec) -> StartedNursery | None:
+        """The nursery that was started before this pool was made, if it is such a one; else it is ended."""
+        early, self._early = self._early, None
+        if early is None:
+            return None
+        if early.spec == spec:
+            logger.info("nursery %d was started before the agent's own imports", early.process.pid)
+            return early
+        logger.info("nursery %d was started with other modules or variables than are known now", early.process.pid)
+        early.end(self._lifeline)
+        return None
 
     def _watch_imports(self, nursery: Nursery) -> None:
         """Gives up a nursery whose imports do not end in time: deadlocked, endless, or from a missing file system."""

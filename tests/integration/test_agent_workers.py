@@ -29,7 +29,7 @@ from dalsegno.agent.script import ALWAYS, Script, modules_of
 from dalsegno.agent.shell.elastic_agent import ElasticAgent
 from dalsegno.agent.shell.mailbox import Mailbox
 from dalsegno.agent.standby import nursery as standby
-from dalsegno.agent.standby import standby_pool
+from dalsegno.agent.standby import nursery_start
 from dalsegno.agent.standby.standby_pool import StandbyPool
 from dalsegno.agent.workers import workers
 from dalsegno.agent.workers.worker_link import WorkerLink
@@ -437,19 +437,37 @@ def test_a_nursery_that_dies_at_its_imports_costs_no_worker(
 
 def test_a_standby_worker_that_cannot_be_had_costs_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for it, and workers start cold."""
-    plain = standby_pool.subprocess.Popen
+    plain = nursery_start.subprocess.Popen
 
     def refused(*arguments: Any, **options: Any) -> Any:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(standby_pool.subprocess, "Popen", refused)
+    monkeypatch.setattr(nursery_start.subprocess, "Popen", refused)
     pool = node.pool(1)
     assert node.warm.is_set()
-    monkeypatch.setattr(standby_pool.subprocess, "Popen", plain)
+    monkeypatch.setattr(nursery_start.subprocess, "Popen", plain)
     context = node.workers(script_in(node.directory, "print('here')\n"), 1, pool)
     context.start()
     assert context.adopted == 0
     assert node.exits.get(timeout=30)[:2] == (0, 0)
+    context.stop(0)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_nursery_that_was_started_before_is_used_if_it_fits(node: Node, fits: bool) -> None:
+    """One that has begun with other variables than are known now is ended: modules have read them."""
+    environment = {**os.environ, **node.lifeline.environment(), **({} if fits else {"OMP_NUM_THREADS": "77"})}
+    spec = nursery_start.NurserySpec(("json",), node.directory / "standby.log", (), environment)
+    early = nursery_start.start_nursery(spec, node.lifeline, low_priority=False)
+    pool = node.pool(1, early=early)
+    assert node.warm.wait(30)
+    assert (early.process.poll() is None) == fits
+    context = node.workers(script_in(node.directory, "import os\nprint(os.getppid())"), 1, pool)
+    context.start()
+    assert context.adopted == 1
+    assert node.exits.get(timeout=30)[:2] == (0, 0)
+    parent = int(Path(context.stdouts[0]).read_text())
+    assert (parent == early.process.pid) == fits
     context.stop(0)
 
 

@@ -100,9 +100,9 @@ def _run_agent(
     _customize()
     from dalsegno.agent.commands import dlrover_run
     from dalsegno.agent.control import spawning
-    from dalsegno.agent.standby import standby_pool
+    from dalsegno.agent.standby import nursery_start
 
-    standby_pool.subprocess = _Subprocess(nursery, (sys.executable, "-u", "-m", NURSERY))  # type: ignore[assignment]
+    nursery_start.subprocess = _Subprocess(nursery, (sys.executable, "-u", "-m", NURSERY))  # type: ignore[assignment]
     spawning.subprocess = _Subprocess(master, MASTER)  # type: ignore[assignment]
     dlrover_run.main()
     raise AssertionError("the agent returned")

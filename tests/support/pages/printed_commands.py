@@ -189,6 +189,7 @@ COMMANDS: dict[str, How] = {
     "python -m benchmarks flash": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks pause": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks rendezvous": Elsewhere(_HOURS, "bench"),
+    "python -m benchmarks start": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks [NAME ...]": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks sampler": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks gpu": Elsewhere(_CARD, "bench-gpu"),

@@ -1,0 +1,179 @@
+"""What an agent does before it imports torch: its directories, its log, its keeper, and its first nursery.
+
+A nursery's imports take longer than the agent's own, and are what a first step waits for. So they begin as soon as the
+command line is known to be good, and run beside the agent's. Nothing here imports torch or gRPC.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from dalsegno.protos.contract import Variable
+from dalsegno.protos.options import UsageError
+from dalsegno.protos.shortage import prove_room, starting
+from dalsegno.protos.trace import trace_into
+
+from ..processes.lifeline import Lifeline
+from ..processes.signals import SignalWatch
+from ..script import Script, modules_of
+from ..shell.console import make_log_dir, set_up_logging
+from ..shell.output import Output
+from ..standby.nursery_start import NurserySpec, StartedNursery, start_nursery
+from ..storage.job_directory import JobDirectory, StorageError
+
+__all__ = ["Beginning", "Where", "nursery_spec", "script_of"]
+
+logger = logging.getLogger(__name__)
+
+# Variables by which DLRover's client library, if a script uses it, would take our master for its own.
+_NOT_FOR_WORKERS = (Variable.MASTER, Variable.TOKEN)
+# Torch sets it for nodes with more than one worker.
+_THREADS = "OMP_NUM_THREADS"
+_CARD = re.compile("nvidia[0-9]+")
+
+
+class Where:
+    """The present `job/node/epoch/step`, for every line of the log."""
+
+    def __init__(self, job_id: str) -> None:
+        self.now: Callable[[], str] = lambda: f"{job_id}/-/0/0"
+
+    def __call__(self) -> str:
+        return self.now()
+
+
+class Beginning:
+    """An agent's beginning. Use it as a context manager around all that the agent does; main thread.
+
+    Args:
+        options: the checked command line.
+        notices: lines for people.
+        watch: the source of signals.
+        output: where people read.
+
+    Attributes:
+        token: the job's token, which was in the environment; None: it was not.
+        directory: the job's directory, prepared.
+        log_dir: where this agent's logs are.
+        where: the beginning of their lines.
+        lifeline: the node's lifeline.
+        early: a nursery that imports what the workers need; None: there is none.
+
+    Raises:
+        UsageError: bad input that only now came to light.
+        OSError: no process can be started.
+    """
+
+    def __init__(self, options: argparse.Namespace, notices: Sequence[str], watch: SignalWatch, output: Output) -> None:
+        self.token = os.environ.get(Variable.TOKEN)
+        for name in _NOT_FOR_WORKERS:
+            os.environ.pop(name, None)
+        self.directory = JobDirectory(Path(options.checkpoint_dir).absolute(), options.job_id)
+        try:
+            self.directory.prepare()
+            self.log_dir = make_log_dir(options.log_dir, options.job_id)
+            _trace_into(options.trace_dir)
+        except (StorageError, OSError) as error:
+            raise UsageError(str(error)) from error
+        self.where = Where(options.job_id)
+        level = logging.getLevelName(options.log_level)
+        set_up_logging(self.log_dir / "agent.log", self.where, ("dalsegno",), level)
+        output.divert(self.log_dir / "output.log")
+        for line in notices:
+            output.console.say(line)
+        with starting("the agent"):
+            prove_room()
+        self.lifeline = Lifeline()
+        try:
+            self.early = self._start_early(options, [int(number) for number in watch.signals])
+        except BaseException:
+            self.lifeline.close()
+            raise
+
+    def __enter__(self) -> Beginning:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.drop_early()
+        self.lifeline.close()
+
+    def take_early(self) -> StartedNursery | None:
+        """The early nursery, for an agent that ends it from now on."""
+        early, self.early = self.early, None
+        return early
+
+    def drop_early(self) -> None:
+        """Ends the early nursery if nobody has taken it."""
+        if (early := self.take_early()) is not None:
+            early.end(self.lifeline)
+
+    def _start_early(self, options: argparse.Namespace, notices: Sequence[int]) -> StartedNursery | None:
+        environment = {**os.environ, **self.lifeline.environment()}
+        try:
+            spec = nursery_spec(options, self.log_dir / "standby.log", notices, environment)
+            return None if spec is None else start_nursery(spec, self.lifeline, low_priority=False)
+        except OSError as error:
+            # The pool tries again.
+            logger.warning("%s", error)
+            return None
+
+
+def script_of(options: argparse.Namespace) -> Script:
+    """What the workers run, as `config_from_args` of torch's launcher composes it."""
+    arguments = (options.training_script, *options.training_script_args)
+    if options.no_python:
+        return Script(options.training_script, tuple(options.training_script_args))
+    return Script(
+        os.environ.get("PYTHON_EXEC", sys.executable), ("-u", *(("-m",) if options.module else ()), *arguments)
+    )
+
+
+def nursery_spec(
+    options: argparse.Namespace, log: Path, notices: Sequence[int], environment: Mapping[str, str]
+) -> NurserySpec | None:
+    """What this agent's pool is going to start its first nursery with, as far as it is known without torch.
+
+    The pool compares, and starts another one if this was wrong.
+
+    Returns:
+        None: no nursery is wanted (`ElasticAgent` says why).
+    """
+    script = script_of(options)
+    if not script.adoptable or options.virtual_local_rank or options.numa_binding is not None:
+        return None
+    environment = dict(environment)
+    if _THREADS not in environment and _seems_to_have_several(options.nproc_per_node, environment):
+        environment[_THREADS] = "1"
+    return NurserySpec(modules_of(script.source), log, tuple(notices), environment)
+
+
+def _seems_to_have_several(nproc: str, environment: Mapping[str, str]) -> bool:
+    """Whether this node is going to have more than one worker; a guess where only torch can count the devices."""
+    if nproc.isdecimal():
+        return int(nproc) > 1
+    cards = 0
+    if nproc != "cpu":
+        cards = sum(bool(_CARD.fullmatch(name)) for name in os.listdir("/dev"))
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        cards = cards if visible is None else min(cards, len([one for one in visible.split(",") if one.strip()]))
+    return (cards or len(os.sched_getaffinity(0))) > 1
+
+
+def _trace_into(directory: str | None) -> None:
+    """Makes this process, and all that it starts, note what happens when.
+
+    Raises:
+        OSError: the directory cannot be made.
+    """
+    if directory is not None:
+        os.makedirs(directory, exist_ok=True)
+        trace_into(os.path.abspath(directory))
