@@ -119,7 +119,6 @@ def is_connected(turn: Turn, node: Node) -> bool:
 def end_stopped(turn: Turn) -> None:
     """Ends the job so that it can be started again."""
     job = turn.job
-    job.stopping = False
     running.end(
         turn, Phase.STOPPED, f"the job was stopped by order: {job.run_id} goes on from {where(job)}{goes_on(job)}"
     )

@@ -142,6 +142,24 @@ def test_an_embedded_masters_job_goes_on_with_the_same_command() -> None:
     assert "failed" not in job.notices
 
 
+def test_a_stop_that_came_too_late_keeps_nobody_out() -> None:
+    """The ranks had finished before they heard of it: the job has succeeded, and late agents are told so."""
+    job, nodes = trained(2)
+    stop(job)
+    for node in nodes:
+        node.finished(5)
+    assert job.phase is Phase.SUCCEEDED
+    assert [node.order for node in nodes] == ["finish", "finish"]
+    assert "not stopped (succeeded)" in start(job)[1]
+    for node in nodes:
+        node.hang_up()
+    late = job.node()
+    assert late.directive.finish.success
+    late.hang_up()
+    assert Node(job, "anew").register(new_run=True).code == "OK"
+    assert (job.phase.is_terminal, job.job.run_id) == (False, "run-0002")
+
+
 def test_a_stop_holds_over_a_new_master() -> None:
     """It is on the record, like everything that was decided."""
     job, nodes = trained(2)
