@@ -9,6 +9,7 @@ from dalsegno.master.brain.chronicle import EVENTS, NOTICES, EpochRecord, Kind, 
 from dalsegno.master.brain.events import StreamOpened
 from dalsegno.master.brain.state import Phase
 from dalsegno.master.brain.views import event_proto
+from dalsegno.master.record.codec import JobCodec
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import Driven, all_join, settings, stored
 
@@ -186,3 +187,19 @@ def test_waiting_under_a_new_master_is_not_counted_as_training() -> None:
     assert job.job.history == (ended,)
     # The seconds since have brought nothing; they count only while the job goes on.
     assert before < 0.1
+
+
+def test_a_new_master_deletes_what_it_drops() -> None:
+    """Also with its first change: otherwise the record would keep more events with every new master."""
+    job = Driven()
+    job.start(1)
+    for number in range(EVENTS):
+        brain.Turn(job.state, job.now).notice(f"line {number}")
+    rows = JobCodec.everything(job.job)
+    codec = JobCodec()
+    job.state.job = codec.decode(rows)
+    brain.Turn(job.state, job.now).notice("one more")
+    changed = {key: row for key, row in codec.changes(job.job).items() if key.startswith("event/")}
+    newest = job.job.sequence
+    assert changed[f"event/{newest - EVENTS}"] is None
+    assert len(changed) == 2
