@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -202,6 +203,25 @@ def test_a_service_is_asked_by_commands(tmp_path: Path) -> None:
         assert asked(master, "drain", "nobody").returncode == 1
     alone = asked(master, "events")
     assert (alone.returncode, "does not answer" in alone.stderr) == (1, True)
+
+
+def test_who_has_seen_enough_of_the_events_sees_no_traceback(tmp_path: Path) -> None:
+    """Neither with Ctrl-C nor with a reader, like `head`, that has closed its end."""
+    with master_process(tmp_path / "s.sqlite") as master:
+        assert asked(master, "stop").returncode == 0
+        words = [sys.executable, "-m", "dalsegno.agent.commands.dalsegno", "events", f"--master={master.address}"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen([*words, "--follow"], **pipes, text=True) as reader:
+            assert reader.stdout is not None
+            assert "the job stops by order" in reader.stdout.readline()
+            reader.send_signal(signal.SIGINT)
+            assert reader.communicate(timeout=30)[1] == ""
+            assert reader.returncode == 128 + signal.SIGINT
+        with subprocess.Popen(words, **pipes, text=True) as reader:
+            assert reader.stdout is not None
+            assert reader.stderr is not None
+            reader.stdout.close()
+            assert (reader.wait(30), reader.stderr.read()) == (1, "")
 
 
 @pytest.mark.full
