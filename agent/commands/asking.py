@@ -15,7 +15,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from dalsegno.elastic.checkpoint import CheckpointStore
-from dalsegno.protos import control_pb2_grpc
+from dalsegno.protos import control_pb2, control_pb2_grpc
 from dalsegno.protos.addresses import addresses_of
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.text import one_line
@@ -118,7 +118,10 @@ def show(options: argparse.Namespace, method: str, request: Any, lines_of: Calla
     except NoAnswer as said:
         known = asked.without_master() if said.is_away else None
         if known is not None and known[1] and method == "GetStatus":
-            print(one_line(known[0]))
+            ended = control_pb2.StatusReply(
+                job_id=options.job_id, phase=control_pb2.PHASE_SUCCEEDED, reason=one_line(known[0])
+            )
+            put(options, ended, lambda reply: [reply.reason])
             return EXIT_FINISHED
         print(f"dalsegno: {asked.why(said)}", file=sys.stderr)
         return EXIT_FAILED

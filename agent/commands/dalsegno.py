@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -45,6 +46,8 @@ def _ask(options: argparse.Namespace) -> int:
     module = status if options.command in ("status", "scale") else orders
     try:
         return int(getattr(module, options.command)(options))
+    except BrokenPipeError:
+        raise  # the reader of our output has gone
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
 
@@ -344,6 +347,9 @@ def main() -> None:
         # The reader of our output has seen enough; flushing the rest must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = EXIT_FAILED
+    except KeyboardInterrupt:
+        # As shells say it. What was ordered still stands.
+        code = 128 + signal.SIGINT
     sys.exit(code)
 
 

@@ -57,11 +57,15 @@ def checkpoint(options: argparse.Namespace) -> int:
         saved = status.head.step > order.step and not status.head.in_memory
         return f"{status.head.ref.name} is committed" if saved else ""
 
-    return _order(options, "SaveNow", pb.SaveNowRequest(protocol=CONTROL_PROTOCOL), committed)
+    request = pb.SaveNowRequest(protocol=CONTROL_PROTOCOL)
+    return _order(options, "SaveNow", request, committed, master_stays=True)
 
 
-def _order(options: argparse.Namespace, method: str, request: Any, done: Done) -> int:
-    """Gives an order, and waits until it is carried out unless the person does not want that."""
+def _order(options: argparse.Namespace, method: str, request: Any, done: Done, *, master_stays: bool = False) -> int:
+    """Gives an order, and waits until it is carried out unless the person does not want that.
+
+    `master_stays`: an embedded master that is gone has not carried it out. (Other orders may end master and job.)
+    """
     asked = Asked(options)
     try:
         reply = asked.call(method, request)
@@ -74,10 +78,10 @@ def _order(options: argparse.Namespace, method: str, request: Any, done: Done) -
         if options.json:
             print(json.dumps(as_json(reply)))
         return EXIT_FINISHED
-    return _wait(options, asked, reply, done)
+    return _wait(options, asked, reply, done, master_stays=master_stays)
 
 
-def _wait(options: argparse.Namespace, asked: Asked, order: pb.OrderReply, done: Done) -> int:
+def _wait(options: argparse.Namespace, asked: Asked, order: pb.OrderReply, done: Done, *, master_stays: bool) -> int:
     """Waits until an order is carried out. Returns the exit code."""
     began = time.monotonic()
     while True:
@@ -87,8 +91,9 @@ def _wait(options: argparse.Namespace, asked: Asked, order: pb.OrderReply, done:
             why = status.reason
         except NoAnswer as said:
             # An embedded master ends with its job.
-            became, ended = (asked.why(said), True) if said.is_away and asked.without_master() else ("", False)
-            why = became
+            ended = said.is_away and asked.without_master() is not None
+            why = asked.why(said) if ended else ""
+            became = "" if master_stays else why
         seconds = time.monotonic() - began
         if became:
             _tell(options, order, became, seconds, done=True)

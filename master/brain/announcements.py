@@ -250,9 +250,14 @@ def record(
 
 
 def close_record(turn: Turn, world: World, last_step: int) -> None:
-    """Closes a world's entry when the world is over."""
+    """Closes a world's entry when the world is over. Once it is closed, later news can only add steps."""
     history = turn.job.history
-    if history and history[-1].epoch == world.epoch:
+    if not history or history[-1].epoch != world.epoch:
+        return
+    entry = history[-1]
+    if entry.ended_at:
+        entry = replace(entry, last_step=max(entry.last_step, last_step))
+    else:
         last = turn.now if turn.open.stepped_at is None else turn.open.stepped_at
-        ended_at = round(last + turn.live.unix_offset, 3)
-        turn.job.history = (*history[:-1], replace(history[-1], last_step=last_step, ended_at=ended_at))
+        entry = replace(entry, last_step=last_step, ended_at=round(last + turn.live.unix_offset, 3))
+    turn.job.history = (*history[:-1], entry)

@@ -366,6 +366,9 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     job.opened = Opened(world, {node.incarnation: Part.RUNNING for node in nodes})
     job.next = NextWorld()
     beside.owe(turn, world, resume)
+    if job.save_order is not None:
+        # A run that went back has fulfilled the order with its next save, whatever its step is.
+        job.save_order = replace(job.save_order, after=min(job.save_order.after, world.resumed_step))
     job.recollection = Recollection()
     for node in nodes:
         turn.update(job.nodes[node.name], joined=None)

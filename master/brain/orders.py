@@ -119,7 +119,6 @@ def is_connected(turn: Turn, node: Node) -> bool:
 def end_stopped(turn: Turn) -> None:
     """Ends the job so that it can be started again."""
     job = turn.job
-    job.stopping = False
     running.end(
         turn, Phase.STOPPED, f"the job was stopped by order: {job.run_id} goes on from {where(job)}{goes_on(job)}"
     )
@@ -156,7 +155,8 @@ def save_now(turn: Turn, message: control_pb2.SaveNowRequest) -> Reply:
         why = "the script's loop saves nothing" if job.has_session else "the script has not called session()"
         return refusal(f"{why}: the ranks save nothing by order")
     after = running.last_step(turn)
-    if job.save_order is None:
+    if job.save_order is None or job.save_order.after != after:
+        # Ranks follow an order once. If one still stands, their save may have failed, or the run went back since.
         job.save_order = SaveOrder(job.sequence + 1, after)
         turn.notice("the ranks save at the next boundary, by order", kind=Kind.ORDERED, step=after)
     text = f"the ranks save behind step {after}, and train on"

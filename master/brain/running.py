@@ -483,6 +483,8 @@ def end(turn: Turn, phase: Phase, message: str, *, notice: bool = True) -> None:
     """Ends the job, well or not. Every agent's last line says so; without `notice` nothing else does."""
     job = turn.job
     job.message = message
+    # A stop may have come too late; then it is over as well, and must not keep out who comes next.
+    job.stopping = False
     job.next = NextWorld(conversion=beside.still_owed(job))
     if job.world is not None:
         announcements.close_record(turn, job.world, max(turn.open.top_step, job.world.resumed_step))

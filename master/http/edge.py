@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
-from fastapi import Depends, FastAPI, HTTPException
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.trustedhost import TrustedHostMiddleware
-from fastapi.responses import HTMLResponse, PlainTextResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
 from ..record.descriptors import HTTP_CONNECTIONS
 from ..server.auth import TlsFiles
@@ -113,6 +114,7 @@ class Edge:
             redoc_url=None,
             openapi_url="/api/v1/openapi.json",
         )
+        app.add_exception_handler(RequestValidationError, _wrong)
         app.add_middleware(Bounded)
         if loopback:
             app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK_NAMES)
@@ -153,6 +155,13 @@ def _ssl_options(tls: TlsFiles | None) -> dict[str, Any]:
     if tls.client_ca is not None:
         options |= {"ssl_ca_certs": str(tls.client_ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
     return options
+
+
+async def _wrong(request: Request, error: Exception) -> JSONResponse:
+    """What is wrong with a request, without its values: some of them (NaN, lone surrogates) are no JSON."""
+    assert isinstance(error, RequestValidationError)
+    found = [{name: one[name] for name in ("type", "loc", "msg")} for one in error.errors()]
+    return JSONResponse({"detail": found}, 422)
 
 
 async def _page() -> HTMLResponse:

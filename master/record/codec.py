@@ -213,7 +213,11 @@ class JobCodec:
                 f"the stored state has version {version}, this master reads {STATE_VERSION}:"
                 " use the version of dalsegno that wrote it"
             )
-        return _job(plain, letters)
+        job = _job(plain, letters)
+        if version == STATE_VERSION:
+            # Whose rows are there: those that are dropped with the next change must be deleted.
+            self._kept[_EVENT] = job.events
+        return job
 
 
 def _own(value: Any) -> Any:

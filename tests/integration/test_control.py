@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -202,6 +203,55 @@ def test_a_service_is_asked_by_commands(tmp_path: Path) -> None:
         assert asked(master, "drain", "nobody").returncode == 1
     alone = asked(master, "events")
     assert (alone.returncode, "does not answer" in alone.stderr) == (1, True)
+
+
+def test_a_save_that_its_master_did_not_see_is_not_called_done(tmp_path: Path) -> None:
+    """An embedded master ends with its job, which carries out a stop, but no save."""
+    with master_process(tmp_path / "s.sqlite") as master:
+        agent = Agent(master.address, "a")
+        agent.register(settings((1, 1)))
+        watched = agent.watch()
+        for directive in watched:
+            if directive.WhichOneof("order") == "run":
+                break
+            if directive.WhichOneof("order") in ("gather", "wait"):
+                agent.join(directive)
+        agent.progress(1, 3)
+        private = tmp_path / ".dalsegno" / "job"
+        private.mkdir(parents=True)
+        claim = {"host": "h", "boot_id": "b", "pid": 1, "start_time": 1, "generation": 1, "counter": 1}
+        (private / "claim.json").write_text(json.dumps({**claim, "address": master.address}), encoding="utf-8")
+        (private / "token").write_text("x" * 32, encoding="ascii")
+        (private / "token").chmod(0o600)
+        words = [sys.executable, "-m", "dalsegno.agent.commands.dalsegno", "checkpoint", "--timeout=60"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen([*words, f"--checkpoint-dir={tmp_path}"], **pipes, text=True) as waiting:
+            assert waiting.stdout is not None
+            assert "behind step 3" in waiting.stdout.readline()
+            master.kill()
+            said = waiting.communicate(timeout=60)
+            assert (waiting.returncode, said[0], "nobody runs job job just now" in said[1]) == (1, "", True)
+        watched.cancel()
+        agent.channel.close()
+
+
+def test_who_has_seen_enough_of_the_events_sees_no_traceback(tmp_path: Path) -> None:
+    """Neither with Ctrl-C nor with a reader, like `head`, that has closed its end."""
+    with master_process(tmp_path / "s.sqlite") as master:
+        assert asked(master, "stop").returncode == 0
+        words = [sys.executable, "-m", "dalsegno.agent.commands.dalsegno", "events", f"--master={master.address}"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen([*words, "--follow"], **pipes, text=True) as reader:
+            assert reader.stdout is not None
+            assert "the job stops by order" in reader.stdout.readline()
+            reader.send_signal(signal.SIGINT)
+            assert reader.communicate(timeout=30)[1] == ""
+            assert reader.returncode == 128 + signal.SIGINT
+        with subprocess.Popen(words, **pipes, text=True) as reader:
+            assert reader.stdout is not None
+            assert reader.stderr is not None
+            reader.stdout.close()
+            assert (reader.wait(30), reader.stderr.read()) == (1, "")
 
 
 @pytest.mark.full

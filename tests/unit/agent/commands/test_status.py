@@ -76,6 +76,9 @@ def test_a_finished_job_says_so_from_what_it_left(tmp_path: Path, capsys: pytest
     said = capsys.readouterr().out
     assert "job job-1, run-0001: finished; its newest checkpoint is step-12.e1.1" in said
     assert "--new-run" in said
+    assert run(["status", "--json", f"--checkpoint-dir={tmp_path}"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["phase"], answer["reason"]) == ("PHASE_SUCCEEDED", said.strip())
     assert run(["scale", "2", f"--checkpoint-dir={tmp_path}"]) == 1
     assert "finished" in capsys.readouterr().err
 

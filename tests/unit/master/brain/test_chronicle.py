@@ -6,8 +6,12 @@ import pytest
 
 from dalsegno.master.brain import brain
 from dalsegno.master.brain.chronicle import EVENTS, NOTICES, EpochRecord, Kind, goodput, parts_of
+from dalsegno.master.brain.events import StreamOpened
+from dalsegno.master.brain.state import Phase
 from dalsegno.master.brain.views import event_proto
-from tests.support.jobs.masters import Driven, all_join, stored
+from dalsegno.master.record.codec import JobCodec
+from dalsegno.protos import control_pb2
+from tests.support.jobs.masters import Driven, all_join, settings, stored
 
 
 def kinds(job: Driven) -> list[Kind]:
@@ -156,3 +160,46 @@ def test_goodput_outlives_the_master() -> None:
     state = brain.recover(again, 9, 50.0, unix_offset=job.now + 5000.0 - 50.0)
     assert brain.status(state, 50.0).goodput == pytest.approx(before)
     assert 0 < before < 1
+
+
+def test_waiting_under_a_new_master_is_not_counted_as_training() -> None:
+    """The world was over before that master came: its end does not move when the job is stopped hours later."""
+    job = Driven(settings(min_nodes=2))
+    nodes = job.start(2)
+    for step in range(1, 50):
+        job.wait(1)
+        nodes[0].step(step)
+        nodes[1].beat()
+    nodes[1].hang_up()
+    job.wait(2)
+    (ended,) = job.job.history
+    assert ended.ended_at
+    job.restart()
+    job.event(StreamOpened(nodes[0].name, nodes[0].incarnation))
+    for _ in range(500):
+        job.wait(2)
+        nodes[0].beat()
+    before = brain.status(job.state, job.now).goodput
+    assert job.call(control_pb2.StopRequest(job_id="job")).code == "OK"
+    nodes[0].hang_up()
+    job.wait(3)
+    assert job.phase is Phase.STOPPED
+    assert job.job.history == (ended,)
+    # The seconds since have brought nothing; they count only while the job goes on.
+    assert before < 0.1
+
+
+def test_a_new_master_deletes_what_it_drops() -> None:
+    """Also with its first change: otherwise the record would keep more events with every new master."""
+    job = Driven()
+    job.start(1)
+    for number in range(EVENTS):
+        brain.Turn(job.state, job.now).notice(f"line {number}")
+    rows = JobCodec.everything(job.job)
+    codec = JobCodec()
+    job.state.job = codec.decode(rows)
+    brain.Turn(job.state, job.now).notice("one more")
+    changed = {key: row for key, row in codec.changes(job.job).items() if key.startswith("event/")}
+    newest = job.job.sequence
+    assert changed[f"event/{newest - EVENTS}"] is None
+    assert len(changed) == 2

@@ -142,6 +142,24 @@ def test_an_embedded_masters_job_goes_on_with_the_same_command() -> None:
     assert "failed" not in job.notices
 
 
+def test_a_stop_that_came_too_late_keeps_nobody_out() -> None:
+    """The ranks had finished before they heard of it: the job has succeeded, and late agents are told so."""
+    job, nodes = trained(2)
+    stop(job)
+    for node in nodes:
+        node.finished(5)
+    assert job.phase is Phase.SUCCEEDED
+    assert [node.order for node in nodes] == ["finish", "finish"]
+    assert "not stopped (succeeded)" in start(job)[1]
+    for node in nodes:
+        node.hang_up()
+    late = job.node()
+    assert late.directive.finish.success
+    late.hang_up()
+    assert Node(job, "anew").register(new_run=True).code == "OK"
+    assert (job.phase.is_terminal, job.job.run_id) == (False, "run-0002")
+
+
 def test_a_stop_holds_over_a_new_master() -> None:
     """It is on the record, like everything that was decided."""
     job, nodes = trained(2)
@@ -271,3 +289,35 @@ def test_a_limit_outlives_a_stop() -> None:
     assert start(job)[0] == "OK"
     job.node()
     assert job.job.most_nodes == 2
+
+
+def test_a_save_is_ordered_again_if_the_first_one_failed() -> None:
+    """The ranks follow each order once, so the order of a person who asks again is another one."""
+    job, nodes = trained(2)
+    save_now(job)
+    first = nodes[0].directive.save_order
+    assert save_now(job)[0] == "OK"
+    assert nodes[0].directive.save_order == first  # no step was made meanwhile
+    nodes[0].step(9)  # and nothing was committed
+    assert save_now(job)[0] == "OK"
+    assert nodes[0].directive.save_order > first
+    assert job.job.save_order.after == 9
+    nodes[0].save(10)
+    assert job.job.save_order is None
+
+
+def test_a_run_that_went_back_fulfils_an_order_by_its_next_save() -> None:
+    """What it saves then is newer than the order, although its step is a lower one."""
+    job, nodes = trained(2)
+    nodes[0].save(5)
+    nodes[0].step(40)
+    save_now(job)
+    for node in nodes:
+        node.failed("boom", 41)
+    job.wait(2)
+    all_join(nodes)
+    assert (job.phase, job.epoch) == (Phase.RUNNING, 2)
+    assert nodes[0].directive.save_order
+    nodes[0].step(6)
+    nodes[0].save(6)
+    assert not nodes[0].directive.save_order

@@ -283,6 +283,10 @@ def test_large_and_wrong_bodies_are_refused() -> None:
             writer.close()
             for body in ({}, {"nodes": 0}, {"nodes": "many"}, [], {"nodes": 2**40}):
                 assert (await post(edge, "/api/v1/scale", body))[0] == 422
+            for raw in (b'{"nodes": NaN}', b'{"nodes": "\\ud800"}'):  # what an answer could not repeat
+                kind = {"content-type": "application/json"}
+                code, text = await asks(edge, "POST", "/api/v1/scale", raw, **kind)
+                assert (code, json.loads(text)["detail"][0]["loc"]) == (422, ["body", "nodes"])
             assert (await post(edge, f"/api/v1/nodes/{'x' * 300}/drain"))[0] == 422
             assert (await post(edge, "/api/v1/nodes/a%0Ab/drain"))[0] == 400
             assert not master.orders
