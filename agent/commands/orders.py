@@ -119,7 +119,10 @@ def _text(reply: pb.OrderReply) -> list[str]:
 
 
 def events(options: argparse.Namespace) -> int:
-    """Prints what happened; with --follow until the job has ended. Returns the exit code; raises as `Asked` does."""
+    """Prints what happened; with --follow as long as there may be more. Returns the exit code; raises as `Asked` does.
+
+    The master of a service comes back, or another one does; with the master that an agent hosts its job has ended.
+    """
     asked, after = Asked(options), options.after
     while True:
         wait = EVENTS_SECONDS if options.follow else 0.0
@@ -127,11 +130,12 @@ def events(options: argparse.Namespace) -> int:
         try:
             reply = asked.call("GetEvents", request, wait)
         except NoAnswer as said:
-            if options.follow and said.is_away and asked.without_master() is None:
+            left = asked.without_master() if said.is_away else None
+            if options.follow and said.is_away and left is None:
                 time.sleep(LOOK_SECONDS)  # why: nobody tells when another master is there
                 continue
             print(f"dalsegno: {asked.why(said)}", file=sys.stderr)
-            return EXIT_FAILED
+            return EXIT_FINISHED if left is not None and left[1] else EXIT_FAILED
         if after > reply.newest:
             after = 0  # of a record that was lost
         for event in reply.events:

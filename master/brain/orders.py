@@ -12,7 +12,7 @@ from . import membership, memory, running
 from .checkpoints import resume_point
 from .chronicle import Kind
 from .events import Reply
-from .registration import is_there, take_up_again, where
+from .registration import take_up_again, where
 from .state import Job, Node, Phase, SaveOrder
 from .turn import Turn, names, of_nodes
 
@@ -136,8 +136,7 @@ def start(turn: Turn, message: control_pb2.StartRequest) -> Reply:
         return refusal("the job is still being stopped: try again when its nodes have gone")
     if job.phase is not Phase.STOPPED:
         return refusal(f"the job is not stopped ({job.phase.value}): there is nothing to start")
-    if any(is_there(turn, name) for name in job.nodes):
-        return refusal("agents that were told that the job has stopped are still leaving: try again")
+    # Agents that were told that it has stopped are leaving, or come back.
     take_up_again(turn)
     text = f"started by order: {job.run_id} goes on from {where(job)} when nodes come"
     turn.notice(text, kind=Kind.ORDERED)

@@ -236,8 +236,8 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
     if job.phase is Phase.SUCCEEDED and not message.new_run:
         # It is let in, and its first directive says how the job ended.
         return f"{job.run_id} is finished: nothing is left to do; --new-run trains again, from step 0"
-    if job.phase is Phase.STOPPED and not job.embedded and not message.new_run:
-        # A supervisor may have started this agent; a person who wants to go on says so.
+    if job.phase is Phase.STOPPED and not job.embedded:
+        # A supervisor may have started this agent, with --new-run, too; a person who wants to go on says so.
         return job.message
     if any(is_there(turn, name) for name in job.nodes):
         return Reply("UNAVAILABLE", "the agents of the run that has ended are still leaving")

@@ -42,7 +42,8 @@ class Guard:
         """
         self.reads(request)
         origin = request.headers.get("origin")
-        if origin is not None and origin.partition("://")[2] != request.headers.get("host", ""):
+        host = request.headers.get("host", "").lower()
+        if origin is not None and origin.lower().partition("://")[2] != host:
             raise HTTPException(403, f"a page of {origin[:200]!r} may give no orders here")
 
 
