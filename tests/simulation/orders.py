@@ -62,8 +62,8 @@ def order_leave(sim: Simulation) -> None:
     got = _give(sim, control_pb2.DrainNodeRequest(job_id="job", node=agent.state.node), f"drain {agent.label}")
 
     def heard() -> None:
-        # Refused, or lost on the way: it may be told later, or never.
-        if got and got[0].code != "OK" and not agent.state.leaving:
+        # Refused, or lost on the way: it may be told later, or never, and its ranks may be others by then.
+        if (not got or got[0].code != "OK") and not agent.state.leaving:
             agent.noticed, agent.noticed_at, agent.group_at_notice = False, None, None
 
     sim.clock.after(1.0, heard)
@@ -112,8 +112,7 @@ def stop_and_start(sim: Simulation) -> None:
     sim.ledger.stops += 1
     for agent in sim.living():
         agent.noticed, agent.noticed_at = True, sim.clock.now
-        if agent.group is not None and agent.group.alive:
-            agent.group_at_notice = agent.group
+        agent.group_at_notice = agent.group if agent.group is not None and agent.group.alive else None
     _give(sim, control_pb2.StopRequest(job_id="job"), "stop")
     sim.clock.after(COME, start, sim)
 

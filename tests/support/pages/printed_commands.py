@@ -245,6 +245,9 @@ COMMANDS: dict[str, How] = {
         "a synopsis", "tests/integration/zero/test_convert_command.py::test_a_checkpoint_of_deepspeeds"
     ),
     "dalsegno scale": Name(_PROGRAM),
+    "python -m tests.support.jobs.schedules --seed 1 --runs 200 --jobs 3": Elsewhere(
+        _HOURS, "tests/integration/test_partitions.py::test_a_random_schedule"
+    ),
     **{
         command: Elsewhere(
             _ORDER, "tests/integration/test_control.py::test_a_job_is_drained_saved_and_stopped_by_commands"
