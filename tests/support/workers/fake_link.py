@@ -19,6 +19,7 @@ class FakeLink:
     drain = False
     master_seen = True
     may_stay = False
+    save_order = 0
 
     def __init__(self, *endings: int, alive: bool = True) -> None:
         self.alive = alive
