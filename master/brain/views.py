@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from dalsegno.protos import control_pb2
 
 from . import durable, flash, memory, saves, shapes
 from .checkpoints import only_size, prunable, resume_point, to_proto, witnesses
-from .chronicle import JobEvent, goodput
+from .chronicle import JobEvent, PausePart, goodput
 from .forming import missing
 from .live import State
 from .registration import settings_proto
@@ -367,7 +368,7 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
             last_step=record.last_step,
             unheard=not record.heard,
             lost_more=record.lost_more,
-            parts=[control_pb2.PausePart(name=part.name, seconds=part.seconds) for part in record.parts],
+            parts=parts_proto(record.parts),
         )
     return reply
 
@@ -376,6 +377,11 @@ def newest_records(job: Job) -> list[Checkpoint]:
     """The newest checkpoints that the run keeps, oldest first."""
     kept = [record for record in job.checkpoints if not record.retired]
     return kept[-MOST_SHOWN:]
+
+
+def parts_proto(parts: Iterable[PausePart]) -> list[control_pb2.PausePart]:
+    """The parts of a pause."""
+    return [control_pb2.PausePart(name=part.name, seconds=part.seconds) for part in parts]
 
 
 def event_proto(event: JobEvent) -> control_pb2.Event:
@@ -390,7 +396,7 @@ def event_proto(event: JobEvent) -> control_pb2.Event:
         nodes=event.nodes,
         step=event.step,
         seconds=event.seconds,
-        parts=[control_pb2.PausePart(name=part.name, seconds=part.seconds) for part in event.parts],
+        parts=parts_proto(event.parts),
         lost_steps=event.lost_steps,
         checkpoint=event.checkpoint,
     )
