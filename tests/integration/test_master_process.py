@@ -188,7 +188,7 @@ def test_the_http_edge_of_a_served_job(tmp_path: Path) -> None:
     pytest.importorskip("fastapi", reason="needs the extra http")
     with master_process(tmp_path / "s.sqlite", "--http-port", "0") as master:
         Agent(master.address, "a").register(settings((2, 2)))
-        with urllib.request.urlopen(f"http://{master.http}/api/job", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{master.http}/api/v1/job", timeout=10) as answer:
             job = json.load(answer)
         assert (job["job_id"], [node["node"] for node in job["nodes"]]) == ("job", ["a"])
         expect_refusal(

@@ -219,7 +219,7 @@ def test_health_and_readiness(tmp_path: Path) -> None:
         (_, leads), (standing, other) = processes
         assert [page(http, "/healthz") for http in (leads, other)] == [200, 200]
         assert [page(http, "/readyz") for http in (leads, other)] == [200, 503]
-        assert [page(http, "/api/job") for http in (leads, other)] == [200, 503]
+        assert [page(http, "/api/v1/job") for http in (leads, other)] == [200, 503]
         processes[0][0].send_signal(signal.SIGTERM)
         assert processes[0][0].wait(20) == 0
         assert serving(standing).generation == 2
