@@ -95,11 +95,23 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Browser]]:
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Browser]]:
+    """One edge and one browser for all tests of this file."""
     with Served() as served, Browser(tmp_path_factory.mktemp("profile"), 1200, 2400) as browser:
-        browser.open(f"{served.url}#{TOKEN}")
-        browser.until("document.title", lambda title: title.startswith("vision"))
         yield served, browser
+
+
+@pytest.fixture
+def shown(opened: tuple[Served, Browser]) -> tuple[Served, Browser]:
+    """The page of the job, loaded anew, whatever other tests have done."""
+    served, browser = opened
+    served.do(lambda: served.master.feed.show(EVENTS))
+    served.do(lambda: setattr(served.master, "answer", Reply("OK", "", told())))
+    browser.resize(1200, 2400)
+    browser.open("about:blank")
+    browser.open(f"{served.url}#{TOKEN}")
+    browser.until("document.title", lambda title: title == "vision: step 240")
+    return served, browser
 
 
 def text(browser: Browser, of: str) -> str:
