@@ -162,12 +162,8 @@ def counted(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> None:
 def leave(turn: Turn, node: Node, message: control_pb2.LeaveRequest) -> Answer:
     """A leave notice: the node goes as soon as the run is saved, at the latest when the notice ends."""
     if not node.leaving:
-        node = turn.update(node, leaving=True)
         turn.note(Kind.LEAVING, f"{node.name} leaves", nodes=(node.name,))
-        gone = turn.heard + (message.notice or turn.job.settings.drain_timeout)
-        turn.presence(node).leaves = gone
-        if turn.job.drain is not None and not turn.job.drain.optional and turn.is_working(node):
-            turn.drain_life.deadline = min(gone, turn.drain_life.deadline)
+        membership.give_notice(turn, node, message.notice or turn.job.settings.drain_timeout)
     return OK
 
 

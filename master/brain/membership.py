@@ -23,6 +23,7 @@ __all__ = (
     "drop",
     "eligible",
     "expected",
+    "give_notice",
     "has_answered",
     "hear",
     "in_rank_order",
@@ -68,6 +69,15 @@ def void_orders(turn: Turn, name: str) -> None:
         # Somebody is asked at once: this is no verification without a verdict.
         turn.update_next(verification=replace(verification, number=0))
         turn.live.verification = VerificationLife(turn.heard, retry_at=turn.now)
+
+
+def give_notice(turn: Turn, node: Node, seconds: float) -> None:
+    """The node goes within so many seconds, by its own word or by order: a drain that must end does so before."""
+    node = turn.update(node, leaving=True)
+    gone = turn.heard + seconds
+    turn.presence(node).leaves = gone
+    if turn.job.drain is not None and not turn.job.drain.optional and turn.is_working(node):
+        turn.drain_life.deadline = min(gone, turn.drain_life.deadline)
 
 
 def lose(turn: Turn, dead: Sequence[tuple[Node, str]]) -> None:

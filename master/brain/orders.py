@@ -52,8 +52,7 @@ def then(turn: Turn) -> str:
 
 def order_to_go(turn: Turn, node: Node) -> None:
     """Gives a node a notice of --drain-timeout."""
-    turn.update(node, leaving=True)
-    turn.presence(node).leaves = turn.heard + turn.job.settings.drain_timeout
+    membership.give_notice(turn, node, turn.job.settings.drain_timeout)
 
 
 def stop(turn: Turn, message: control_pb2.StopRequest) -> Reply:

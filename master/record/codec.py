@@ -1,9 +1,8 @@
 """The durable half of the state as rows of bytes: JSON with a version number, so that a person can read it.
 
 There is one row for the job itself, one for the world, and one for each node, checkpoint, event and epoch of the
-history. The
-dataclasses define the shape (pydantic), and every value is checked when it is read: a record of another shape is
-refused with one line instead of half understood.
+history. The dataclasses define the shape (pydantic), and every value is checked when it is read: a record of another
+shape is refused with one line instead of half understood.
 
 In the job's row all values stand side by side, no matter which object of the job they belong to. So the division into
 objects may change with the program, and the record does not.

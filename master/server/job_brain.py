@@ -61,7 +61,7 @@ class JobBrain:
         job = self._codec.decode(rows)
         job.embedded = self._embedded
         self._check_nnodes(job)
-        return self._dated(brain.recover(job, generation, now, self._is_gone, self._offset(now)), now)
+        return brain.recover(job, generation, now, self._is_gone, self._offset(now))
 
     def _dated(self, state: State, now: float) -> State:
         """The state with the offset by which it tells Unix seconds."""
@@ -95,7 +95,8 @@ class JobBrain:
         return brain.handle_all(self._dated(state, now), events, now, self._keep)
 
     def note(self, state: State, message: Noted, now: float) -> tuple[Reply, bool]:
-        return brain.note(self._dated(state, now), message, now)
+        # With the offset of the last turn: this is what every node sends all the time.
+        return brain.note(state, message, now)
 
     def admits(self, state: State, incarnation: str, secret: bytes) -> bool:
         node = state.job.node_by(incarnation)

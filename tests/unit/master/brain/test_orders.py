@@ -71,6 +71,16 @@ def test_a_node_that_goes_does_not_outstay_its_notice() -> None:
     assert "did not end in time" in job.notices
 
 
+def test_an_order_in_a_longer_notice_ends_that_drain_in_time() -> None:
+    """As a leaver's own shorter notice does: nobody waits for a node that has gone."""
+    job, nodes = trained(3, drain_timeout=7)
+    nodes[2].leave(notice=60.0)
+    assert job.phase is Phase.DRAINING
+    drain(job, nodes[1].name)
+    job.wait(8)
+    assert job.phase is not Phase.DRAINING
+
+
 def test_a_drain_is_repeated_and_refused_in_one_line() -> None:
     """Twice is once; a name that nobody has is answered with those that there are."""
     job, nodes = trained(2, min_nodes=2)
