@@ -32,6 +32,10 @@ class Master(Protocol):
     def feed(self) -> Feed:
         """The job's events."""
 
+    @property
+    def turns(self) -> int:
+        """How many turns of the brain have ended."""
+
     async def status(self) -> Reply:
         """A `StatusReply`, or why there is none."""
 
@@ -53,29 +57,36 @@ class Curve:
 
 
 class Looking:
-    """Looks at the job: one look serves all who ask within a moment."""
+    """Looks at the job: one look serves all who ask within a moment, unless a turn has ended since it began.
+
+    So whoever has the answer to an order sees what followed from it.
+    """
 
     def __init__(self, master: Master) -> None:
         self._master, self.curve = master, Curve()
         self._seen: tuple[float, Reply] | None = None
         self._look: asyncio.Task[Reply] | None = None
+        # The turns that had ended when the last look began.
+        self._turns = -1
 
     async def now(self) -> control_pb2.StatusReply:
         """The status. Raises HTTPException (503) if this master cannot tell."""
-        if self._seen is None or time.monotonic() - self._seen[0] > FRESH_SECONDS:
-            if self._look is None or self._look.done():
-                self._look = asyncio.create_task(self._ask())
+        turns = self._master.turns
+        if self._turns == turns and self._seen is not None and time.monotonic() - self._seen[0] <= FRESH_SECONDS:
+            reply = self._seen[1]
+        else:
+            if self._look is None or self._look.done() or self._turns != turns:
+                self._look, self._turns, self._seen = asyncio.create_task(self._ask(turns)), turns, None
             # Shielded, so that one reader who hangs up does not end it for the others.
             reply = await asyncio.shield(self._look)
-        else:
-            reply = self._seen[1]
         if not isinstance(reply.message, control_pb2.StatusReply):
             raise HTTPException(503, reply.detail)
         return reply.message
 
-    async def _ask(self) -> Reply:
+    async def _ask(self, turns: int) -> Reply:
         reply = await self._master.status()
-        self._seen = time.monotonic(), reply
+        if turns == self._turns:
+            self._seen = time.monotonic(), reply
         if isinstance(reply.message, control_pb2.StatusReply):
             self.curve.see(reply.message)
         return reply

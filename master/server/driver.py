@@ -164,6 +164,8 @@ class Driver:
         self._queue: deque[_Entry] = deque()
         self._arrived = asyncio.Event()
         self._stopping = False
+        # How many turns have ended.
+        self.turns = 0
         # A note wants a turn.
         self._news = False
         # A turn has changed the state but not stored it yet; requests for the status are answered at its end.
@@ -212,6 +214,7 @@ class Driver:
     def _end_storing(self, *, stored: bool) -> None:
         """Answers those who asked during the turn, before the next one changes anything."""
         self._storing = False
+        self.turns += 1
         if self._asked is not None:
             self._asked.set_result(self._status() if stored else _REFUSED)
             self._asked = None

@@ -181,6 +181,11 @@ class ControlServer:
             self._desk.present = None
             self.watchers.end_all(End.STOPPING)
 
+    @property
+    def turns(self) -> int:
+        """How many turns of the brain have ended here."""
+        return 0 if self._driver is None else self._driver.turns
+
     async def status(self) -> Reply:
         """The job's status, if this master leads."""
         if not self.leads:

@@ -128,8 +128,9 @@ CODE = (
         "README.md",
         "for batch in s.steps(batches, state, max_steps=300, save_every=20):",
         DDP,
+        # A scene has two nodes run it, and the second one's joining saves another step.
         "assert s.step == 40\nfrom dalsegno.elastic import CheckpointStore\n"
-        "assert [m.step for m in CheckpointStore(s.run_dir).sealed()] == [20, 40]\n",
+        "assert {20, 40} <= {m.step for m in CheckpointStore(s.run_dir).sealed()}\n",
         {"max_steps=300": "max_steps=40"},
     ),
     Snippet(

@@ -21,7 +21,7 @@ from dalsegno.master.brain.events import Reply
 from dalsegno.master.http import stream
 from dalsegno.master.http.edge import Edge
 from dalsegno.master.http.guard import LARGEST_BODY_BYTES
-from dalsegno.master.http.looking import CURVE_POINTS, Curve, finite
+from dalsegno.master.http.looking import CURVE_POINTS, Curve, Looking, finite
 from dalsegno.master.http.metrics import metrics
 from dalsegno.master.http.page import PAGE
 from dalsegno.master.record.descriptors import HTTP_CONNECTIONS
@@ -51,7 +51,7 @@ class Small:
     def __init__(self, answer: Reply, ordered: Reply | None = None) -> None:
         self.answer, self.ordered, self.feed = answer, ordered, Feed()
         self.orders: list[Message] = []
-        self.looks = 0
+        self.looks = self.turns = 0
 
     async def status(self) -> Reply:
         self.looks += 1
@@ -200,6 +200,41 @@ def test_many_who_look_are_served_by_one_look() -> None:
             answers = await asyncio.gather(*(get(edge, "/api/v1/job") for _ in range(20)))
             assert {code for code, _ in answers} == {200}
             assert master.looks - before < 20
+
+    asyncio.run(scene())
+
+
+def test_who_ordered_sees_what_followed() -> None:
+    """A look from before a turn serves nobody who asks after it, also one that is still under way."""
+
+    class Slow(Small):
+        async def status(self) -> Reply:
+            answer = await super().status()
+            if self.wait is not None:
+                begun.set()
+                await self.wait.wait()
+            return answer
+
+        wait: asyncio.Event | None = None
+
+    begun = asyncio.Event()
+
+    async def scene() -> None:
+        master = Slow(Reply("OK", "", status(step=7)))
+        looking = Looking(master)
+        assert (await looking.now()).step == 7
+        master.answer, master.turns = Reply("OK", "", status(step=8)), 1
+        assert (await looking.now()).step == 8
+        assert ((await looking.now()).step, master.looks) == (8, 2)
+        master.turns, master.wait = 2, asyncio.Event()
+        early = asyncio.create_task(looking.now())
+        await begun.wait()
+        slow, master.wait, master.turns = master.wait, None, 3
+        master.answer = Reply("OK", "", status(step=9))
+        assert (await looking.now()).step == 9
+        slow.set()
+        assert (await early).step == 8
+        assert (await looking.now()).step == 9
 
     asyncio.run(scene())
 
