@@ -11,6 +11,7 @@ import contextlib
 import gc
 import math
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -31,6 +32,11 @@ if os.environ.get("DALSEGNO_TEST_DEVICE", "cpu") == "cpu":  # else it is `make t
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # DeepSpeed versions that share the default directory break each other.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / "build" / "torch_extensions"))
+
+# `nohup` and background jobs of a shell ignore these, and every process started here would inherit that.
+for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 with contextlib.suppress(ImportError):  # `make test-gpu` does without it
     from hypothesis import HealthCheck, settings

@@ -55,13 +55,7 @@ def test_slurms_script_asks_for_another_start_of_who_left(tmp_path: Path, code: 
         "SLURM_ARRAY_JOB_ID": "7",
         "SLURM_ARRAY_TASK_ID": "2",
     }
-    # As Slurm starts it: where SIGHUP is ignored, as under nohup, bash could not trap it.
-    job = subprocess.Popen(
-        ["env", "--default-signal=HUP", str(tmp_path / "train.sbatch")],
-        env=environment,
-        cwd=tmp_path,
-        start_new_session=True,
-    )
+    job = subprocess.Popen([tmp_path / "train.sbatch"], env=environment, cwd=tmp_path, start_new_session=True)
     try:
         deadline = time.monotonic() + 60
         while not log.exists() or (notice and not handles_term(job.pid)):

@@ -2,8 +2,8 @@
 
 All of a forked agent's own code runs as it would otherwise, from the console script's `main` on. Its nursery and its
 embedded master are processes that it has forked before anything else, and that wait to be one: `subprocess.Popen`,
-where the agent calls it for them, gives them the command line, the environment and the files. A second nursery or
-master is executed.
+where the agent calls it for them, gives them the command line, the environment and the files. What an agent starts beyond
+that, a later nursery after some changes of the world or a second master, is executed.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from .forked import PRELOADED, ROOT, Forked, take_command_line, take_environment
 
 DLROVER_RUN = str(Path(sysconfig.get_path("scripts")) / "dlrover-run")
 NURSERY = "dalsegno.agent.standby.nursery"
+# Each change of the world takes one, and its imports would take longer than most tests.
+_NURSERIES = 6
 # Above whatever an agent or a nursery has open.
 _HIGH = 500
 _MAX_MESSAGE = 100_000
@@ -94,7 +96,7 @@ def _run_agent(
     _take_files({1: stdout, 2: stderr})
     os.chdir(cwd)
     # Before the environment: what no one has asked for carries no mark by which a test would find it.
-    nursery, master = _Seed(_be_nursery), _Seed(_be_master)
+    nurseries, masters = [_Seed(_be_nursery) for _ in range(_NURSERIES)], [_Seed(_be_master)]
     take_environment(environment)
     _take_arguments(command, os.path.dirname(command[0]))
     _customize()
@@ -102,8 +104,8 @@ def _run_agent(
     from dalsegno.agent.control import spawning
     from dalsegno.agent.standby import nursery_start
 
-    nursery_start.subprocess = _Subprocess(nursery, (sys.executable, "-u", "-m", NURSERY))  # type: ignore[assignment]
-    spawning.subprocess = _Subprocess(master, MASTER)  # type: ignore[assignment]
+    nursery_start.subprocess = _Subprocess(nurseries, (sys.executable, "-u", "-m", NURSERY))  # type: ignore[assignment]
+    spawning.subprocess = _Subprocess(masters, MASTER)  # type: ignore[assignment]
     dlrover_run.main()
     raise AssertionError("the agent returned")
 
@@ -218,21 +220,21 @@ class _Subprocess:
     """What a module of the agent's sees as `subprocess`.
 
     Args:
-        seed: becomes the first process that is started with this command.
+        seeds: become the first processes that are started with this command.
         command: how its command line begins.
     """
 
-    def __init__(self, seed: _Seed, command: Sequence[str]) -> None:
-        self._seed: _Seed | None = seed
+    def __init__(self, seeds: list[_Seed], command: Sequence[str]) -> None:
+        self._seeds = seeds
         self._command = list(command)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
 
     def Popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        seed, self._seed = self._seed, None
-        if seed is None or list(command[: len(self._command)]) != self._command:
+        if not self._seeds or list(command[: len(self._command)]) != self._command:
             return subprocess.Popen(command, **options)
+        seed = self._seeds.pop()
         assert options["start_new_session"]
         said, theirs = None, options["stdout"]
         if theirs == subprocess.PIPE:
