@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from dalsegno.elastic.checkpoint.errors import printable
+from dalsegno.protos.yaml_text import Refused, documents, printed
 
 from ..decisions.events import EXIT_FINISHED, EXIT_USAGE
 from ..deploy import kustomize
 from ..deploy.elasticjob import is_elastic_job, translated
 from ..deploy.job import Job, job_of
 from ..deploy.kubernetes import objects
-from ..deploy.reading import documents, printed
 from ..deploy.refusals import TARGETS, refusals
 from ..deploy.slurm import script
 from ..deploy.systemd import units
-from ..deploy.table import Refused
 
 __all__ = ["add_arguments", "render"]
 

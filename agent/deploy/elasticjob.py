@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .table import Refused
+from dalsegno.protos.yaml_text import Refused
 
 __all__ = ("is_elastic_job", "translated")
 

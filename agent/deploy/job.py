@@ -11,8 +11,9 @@ from typing import Any
 
 from dalsegno.protos.contract import JobSettings
 from dalsegno.protos.options import nnodes
+from dalsegno.protos.yaml_text import Refused
 
-from .table import Refused, Table
+from .table import Table
 
 __all__ = ("BEYOND_DRAIN_SECONDS", "Claim", "Host", "Job", "Master", "Secrets", "job_of")
 

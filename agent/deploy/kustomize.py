@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from dalsegno.protos.yaml_text import printed
+
 from .pods import Object
-from .reading import printed
 
 __all__ = ("base", "overlay")
 

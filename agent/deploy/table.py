@@ -7,15 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ("Refused", "Table")
+from dalsegno.protos.yaml_text import Refused
 
-
-class Refused(ValueError):
-    """What a person must change, one line for each finding: what is wrong, why, and what to write instead."""
-
-    def __init__(self, *lines: str) -> None:
-        super().__init__("\n".join(lines))
-        self.lines = lines
+__all__ = ("Table",)
 
 
 class Table:

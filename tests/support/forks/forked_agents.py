@@ -2,8 +2,8 @@
 
 All of a forked agent's own code runs as it would otherwise, from the console script's `main` on. Its nursery and its
 embedded master are processes that it has forked before anything else, and that wait to be one: `subprocess.Popen`,
-where the agent calls it for them, gives them the command line, the environment and the files. What an agent starts beyond
-that, a later nursery after some changes of the world or a second master, is executed.
+where the agent calls it for them, gives them the command line, the environment and the files. What an agent starts
+beyond that, a later nursery after some changes of the world or a second master, is executed.
 """
 
 from __future__ import annotations

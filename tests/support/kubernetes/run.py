@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import yaml
 
 from dalsegno.agent.commands import dalsegno
-from dalsegno.agent.deploy.reading import documents
+from dalsegno.protos.yaml_text import documents
 from examples.history import EpochSpan, StepLine, StepLogReader, compare, epoch_spans, kept_history
 
 from ..hosts.hosts import ROOT

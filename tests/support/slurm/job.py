@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dalsegno.agent.deploy.reading import printed
+from dalsegno.protos.yaml_text import printed
 
 from ..forks.forked_agents import DLROVER_RUN
 from ..jobs import local_processes as processes

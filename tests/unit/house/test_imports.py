@@ -30,7 +30,7 @@ IMPORT_NAMES = {
 }
 # Extras that each package may lean on; the base install is for all.
 EXTRAS: dict[str, tuple[str, ...]] = {
-    "protos": (),
+    "protos": ("deploy",),
     "elastic": ("train", "log"),
     "master": ("etcd", "http"),
     "agent": ("train", "deploy"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dalsegno.agent.commands.dalsegno import run
-from dalsegno.agent.deploy.reading import documents, printed
+from dalsegno.protos.yaml_text import documents, printed
 from tests.support.deploy import GPT
 from tests.unit.agent.deploy.test_elasticjob import elastic_job
 

@@ -14,9 +14,9 @@ import pytest
 from dalsegno.agent.commands import arguments, dalsegno
 from dalsegno.agent.deploy.job import Job, job_of
 from dalsegno.agent.deploy.kubernetes import objects
-from dalsegno.agent.deploy.reading import documents
 from dalsegno.agent.deploy.refusals import TARGETS
 from dalsegno.master import cli
+from dalsegno.protos.yaml_text import documents
 from tests.support.deploy import pods
 from tests.support.images import instructions
 from tests.support.pages.sources import ROOT

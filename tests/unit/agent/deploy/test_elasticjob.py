@@ -11,7 +11,7 @@ from dalsegno.agent.commands import arguments
 from dalsegno.agent.deploy.elasticjob import is_elastic_job, translated
 from dalsegno.agent.deploy.job import job_of
 from dalsegno.agent.deploy.refusals import refusals
-from dalsegno.agent.deploy.table import Refused
+from dalsegno.protos.yaml_text import Refused
 
 RUN = "dlrover-run --network-check --nnodes=$WORKER_NUM --nproc_per_node=2 --max_restarts=3 train.py --epochs 2"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.deploy.reading import documents
+from dalsegno.protos.yaml_text import documents
 from tests.support.deploy import of_kind
 from tests.support.pages.sources import ROOT
 

@@ -8,7 +8,7 @@ import pytest
 
 from dalsegno.agent.deploy.job import job_of
 from dalsegno.agent.deploy.refusals import TARGETS, refusals
-from dalsegno.agent.deploy.table import Refused
+from dalsegno.protos.yaml_text import Refused
 from tests.support.deploy import ETCD, FULL, GPT, TLS, job
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [

@@ -7,9 +7,15 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from .table import Refused
+__all__ = ("Refused", "documents", "printed")
 
-__all__ = ("documents", "printed")
+
+class Refused(ValueError):
+    """What a person must change, one line for each finding: what is wrong, why, and what to write instead."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
 
 
 def documents(text: str, name: str) -> list[Any]:
@@ -43,7 +49,7 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise Refused("render needs PyYAML: pip install 'dalsegno[deploy]'") from error
+        raise Refused("files in YAML need PyYAML: pip install PyYAML") from error
     return yaml
 
 

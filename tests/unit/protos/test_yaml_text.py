@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from dalsegno.agent.deploy.reading import documents, printed
-from dalsegno.agent.deploy.table import Refused
+from dalsegno.protos.yaml_text import Refused, documents, printed
 
 
 @pytest.mark.parametrize(
@@ -61,5 +60,5 @@ def test_what_is_printed_is_read_again() -> None:
 def test_without_pyyaml_one_line_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The base install does not have it."""
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(Refused, match=r"render needs PyYAML: pip install 'dalsegno\[deploy\]'"):
+    with pytest.raises(Refused, match=r"files in YAML need PyYAML: pip install PyYAML"):
         documents("a: 1", "job.yaml")

@@ -1,0 +1,94 @@
+"""`run.yaml`: what a person may write there, and the one line for each thing that is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dalsegno.protos.run_file import read_run_file
+from dalsegno.protos.yaml_text import Refused, printed
+
+LEAST: dict[str, Any] = {
+    "run_id": "sft-7",
+    "commander": "https://relay.example:8443/",
+    "l1_root": "/volume",
+    "command": ["python", "train.py", "--out", "${save_dir}"],
+}
+
+
+def write(path: Path, **changes: Any) -> Path:
+    values = {key: value for key, value in (LEAST | changes).items() if value is not ...}
+    path.write_text(printed([values]), encoding="utf-8")
+    return path
+
+
+def test_the_least_and_all_of_it(tmp_path: Path) -> None:
+    """Four keys are enough; every other one has a default or a meaning."""
+    run = read_run_file(write(tmp_path / "run.yaml"))
+    assert (run.commander, run.keep_last, run.lease_seconds, run.hf) == ("https://relay.example:8443", 3, 180.0, None)
+    improve = {"metric": "eval_loss", "mode": "min", "min_delta": 0.01, "metrics_file": "metrics.jsonl"}
+    run = read_run_file(
+        write(
+            tmp_path / "run.yaml",
+            resume_flag="--resume",
+            checkpoint_glob="step_*",
+            save_signal="SIGUSR1",
+            hf={"repo": "me/model", "interval_seconds": 60, "on_improve": improve, "upload_limit": 10**6},
+            baseline={"hf": "you/base@main"},
+            manifest={"git_sha": "abc", "hyperparameters": {"lr": 0.1}},
+        )
+    )
+    assert run.hf is not None
+    assert run.hf.on_improve is not None
+    assert (run.hf.repo, run.hf.on_improve.metric, run.hf.upload_limit) == ("me/model", "eval_loss", 10**6)
+    assert (run.baseline is not None and run.baseline.hf, run.manifest["git_sha"]) == ("you/base@main", "abc")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"run_id": "a/b"}, "run_id: 'a/b' is no name for a directory"),
+        ({"run_id": ...}, "run_id: missing"),
+        ({"comand": ["x"]}, "comand: there is no such key, did you mean command?"),
+        ({"hf": {"repo": "me/m", "privat": True}}, "hf.privat: there is no such key, did you mean private?"),
+        ({"command": ["python", "train.py"]}, "command: no word of it has ${save_dir}"),
+        ({"command": []}, "command: Tuple should have at least 1 item"),
+        ({"commander": "relay:8443"}, "commander: 'relay:8443' is no URL like https://HOST:8443"),
+        ({"commander": "https://h/x"}, "only the scheme, the host and the port belong here"),
+        ({"l1_root": "volume"}, "l1_root: 'volume' is no absolute path"),
+        ({"keep_last": 0}, "keep_last: Input should be greater than or equal to 1"),
+        ({"interval_seconds": "soon"}, "interval_seconds: Input should be a valid number"),
+        ({"lease_seconds": 1}, "lease_seconds: Input should be greater than or equal to 3"),
+        ({"save_signal": "USR1"}, "save_signal: 'USR1' is no signal like SIGUSR1"),
+        ({"hf": {"repo": "model"}}, "hf.repo: 'model' is no OWNER/NAME"),
+        ({"baseline": {}}, "baseline: it is either hf: OWNER/NAME@REVISION, or command: [...]"),
+        ({"baseline": {"hf": "a/b"}}, "baseline: 'a/b' is no OWNER/NAME@REVISION"),
+        ({"baseline": {"command": ["pull"]}}, "baseline: no word of the command has ${save_dir}"),
+    ],
+)
+def test_what_is_wrong_is_one_line(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    """It names the place, the value and what belongs there."""
+    with pytest.raises(Refused) as refused:
+        read_run_file(write(tmp_path / "run.yaml", **changes))
+    (line,) = refused.value.lines
+    assert line.startswith(f"{tmp_path}/run.yaml: ")
+    assert said in line
+
+
+def test_what_is_no_such_file(tmp_path: Path) -> None:
+    """No file, no text, no mapping, two documents, a key twice."""
+    path = tmp_path / "run.yaml"
+    for content, said in (
+        (None, "cannot be read: No such file or directory"),
+        (b"\xff\xfe", "cannot be read: it is no UTF-8"),
+        (b"- a\n", "one mapping belongs there"),
+        (b"a: 1\n---\nb: 2\n", "one mapping belongs there"),
+        (b"run_id: a\nrun_id: b\n", "the key run_id stands twice"),
+        (b"run_id: [", "this is no YAML"),
+    ):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(Refused, match=said):
+            read_run_file(path)
