@@ -19,11 +19,11 @@ SEED ?= 1
 SIMULATOR ?= $(PY)
 RUNS ?= 2000
 # The same with the shells: driver, client, threads, loops.
-SHELL_RUNS ?= 60
+SHELL_RUNS ?= 30
 # Embedded masters and their claims, on machines and in containers.
-CLAIM_RUNS ?= 100
+CLAIM_RUNS ?= 50
 # Several masters over etcd.
-LEADER_RUNS ?= 60
+LEADER_RUNS ?= 30
 COUNT ?= 1000
 # Process tests wait for a third of their time. Each pytest process has its share of them, and helps the others out at the
 # end: two more of them than cores keep two cores busy.
@@ -31,6 +31,8 @@ TEST_JOBS ?= 4
 check: TEST_JOBS = 2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Python compiles what is imported; compiling all of torch and its like takes pip a minute.
+export PIP_NO_COMPILE := 1
 # Rewriting the tests' assertions takes each pytest process 10 s, once where it may keep what comes out of it.
 unexport PYTHONDONTWRITEBYTECODE
 # Two ranks or more share the cores: one thread each. CPU tests stay CPU tests where there is a GPU.
@@ -78,6 +80,8 @@ $(VENV)/.trains: setup.cfg pyproject.toml constraints.txt
 	@# PyTorch by itself and pinned: with it in place nothing pulls a newer build.
 	$(PY) -m pip install --quiet '$(TORCH)'
 	$(PY) -m pip install --quiet -c constraints.txt -e '.[train]'
+	@# Compiles them once, before several processes would.
+	@$(PY) -c 'import torch._dynamo, deepspeed' >/dev/null 2>&1 || $(PY) -c 'import torch, deepspeed'
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.trains

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.scenes import CARDS, DEVICE, at_step, environment, needs_deepspeed, run, touches_card
+from tests.gpu.scenes import CARDS, DEVICE, at_step, environment, long_without_card, needs_deepspeed, run, touches_card
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -76,6 +76,7 @@ def test_one_rank_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert_same(cases, whole, run(tmp_path / "second", 1, resumed(tmp_path, cases)))
 
 
+@long_without_card
 def test_two_ranks_go_on_bit_for_bit(tmp_path: Path) -> None:
     """Each on its own card over NCCL where there are two, else both on one over gloo: DDP in three precisions."""
     cases, whole = undisturbed(tmp_path, 2, PLAIN[:3])
@@ -85,6 +86,7 @@ def test_two_ranks_go_on_bit_for_bit(tmp_path: Path) -> None:
         assert ["nccl" in rank["backend"] for rank in whole[0]] == [CARDS > 1] * 2
 
 
+@long_without_card
 @needs_deepspeed
 def test_zero_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """Stages 1 to 3, in each precision that there is here."""
@@ -99,6 +101,7 @@ def assert_close(there: dict[str, str], here: dict[str, str], steps: range) -> N
         assert float.fromhex(here[step]) == pytest.approx(float.fromhex(there[step]), rel=1e-4), step
 
 
+@long_without_card
 def test_checkpoints_go_from_card_to_cpus_and_back(tmp_path: Path) -> None:
     """What one rank saved on a card two ranks load on CPUs (FSDP re-shards), and what they save the card loads."""
     plain = [{**case, "dropout": 0.0, "loaders": False} for case in (PLAIN[0], PLAIN[3])]

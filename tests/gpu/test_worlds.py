@@ -114,6 +114,7 @@ def assert_undisturbed(job: Cluster, training: OnCards, tmp_path: Path) -> None:
     assert comparison.largest_difference <= training.limit, f"{comparison}\n{job.diagnosis()}\n{apart}"
 
 
+@long_without_card
 def test_one_two_one_on_one_card(jobs: Jobs, tmp_path: Path) -> None:
     """Both ranks on the first card, over gloo, and one line says so. The losses are the undisturbed run's."""
     training = OnCards()

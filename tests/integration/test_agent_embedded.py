@@ -123,6 +123,7 @@ def test_two_terminals_at_once_share_one_master(jobs: Jobs) -> None:
     assert stat.S_IMODE((jobs.directory / "token").stat().st_mode) == 0o600
 
 
+@pytest.mark.full
 def test_the_counter_moves_and_somebody_takes_it_over(jobs: Jobs) -> None:
     """One agent renews; when it goes, another on the machine does."""
     first, second = jobs.view(), jobs.view()
@@ -409,6 +410,7 @@ def test_a_container_with_the_same_network_shares_the_master(jobs: Jobs) -> None
         assert after.pid_ns == before.pid_ns
 
 
+@pytest.mark.full
 def test_a_master_that_cannot_be_seen_is_taken_over_when_nobody_renews_it(jobs: Jobs) -> None:
     """All that could see it are gone, and it does not answer: its claim stands still."""
     view = jobs.view()
@@ -425,6 +427,7 @@ def test_a_master_that_cannot_be_seen_is_taken_over_when_nobody_renews_it(jobs: 
         assert after.net_ns == before.net_ns
 
 
+@pytest.mark.full
 def test_who_only_reaches_the_master_vouches_for_it_while_it_answers(jobs: Jobs) -> None:
     """Nobody is left that can see its process; to another machine the job is served all the same."""
     view = jobs.view()
@@ -476,6 +479,7 @@ def test_a_living_master_that_is_silent_is_not_killed(jobs: Jobs, monkeypatch: p
     assert f"process {before.pid}) lives and does not answer" in jobs.said[0]
 
 
+@pytest.mark.full
 def test_who_comes_new_gives_a_silent_master_up_after_a_while(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line that says what to do; the master lives on. A running agent says it once, too, and stays."""
     view, before = silent_master(jobs, monkeypatch, 1.0)
@@ -569,6 +573,7 @@ def test_a_lost_token_is_made_anew_and_its_master_with_it(jobs: Jobs) -> None:
     assert [text for text in jobs.said if "put aside as token.damaged-1" in text] == jobs.said
 
 
+@pytest.mark.full
 def test_who_lost_the_token_and_cannot_see_the_master_says_so(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has nothing to show, and may not end a process that it does not see: not a word of slow disks."""
     monkeypatch.setattr(embedded, "_LEAST_WATCH_SECONDS", 5.0)

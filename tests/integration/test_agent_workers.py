@@ -692,6 +692,7 @@ def test_stop_kills_the_whole_group_at_once(node: Node, how: str) -> None:
     wait_for(lambda: not any(alive(pid) for pid in pids))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("writes", [True, False], ids=["writes", "stands still"])
 def test_a_notice_lasts_as_long_as_workers_write(node: Node, writes: bool) -> None:
     """One catches the signal and saves for seconds, another one does nothing about it: that one is not waited for."""
@@ -729,6 +730,7 @@ def test_workers_that_end_while_they_are_stopped(node: Node, grace: float) -> No
         assert node.exits.empty()
 
 
+@pytest.mark.full
 def test_a_worker_is_signalled_under_its_own_number_only(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once its watcher has reaped it, the number may be somebody else's."""
     context = node.workers(Script("/bin/true", ()), 1, None)

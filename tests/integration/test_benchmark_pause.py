@@ -12,7 +12,8 @@ from benchmarks.pause import Cell, Options
 from benchmarks.pause_page import Change
 from dalsegno.agent.commands import dalsegno
 
-pytestmark = pytest.mark.timeout(240)
+# A benchmark: `make test-all`.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
 
 STEP_SECONDS = 0.1
 # Between a step's line in the script's own log and its mark, on a machine that others use, too.

@@ -64,6 +64,7 @@ def assert_made(job: Cluster, directory: Path) -> None:
         assert convert(run_directory(job) / one.source.name, aside).files == one.files
 
 
+@pytest.mark.full
 def test_the_next_world_waits_for_them(clusters: Clusters, undisturbed: Undisturbed, tmp_path: Path) -> None:
     """The first one trains meanwhile, and the converter yields to it."""
     job, converter, epoch = joined(clusters)
@@ -103,6 +104,7 @@ def test_a_converter_that_is_killed(clusters: Clusters, undisturbed: Undisturbed
     assert len(forms(job)) == 1
 
 
+@pytest.mark.full
 def test_a_node_that_is_killed_while_it_makes_them(
     clusters: Clusters, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

@@ -80,9 +80,8 @@ def wait_over(job: Cluster) -> None:
     assert users.notes(job)[-1][0] == "over"
 
 
-@pytest.mark.parametrize(
-    "extra", [(), pytest.param(("--zero-first",), marks=pytest.mark.full)], ids=["zeroed behind", "zeroed before"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("extra", [(), ("--zero-first",)], ids=["zeroed behind", "zeroed before"])
 def test_worlds_of_one_two_and_three_of_four(fixed: Callable[..., Cluster], extra: tuple[str, ...]) -> None:
     """Growths, a crash, a leave: several resumes in a data epoch, and a world that does not divide the batch."""
     job = fixed(*extra)

@@ -28,6 +28,7 @@ def doctor(tmp_path: Path, *arguments: str, script: str = "") -> tuple[int, str]
     return done.returncode, done.stdout
 
 
+@pytest.mark.full
 def test_what_a_training_is(tmp_path: Path) -> None:
     """With two ranks under torchrun: strategy, optimizer, and how its world can change. Nothing is made or saved."""
     script = str(ROOT / "examples" / "train.py")
@@ -59,6 +60,7 @@ OWN = """
 """
 
 
+@pytest.mark.full
 def test_a_change_that_is_impossible_is_said_before_it_comes(tmp_path: Path) -> None:
     """Also to a script that swallows the end, and beside a run that holds the directory. No step is made."""
     (tmp_path / "run").mkdir()

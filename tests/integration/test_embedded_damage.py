@@ -114,6 +114,7 @@ def test_a_running_job_goes_on_with_another_token(jobs: Jobs, undisturbed: Undis
     job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
 def test_a_running_job_goes_on_without_its_store(jobs: Jobs, undisturbed: Undisturbed) -> None:
     """The run is read back from its checkpoints; what was made since the last of them is made again, at most."""
     job = jobs(nnodes="1:2")
@@ -144,6 +145,7 @@ def test_a_master_with_a_slow_disk_lives_on(jobs: Jobs, undisturbed: Undisturbed
     job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
 def test_a_stopped_master_is_replaced(jobs: Jobs, undisturbed: Undisturbed) -> None:
     """SIGSTOP: nobody says whether it is ever continued, and it may hold the store's lock."""
     job = jobs(nnodes="1:2")

@@ -40,6 +40,7 @@ TOO_SMALL = 200_000
 # ---- whoever converts dies ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_agent_killed_while_it_converts(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """Another node finishes the conversion; the two that are left go on from the step of the drain."""
     job = clusters(training=ZERO)
@@ -82,6 +83,7 @@ def taken_over(job: Cluster) -> list[Path]:
 # ---- nobody can convert ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_no_room_to_convert_after_a_join(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """The old shape goes on from the same checkpoint and loses nothing; the newcomer is a spare."""
     job = clusters(training=ZERO)
@@ -309,6 +311,7 @@ def test_full_disk(tmp_path: Path, undisturbed: Undisturbed) -> None:
         job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
 def test_node_that_does_not_see_the_checkpoints(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """It stays a spare and says so; the others are not held up."""
     with Service(tmp_path / "job", SMALL) as job:

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.timeout(400)
 BACK = {"PET_RESUME_STEP": "20"}
 
 
+@pytest.mark.full
 def test_a_start_goes_back_once(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """From step 20, on two nodes that both ask for it; a leave and a start with the same flag go on. The same curve."""
     job = clusters(training=Training(steps=60), agent_flags=["--keep-checkpoints=0", "--quiet-time=60"], nnodes="1:2")

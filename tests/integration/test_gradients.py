@@ -95,6 +95,7 @@ def test_gradients_of_all_cells(world: int, strategy: str, tmp_path: Path) -> No
     check(world, [case for case in all_cases() if case["strategy"] == strategy], tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_curves_with_fixed_micro_batches_do_not_depend_on_the_world(tmp_path: Path) -> None:
     """Dropout 0.1, BatchNorm, a mixture of experts with its auxiliary loss, and random augmentation in workers.

@@ -44,6 +44,7 @@ def assert_trainers_own(job: Cluster) -> None:
     assert linked == {f"checkpoint-{one.step}" for one in job.sealed()}
 
 
+@pytest.mark.full
 def test_ddp_through_changes_of_the_world(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """DDP, with evaluations, the best model and data epochs that end in a short batch."""
     job = clusters(training=training("--evaluate-every=10", "--save-total-limit=2"), nnodes="1:3")

@@ -71,6 +71,7 @@ def end(run: Run, undisturbed: Undisturbed) -> None:
     run.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
 def test_a_job_completes(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """One of two nodes is evicted and replaced, which counts for nothing and costs no step; the Job completes."""
     with Run(tmp_path / "run", TRAINING, replicas=2) as run:

@@ -130,6 +130,7 @@ def test_a_notice_and_its_end(cluster: Kubernetes) -> None:
     assert later[0].host.address != pod.host.address
 
 
+@pytest.mark.full
 def test_probes_end_a_deaf_server(cluster: Kubernetes) -> None:
     """It is not ready before it answers; when it is deaf, nobody is led to it, and it is started again in its pod."""
     probe = {"httpGet": {"path": "/", "port": "http"}, "periodSeconds": 0.2, "failureThreshold": 2}
@@ -160,6 +161,7 @@ def test_probes_end_a_deaf_server(cluster: Kubernetes) -> None:
     assert asked(cluster, address) == pod.pod.name
 
 
+@pytest.mark.full
 def test_a_rolling_update_is_not_noticed(cluster: Kubernetes) -> None:
     """There is one more pod for a moment, and always one that answers."""
     probe = {"readinessProbe": {"tcpSocket": {"port": 8000}, "periodSeconds": 0.2}}
@@ -203,6 +205,7 @@ def test_a_lost_node_holds_its_pods(cluster: Kubernetes) -> None:
     assert again.pod.name == first.pod.name
 
 
+@pytest.mark.full
 def test_a_container_that_ends_is_started_again_later_each_time(cluster: Kubernetes) -> None:
     """The first time at once, then after pauses that double, in the same pod with the same files."""
     cluster.apply([workload("Deployment", ["sh", "-c", "echo line >> /tmp/lines; exit 7"])])

@@ -104,6 +104,7 @@ def test_killed_while_running(jobs: Jobs, undisturbed: Undisturbed, kind: str) -
     job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
 @kinds("service")
 def test_killed_while_waiting(jobs: Jobs, undisturbed: Undisturbed, kind: str) -> None:
     """One node of at least two: it still waits, and the second one starts the run."""
@@ -119,6 +120,7 @@ def test_killed_while_waiting(jobs: Jobs, undisturbed: Undisturbed, kind: str) -
     job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
 @kinds("embedded")
 def test_killed_while_forming(jobs: Jobs, undisturbed: Undisturbed, kind: str) -> None:
     """Two nodes gather: they are in the first world."""
@@ -154,6 +156,7 @@ def test_killed_while_draining(jobs: Jobs, undisturbed: Undisturbed, kind: str) 
     job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
 @kinds("embedded")
 def test_killed_during_a_conversion(jobs: Jobs, undisturbed: Undisturbed, kind: str) -> None:
     """The converter works on under its lease; nobody converts a second time."""
@@ -175,6 +178,7 @@ def test_killed_during_a_conversion(jobs: Jobs, undisturbed: Undisturbed, kind: 
     job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
 @kinds("service")
 def test_killed_during_a_verification(jobs: Jobs, undisturbed: Undisturbed, kind: str) -> None:
     """A worker could not load the newest checkpoint: the second look is finished, and the one before is used."""
@@ -221,6 +225,7 @@ def test_a_node_that_alone_is_cut_off_drains(jobs: Jobs, undisturbed: Undisturbe
     job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
 @kinds("service")
 def test_leave_while_the_master_is_away(jobs: Jobs, undisturbed: Undisturbed, kind: str) -> None:
     """SIGTERM drains without a master: 75 means saved; the other node goes on from there when there is one again."""

@@ -79,6 +79,7 @@ def test_a_leave_loses_nothing(clusters: Clusters, undisturbed: Undisturbed) -> 
     assert shares == {5, 6}
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("hang_ups")
 def test_a_scale_down_loses_nothing(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """`dalsegno scale`: saved first, the node that is left out stands by, and comes back when it may."""
@@ -157,6 +158,7 @@ def test_a_worker_crashes(clusters: Clusters, undisturbed: Undisturbed) -> None:
     end(job, undisturbed, {second: any_number(job)})
 
 
+@pytest.mark.full
 def test_an_agent_is_killed_alone(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """Its workers, their DataLoader workers and their children are gone within 2 s; the rest goes on."""
     job = clusters(nnodes="1:2", agent_flags=AT_ONCE)
@@ -236,6 +238,7 @@ def test_a_held_node_comes_back_and_is_held_twice_as_long(clusters: Clusters, un
 # ---- waiting, and the end -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_fewer_than_the_minimum_wait(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """At the start, after a leave and after a kill: it says what is missing, and goes on when a node comes."""
     job = clusters(nnodes="2:3")
@@ -344,7 +347,8 @@ def test_other_stages(clusters: Clusters, undisturbed: Undisturbed, stage: int, 
     assert bool([*run_directory(job).glob("step-*.universal.*")]) == bool(stage and universal)
 
 
-@pytest.mark.parametrize("universal", [pytest.param("", marks=pytest.mark.full), "beside"])
+@pytest.mark.full
+@pytest.mark.parametrize("universal", ["", "beside"])
 def test_shards_that_cannot_be_loaded_are_converted(
     clusters: Clusters, undisturbed: Undisturbed, universal: str
 ) -> None:
@@ -364,6 +368,7 @@ def of_step(job: Cluster, step: int) -> list[Manifest]:
     return [manifest for manifest in job.sealed() if manifest.step == step]
 
 
+@pytest.mark.full
 def test_the_same_step_is_saved_again_by_another_world(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """A node dies when all parts of step 20 are written but not sealed: the world of two that saves step 20 again,
     and the world of one that goes on from there, have nothing of the world of three's."""

@@ -142,6 +142,7 @@ def test_a_killed_worker_alone(jobs: Clusters, undisturbed: Undisturbed) -> None
     job.assert_lost({second: range(1, EVERY + 1)})
 
 
+@pytest.mark.full
 def test_a_killed_agent_leaves_no_memory_behind(jobs: Clusters) -> None:
     """Its keeper removes what it had in memory, and nothing of the other agent's."""
     job, _ = together(jobs, "a", "b")
@@ -153,6 +154,7 @@ def test_a_killed_agent_leaves_no_memory_behind(jobs: Clusters) -> None:
     job.finish()
 
 
+@pytest.mark.full
 def test_a_killed_node_and_its_only_buddy(jobs: Clusters, undisturbed: Undisturbed) -> None:
     """A part is nowhere any more: the run goes back to what is on the disk, and says so."""
     job, first = together(jobs, "a", "b", "c", training=BESIDE_DISK)
@@ -166,6 +168,7 @@ def test_a_killed_node_and_its_only_buddy(jobs: Clusters, undisturbed: Undisturb
     job.assert_lost({second: range(1, HELD + FREE + 1)})
 
 
+@pytest.mark.full
 def test_a_killed_master(jobs: Clusters, undisturbed: Undisturbed) -> None:
     """The next master hears from the nodes what they hold, and uses it."""
     job, first = together(jobs, "a", "b")
@@ -199,6 +202,7 @@ def test_a_join_and_a_leave(jobs: Clusters, undisturbed: Undisturbed) -> None:
     job.assert_lost({})
 
 
+@pytest.mark.full
 def test_all_nodes_leave(jobs: Clusters, undisturbed: Undisturbed) -> None:
     """The step is on the disk when the last one has gone, and the same command goes on from it."""
     job, first = together(jobs, "a", "b")
@@ -264,6 +268,7 @@ def test_a_flipped_bit_of_the_last_copy(jobs: Clusters, undisturbed: Undisturbed
     end(job, undisturbed)
 
 
+@pytest.mark.full
 def test_a_flipped_bit_of_one_copy(jobs: Clusters, undisturbed: Undisturbed) -> None:
     """It is found, and the other node's copy is used."""
     job, first = together(jobs, "a", "b", training=BESIDE_DISK)

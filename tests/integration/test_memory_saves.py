@@ -101,7 +101,15 @@ def test_what_memory_has_no_room_for_the_ranks_save_to_the_disk(tmp_path: Path, 
     assert said.count("saving step-5.e1.1 in memory failed, the ranks save to the disk: ") == 1
 
 
-@pytest.mark.parametrize(("world", "flags"), [(1, ()), (2, ()), (2, ("--background",)), (3, ("--background",))])
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (1, ()),
+        pytest.param(2, (), marks=pytest.mark.full),
+        (2, ("--background",)),
+        pytest.param(3, ("--background",), marks=pytest.mark.full),
+    ],
+)
 def test_a_drain_to_memory_resumes_bit_identical(tmp_path: Path, flags: tuple[str, ...], world: int) -> None:
     """Nothing of it is on the disk; at the same size no bit of a loss differs, at another one the curve is the same."""
     more = ("--steps", "14", "--fixed", *flags)
@@ -179,7 +187,10 @@ def trained(agent: FakeAgent, case: dict[str, Any], out: Path) -> None:
     agent.start("--cases", json.dumps([case]), "--out", str(out), script=Path(trainer_worker.__file__))
 
 
-FRAMEWORKS = [("ddp", 3), ("fsdp", 1), ("fsdp", 2), ("zero1", 1), ("zero1", 3), ("zero3", 3)]
+FRAMEWORKS = [
+    pytest.param(*framework, marks=[] if framework in (("ddp", 3), ("fsdp", 2), ("zero1", 1)) else pytest.mark.full)
+    for framework in (("ddp", 3), ("fsdp", 1), ("fsdp", 2), ("zero1", 1), ("zero1", 3), ("zero3", 3))
+]
 
 
 @pytest.mark.parametrize(("strategy", "world"), FRAMEWORKS)

@@ -10,6 +10,7 @@ from tests.support.pages.mistakes import Comes, brings
 pytestmark = pytest.mark.timeout(200)
 
 
+@pytest.mark.full
 @brings(
     "more workers on a machine than it has GPUs, with a `Trainer`",
     Comes.SAID,

@@ -534,6 +534,7 @@ def test_a_state_without_the_order(loaders: tuple[Path, dict[str, Came]]) -> Non
     assert "StatefulDataLoader begins where it always begins" in came["stateful, drawn again"].refused
 
 
+@pytest.mark.full
 @brings(
     "torchdata's `StatefulDataLoader`, in another number of ranks",
     Comes.REFUSED,

@@ -223,6 +223,7 @@ def losses(path: Path, world: int) -> list[tuple[int, float]]:
     return [(int(n), float(loss)) for n, loss in re.findall(r"^step (\d+) loss (\S+)$", ended[0][1], re.MULTILINE)]
 
 
+@pytest.mark.full
 @brings(
     "FSDP2 in a loop of your own with `torch.distributed.checkpoint`",
     Comes.ROUNDED,
@@ -240,6 +241,7 @@ def test_fsdp2_with_dcp_goes_on_in_another_world(tmp_path: Path, monkeypatch: py
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in wanted], rel=1e-5)
 
 
+@pytest.mark.full
 @brings(
     "a model given to `TrainingState` or a `Trainer` inside `DistributedDataParallel`, or compiled",
     Comes.ROUNDED,

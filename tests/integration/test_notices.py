@@ -84,17 +84,13 @@ def leave(job: Cluster, subset: frozenset[str], number: signal.Signals, backward
     job.wait_world(1, steps=2, after=both)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "ways",
     [
         pytest.param([(signal.SIGTERM, False), (signal.SIGINT, True)], id="two signals"),
-        pytest.param(
-            [(number, number == signal.SIGINT) for number in NUMBERS], id="each signal once", marks=pytest.mark.full
-        ),
-        *(
-            pytest.param([(number, backwards) for backwards in (False, True)], id=number.name, marks=pytest.mark.full)
-            for number in NUMBERS
-        ),
+        pytest.param([(number, number == signal.SIGINT) for number in NUMBERS], id="each signal once"),
+        *(pytest.param([(number, backwards) for backwards in (False, True)], id=number.name) for number in NUMBERS),
     ],
 )
 def test_a_node_of_which_everything_is_signalled_leaves_saved(

@@ -111,6 +111,7 @@ def test_a_script_without_a_session(stage: Stage, line: Line) -> None:
     assert "the run finished" in first.text
 
 
+@pytest.mark.full
 def test_a_master_that_is_a_service(stage: Stage, line: Line, tmp_path: Path) -> None:
     """Token, certificate, master and two nodes on one machine; a finished job stays finished."""
     store = str(tmp_path / "store")

@@ -231,7 +231,9 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    "use", [pytest.param(use, marks=[pytest.mark.full] if use in ("read", "another need") else []) for use in USES]
+)
 def test_a_session_opens_when_it_is_used(make: Make, caplog: pytest.LogCaptureFixture, use: str) -> None:
     """Or first of all when the script needs its place for something else, as where nothing runs ahead."""
     ahead = make(modules=tuple(modules_of("import torch")))
@@ -274,6 +276,7 @@ def test_marks_need_no_place(make: Make, caplog: pytest.LogCaptureFixture, tmp_p
     assert [(one.name, one.rank, one.epoch) for one in found] == [("built", 3, 2), ("session", 3, 2), ("first", 3, 2)]
 
 
+@pytest.mark.full
 def test_a_session_that_cannot_open_says_so_at_each_use(make: Make) -> None:
     """Also where the script has swallowed it."""
     ahead = make(modules=tuple(modules_of("import torch")))
@@ -282,6 +285,7 @@ def test_a_session_that_cannot_open_says_so_at_each_use(make: Make) -> None:
     assert ahead.finish().splitlines()[2:] == ["opens", "division by zero"] * 2
 
 
+@pytest.mark.full
 def test_a_thread_that_needs_the_place_first_ends_it(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     """Nobody knows what the main thread is doing then; the script starts anew once its place is known."""
     ahead = make(modules=tuple(modules_of("import torch")))
@@ -668,6 +672,7 @@ STORES = {
 }
 
 
+@pytest.mark.full
 def test_what_native_code_writes_waits(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     ahead = make(modules=("torch", "torch.distributed"))
     for text, reason in STORES.values():

@@ -82,7 +82,8 @@ def test_a_leave_loses_nothing_where_the_leavers_part_is_there(
     end(job, undisturbed)
 
 
-@pytest.mark.parametrize("last", [False, pytest.param(True, marks=pytest.mark.full)], ids=["rank 0", "the last rank"])
+@pytest.mark.full
+@pytest.mark.parametrize("last", [False, True], ids=["rank 0", "the last rank"])
 def test_a_leaver_whose_save_is_committed_has_left_safely(
     clusters: Clusters, undisturbed: Undisturbed, last: bool
 ) -> None:

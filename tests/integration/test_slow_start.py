@@ -47,7 +47,8 @@ def slow(clusters: Clusters, tmp_path: Path, hidden: bool) -> tuple[Job, Path, P
     return job, job.holds / "start-a-1", job.holds / "release"
 
 
-@pytest.mark.parametrize("hidden", [False, pytest.param(True, marks=pytest.mark.full)], ids=["named", "hidden"])
+@pytest.mark.full
+@pytest.mark.parametrize("hidden", [False, True], ids=["named", "hidden"])
 def test_nobody_is_restarted_for_a_newcomer_before_session_could_be_called(
     clusters: Clusters, undisturbed: Undisturbed, tmp_path: Path, hidden: bool
 ) -> None:

@@ -42,6 +42,7 @@ def finish(job: SlurmJob, undisturbed: Undisturbed, *crashes: int, others: tuple
     job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
 def test_an_array_is_one_world_and_a_cancelled_task_stays_away(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """Two tasks train together; one is cancelled, leaves saved, and does not ask for another start; success.
 

@@ -70,6 +70,7 @@ def test_who_stays_trains_on_through_joins_and_leaves(clusters: Clusters, undist
     end(job, undisturbed)
 
 
+@pytest.mark.full
 def test_a_crash_starts_all_anew_and_then_they_stay_again(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """A killed worker breaks the world for all; what is started then stays at the next planned change."""
     job, first = two_of_three(clusters)
@@ -101,6 +102,7 @@ def test_who_is_left_out_does_not_wait_for_ever(clusters: Clusters, undisturbed:
     end(job, undisturbed)
 
 
+@pytest.mark.full
 def test_who_is_killed_while_it_waits_is_replaced(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """Nothing is lost with it: what it held is saved. One that is stopped is replaced, too, after a while."""
     job, a, pid, first = left_alone(clusters)
@@ -166,6 +168,7 @@ def test_the_old_world_leaves_no_loaders(clusters: Clusters, undisturbed: Undist
     end(job, undisturbed)
 
 
+@pytest.mark.full
 def test_who_stays_may_get_another_rank(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """Two ranks on each node: the node with the first two leaves, and the others are the first two from then on."""
     job = clusters(training=STAYS, agent_flags=["--nproc-per-node=2"])

@@ -85,6 +85,7 @@ def test_a_killed_worker_alone(jobs: Clusters, undisturbed: Undisturbed) -> None
     job.assert_lost({})
 
 
+@pytest.mark.full
 def test_two_of_three_nodes_killed(jobs: Clusters, undisturbed: Undisturbed) -> None:
     """All buddies of a part may be gone: one survivor is enough."""
     job, first = scene(jobs, "before", "a", "b", "c")
@@ -97,6 +98,7 @@ def test_two_of_three_nodes_killed(jobs: Clusters, undisturbed: Undisturbed) -> 
     job.assert_lost({})
 
 
+@pytest.mark.full
 def test_behind_the_optimizers_step_nothing_is_saved_but_a_whole_step(jobs: Clusters, undisturbed: Undisturbed) -> None:
     """A rank that stands there for long holds no boundary: the run goes back to the last memory checkpoint."""
     job, first = scene(jobs, "behind", "a", "b")

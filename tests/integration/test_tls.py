@@ -60,7 +60,7 @@ def as_variables(prefix: str, values: dict[str, str]) -> dict[str, str]:
 # ---- what works ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["TLS by flags", "mutual TLS by variables"])
+@pytest.fixture(params=[pytest.param("TLS by flags", marks=pytest.mark.full), "mutual TLS by variables"])
 def job(request: pytest.FixtureRequest, tmp_path: Path, keys: Keys) -> Iterator[Service]:
     """A job whose master asks for all of it, and which tells its agents by flags or by environment variables."""
     mutual = request.param == "mutual TLS by variables"
@@ -109,6 +109,7 @@ def test_a_second_node_joins_and_the_master_comes_back(job: Service, undisturbed
         assert "ssl_transport" not in node.text()
 
 
+@pytest.mark.full
 def test_a_killed_nodes_run_goes_on_from_memory(tmp_path: Path, keys: Keys, undisturbed: Undisturbed) -> None:
     """The other agent got its part over TLS; nothing was on the disk, and no agent speaks anything else."""
     training = Training(steps=40, save_every=1000)
@@ -161,6 +162,7 @@ def wait_held(job: Service, step: int, parts: int) -> None:
     job.wait_for(look, f"step {step} in the memory of all")
 
 
+@pytest.mark.full
 def test_a_token_by_variable(shell: Shell, keys: Keys) -> None:
     """Master and agent take the token itself from the environment; the workers don't see it."""
     script = shell.directory / "peeks.py"
@@ -268,6 +270,7 @@ def test_the_http_edge_speaks_tls_too(tmp_path: Path, keys: Keys) -> None:
         assert ask("https") == b"ok\n"
 
 
+@pytest.mark.full
 def test_status_over_tls(shell: Shell, keys: Keys, others: Keys) -> None:
     """`dalsegno status` takes the same flags, and says the same when they are wrong."""
     command = (sys.executable, "-m", "dalsegno.agent.commands.dalsegno", "status")
@@ -304,12 +307,14 @@ def refusal(shell: Shell, server: dict[str, str], client: dict[str, str], host: 
     return ended
 
 
+@pytest.mark.full
 def test_an_authority_that_did_not_sign(shell: Shell, keys: Keys, others: Keys) -> None:
     """Named, with the flag to change."""
     ended = refusal(shell, keys.server(), keys.client() | {"tls-ca": str(others.ca)})
     expect_one_line(ended, "the master at 127.0.0.1:", f"--tls-ca {others.ca} does not accept", "signed it")
 
 
+@pytest.mark.full
 def test_an_agent_without_tls(shell: Shell, keys: Keys) -> None:
     """Told to give the authority."""
     expect_one_line(refusal(shell, keys.server(), without(keys.client(), "tls-ca")), "speaks TLS", "--tls-ca")

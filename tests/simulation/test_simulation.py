@@ -6,7 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -108,9 +108,28 @@ def test_other_seeds_are_other_schedules() -> None:
 
 
 ALL_PLANTS = PLANTS | FILE_PLANTS | MEMORY_PLANTS | ORDER_PLANTS
+# Three seconds and more each: it takes many schedules, or what never ends is simulated to its end.
+LONG = {
+    *("commits_for_closed_epochs", "ends_with_etcd", "forgets_what_is_owed_at_a_restart", "forgets_what_is_wanted"),
+    *("gives_up_a_slow_save", "hears_only_verdicts", "looks_at_all_nodes_for_every_node", "loses_one_node_per_move"),
+    *("moves_the_counter_under_a_lock_of_its_own", "never_sees_a_stall", "never_tells_the_ranks"),
+    *("reads_before_it_takes", "says_nothing", "starts_a_timer_per_registration", "takes_a_number_for_a_process"),
+    *("takes_a_stranger_for_the_master", "takes_its_former_self_for_another", "tells_no_node_to_go"),
+    *("waits_for_a_goodbye", "waits_for_quiet_without_end"),
+}
 
 
-@pytest.mark.parametrize("name", ALL_PLANTS)
+def names_of(plants: Mapping[str, Any]) -> list[Any]:
+    """The plants' names as parameters."""
+    return [pytest.param(name, marks=[pytest.mark.full] if name in LONG else []) for name in plants]
+
+
+def test_the_long_ones_are_plants() -> None:
+    """None of the names is of a plant that is no more."""
+    assert set(ALL_PLANTS | SHELL_PLANTS | CLAIM_PLANTS | LEADER_PLANTS) >= LONG
+
+
+@pytest.mark.parametrize("name", names_of(ALL_PLANTS))
 def test_a_planted_bug_is_seen(name: str) -> None:
     """With the bug planted, one of the invariants that it breaks fails within the plant's number of seeds."""
     plant = ALL_PLANTS[name]
@@ -136,13 +155,7 @@ def _is_seen(plant: Plant, mode: str, suiting: Iterator[int]) -> None:
     assert [seed for seed, _ in tried if simulate(seed, mode).failure] == []
 
 
-# Half a minute each: what never ends is simulated to its end.
-LONG = {"waits_for_quiet_without_end", "looks_at_all_nodes_for_every_node"}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] if name in LONG else []) for name in SHELL_PLANTS]
-)
+@pytest.mark.parametrize("name", names_of(SHELL_PLANTS))
 def test_a_bug_planted_in_the_shells_is_seen(name: str) -> None:
     """With the bug an invariant that it breaks fails within its number of seeds; without it all hold."""
     plant = SHELL_PLANTS[name]
@@ -150,14 +163,14 @@ def test_a_bug_planted_in_the_shells_is_seen(name: str) -> None:
     _is_seen(plant, SHELLS, (seed for seed in seeds if plant.is_shown_by(plan_of(seed, shells=True))))
 
 
-@pytest.mark.parametrize("name", CLAIM_PLANTS)
+@pytest.mark.parametrize("name", names_of(CLAIM_PLANTS))
 def test_a_bug_planted_in_embedded_masters_is_seen(name: str) -> None:
     """The same for who may replace whom."""
     plant: Any = CLAIM_PLANTS[name]
-    _is_seen(plant, CLAIMS, (seed for seed in itertools.count(1) if plant.is_shown_by(claim_plan_of(seed))))
+    _is_seen(plant, CLAIMS, (seed for seed in itertools.count(plant.first) if plant.is_shown_by(claim_plan_of(seed))))
 
 
-@pytest.mark.parametrize("name", LEADER_PLANTS)
+@pytest.mark.parametrize("name", names_of(LEADER_PLANTS))
 def test_a_bug_planted_in_leadership_is_seen(name: str) -> None:
     """The same for several masters."""
     plant: Any = LEADER_PLANTS[name]

@@ -337,6 +337,7 @@ convert_directory(Path(sys.argv[1]), Path(sys.argv[2]))
 """
 
 
+@pytest.mark.full
 def test_more_ranks_than_a_shell_lets_open_files(tmp_path: Path) -> None:
     """All their files are open at a time."""
     values = write_shards(tmp_path / "source", {"a": (500,), "b": (77, 3)}, world=150)

@@ -60,6 +60,7 @@ def test_the_curve_goes_on(
     assert losses == pytest.approx(undisturbed[STEPS:], rel=1e-5)
 
 
+@pytest.mark.full
 def test_tensor_parallelism_that_nobody_described(tmp_path: Path) -> None:
     """DeepSpeed's converter glues the ranks' copies of one parameter together and says Done."""
     source = saved(tmp_path, 2, "tensor", 1)
