@@ -27,6 +27,8 @@ class Conversions:
     def __init__(self, sim: Simulation) -> None:
         self.sim = sim
         self._jobs: dict[SimAgent, tuple[int, Timer]] = {}
+        # The lease of whoever began last: what the others make is of no use to anybody.
+        self._lease = 0
         self.made = 0
         self.hung = False
         # How many hung so far.
@@ -38,6 +40,7 @@ class Conversions:
     def start(self, agent: SimAgent, wanted: control_pb2.Conversion) -> None:
         """Begins; the outcome is decided as it goes."""
         self.sim.ledger.require(agent not in self._jobs, "one conversion", f"{agent.label} converts twice at once")
+        self._lease = wanted.lease
         self._schedule(agent, wanted, 0)
 
     def stop(self, agent: SimAgent, lease: int) -> None:
@@ -49,8 +52,12 @@ class Conversions:
         return [agent for agent in self._jobs if agent.alive]
 
     def sources(self) -> list[Sealed]:
-        """What is being converted now."""
-        digests = [timer.args[2].source.ref.digest for agent, (_, timer) in self._jobs.items() if agent.alive]
+        """What is being converted now, and not for a lease that went on while its agent stood still."""
+        digests = [
+            timer.args[2].source.ref.digest
+            for agent, (lease, timer) in self._jobs.items()
+            if agent.alive and lease == self._lease
+        ]
         return [self.sim.disk.ever[digest] for digest in digests]
 
     def reads(self, digest: str) -> bool:
