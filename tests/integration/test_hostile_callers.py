@@ -145,6 +145,9 @@ def test_idle_connections_cost_nobody_anything(tmp_path: Path, many_descriptors:
     with limited_master(tmp_path / "s.sqlite", descriptors, "--http-port", "0", "--nnodes", "1:2") as master:
         agent = Agent(master.address, "a")
         epoch = open_world([agent], settings((1, 2)))
+        # As every agent has it: a connection without a stream is idle, too, between two calls.
+        stream = agent.watch(timeout=300.0)
+        next(stream)
         attackers = [Idlers(address, IDLERS) for address in (master.address, master.http)]
         try:
             slowest = slowest_of_a_good_agent(agent, epoch, 1, master.http)
@@ -161,6 +164,7 @@ def test_idle_connections_cost_nobody_anything(tmp_path: Path, many_descriptors:
         assert master.process.poll() is None
         # Whoever came while nobody else could gets in afterwards.
         eventually(lambda: gets_in(master, "c"), 30)
+        stream.cancel()
 
 
 def gets_in(master: MasterProcess, node: str) -> bool:
