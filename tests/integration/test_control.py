@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.jobs.cluster import LEFT, Cluster, Training, Undisturbed
+from tests.support.jobs.cluster import HF, LEFT, TRAIN, Cluster, Training, Undisturbed
 from tests.support.jobs.master_process import Agent, MasterProcess, master_process, settings
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.executed]
@@ -64,10 +64,21 @@ def judge(job: Cluster, undisturbed: Undisturbed) -> None:
     job.assert_undisturbed(undisturbed)
 
 
+OF_ZERO = Training(script=TRAIN, steps=120, save_every=0, extra=("--zero-stage=1",))
+OF_HF = Training(HF, 120, 1000, needs_agent=True, preloaded="tests.support.forks.preloaded_hf")
+
+
 @pytest.mark.full
-def test_a_job_is_drained_saved_and_stopped_by_commands(clusters: Clusters, undisturbed: Undisturbed) -> None:
+@pytest.mark.parametrize(
+    ("training", "universal"),
+    [(Training(steps=120, save_every=0), ""), (OF_ZERO, ""), (OF_ZERO, "gate"), (OF_HF, "")],
+    ids=["ddp", "zero, re-sharded", "zero, universal first", "Hugging Face"],
+)
+def test_a_job_is_drained_saved_and_stopped_by_commands(
+    clusters: Clusters, undisturbed: Undisturbed, training: Training, universal: str
+) -> None:
     """With the master that the first agent hosts; the same command goes on behind the stop, from the same step."""
-    job = clusters(universal="", training=Training(steps=120, save_every=0))
+    job = clusters(universal=universal, training=training)
     job.open("a", "b")
     made = dalsegno(job, "checkpoint")
     assert made["done"]
