@@ -17,7 +17,7 @@ SPINE ?= unit/agent unit/elastic integration/test_membership.py integration/test
 SEED ?= 1
 # Whose dalsegno the simulator runs: the checkout's, or the wheel's.
 SIMULATOR ?= $(PY)
-RUNS ?= 2000
+RUNS ?= 1000
 # The same with the shells: driver, client, threads, loops.
 SHELL_RUNS ?= 30
 # Embedded masters and their claims, on machines and in containers.
@@ -57,11 +57,11 @@ PYTEST = mkdir -p build/run && cd build/run && DALSEGNO_TEST_WHEEL=1 DALSEGNO_WH
 help:
 	@echo 'make demo      a job of one to four nodes on this machine: joins, a kill, a leave; then the undisturbed run, and a report'
 	@echo 'make check     lint, types, most unit tests and 200 simulated schedules, in under two minutes: for while you work'
-	@echo 'make test      lint, types, 2,000 simulated schedules, fuzzers and all tests once, against the built wheel'
+	@echo 'make test      lint, types, 1,000 simulated schedules, fuzzers and all tests once, against the built wheel'
 	@echo 'make test-all  the full matrices, 100,000 schedules, fuzzers with 100,000 inputs, every process test 20 times (hours; an interrupted run goes on where it was)'
 	@echo 'make test-torch OTHER=torch==2.6.0    the spine under another version of PyTorch'
 	@echo 'make test-kind    the Dockerfiles and manifests in a cluster of kind; needs docker, kind and kubectl'
-	@echo 'make simulate SEED=1 RUNS=2000    simulated schedules only'
+	@echo 'make simulate SEED=1 RUNS=1000    simulated schedules only'
 	@echo 'make fuzz SEED=1 COUNT=1000       hostile calls, worker frames, orders and damages only'
 	@echo 'make bench     the benchmarks'
 	@echo 'make test-gpu PYTHON=...          what must be true on a card, with a Python that has the CUDA build of PyTorch (docs/gpu.md)'

@@ -1,4 +1,4 @@
-"""`python -m tests.simulation --seed 1 --runs 2000`; `--seed N --trace` replays one schedule."""
+"""`python -m tests.simulation --seed 1 --runs 1000`; `--seed N --trace` replays one schedule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main() -> int:
     """Returns 1 if any schedule broke an invariant."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="of the first schedule")
-    parser.add_argument("--runs", type=int, default=2000)
+    parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     parser.set_defaults(mode=DECISIONS)
     what = parser.add_mutually_exclusive_group()

@@ -28,7 +28,7 @@ from .run import CLAIMS, LEADERS, SHELLS, replay, simulate, simulate_all
 SHELL_RUNS = int(os.environ.get("SIM_SHELL_RUNS", "40"))
 CLAIM_RUNS = int(os.environ.get("SIM_CLAIM_RUNS", "40"))
 LEADER_RUNS = int(os.environ.get("SIM_LEADER_RUNS", "20"))
-RUNS = int(os.environ.get("SIM_RUNS", "2000"))
+RUNS = int(os.environ.get("SIM_RUNS", "1000"))
 FIRST_SEED = int(os.environ.get("SIM_SEED", "1"))
 # Schedules that once broke an invariant, by a fault of the product or of the model.
 BROKE_ONCE = (

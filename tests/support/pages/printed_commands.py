@@ -179,7 +179,7 @@ COMMANDS: dict[str, How] = {
     ),
     "make simulate SEED=42 RUNS=1": Run("SHELL_RUNS=1 CLAIM_RUNS=1 LEADER_RUNS=1", full=True),
     "make fuzz SEED=1 COUNT=1000": Run(replaced={"COUNT=1000": "COUNT=20"}, full=True),
-    "make simulate SEED=1 RUNS=2000": Elsewhere("`make test` runs these very schedules", "simulate SEED=1 RUNS=2000"),
+    "make simulate SEED=1 RUNS=1000": Elsewhere("`make test` runs these very schedules", "simulate SEED=1 RUNS=2000"),
     ".venv/bin/python -m pytest tests/unit -k sampler": Run(full=True, says="passed"),
     ".venv/bin/python -m pytest tests/integration/test_membership.py -k joins --repeat 20": Run(
         "--repeat 1", says="passed", full=True
