@@ -233,10 +233,15 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
     job = turn.job
     if not job.phase.is_terminal or message.previous_incarnation:
         return ""  # an agent of the ended run is told how it ended, even if it was away then
+    stays_stopped = job.phase is Phase.STOPPED and not job.embedded
+    if stays_stopped or (job.phase is Phase.SUCCEEDED and not message.new_run):
+        # Supervisors may send one after the other, and an ended job declares nobody dead.
+        for node in [node for node in job.nodes.values() if not is_there(turn, node.name)]:
+            membership.drop(turn, node)
     if job.phase is Phase.SUCCEEDED and not message.new_run:
         # It is let in, and its first directive says how the job ended.
         return f"{job.run_id} is finished: nothing is left to do; --new-run trains again, from step 0"
-    if job.phase is Phase.STOPPED and not job.embedded:
+    if stays_stopped:
         # A supervisor may have started this agent, with --new-run, too; a person who wants to go on says so.
         return job.message
     if any(is_there(turn, name) for name in job.nodes):

@@ -137,6 +137,31 @@ def test_a_stopped_job_lets_nobody_in_before_it_is_started() -> None:
     assert (job.phase, new.directive.run.resume.source.step) == (Phase.RUNNING, 3)
 
 
+def test_an_ended_job_does_not_collect_those_who_come_in_vain() -> None:
+    """A supervisor may start agents for days: of each that has gone nothing stays on the record."""
+    job, nodes = trained(1)
+    stop(job)
+    saved(job, nodes, 3)
+    nodes[0].hang_up()
+    job.wait(2)
+    finished = Driven(settings())
+    (last,) = finished.start(1)
+    last.step(1)
+    last.save(1)
+    last.finished(1)
+    last.hang_up()
+    for ended, phase in ((job, Phase.STOPPED), (finished, Phase.SUCCEEDED)):
+        assert ended.phase is phase
+        for _ in range(20):
+            again = ended.node()
+            assert again.order == "finish"
+            again.hang_up()
+            ended.wait(3)
+        assert len(ended.job.nodes) == 1
+        there = ended.node()
+        assert {there.name} == {node.name for node in ended.job.nodes.values()}
+
+
 def test_an_embedded_masters_job_goes_on_with_the_same_command() -> None:
     """Nobody could tell its master to start: it has ended with the job."""
     job, nodes = trained(1, embedded=True)
