@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import signal
@@ -152,3 +153,29 @@ class Scene:
             one.kill()
         self.commander.close()
         self.hub.close()
+
+
+def milestones_on(hub: Hub, root: Path) -> list[dict[str, Any]]:
+    """Every milestone that the hub has, oldest first, after a check of each byte.
+
+    Raises:
+        AssertionError: one is not what its manifest says, has a file too many, or is there twice.
+    """
+    found = []
+    for commit in hub.commits(REPO):
+        if not commit["title"].startswith("Milestone "):
+            continue
+        files = commit["files"]
+        own = json.loads((root / "hub" / "blobs" / files["run_manifest.json"]["sha256"]).read_bytes())
+        for one in own["files"]:
+            there = files[one["path"]]
+            assert (there["sha256"], there["size"]) == (one["sha256"], one["size"]), one
+            blob = root / "hub" / "blobs" / one["sha256"]
+            if blob.exists():
+                assert hashlib.sha256(blob.read_bytes()).hexdigest() == one["sha256"], one
+        listed = {one["path"] for one in own["files"]} | {".gitattributes", "run_manifest.json"}
+        assert set(files) <= listed | {"README.md"}, set(files) - listed
+        found.append({**own, "revision": commit["oid"]})
+    keys = [(one["checkpoint"], one["digest"]) for one in found]
+    assert len(keys) == len(set(keys)), "one milestone is there twice"
+    return found
