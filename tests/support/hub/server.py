@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from . import api, large
+from . import api, large, xet
 from .faults import Fault, Faults
 from .repos import Repos
 
@@ -26,15 +26,16 @@ Answer = tuple[int, dict[str, str], bytes | Path]
 class State:
     """What all requests share."""
 
-    def __init__(self, root: Path, token: str, multipart: int, large_from: int, xet: bool) -> None:
+    def __init__(self, root: Path, token: str, multipart: int, large_from: int, takes_xet: bool) -> None:
         self.repos, self.faults, self.token, self.multipart = Repos(root), Faults(), token, multipart
-        self.large_from, self.xet = large_from, xet
+        self.large_from, self.xet = large_from, takes_xet
         self.root, self.url, self.cdn = root, "", ""
         self.lock = threading.Lock()
         self.asked: list[dict[str, Any]] = []
         self.received = 0
         self.samples: list[tuple[float, int]] = []
         self.xet_files: dict[str, str] = {}  # SHA-256 -> Xet's hash
+        self.xet_terms: dict[str, list[xet.Term]] = {}
 
     def count(self, size: int) -> None:
         with self.lock:
@@ -127,10 +128,10 @@ class Handler(BaseHTTPRequestHandler):
             while self.connection.recv(1, socket.MSG_PEEK):  # until the client is gone
                 time.sleep(0.05)  # why: bytes that are there would come at once again and again
             raise Cut
-        for pattern, method, function in (*api.ROUTES, *large.ROUTES):
+        for pattern, method, function in (*api.ROUTES, *large.ROUTES, *xet.ROUTES):
             found = re.fullmatch(pattern, path)
             if found and self.command in method:
-                if function not in large.OPEN and self.headers.get("Authorization") != f"Bearer {self.state.token}":
+                if function not in (*large.OPEN, *xet.OPEN) and self.headers.get("Authorization") != f"Bearer {self.state.token}":
                     return 401, {}, b'{"error": "Invalid username or password."}'
                 return function(self.state, self, found, query, self._body(fault))
         return 404, {}, b'{"error": "there is no such page"}'
