@@ -89,7 +89,7 @@ class Transfer:
                 if selector.select(min(left, every)):
                     piece = os.read(descriptor, 1 << 16)
                     if not piece:
-                        return {"failed": self._last_words(), "lasting": False}
+                        return {"failed": self._last_words()}
                     text += piece
                     *lines, text = text.split(b"\n")
                     for line in lines:
@@ -98,7 +98,7 @@ class Transfer:
                             return event
                         heard(event)
                 meanwhile()
-        return {"failed": f"it was not done within {seconds:.0f} s", "lasting": False}
+        return {"failed": f"it was not done within {seconds:.0f} s"}
 
     def _last_words(self) -> str:
         code = self._process.wait()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, set_client_factory
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, set_client_factory
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
@@ -22,7 +23,7 @@ from huggingface_hub.hf_api import RepoFile
 from .run_manifest import FOLDER, MANIFEST_PATH, MAX_BYTES, METRICS_PATH, File, RunManifest, git_blob_id
 from .snapshot import local_path
 
-__all__ = ("RefusedMilestone", "download", "is_lasting", "publish")
+__all__ = ("RefusedMilestone", "download", "is_of_xet", "publish")
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -47,11 +48,12 @@ def _api(token: str) -> HfApi:
     return HfApi(token=token or False)
 
 
-def is_lasting(error: BaseException) -> bool:
-    """Whether trying again cannot help before a person has changed something: no such repository, no right to it."""
-    if isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError)):
-        return True
-    return isinstance(error, HfHubHTTPError) and _status(error) in (401, 403)
+def is_of_xet(error: BaseException) -> bool:
+    """Whether the Xet way failed. Its library raises what is neither of HTTP nor the file system's."""
+    if constants.HF_HUB_DISABLE_XET or importlib.util.find_spec("hf_xet") is None:
+        return False
+    of_files = isinstance(error, OSError) and error.errno is not None
+    return not (of_files or isinstance(error, (httpx.HTTPError, HfHubHTTPError, LocalEntryNotFoundError)))
 
 
 def _status(error: HfHubHTTPError) -> int:

@@ -45,7 +45,7 @@ def main() -> None:
     except hub_calls.RefusedMilestone as refused:
         _tell({"refused": _clean(refused, token)})
     except Exception as error:  # whatever the library raises is one line for a person
-        _tell({"failed": _clean(error, token), "lasting": hub_calls.is_lasting(error)})
+        _tell({"failed": _clean(error, token), "xet": hub_calls.is_of_xet(error)})
     os._exit(0)  # threads of the library may still wait for a network
 
 

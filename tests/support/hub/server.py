@@ -97,6 +97,8 @@ class Handler(BaseHTTPRequestHandler):
         if path.startswith("/_test/"):
             self._send(self.test(path.removeprefix("/_test/"), b"".join(self._pieces())), None)
             return
+        # A proxy's client names the whole address.
+        self.path = f"{url.path}?{url.query}" if url.query else url.path
         line = f"{self.command} {path}"
         fault = self.state.faults.take(line)
         noted: dict[str, Any] = {"line": line, "at": time.monotonic(), "body": 0, "status": 0, "agent": ""}
@@ -128,13 +130,22 @@ class Handler(BaseHTTPRequestHandler):
             while self.connection.recv(1, socket.MSG_PEEK):  # until the client is gone
                 time.sleep(0.05)  # why: bytes that are there would come at once again and again
             raise Cut
+        body = self._body(fault)
         for pattern, method, function in (*api.ROUTES, *large.ROUTES, *xet.ROUTES):
             found = re.fullmatch(pattern, path)
             if found and self.command in method:
-                if function not in (*large.OPEN, *xet.OPEN) and self.headers.get("Authorization") != f"Bearer {self.state.token}":
-                    return 401, {}, b'{"error": "Invalid username or password."}'
-                return function(self.state, self, found, query, self._body(fault))
-        return 404, {}, b'{"error": "there is no such page"}'
+                is_open = function in (*large.OPEN, *xet.OPEN)
+                if not is_open and self.headers.get("Authorization") != f"Bearer {self.state.token}":
+                    return self._drained(body, 401, "Invalid username or password.")
+                return function(self.state, self, found, query, body)
+        return self._drained(body, 404, "there is no such page")
+
+    @staticmethod
+    def _drained(body: Iterator[bytes], status: int, error: str) -> Answer:
+        """The body that nobody wanted is read: another request may come behind it."""
+        for _ in body:
+            pass
+        return status, {}, json.dumps({"error": error}).encode()
 
     def _send(self, answer: Answer, fault: Fault | None) -> None:
         status, headers, body = answer
