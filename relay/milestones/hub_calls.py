@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.hf_api import CommitOperation, RepoFile
 
 from .run_manifest import FOLDER, MANIFEST_PATH, MAX_BYTES, METRICS_PATH, File, RunManifest, git_blob_id
 from .snapshot import local_path
@@ -32,7 +32,7 @@ TIMEOUT = httpx.Timeout(60.0, connect=15.0)
 # What is sent before the next part begins: what is finished need not be sent again after a kill.
 GROUP_FILES, GROUP_BYTES = 64, 1 << 30
 THREADS = 2
-COMMIT_TRIES = 4
+COMMIT_TRIES = FETCH_TRIES = 4
 
 
 class RefusedMilestone(Exception):
@@ -84,7 +84,7 @@ def publish(job: dict[str, Any], token: str, tell: Tell) -> None:
             tell({"sent": len(group)})
         tell({"phase": "payload"})
         own = CommitOperationAdd(MANIFEST_PATH, text)
-        operations = [*additions, own, *_deletions(api, repo, head, manifest)]
+        operations: list[CommitOperation] = [*additions, own, *_deletions(api, repo, head, manifest)]
         try:
             made = api.create_commit(
                 repo, operations, commit_message=manifest.title, parent_commit=head, num_threads=THREADS
@@ -141,7 +141,9 @@ def _deletions(api: HfApi, repo: str, head: str, manifest: RunManifest) -> list[
     """What the milestone before had and this one does not have. Nothing else of the repository is touched."""
     mine = {one.path for one in manifest.files}
     return [
-        CommitOperationDelete(path, is_folder=False) for path in _tree(api, repo, head) if _is_ours(path) and path not in mine
+        CommitOperationDelete(path, is_folder=False)
+        for path in _tree(api, repo, head)
+        if _is_ours(path) and path not in mine
     ]
 
 
@@ -230,12 +232,18 @@ def download(job: dict[str, Any], token: str, tell: Tell) -> None:
 
 
 def _fetched(api: HfApi, repo: str, revision: str, path: str, target: Path, anew: bool = False) -> Path:
-    try:
-        return Path(api.hf_hub_download(repo, path, revision=revision, local_dir=target, force_download=anew))
-    except LocalEntryNotFoundError:  # the hub cannot be reached
-        raise
-    except EntryNotFoundError as error:
-        raise RefusedMilestone(f"{repo}@{revision}: {path} is missing") from error
+    """One file, tried a few times: the library tries again what is cut, and not what a server's error ends."""
+    for number in range(FETCH_TRIES):
+        try:
+            return Path(api.hf_hub_download(repo, path, revision=revision, local_dir=target, force_download=anew))
+        except (httpx.HTTPError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+            # Of the same family is a hub that cannot be reached.
+            if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+                raise RefusedMilestone(f"{repo}@{revision}: {path} is missing") from error
+            if number == FETCH_TRIES - 1:
+                raise
+        time.sleep(2.0**number)  # why: the hub is busy
+    raise AssertionError("the last try returns or raises")
 
 
 def _is_right(path: Path, size: int, sha256: str, blob_id: str) -> bool:

@@ -105,7 +105,7 @@ class RunManifest:
 
     @property
     def mark(self) -> str:
-        """How the commit's title begins, which no other milestone's does: a commit whose answer was lost is found by it."""
+        """How the commit's title begins, and no other milestone's: by it a commit is found whose answer was lost."""
         return f"Milestone {hashlib.sha256(self.to_bytes()).hexdigest()[:32]}"
 
     @property

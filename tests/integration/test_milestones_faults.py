@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,9 +36,7 @@ FAULTS = {
 SHORT = "lost answer of the commit"
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(one, marks=[] if one == SHORT else pytest.mark.full) for one in FAULTS]
-)
+@pytest.mark.parametrize("fault", [pytest.param(one, marks=[] if one == SHORT else pytest.mark.full) for one in FAULTS])
 def test_an_upload_gets_through(scenes: Scenes, fault: str) -> None:
     """One milestone, whole, in one commit, whatever happened on the way. The failed creation waits a period."""
     scene = scenes(interval_seconds=3)
@@ -67,9 +67,6 @@ def test_somebody_else_commits_meanwhile(scenes: Scenes, tmp_path: Path) -> None
 
 
 def _commit_readme(scene: Scene, tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     code = (
         "from huggingface_hub import HfApi, CommitOperationAdd as Add\n"
         f"HfApi().create_commit({REPO!r}, [Add('README.md', b'# mine')], commit_message='README')"
@@ -80,7 +77,7 @@ def _commit_readme(scene: Scene, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_hub_that_is_away_is_one_line_per_try(scenes: Scenes) -> None:
-    """Each period one line; when it is back, the newest checkpoint becomes the milestone, and the older snapshot goes."""
+    """Each period one line; when it is back, the newest checkpoint becomes the milestone; the older snapshot goes."""
     scene = scenes(interval_seconds=8)
     scene.hub.kill()
     scene.commit(40)
