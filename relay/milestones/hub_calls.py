@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, set_client_factory
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationCopy,
+    CommitOperationDelete,
+    HfApi,
+    constants,
+    set_client_factory,
+)
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
@@ -18,7 +25,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.hf_api import CommitOperation, RepoFile
+from huggingface_hub.hf_api import RepoFile
 
 from .run_manifest import FOLDER, MANIFEST_PATH, MAX_BYTES, METRICS_PATH, File, RunManifest, git_blob_id
 from .snapshot import local_path
@@ -26,6 +33,7 @@ from .snapshot import local_path
 __all__ = ("RefusedMilestone", "download", "is_of_xet", "publish")
 
 Tell = Callable[[dict[str, Any]], None]
+Operation = CommitOperationAdd | CommitOperationCopy | CommitOperationDelete
 
 # The library itself sets no limit: a hub that takes a request and never answers would hold an upload for good.
 TIMEOUT = httpx.Timeout(60.0, connect=15.0)
@@ -84,7 +92,7 @@ def publish(job: dict[str, Any], token: str, tell: Tell) -> None:
             tell({"sent": len(group)})
         tell({"phase": "payload"})
         own = CommitOperationAdd(MANIFEST_PATH, text)
-        operations: list[CommitOperation] = [*additions, own, *_deletions(api, repo, head, manifest)]
+        operations: list[Operation] = [*additions, own, *_deletions(api, repo, head, manifest)]
         try:
             made = api.create_commit(
                 repo, operations, commit_message=manifest.title, parent_commit=head, num_threads=THREADS

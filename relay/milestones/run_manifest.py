@@ -62,11 +62,11 @@ class RunManifest:
             raise ValueError(f"{self.checkpoint!r} is no name of a checkpoint")
         if not _SHA256.fullmatch(self.digest):
             raise ValueError("the digest is no SHA-256")
+        for one in self.files:
+            _check(one)
         paths = [one.path for one in self.files]
         if paths != sorted(set(paths)):
             raise ValueError("the files are not sorted by path, or one is there twice")
-        for one in self.files:
-            _check(one)
         if f"{FOLDER}/MANIFEST.json" not in paths:
             raise ValueError("the checkpoint has no MANIFEST.json")
 
