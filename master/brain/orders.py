@@ -56,7 +56,7 @@ def order_to_go(turn: Turn, node: Node) -> None:
 
 
 def fence(turn: Turn, message: control_pb2.FenceNodeRequest) -> Reply:
-    """Closes a node's epoch at once: whatever it still says is answered NOT_FOUND, and nothing of it counts any more."""
+    """Closes a node's epoch at once: what it still says is answered NOT_FOUND, and nothing of it counts any more."""
     node = turn.job.nodes.get(message.node)
     if node is None or message.incarnation not in ("", node.incarnation):
         return Reply("NOT_FOUND", f"{message.node!r} is not registered as {message.incarnation or 'a node'} any more")

@@ -61,7 +61,7 @@ def test_what_was_never_committed_is_no_milestone() -> None:
 
 
 def test_what_was_deleted_meanwhile_is_one_all_the_same() -> None:
-    """A copy of it was on its way while newer checkpoints came; that it was committed outlives its files and the master."""
+    """A copy of it was on its way: that it was committed outlives its files and the master."""
     job, (node,) = trained(keep_checkpoints=1)
     made = [node.save(step) for step in range(2, 8)]
     pruned = [ref for ref in node.directive.prune if ref.name == made[0].ref.name]
@@ -95,7 +95,7 @@ def test_a_new_run_has_none() -> None:
 
 def test_an_old_record_has_none() -> None:
     """A record that was written before there were milestones is read."""
-    job, (node,) = trained()
+    job, _ = trained()
     rows = JobCodec.everything(job.job)
     assert b'"milestones":[]' in rows["job"]
     rows["job"] = rows["job"].replace(b',"milestones":[]', b"").replace(b'"milestones":[],', b"")
