@@ -23,7 +23,7 @@ from .http.relay import RelayEdge
 from .record.store import Store, open_store
 from .server.auth import is_loopback
 from .server.job_brain import JobBrain
-from .server.server import ControlServer, ServerOptions, is_free
+from .server.server import BindError, ControlServer, ServerOptions
 from .serving import EXIT_OK, STOP, print_line, run
 
 __all__ = ("Commander",)
@@ -91,25 +91,26 @@ class Commander:
             is_gone = partial(processes.is_gone, here=processes.own_process())
             settings = Settings(**asdict(settings_of(file)))
             brain = JobBrain(file.run_id, (1, 1), is_gone=is_gone, unix=time.time, settings=settings)
-            options = replace(self._options, port=self._port(file, number))
+            port = self._options.port + number if self._options.port else self._last_port(file)
+            options = replace(self._options, port=port)
             return ControlServer(file.run_id, brain, store, options)
         except BaseException:
             store.close()
             raise
 
-    def _port(self, file: RunFile, number: int) -> int:
-        """Without a port of a person's choice it is the last one, if that is free: agents that run know no other."""
-        if self._options.port:
-            return self._options.port + number
-        last = self._last_port(file)
-        if not last or is_free(self._options.host, last):
-            return last
-        log.warning("port %d of %s is taken: agents must ask over HTTP for another one", last, file.run_id)
-        return 0
-
     async def _start(self, server: ControlServer, file: RunFile) -> None:
-        """Starts one master. Raises BindError, AuthError, StoreError."""
-        await server.start()
+        """Starts one master, without a port of a person's choice where it was last: agents that run know no other.
+
+        Raises:
+            BindError, AuthError, StoreError: One line for a person.
+        """
+        try:
+            await server.start()
+        except BindError as error:
+            if self._options.port or not (last := self._last_port(file)):
+                raise
+            why = f"{file.run_id} had port {last} last ({self._port_file(file)}), and something else has it now"
+            raise BindError(f"{why}: end the other Commander if there is one, or choose a --port") from error
         if not self._options.port:
             port = server.address.rpartition(":")[2]
             self._port_file(file).write_text(f"{port}\n", encoding="utf-8")

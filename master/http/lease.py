@@ -135,10 +135,11 @@ class Lessor:
             ended = self._ended(status)
             if ended is not None:
                 return ended
-            if await self._place(token, worker) is not None:
+            holder = leases.holder_of(status)
+            goes = holder is not None and (holder.incarnation, holder.role) == (token.incarnation, "leaving")
+            if not goes and await self._place(token, worker) is not None:
                 return say(409, f"{worker} has no place in {self._file.run_id} any more", status=FENCED)
-            node = leases.known_as(status, token.incarnation)
-            order = "leave" if node is not None and node.role == "leaving" else "continue"
+            order = "leave" if goes else "continue"
             left = leases.in_seconds(self._file.lease_seconds)
             return Answer(200, {"status": "renewed", "lease_expires_in_sec": left, "order": order})
 

@@ -112,9 +112,10 @@ class Token:
 def holder_of(status: pb.StatusReply) -> pb.NodeStatus | None:
     """Who has the run: the node of the open world, or of the last one while it gathers for the next."""
     members = [node for node in status.nodes if node.role == "member"]
-    if not members and status.phase in _TRAINING:
-        # The world's node may have been told to go.
-        members = [node for node in status.nodes if node.role == "leaving"]
+    if not members:
+        # It may have been told to go. Foreign workers go by a word of theirs, and a spare never does.
+        leaving = [node for node in status.nodes if node.role == "leaving"]
+        members = [node for node in leaving if status.phase in _TRAINING or node.incarnation.startswith(PREFIX)]
     ended = status.phase in (pb.PHASE_SUCCEEDED, pb.PHASE_FAILED, pb.PHASE_STOPPED)
     return members[0] if members and not ended else None
 

@@ -57,7 +57,7 @@ class Devices(_Body):
     """What a worker has to train on."""
 
     gpu: Text = ""
-    count: int = Field(1, ge=0, le=MOST_WORKERS)
+    count: Annotated[int, Field(ge=0, le=MOST_WORKERS)] = 1
 
 
 class Acquire(_Body):

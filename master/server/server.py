@@ -29,7 +29,7 @@ from .feed import Feed
 from .service import ControlService
 from .watchers import MOST_STREAMS, End, Watcher, Watchers
 
-__all__ = ("BindError", "ControlServer", "ServerOptions", "is_free")
+__all__ = ("BindError", "ControlServer", "ServerOptions")
 
 log = logging.getLogger(__name__)
 
@@ -308,15 +308,6 @@ class ControlServer:
             if notice.sequence > self._logged:
                 self._logged = notice.sequence
                 log.log(logging.WARNING if notice.warning else logging.INFO, "%s", notice.text)
-
-
-def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
-    try:
-        _probe(host, port)
-    except BindError:
-        return False
-    return True
 
 
 def _probe(host: str, port: int) -> None:
