@@ -107,6 +107,7 @@ def test_nobody_is_let_in_without_the_token(tmp_path: Path) -> None:
         assert (one.end(), one.errors) == (0, "")
 
 
+@pytest.mark.full
 def test_a_token_is_of_one_worker(tmp_path: Path) -> None:
     """Another worker that has it is told whose it is, and a token that is changed anywhere is nobody's."""
     with commander(tmp_path / "c.db", [run_file(tmp_path)]) as one:
@@ -177,6 +178,7 @@ def started(*arguments: str, folder: Path, **environment: str) -> subprocess.Com
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment, cwd=folder)
 
 
+@pytest.mark.full
 def test_mistakes_end_it_before_a_port_is_bound(tmp_path: Path) -> None:
     """One line for each, exit code 2, nothing on stdout, no record."""
     good = run_file(tmp_path)
@@ -211,6 +213,7 @@ def test_mistakes_end_it_before_a_port_is_bound(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.yaml", "my-run.yaml", "same.yaml"]
 
 
+@pytest.mark.full
 def test_a_taken_port_ends_it_in_one_line(tmp_path: Path) -> None:
     """A second Commander on the same ports takes nothing over from one that serves well."""
     with commander(tmp_path / "c.db", [run_file(tmp_path)]) as one:
