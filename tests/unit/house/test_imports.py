@@ -70,6 +70,7 @@ PURE = (
     "elastic/data/plan.py",
     "elastic/training/findings.py",
     "master/brain/",
+    "master/http/leases.py",
     "master/leadership/standing.py",
     "relay/milestones/due.py",
     "relay/milestones/records.py",
