@@ -18,6 +18,8 @@ from urllib.parse import unquote, urlsplit
 
 __all__ = ("Bucket", "ThrottlingProxy", "is_direct")
 
+# An upload has the lowest priority: where the training has the cores, what it missed for so long it may catch up.
+SAVED_SECONDS = 0.4
 _HEAD_BYTES = 64 << 10
 _PIECE_BYTES = 16 << 10
 _CONNECT_SECONDS = 20.0
@@ -38,11 +40,11 @@ class Bucket:
         self._free_at = 0.0
 
     def delay(self, count: int, now: float) -> float:
-        """Seconds to wait before ``count`` bytes go, which are booked. What was not used is not saved up."""
+        """Seconds to wait before ``count`` bytes go, which are booked. What was not used is saved up for a moment."""
         with self._lock:
-            begin = max(self._free_at, now)
+            begin = max(self._free_at, now - SAVED_SECONDS)
             self._free_at = begin + count / self._rate
-            return begin - now
+            return max(0.0, begin - now)
 
 
 class ThrottlingProxy:

@@ -73,7 +73,7 @@ def _path(path: object) -> Callable[[dict[str, Any]], object]:
 )
 def test_what_it_refuses(change: Callable[[dict[str, Any]], object]) -> None:
     """Whoever can write to the repository can write this file."""
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"."):
         RunManifest.from_bytes(_raw(change))
 
 
@@ -82,14 +82,14 @@ def test_what_it_refuses(change: Callable[[dict[str, Any]], object]) -> None:
 )
 def test_what_is_none(text: bytes) -> None:
     """Torn, empty, or spelt otherwise."""
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"."):
         RunManifest.from_bytes(text)
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes(text: bytes) -> None:
     """Nothing but ValueError."""
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"."):
         RunManifest.from_bytes(text)
 
 

@@ -50,7 +50,7 @@ def test_a_changed_byte_is_no_snapshot(volume: Volume) -> None:
     sealed = volume.save(40)
     path = volume.run_dir / sealed.name / "optimizer.pt"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with pytest.raises(CheckpointDamaged, match="optimizer.pt"):
+    with pytest.raises(CheckpointDamaged, match=r"optimizer\.pt"):
         freeze(volume.run_dir / sealed.name, volume.hf / "snapshots", "tune", {}, None)
     assert volume.snapshots == []
 
