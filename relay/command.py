@@ -46,15 +46,15 @@ def _add_pod(parser: argparse.ArgumentParser) -> None:
 
 
 def _carry_on(options: argparse.Namespace) -> int:
-    from . import entry
+    from .entry import carry_on
 
-    return entry.carry_on(options)
+    return carry_on(options)
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from . import verifying
+    from .verifying import verify
 
-    return verifying.verify(options)
+    return verify(options)
 
 
 # What may follow `dalsegno relay` besides a file; the file itself is the pod.
