@@ -42,7 +42,7 @@ def _add_pod(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="begin anew if there is a milestone, and it cannot be had now",
     )
-    parser.add_argument("--notice", type=float, default=25.0, metavar="SECONDS", help="the notice that SIGTERM gives")
+    parser.add_argument("--notice", type=float, default=30.0, metavar="SECONDS", help="the notice that SIGTERM gives")
 
 
 def _carry_on(options: argparse.Namespace) -> int:

@@ -34,9 +34,7 @@ FAULTS = {
 SHORT = "lost answer of the commit"
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(one, marks=[] if one == SHORT else pytest.mark.full) for one in FAULTS]
-)
+@pytest.mark.parametrize("fault", [pytest.param(one, marks=[] if one == SHORT else pytest.mark.full) for one in FAULTS])
 def test_an_upload_gets_through(scenes: Scenes, fault: str) -> None:
     """One milestone, whole, in one commit, whatever happened on the way. The failed creation waits a period."""
     scene = scenes(interval_seconds=3)

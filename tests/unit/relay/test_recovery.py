@@ -1,0 +1,28 @@
+"""What a run goes on from: never silently from less than there is."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from dalsegno.relay.recovery import Known, Way, way_of
+
+EVERY = [
+    Known(*flags[:2], milestones=flags[2], baseline=flags[3], allowed=flags[4])
+    for flags in product((False, True), (False, True), (0, 2), (False, True), (False, True))
+]
+
+
+@pytest.mark.parametrize("known", EVERY)
+def test_the_best_that_there_is_is_taken(known: Known) -> None:
+    """The volume first; then a milestone; a recorded checkpoint out of sight is waited for."""
+    way = way_of(known)
+    if known.intact:
+        assert way is Way.VOLUME
+    elif not known.allowed and known.milestones:
+        assert way is Way.MILESTONE
+    elif not known.allowed and known.head:
+        assert way is Way.LOOK
+    else:
+        assert way is (Way.BASELINE if known.baseline else Way.SCRATCH)
