@@ -23,8 +23,8 @@ from dalsegno.protos.text import one_line
 from dalsegno.protos.yaml_text import Refused
 
 from .agent_process import AgentProcess, MirrorProcess
-from .asking import Away, ask
 from .command_line import agent_command, check_command
+from .preflight import Away, ask
 from .recovering import Stuck, prepared
 from .volume import Volume
 

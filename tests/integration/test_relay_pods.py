@@ -111,7 +111,7 @@ def test_the_commander_is_lost_in_mid_run(tmp_path: Path) -> None:
         assert run.steps()[-1].step == made, "nobody trains"
         run.commander.again()
         assert pod.process.wait(150) == 0, run.said()
-        first, *_, last = run.epochs().values()
+        *_, last = run.epochs().values()
         assert last[0].step == made + 1, "what was saved at the fence is the run's"
         run.assert_one_history(300)
 
@@ -157,7 +157,7 @@ def test_a_damaged_checkpoint_is_never_resumed_from(tmp_path: Path, every: bool)
         run.wait(lambda: "is damaged" in b.said, "the damage")
         if not every:
             run.wait_step(1, epoch=2)
-            assert [made for epoch, made in run.epochs().items() if epoch > 1][0][0].step - 1 in there - {max(there)}
+            assert next(made for epoch, made in run.epochs().items() if epoch > 1)[0].step - 1 in there - {max(there)}
             assert b.process.wait(120) == 0, run.said()
             run.assert_one_history(200)
             return
