@@ -10,6 +10,8 @@ from typing import Any
 
 from dalsegno.protos.options import Parser
 
+from . import looking
+
 __all__ = ("ACTIONS", "Action", "run")
 
 
@@ -59,6 +61,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 # What may follow `dalsegno relay` besides a file; the file itself is the pod.
 ACTIONS: dict[str, Action] = {
+    "status": Action("shows how a run stands", looking.add_status, looking.status),
+    "events": Action("shows what happened to a run", looking.add_events, looking.events),
+    "release": Action("fences whoever holds a run, with the admin's token", looking.add_release, looking.release),
     "verify": Action("compares every checkpoint on the volume with its checksums", _add_file, _verify),
 }
 

@@ -103,6 +103,7 @@ def test_a_silent_holder_loses_the_lease(tmp_path: Path) -> None:
         assert (second.renew()[0], one.run()["holder"], one.run()["state"]) == (200, "w2", "RUNNING")
 
 
+@pytest.mark.full
 def test_a_late_holder_keeps_what_nobody_wants(tmp_path: Path) -> None:
     """The end of a lease by itself takes nothing from anybody."""
     with commander(tmp_path / "c.db", [run_file(tmp_path)]) as one:
@@ -114,6 +115,7 @@ def test_a_late_holder_keeps_what_nobody_wants(tmp_path: Path) -> None:
         assert Worker(one, "w2").acquire()[0] == 409
 
 
+@pytest.mark.full
 def test_a_lease_outlives_the_commander(tmp_path: Path) -> None:
     """Killed and started again: the same token renews, and nobody else gets the lease meanwhile."""
     with commander(tmp_path / "c.db", [run_file(tmp_path)]) as one:
@@ -139,6 +141,7 @@ def test_a_lease_outlives_the_commander(tmp_path: Path) -> None:
         assert first.renew()[1]["status"] == "fenced"
 
 
+@pytest.mark.full
 def test_time_in_which_the_commander_stood_still_takes_no_lease(tmp_path: Path) -> None:
     """Stopped for longer than the lease: the holder has what it had left, although others ask first."""
     with commander(tmp_path / "c.db", [run_file(tmp_path)]) as one:
@@ -174,6 +177,7 @@ def test_only_the_admin_overrules_a_holder(tmp_path: Path) -> None:
         assert one.run()["epoch"] == 3
 
 
+@pytest.mark.full
 def test_a_run_that_failed_goes_on_with_the_next_worker(tmp_path: Path) -> None:
     """The report frees it at once, says why, and stays over a restart."""
     with commander(tmp_path / "c.db", [run_file(tmp_path)]) as one:
@@ -192,6 +196,7 @@ def test_a_run_that_failed_goes_on_with_the_next_worker(tmp_path: Path) -> None:
         assert one.run()["state"] == "RUNNING"
 
 
+@pytest.mark.full
 def test_a_worker_is_told_to_go(tmp_path: Path) -> None:
     """What a person orders reaches it with its next renewal; then it says that it goes."""
     with commander(tmp_path / "c.db", [run_file(tmp_path)]) as one:
@@ -208,6 +213,7 @@ def test_a_worker_is_told_to_go(tmp_path: Path) -> None:
         assert one.run()["state"] == "PREEMPTED"
 
 
+@pytest.mark.full
 def test_runs_of_one_commander_are_independent(tmp_path: Path) -> None:
     """Each has its own lease, epoch, milestones and end."""
     files = [run_file(tmp_path, f"run-{name}") for name in "ab"]
