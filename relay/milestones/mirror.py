@@ -82,7 +82,7 @@ class Mirror:
         self._ask_at = self._tell_at = 0.0
         self._said, self._reason = "", due.INTERVAL
         self._newest: tuple[Path, CheckpointName] | None = None
-        # What a process before this one left: one that is to be uploaded, and those that the Commander has not heard of.
+        # What the process before left: one that is to be uploaded, and those that the Commander has not heard of.
         there = snapshots(self._root)
         unfinished = [one for one in there if not one.revision]
         for one in unfinished[:-1]:
@@ -140,7 +140,7 @@ class Mirror:
             manifest = Manifest.read(path)
         except (CheckpointDamaged, OSError):
             return  # the agent names it, and the next one comes
-        self._looked = path.name
+        self._looked, self._ask_at = path.name, 0.0
         tracked, best = self._rules.tracked, manifest.best
         if tracked is not None and best is not None and best.name == path.name and best.metric == tracked.metric:
             self._pace = due.reported(self._pace, manifest.step)
@@ -209,7 +209,8 @@ class Mirror:
             "upload_limit": self._hub.upload_limit,
         }
         seconds = patience(snapshot.manifest.total_bytes, self._hub.upload_limit)
-        environment: dict[str, str] = {}
+        # What Xet knows of chunks that the hub has: on the volume, so that the next pod need not send them again.
+        environment = {"HF_XET_CACHE": os.environ.get("HF_XET_CACHE") or str(self._places.hf / "xet")}
         while True:
             with Transfer(job, environment) as transfer:
                 outcome = transfer.result(seconds, POLL_SECONDS, self._beside, lambda event: None)
@@ -217,7 +218,7 @@ class Mirror:
                 break
             # The library has no way back by itself.
             self._say(f"the Xet way fails ({outcome['failed']}): uploading the plain way")
-            environment = {"HF_HUB_DISABLE_XET": "1"}
+            environment = {**environment, "HF_HUB_DISABLE_XET": "1"}
         if "revision" not in outcome:
             self._give_up(f"{snapshot.manifest.checkpoint}: {outcome.get('refused') or outcome.get('failed')}")
             return
@@ -339,7 +340,9 @@ def _stop(number: int, frame: object) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the mirror until SIGTERM or SIGINT. Returns 2 where something must be changed first."""
-    parser = argparse.ArgumentParser(prog="dalsegno.relay.milestones.mirror", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="dalsegno.relay.milestones.mirror", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("run_file", type=Path, metavar="run.yaml")
     parser.add_argument("--checkpoints", type=Path, required=True, help="the job's directory of checkpoints")
     parser.add_argument("--hf", type=Path, required=True, help="where snapshots lie, on the same volume")
