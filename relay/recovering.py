@@ -50,8 +50,8 @@ def prepared(
     """
     head = shown.get("head")
     milestones = [Milestone(**one) for one in shown.get("milestones") or ()]
-    intact = _newest_intact(volume, say)
-    known = Known(intact is not None, head is not None, len(milestones), file.baseline is not None, allowed)
+    intact, damaged = _newest_intact(volume, say)
+    known = Known(intact is not None, damaged, head is not None, len(milestones), file.baseline is not None, allowed)
     match way_of(known):
         case Way.VOLUME:
             assert intact is not None
@@ -65,6 +65,11 @@ def prepared(
                 f"the run's last checkpoint, {head['name'] if head else '?'}, is not on this volume, and there is no "
                 "milestone: the agent waits for it; mount the volume that has it"
             )
+        case Way.STUCK:
+            raise Stuck(
+                "no checkpoint on the volume is intact, and there is no milestone: mount a volume that has one; "
+                "--allow-baseline begins anew"
+            )
         case Way.BASELINE:
             return _baseline(file, volume, say), None
         case Way.SCRATCH:
@@ -72,14 +77,17 @@ def prepared(
     return None, None
 
 
-def _newest_intact(volume: Volume, say: Say) -> Manifest | None:
+def _newest_intact(volume: Volume, say: Say) -> tuple[Manifest | None, bool]:
+    """The newest that verifies, and whether one before it did not."""
+    damaged = False
     for one in volume.manifests():
         if not isinstance(one, Manifest):
             continue  # it was never finished
         if not (problem := damage_of(volume.directory_of(one), one)):
-            return one
+            return one, damaged
+        damaged = True
         say(f"{one.name} is damaged: {problem}: the one before is looked at")
-    return None
+    return None, damaged
 
 
 def _restored(milestones: list[Milestone], volume: Volume, say: Say) -> Manifest:

@@ -20,6 +20,8 @@ class Way(str, Enum):
     MILESTONE = "milestone"
     # The run has committed checkpoints, and none is in sight: the agent looks for them, and says so.
     LOOK = "look"
+    # All that is on the volume is damaged, and there is nothing else: a person decides.
+    STUCK = "stuck"
     BASELINE = "baseline"
     SCRATCH = "scratch"
 
@@ -30,6 +32,7 @@ class Known:
 
     Attributes:
         intact: a checkpoint on the volume verified, byte by byte.
+        damaged: some on the volume did not.
         head: the Commander has recorded a checkpoint.
         milestones: how many it has recorded, and may still be tried.
         baseline: `run.yaml` has one.
@@ -37,6 +40,7 @@ class Known:
     """
 
     intact: bool
+    damaged: bool
     head: bool
     milestones: int
     baseline: bool
@@ -49,6 +53,8 @@ def way_of(known: Known) -> Way:
         return Way.VOLUME
     if known.milestones and not known.allowed:
         return Way.MILESTONE
+    if known.damaged and not known.allowed:
+        return Way.STUCK
     if known.head and not known.allowed:
         return Way.LOOK
     return Way.BASELINE if known.baseline else Way.SCRATCH

@@ -161,9 +161,12 @@ def test_a_damaged_checkpoint_is_never_resumed_from(tmp_path: Path, every: bool)
             assert b.process.wait(120) == 0, run.said()
             run.assert_one_history(200)
             return
-        run.wait(lambda: "the agent waits for it" in b.said, "the line")
-        time.sleep(15.0)  # why: nothing may begin in it
+        assert b.process.wait(60) == 1
+        assert "no checkpoint on the volume is intact" in b.said
         assert [one for one in run.steps() if one.epoch > 1] == [], run.said()
+        c = run.pod("c", "--allow-baseline")
+        assert c.process.wait(120) == 0, run.said()
+        assert run.epochs()[max(run.epochs())][0].step == 1, "as somebody said"
 
 
 BAD = [

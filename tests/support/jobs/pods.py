@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..pages.sources import ROOT
 from .commander import TOKEN, Commander, commander, run_file
 from .local_processes import carriers, send
 
 T = TypeVar("T")
-BLACK_BOX = Path(__file__).resolve().parents[1] / "workers" / "black_box.py"
+BLACK_BOX = ROOT / "examples" / "black_box.py"
 LEASE_SECONDS = 6.0
 
 

@@ -8,9 +8,10 @@ import pytest
 
 from dalsegno.relay.recovery import Known, Way, way_of
 
+FLAGS = (False, True)
 EVERY = [
-    Known(*flags[:2], milestones=flags[2], baseline=flags[3], allowed=flags[4])
-    for flags in product((False, True), (False, True), (0, 2), (False, True), (False, True))
+    Known(intact, damaged, head, milestones, baseline, allowed)
+    for intact, damaged, head, milestones, baseline, allowed in product(FLAGS, FLAGS, FLAGS, (0, 2), FLAGS, FLAGS)
 ]
 
 
@@ -22,6 +23,8 @@ def test_the_best_that_there_is_is_taken(known: Known) -> None:
         assert way is Way.VOLUME
     elif not known.allowed and known.milestones:
         assert way is Way.MILESTONE
+    elif not known.allowed and known.damaged:
+        assert way is Way.STUCK
     elif not known.allowed and known.head:
         assert way is Way.LOOK
     else:
