@@ -13,7 +13,7 @@ from typing import Any
 
 from dalsegno.protos.text import one_line
 
-__all__ = ("Away", "Commander", "Milestone")
+__all__ = ("Away", "Commander", "Denied", "Milestone")
 
 _SECONDS = 10.0
 _LONGEST_ANSWER = 4 << 20
@@ -21,6 +21,14 @@ _LONGEST_ANSWER = 4 << 20
 
 class Away(Exception):
     """The Commander does not answer, or not as it should; one line."""
+
+
+class Denied(Away):
+    """The Commander does not know the run, or does not let us in; one line."""
+
+    def __init__(self, line: str, status: int) -> None:
+        super().__init__(line)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -57,11 +65,14 @@ class Commander:
         """What it knows of the run: ``head``, ``milestones`` and so on.
 
         Raises:
-            Away: it does not answer.
+            Away: it does not answer; `Denied`, if asking again does not help.
         """
         status, answer = self._ask(self._base, None)
+        line = f"{self.url} answers {status}: {one_line(str(answer.get('detail', '')), 200)}"
+        if status in (401, 403, 404):
+            raise Denied(line, status)
         if status != 200:
-            raise Away(f"{self.url} answers {status}: {one_line(str(answer.get('detail', '')), 200)}")
+            raise Away(line)
         return answer
 
     def tell(self, milestone: Milestone) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import ssl
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ pytest.importorskip("yaml", reason="needs the extra relay")
 
 from tests.support.jobs.commander import ADMIN_TOKEN, TOKEN, Commander, Worker, commander, run_file
 from tests.support.jobs.master_process import Agent, open_world, settings
+from tests.support.pages.sources import ROOT
 
 pytestmark = pytest.mark.timeout(120)
 
+PAGE = (ROOT / "docs" / "relay-protocol.md").read_text(encoding="utf-8")
 ACQUIRE = {"worker_id": "w1", "run_id": "my-run"}
 RENEW = {"worker_id": "w1", "lease_token": "x"}
 REPORT = {"run_id": "my-run", "lease_token": "x"}
@@ -211,6 +215,34 @@ def test_mistakes_end_it_before_a_port_is_bound(tmp_path: Path) -> None:
     done = started(f"--relay={good}", store, edge, folder=tmp_path, DALSEGNO_ADMIN_TOKEN="short")
     assert (done.returncode, "DALSEGNO_ADMIN_TOKEN is shorter" in done.stderr) == (2, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.yaml", "my-run.yaml", "same.yaml"]
+
+
+@pytest.mark.full
+def test_as_a_page_prints_it(tmp_path: Path) -> None:
+    """With certificates, its ports and store chosen by a person: HTTP speaks TLS, and so do agents."""
+    (page,) = (line for line in PAGE.splitlines() if line.startswith("    dlrover-master --relay run.yaml"))
+    more = PAGE.split(page)[1].splitlines()[1]
+    key = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "key.pem", "-out", "cert.pem"]
+    key += ["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    subprocess.run(key, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    run_file(tmp_path, "run", lease_seconds=60)
+    typed = f"{page.strip().removesuffix(chr(92))} {more.strip()}"
+    here = {"sqlite:////var/lib/dalsegno/": "sqlite:///", "8443": "0", "29400": "0", "0.0.0.0": "127.0.0.1"}
+    for printed, ours in here.items():
+        assert printed in typed
+        typed = typed.replace(printed, ours)
+    command = [sys.executable, "-m", "dalsegno.master", *typed.split()[1:]]
+    one = Commander(command, {"DALSEGNO_TOKEN": TOKEN}, tmp_path)
+    one.start()
+    try:
+        context = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+        url = f"https://localhost:{one.http.rpartition(':')[2]}/api/relay/run"
+        request = urllib.request.Request(url, headers={"authorization": f"Bearer {TOKEN}"})
+        with urllib.request.urlopen(request, timeout=20, context=context) as answer:
+            assert json.loads(answer.read())["state"] == "WAITING"
+        assert (tmp_path / "commander.run.db").exists()
+    finally:
+        one.end()
 
 
 @pytest.mark.full

@@ -51,7 +51,6 @@ def test_of_two_that_race_one_has_the_lease(tmp_path: Path) -> None:
             assert (one.run()["state"], one.run()["holder"]) == ("PREEMPTED", None)
 
 
-@pytest.mark.full
 def test_what_a_worker_is_told_with_the_lease(tmp_path: Path) -> None:
     """How to work, and what was published last; what it reports is shown, and a milestone outlives the Commander."""
     hub = {"repo": "me/model", "interval_seconds": 60, "on_improve": {"metric": "loss"}}

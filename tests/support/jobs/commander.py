@@ -42,6 +42,7 @@ class Commander:
 
     command: list[str]
     environment: dict[str, str]
+    folder: Path | None = None
     process: subprocess.Popen[str] = field(init=False)
     http: str = ""
     runs: dict[str, Any] = field(default_factory=dict)
@@ -51,7 +52,12 @@ class Commander:
     def start(self) -> None:
         """Starts it, and waits until it serves."""
         self.process = subprocess.Popen(
-            self.command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            self.command,
+            env=self.environment,
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         said = said_by(self.process)
         self.http, self.runs = said["http"], said["runs"]
