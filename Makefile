@@ -43,7 +43,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/build/torch_extensions
 
 VENV := $(CURDIR)/.venv
 PY := $(VENV)/bin/python
-FOLDERS := agent elastic master protos swift_plugin
+FOLDERS := agent elastic master protos relay swift_plugin
 FARM := $(addprefix build/typing/dalsegno/,$(FOLDERS))
 PROTO_VENV := $(CURDIR)/build/venv-protos
 WHEEL_VENV := $(CURDIR)/build/venv-wheel
@@ -86,7 +86,7 @@ $(VENV)/.trains: setup.cfg pyproject.toml constraints.txt
 
 $(VENV)/.installed: $(VENV)/.trains
 	@echo "installing what the tests need"
-	$(PY) -m pip install --quiet -c constraints.txt -e '.[train,etcd,swift,dev]'
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[train,etcd,swift,relay,dev]'
 	@touch $@
 
 # The generators are pinned: newer ones write code that refuses older protobuf runtimes.

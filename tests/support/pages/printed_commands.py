@@ -59,6 +59,8 @@ _INSIDE = "how one part of the product starts another"
 _OTHERS = "a script of somebody else's; one of its shape goes through a join and a kill"
 _JOB = "needs the job that the page prints"
 _CONTROL = "tests/integration/test_control.py"
+_RUN = "needs a Commander and its run's file"
+_LOOKING = "tests/integration/test_relay_looking.py"
 _ORDER = "an order to a job, which has names of its own"
 _CLUSTER = "needs a cluster; a miniature of one runs the objects"
 _STEPS = "--steps=4 --save-every=2"
@@ -120,6 +122,13 @@ COMMANDS: dict[str, How] = {
     " --nnodes=1:4 --token-file=token --tls-cert=cert.pem --tls-key=key.pem": Scene("test_several_masters"),
     "dlrover-run --nnodes=1:4 --job-id=gpt --master=M1:29400,M2:29400,M3:29400 --token-file=token --tls-ca=cert.pem"
     " --checkpoint-dir=/shared/checkpoints train.py": Scene("test_several_masters"),
+    "dlrover-master --relay run.yaml --http-port=8443 --store=sqlite:////var/lib/dalsegno/commander.db"
+    " --host=0.0.0.0 --port=29400 --tls-cert=cert.pem --tls-key=key.pem": Elsewhere(
+        "a service with certificates of its own", "tests/integration/test_relay_callers.py::test_as_a_page_prints_it"
+    ),
+    "dalsegno relay status": Elsewhere(_RUN, _LOOKING),
+    "dalsegno relay events": Elsewhere(_RUN, _LOOKING),
+    "dalsegno relay release": Elsewhere(_RUN, _LOOKING),
     "torchrun --rdzv-backend=dalsegno --rdzv-endpoint=HOST:PORT --rdzv-id=JOB": Elsewhere(
         "a node of a job with a master, under torchrun",
         "tests/integration/test_torchrun.py::test_plain_torchrun",

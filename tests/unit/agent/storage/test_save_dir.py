@@ -17,7 +17,7 @@ from dalsegno.agent.storage import adoption, save_dir
 from dalsegno.agent.storage.macros import expand, macros_of
 from dalsegno.agent.storage.save_dir import Adoption
 from dalsegno.elastic.checkpoint import Manifest, verify
-from dalsegno.protos import control_pb2
+from dalsegno.protos import control_pb2, worker_pb2
 from tests.support.jobs.faults import volume
 from tests.unit.agent.storage.test_adoption import ORIGIN, states, world
 
@@ -58,6 +58,7 @@ class Run:
         self.epoch = 0
         self.resume: Manifest | None = None
         self.problem = ""
+        self.damage: worker_pb2.BadCheckpoint | None = None
 
     @property
     def out(self) -> Path:
@@ -73,8 +74,8 @@ class Run:
             self.world.resume.source.ref.digest = self.resume.digest
         there = threading.Event()
 
-        def then(problem: str) -> None:
-            self.problem = problem
+        def then(problem: str, damage: worker_pb2.BadCheckpoint | None) -> None:
+            self.problem, self.damage = problem, damage
             there.set()
 
         if self.taken.place(self.directory, self.world, then, first=True):
@@ -378,18 +379,23 @@ def test_other_nodes_wait_for_the_copy(runs: Callable[..., Run], monkeypatch: py
     other = Adoption(run.flags, run.heard.put)
     following = world(2, run.resume.name)  # type: ignore[union-attr]
     said: queue.Queue[str] = queue.Queue()
-    assert other.place(run.directory, following, said.put, first=False)
+
+    def then(problem: str, damage: object) -> None:
+        assert damage is None
+        said.put(problem)
+
+    assert other.place(run.directory, following, then, first=False)
     with pytest.raises(queue.Empty):
         said.get(timeout=0.3)
     run.next()
     assert said.get(timeout=20) == ""
-    assert other.place(run.directory, world(3, run.resume.name), said.put, first=False)  # type: ignore[union-attr]
+    assert other.place(run.directory, world(3, run.resume.name), then, first=False)  # type: ignore[union-attr]
     other.close()
     with pytest.raises(queue.Empty):
         said.get(timeout=0.3)
     run.taken.close()
     monkeypatch.setattr(save_dir, "_PATIENCE_SECONDS", 0.2)
-    assert other.place(run.directory, world(4, run.resume.name), said.put, first=False)  # type: ignore[union-attr]
+    assert other.place(run.directory, world(4, run.resume.name), then, first=False)  # type: ignore[union-attr]
     assert "did not come into" in said.get(timeout=20)
     waiting = [thread for thread in threading.enumerate() if thread.name == "placing"]
     for thread in waiting:
