@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from http.client import HTTPException
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -229,3 +231,45 @@ def test_runs_of_one_commander_are_independent(tmp_path: Path) -> None:
         second.token, second.run_id = first.token, "run-b"
         assert second.report(step=1)[0] == 400
         assert one.end() == 0
+
+
+@pytest.mark.full
+def test_a_commander_that_is_killed_while_it_answers(tmp_path: Path) -> None:
+    """At any moment of an acquire, a renewal or a report: at most one token is good, and the run is never stuck."""
+    random = Random(7)
+    with commander(tmp_path / "c.db", [run_file(tmp_path)]) as one:
+        tokens: list[Worker] = []
+        for number in range(12):
+            workers = [Worker(one, f"w{number}-{rival}") for rival in range(2)]
+            threads = [threading.Thread(target=stubborn, args=(worker,)) for worker in workers]
+            for thread in threads:
+                thread.start()
+            pause(random.uniform(0.0, 0.12))
+            one.again()
+            for thread in threads:
+                thread.join(30)
+            tokens += [worker for worker in workers if worker.token]
+            good = [worker for worker in tokens if worker.renew()[0] == 200]
+            assert len(good) <= 1
+            # A token whose answer was lost is good for one lease only.
+            next_one = Worker(one, f"next-{number}")
+            until = time.monotonic() + LEASE_SECONDS + 10.0
+            while not good and next_one.acquire()[0] != 200:
+                assert time.monotonic() < until
+                pause(0.2)
+            holder = good[0] if good else next_one
+            assert one.run()["holder"] == holder.name
+            if number % 2:
+                assert holder.report("PREEMPTED", step=number)[0] == 200
+            tokens = [worker for worker in [*tokens, next_one] if worker.token]
+
+
+def stubborn(worker: Worker) -> None:
+    """Takes the lease, keeps it and reports, until the Commander does not answer."""
+    try:
+        if worker.acquire()[0] == 200:
+            for step in range(20):
+                worker.renew()
+                worker.report(step=step)
+    except (OSError, HTTPException, ValueError):
+        return
