@@ -92,7 +92,7 @@ def test_a_silent_holder_loses_the_lease(tmp_path: Path) -> None:
         first, second = Worker(one, "w1"), Worker(one, "w2")
         assert first.acquire()[0] == 200
         for _ in range(4):
-            pause(LEASE_SECONDS / 3)
+            pause(LEASE_SECONDS / 4)
             assert first.renew()[0] == 200
             assert second.acquire()[0] == 409
         silent = time.monotonic()
@@ -196,6 +196,22 @@ def test_a_run_that_failed_goes_on_with_the_next_worker(tmp_path: Path) -> None:
         )
         assert second.acquire()[0] == 200
         assert one.run()["state"] == "RUNNING"
+        # The next one need not wait until the one that failed is forgotten.
+        assert second.report("FAILED")[0] == 200
+        assert second.acquire()[0] == 200
+
+
+@pytest.mark.full
+def test_a_run_that_was_stopped_lets_nobody_in(tmp_path: Path) -> None:
+    """Until somebody starts it; who asked in vain leaves nothing behind."""
+    with commander(tmp_path / "c.db", [run_file(tmp_path)]) as one:
+        worker, path = Worker(one, "w1"), "/api/relay/my-run"
+        assert one.ask("POST", f"{path}/stop")[0] == 200
+        code, said = worker.acquire()
+        assert (code, said["status"], "was stopped by order" in said["detail"]) == (409, "released", True)
+        assert one.ask("GET", f"{path}/job")[1]["nodes"] == []
+        assert one.ask("POST", f"{path}/start")[0] == 200
+        assert worker.acquire()[0] == 200
 
 
 @pytest.mark.full
@@ -205,7 +221,7 @@ def test_a_worker_is_told_to_go(tmp_path: Path) -> None:
         worker = Worker(one, "w1")
         worker.acquire()
         assert one.ask("POST", "/api/relay/my-run/nodes/w1/drain")[0] == 200
-        for _ in range(4):
+        for _ in range(6):
             code, said = worker.renew()
             assert (code, said["order"]) == (200, "leave")
             # It still saves: nobody else may write.
