@@ -44,19 +44,19 @@ def _add_pod(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="begin anew if there is a milestone, and it cannot be had now",
     )
-    parser.add_argument("--notice", type=float, default=25.0, metavar="SECONDS", help="the notice that SIGTERM gives")
+    parser.add_argument("--notice", type=float, default=30.0, metavar="SECONDS", help="the notice that SIGTERM gives")
 
 
 def _carry_on(options: argparse.Namespace) -> int:
-    from . import entry
+    from .entry import carry_on
 
-    return entry.carry_on(options)
+    return carry_on(options)
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from . import verifying
+    from .verifying import verify
 
-    return verifying.verify(options)
+    return verify(options)
 
 
 # What may follow `dalsegno relay` besides a file; the file itself is the pod.

@@ -18,7 +18,7 @@ def told(
 ) -> Iterator[dict[str, Any]]:
     """What one event amounts to: objects with the key `event`, in order.
 
-    `admitted` (node), `waits` (why), `fenced`, `link` (up), `starts` (epoch; resume, step: where from),
+    `admitted` (node), `waits` (why), `fenced`, `link` (up), `starts` (run, epoch; resume, step: where from),
     `sealed` and `committed` (name, digest, step, epoch), `damaged` (name, file, why), `stops` (epoch),
     `stopped` (epoch, answered), `leaves`, `exits` (code, why).
 
@@ -48,7 +48,7 @@ def told(
     for action in actions:
         match action:
             case ev.StartWorkers():
-                yield {"event": "starts", "epoch": action.world.epoch, **_resume(action.world)}
+                yield {"event": "starts", "run": action.world.run_id, "epoch": action.world.epoch, **_resume(action.world)}
             case ev.StopWorkers():
                 yield {"event": "stops", "epoch": action.epoch}
             case ev.WriteLatest():

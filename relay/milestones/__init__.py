@@ -5,5 +5,6 @@ size and SHA-256. The payload goes first. One commit then adds everything, so th
 not at all. Only what verifies against that manifest, byte by byte, is ever restored.
 
 ``mirror`` is a process beside the agent, and ``transfer`` is the process that it starts for each upload; only that one
-imports ``huggingface_hub``. Both may be killed at any moment: what the next one needs lies on the volume and on the hub.
+imports ``huggingface_hub``. Both may be killed at any moment: what the next one needs lies on the volume, or on the
+hub.
 """

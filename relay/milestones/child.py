@@ -37,7 +37,7 @@ class Transfer:
     """
 
     def __init__(self, job: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  `__exit__` closes it
         self._process = subprocess.Popen(
             [sys.executable, "-m", "dalsegno.relay.milestones.transfer"],
             stdin=subprocess.PIPE,

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, set_client_factory
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationCopy,
+    CommitOperationDelete,
+    HfApi,
+    constants,
+    set_client_factory,
+)
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
@@ -26,13 +33,14 @@ from .snapshot import local_path
 __all__ = ("RefusedMilestone", "download", "is_of_xet", "publish")
 
 Tell = Callable[[dict[str, Any]], None]
+Operation = CommitOperationAdd | CommitOperationCopy | CommitOperationDelete
 
 # The library itself sets no limit: a hub that takes a request and never answers would hold an upload for good.
 TIMEOUT = httpx.Timeout(60.0, connect=15.0)
 # What is sent before the next part begins: what is finished need not be sent again after a kill.
 GROUP_FILES, GROUP_BYTES = 64, 1 << 30
 THREADS = 2
-COMMIT_TRIES = 4
+COMMIT_TRIES = FETCH_TRIES = 4
 
 
 class RefusedMilestone(Exception):
@@ -84,7 +92,7 @@ def publish(job: dict[str, Any], token: str, tell: Tell) -> None:
             tell({"sent": len(group)})
         tell({"phase": "payload"})
         own = CommitOperationAdd(MANIFEST_PATH, text)
-        operations = [*additions, own, *_deletions(api, repo, head, manifest)]
+        operations: list[Operation] = [*additions, own, *_deletions(api, repo, head, manifest)]
         try:
             made = api.create_commit(
                 repo, operations, commit_message=manifest.title, parent_commit=head, num_threads=THREADS
@@ -141,7 +149,9 @@ def _deletions(api: HfApi, repo: str, head: str, manifest: RunManifest) -> list[
     """What the milestone before had and this one does not have. Nothing else of the repository is touched."""
     mine = {one.path for one in manifest.files}
     return [
-        CommitOperationDelete(path, is_folder=False) for path in _tree(api, repo, head) if _is_ours(path) and path not in mine
+        CommitOperationDelete(path, is_folder=False)
+        for path in _tree(api, repo, head)
+        if _is_ours(path) and path not in mine
     ]
 
 
@@ -230,12 +240,18 @@ def download(job: dict[str, Any], token: str, tell: Tell) -> None:
 
 
 def _fetched(api: HfApi, repo: str, revision: str, path: str, target: Path, anew: bool = False) -> Path:
-    try:
-        return Path(api.hf_hub_download(repo, path, revision=revision, local_dir=target, force_download=anew))
-    except LocalEntryNotFoundError:  # the hub cannot be reached
-        raise
-    except EntryNotFoundError as error:
-        raise RefusedMilestone(f"{repo}@{revision}: {path} is missing") from error
+    """One file, tried a few times: the library tries again what is cut, and not what a server's error ends."""
+    for number in range(FETCH_TRIES):
+        try:
+            return Path(api.hf_hub_download(repo, path, revision=revision, local_dir=target, force_download=anew))
+        except (httpx.HTTPError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+            # Of the same family is a hub that cannot be reached.
+            if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+                raise RefusedMilestone(f"{repo}@{revision}: {path} is missing") from error
+            if number == FETCH_TRIES - 1:
+                raise
+        time.sleep(2.0**number)  # why: the hub is busy
+    raise AssertionError("the last try returns or raises")
 
 
 def _is_right(path: Path, size: int, sha256: str, blob_id: str) -> bool:

@@ -13,15 +13,18 @@ import json
 import os
 import shutil
 import signal
+import ssl
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, CheckpointName, Manifest, Tracked, is_checkpoint_name
 from dalsegno.elastic.checkpoint.files import replace_file
+from dalsegno.protos.contract import Variable
 from dalsegno.protos.run_file import RunFile, read_run_file
 from dalsegno.protos.text import one_line
 from dalsegno.protos.yaml_text import Refused
@@ -82,7 +85,7 @@ class Mirror:
         self._ask_at = self._tell_at = 0.0
         self._said, self._reason = "", due.INTERVAL
         self._newest: tuple[Path, CheckpointName] | None = None
-        # What a process before this one left: one that is to be uploaded, and those that the Commander has not heard of.
+        # What the process before left: one that is to be uploaded, and those that the Commander has not heard of.
         there = snapshots(self._root)
         unfinished = [one for one in there if not one.revision]
         for one in unfinished[:-1]:
@@ -140,7 +143,7 @@ class Mirror:
             manifest = Manifest.read(path)
         except (CheckpointDamaged, OSError):
             return  # the agent names it, and the next one comes
-        self._looked = path.name
+        self._looked, self._ask_at = path.name, 0.0
         tracked, best = self._rules.tracked, manifest.best
         if tracked is not None and best is not None and best.name == path.name and best.metric == tracked.metric:
             self._pace = due.reported(self._pace, manifest.step)
@@ -209,7 +212,8 @@ class Mirror:
             "upload_limit": self._hub.upload_limit,
         }
         seconds = patience(snapshot.manifest.total_bytes, self._hub.upload_limit)
-        environment: dict[str, str] = {}
+        # What Xet knows of chunks that the hub has: on the volume, so that the next pod need not send them again.
+        environment = {"HF_XET_CACHE": os.environ.get("HF_XET_CACHE") or str(self._places.hf / "xet")}
         while True:
             with Transfer(job, environment) as transfer:
                 outcome = transfer.result(seconds, POLL_SECONDS, self._beside, lambda event: None)
@@ -217,7 +221,7 @@ class Mirror:
                 break
             # The library has no way back by itself.
             self._say(f"the Xet way fails ({outcome['failed']}): uploading the plain way")
-            environment = {"HF_HUB_DISABLE_XET": "1"}
+            environment = {**environment, "HF_HUB_DISABLE_XET": "1"}
         if "revision" not in outcome:
             self._give_up(f"{snapshot.manifest.checkpoint}: {outcome.get('refused') or outcome.get('failed')}")
             return
@@ -333,17 +337,31 @@ def _lock(hf: Path) -> int:
             return descriptor  # a volume without locks
 
 
+def _commander(file: RunFile, given: argparse.Namespace) -> Commander:
+    url = (given.commander or file.commander).rstrip("/")
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        raise Refused(f"--commander {url!r} is no URL like https://HOST:8443")
+    try:
+        return Commander(url, file.run_id, os.environ.get(Variable.TOKEN, ""), given.tls_ca)
+    except (OSError, ssl.SSLError) as error:
+        raise Refused(f"--tls-ca {given.tls_ca}: {one_line(str(error), 200)}") from error
+
+
 def _stop(number: int, frame: object) -> None:
     raise Stopped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the mirror until SIGTERM or SIGINT. Returns 2 where something must be changed first."""
-    parser = argparse.ArgumentParser(prog="dalsegno.relay.milestones.mirror", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="dalsegno.relay.milestones.mirror", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("run_file", type=Path, metavar="run.yaml")
     parser.add_argument("--checkpoints", type=Path, required=True, help="the job's directory of checkpoints")
     parser.add_argument("--hf", type=Path, required=True, help="where snapshots lie, on the same volume")
     parser.add_argument("--events", type=Path, required=True, help="gets one JSON line per milestone")
+    parser.add_argument("--commander", metavar="URL", help="another address than the file's")
+    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="the authority of its certificate (PEM)")
     given = parser.parse_args(arguments)
     try:
         file = read_run_file(given.run_file)
@@ -351,6 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise Refused(f"{given.run_file}: hf: missing: there are no milestones to make")
         if not os.environ.get("HF_TOKEN"):
             raise Refused("HF_TOKEN is not set: hf in run.yaml needs a token that may write to the repository")
+        commander = _commander(file, given)
     except Refused as refused:
         for line in refused.lines:
             print(f"error: {line}", file=sys.stderr)
@@ -360,7 +379,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         os.nice(NICE)
         lock = _lock(given.hf)
-        commander = Commander(file.commander, file.run_id, os.environ.get("DALSEGNO_TOKEN", ""))
         Mirror(file, Places(given.checkpoints, given.hf, given.events), commander).run()
         os.close(lock)
     except Stopped:

@@ -62,11 +62,11 @@ class RunManifest:
             raise ValueError(f"{self.checkpoint!r} is no name of a checkpoint")
         if not _SHA256.fullmatch(self.digest):
             raise ValueError("the digest is no SHA-256")
+        for one in self.files:
+            _check(one)
         paths = [one.path for one in self.files]
         if paths != sorted(set(paths)):
             raise ValueError("the files are not sorted by path, or one is there twice")
-        for one in self.files:
-            _check(one)
         if f"{FOLDER}/MANIFEST.json" not in paths:
             raise ValueError("the checkpoint has no MANIFEST.json")
 
@@ -105,7 +105,7 @@ class RunManifest:
 
     @property
     def mark(self) -> str:
-        """How the commit's title begins, which no other milestone's does: a commit whose answer was lost is found by it."""
+        """How the commit's title begins, and no other milestone's: by it a commit is found whose answer was lost."""
         return f"Milestone {hashlib.sha256(self.to_bytes()).hexdigest()[:32]}"
 
     @property

@@ -62,7 +62,9 @@ class Snapshot:
 
 def local_path(directory: Path, checkpoint: str, path: str) -> Path:
     """Where a file of the milestone lies in its snapshot."""
-    return directory / checkpoint / path.removeprefix(f"{FOLDER}/") if path.startswith(f"{FOLDER}/") else directory / path
+    return (
+        directory / checkpoint / path.removeprefix(f"{FOLDER}/") if path.startswith(f"{FOLDER}/") else directory / path
+    )
 
 
 def plain(manifest: Mapping[str, Any]) -> dict[str, Any]:

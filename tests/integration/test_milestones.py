@@ -168,8 +168,17 @@ def test_a_kill_in_an_upload_loses_nothing(scenes: Scenes, phase: str) -> None:
     scene.commit(40)
     scene.hub.fault(PHASES[phase], "hold", times=-1)
     first = scene.mirror()
-    scene.wait(lambda: [one for one in scene.hub.asked() if "status" in one and not one["status"] and one["body"] == 0
-                        and PHASES[phase].split(" ")[0] in one["line"] and _held(one["line"], phase)])
+    scene.wait(
+        lambda: [
+            one
+            for one in scene.hub.asked()
+            if "status" in one
+            and not one["status"]
+            and one["body"] == 0
+            and PHASES[phase].split(" ")[0] in one["line"]
+            and _held(one["line"], phase)
+        ]
+    )
     (child,) = psutil.Process(first.process.pid).children()
     first.kill()
     scene.wait(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,9 +36,7 @@ FAULTS = {
 SHORT = "lost answer of the commit"
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(one, marks=[] if one == SHORT else pytest.mark.full) for one in FAULTS]
-)
+@pytest.mark.parametrize("fault", [pytest.param(one, marks=[] if one == SHORT else pytest.mark.full) for one in FAULTS])
 def test_an_upload_gets_through(scenes: Scenes, fault: str) -> None:
     """One milestone, whole, in one commit, whatever happened on the way. The failed creation waits a period."""
     scene = scenes(interval_seconds=3)
@@ -67,9 +67,6 @@ def test_somebody_else_commits_meanwhile(scenes: Scenes, tmp_path: Path) -> None
 
 
 def _commit_readme(scene: Scene, tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     code = (
         "from huggingface_hub import HfApi, CommitOperationAdd as Add\n"
         f"HfApi().create_commit({REPO!r}, [Add('README.md', b'# mine')], commit_message='README')"
@@ -80,7 +77,7 @@ def _commit_readme(scene: Scene, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_hub_that_is_away_is_one_line_per_try(scenes: Scenes) -> None:
-    """Each period one line; when it is back, the newest checkpoint becomes the milestone, and the older snapshot goes."""
+    """Each period one line; when it is back, the newest checkpoint becomes the milestone; the older snapshot goes."""
     scene = scenes(interval_seconds=8)
     scene.hub.kill()
     scene.commit(40)
@@ -158,3 +155,47 @@ def test_a_damaged_checkpoint_never_goes_up(scenes: Scenes) -> None:
     time.sleep(1)  # why: what must not happen has no event
     assert scene.hub.asked() == []
     assert scene.volume.snapshots == []
+
+
+@pytest.mark.full
+def test_the_limit_holds_the_xet_way(scenes: Scenes) -> None:
+    """It is another library, which knows of no rate."""
+    scene = scenes("--xet", xet=True, upload_limit=RATE)
+    scene.commit(40, size=4_000_000)
+    scene.mirror()
+    scene.wait_milestone(seconds=60)
+    assert scene.hub.asked("/_cas/v1/xorbs/")
+    assert not scene.hub.asked("/_lfs/")
+    assert abs(rate(scene.hub.samples()) / RATE - 1) < 0.1, rate(scene.hub.samples())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("where", ["token", "shards"])
+def test_a_hub_without_xet(scenes: Scenes, where: str) -> None:
+    """The library has no way back: the plain way is taken at once, not in the next period."""
+    scene = scenes(*(["--xet"] if where == "shards" else []), xet=True)
+    scene.hub.fault("/_cas/v./shards", "status", status=400, times=-1)
+    scene.commit(40)
+    scene.mirror()
+    scene.wait_milestone()
+    scene.wait_line("the Xet way fails")
+    assert len(scene.hub.asked("PUT /_lfs/")) == 2
+    assert len(milestones_on(scene.hub, scene.root)) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("phase", ["payload", "committing"])
+def test_a_kill_the_xet_way(scenes: Scenes, phase: str) -> None:
+    """On another machine, with an empty home, the next mirror goes on: what has arrived is not sent again."""
+    scene = scenes("--xet", xet=True)
+    scene.commit(40)
+    scene.hub.fault("/_cas/v1/xorbs" if phase == "payload" else COMMIT, "hold", times=-1)
+    first = scene.mirror()
+    scene.wait(lambda: scene.hub.asked("/_cas/v1/xorbs" if phase == "payload" else "/commit/main"))
+    first.kill()
+    scene.hub.clear()
+    scene.environment["HF_HOME"] = str(scene.root / "other-home")
+    scene.mirror()
+    scene.wait_milestone()
+    assert len(milestones_on(scene.hub, scene.root)) == 1
+    assert bool(scene.hub.asked("/_cas/v1/xorbs")) is (phase == "payload")

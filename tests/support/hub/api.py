@@ -31,7 +31,9 @@ def _no_revision() -> Answer:
     return answer({"error": "Invalid rev id"}, 404, **{"X-Error-Code": "RevisionNotFound"})
 
 
-def create(state: State, handler: Handler, found: re.Match[str], query: dict[str, str], body: Iterator[bytes]) -> Answer:
+def create(
+    state: State, handler: Handler, found: re.Match[str], query: dict[str, str], body: Iterator[bytes]
+) -> Answer:
     asked = json.loads(b"".join(body))
     name = f"{asked.get('organization') or 'somebody'}/{asked['name']}"
     if not state.repos.create(name, bool(asked.get("private"))):
@@ -90,7 +92,9 @@ def tree(state: State, handler: Handler, found: re.Match[str], query: dict[str, 
     return answer(entries[start : start + PAGE], **headers)
 
 
-def commits(state: State, handler: Handler, found: re.Match[str], query: dict[str, str], body: Iterator[bytes]) -> Answer:
+def commits(
+    state: State, handler: Handler, found: re.Match[str], query: dict[str, str], body: Iterator[bytes]
+) -> Answer:
     repo = state.repos.get(found["repo"])
     if repo is None:
         return _no_repo()
@@ -126,7 +130,11 @@ def preupload(
     files = repo.commits[-1].files
 
     def mode(one: dict[str, Any]) -> str:
-        return "lfs" if one["path"].endswith((".bin", ".pt", ".safetensors")) or one["size"] >= state.large_from else "regular"
+        return (
+            "lfs"
+            if one["path"].endswith((".bin", ".pt", ".safetensors")) or one["size"] >= state.large_from
+            else "regular"
+        )
 
     def oid(one: dict[str, Any]) -> str | None:
         there: Stored | None = files.get(one["path"])
@@ -141,7 +149,9 @@ def preupload(
     )
 
 
-def commit(state: State, handler: Handler, found: re.Match[str], query: dict[str, str], body: Iterator[bytes]) -> Answer:
+def commit(
+    state: State, handler: Handler, found: re.Match[str], query: dict[str, str], body: Iterator[bytes]
+) -> Answer:
     if state.repos.get(found["repo"]) is None:
         return _no_repo()
     lines = [json.loads(line) for line in b"".join(body).splitlines() if line.strip()]
@@ -175,7 +185,9 @@ def commit(state: State, handler: Handler, found: re.Match[str], query: dict[str
     return answer({"success": True, "commitOid": made.oid, "commitUrl": url, "hookOutput": ""})
 
 
-def resolve(state: State, handler: Handler, found: re.Match[str], query: dict[str, str], body: Iterator[bytes]) -> Answer:
+def resolve(
+    state: State, handler: Handler, found: re.Match[str], query: dict[str, str], body: Iterator[bytes]
+) -> Answer:
     repo = state.repos.get(found["repo"])
     if repo is None:
         return _no_repo()
@@ -197,7 +209,9 @@ def resolve(state: State, handler: Handler, found: re.Match[str], query: dict[st
     return 302, {**headers, "Location": f"{state.cdn}/_cdn/{file.sha256}"}, b""
 
 
-def validate(state: State, handler: Handler, found: re.Match[str], query: dict[str, str], body: Iterator[bytes]) -> Answer:
+def validate(
+    state: State, handler: Handler, found: re.Match[str], query: dict[str, str], body: Iterator[bytes]
+) -> Answer:
     for _ in body:
         pass
     return answer({"errors": [], "warnings": []})
@@ -215,4 +229,3 @@ ROUTES: tuple[Route, ...] = (
     (rf"/api/models/{_REPO}/commit/(?P<revision>[^/]+)", ("POST",), commit),
     (rf"/{_REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", ("GET", "HEAD"), resolve),
 )
-

@@ -67,7 +67,9 @@ def part(state: State, handler: Handler, found: re.Match[str], query: dict[str, 
     return answer({}, ETag=f'"{digest}"')
 
 
-def complete(state: State, handler: Handler, found: re.Match[str], query: dict[str, str], body: Iterator[bytes]) -> Answer:
+def complete(
+    state: State, handler: Handler, found: re.Match[str], query: dict[str, str], body: Iterator[bytes]
+) -> Answer:
     asked = json.loads(b"".join(body))
     blobs = state.root / "blobs"
 
@@ -81,7 +83,9 @@ def complete(state: State, handler: Handler, found: re.Match[str], query: dict[s
     return put(state, handler, found, query, joined())
 
 
-def verify(state: State, handler: Handler, found: re.Match[str], query: dict[str, str], body: Iterator[bytes]) -> Answer:
+def verify(
+    state: State, handler: Handler, found: re.Match[str], query: dict[str, str], body: Iterator[bytes]
+) -> Answer:
     asked = json.loads(b"".join(body))
     blob = state.repos.blob(asked["oid"])
     good = blob.exists() and blob.stat().st_size == asked["size"]

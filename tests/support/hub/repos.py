@@ -128,7 +128,11 @@ class Repos:
                 raise Conflict(head.oid if head else "")
             files = dict(head.files) if head else {}
             for path in deleted:
-                files = {one: f for one, f in files.items() if one != path and not (path[-1:] == "/" and one.startswith(path))}
+                files = {
+                    one: f
+                    for one, f in files.items()
+                    if one != path and not (path[-1:] == "/" and one.startswith(path))
+                }
             files |= added
             text = json.dumps([head and head.oid, title, time.time_ns(), {p: vars(f) for p, f in files.items()}])
             made = Commit(

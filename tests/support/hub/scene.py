@@ -45,7 +45,23 @@ class Volume:
         (directory / "empty.txt").touch()
         (directory / "deep" / "er" / f"rng-{step}.state").write_bytes(draw.randbytes(99))
         manifest = Manifest(
-            *(name, RUN, "r1", step, epoch, 1, SHARDED, Shape(1, "ddp", True), Position(), None, None, None, 1, 1, None),
+            *(
+                name,
+                RUN,
+                "r1",
+                step,
+                epoch,
+                1,
+                SHARDED,
+                Shape(1, "ddp", True),
+                Position(),
+                None,
+                None,
+                None,
+                1,
+                1,
+                None,
+            ),
             describe(directory),
         )
         seal(directory, manifest)

@@ -105,7 +105,9 @@ def shard(state: State, handler: Handler, found: re.Match[str], query: dict[str,
     return answer({"result": 1})
 
 
-def chunks(state: State, handler: Handler, found: re.Match[str], query: dict[str, str], body: Iterator[bytes]) -> Answer:
+def chunks(
+    state: State, handler: Handler, found: re.Match[str], query: dict[str, str], body: Iterator[bytes]
+) -> Answer:
     return answer({"error": "it is not known"}, 404)
 
 

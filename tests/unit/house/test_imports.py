@@ -52,7 +52,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         *(("dlrover", "training"), ("deepspeed",), ("script",), ("trainer",)),
     ),
     "master": (("brain",), ("record",), ("leadership", "server"), ("http",)),
-    "relay": (),
+    "relay": (("milestones",),),
     "swift_plugin": (("hf",),),
 }
 # Rooms and modules that decide: nothing in them reads a clock, a file or a socket, draws a number, or starts anything.
@@ -72,6 +72,9 @@ PURE = (
     "master/brain/",
     "master/http/leases.py",
     "master/leadership/standing.py",
+    "relay/milestones/due.py",
+    "relay/milestones/records.py",
+    "relay/milestones/run_manifest.py",
 )
 IMPURE = {
     *("asyncio", "concurrent", "ctypes", "datetime", "fcntl", "glob", "grpc", "http", "io", "logging", "mmap"),
