@@ -175,6 +175,8 @@ COMMANDS: dict[str, How] = {
     "dalsegno doctor --dlrover": Name("a command, named"),
     # The Makefile, and what CONTRIBUTING.md says.
     "make demo": Run(says="consumed every sample once", full=True),
+    "make demo-relay": Run(says="consumed every sample once", full=True),
+    "python -m examples.demo_relay": Elsewhere("is what `make demo-relay` runs", "demo-relay"),
     "make demo TORCH=...": Elsewhere(_NETWORK, "demo TORCH=torch"),
     "python -m examples.demo": Elsewhere("is what `make demo` runs", "demo"),
     "make test": Elsewhere("this test is a part of it", "test"),
