@@ -34,7 +34,7 @@ def check_command(file: RunFile, name: str) -> None:
 
 
 def agent_command(
-    file: RunFile, volume: Volume, master: str, notice: float, initial: Path | None, back: int | None
+    file: RunFile, volume: Volume, master: str, notice: float, initial: Path | None, back: str
 ) -> list[str]:
     """What is executed, but for `--tell-fd`, which comes first.
 
@@ -44,7 +44,7 @@ def agent_command(
         master: HOST:PORT of its master.
         notice: seconds that SIGTERM gives.
         initial: what a run without a checkpoint starts from; None: nothing.
-        back: the step that it goes back to; None: it goes on from the newest.
+        back: for `--resume-step`; "": it goes on from the newest.
     """
     flags = [
         "--nnodes=1:1",
@@ -68,7 +68,7 @@ def agent_command(
         flags.append(f"--checkpoint-glob={file.checkpoint_glob}")
     if initial is not None:
         flags.append(f"--initial-checkpoint={initial}")
-    if back is not None:
+    if back:
         flags.append(f"--resume-step={back}")
     command = list(file.command)
     if file.resume_flag is not None and not any(_RESUME in word for word in command):

@@ -32,6 +32,8 @@ __all__ = ("carry_on",)
 
 # Pauses between two questions to a Commander that does not answer.
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 1.0, 15.0
+# Pause between two questions whether the run is free.
+_HOLDER_SECONDS = 2.0
 # States as the Commander has them, by the agent's exit code.
 _STATES = {EXIT_FINISHED: "COMPLETED", EXIT_LEFT: "PREEMPTED", EXIT_LEFT_UNSAVED: "PREEMPTED"}
 
@@ -101,6 +103,11 @@ class _Pod:
                 initial, back = prepared(
                     self._file, self._volume, shown, self._say, allowed=self._options.allow_baseline
                 )
+                if back and shown.get("holder") and (shown.get("expires_in_sec") or 0) > 0:
+                    # Its volume may be another one; nothing is taken from under it.
+                    self._say(f"the run goes back to step {back.partition(':')[0]} once {shown['holder']} has lost it")
+                    time.sleep(_HOLDER_SECONDS)  # why: a lease ends far away, without an event here
+                    continue
                 code = self._train(shown, initial, back)
                 if code != EXIT_USAGE or not self._is_away():
                     return self._ended(code)
@@ -140,7 +147,7 @@ class _Pod:
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
-    def _train(self, shown: dict[str, Any], initial: Path | None, back: int | None) -> int:
+    def _train(self, shown: dict[str, Any], initial: Path | None, back: str) -> int:
         host = urlsplit(self._file.commander).hostname or ""
         master = f"[{host}]:{shown['grpc_port']}" if ":" in host else f"{host}:{shown['grpc_port']}"
         command = agent_command(self._file, self._volume, master, self._options.notice, initial, back)

@@ -30,7 +30,7 @@ class Stuck(Exception):
 
 def prepared(
     file: RunFile, volume: Volume, shown: dict[str, Any], say: Say, *, allowed: bool
-) -> tuple[Path | None, int | None]:
+) -> tuple[Path | None, str]:
     """Makes the run's resume point be on the volume. Says each step, and what it waits for.
 
     Args:
@@ -41,8 +41,8 @@ def prepared(
         allowed: the run may begin anew although there are milestones.
 
     Returns:
-        A baseline's directory, for a run without a checkpoint, or None; and the step that the run is to go back to, or
-        None.
+        A baseline's directory, for a run without a checkpoint, or None; and for `--resume-step` the milestone that the
+        run is to go back to, or "".
 
     Raises:
         Stuck: a person has to change something.
@@ -56,10 +56,10 @@ def prepared(
         case Way.VOLUME:
             assert intact is not None
             say(f"the run goes on from the volume: {intact.name} is intact (step {intact.step})")
+            return None, _back(shown, milestones, intact)
         case Way.MILESTONE:
             say("no checkpoint on the volume is intact: the last milestone is restored")
-            manifest = _restored(milestones, volume, say)
-            return None, None if head is not None and head["name"] == manifest.name else manifest.step
+            return None, _back(shown, milestones, _restored(milestones, volume, say))
         case Way.LOOK:
             say(
                 f"the run's last checkpoint, {head['name'] if head else '?'}, is not on this volume, and there is no "
@@ -71,10 +71,22 @@ def prepared(
                 "--allow-baseline begins anew"
             )
         case Way.BASELINE:
-            return _baseline(file, volume, say), None
+            return _baseline(file, volume, say), ""
         case Way.SCRATCH:
             say("the run has no checkpoint, no milestone and no baseline: it begins")
-    return None, None
+    return None, ""
+
+
+def _back(shown: dict[str, Any], milestones: list[Milestone], manifest: Manifest) -> str:
+    """What `--resume-step` says, if the Commander would not choose that checkpoint by itself.
+
+    Its record may no longer have a milestone, whose files had been deleted on the old volume. The same request has the
+    same number until the next epoch begins, so it is followed once.
+    """
+    head = shown.get("head")
+    if head is None or head["digest"] == manifest.digest or manifest.digest not in {one.digest for one in milestones}:
+        return ""
+    return f"{manifest.step}:{int(shown['epoch']) + 1}"
 
 
 def _newest_intact(volume: Volume, say: Say) -> tuple[Manifest | None, bool]:

@@ -49,7 +49,7 @@ def test_the_next_pod_goes_on_where_the_one_before_was_told_to_go(tmp_path: Path
 @pytest.mark.parametrize("waiting", [True, False])
 def test_the_next_pod_goes_on_when_the_one_before_has_vanished(tmp_path: Path, waiting: bool) -> None:
     """Lost is what was made since the last complete save; the lease is over first."""
-    with relayed(tmp_path) as run:
+    with relayed(tmp_path, "--pace=0.1", "--save-every=30") as run:
         a = run.pod("a")
         saved = run.wait_saved()
         if waiting:

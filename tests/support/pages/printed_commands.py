@@ -126,6 +126,20 @@ COMMANDS: dict[str, How] = {
     " --host=0.0.0.0 --port=29400 --tls-cert=cert.pem --tls-key=key.pem": Elsewhere(
         "a service with certificates of its own", "tests/integration/test_relay_callers.py::test_as_a_page_prints_it"
     ),
+    "export DALSEGNO_TOKEN=a-word-of-16-characters-or-more": Scene("test_a_relayed_run"),
+    "mkdir -p /tmp/volume": Scene("test_a_relayed_run"),
+    "dlrover-master --relay deploy/relay/quickstart.yaml --http-port=8443 --store=sqlite:////tmp/volume/commander.db": (
+        Scene("test_a_relayed_run")
+    ),
+    "dalsegno relay deploy/relay/quickstart.yaml --no-mount-check": Scene("test_a_relayed_run"),
+    "dalsegno relay verify deploy/relay/quickstart.yaml": Scene("test_a_relayed_run"),
+    "dalsegno relay run.yaml": Elsewhere(_RUN, "tests/integration/test_relay_pods.py"),
+    "dalsegno relay verify": Elsewhere(_RUN, "tests/integration/test_relay_pods.py"),
+    "dalsegno relay": Name(_PROGRAM),
+    "dalsegno relay ARGUMENTS": Name(_INSIDE),
+    "docker build -f deploy/relay/Dockerfile .": Elsewhere(
+        "needs a container engine", "tests/integration/test_images.py::test_a_pods_image_checks_its_input"
+    ),
     "dalsegno relay status": Elsewhere(_RUN, _LOOKING),
     "dalsegno relay events": Elsewhere(_RUN, _LOOKING),
     "dalsegno relay release": Elsewhere(_RUN, _LOOKING),

@@ -72,6 +72,7 @@ PURE = (
     "master/brain/",
     "master/http/leases.py",
     "master/leadership/standing.py",
+    "relay/recovery.py",
     "relay/milestones/due.py",
     "relay/milestones/records.py",
     "relay/milestones/run_manifest.py",

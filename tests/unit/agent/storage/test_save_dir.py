@@ -50,11 +50,13 @@ def test_macros(arguments: list[str], without: list[str], resumed: list[str] | N
 class Run:
     """One run of a script, epoch after epoch, as an agent sees it."""
 
-    def __init__(self, directory: Path, *flags: str, pattern: str = "", looks: bool = False) -> None:
+    def __init__(
+        self, directory: Path, *flags: str, pattern: str = "", looks: bool = False, initial: Path | None = None
+    ) -> None:
         self.directory = directory
         self.heard: Heard = queue.Queue()
         self.flags = ("--out=${save_dir}", *flags)
-        self.taken = Adoption(self.flags, self.heard.put, pattern, looks=looks)
+        self.taken = Adoption(self.flags, self.heard.put, pattern, looks=looks, initial=initial)
         self.epoch = 0
         self.resume: Manifest | None = None
         self.problem = ""
@@ -441,3 +443,58 @@ def test_a_file_that_cannot_be_read_is_said(runs: Callable[..., Run], monkeypatc
 def test_a_macro_needs_its_directory() -> None:
     assert macros_of(["--x=${resume_dir:+a}", "${resume_path}"]) == {"resume_path"}
     assert not Adoption(["${resume_path}"], lambda event: None).wanted
+
+
+def test_a_damaged_resume_point_is_found_before_the_script_starts(runs: Callable[..., Run]) -> None:
+    """Each byte counts, whoever reads the checkpoint: the run's own, by a macro, or a copy of it."""
+    for number, flags in enumerate(((), ("--from=${resume_dir}",))):
+        run = runs(*flags)
+        run.epoch = 10 * number
+        run.next()
+        save(run.out / "ckpt.pt", iter_num=20 + number)
+        manifest = run.sealed()
+        path = run.directory / manifest.name / "ckpt.pt"
+        text = bytearray(path.read_bytes())
+        text[len(text) // 2] ^= 1
+        path.write_bytes(text)
+        run.next()
+        assert run.damage is not None
+        assert (run.damage.name, run.damage.digest, run.damage.file) == (manifest.name, manifest.digest, "ckpt.pt")
+        text[len(text) // 2] ^= 1
+        path.write_bytes(text)
+        run.next()
+        assert run.damage is None
+        run.taken.close()
+
+
+def test_a_run_without_a_checkpoint_starts_from_what_it_was_given(runs: Callable[..., Run], tmp_path: Path) -> None:
+    """`--initial-checkpoint`, until there is a checkpoint of its own."""
+    initial = tmp_path / "initial"
+    initial.mkdir()
+    run = runs("--from=${resume_dir}", initial=initial)
+    assert f"--from={initial}" in run.next()
+    save(run.out / "ckpt.pt", iter_num=20)
+    manifest = run.sealed()
+    assert f"--from={run.directory / manifest.name}" in run.next()
+    run.taken.close()
+
+
+def test_only_a_save_that_was_begun_later_answers(runs: Callable[..., Run]) -> None:
+    """A script that is asked to save was perhaps just saving: that is taken, and is not what it was asked for."""
+    run = runs()
+    run.next()
+    save(run.out / "step_10" / "model.pt")
+    run.sealed()
+    assert not run.taken.wait_met(0.2, lambda: False)
+    half = run.out / "step_20" / "model.pt"
+    save(half)
+    run.taken.request()
+    with open(half, "ab"):
+        os.utime(half)
+    assert run.sealed().step == 20
+    assert not run.taken.wait_met(0.3, lambda: False)
+    save(run.out / "step_21" / "model.pt")
+    assert run.taken.wait_met(20, lambda: False)
+    assert run.sealed().step == 21
+    assert run.taken.met
+    run.taken.close()
