@@ -1,8 +1,8 @@
 """The mirror: a process beside the agent that makes milestones of a run's committed checkpoints.
 
-``python -m dalsegno.relay.milestones.mirror run.yaml --checkpoints DIR --hf DIR --events FILE``. It may be killed at
-any moment and started again: what is pending lies in the ``hf`` directory, what was uploaded on the hub, and what
-counts at the Commander. It never holds up the training: it has the lowest priority, and nobody waits for it.
+The pod's entry starts it as a module. It may be killed at any moment and started again: what is pending lies in the
+``hf`` directory, what was uploaded on the hub, and what counts at the Commander. It never holds up the training: it has
+the lowest priority, and nobody waits for it.
 """
 
 from __future__ import annotations
