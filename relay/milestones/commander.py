@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from dalsegno.protos.text import one_line
@@ -47,9 +49,14 @@ class Commander:
         url: its HTTP edge.
         run_id: the run.
         token: ``DALSEGNO_TOKEN``; "": none.
+        tls_ca: the authority of its certificate (PEM); None: those of the system.
+
+    Raises:
+        OSError: the authority cannot be read.
     """
 
-    def __init__(self, url: str, run_id: str, token: str) -> None:
+    def __init__(self, url: str, run_id: str, token: str, tls_ca: Path | None = None) -> None:
+        self._tls = None if tls_ca is None else ssl.create_default_context(cafile=tls_ca)
         self.url = url
         self._base = f"{url}/api/relay/{run_id}"
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -84,10 +91,10 @@ class Commander:
 
     def _ask(self, url: str, content: dict[str, Any] | None) -> tuple[int, dict[str, Any]]:
         data = None if content is None else json.dumps(content).encode()
-        headers = {**self._headers, "Content-Type": "application/json"}
+        request = urllib.request.Request(url, data, {**self._headers, "Content-Type": "application/json"})
         try:
             try:
-                with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=_SECONDS) as reply:
+                with urllib.request.urlopen(request, timeout=_SECONDS, context=self._tls) as reply:
                     status, text = reply.status, reply.read(_LONGEST_ANSWER)
             except urllib.error.HTTPError as error:
                 with error:

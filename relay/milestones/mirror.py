@@ -13,15 +13,18 @@ import json
 import os
 import shutil
 import signal
+import ssl
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, CheckpointName, Manifest, Tracked, is_checkpoint_name
 from dalsegno.elastic.checkpoint.files import replace_file
+from dalsegno.protos.contract import Variable
 from dalsegno.protos.run_file import RunFile, read_run_file
 from dalsegno.protos.text import one_line
 from dalsegno.protos.yaml_text import Refused
@@ -334,6 +337,16 @@ def _lock(hf: Path) -> int:
             return descriptor  # a volume without locks
 
 
+def _commander(file: RunFile, given: argparse.Namespace) -> Commander:
+    url = (given.commander or file.commander).rstrip("/")
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        raise Refused(f"--commander {url!r} is no URL like https://HOST:8443")
+    try:
+        return Commander(url, file.run_id, os.environ.get(Variable.TOKEN, ""), given.tls_ca)
+    except (OSError, ssl.SSLError) as error:
+        raise Refused(f"--tls-ca {given.tls_ca}: {one_line(str(error), 200)}") from error
+
+
 def _stop(number: int, frame: object) -> None:
     raise Stopped
 
@@ -347,6 +360,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoints", type=Path, required=True, help="the job's directory of checkpoints")
     parser.add_argument("--hf", type=Path, required=True, help="where snapshots lie, on the same volume")
     parser.add_argument("--events", type=Path, required=True, help="gets one JSON line per milestone")
+    parser.add_argument("--commander", metavar="URL", help="another address than the file's")
+    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="the authority of its certificate (PEM)")
     given = parser.parse_args(arguments)
     try:
         file = read_run_file(given.run_file)
@@ -354,6 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise Refused(f"{given.run_file}: hf: missing: there are no milestones to make")
         if not os.environ.get("HF_TOKEN"):
             raise Refused("HF_TOKEN is not set: hf in run.yaml needs a token that may write to the repository")
+        commander = _commander(file, given)
     except Refused as refused:
         for line in refused.lines:
             print(f"error: {line}", file=sys.stderr)
@@ -363,7 +379,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         os.nice(NICE)
         lock = _lock(given.hf)
-        commander = Commander(file.commander, file.run_id, os.environ.get("DALSEGNO_TOKEN", ""))
         Mirror(file, Places(given.checkpoints, given.hf, given.events), commander).run()
         os.close(lock)
     except Stopped:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from http.client import HTTPException
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -90,7 +92,7 @@ def test_a_silent_holder_loses_the_lease(tmp_path: Path) -> None:
         first, second = Worker(one, "w1"), Worker(one, "w2")
         assert first.acquire()[0] == 200
         for _ in range(4):
-            pause(LEASE_SECONDS / 3)
+            pause(LEASE_SECONDS / 4)
             assert first.renew()[0] == 200
             assert second.acquire()[0] == 409
         silent = time.monotonic()
@@ -194,6 +196,22 @@ def test_a_run_that_failed_goes_on_with_the_next_worker(tmp_path: Path) -> None:
         )
         assert second.acquire()[0] == 200
         assert one.run()["state"] == "RUNNING"
+        # The next one need not wait until the one that failed is forgotten.
+        assert second.report("FAILED")[0] == 200
+        assert second.acquire()[0] == 200
+
+
+@pytest.mark.full
+def test_a_run_that_was_stopped_lets_nobody_in(tmp_path: Path) -> None:
+    """Until somebody starts it; who asked in vain leaves nothing behind."""
+    with commander(tmp_path / "c.db", [run_file(tmp_path)]) as one:
+        worker, path = Worker(one, "w1"), "/api/relay/my-run"
+        assert one.ask("POST", f"{path}/stop")[0] == 200
+        code, said = worker.acquire()
+        assert (code, said["status"], "was stopped by order" in said["detail"]) == (409, "released", True)
+        assert one.ask("GET", f"{path}/job")[1]["nodes"] == []
+        assert one.ask("POST", f"{path}/start")[0] == 200
+        assert worker.acquire()[0] == 200
 
 
 @pytest.mark.full
@@ -203,7 +221,7 @@ def test_a_worker_is_told_to_go(tmp_path: Path) -> None:
         worker = Worker(one, "w1")
         worker.acquire()
         assert one.ask("POST", "/api/relay/my-run/nodes/w1/drain")[0] == 200
-        for _ in range(4):
+        for _ in range(6):
             code, said = worker.renew()
             assert (code, said["order"]) == (200, "leave")
             # It still saves: nobody else may write.
@@ -229,3 +247,45 @@ def test_runs_of_one_commander_are_independent(tmp_path: Path) -> None:
         second.token, second.run_id = first.token, "run-b"
         assert second.report(step=1)[0] == 400
         assert one.end() == 0
+
+
+@pytest.mark.full
+def test_a_commander_that_is_killed_while_it_answers(tmp_path: Path) -> None:
+    """At any moment of an acquire, a renewal or a report: at most one token is good, and the run is never stuck."""
+    random = Random(7)
+    with commander(tmp_path / "c.db", [run_file(tmp_path)]) as one:
+        tokens: list[Worker] = []
+        for number in range(12):
+            workers = [Worker(one, f"w{number}-{rival}") for rival in range(2)]
+            threads = [threading.Thread(target=stubborn, args=(worker,)) for worker in workers]
+            for thread in threads:
+                thread.start()
+            pause(random.uniform(0.0, 0.12))
+            one.again()
+            for thread in threads:
+                thread.join(30)
+            tokens += [worker for worker in workers if worker.token]
+            good = [worker for worker in tokens if worker.renew()[0] == 200]
+            assert len(good) <= 1
+            # A token whose answer was lost is good for one lease only.
+            next_one = Worker(one, f"next-{number}")
+            until = time.monotonic() + LEASE_SECONDS + 10.0
+            while not good and next_one.acquire()[0] != 200:
+                assert time.monotonic() < until
+                pause(0.2)
+            holder = good[0] if good else next_one
+            assert one.run()["holder"] == holder.name
+            if number % 2:
+                assert holder.report("PREEMPTED", step=number)[0] == 200
+            tokens = [worker for worker in [*tokens, next_one] if worker.token]
+
+
+def stubborn(worker: Worker) -> None:
+    """Takes the lease, keeps it and reports, until the Commander does not answer."""
+    try:
+        if worker.acquire()[0] == 200:
+            for step in range(20):
+                worker.renew()
+                worker.report(step=step)
+    except (OSError, HTTPException, ValueError):
+        return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,17 @@ pytest.importorskip("fastapi", reason="needs the extra relay")
 pytest.importorskip("yaml", reason="needs the extra relay")
 
 from dalsegno.master import cli
+from dalsegno.master.brain.events import Called
+from dalsegno.master.brain.state import Settings
 from dalsegno.master.commander import Commander
+from dalsegno.master.http import leases
+from dalsegno.master.record.codec import JobCodec
 from dalsegno.master.record.store import Store
+from dalsegno.master.server.job_brain import JobBrain
 from dalsegno.master.server.server import ServerOptions
+from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos.options import UsageError
+from dalsegno.protos.run_file import read_run_file
 from tests.support.jobs.commander import run_file
 
 
@@ -59,3 +67,29 @@ def test_flags_that_do_not_go_together(arguments: list[str], line: str, capsys: 
     assert cli.main([*arguments, "--store=sqlite:///c.db"]) == 2
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n"), line in said.err) == ("", 1, True)
+
+
+def test_the_run_file_decides_not_the_agents(tmp_path: Path) -> None:
+    """Whatever the first agent's flags are; and a file that was changed counts from the next start on."""
+    timeouts = []
+    rows: dict[str, bytes] = {}
+    for generation, lease in ((1, 20.0), (2, 40.0)):
+        file = read_run_file(run_file(tmp_path, lease_seconds=lease))
+        own = Settings(**asdict(leases.settings_of(file)))
+        brain = JobBrain(file.run_id, (1, 1), settings=own)
+        state = brain.begin(rows, generation, 100.0)
+        request = pb.RegisterRequest(
+            job_id=file.run_id,
+            incarnation=f"i{generation}",
+            node=f"n{generation}",
+            host="h",
+            nproc=1,
+            settings=pb.Settings(min_nodes=1, max_nodes=1, node_unit=1, node_timeout=7.0),
+            secret=b"x" * 32,
+        )
+        state, (reply,) = brain.handle_all(state, [Called(request)], 100.0)
+        assert reply is not None
+        assert isinstance(reply.message, pb.RegisterReply)
+        timeouts.append(reply.message.settings.node_timeout)
+        rows = JobCodec.everything(state.job)
+    assert timeouts == [20.0, 40.0]
