@@ -114,8 +114,7 @@ def test_a_run_goes_on_from_its_last_milestone(tmp_path: Path, hub: Hub, monkeyp
         finally:
             first.vanish()
         listed = [Milestone(**made) for made in one.run()["milestones"]]
-        shutil.rmtree(first.checkpoints)
-        shutil.rmtree(first.hf)
+        shutil.rmtree(first.volume)
         second = Pod(tmp_path, "b", one, hub, file)
         for key, value in hub.environment(tmp_path / "home-b").items():
             if key.startswith("HF_"):
