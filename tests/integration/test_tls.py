@@ -164,9 +164,8 @@ def wait_held(job: Service, step: int, parts: int) -> None:
 def test_a_token_by_variable(shell: Shell, keys: Keys) -> None:
     """Master and agent take the token itself from the environment; the workers don't see it."""
     script = shell.directory / "peeks.py"
-    script.write_text(
-        "import os, sys\nsecrets = ('DALSEGNO_TOKEN', 'DALSEGNO_ADMIN_TOKEN')\nsys.exit(any(name in os.environ for name in secrets))\n"
-    )
+    secrets = ("DALSEGNO_TOKEN", "DALSEGNO_ADMIN_TOKEN")
+    script.write_text(f"import os, sys\nsys.exit(any(name in os.environ for name in {secrets}))\n")
     job = Service(
         shell.directory / "job",
         master_flags=as_flags(without(keys.server(), "token-file")),
