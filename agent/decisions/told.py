@@ -48,7 +48,12 @@ def told(
     for action in actions:
         match action:
             case ev.StartWorkers():
-                yield {"event": "starts", "run": action.world.run_id, "epoch": action.world.epoch, **_resume(action.world)}
+                yield {
+                    "event": "starts",
+                    "run": action.world.run_id,
+                    "epoch": action.world.epoch,
+                    **_resume(action.world),
+                }
             case ev.StopWorkers():
                 yield {"event": "stops", "epoch": action.epoch}
             case ev.WriteLatest():

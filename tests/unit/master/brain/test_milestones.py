@@ -151,3 +151,39 @@ def test_silence_is_told_without_the_time_in_which_nobody_could_be_heard() -> No
     assert silent() == pytest.approx(2.0)
     job.restart()
     assert silent() == 0.0
+
+
+def lost_volume(keep: int = 1) -> tuple[Driven, pb.Checkpoint]:
+    """A milestone whose files are deleted, two later steps, and then the only node, with its volume, is gone."""
+    job, (node,) = trained(keep_checkpoints=keep)
+    made = node.save(2)
+    assert report(job, made) == "OK"
+    node.save(4)
+    node.save(6)
+    job.call(pb.PrunedRequest(caller=node.caller(), refs=[made.ref]))
+    node.hang_up()
+    job.wait(8)
+    return job, made
+
+
+def test_a_restored_milestone_is_gone_back_to_on_another_volume() -> None:
+    """Its files had been deleted, and the new volume has another probe: a start that asks for its step has both."""
+    job, made = lost_volume()
+    job.sealed[:] = [made]
+    late = job.node(resume_step=2, resume_time=9, inventory=[made], probe="the new volume's probe")
+    late.probe = "the new volume's probe"
+    for _ in range(5):
+        late.join()
+        job.wait(1)
+    assert job.phase is Phase.RUNNING
+    assert late.directive.run.resume.source.ref == made.ref
+
+
+def test_what_was_never_published_is_not_gone_back_to() -> None:
+    """Deleted checkpoints stay deleted, whatever somebody has put into the directory."""
+    job, made = lost_volume()
+    other = pb.Checkpoint()
+    other.CopyFrom(made)
+    other.ref.digest = "f" * 64
+    late = Node(job, "late")
+    assert late.register(resume_step=2, inventory=[other]).code == "FAILED_PRECONDITION"
