@@ -317,7 +317,6 @@ def agree_on_directory(turn: Turn) -> None:
     """Until a world has opened, makes the directory that most nodes share the job's; at first the first agent's."""
     job = turn.job
     if job.epoch or len(job.checkpoints):
-        follow_milestone(turn)
         return
     counts = Counter(node.probe for node in job.nodes.values() if node.probe and not node.leaving)
     probe, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
@@ -325,28 +324,6 @@ def agree_on_directory(turn: Turn) -> None:
         job.probe = probe
         for node in list(job.nodes.values()):
             turn.update(node, sees_directory=node.probe == probe)
-
-
-def follow_milestone(turn: Turn) -> None:
-    """Where no node sees the run's directory, and one has a milestone of the run in another one: goes on there.
-
-    The volume is lost, and a milestone was restored to a new one. Nothing else shows that a directory is of this run.
-    """
-    job = turn.job
-    if not job.run.milestones or any(node.sees_directory for node in job.nodes.values()):
-        return
-    for node in job.nodes.values():
-        seen = frozenset[str]() if node.joined is None or node.leaving or not node.probe else node.joined.seen
-        made = next((one for one in reversed(job.run.milestones) if one.digest in seen), None)
-        if made is not None:
-            job.probe = node.probe
-            text = f"{node.name} has another checkpoint directory, with step {made.step} restored: the run goes on"
-            turn.notice(text, step=made.step, checkpoint=made.checkpoint)
-            break
-    else:
-        return
-    for node in list(job.nodes.values()):
-        turn.update(node, sees_directory=node.probe == job.probe)
 
 
 def is_candidate(turn: Turn, node: Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -19,6 +20,7 @@ __all__ = ("Outcome", "Transfer", "patience")
 
 _SLOWEST_BYTES_PER_SECOND = 64 << 10
 _LEAST_PATIENCE_SECONDS = 900.0
+_END_SECONDS = 0.3
 
 Outcome = dict[str, Any]
 
@@ -57,7 +59,9 @@ class Transfer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._process.kill()
-        self._process.wait()
+        # It has the lowest priority: where the cores are busy its end may take a moment. Nobody needs to wait for it.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 try:

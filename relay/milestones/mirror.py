@@ -1,8 +1,8 @@
 """The mirror: a process beside the agent that makes milestones of a run's committed checkpoints.
 
-``python -m dalsegno.relay.milestones.mirror run.yaml --checkpoints DIR --hf DIR --events FILE``. It may be killed at
-any moment and started again: what is pending lies in the ``hf`` directory, what was uploaded on the hub, and what
-counts at the Commander. It never holds up the training: it has the lowest priority, and nobody waits for it.
+The pod's entry starts it as a module. It may be killed at any moment and started again: what is pending lies in the
+``hf`` directory, what was uploaded on the hub, and what counts at the Commander. It never holds up the training: it has
+the lowest priority, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import signal
 import ssl
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import get_native_id
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -171,8 +173,9 @@ class Mirror:
         self._reason = reason
         metrics = None if self._metrics is None else self._metrics.path(source.parent)
         there = {one.name for one in os.scandir(self._root)} if self._root.is_dir() else set()
+        file = self._file
         try:
-            snapshot = freeze(source, self._root, self._file.run_id, self._file.manifest, metrics)
+            snapshot = _with_low_priority(lambda: freeze(source, self._root, file.run_id, file.manifest, metrics))
         except (CheckpointDamaged, OSError) as error:
             self._give_up(f"{source.name} cannot be frozen ({one_line(str(error), 200)})")
             return None
@@ -210,6 +213,7 @@ class Mirror:
             "private": self._hub.private,
             "snapshot": str(snapshot.directory),
             "upload_limit": self._hub.upload_limit,
+            "nice": NICE,
         }
         seconds = patience(snapshot.manifest.total_bytes, self._hub.upload_limit)
         # What Xet knows of chunks that the hub has: on the volume, so that the next pod need not send them again.
@@ -261,11 +265,11 @@ class Mirror:
 
     def _write_event(self, told: Milestone) -> None:
         """One line for each, also where this process was killed before it knew that it had written it."""
-        line = json.dumps({"event": "hf_synced", **asdict(told)}).encode() + b"\n"
+        line = json.dumps({"event": "hf_synced", "time": round(time.time(), 3), **asdict(told)}).encode() + b"\n"
         descriptor = os.open(self._places.events, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         with open(descriptor, "r+b", buffering=0) as file:
             text = file.read()
-            if line not in text:
+            if not any(b'"hf_synced"' in one and told.revision.encode() in one for one in text.splitlines()):
                 os.write(descriptor, line if not text or text.endswith(b"\n") else b"\n" + line)
                 os.fsync(descriptor)
 
@@ -337,6 +341,15 @@ def _lock(hf: Path) -> int:
             return descriptor  # a volume without locks
 
 
+def _with_low_priority(work: Callable[[], Snapshot]) -> Snapshot:
+    """Does it in a thread to which everything else is preferred. This thread can be stopped at once."""
+    pool = ThreadPoolExecutor(1, "low-priority", lambda: os.setpriority(os.PRIO_PROCESS, get_native_id(), NICE))
+    try:
+        return pool.submit(work).result()
+    finally:
+        pool.shutdown(wait=False)
+
+
 def _commander(file: RunFile, given: argparse.Namespace) -> Commander:
     url = (given.commander or file.commander).rstrip("/")
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
@@ -377,12 +390,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     try:
-        os.nice(NICE)
         lock = _lock(given.hf)
         Mirror(file, Places(given.checkpoints, given.hf, given.events), commander).run()
         os.close(lock)
     except Stopped:
-        pass
+        # At once: a thread may still read a checkpoint.
+        os._exit(0)
     return 0
 
 

@@ -31,6 +31,7 @@ def main() -> None:
     """Does the job that its standard input names."""
     job: dict[str, Any] = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_the_input, name="life-line", daemon=True).start()
+    os.nice(job.get("nice", 0))
     os.environ.update(_QUIET)
     token = os.environ.get("HF_TOKEN", "")
     if job.get("upload_limit"):

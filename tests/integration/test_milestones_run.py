@@ -62,9 +62,9 @@ class Pod:
         self._mirror += [f"--hf={self.hf}", f"--events={self.hf / 'events.jsonl'}", f"--commander=http://{one.http}"]
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self) -> None:
+    def start(self, *flags: str) -> None:
         with self.log.open("ab") as log:
-            for words in (self._agent, self._mirror):
+            for words in ([self._agent[0], *flags, *self._agent[1:]], self._mirror):
                 self._processes.append(
                     subprocess.Popen(
                         [sys.executable, "-m", *words],
@@ -103,7 +103,7 @@ def wait(what: Callable[[], Any], told: Callable[[], str], seconds: float = 60) 
 
 
 def test_a_run_goes_on_from_its_last_milestone(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pod vanishes, and so do the checkpoints on its volume: the milestone is restored, and training goes on."""
+    """The pod vanishes with its volume: the milestone is restored to a new one, and training goes on."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     file = run_file(tmp_path, hf={"repo": REPO, "interval_seconds": 2})
     with commander(tmp_path / "c.db", [file]) as one:
@@ -124,7 +124,7 @@ def test_a_run_goes_on_from_its_last_milestone(tmp_path: Path, hub: Hub, monkeyp
         assert restored is not None
         assert (restored.manifest.name, restored.manifest.digest) == (listed[0].checkpoint, listed[0].digest)
         assert [found.name for found in inventory(restored.path.parent)] == [listed[0].checkpoint]
-        second.start()
+        second.start(f"--resume-step={listed[0].step}")
         try:
             wait(lambda: f"began at {listed[0].step}" in second.said(), second.said)
             newest = wait(lambda: _newer(one, listed[0].step), second.said)

@@ -10,7 +10,7 @@ from dalsegno.master.brain.turn import Turn
 from dalsegno.master.brain.views import status
 from dalsegno.master.record.codec import JobCodec
 from dalsegno.protos import control_pb2 as pb
-from tests.support.jobs.masters import PROBE, Driven, Node, settings
+from tests.support.jobs.masters import Driven, Node, settings
 
 
 def report(job: Driven, made: pb.Checkpoint | None, revision: str = "abc", holder: pb.Caller | None = None) -> str:
@@ -187,37 +187,3 @@ def test_what_was_never_published_is_not_gone_back_to() -> None:
     other.ref.digest = "f" * 64
     late = Node(job, "late")
     assert late.register(resume_step=2, inventory=[other]).code == "FAILED_PRECONDITION"
-
-
-def test_a_milestone_in_another_directory_makes_that_the_runs() -> None:
-    """The volume is lost. A newcomer has a new one, and the milestone on it: the run goes on there, and is told so."""
-    job, (node,) = trained()
-    made = node.save(2)
-    assert report(job, made) == "OK"
-    node.hang_up()
-    job.wait(60)
-    late = job.node(probe="another volume")
-    assert late.order == "wait"
-    late.join(sees=[made])
-    job.wait(60)
-    late.join(sees=[made])
-    job.wait(60)
-    assert "with step 2 restored: the run goes on" in job.notices
-    assert job.members == [late.name]
-
-
-@pytest.mark.parametrize("lacks", ["a milestone", "the checkpoint", "nobody else"])
-def test_a_strange_directory_is_none_of_the_runs(lacks: str) -> None:
-    """Without a milestone on record, without that checkpoint in it, or while somebody sees the run's: a spare."""
-    job, nodes = trained(2 if lacks == "nobody else" else 1)
-    made = nodes[0].save(2)
-    if lacks != "a milestone":
-        assert report(job, made) == "OK"
-    nodes[0].hang_up()
-    job.wait(1)
-    late = job.node(probe="another volume")
-    for _ in range(3):
-        late.join(sees=[] if lacks == "the checkpoint" else [made])
-        job.wait(2)
-    assert job.job.probe == PROBE
-    assert late.order == "wait"
