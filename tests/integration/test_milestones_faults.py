@@ -66,6 +66,21 @@ def test_somebody_else_commits_meanwhile(scenes: Scenes, tmp_path: Path) -> None
     assert [one["status"] for one in scene.hub.asked("/commit/main")] == [200, 412, 200]
 
 
+@pytest.mark.full
+def test_a_lost_commit_is_found_behind_others(scenes: Scenes, tmp_path: Path) -> None:
+    """The answer is lost with the mirror, and a person commits: the revision is still the commit that added it all."""
+    scene = scenes()
+    scene.commit(40)
+    scene.hub.fault(COMMIT, "lose")
+    first = scene.mirror()
+    (own,) = scene.wait(lambda: milestones_on(scene.hub, scene.root))
+    first.kill()
+    _commit_readme(scene, tmp_path)
+    scene.mirror()
+    assert scene.wait_milestone()["revision"] == own["revision"]
+    assert [one["title"].split()[0] for one in scene.hub.commits(REPO)] == ["initial", "Milestone", "README"]
+
+
 def _commit_readme(scene: Scene, tmp_path: Path) -> None:
     code = (
         "from huggingface_hub import HfApi, CommitOperationAdd as Add\n"
