@@ -6,6 +6,7 @@ The lease, the fence and what counts are the master's, and the agent keeps to th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -172,6 +173,9 @@ class _Pod:
                 self._volume.note("resume", **more, checkpoint=event["resume"], step=event["step"])
                 if event["resume"]:
                     self._path = str(self._volume.job / self._run / event["resume"])
+                if self._volume.restored():
+                    with contextlib.suppress(OSError):  # it only makes the next start ask once more
+                        self._volume.note_restored("")
                 self._write("RUNNING")
                 if self._file.hf is not None:
                     self._mirror.start()

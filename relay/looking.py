@@ -1,4 +1,4 @@
-"""`dalsegno relay status|events|release`: a run as its Commander sees it."""
+"""The commands `relay status`, `relay events` and `relay release`: a run as its Commander sees it."""
 
 from __future__ import annotations
 

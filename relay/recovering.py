@@ -56,10 +56,12 @@ def prepared(
         case Way.VOLUME:
             assert intact is not None
             say(f"the run goes on from the volume: {intact.name} is intact (step {intact.step})")
-            return None, _back(shown, milestones, intact)
+            return None, _back(shown, milestones, intact, volume)
         case Way.MILESTONE:
             say("no checkpoint on the volume is intact: the last milestone is restored")
-            return None, _back(shown, milestones, _restored(milestones, volume, say))
+            manifest = _restored(milestones, volume, say)
+            volume.note_restored(manifest.digest)
+            return None, _back(shown, milestones, manifest, volume)
         case Way.LOOK:
             say(
                 f"the run's last checkpoint, {head['name'] if head else '?'}, is not on this volume, and there is no "
@@ -77,14 +79,17 @@ def prepared(
     return None, ""
 
 
-def _back(shown: dict[str, Any], milestones: list[Milestone], manifest: Manifest) -> str:
+def _back(shown: dict[str, Any], milestones: list[Milestone], manifest: Manifest, volume: Volume) -> str:
     """What `--resume-step` says, if the Commander would not choose that checkpoint by itself.
 
-    Its record may no longer have a milestone, whose files had been deleted on the old volume. The same request has the
+    Its record may no longer have a milestone, whose files had been deleted; and it knows another volume than the one
+    that a milestone was restored to, until such a request is followed. The same request has the
     same number until the next epoch begins, so it is followed once.
     """
     head = shown.get("head")
-    if head is None or head["digest"] == manifest.digest or manifest.digest not in {one.digest for one in milestones}:
+    if head is None or manifest.digest not in {one.digest for one in milestones}:
+        return ""
+    if head["digest"] == manifest.digest and volume.restored() != manifest.digest:
         return ""
     return f"{manifest.step}:{int(shown['epoch']) + 1}"
 

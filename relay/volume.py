@@ -90,6 +90,21 @@ class Volume:
         """Where a checkpoint lies."""
         return self.job / manifest.run_id / manifest.name
 
+    def note_restored(self, digest: str) -> None:
+        """Remembers that this checkpoint was restored here, until the run has gone on from it; "": it has.
+
+        Raises:
+            OSError: the volume says no.
+        """
+        replace_file(self.hf / "restored", digest.encode())
+
+    def restored(self) -> str:
+        """The digest that was noted; "": none."""
+        try:
+            return (self.hf / "restored").read_text(encoding="ascii")
+        except (OSError, ValueError):
+            return ""
+
     # ---- for people: nothing relies on what follows -----------------------------------------------------------------
 
     def note(self, event: str, **more: Any) -> None:

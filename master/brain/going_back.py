@@ -52,10 +52,10 @@ def go_back(turn: Turn, message: control_pb2.RegisterRequest, is_there: Callable
     known = _known(job, wish)
     if known is not None:
         return _known_already(job, wish, known)
-    restored = take_back(job, message)
     there = [name for name in job.nodes if is_there(name)]
     if there:
         return _not_now(turn, wish, there)
+    restored = take_back(job, message)
     target = max((one for one in _on_disk(job) if one.step == wish.step), key=lambda one: one.age, default=None)
     if target is None:
         return Reply("FAILED_PRECONDITION", _no_such_step(job, wish))

@@ -137,9 +137,6 @@ COMMANDS: dict[str, How] = {
     "dalsegno relay verify": Elsewhere(_RUN, "tests/integration/test_relay_pods.py"),
     "dalsegno relay": Name(_PROGRAM),
     "dalsegno relay ARGUMENTS": Name(_INSIDE),
-    "docker build -f deploy/relay/Dockerfile .": Elsewhere(
-        "needs a container engine", "tests/integration/test_images.py::test_a_pods_image_checks_its_input"
-    ),
     "dalsegno relay status": Elsewhere(_RUN, _LOOKING),
     "dalsegno relay events": Elsewhere(_RUN, _LOOKING),
     "dalsegno relay release": Elsewhere(_RUN, _LOOKING),

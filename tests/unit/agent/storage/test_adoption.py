@@ -207,7 +207,7 @@ def test_what_changes_while_it_is_copied_is_looked_at_again(
     if not links:
         monkeypatch.setattr(os, "link", none)
     copier = "copy_file" if links else "place_file"
-    plain: Callable[[Path, Path], None] = getattr(adoption, copier)
+    plain: Callable[[Path, Path], None] = getattr(taking, copier)
     path, copied = tmp_path / "e1" / "global_step40", 0
 
     def disturbed(source: Path, target: Path) -> None:
@@ -217,7 +217,7 @@ def test_what_changes_while_it_is_copied_is_looked_at_again(
             os.utime(path / source.name, ns=(1, 1))
         copied += 1
 
-    monkeypatch.setattr(adoption, copier, disturbed)
+    monkeypatch.setattr(taking, copier, disturbed)
     taken, heard = begun(tmp_path, monkeypatch, world(1))
     states(path, *ZERO_1)
     assert sealed_step(heard.get(timeout=20)) == 40
