@@ -43,7 +43,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/build/torch_extensions
 
 VENV := $(CURDIR)/.venv
 PY := $(VENV)/bin/python
-FOLDERS := agent elastic master protos swift_plugin
+FOLDERS := agent elastic master protos relay swift_plugin
 FARM := $(addprefix build/typing/dalsegno/,$(FOLDERS))
 PROTO_VENV := $(CURDIR)/build/venv-protos
 WHEEL_VENV := $(CURDIR)/build/venv-wheel
@@ -52,10 +52,11 @@ PYTEST = mkdir -p build/run && cd build/run && DALSEGNO_TEST_WHEEL=1 DALSEGNO_WH
 	DALSEGNO_PROTO_PYTHON=$(PROTO_VENV)/bin/python PATH="$(WHEEL_VENV)/bin:$$PATH" \
 	$(WHEEL_VENV)/bin/python -m pytest -c $(CURDIR)/setup.cfg --rootdir $(CURDIR) -p no:cacheprovider -n $(TEST_JOBS) --dist worksteal --durations=15 $(CURDIR)/tests
 
-.PHONY: help install check test test-all test-torch test-kind demo simulate fuzz bench test-gpu bench-gpu lint format protos manifests wheel tools farm clean
+.PHONY: help install check test test-all test-torch test-kind demo demo-relay simulate fuzz bench test-gpu bench-gpu lint format protos manifests wheel tools farm clean
 
 help:
 	@echo 'make demo      a job of one to four nodes on this machine: joins, a kill, a leave; then the undisturbed run, and a report'
+	@echo 'make demo-relay    one run, two pods: the first one is killed, the other one goes on; milestones on a hub'
 	@echo 'make check     lint, types, most unit tests and 200 simulated schedules, in under two minutes: for while you work'
 	@echo 'make test      lint, types, 1,000 simulated schedules, fuzzers and all tests once, against the built wheel'
 	@echo 'make test-all  the full matrices, 100,000 schedules, fuzzers with 100,000 inputs, every process test 20 times (hours; an interrupted run goes on where it was)'
@@ -86,7 +87,7 @@ $(VENV)/.trains: setup.cfg pyproject.toml constraints.txt
 
 $(VENV)/.installed: $(VENV)/.trains
 	@echo "installing what the tests need"
-	$(PY) -m pip install --quiet -c constraints.txt -e '.[train,etcd,swift,dev]'
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[train,etcd,swift,relay,dev]'
 	@touch $@
 
 # The generators are pinned: newer ones write code that refuses older protobuf runtimes.
@@ -181,6 +182,11 @@ test-torch: wheel tools
 
 demo: $(VENV)/.trains
 	$(PY) -m examples.demo
+
+# It has a hub of the tests' own, to which milestones go.
+demo-relay: $(VENV)/.trains
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[train,relay]'
+	$(PY) -m examples.demo_relay
 
 bench: $(VENV)/.installed
 	$(PY) -m benchmarks

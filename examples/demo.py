@@ -264,12 +264,12 @@ def play_undisturbed(stage: Stage, step_log: Path) -> None:
         raise DemoError(f"the undisturbed run ended with {process.returncode}: see {console}")
 
 
-def judge(stage: Stage, undisturbed_log: Path) -> tuple[Scene, Path]:
-    """Compares both runs, and writes the page with its numbers beside it as JSON."""
+def judge(stage: Stage, undisturbed_log: Path) -> Scene:
+    """Compares both runs."""
     lines = read_lines(stage.step_log)
     kept, undisturbed = kept_history(lines), kept_history(read_lines(undisturbed_log))
     changes = stage.status.changes if stage.status else {}
-    scene = Scene(
+    return Scene(
         title="Dal Segno: one run, four worlds",
         command=shlex.join(["dlrover-run", *agent_flags(stage.options, Path("checkpoints")), "examples/train.py"]),
         kept=kept,
@@ -280,9 +280,13 @@ def judge(stage: Stage, undisturbed_log: Path) -> tuple[Scene, Path]:
         changes={epoch: Change(cause, form) for epoch, (cause, form) in changes.items()},
         events=stage.events,
     )
-    page = stage.output / "report.html"
+
+
+def write_page(scene: Scene, output: Path) -> Path:
+    """Writes the page, with its picture and its numbers (JSON) beside it."""
+    page = output / "report.html"
     page.write_text(render(scene), encoding="utf-8")
-    (stage.output / "curves.svg").write_text(picture(scene), encoding="utf-8")
+    (output / "curves.svg").write_text(picture(scene), encoding="utf-8")
     summary = {
         "spans": [asdict(span) for span in scene.spans],
         "causes": {epoch: change.cause for epoch, change in scene.changes.items()},
@@ -290,11 +294,12 @@ def judge(stage: Stage, undisturbed_log: Path) -> tuple[Scene, Path]:
         "problems": scene.comparison.problems,
     }
     page.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    return scene, page
+    return page
 
 
-def tell(scene: Scene, page: Path, output: Path) -> int:
-    """Prints the result; returns the exit code."""
+def tell(scene: Scene, output: Path) -> int:
+    """Prints the result, and writes the page; returns the exit code."""
+    page = write_page(scene, output)
     for span in scene.spans:
         cost = f", paused {span.paused:.1f} s" if span.paused else ""
         lost = f", {span.lost_steps} of them redone later" if span.lost_steps else ""
@@ -355,11 +360,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 stop_all(stage)
             screen.say("the run ended; now the same script undisturbed, alone")
             play_undisturbed(stage, undisturbed_log)
-        scene, page = judge(stage, undisturbed_log)
+        scene = judge(stage, undisturbed_log)
     except DemoError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
-    return tell(scene, page, output)
+    return tell(scene, output)
 
 
 if __name__ == "__main__":

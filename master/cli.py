@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import os
 import re
@@ -32,12 +31,13 @@ from .leadership.leader_key import LeaderKey
 from .record.descriptors import raise_limit
 from .record.etcd_calls import EtcdFiles
 from .record.etcd_store import EtcdStore, open_client
-from .record.store import Store, StoreAway, StoreDamaged, StoreError, Superseded, open_store
-from .server.auth import AuthError, TlsFiles, check_exposure, is_loopback, read_token
+from .record.store import Store, StoreAway, StoreDamaged, StoreError, open_store
+from .server.auth import AuthError, check_exposure, is_loopback, read_token
 from .server.job_brain import JobBrain
 from .server.lifetime import Lifetime
 from .server.server import BindError, ControlServer, ServerOptions
 from .server.watchdog import HANG_TIMEOUT_SECONDS, Watchdog
+from .serving import EXIT_FAILED, EXIT_OK, EXIT_USAGE, STOP, print_line, run, tls_files
 
 if TYPE_CHECKING:
     from .http.edge import Edge
@@ -45,11 +45,6 @@ if TYPE_CHECKING:
 __all__ = ("main",)
 
 log = logging.getLogger(__name__)
-
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_SUPERSEDED = 3
 
 # The most characters of one message in the log.
 LONGEST_MESSAGE = 4000
@@ -64,7 +59,6 @@ ANY_HOST = ("0.0.0.0", "::", "")
 # How many damaged stores are kept for a person to look at.
 MOST_PUT_ASIDE = 9
 
-STOP = (signal.SIGTERM, signal.SIGINT)
 # Signals that may be sent to all processes of a node, for instance by Slurm.
 EMBEDDED_STOP = (*STOP, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -73,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the master; returns its exit code: 0 stopped or done, 1 failed, 2 bad usage, 3 superseded."""
     try:
         options = _parser().parse_args(arguments)
-        _set_up_logging(options.log_file, options.job_id)
+        _check_relay(options)
+        _set_up_logging(options.log_file, options.job_id or "commander")
         raise_limit()
         prove_room()
         _collect_rarely()
@@ -97,9 +92,11 @@ def _collect_rarely() -> None:
 async def _serve(options: argparse.Namespace) -> int:
     token = read_token(options.token_file, os.environ.get(Variable.TOKEN, ""))
     server_options = ServerOptions(
-        host=options.host, port=options.port, token=token, tls=_tls(options), insecure=options.insecure
+        host=options.host, port=options.port, token=token, tls=tls_files(options), insecure=options.insecure
     )
     check_exposure(options.host, token, options.insecure)
+    if options.relay:
+        return await _command(options, server_options)
     _check_several(options)
     # The loop hears signals once it serves; a store may be waited for before.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -127,13 +124,44 @@ async def _serve(options: argparse.Namespace) -> int:
             lifetime = Lifetime(server, options.idle_timeout, options.linger) if options.embedded else None
             _hear_signals(server, lifetime)
             _announce(server, edge, remark)
-            return await _run(server, lifetime)
+            return await run(server, lifetime)
         finally:
             watchdog.cancel()
     finally:
         if edge is not None:
             await edge.close()
         await server.close()
+
+
+def _check_relay(options: argparse.Namespace) -> None:
+    """Checks what goes together with --relay, and what without it. Raises UsageError."""
+    if not options.relay:
+        if options.job_id is None:
+            raise UsageError("--job-id is missing: the job that this master serves (or --relay run.yaml)")
+        return
+    for name in ("job_id", "nnodes", "embedded", "advertise"):
+        if getattr(options, name):
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} and --relay do not go together: the run's file says what the job is")
+    if options.http_port is None:
+        raise UsageError("--relay needs --http-port: pods and foreign workers ask there")
+
+
+async def _command(options: argparse.Namespace, server_options: ServerOptions) -> int:
+    """Serves the runs of --relay."""
+    admin = read_token(None, os.environ.get(Variable.ADMIN_TOKEN, ""), Variable.ADMIN_TOKEN)
+    try:
+        from .commander import Commander
+    except ImportError as error:
+        raise UsageError(f"--relay needs the extra `relay`: pip install 'dalsegno[relay]' ({error})") from error
+    # The loop hears signals once it serves; a store may be waited for before.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    commander = Commander(options.relay, options.store, server_options, wait=_wait_for)
+    watchdog = asyncio.create_task(Watchdog(options.hang_timeout, options.log_file).run())
+    try:
+        return await commander.serve(options.http_port, admin)
+    finally:
+        watchdog.cancel()
 
 
 def _is_several(options: argparse.Namespace) -> bool:
@@ -259,30 +287,6 @@ def _put_aside(url: str) -> Path:
     return aside
 
 
-async def _run(server: ControlServer, lifetime: Lifetime | None) -> int:
-    watch = None if lifetime is None else asyncio.create_task(lifetime.run())
-    try:
-        await server.run()
-    except Superseded as error:
-        # Not this process's error: it was stopped or cut off while the job got another master.
-        log.warning("%s", error)
-        if lifetime is not None:
-            return EXIT_OK
-        print(f"dlrover-master: {error}", file=sys.stderr)
-        return EXIT_SUPERSEDED
-    except StoreError as error:
-        log.error("%s", error)
-        print(f"dlrover-master: {error}", file=sys.stderr)
-        return EXIT_FAILED
-    except Exception:
-        log.exception("the master failed")
-        raise
-    finally:
-        if watch is not None:
-            watch.cancel()
-    return EXIT_OK
-
-
 def _edge(server: ControlServer, options: argparse.Namespace, token: str | None) -> Edge | None:
     if options.http_port is None:
         return None
@@ -297,7 +301,7 @@ def _edge(server: ControlServer, options: argparse.Namespace, token: str | None)
             options.http_port,
             token,
             loopback=is_loopback(options.host),
-            tls=_tls(options),
+            tls=tls_files(options),
             stands_by=lambda: _is_several(options) and not server.leads,
         )
     except OSError as error:
@@ -314,10 +318,7 @@ def _announce(server: ControlServer, edge: Edge | None, remark: str) -> None:
 
 
 def _print(said: dict[str, object], edge: Edge | None) -> None:
-    line = json.dumps(said if edge is None else said | {"http": edge.address})
-    # The process that started an embedded master may be gone already.
-    with contextlib.suppress(BrokenPipeError):
-        print(line, flush=True)
+    print_line(said if edge is None else said | {"http": edge.address})
 
 
 def _is_unwanted() -> bool:
@@ -342,14 +343,6 @@ def _hear_signals(server: ControlServer, lifetime: Lifetime | None) -> None:
         loop.add_signal_handler(signum, heard, signum)
     # The process that started an embedded master has blocked them until now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, EMBEDDED_STOP)
-
-
-def _tls(options: argparse.Namespace) -> TlsFiles | None:
-    if options.tls_cert is None and options.tls_key is None and options.tls_ca is None:
-        return None
-    if options.tls_cert is None or options.tls_key is None:
-        raise UsageError("--tls-cert and --tls-key belong together (--tls-ca is for client certificates)")
-    return TlsFiles(options.tls_cert, options.tls_key, options.tls_ca)
 
 
 class _Formatter(logging.Formatter):
@@ -401,7 +394,9 @@ def _port(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="dlrover-master", description="The master of one elastic training job.", allow_abbrev=False)
     add = parser.add_argument
-    add("--job-id", required=True, type=job_id, help="the job that this master serves")
+    add("--job-id", type=job_id, help="the job that this master serves")
+    text = "a run that pre-emptible machines carry on one after another (repeatable), instead of --job-id"
+    add("--relay", type=Path, action="append", default=[], metavar="FILE", help=text)
     text = "where the job's state is kept: sqlite:///FILE (four slashes if absolute), or etcd://HOST:PORT,HOST:PORT"
     add("--store", required=True, help=text)
     add("--etcd-ca", type=Path, metavar="FILE", help="the authority of etcd's certificates (PEM); without it no TLS")

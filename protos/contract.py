@@ -132,6 +132,8 @@ class Variable:
 
     # What a person may set.
     TOKEN = "DALSEGNO_TOKEN"
+    # What may fence the holder of a relayed run.
+    ADMIN_TOKEN = "DALSEGNO_ADMIN_TOKEN"
     MASTER = "DLROVER_MASTER_ADDR"
     # Prefixes of variables that stand for flags, followed by the flag's name in capitals: of dlrover-run, of
     # dlrover-master.

@@ -1882,6 +1882,8 @@ class NodeStatus(google.protobuf.message.Message):
     HOST_FIELD_NUMBER: builtins.int
     NPROC_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    SILENT_SECONDS_FIELD_NUMBER: builtins.int
     node: builtins.str
     role: builtins.str
     """"member", "spare", "joining", "leaving"."""
@@ -1889,6 +1891,9 @@ class NodeStatus(google.protobuf.message.Message):
     host: builtins.str
     nproc: builtins.int
     reason: builtins.str
+    incarnation: builtins.str
+    silent_seconds: builtins.float
+    """Seconds since it was last heard, without those in which the master itself stood still."""
     def __init__(
         self,
         *,
@@ -1898,8 +1903,10 @@ class NodeStatus(google.protobuf.message.Message):
         host: builtins.str = ...,
         nproc: builtins.int = ...,
         reason: builtins.str = ...,
+        incarnation: builtins.str = ...,
+        silent_seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["group_rank", b"group_rank", "host", b"host", "node", b"node", "nproc", b"nproc", "reason", b"reason", "role", b"role"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group_rank", b"group_rank", "host", b"host", "incarnation", b"incarnation", "node", b"node", "nproc", b"nproc", "reason", b"reason", "role", b"role", "silent_seconds", b"silent_seconds"]) -> None: ...
 
 global___NodeStatus = NodeStatus
 
@@ -2023,6 +2030,8 @@ class StatusReply(google.protobuf.message.Message):
     LEADER_FIELD_NUMBER: builtins.int
     GOODPUT_FIELD_NUMBER: builtins.int
     CHECKPOINTS_FIELD_NUMBER: builtins.int
+    MILESTONES_FIELD_NUMBER: builtins.int
+    PROBE_FIELD_NUMBER: builtins.int
     generation: builtins.int
     job_id: builtins.str
     run_id: builtins.str
@@ -2037,6 +2046,8 @@ class StatusReply(google.protobuf.message.Message):
     """No node has reported a step of the open epoch: `step` is the step that it began from, and `loss` has no meaning."""
     goodput: builtins.float
     """Share of the time since the run's first step that brought it forward, 0 to 1. Absent: not known."""
+    probe: builtins.str
+    """Content of the job's probe file, as the nodes that count read it."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NodeStatus]: ...
     @property
@@ -2052,6 +2063,10 @@ class StatusReply(google.protobuf.message.Message):
     @property
     def checkpoints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Checkpoint]:
         """The newest commits, oldest first."""
+
+    @property
+    def milestones(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Milestone]:
+        """The last milestones, oldest first."""
 
     def __init__(
         self,
@@ -2073,12 +2088,112 @@ class StatusReply(google.protobuf.message.Message):
         leader: global___Leader | None = ...,
         goodput: builtins.float | None = ...,
         checkpoints: collections.abc.Iterable[global___Checkpoint] | None = ...,
+        milestones: collections.abc.Iterable[global___Milestone] | None = ...,
+        probe: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_goodput", b"_goodput", "goodput", b"goodput", "head", b"head", "leader", b"leader", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_goodput", b"_goodput", "checkpoints", b"checkpoints", "epoch", b"epoch", "generation", b"generation", "goodput", b"goodput", "head", b"head", "history", b"history", "job_id", b"job_id", "leader", b"leader", "limit", b"limit", "loss", b"loss", "nodes", b"nodes", "phase", b"phase", "reason", b"reason", "run_id", b"run_id", "settings", b"settings", "step", b"step", "unheard", b"unheard"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_goodput", b"_goodput", "checkpoints", b"checkpoints", "epoch", b"epoch", "generation", b"generation", "goodput", b"goodput", "head", b"head", "history", b"history", "job_id", b"job_id", "leader", b"leader", "limit", b"limit", "loss", b"loss", "milestones", b"milestones", "nodes", b"nodes", "phase", b"phase", "probe", b"probe", "reason", b"reason", "run_id", b"run_id", "settings", b"settings", "step", b"step", "unheard", b"unheard"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_goodput", b"_goodput"]) -> typing.Literal["goodput"] | None: ...
 
 global___StatusReply = StatusReply
+
+@typing.final
+class Milestone(google.protobuf.message.Message):
+    """A checkpoint that was published outside of the checkpoint directory."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REPO_FIELD_NUMBER: builtins.int
+    REVISION_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    repo: builtins.str
+    """OWNER/NAME of a repository, and the revision there that has all of it."""
+    revision: builtins.str
+    step: builtins.int
+    @property
+    def checkpoint(self) -> global___CheckpointRef:
+        """Empty for what a node without checkpoints of ours has published."""
+
+    def __init__(
+        self,
+        *,
+        repo: builtins.str = ...,
+        revision: builtins.str = ...,
+        step: builtins.int = ...,
+        checkpoint: global___CheckpointRef | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "repo", b"repo", "revision", b"revision", "step", b"step"]) -> None: ...
+
+global___Milestone = Milestone
+
+@typing.final
+class MilestoneRequest(google.protobuf.message.Message):
+    """Of the master's own HTTP edge, without an RPC: a milestone is there. FAILED_PRECONDITION if its checkpoint is not, and
+    was never, committed: what a fenced node has made is no part of the run. A repeat changes nothing.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    MILESTONE_FIELD_NUMBER: builtins.int
+    HOLDER_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    protocol: builtins.int
+    @property
+    def milestone(self) -> global___Milestone: ...
+    @property
+    def holder(self) -> global___Caller:
+        """Set for a checkpoint that is not ours: the node that has published it, which must be in the open world."""
+
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        protocol: builtins.int = ...,
+        milestone: global___Milestone | None = ...,
+        holder: global___Caller | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["holder", b"holder", "milestone", b"milestone"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["holder", b"holder", "job_id", b"job_id", "milestone", b"milestone", "protocol", b"protocol"]) -> None: ...
+
+global___MilestoneRequest = MilestoneRequest
+
+@typing.final
+class FenceNodeRequest(google.protobuf.message.Message):
+    """Of the master's own HTTP edge, without an RPC: this node counts as gone from now on, and its epoch is closed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    LEFT_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    protocol: builtins.int
+    node: builtins.str
+    incarnation: builtins.str
+    """Only if the node still has this incarnation."""
+    reason: builtins.str
+    left: builtins.bool
+    """It goes of its own accord: it is not lost."""
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        protocol: builtins.int = ...,
+        node: builtins.str = ...,
+        incarnation: builtins.str = ...,
+        reason: builtins.str = ...,
+        left: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "job_id", b"job_id", "left", b"left", "node", b"node", "protocol", b"protocol", "reason", b"reason"]) -> None: ...
+
+global___FenceNodeRequest = FenceNodeRequest
 
 @typing.final
 class ScaleRequest(google.protobuf.message.Message):

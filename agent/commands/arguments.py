@@ -22,6 +22,7 @@ from .values import (
     bytes_of,
     commas,
     count_of,
+    directory,
     glob,
     log_level,
     more_than_none,
@@ -29,6 +30,7 @@ from .values import (
     node_timeout,
     nproc,
     resume_step,
+    save_signal,
     seconds_or_auto,
     signals,
     streams,
@@ -186,6 +188,20 @@ def _add_for_plain_scripts(group: _Group) -> None:
         metavar="GLOB",
         help="which files or directories below '${save_dir}' are checkpoints; default: all that look like one",
     )
+    group.value(
+        "--save-signal",
+        default="",
+        type=save_signal,
+        metavar="NAME",
+        help="asks a script without a session to save before it is ended (SIGUSR1); default: it only gets SIGTERM",
+    )
+    group.value(
+        "--initial-checkpoint",
+        default=None,
+        type=directory,
+        metavar="DIR",
+        help="what '${resume_dir}' names while the run has no checkpoint",
+    )
     group.value("--keep-saves", default=0, type=count_of(0), metavar="N", help="last epochs whose saves stay; 0: all")
 
 
@@ -198,6 +214,26 @@ def _add_dlrover(group: _Group) -> None:
     group.switch(
         "--dlrover-fixes",
         help="our order and plan behind DLRover's classes: one global batch, each sample once, in any world",
+    )
+
+
+def _add_outages(group: _Group) -> None:
+    group.value(
+        "--master-outage-timeout",
+        default=60.0,
+        type=seconds,
+        help="a node cut off from the master drains",
+        metavar="SECONDS",
+    )
+    group.value(
+        "--self-fence",
+        default=0.0,
+        type=seconds,
+        help="no word of the master for so long: the workers save and stop until there is one; 0: they train on",
+        metavar="SECONDS",
+    )
+    group.value(
+        "--tell-fd", default=None, type=count_of(3), metavar="N", help="tell there, as lines of JSON, what happens"
     )
 
 
@@ -228,13 +264,7 @@ def _add_ours(group: _Group) -> None:
     group.value("--stall-timeout", type=more_than_none, help="no step for so long: stuck", **as_seconds)
     _add_growth(group)
     group.value("--wait-for-nodes", type=seconds, help="give up waiting; default: never", **as_seconds)
-    group.value(
-        "--master-outage-timeout",
-        default=60.0,
-        type=seconds,
-        help="a node cut off from the master drains",
-        **as_seconds,
-    )
+    _add_outages(group)
     group.value("--quiet-time", type=seconds, help="wait for more nodes at a start", **as_seconds)
     group.value(
         "--connect-timeout", default=60.0, type=more_than_none, help="wait for the master's answer", **as_seconds

@@ -32,8 +32,8 @@ __all__ = ["Beginning", "Where", "nursery_spec", "script_of"]
 
 logger = logging.getLogger(__name__)
 
-# Variables by which DLRover's client library, if a script uses it, would take our master for its own.
-_NOT_FOR_WORKERS = (Variable.MASTER, Variable.TOKEN)
+# Secrets; and variables by which DLRover's client library, if a script uses it, would take our master for its own.
+_NOT_FOR_WORKERS = (Variable.MASTER, Variable.TOKEN, Variable.ADMIN_TOKEN)
 # Torch sets it for nodes with more than one worker.
 _THREADS = "OMP_NUM_THREADS"
 _CARD = re.compile("nvidia[0-9]+")

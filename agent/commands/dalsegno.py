@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import signal
@@ -250,8 +251,11 @@ def _render(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    more = ", ".join(sorted(_others()))
     parser = Parser(
-        prog="dalsegno", description="Looks at an elastic training job, its checkpoints, and the installation."
+        prog="dalsegno",
+        description="Looks at an elastic training job, its checkpoints, and the installation.",
+        epilog=f"Other packages add: {more} (each with a --help of its own)." if more else None,
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     _add_job_commands(commands)
@@ -328,10 +332,18 @@ def _add_master(command: argparse.ArgumentParser) -> None:
         )
 
 
+def _others() -> dict[str, importlib.metadata.EntryPoint]:
+    """Commands that other packages add: entry points of the group `dalsegno.commands`, by name."""
+    return {point.name: point for point in importlib.metadata.entry_points(group="dalsegno.commands")}
+
+
 def run(arguments: Sequence[str] | None) -> int:
     """Runs one command and returns its exit code: 0 success, 1 something is wrong with what it looked at, 2 usage."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        options = _parser().parse_args(arguments)
+        if given and (other := _others().get(given[0])) is not None:
+            return int(other.load()(given[1:]))
+        options = _parser().parse_args(given)
         return int(options.act(options))
     except UsageError as error:
         print(printable(f"dalsegno: error: {error}"), file=sys.stderr)

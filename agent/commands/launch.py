@@ -152,6 +152,10 @@ def _agent_config(
         expects_session=expects_session(script),
         checkpoint_glob=options.checkpoint_glob,
         keep_saves=options.keep_saves,
+        save_signal=options.save_signal,
+        self_fence=options.self_fence,
+        initial=options.initial_checkpoint,
+        tell_fd=options.tell_fd,
         run_ahead=runs_ahead(script, options.run_ahead),
         adopts=adopts,
         # An embedded master speaks plaintext.

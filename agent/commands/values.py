@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS
 from dalsegno.protos.options import seconds
 from dalsegno.protos.text import name_problem
 
-from ..processes.signals import signals_of
+from ..processes.signals import number_of, signals_of
 from ..storage.naming import is_pattern
 
 # Bytes in a second.
@@ -114,6 +115,23 @@ def signals(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
+
+
+def save_signal(text: str) -> str:
+    """The name of a signal that can be handled; SIGRTMIN+N is one, too. Empty: none."""
+    try:
+        if text:
+            number_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def directory(text: str) -> Path:
+    """A directory that is there."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is no directory")
+    return Path(text).absolute()
 
 
 def log_level(text: str) -> str:

@@ -26,6 +26,7 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import CONTROL_PROTOCOL, HEARTBEAT_SECONDS
 from dalsegno.protos.trace import mark
 
+from ..decisions.leaving import AWAY_AFTER_SECONDS as _AWAY_AFTER_SECONDS
 from .client_threads import Backoff, Listener, OutboxFull, kept_up
 from .connection import RETRIED, Connector, MasterLink, code_of, detail_of, leader_of
 from .master_checks import MOST
@@ -36,8 +37,6 @@ __all__ = ["CALL_TIMEOUT_SECONDS", "HEARTBEAT_SECONDS", "Listener", "MasterClien
 # Seconds.
 CALL_TIMEOUT_SECONDS = 10.0
 _HEARTBEAT_TIMEOUT_SECONDS = 3.0
-# Seconds of silence after which the master counts as away.
-_AWAY_AFTER_SECONDS = 3.0
 # The most calls that may wait for an absent master; a run makes a few per epoch and one per checkpoint.
 _MOST_WAITING = 10_000
 # How often a call is repeated after an error inside the master, which a restart may cure.

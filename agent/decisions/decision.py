@@ -87,13 +87,13 @@ class Decision:
         """Kills the workers without grace, because they are stuck in a collective anyway."""
         self.stop_workers(0.0)
 
-    def stop_workers(self, grace: float, still: float = math.inf) -> None:
-        """Gives this node's ranks SIGTERM and `grace` seconds; 0 kills at once. `still`: see `StopWorkers`."""
+    def stop_workers(self, grace: float, still: float = math.inf, ask: str = "") -> None:
+        """Gives this node's ranks SIGTERM and `grace` seconds; 0 kills at once. `still`, `ask`: see `StopWorkers`."""
         state = self.state
         if state.workers is Workers.RUNNING:
             state.workers = Workers.STOPPING
             state.stop_deadline = self.now + grace + state.settings.save_timeout + STOP_PATIENCE_SECONDS
-            self.do(ev.StopWorkers(state.started, grace, still, may_save(state)))
+            self.do(ev.StopWorkers(state.started, grace, still, may_save(state), ask))
 
     def stop_conversion(self) -> None:
         if self.state.lease:
@@ -223,6 +223,8 @@ def what_is_unsaved(state: AgentState) -> str:
         return f"its script's Flash Checkpoint is saved as of step {state.epoch.flash_step}; later steps are not"
     if state.epoch.refused:
         return "the others had gone on from the last commit before this save was complete"
+    if state.epoch.answered:
+        return ""
     if not state.session_known:
         return "its workers had no session open: what their script saves by itself is all that is kept"
     if state.epoch.agreed and state.epoch.outcome is Outcome.STOPPED:
@@ -255,4 +257,6 @@ def what_is_safe(state: AgentState) -> str:
         return "everything is saved"
     if state.epoch.flash_step:
         return f"its script's Flash Checkpoint is saved as of step {state.epoch.flash_step}"
+    if state.epoch.answered:
+        return "its script was asked to save, and what it saved is taken"
     return "no step was made here that could be lost" if had_workers(state) else "no workers were running here"

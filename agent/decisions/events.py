@@ -132,14 +132,15 @@ class WorkersStopped:
     """All processes of this epoch's workers are gone after `StopWorkers`.
 
     Attributes:
-        flash_step: what they had in memory of DLRover's Flash Checkpoint is on the disk as of this step; 0: nothing is.
-        flash_part: this node has a part of it in memory, others have the rest: the part's step, 0 if there is none or
-            it is torn. None: no other node has a part.
+        flash_step: what they had in memory of DLRover's Flash Checkpoint is on the disk as of this step; 0: nothing.
+        flash_part: the step of this node's part of it, 0 if torn or not there. None: no other node has a part.
+        answered: they were asked to save, did, and it is taken.
     """
 
     epoch: int
     flash_step: int = 0
     flash_part: int | None = None
+    answered: bool = False
 
 
 @dataclass(frozen=True)
@@ -359,13 +360,15 @@ class StopWorkers:
     """SIGTERM and `grace` seconds, then SIGKILL; 0 kills at once. Answered by `WorkersStopped`.
 
     SIGKILL comes earlier if they live on and write hardly anything for `still` seconds.
-    `save`: what they leave in memory of DLRover's Flash Checkpoint may go to the disk: no newer epoch is open.
+    `save`: what they leave in memory of Flash Checkpoint may go to the disk: no newer epoch is open.
+    `ask`: the signal that asks them to save first, within the same `grace`; empty: none.
     """
 
     epoch: int
     grace: float = 0.0
     still: float = math.inf
     save: bool = True
+    ask: str = ""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ What happens on which failure:
   moment for it, see `keeping`), the master is told, the agent waits;
 - the master is away: the workers go on; calls are kept and repeated; past the outage timeout the node drains if another
   node still reaches the master;
+- with --self-fence the workers end after a save when nobody has heard the master for that long;
 - the agent was declared dead ("fenced"): its workers are killed at once, and it registers anew as a new incarnation;
 - the node has another address: its connections are dead, so its workers are killed and it registers anew, too;
 - SIGTERM: the flag reaches the workers at once, with or without a master; at the end of the notice they are killed.
@@ -79,7 +80,7 @@ def take(decision: Decision, event: ev.Event) -> None:
         case ev.StepsCounted() | ev.EndedWell():
             ranks.rank_ends(decision, event)
         case ev.WorkersStopped():
-            ranks.workers_stopped(decision, event.epoch)
+            ranks.workers_stopped(decision, event.epoch, answered=event.answered)
             flash.stopped(decision, event)
         case ev.FlashSaved():
             flash.saved(decision, event)

@@ -16,6 +16,8 @@ from .state import Leave, Outcome, Workers
 
 # Seconds that a leaver whose notice has run out still waits for the processes that it has killed.
 KILL_PATIENCE_SECONDS = 2.0
+# Seconds without an answer after which the master counts as away.
+AWAY_AFTER_SECONDS = 3.0
 # Seconds without a write after which workers without a session, which have had their signal, are not waited for.
 STILL_SECONDS = 5.0
 
@@ -78,6 +80,13 @@ def stop_unheard(decision: Decision, why: str) -> None:
     """
     settings = decision.state.settings
     notice, still = settings.drain_timeout, math.inf if settings.adopts else STILL_SECONDS
+    if settings.save_signal:
+        asked = f"the workers are asked to save ({settings.save_signal})"
+        decision.do(
+            ev.Say(f"{why}: {asked}, and end when that is taken, after {notice:.0f} s (--drain-timeout) in any case")
+        )
+        decision.stop_workers(notice, ask=settings.save_signal)
+        return
     at_most = f"{notice:.0f} s (--drain-timeout)"
     if still < notice:
         at_most = f"{still:.0f} s, or {at_most} while they write"
@@ -140,9 +149,35 @@ def check_outage(decision: Decision) -> None:
     state = decision.state
     if state.link.lost_at is None or state.workers is not Workers.RUNNING or state.link.drain:
         return
+    fence(decision, state.link.lost_at)
+    if state.link.drain:
+        return
     due = state.link.lost_at + state.settings.master_outage_timeout
     if decision.now < due:
         decision.wake_at(due)
     elif state.epoch.anyone_sees_master:
         state.link = replace(state.link, drain=True)
         decision.do(ev.Say("only this node is cut off from the master: it drains and waits", True))
+
+
+def fence(decision: Decision, lost_at: float) -> None:
+    """Stops workers when the master has not been heard for so long that it may have given their place away.
+
+    They save first. What they save counts only if the master, when it is heard again, says so.
+    """
+    state = decision.state
+    silence = state.settings.self_fence
+    if not silence or state.leaving:
+        return
+    due = lost_at - AWAY_AFTER_SECONDS + silence
+    if decision.now < due:
+        decision.wake_at(due)
+        return
+    state.link = replace(state.link, drain=True)
+    why = f"the master was not heard for {silence:g} s (--self-fence)"
+    if state.epoch.has_session:
+        decision.do(ev.Say(f"{why}: this node saves at the next step boundary, stops, and waits for it", True))
+        return
+    state.epoch.self_fenced = True
+    decision.do(ev.Say(f"{why}: the workers stop, and start again when it is", True))
+    decision.stop_workers(state.settings.drain_timeout, ask=state.settings.save_signal)

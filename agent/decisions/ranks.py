@@ -339,12 +339,17 @@ def check_stopping(decision: Decision) -> None:
     workers_stopped(decision, state.started)
 
 
-def workers_stopped(decision: Decision, epoch: int) -> None:
+def workers_stopped(decision: Decision, epoch: int, *, answered: bool = False) -> None:
     """The workers that were told to stop are gone."""
     state = decision.state
     if epoch != state.started or state.workers is not Workers.STOPPING:
         return
     state.workers = Workers.NONE
+    state.epoch.answered = answered
+    if state.epoch.self_fenced and state.epoch.outcome is Outcome.NONE and not state.fenced:
+        # The master, when it is heard again, starts this node's ranks anew as after any drain.
+        state.epoch.outcome = Outcome.DRAINED
+        state.epoch.exits = tuple((rank, ev.WORKER_DRAINED) for rank in range(state.settings.nproc))
     if state.epoch.outcome is Outcome.NONE:
         state.epoch.outcome = Outcome.STOPPED
     if state.fenced:

@@ -41,6 +41,10 @@ class AgentSettings:
     drain_timeout: float = 30.0
     # What its script saves on a notice becomes the run's, although it has no session.
     adopts: bool = False
+    # Asks workers without a session to save before they are ended; empty: they are not asked.
+    save_signal: str = ""
+    # Silence of the master after which this node's workers stop, even if nobody hears it; 0: they go on.
+    self_fence: float = 0.0
     master_outage_timeout: float = 60.0
     # Where the master was looked for, for a person.
     addresses: str = ""
@@ -219,6 +223,10 @@ class Epoch:
     part_deadline: float | None = None
     # Digest of what this node, which stays, writes to the disk because it hears no master.
     spilled: str = ""
+    # They were stopped because nobody heard the master; it does not know that yet.
+    self_fenced: bool = False
+    # They have saved when they were asked to, before they were ended.
+    answered: bool = False
     # What these ranks drained into came too late: a newer epoch was open already.
     refused: bool = False
     # Steps in memory that the agents are to bring to the disk, by digest.

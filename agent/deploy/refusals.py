@@ -65,7 +65,7 @@ def _on_the_command_line(job: Job) -> Iterator[str]:
         plain = name.lstrip("-").replace("_", "-").lower()
         if name.startswith("-") and plain in SECRET_FLAGS:
             yield f"command: {name} puts a secret on the command line, where everybody reads it: use a file of a secret"
-        elif SECRET_VALUE.search(word) or name == Variable.TOKEN:
+        elif SECRET_VALUE.search(word) or name in (Variable.TOKEN, Variable.ADMIN_TOKEN):
             yield f"command: a secret stands in {name[:24]!r}, where everybody reads it: use a file of a secret"
     for name in job.env:
         if SECRET_VARIABLES.search(name.upper()):

@@ -17,6 +17,7 @@ __all__ = [
     "descendants",
     "end_descendants",
     "kill_group",
+    "listeners",
     "owner_of",
     "start_time",
     "written_bytes",
@@ -102,6 +103,33 @@ def descendants(root: int) -> list[int]:
         found += of
         ahead += of
     return [pid for pid in found if pid not in dead]
+
+
+def listeners(root: int, signum: int) -> list[int]:
+    """The processes that are to be sent a signal that asks for something: those that handle it.
+
+    A launcher or a helper that does not would die of it. Of a process and its descendants that all handle it, as
+    forked ones do, only the first.
+
+    Args:
+        root: `root` itself and its descendants are meant.
+    """
+    mask, left = 1 << (signum - 1), {root, *descendants(root)}
+    found = []
+    for pid in [root, *sorted(left - {root})]:
+        if pid in left and _handled(pid) & mask:
+            found.append(pid)
+            left.difference_update(descendants(pid))
+    return found
+
+
+def _handled(pid: int) -> int:
+    """The signals that a process handles, as a set of bits (`SigCgt` of proc(5) status)."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0
+    return sum(int(line.split()[1], 16) for line in text.splitlines() if line.startswith("SigCgt:"))
 
 
 def end_descendants(seconds: float) -> list[int]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["SignalWatch", "held_back", "signals_of"]
+__all__ = ["SignalWatch", "held_back", "number_of", "signals_of"]
 
 # If these are ignored when we start (by nohup, or a shell for a background job), they are meant to stay so. The other
 # signals are sent to somebody on purpose.
@@ -37,6 +37,21 @@ def signals_of(text: str) -> tuple[signal.Signals, ...]:
             raise ValueError(f"{number.name} cannot be handled by anybody")
         found.append(number)
     return tuple(found)
+
+
+def number_of(name: str) -> int:
+    """The number of a signal by its name, SIGRTMIN+N among them.
+
+    Raises:
+        ValueError: it does not exist or cannot be handled.
+    """
+    base, _, more = name.partition("+")
+    (number,) = signals_of(base)
+    if not more:
+        return int(number)
+    if number is not signal.SIGRTMIN or not more.isdecimal() or number + int(more) > signal.SIGRTMAX:
+        raise ValueError(f"{name!r} is no signal's name, as SIGRTMIN+1 is")
+    return int(number) + int(more)
 
 
 @contextlib.contextmanager

@@ -30,6 +30,10 @@ class AgentConfig:
         expects_session: the script's text says that it may call `session()`, however late.
         checkpoint_glob: which files or directories below `${save_dir}` are checkpoints; empty: what looks like one.
         keep_saves: of how many epochs before the present one the script's own saves stay; 0: of all.
+        save_signal: asks a script without a session to save before it is ended; empty: it is not asked.
+        self_fence: seconds without a word of the master after which the workers save and stop; 0: they go on.
+        initial: what such a script starts from while the run has no checkpoint; None: nothing.
+        tell_fd: file descriptor on which a supervisor is told what happens; None: nobody is.
         tls: the master is spoken to over TLS, and so are other agents.
         memory_budget_bytes: the most that memory checkpoints may take on this node; None: found out.
         memory_bytes_per_second: the most of them that is sent to other nodes in a second; None: no limit.
@@ -60,6 +64,10 @@ class AgentConfig:
     tls: bool = False
     checkpoint_glob: str = ""
     keep_saves: int = 0
+    save_signal: str = ""
+    self_fence: float = 0.0
+    initial: Path | None = None
+    tell_fd: int | None = None
     memory_budget_bytes: int | None = None
     memory_bytes_per_second: int | None = None
     dlrover: bool = False

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from dalsegno.protos.trace import mark
 
 from ..decisions import events as ev
 from ..decisions import handling
+from ..decisions.told import told
 from ..dlrover.beside import Beside
 from ..processes.lifeline import Lifeline
 from ..processes.signals import SignalWatch
@@ -47,6 +47,8 @@ from ..workers.workers import WorkersContext
 from .config import AgentConfig
 from .effects import Effects
 from .mailbox import Mailbox
+from .stopping import Stopping
+from .telling import Teller
 
 __all__ = ["ElasticAgent"]
 
@@ -66,6 +68,8 @@ class _Exited(ev.WorkerExited):
 @dataclass(frozen=True)
 class _Placed(ev.StartFailed):
     """What a script without a session needs of the resume point is there, or cannot be: then there is a message."""
+
+    damage: worker_pb2.BadCheckpoint | None = None
 
 
 class ElasticAgent(LocalElasticAgent):
@@ -104,6 +108,7 @@ class ElasticAgent(LocalElasticAgent):
         self._effects = effects
         self._lifeline = lifeline
         self._watch = watch
+        self._teller = Teller(config.tell_fd)
         self._ending: ev.Exit | None = None
         self._context: WorkersContext | None = None
         self._place: Place | None = None
@@ -114,7 +119,12 @@ class ElasticAgent(LocalElasticAgent):
         self._link = WorkerLink(self._worker_said)
         lifeline.add_path(self._link.directory)
         self._adoption = Adoption(
-            script.arguments, mailbox.put, config.checkpoint_glob, config.keep_saves, looks=reads_resume_point(script)
+            script.arguments,
+            mailbox.put,
+            config.checkpoint_glob,
+            config.keep_saves,
+            looks=reads_resume_point(script),
+            initial=config.initial,
         )
         self._beside = Beside(
             config.dlrover,
@@ -137,6 +147,8 @@ class ElasticAgent(LocalElasticAgent):
                 node_name=config.node_name,
                 drain_timeout=config.settings.drain_timeout,
                 adopts=config.adopts,
+                save_signal=config.save_signal,
+                self_fence=config.self_fence,
                 master_outage_timeout=config.master_outage_timeout,
                 addresses=config.addresses,
                 connect_timeout=config.connect_timeout,
@@ -176,6 +188,9 @@ class ElasticAgent(LocalElasticAgent):
         )
 
     def _handle(self, event: ev.Event) -> None:
+        if isinstance(event, _Placed) and event.damage is not None:
+            self._found_damaged(event.epoch, event.damage)
+            return
         if isinstance(event, _Placed) and not event.message:
             self._start_placed(event.epoch)
             return
@@ -184,9 +199,11 @@ class ElasticAgent(LocalElasticAgent):
         if isinstance(event, _Exited) and (help := advice(event.message)) and help not in self._advised:
             self._advised.add(help)
             self._effects.perform(ev.Say(help, True))
-        ran = self._state.workers is not handling.Workers.NONE
-        self._state, actions = handling.handle(self._state, event, time.monotonic())
-        if ran and self._state.workers is handling.Workers.NONE:
+        before = self._state
+        self._state, actions = handling.handle(before, event, time.monotonic())
+        for what in told(before, event, self._state, actions):
+            self._teller.tell(what)
+        if before.workers is not handling.Workers.NONE and self._state.workers is handling.Workers.NONE:
             self._mark("stopped")
         for action in actions:
             logger.debug("%s -> %s", type(event).__name__, type(action).__name__)
@@ -273,8 +290,14 @@ class ElasticAgent(LocalElasticAgent):
         text = f"the workers cannot be started: {shortage(error) or error}"
         self._mailbox.put(ev.StartFailed(epoch, str(error) if isinstance(error, CannotStartError) else text))
 
-    def _placed(self, epoch: int, problem: str) -> None:
-        self._mailbox.put(_Placed(epoch, f"the workers cannot be started: {problem}" if problem else ""))
+    def _placed(self, epoch: int, problem: str, damage: worker_pb2.BadCheckpoint | None) -> None:
+        self._mailbox.put(_Placed(epoch, f"the workers cannot be started: {problem}" if problem else "", damage))
+
+    def _found_damaged(self, epoch: int, damage: worker_pb2.BadCheckpoint) -> None:
+        """As if the workers had found it: the master has it looked at, and goes back by one."""
+        rank = self._place.first_rank if self._place is not None else 0
+        self._handle(ev.WorkerSaid(epoch, rank, worker_pb2.ToAgent(bad_checkpoint=damage)))
+        self._handle(ev.WorkerExited(epoch, 0, ev.WORKER_BAD_CHECKPOINT))
 
     def _start_placed(self, epoch: int) -> None:
         """Starts the workers of a world whose resume point is where the script looks, if they are still wanted."""
@@ -327,17 +350,11 @@ class ElasticAgent(LocalElasticAgent):
                 environment[Variable.LOAD_UNIVERSAL] = "1"
             set_local_rank(self, environment, local, spec)
             envs[local] = environment
-        settings = self._effects.settings
+        low, high = self._effects.settings.min_nodes, self._effects.settings.max_nodes
         arguments = self._adoption.begin(
             self._effects.run_dir(),
             world,
-            Origin(
-                self._config.job_id,
-                self._state.generation,
-                place.world_size,
-                settings.min_nodes,
-                settings.max_nodes,
-            ),
+            Origin(self._config.job_id, self._state.generation, place.world_size, low, high),
             self._arguments(world),
             first=place.group_rank == 0,
         )
@@ -368,6 +385,7 @@ class ElasticAgent(LocalElasticAgent):
         adopted = self._context.adopted
         logger.info("epoch %d: %d workers started, %d of them adopted", world.epoch, place.nproc, adopted)
         pids = self._context.pids()
+        self._teller.tell({"event": "started", "epoch": world.epoch, "pids": list(pids.values())})
         for worker in worker_group.workers:
             worker.id = pids[worker.local_rank]
         return dict(pids)
@@ -449,35 +467,11 @@ class ElasticAgent(LocalElasticAgent):
         }
 
     def _stop_world(self, order: ev.StopWorkers) -> None:
-        context, stopped, epoch = self._context, ev.WorkersStopped(order.epoch), order.epoch
-        last = time.monotonic() + order.grace
-
-        def stop() -> None:
-            nonlocal stopped
-            try:
-                self._adoption.interrupt()
-                if order.save:
-                    self._beside.freeze()
-                if context is not None:
-                    context.stop(order.grace, order.still)
-                if order.save:
-                    stopped = self._beside.stopped(epoch)
-                if stopped.flash_step:
-                    self._adoption.settle(self._beside.save_timeout)
-                given = max(self._state.settings.save_timeout, last - time.monotonic()) if order.save else 0.0
-                self._adoption.stopped(self._effects.settings.join_timeout, given)
-            except Exception:
-                logger.exception("the workers of epoch %d were not stopped in order", epoch)
-            finally:
-                # The decisions wait for this event, whatever went wrong while stopping.
-                self._mailbox.put(stopped)
-
-        # On a thread, because a process stuck in the kernel must not keep the agent from hearing its master.
-        try:
-            threading.Thread(target=stop, name="stop-workers", daemon=True).start()
-        except RuntimeError as error:
-            logger.warning("the workers are stopped here: %s", shortage(error) or error)
-            stop()
+        timeout, save_timeout = self._effects.settings.join_timeout, self._state.settings.save_timeout
+        stopping = Stopping(
+            order, self._context, self._adoption, self._beside, timeout, save_timeout, self._effects.say
+        )
+        stopping.start(self._mailbox.put)
 
     def _end_context(self) -> None:
         self._adoption.close()

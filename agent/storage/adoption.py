@@ -11,38 +11,25 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from dalsegno.elastic.checkpoint import (
-    SHARDED,
-    CheckpointDamaged,
-    CheckpointStore,
-    Manifest,
-    Position,
-    Ref,
-    SavedAs,
-    Shape,
-    describe,
-    seal,
-)
+from dalsegno.elastic.checkpoint import CheckpointDamaged
 from dalsegno.elastic.checkpoint.errors import printable
-from dalsegno.elastic.checkpoint.files import copy_file, place_file
-from dalsegno.elastic.checkpoint.layout import MANIFEST
 from dalsegno.elastic.checkpoint.reading import read_regular
 from dalsegno.protos import control_pb2, worker_pb2
 
 from ..decisions import events as ev
 from . import old_saves
+from .asked import Request, request
 from .foreign import COUNTED, NOTE_BYTES, Found, Unit, shown, survey
 from .layouts import Complete, FileState, complete, number_of_file, state_of
 from .naming import is_log
 from .slices import Behind, Slice, choose, names_it
 from .slots import Slots
+from .taking import Before, Changed, Origin, adopt, save_directory
 
 __all__ = ["Adopter", "Before", "Origin", "adopt", "save_directory"]
 
@@ -61,139 +48,13 @@ MOST_MEMBERS, MOST_READ = 16, 4
 LARGE_BYTES = 1 << 20
 # The most notes that may be a checkpoint's.
 MOST_NOTES = 64
+# Seconds between two looks when the script was asked to save, and whether somebody still waits for that.
+_LOOK_WHEN_ASKED_SECONDS = 0.25
 _BEGAN_ANEW = (
     "it is older than the resume point: the script did not load what ${resume_dir} and DALSEGNO_RESUME_DIR name"
 )
 
 logger = logging.getLogger(__name__)
-
-
-def save_directory(run_dir: Path, epoch: int) -> Path:
-    """The directory in which the script saves in this epoch, and in no other."""
-    return run_dir / f"e{epoch}"
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What a manifest says about the writing epoch and the world does not contain."""
-
-    job_id: str
-    generation: int
-    world_size: int
-    min_nodes: int
-    max_nodes: int
-
-
-@dataclass(frozen=True)
-class Before:
-    """A sealed checkpoint whose files may be those of the next one, too.
-
-    Attributes:
-        directory: it.
-        files: as they were in the script's directory when it was sealed, or put there from it, by their names there.
-        saved_as: as its manifest has it.
-    """
-
-    directory: Path
-    files: Mapping[str, FileState]
-    saved_as: SavedAs
-
-
-class Changed(Exception):
-    """The script writes a checkpoint again."""
-
-
-def adopt(
-    piece: Slice,
-    saved_as: SavedAs,
-    run_dir: Path,
-    world: control_pb2.World,
-    origin: Origin,
-    notes: Iterable[FileState] = (),
-    before: Before | None = None,
-) -> Manifest:
-    """Seals a copy of it among the run's checkpoints. A copy that cannot be finished is removed again.
-
-    Args:
-        piece, saved_as: what is taken.
-        run_dir, world, origin: see `Adopter`.
-        notes: small files that belong to it.
-        before: files that did not change since then are taken from there.
-
-    Raises:
-        Changed: it is being written again.
-        CheckpointDamaged: another process has changed the copy.
-        OSError: the file system says no.
-    """
-    name = str(CheckpointStore(run_dir).next_name(piece.step, world.epoch))
-    target = run_dir / name
-    target.mkdir()
-    try:
-        _take(save_directory(run_dir, world.epoch), (*piece.files, *notes), target, saved_as.below, before)
-        resumed = world.resume.source.ref if world.HasField("resume") else None
-        manifest = Manifest(
-            name=name,
-            job_id=origin.job_id,
-            run_id=world.run_id,
-            step=piece.step,
-            epoch=world.epoch,
-            generation=origin.generation,
-            form=SHARDED,
-            shape=Shape(origin.world_size, piece.strategy, piece.any_world_size),
-            position=Position(),
-            order=None,
-            source=None,
-            resumed_from=None if resumed is None else Ref(resumed.name, resumed.digest),
-            min_nodes=origin.min_nodes,
-            max_nodes=origin.max_nodes,
-            metric=None,
-            files=describe(target),
-            saved_as=saved_as,
-        )
-        seal(target, manifest)
-    except BaseException:
-        # Removed, because it would take room until the epoch is over, and the next try makes another one.
-        if not os.path.lexists(target / MANIFEST):
-            shutil.rmtree(target, ignore_errors=True)
-        raise
-    return manifest
-
-
-def _take(root: Path, files: tuple[FileState, ...], target: Path, below: str, before: Before | None) -> None:
-    """Copies files. All are first linked, in a moment, so that the script may delete them meanwhile."""
-    mine: list[tuple[FileState, Path]] = []
-    for file in files:
-        link = target / _inside(file.name, below)
-        if before is None or before.files.get(file.name) != file or not _reuse(before, file.name, link):
-            place_file(root / file.name, link)
-            mine.append((file, link))
-    if state_of(root, [file.name for file in files]) != files:
-        raise Changed
-    for number, (file, link) in enumerate(mine):
-        if os.stat(link).st_nlink == 1:
-            continue  # it is a copy already, or the script has deleted its own
-        copy = target / f".copy-{number}"
-        copy_file(link, copy)
-        now = os.stat(link)
-        if (now.st_size, now.st_mtime_ns, os.stat(copy).st_size) != (file.size, file.written, file.size):
-            raise Changed
-        # A script may take the newest of several.
-        os.utime(copy, ns=(now.st_atime_ns, file.written))
-        os.replace(copy, link)
-
-
-def _inside(name: str, below: str) -> str:
-    return name[len(below) + 1 :] if below else name
-
-
-def _reuse(before: Before, name: str, link: Path) -> bool:
-    """Takes a file from a sealed checkpoint, where nobody writes. False: it is not there any more."""
-    try:
-        place_file(before.directory / _inside(name, before.saved_as.below), link)
-    except OSError:
-        link.unlink(missing_ok=True)
-        return False
-    return True
 
 
 class Adopter:
@@ -243,6 +104,9 @@ class Adopter:
         self._took = 0.0
         self._closing = self._interrupted = False
         self._asked = self._answered = self._trusting = 0
+        # The script was asked to save, and what it saved then is taken.
+        self._request: Request | None = None
+        self._met = False
         self._news = threading.Condition()
         threading.Thread(target=self._run, name="adoption", daemon=True).start()
 
@@ -251,6 +115,35 @@ class Adopter:
         with self._news:
             self._closing = True
             self._news.notify_all()
+
+    def request(self) -> None:
+        """The script is about to be asked to save.
+
+        Raises:
+            OSError: the file system says no.
+        """
+        asked = request(self._root)
+        with self._news:
+            self._request = asked
+            self._news.notify_all()
+
+    def wait_met(self, timeout: float, over: Callable[[], bool]) -> bool:
+        """Waits until what the script saved when it was asked is taken, for at most `timeout` seconds.
+
+        Args:
+            over: whether it is not worth waiting any more.
+        """
+        deadline = time.monotonic() + timeout
+        with self._news:
+            while not self._met and not self._closing and (left := deadline - time.monotonic()) > 0 and not over():
+                # why: the end of a process is no event here.
+                self._news.wait(min(left, _LOOK_WHEN_ASKED_SECONDS))
+            return self._met
+
+    @property
+    def met(self) -> bool:
+        """Whether the script was asked to save, and what it saved then is taken."""
+        return self._met
 
     def interrupt(self) -> None:
         """The workers are stopped. From now on stillness does not prove that a file was written to its end."""
@@ -287,12 +180,13 @@ class Adopter:
                     self._news.notify_all()
             # Not every second, because each try may first fill the disk.
             pause = max(LOOK_EVERY_SECONDS, SHARE * self._took) if calm else 2 * pause
-            pause = min(pause, LONGEST_PAUSE_SECONDS)
+            pause = min(pause, LONGEST_PAUSE_SECONDS if self._request is None else _LOOK_WHEN_ASKED_SECONDS)
 
     def _wait(self, pause: float, asked: int) -> int:
         """Waits for the next look; not if somebody waits for it. Returns how many ever waited, `asked` before."""
         with self._news:
-            self._news.wait_for(lambda: self._closing or self._asked > asked, pause)
+            before = self._request
+            self._news.wait_for(lambda: self._closing or self._asked > asked or self._request is not before, pause)
             return self._asked
 
     def _look(self) -> bool:
@@ -405,6 +299,7 @@ class Adopter:
         logger.info("%s was saved by the script as %s", manifest.name, printable(piece.newest.unit.path))
         self._note(piece.files)
         self._step = manifest.step
+        new = [file for unit in piece.changed for file in unit.files if self._known.get(file.name) != file]
         self._known = {file.name: file for file in piece.files}
         self._slots.took(piece.files)
         changed = {one.unit.series for one in piece.changed}
@@ -414,6 +309,10 @@ class Adopter:
         self._said &= {_BEGAN_ANEW}
         sealed = worker_pb2.Sealed(name=manifest.name, digest=manifest.digest, step=manifest.step)
         self._deliver(ev.WorkerSaid(self._world.epoch, 0, worker_pb2.ToAgent(sealed=sealed)))
+        with self._news:
+            if self._request is not None and not self._met:
+                self._met = self._request.is_answered_by(new)
+                self._news.notify_all()
         return True
 
     def _note(self, files: Iterable[FileState]) -> None:

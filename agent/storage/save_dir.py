@@ -7,26 +7,31 @@ would not do: a script that opens its checkpoint for writing cuts it off where i
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest, SavedAs
+from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest, SavedAs, read_sealed, verify
 from dalsegno.elastic.checkpoint.files import CANNOT, copy_file, replace_file
 from dalsegno.elastic.checkpoint.reading import read_regular
-from dalsegno.protos import control_pb2
+from dalsegno.protos import control_pb2, worker_pb2
 from dalsegno.protos.shortage import starting
 
 from ..decisions import events as ev
 from ..script import FLAG
-from .adoption import Adopter, Before, Origin, save_directory
+from .adoption import Adopter
 from .foreign import NOTE_BYTES, OURS
 from .layouts import state_of
 from .macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand, macros_of
+from .taking import Before, Origin, save_directory
 
-__all__ = ["Adoption", "place", "prepare"]
+__all__ = ["Adoption", "Then", "place", "prepare"]
+
+Then = Callable[[str, worker_pb2.BadCheckpoint | None], None]
+logger = logging.getLogger(__name__)
 
 # In an epoch's directory: the resume point is there. No layout has such a name.
 _PLACED = f"{OURS}-resume-point"
@@ -135,6 +140,7 @@ class Adoption:
         pattern: `--checkpoint-glob`; empty: none.
         keep: `--keep-saves`; 0: all.
         looks: the script reads `DALSEGNO_RESUME_DIR` itself, and needs no copy of the resume point.
+        initial: what it starts from while the run has no checkpoint; None: nothing.
     """
 
     def __init__(
@@ -145,7 +151,9 @@ class Adoption:
         keep: int = 0,
         *,
         looks: bool = False,
+        initial: Path | None = None,
     ) -> None:
+        self._initial = initial
         self._macros = macros_of(arguments)
         self.wanted = SAVE_DIR in self._macros
         self._places = self.wanted and not looks and not {RESUME_DIR, RESUME_PATH} & self._macros
@@ -160,13 +168,16 @@ class Adoption:
         """Seconds that `settle` may take when workers were stopped."""
         return LAST_LOOK_SECONDS if self.wanted else 0.0
 
-    def place(self, run_dir: Path, world: control_pb2.World, then: Callable[[str], None], *, first: bool) -> bool:
+    def place(self, run_dir: Path, world: control_pb2.World, then: Then, *, first: bool) -> bool:
         """Called when an epoch is about to begin: lets the script find its last checkpoint where it had saved it.
+
+        No script is started from a checkpoint that is not, byte by byte, what was sealed.
 
         Args:
             run_dir, world: see `Adopter`.
-            then: called on another thread when it is there, with "" or the reason why it is not.
-            first: whether this agent is the world's first, which is the one that copies.
+            then: called on another thread when it is there, with "" or the reason why it is not; and with the damage
+                if it is damaged.
+            first: whether this agent is the world's first, which is the one that verifies and copies.
 
         Returns:
             Whether that takes time; False: `begin` may be called now.
@@ -175,14 +186,17 @@ class Adoption:
             OSError: the file system says no.
         """
         self.close()
-        if not self._places or not world.HasField("resume") or world.resume.source.in_memory:
+        if not self.wanted or not world.HasField("resume") or world.resume.source.in_memory:
             return False
         source = run_dir / world.resume.source.ref.name
         manifest = _manifest(source)
-        if manifest.saved_as is None or manifest.shape.strategy == "deepspeed":
-            return False  # `latest` leads there
-        target = prepare(run_dir, world, manifest.saved_as)
-        self._placing = _Placing(source, manifest, target, then, first=first)
+        target = None
+        # DeepSpeed's `latest` leads there.
+        if self._places and manifest.saved_as is not None and manifest.shape.strategy != "deepspeed":
+            target = prepare(run_dir, world, manifest.saved_as)
+        if target is None and not first:
+            return False
+        self._placing = _Placing(source, manifest, world.resume, target, then, first=first)
         return True
 
     def begin(
@@ -209,7 +223,7 @@ class Adoption:
         resume = run_dir / world.resume.source.ref.name if world.HasField("resume") else None
         saved_as = None if resume is None or world.resume.source.in_memory else _manifest(resume).saved_as
         directory = prepare(run_dir, world, saved_as)
-        newest = resume
+        newest = resume or self._initial
         if resume is not None and saved_as is not None:
             newest = resume / os.path.relpath(saved_as.newest, saved_as.below or ".")
         if first:
@@ -234,6 +248,25 @@ class Adoption:
             f"{FLAG}, which it is handed then, and set checkpoint.load_universal in DeepSpeed's config where it has "
             "it; or start with --deepspeed-load-universal, which sets that for it"
         )
+
+    def request(self) -> bool:
+        """The script is about to be asked to save. From any thread. False: nobody here takes what it saves."""
+        if (adopter := self._adopter) is None:
+            return False
+        try:
+            adopter.request()
+        except OSError as error:
+            logger.warning("nobody can tell which save answers: %s", error)
+        return True
+
+    def wait_met(self, timeout: float, over: Callable[[], bool]) -> bool:
+        """See `Adopter.wait_met`."""
+        return (adopter := self._adopter) is not None and adopter.wait_met(timeout, over)
+
+    @property
+    def met(self) -> bool:
+        """Whether the script was asked to save, and what it saved then is taken."""
+        return (adopter := self._adopter) is not None and adopter.met
 
     def settle(self, timeout: float = SETTLE_WITHIN_SECONDS) -> None:
         """Called when workers have ended: adopts what they saved last before that is reported. From any thread."""
@@ -274,12 +307,23 @@ def _manifest(directory: Path) -> Manifest:
 
 
 class _Placing:
-    """Copies the resume point into an epoch's directory, or waits until another node has, on a thread of its own."""
+    """Verifies the resume point, and copies it into an epoch's directory, or waits until another node has.
+
+    On a thread of its own. Nothing is copied if `target` is None.
+    """
 
     def __init__(
-        self, source: Path, manifest: Manifest, target: Path, then: Callable[[str], None], *, first: bool
+        self,
+        source: Path,
+        manifest: Manifest,
+        resume: control_pb2.ResumePoint,
+        target: Path | None,
+        then: Then,
+        *,
+        first: bool,
     ) -> None:
         self._source, self._manifest, self._target, self._then, self._first = source, manifest, target, then, first
+        self._resume = resume
         self._over = threading.Event()
         self.files: tuple[str, ...] = ()
         with starting("the thread that copies the resume point"):
@@ -290,11 +334,11 @@ class _Placing:
         self._over.set()
 
     def _run(self) -> None:
-        problem = ""
+        problem, damage = "", None
         try:
             if not self._first:
                 problem = self._wait()
-            else:
+            elif (damage := self._damage()) is None and self._target is not None:
                 self.files = place(self._source, self._manifest, self._target, self._over.is_set)
                 replace_file(self._target / _PLACED, b"", lasting=False)
         except OSError as error:
@@ -303,10 +347,24 @@ class _Placing:
                 "make room, or hand the script '${resume_dir}', which needs no copy"
             )
         if not self._over.is_set():
-            self._then(problem)
+            self._then(problem, damage)
+
+    def _damage(self) -> worker_pb2.BadCheckpoint | None:
+        """What is wrong with the form of it that the script is going to load."""
+        universal = self._resume.form == control_pb2.FORM_UNIVERSAL
+        ref = self._resume.universal if universal else self._resume.source.ref
+        directory = self._source.parent / ref.name
+        try:
+            verify(directory, read_sealed(directory, ref.digest))
+        except CheckpointDamaged as error:
+            return worker_pb2.BadCheckpoint(
+                name=ref.name, digest=ref.digest, form=self._resume.form, file=error.file, message=str(error)
+            )
+        return None
 
     def _wait(self) -> str:
         """Until it is there, or nobody needs it; says why it is not there."""
+        assert self._target is not None
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not self._over.wait(_LOOK_SECONDS) and not os.path.lexists(self._target / _PLACED):
             if time.monotonic() > deadline:

@@ -7,6 +7,7 @@ We end workers ourselves, because torch checks that a process lives and signals 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -26,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from dalsegno.protos.shortage import starting
 
 from ..processes.lifeline import Lifeline
-from ..processes.proc import kill_group, start_time, written_bytes
+from ..processes.proc import kill_group, listeners, start_time, written_bytes
 from ..script import Script
 from ..standby import hooks
 from ..standby.nursery import CANNOT_START
@@ -186,6 +187,19 @@ class WorkersContext(SubprocessContext):
             raise
         for tail in tails_of(self):
             tail.start()
+
+    def ask(self, signum: int) -> int:
+        """Sends a signal to those processes of each worker that handle it. Returns to how many. From any thread."""
+        found = [pid for one in self._running if not one.ended.is_set() for pid in listeners(one.process.pid, signum)]
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+        return len(found)
+
+    @property
+    def over(self) -> bool:
+        """Whether all workers have ended."""
+        return all(one.ended.is_set() for one in self._running)
 
     def stop(self, grace: float, still: float = math.inf) -> None:
         """Ends all workers and waits for them; SIGKILL after `grace` seconds, at once for 0. Any thread, repeatedly.

@@ -90,7 +90,7 @@ def fit(state: State, now: float) -> None:
     heard = live.clock.at(now)
     known, live.nodes = live.nodes, Presences()
     for name in job.nodes:
-        live.nodes.add(name, known.get(name) or Presence(heard))
+        live.nodes.add(name, known.get(name) or Presence(heard, now - live.stood_seconds))
     for name, node in job.nodes.items():
         if node.joined is not None and live.nodes[name].joined is None:
             live.nodes[name].joined = heard
@@ -127,6 +127,7 @@ def note(state: State, message: calls.Noted, now: float) -> tuple[Reply, bool]:
 def held_up(state: State, seconds: float, now: float) -> None:
     """Notes that the master's own loop stood still for `seconds` until now: that time does not count as listened."""
     state.live.clock.held_up(seconds, state.job.settings.node_timeout)
+    state.live.stood_seconds += seconds
 
 
 def guarded(

@@ -18,6 +18,7 @@ from . import (
     flash,
     membership,
     memory,
+    milestones,
     orders,
     refusals,
     running,
@@ -448,6 +449,8 @@ ORDERS: dict[type[Message], Callable[..., Reply]] = {
     control_pb2.StopRequest: orders.stop,
     control_pb2.StartRequest: orders.start,
     control_pb2.SaveNowRequest: orders.save_now,
+    control_pb2.FenceNodeRequest: orders.fence,
+    control_pb2.MilestoneRequest: milestones.record,
 }
 
 HANDLERS: dict[type[Message], Callable[..., Answer]] = {

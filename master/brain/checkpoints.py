@@ -9,6 +9,7 @@ from itertools import chain
 from dalsegno.protos import control_pb2
 
 from .chronicle import Kind
+from .published import PRUNED_KEPT, Pruned
 from .state import Checkpoint, Job, Node
 from .turn import Turn
 
@@ -470,5 +471,8 @@ def forget_pruned(turn: Turn, digests: set[str]) -> None:
         if record.digest in digests:
             job.checkpoints.drop(record.digest)
             turn.live.run.pruned.append(record.name)
+            if not record.parts:
+                number = job.pruned[-1].number + 1 if job.pruned else 1
+                job.pruned = (*job.pruned, Pruned(number, record.name, record.digest))[-PRUNED_KEPT:]
     if any(record.digest in digests for record in job.late):
         job.late = tuple(record for record in job.late if record.digest not in digests)

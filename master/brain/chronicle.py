@@ -35,6 +35,8 @@ class Kind(str, Enum):
     # A checkpoint was recorded; its universal form was.
     COMMITTED = "committed"
     CONVERTED = "converted"
+    # A checkpoint was published elsewhere.
+    MILESTONE = "milestone"
     # Ranks failed, or stood still.
     FAILED = "failed"
     # Somebody gave an order.

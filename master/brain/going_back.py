@@ -7,11 +7,12 @@ command line goes on from where the run stands by then.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from dalsegno.protos import control_pb2
 
 from . import membership
-from .checkpoints import resume_point, set_aside
+from .checkpoints import from_proto, resume_point, set_aside
 from .events import Reply
 from .state import Budget, Checkpoint, GoneBack, Job, Phase
 from .turn import Turn, names
@@ -54,17 +55,40 @@ def go_back(turn: Turn, message: control_pb2.RegisterRequest, is_there: Callable
     there = [name for name in job.nodes if is_there(name)]
     if there:
         return _not_now(turn, wish, there)
+    restored = take_back(job, message)
     target = max((one for one in _on_disk(job) if one.step == wish.step), key=lambda one: one.age, default=None)
     if target is None:
         return Reply("FAILED_PRECONDITION", _no_such_step(job, wish))
     # They could still save something newer; when they are heard again they register anew.
     membership.lose(turn, [(node, "the run went back to an earlier step") for node in job.nodes.values()])
+    if restored:
+        # It may be another directory, which is the job's from now on.
+        job.probe = message.probe
     later = sum(set_aside(job, record) for record in job.checkpoints.usable if record.age > target.age)
     turn.update_run(gone_back=(*job.run.gone_back, wish)[-REMEMBERED:], budget=Budget(), left_step=target.step)
     what = f"{later} later checkpoint{'s are' if later != 1 else ' is'} kept aside, and not deleted"
     text = f"{job.run_id} goes back to step {target.step} ({target.name}), as --resume-step says: {what}"
     turn.notice(text, True)
     return text
+
+
+def take_back(job: Job, message: control_pb2.RegisterRequest) -> bool:
+    """A milestone that was restored to a checkpoint directory is there again, though its files were once deleted.
+
+    Returns whether there is one.
+    """
+    found = False
+    published = {one.digest for one in job.run.milestones}
+    for entry in message.inventory:
+        if entry.ref.digest not in published or entry.step != message.resume_step or entry.run_id != job.run_id:
+            continue
+        found = True
+        known = job.checkpoint(entry.ref.digest)
+        if known is None:
+            job.checkpoints.put(from_proto(entry))
+        elif known.retired:
+            job.checkpoints.put(replace(known, retired=False, damaged=False, aside=False))
+    return found
 
 
 def _wish(job: Job, message: control_pb2.RegisterRequest) -> GoneBack:

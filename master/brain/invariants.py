@@ -44,9 +44,10 @@ def check_commits(state: State) -> None:
     job = state.job
     last = job.checkpoints.newest(RECENT)
     # Behind a damaged one the run goes on from an older step, which may be one in memory that was not recorded before.
+    # Behind what is kept aside it goes on from a milestone, which the record may have had to learn anew.
     # A candidate for the best one may come to the disk behind newer ones: it says of itself that it is the best.
     for newer, older in pairwise(record for record in last if record.best != record.name):
-        if newer.epoch == older.epoch and newer.step <= older.step and not older.damaged:
+        if newer.epoch == older.epoch and newer.step <= older.step and not (older.damaged or older.aside):
             raise InvariantBroken(f"committed steps of epoch {newer.epoch} do not grow")
     for record in last:
         if record.epoch > job.epoch and not job.recollection.listening:

@@ -341,11 +341,17 @@ class Live:
     slow_save_told: bool = False
     # Since when no node of a job that stops has been connected.
     deserted_at: float | None = None
+    # Seconds for which the master's own loop stood still, in all.
+    stood_seconds: float = 0.0
     # What added to this process's monotonic seconds gives Unix seconds, for people.
     unix_offset: float = 0.0
     # Internal errors that people were told of.
     said: set[str] = field(default_factory=set)
     tick_pause_seconds: float = 0.0
+
+    def silence(self, name: str, now: float) -> float:
+        """Seconds since a node was last heard, without those in which the master's own loop stood still."""
+        return max(0.0, now - self.stood_seconds - self.nodes[name].at)
 
 
 @dataclass

@@ -216,6 +216,7 @@ def hear(turn: Turn, node: Node) -> bool:
         turn.heard = turn.live.clock.at(turn.now)
     presence = turn.presence(node)
     presence.heard, presence.spoke = turn.heard, True
+    presence.at = turn.now - turn.live.stood_seconds
     return stood
 
 

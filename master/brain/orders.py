@@ -16,7 +16,7 @@ from .registration import take_up_again, where
 from .state import Job, Node, Phase, SaveOrder
 from .turn import Turn, names, of_nodes
 
-__all__ = ("drain_node", "look_at_stop", "save_now", "start", "stop")
+__all__ = ("drain_node", "fence", "look_at_stop", "save_now", "start", "stop")
 
 
 # Seconds after which the nodes of a job that stops have gone, if not one of them has a connection. An agent that lost
@@ -53,6 +53,17 @@ def then(turn: Turn) -> str:
 def order_to_go(turn: Turn, node: Node) -> None:
     """Gives a node a notice of --drain-timeout."""
     membership.give_notice(turn, node, turn.job.settings.drain_timeout)
+
+
+def fence(turn: Turn, message: control_pb2.FenceNodeRequest) -> Reply:
+    """Closes a node's epoch at once: what it still says is answered NOT_FOUND, and nothing of it counts any more."""
+    node = turn.job.nodes.get(message.node)
+    if node is None or message.incarnation not in ("", node.incarnation):
+        return Reply("NOT_FOUND", f"{message.node!r} is not registered as {message.incarnation or 'a node'} any more")
+    if message.left and not node.leaving:
+        node = turn.update(node, leaving=True)
+    membership.lose(turn, [(node, message.reason or "fenced by order")])
+    return done(turn, f"{node.name} is fenced")
 
 
 def stop(turn: Turn, message: control_pb2.StopRequest) -> Reply:

@@ -25,6 +25,8 @@ class Presence:
     """One registered node, as this process hears it."""
 
     heard: float
+    # When that was in real time, less what the master's loop had stood still until then.
+    at: float = 0.0
     # It has spoken to this process; otherwise it is only presumed alive, because the record names it.
     spoke: bool = False
     # It has opened a stream since it registered.

@@ -29,6 +29,7 @@ from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS, JobSettings, ru
 
 from .chronicle import NOTICES, EpochRecord, JobEvent
 from .entries import Checkpoint, Checkpoints, Joined, Node, Nodes
+from .published import Milestone, Pruned
 from .tried import FailedShape, Shapes
 
 __all__ = (
@@ -46,12 +47,14 @@ __all__ = (
     "JobEvent",
     "Joined",
     "Member",
+    "Milestone",
     "NextWorld",
     "Node",
     "Nodes",
     "Opened",
     "Part",
     "Phase",
+    "Pruned",
     "Recollection",
     "Run",
     "SaveOrder",
@@ -351,6 +354,8 @@ class Run:
     # The earlier steps that it went back to, in order.
     gone_back: tuple[GoneBack, ...] = ()
     shapes: Shapes = field(default_factory=Shapes)
+    # The last ones, oldest first.
+    milestones: tuple[Milestone, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -392,6 +397,8 @@ class Job:
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     # What closed epochs sealed too late: it never counted, and its files may be deleted.
     late: tuple[Checkpoint, ...] = ()
+    # What was committed and is deleted, oldest first: it may still become a milestone.
+    pruned: tuple[Pruned, ...] = ()
     # Numbers of leases and of orders to verify so far; each has a number of its own.
     leases: int = 0
     verifications: int = 0

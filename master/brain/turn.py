@@ -141,7 +141,7 @@ class Turn:
         job = self.job
         for record in list(job.checkpoints):
             job.checkpoints.drop(record.digest)
-        job.run, job.late, job.history = run, (), ()
+        job.run, job.late, job.pruned, job.history = run, (), (), ()
         self.live.run = RunLife()
 
     def update_run(self, **changes: Any) -> None:

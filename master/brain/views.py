@@ -12,6 +12,7 @@ from .checkpoints import only_size, prunable, resume_point, to_proto, witnesses
 from .chronicle import JobEvent, PausePart, goodput
 from .forming import missing
 from .live import State
+from .milestones import milestones_proto
 from .registration import settings_proto
 from .state import Checkpoint, Job, Node, Part, Phase, World
 from .turn import of_nodes
@@ -340,6 +341,8 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
         unheard=unheard,
         goodput=goodput(job.history, now + live.unix_offset, over=job.phase.is_terminal),
         checkpoints=[to_proto(job, record) for record in newest_records(job)],
+        milestones=milestones_proto(job),
+        probe=job.probe,
     )
     for node in job.nodes.values():
         member = world.member(node.incarnation) if world is not None else None
@@ -350,6 +353,8 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
             group_rank=member.group_rank if member is not None else 0,
             host=node.host,
             nproc=node.nproc,
+            incarnation=node.incarnation,
+            silent_seconds=live.silence(node.name, now),
         )
     head = resume_point(job)
     if head is not None:

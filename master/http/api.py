@@ -74,11 +74,12 @@ class Api:
         master: Who answers.
         guard: Who may ask.
         looking: The job as the page sees it.
+        prefix: Where they are, if the master is one of several behind one port.
     """
 
-    def __init__(self, master: Master, guard: Guard, looking: Looking) -> None:
+    def __init__(self, master: Master, guard: Guard, looking: Looking, prefix: str = "/api/v1") -> None:
         self._master, self._looking, self._readers = master, looking, Readers()
-        self.router = router = APIRouter(prefix="/api/v1", responses=_REFUSALS)
+        self.router = router = APIRouter(prefix=prefix, responses=_REFUSALS)
         reads, orders = [Depends(guard.reads)], [Depends(guard.orders)]
         add = router.add_api_route
         add("/job", self._job, dependencies=reads, summary="The job as it stands", response_model=dict[str, Any])

@@ -9,6 +9,8 @@ from typing import Any
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
 
+from dalsegno.protos.contract import Variable
+
 __all__ = ("LARGEST_BODY_BYTES", "Bounded", "Guard")
 
 LARGEST_BODY_BYTES = 64 << 10
@@ -24,16 +26,27 @@ class Guard:
 
     Args:
         token: What each request must show, except those for health and the page; None: nothing.
+        admin: What lets a request overrule others; it does for all else, too. None: nobody may.
     """
 
-    def __init__(self, token: str | None) -> None:
+    def __init__(self, token: str | None, admin: str | None = None) -> None:
         self._token = None if token is None else f"Bearer {token}".encode()
+        self._admin = None if admin is None else f"Bearer {admin}".encode()
 
     def reads(self, request: Request) -> None:
         """Lets a request see the job. Raises HTTPException (401) for a missing or wrong token."""
-        given = request.headers.get("authorization", "").encode()
-        if self._token is not None and not hmac.compare_digest(given, self._token):
+        if self._token is not None and not _shows(request, self._token) and not self._is_admins(request):
             raise HTTPException(401, "missing or wrong token: send `authorization: Bearer <token>`")
+
+    def rules(self, request: Request) -> None:
+        """Lets a request overrule others. Raises HTTPException (401, 403)."""
+        self.orders(request)
+        if not self._is_admins(request):
+            known = "send it as `authorization: Bearer <token>`" if self._admin else "there is none here"
+            raise HTTPException(403, f"only the admin's token ({Variable.ADMIN_TOKEN}) may do that: {known}")
+
+    def _is_admins(self, request: Request) -> bool:
+        return self._admin is not None and _shows(request, self._admin)
 
     def orders(self, request: Request) -> None:
         """Lets a request change something. Raises HTTPException: 401, or 403 for a page from elsewhere.
@@ -65,6 +78,10 @@ class Bounded:
             await _refusal("the body's content-length is missing")(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+
+def _shows(request: Request, token: bytes) -> bool:
+    return hmac.compare_digest(request.headers.get("authorization", "").encode(), token)
 
 
 def _refusal(why: str) -> JSONResponse:

@@ -30,6 +30,7 @@ from ..brain.state import (
     Nodes,
     Opened,
     Part,
+    Pruned,
     Recollection,
     Run,
     Told,
@@ -47,8 +48,9 @@ _READ = (2, STATE_VERSION)
 
 _JOB, _WORLD, _PARTS = "job", "world", "parts"
 _NODE, _CHECKPOINT, _LATE, _EPOCH, _EVENT = "node/", "checkpoint/", "late/", "epoch/", "event/"
+_PRUNED = "pruned/"
 # Parts of the job that are kept in rows of their own.
-_APART = ("nodes", "checkpoints", "opened", "history", "late", "events")
+_APART = ("nodes", "checkpoints", "opened", "history", "late", "pruned", "events")
 # Objects whose values stand in the job's row, each under its own name or under this one.
 _NESTED: dict[str, Any] = {"run": Run, "next": NextWorld, "recollection": Recollection}
 _NAMES = {
@@ -57,7 +59,10 @@ _NAMES = {
     "recollection.epoch": "listening_epoch",
 }
 # Values that came after the first records of this version, as they are read there.
-_SINCE: dict[str, Any] = {"gone_back": [], "shapes": {}, "stopping": False, "save_order": None, "sequence": 0}
+_SINCE: dict[str, Any] = {
+    **{"gone_back": [], "shapes": {}, "stopping": False, "save_order": None, "sequence": 0},
+    "milestones": [],
+}
 # One letter for each member, so that the row of all parts is short even for a large world.
 _LETTERS = {Part.RUNNING: "r", Part.DRAINED: "d", Part.FINISHED: "f", Part.FAILED: "x", Part.LOST: "l", Part.LEFT: "g"}
 _PART_OF = {letter: part for part, letter in _LETTERS.items()}
@@ -106,7 +111,7 @@ _HEAD_TYPE = make_dataclass(
     "JobRow", [("version", int), *((name, kind) for name, (_, kind) in _PLACES.items()), ("told", Told)]
 )
 _HEAD, _NODES, _CHECKPOINTS = _Kind(_HEAD_TYPE), _Kind(Node), _Kind(Checkpoint)
-_WORLDS, _EPOCHS, _EVENTS = _Kind(World), _Kind(EpochRecord), _Kind(JobEvent)
+_WORLDS, _EPOCHS, _EVENTS, _GONE = _Kind(World), _Kind(EpochRecord), _Kind(JobEvent), _Kind(Pruned)
 
 
 class JobCodec:
@@ -137,6 +142,7 @@ class JobCodec:
         self._table(rows, _NODE, job.nodes, _NODES.encode)
         self._table(rows, _CHECKPOINT, job.checkpoints.table, _CHECKPOINTS.encode)
         self._tuple(rows, _LATE, job.late, lambda record: record.digest, _CHECKPOINTS.encode)
+        self._tuple(rows, _PRUNED, job.pruned, lambda gone: gone.number, _GONE.encode)
         self._tuple(rows, _EPOCH, job.history, lambda entry: entry.epoch, _EPOCHS.encode)
         self._log(rows, job.events)
         for key, kept in self._new.items():
@@ -246,6 +252,8 @@ def _job(plain: Mapping[str, Any], letters: str) -> Job:
     records = [_CHECKPOINTS.decode(row, key) for key, row in plain.items() if key.startswith(_CHECKPOINT)]
     job.checkpoints = Checkpoints(sorted(records, key=lambda record: record.age))
     job.late = tuple(_CHECKPOINTS.decode(row, key) for key, row in plain.items() if key.startswith(_LATE))
+    gone = [_GONE.decode(row, key) for key, row in plain.items() if key.startswith(_PRUNED)]
+    job.pruned = tuple(sorted(gone, key=lambda one: one.number))
     history = [_EPOCHS.decode(row, key) for key, row in plain.items() if key.startswith(_EPOCH)]
     job.history = tuple(sorted(history, key=lambda entry: entry.epoch))
     events = [_EVENTS.decode(row, key) for key, row in plain.items() if key.startswith(_EVENT)]

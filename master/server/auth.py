@@ -25,14 +25,14 @@ class AuthError(Exception):
     """One line for a person: what is missing or wrong about token, TLS or address."""
 
 
-def read_token(path: Path | None, variable: str = "") -> str | None:
-    """The token in a file, or else in the environment variable's value, without the white space around it.
+def read_token(path: Path | None, variable: str = "", name: str = Variable.TOKEN) -> str | None:
+    """The token in a file, or else in the value of the environment variable `name`, without white space around it.
 
     Raises AuthError if the file cannot be read, or the token is short or does not fit into an HTTP header.
     """
     if path is None and not variable:
         return None
-    token, where = variable.strip(), Variable.TOKEN
+    token, where = variable.strip(), name
     if path is not None:
         where = str(path)
         try:

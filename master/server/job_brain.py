@@ -34,18 +34,22 @@ class JobBrain:
         embedded: bool = False,
         is_gone: Callable[[Process], bool] = lambda process: False,
         unix: Callable[[], float] | None = None,
+        settings: Settings | None = None,
     ) -> None:
         """`nnodes` are min and max nodes if the master was told them; otherwise the first agent sets them.
 
         `unix` gives Unix seconds, for the times of events; None: those are monotonic.
 
         `is_gone`: whether an agent's process is provably gone, as seen by this master.
+
+        `settings`: all of them, with `nnodes`, for whatever agents come; None: the first agent sets the rest.
         """
         self._job_id = job_id
         self._nnodes = nnodes
         self._embedded = embedded
         self._is_gone = is_gone
         self._unix = unix
+        self._settings = settings
         self._codec = JobCodec()
         # Rows that are encoded and not asked for yet.
         self._rows: Rows = {}
@@ -57,10 +61,13 @@ class JobBrain:
         self._codec, self._rows, self._common = JobCodec(), {}, None
         if not rows:
             settings = None if self._nnodes is None else Settings(*self._nnodes)
-            return self._dated(brain.fresh(self._job_id, generation, settings, self._embedded), now)
+            state = brain.fresh(self._job_id, generation, settings, self._embedded)
+            self._settle(state.job)
+            return self._dated(state, now)
         job = self._codec.decode(rows)
         job.embedded = self._embedded
         self._check_nnodes(job)
+        self._settle(job)
         return brain.recover(job, generation, now, self._is_gone, self._offset(now))
 
     def _dated(self, state: State, now: float) -> State:
@@ -125,6 +132,11 @@ class JobBrain:
 
     def status(self, state: State, now: float) -> control_pb2.StatusReply:
         return brain.status(state, now)
+
+    def _settle(self, job: Job) -> None:
+        """Makes the settings of this process's own the job's, which then no agent changes."""
+        if self._settings is not None:
+            job.settings, job.settled, job.fixed_nnodes = self._settings, True, True
 
     def _check_nnodes(self, job: Job) -> None:
         """Checks min and max, which belong to the job: a restarted master may get the same again, but no others."""

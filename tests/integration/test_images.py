@@ -11,6 +11,7 @@ from tests.support.jobs.master_process import said_by
 from tests.support.pages.sources import ROOT
 
 DOCKER = ROOT / "deploy" / "docker"
+RELAY = ROOT / "deploy" / "relay"
 _BASES = {rest for path in DOCKER.iterdir() for name, rest in instructions(path.read_text()) if name == "FROM"}
 (VERSION,) = {found[1] for base in _BASES if (found := BASE.match(base))}
 MISSING = missing(VERSION)
@@ -51,3 +52,10 @@ def test_the_trainers_image_trains() -> None:
             *("--steps=4", "--save-every=2"),
         )
         assert (trained.returncode, "finished at step 4" in trained.stdout + trained.stderr) == (0, True), trained
+
+
+def test_a_pods_image_checks_its_input() -> None:
+    """Its entry point hands over to `dalsegno relay`, which says what is wrong with a run before anything starts."""
+    with built(RELAY / "Dockerfile") as image:
+        said = image.run("/not/there.yaml")
+        assert (said.returncode, "/not/there.yaml cannot be read" in said.stderr) == (2, True), said

@@ -29,6 +29,8 @@ def durable(status: pb.StatusReply) -> pb.StatusReply:
     # What the agents report again within a second, and the number of the start.
     for name in ("generation", "step", "loss", "reason"):
         copy.ClearField(name)
+    for node in copy.nodes:
+        node.ClearField("silent_seconds")
     return copy
 
 

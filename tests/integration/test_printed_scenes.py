@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -130,6 +132,39 @@ def test_a_master_that_is_a_service(stage: Stage, line: Line, tmp_path: Path) ->
     assert "finished" in stage.type(node)
     master.terminate()
     master.wait()
+
+
+@pytest.mark.full
+def test_a_relayed_run(stage: Stage, line: Line, tmp_path: Path) -> None:
+    """A Commander and two pods: the first is left with Ctrl-C, the second goes on; what is there is intact."""
+    volume = str(tmp_path / "volume")
+    told = line("export")
+    stage.type(line("mkdir").replace("/tmp/volume", volume))
+    path = stage.directory / "deploy" / "relay" / "quickstart.yaml"
+    path.parent.mkdir(parents=True)
+    text = (ROOT / "deploy" / "relay" / path.name).read_text().replace("/tmp/volume", volume)
+    path.write_text(text)
+    master = line("dlrover-master").replace("8443", "0").replace("/tmp/volume", volume)
+    commander = stage.start(f"{told}; exec {master}")
+    port = commander.wait_for(r'"http": "127\.0\.0\.1:(\d+)"').group(1)
+    path.write_text(text.replace("8443", port))
+    pod = f"{told}; exec {line('dalsegno relay deploy')}"
+    first = stage.start(pod)
+    steps = Path(volume) / "steps"
+    deadline = time.monotonic() + 120
+    while not (steps.exists() and len(steps.read_text().splitlines()) > 30):
+        assert time.monotonic() < deadline, first.text
+        time.sleep(0.1)  # why: another process's file tells nobody that it grows
+    second = stage.start(pod)
+    second.wait_for("is a spare")
+    first.press_ctrl_c()
+    assert first.wait() == 75, first.text
+    assert second.wait() == 0, second.text
+    assert "intact" in stage.type(line("dalsegno relay verify"))
+    commander.terminate()
+    commander.wait()
+    made = [json.loads(one) for one in steps.read_text().splitlines()]
+    assert [one[0] for one in made] == list(range(1, 2001)), "not a step is lost"
 
 
 @pytest.mark.full

@@ -166,7 +166,8 @@ def wait_held(job: Service, step: int, parts: int) -> None:
 def test_a_token_by_variable(shell: Shell, keys: Keys) -> None:
     """Master and agent take the token itself from the environment; the workers don't see it."""
     script = shell.directory / "peeks.py"
-    script.write_text("import os, sys\nsys.exit('DALSEGNO_TOKEN' in os.environ)\n")
+    secrets = ("DALSEGNO_TOKEN", "DALSEGNO_ADMIN_TOKEN")
+    script.write_text(f"import os, sys\nsys.exit(any(name in os.environ for name in {secrets}))\n")
     job = Service(
         shell.directory / "job",
         master_flags=as_flags(without(keys.server(), "token-file")),
@@ -175,7 +176,7 @@ def test_a_token_by_variable(shell: Shell, keys: Keys) -> None:
     with job:
         address = job.start_master().address
         arguments = (f"--master={address}", f"--job-id={job.job}", f"--tls-ca={keys.ca}", str(script))
-        assert shell.run(*arguments, DALSEGNO_TOKEN=keys.token).code == 0
+        assert shell.run(*arguments, DALSEGNO_TOKEN=keys.token, DALSEGNO_ADMIN_TOKEN=keys.token).code == 0
         refused = shell.run(*arguments)
     expect_one_line(refused, "missing or wrong token", "--token-file")
 

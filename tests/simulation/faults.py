@@ -13,6 +13,7 @@ from dalsegno.protos import control_pb2
 from .flights import late_seal
 from .orders import order_leave, order_save, stop_and_start
 from .plan import HOSTS
+from .publishing import publish
 from .refusals import changed_script, refusing_node
 
 if TYPE_CHECKING:
@@ -473,6 +474,7 @@ FAULTS: dict[str, Callable[[Simulation], None]] = {
         order_leave,
         order_save,
         stop_and_start,
+        publish,
         kill_node,
         kill_agent,
         lose_host,

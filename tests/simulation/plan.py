@@ -10,6 +10,7 @@ from dalsegno.protos import control_pb2
 
 from .memory import memory_of
 from .orders import orders_of
+from .publishing import publishing_of
 from .refusals import refusals_of
 from .shapes import shapes_of
 from .syncs import sync_of
@@ -267,6 +268,7 @@ def _plan_of(seed: int) -> Plan:
         wanted = seed % 5 < 3 or kind == "convert"
         settings.universal_checkpoint = plan.other_settings.universal_checkpoint = wanted
     orders_of(plan)
+    publishing_of(plan)
     memory_of(plan)
     shapes_of(plan)
     if plan.silent:

@@ -22,6 +22,7 @@ from dalsegno.agent.shell.console import Console
 from dalsegno.agent.shell.effects import Effects
 from dalsegno.agent.shell.elastic_agent import ElasticAgent
 from dalsegno.agent.shell.mailbox import Mailbox
+from dalsegno.agent.shell.telling import Teller
 from dalsegno.agent.storage.job_directory import JobDirectory, Survey
 from dalsegno.agent.workers import workers
 from dalsegno.agent.workers.workers import WorkersContext
@@ -73,7 +74,8 @@ class Shell(ElasticAgent):
         self._context: Any = None
         self._state = agent.fresh_state()
         self._link: Any = _Link(agent)
-        self._adoption: Any = _Nothing()
+        self._adoption: Any = _NoAdoption()
+        self._teller = Teller(None)
         self._beside: Any = _NoSaver()
         self._watch: Any = _Signals(agent)
         self._worker_group: Any = _Nothing()
@@ -115,6 +117,12 @@ class _Nothing:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
+
+
+class _NoAdoption(_Nothing):
+    """The product's `Adoption`, for scripts with a session."""
+
+    met = False
 
 
 class _NoSaver(_Nothing):

@@ -19,14 +19,16 @@ from typing import Any
 from unittest import mock
 
 from dalsegno.agent.control import client_threads, connection, master_client
-from dalsegno.agent.shell import console, effects, elastic_agent, mailbox, outlet
+from dalsegno.agent.shell import console, effects, elastic_agent, mailbox, outlet, stopping
 from dalsegno.agent.workers import workers
 
 from . import processes, threads
 from .threads import Kernel, running
 
 # The shells that a schedule runs as they are.
-MODULES = (client_threads, connection, console, effects, elastic_agent, mailbox, master_client, outlet, workers)
+MODULES = (
+    *(client_threads, connection, console, effects, elastic_agent, mailbox, master_client, outlet, stopping, workers),
+)
 
 
 class Shim(types.ModuleType):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from dalsegno.agent.decisions.decision import Decision
-from dalsegno.master.brain import orders, registration
-from dalsegno.master.brain.state import Node
+from dalsegno.master.brain import checkpoints, milestones, orders, registration
+from dalsegno.master.brain.published import Milestone
+from dalsegno.master.brain.state import Job, Node
 from dalsegno.master.brain.turn import Turn
 
 from ..plan import Plan
@@ -55,6 +56,22 @@ def tells_no_node_to_go(original: Any) -> Any:
     return order_to_go
 
 
+def publishes_what_was_never_committed(original: Any) -> Any:
+    def not_committed(job: Job, made: Milestone) -> str:
+        return ""
+
+    return not_committed
+
+
+def forgets_what_was_deleted(original: Any) -> Any:
+    def forget_pruned(turn: Turn, digests: set[str]) -> None:
+        known = turn.job.pruned
+        original(turn, digests)
+        turn.job.pruned = known
+
+    return forget_pruned
+
+
 def ordered(name: str) -> Any:
     """Schedules in which somebody gives this order."""
 
@@ -83,5 +100,19 @@ ORDER_PLANTS: dict[str, Plant] = dict(
             suits=_stopped,
         ),
         plant(orders, "order_to_go", tells_no_node_to_go, "liveness", suits=_stopped),
+        plant(
+            milestones,
+            "not_committed",
+            publishes_what_was_never_committed,
+            "only commits are published",
+            suits=ordered("publish"),
+        ),
+        plant(
+            checkpoints,
+            "forget_pruned",
+            forgets_what_was_deleted,
+            "only commits are published",
+            suits=ordered("publish"),
+        ),
     ]
 )

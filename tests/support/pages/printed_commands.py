@@ -59,6 +59,8 @@ _INSIDE = "how one part of the product starts another"
 _OTHERS = "a script of somebody else's; one of its shape goes through a join and a kill"
 _JOB = "needs the job that the page prints"
 _CONTROL = "tests/integration/test_control.py"
+_RUN = "needs a Commander and its run's file"
+_LOOKING = "tests/integration/test_relay_looking.py"
 _ORDER = "an order to a job, which has names of its own"
 _CLUSTER = "needs a cluster; a miniature of one runs the objects"
 _STEPS = "--steps=4 --save-every=2"
@@ -120,6 +122,24 @@ COMMANDS: dict[str, How] = {
     " --nnodes=1:4 --token-file=token --tls-cert=cert.pem --tls-key=key.pem": Scene("test_several_masters"),
     "dlrover-run --nnodes=1:4 --job-id=gpt --master=M1:29400,M2:29400,M3:29400 --token-file=token --tls-ca=cert.pem"
     " --checkpoint-dir=/shared/checkpoints train.py": Scene("test_several_masters"),
+    "dlrover-master --relay run.yaml --http-port=8443 --store=sqlite:////var/lib/dalsegno/commander.db"
+    " --host=0.0.0.0 --port=29400 --tls-cert=cert.pem --tls-key=key.pem": Elsewhere(
+        "a service with certificates of its own", "tests/integration/test_relay_callers.py::test_as_a_page_prints_it"
+    ),
+    "export DALSEGNO_TOKEN=a-word-of-16-characters-or-more": Scene("test_a_relayed_run"),
+    "mkdir -p /tmp/volume": Scene("test_a_relayed_run"),
+    "dlrover-master --relay deploy/relay/quickstart.yaml --http-port=8443 --store=sqlite:////tmp/volume/commander.db": (
+        Scene("test_a_relayed_run")
+    ),
+    "dalsegno relay deploy/relay/quickstart.yaml --no-mount-check": Scene("test_a_relayed_run"),
+    "dalsegno relay verify deploy/relay/quickstart.yaml": Scene("test_a_relayed_run"),
+    "dalsegno relay run.yaml": Elsewhere(_RUN, "tests/integration/test_relay_pods.py"),
+    "dalsegno relay verify": Elsewhere(_RUN, "tests/integration/test_relay_pods.py"),
+    "dalsegno relay": Name(_PROGRAM),
+    "dalsegno relay ARGUMENTS": Name(_INSIDE),
+    "dalsegno relay status": Elsewhere(_RUN, _LOOKING),
+    "dalsegno relay events": Elsewhere(_RUN, _LOOKING),
+    "dalsegno relay release": Elsewhere(_RUN, _LOOKING),
     "torchrun --rdzv-backend=dalsegno --rdzv-endpoint=HOST:PORT --rdzv-id=JOB": Elsewhere(
         "a node of a job with a master, under torchrun",
         "tests/integration/test_torchrun.py::test_plain_torchrun",
@@ -152,6 +172,8 @@ COMMANDS: dict[str, How] = {
     "dalsegno doctor --dlrover": Name("a command, named"),
     # The Makefile, and what CONTRIBUTING.md says.
     "make demo": Run(says="consumed every sample once", full=True),
+    "make demo-relay": Run(says="consumed every sample once", full=True),
+    "python -m examples.demo_relay": Elsewhere("is what `make demo-relay` runs", "demo-relay"),
     "make demo TORCH=...": Elsewhere(_NETWORK, "demo TORCH=torch"),
     "python -m examples.demo": Elsewhere("is what `make demo` runs", "demo"),
     "make test": Elsewhere("this test is a part of it", "test"),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = ("agent", "elastic", "master", "protos", "swift_plugin")
+PACKAGES = ("agent", "elastic", "master", "protos", "relay", "swift_plugin")
 
 
 def product_files() -> list[Path]:

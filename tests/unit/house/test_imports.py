@@ -18,6 +18,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "elastic": ("dalsegno.protos",),
     "master": ("dalsegno.protos",),
     "agent": ("dalsegno.protos", "dalsegno.elastic.checkpoint", "dalsegno.elastic.universal"),
+    "relay": ("dalsegno.protos", "dalsegno.elastic.checkpoint", "dalsegno.agent.commands"),
     "swift_plugin": ("dalsegno.elastic", "dalsegno.protos.contract"),
 }
 # Distribution -> the name it is imported by, where they differ.
@@ -34,6 +35,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "elastic": ("train", "log"),
     "master": ("etcd", "http"),
     "agent": ("train", "deploy"),
+    "relay": ("relay",),
     "swift_plugin": ("train", "swift"),
 }
 
@@ -50,6 +52,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         *(("dlrover", "training"), ("deepspeed",), ("script",), ("trainer",)),
     ),
     "master": (("brain",), ("record",), ("leadership", "server"), ("http",)),
+    "relay": (("milestones",),),
     "swift_plugin": (("hf",),),
 }
 # Rooms and modules that decide: nothing in them reads a clock, a file or a socket, draws a number, or starts anything.
@@ -67,7 +70,12 @@ PURE = (
     "elastic/data/plan.py",
     "elastic/training/findings.py",
     "master/brain/",
+    "master/http/leases.py",
     "master/leadership/standing.py",
+    "relay/recovery.py",
+    "relay/milestones/due.py",
+    "relay/milestones/records.py",
+    "relay/milestones/run_manifest.py",
 )
 IMPURE = {
     *("asyncio", "concurrent", "ctypes", "datetime", "fcntl", "glob", "grpc", "http", "io", "logging", "mmap"),

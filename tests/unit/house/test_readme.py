@@ -72,7 +72,7 @@ def test_the_readme_is_short() -> None:
 def test_files_that_pages_name_exist() -> None:
     """Every path of ours in a page is there, so that a reader finds what the page speaks of."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
-    folders = "agent|elastic|master|protos|swift_plugin|tests|examples|benchmarks"
+    folders = "agent|elastic|master|protos|relay|swift_plugin|tests|examples|benchmarks"
     for page in pages:
         for path in re.findall(rf"`((?:{folders})/[\w/.]+\.\w+)`", page.read_text(encoding="utf-8")):
             assert (ROOT / path).exists(), f"{page.relative_to(ROOT)} names {path}"

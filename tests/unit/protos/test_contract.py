@@ -17,7 +17,8 @@ CONTRACTS = (ROOT / "docs" / "contracts.md").read_text(encoding="utf-8")
 # ms-swift takes no flags of ours: two words of the plugin's own.
 PLUGIN = {"DALSEGNO_GLOBAL_BATCH_SIZE", "DALSEGNO_FIXED_MICRO_BATCH", "DALSEGNO_MEMORY_EVERY"}
 NAMES = {value for name, value in vars(Variable).items() if name.isupper()}
-FOR_WORKERS = NAMES - {Variable.TOKEN, Variable.MASTER, Variable.FLAG, Variable.MASTER_FLAG, Variable.DOCTOR}
+SECRETS = {Variable.TOKEN, Variable.ADMIN_TOKEN}
+FOR_WORKERS = NAMES - SECRETS - {Variable.MASTER, Variable.FLAG, Variable.MASTER_FLAG, Variable.DOCTOR}
 
 
 def test_it_needs_nothing() -> None:

@@ -23,6 +23,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("k8s", {"command": ["train.py", "--hub_token", "abc"]}, "command: --hub_token puts a secret"),
     ("slurm", {"command": ["train.py", "--key=hf_" + "a" * 30]}, "command: a secret stands in '--key'"),
     ("k8s", {"command": ["env", "DALSEGNO_TOKEN=abc", "train.py"]}, "command: a secret stands in 'DALSEGNO_TOKEN'"),
+    ("k8s", {"command": ["DALSEGNO_ADMIN_TOKEN=abc", "train.py"]}, "a secret stands in 'DALSEGNO_ADMIN_TOKEN'"),
     ("k8s", {"flags": ["--token=abc"]}, "command: --token puts a secret on the command line"),
     ("systemd", {"env": {"DALSEGNO_TOKEN": "abc"}}, "env.DALSEGNO_TOKEN: a secret would stand in the manifest"),
     ("k8s", {"env": {"AWS_SECRET_ACCESS_KEY": "abc"}}, "env.AWS_SECRET_ACCESS_KEY: a secret would stand"),

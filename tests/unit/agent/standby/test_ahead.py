@@ -53,7 +53,7 @@ def test_what_is_the_same_in_every_world_is_known_ahead() -> None:
     names = {value for name, value in vars(Variable).items() if name.isupper()}
     ahead = {Variable.TOKEN, Variable.MASTER, Variable.FLAG, Variable.MASTER_FLAG, Variable.DOCTOR, Variable.TRACE}
     ahead |= {Variable.SOCKET, Variable.JOB_ID, Variable.NOTICES, Variable.LIFELINE}
-    ahead |= {Variable.HOOKS, Variable.DLROVER_FIXES}
+    ahead |= {Variable.HOOKS, Variable.DLROVER_FIXES, Variable.ADMIN_TOKEN}
     assert {name for name in names if not is_of_a_world(name)} == ahead
     assert all(is_of_a_world(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "ERROR_FILE", "MAX_RESTARTS"))
 

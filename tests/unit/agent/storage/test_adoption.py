@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dalsegno.agent.decisions import events as ev
-from dalsegno.agent.storage import adoption
+from dalsegno.agent.storage import adoption, taking
 from dalsegno.agent.storage.adoption import Origin
 from dalsegno.agent.storage.foreign import survey
 from dalsegno.agent.storage.layouts import Complete, complete
@@ -207,7 +207,7 @@ def test_what_changes_while_it_is_copied_is_looked_at_again(
     if not links:
         monkeypatch.setattr(os, "link", none)
     copier = "copy_file" if links else "place_file"
-    plain: Callable[[Path, Path], None] = getattr(adoption, copier)
+    plain: Callable[[Path, Path], None] = getattr(taking, copier)
     path, copied = tmp_path / "e1" / "global_step40", 0
 
     def disturbed(source: Path, target: Path) -> None:
@@ -217,7 +217,7 @@ def test_what_changes_while_it_is_copied_is_looked_at_again(
             os.utime(path / source.name, ns=(1, 1))
         copied += 1
 
-    monkeypatch.setattr(adoption, copier, disturbed)
+    monkeypatch.setattr(taking, copier, disturbed)
     taken, heard = begun(tmp_path, monkeypatch, world(1))
     states(path, *ZERO_1)
     assert sealed_step(heard.get(timeout=20)) == 40
@@ -229,7 +229,7 @@ def test_what_changes_while_it_is_copied_is_looked_at_again(
 
 def test_a_full_disk_is_not_filled_with_what_was_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What did not fit is gone before it is tried again."""
-    plain, tries = adoption.describe, 0
+    plain, tries = taking.describe, 0
 
     def full_at_first(directory: Path) -> object:
         nonlocal tries
@@ -238,7 +238,7 @@ def test_a_full_disk_is_not_filled_with_what_was_begun(tmp_path: Path, monkeypat
             raise OSError(28, "No space left on device")
         return plain(directory)
 
-    monkeypatch.setattr(adoption, "describe", full_at_first)
+    monkeypatch.setattr(taking, "describe", full_at_first)
     taken, heard = begun(tmp_path, monkeypatch, world(1))
     states(tmp_path / "e1" / "global_step10", *ZERO_1)
     assert isinstance(heard.get(timeout=20), ev.ManifestRead)

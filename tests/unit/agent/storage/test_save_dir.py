@@ -17,7 +17,7 @@ from dalsegno.agent.storage import adoption, save_dir
 from dalsegno.agent.storage.macros import expand, macros_of
 from dalsegno.agent.storage.save_dir import Adoption
 from dalsegno.elastic.checkpoint import Manifest, verify
-from dalsegno.protos import control_pb2
+from dalsegno.protos import control_pb2, worker_pb2
 from tests.support.jobs.faults import volume
 from tests.unit.agent.storage.test_adoption import ORIGIN, states, world
 
@@ -50,14 +50,17 @@ def test_macros(arguments: list[str], without: list[str], resumed: list[str] | N
 class Run:
     """One run of a script, epoch after epoch, as an agent sees it."""
 
-    def __init__(self, directory: Path, *flags: str, pattern: str = "", looks: bool = False) -> None:
+    def __init__(
+        self, directory: Path, *flags: str, pattern: str = "", looks: bool = False, initial: Path | None = None
+    ) -> None:
         self.directory = directory
         self.heard: Heard = queue.Queue()
         self.flags = ("--out=${save_dir}", *flags)
-        self.taken = Adoption(self.flags, self.heard.put, pattern, looks=looks)
+        self.taken = Adoption(self.flags, self.heard.put, pattern, looks=looks, initial=initial)
         self.epoch = 0
         self.resume: Manifest | None = None
         self.problem = ""
+        self.damage: worker_pb2.BadCheckpoint | None = None
 
     @property
     def out(self) -> Path:
@@ -73,8 +76,8 @@ class Run:
             self.world.resume.source.ref.digest = self.resume.digest
         there = threading.Event()
 
-        def then(problem: str) -> None:
-            self.problem = problem
+        def then(problem: str, damage: worker_pb2.BadCheckpoint | None) -> None:
+            self.problem, self.damage = problem, damage
             there.set()
 
         if self.taken.place(self.directory, self.world, then, first=True):
@@ -378,18 +381,23 @@ def test_other_nodes_wait_for_the_copy(runs: Callable[..., Run], monkeypatch: py
     other = Adoption(run.flags, run.heard.put)
     following = world(2, run.resume.name)  # type: ignore[union-attr]
     said: queue.Queue[str] = queue.Queue()
-    assert other.place(run.directory, following, said.put, first=False)
+
+    def then(problem: str, damage: object) -> None:
+        assert damage is None
+        said.put(problem)
+
+    assert other.place(run.directory, following, then, first=False)
     with pytest.raises(queue.Empty):
         said.get(timeout=0.3)
     run.next()
     assert said.get(timeout=20) == ""
-    assert other.place(run.directory, world(3, run.resume.name), said.put, first=False)  # type: ignore[union-attr]
+    assert other.place(run.directory, world(3, run.resume.name), then, first=False)  # type: ignore[union-attr]
     other.close()
     with pytest.raises(queue.Empty):
         said.get(timeout=0.3)
     run.taken.close()
     monkeypatch.setattr(save_dir, "_PATIENCE_SECONDS", 0.2)
-    assert other.place(run.directory, world(4, run.resume.name), said.put, first=False)  # type: ignore[union-attr]
+    assert other.place(run.directory, world(4, run.resume.name), then, first=False)  # type: ignore[union-attr]
     assert "did not come into" in said.get(timeout=20)
     waiting = [thread for thread in threading.enumerate() if thread.name == "placing"]
     for thread in waiting:
@@ -435,3 +443,58 @@ def test_a_file_that_cannot_be_read_is_said(runs: Callable[..., Run], monkeypatc
 def test_a_macro_needs_its_directory() -> None:
     assert macros_of(["--x=${resume_dir:+a}", "${resume_path}"]) == {"resume_path"}
     assert not Adoption(["${resume_path}"], lambda event: None).wanted
+
+
+def test_a_damaged_resume_point_is_found_before_the_script_starts(runs: Callable[..., Run]) -> None:
+    """Each byte counts, whoever reads the checkpoint: the run's own, by a macro, or a copy of it."""
+    for number, flags in enumerate(((), ("--from=${resume_dir}",))):
+        run = runs(*flags)
+        run.epoch = 10 * number
+        run.next()
+        save(run.out / "ckpt.pt", iter_num=20 + number)
+        manifest = run.sealed()
+        path = run.directory / manifest.name / "ckpt.pt"
+        text = bytearray(path.read_bytes())
+        text[len(text) // 2] ^= 1
+        path.write_bytes(text)
+        run.next()
+        assert run.damage is not None
+        assert (run.damage.name, run.damage.digest, run.damage.file) == (manifest.name, manifest.digest, "ckpt.pt")
+        text[len(text) // 2] ^= 1
+        path.write_bytes(text)
+        run.next()
+        assert run.damage is None
+        run.taken.close()
+
+
+def test_a_run_without_a_checkpoint_starts_from_what_it_was_given(runs: Callable[..., Run], tmp_path: Path) -> None:
+    """`--initial-checkpoint`, until there is a checkpoint of its own."""
+    initial = tmp_path / "initial"
+    initial.mkdir()
+    run = runs("--from=${resume_dir}", initial=initial)
+    assert f"--from={initial}" in run.next()
+    save(run.out / "ckpt.pt", iter_num=20)
+    manifest = run.sealed()
+    assert f"--from={run.directory / manifest.name}" in run.next()
+    run.taken.close()
+
+
+def test_only_a_save_that_was_begun_later_answers(runs: Callable[..., Run]) -> None:
+    """A script that is asked to save was perhaps just saving: that is taken, and is not what it was asked for."""
+    run = runs()
+    run.next()
+    save(run.out / "step_10" / "model.pt")
+    run.sealed()
+    assert not run.taken.wait_met(0.2, lambda: False)
+    half = run.out / "step_20" / "model.pt"
+    save(half)
+    run.taken.request()
+    with open(half, "ab"):
+        os.utime(half)
+    assert run.sealed().step == 20
+    assert not run.taken.wait_met(0.3, lambda: False)
+    save(run.out / "step_21" / "model.pt")
+    assert run.taken.wait_met(20, lambda: False)
+    assert run.sealed().step == 21
+    assert run.taken.met
+    run.taken.close()

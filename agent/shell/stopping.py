@@ -1,0 +1,108 @@
+"""Ends the workers of an epoch, on a thread of its own: asks them to save, takes what they saved, ends them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from dalsegno.protos.shortage import shortage
+
+from ..decisions import events as ev
+from ..dlrover.beside import Beside
+from ..processes.signals import number_of
+from ..storage.save_dir import Adoption
+from ..workers.workers import WorkersContext
+
+__all__ = ["Stopping"]
+
+# What is kept of a notice for the end itself: at most so many seconds, and a part of it.
+_END_SECONDS, _END_PART = 5.0, 0.25
+
+logger = logging.getLogger(__name__)
+
+
+class Stopping:
+    """One order to stop.
+
+    Args:
+        order: it.
+        context: the workers; None: there are none.
+        adoption: takes what they save.
+        beside: takes what they leave in memory of Flash Checkpoint.
+        join_timeout: the job's.
+        save_timeout: see `AgentSettings`.
+        say: tells people.
+    """
+
+    def __init__(
+        self,
+        order: ev.StopWorkers,
+        context: WorkersContext | None,
+        adoption: Adoption,
+        beside: Beside,
+        join_timeout: float,
+        save_timeout: float,
+        say: Callable[[str, bool], None],
+    ) -> None:
+        self._order, self._context, self._adoption, self._beside = order, context, adoption, beside
+        self._join_timeout, self._save_timeout, self._say = join_timeout, save_timeout, say
+        self._last = time.monotonic() + order.grace
+
+    def start(self, deliver: Callable[[ev.Event], None]) -> None:
+        """Begins, and delivers `WorkersStopped` when all is over, whatever went wrong."""
+
+        def stop() -> None:
+            stopped = ev.WorkersStopped(self._order.epoch)
+            try:
+                stopped = self._stop()
+            except Exception:
+                logger.exception("the workers of epoch %d were not stopped in order", self._order.epoch)
+            finally:
+                # The decisions wait for this event.
+                deliver(stopped)
+
+        # On a thread, because a process stuck in the kernel must not keep the agent from hearing its master.
+        try:
+            threading.Thread(target=stop, name="stop-workers", daemon=True).start()
+        except RuntimeError as error:
+            logger.warning("the workers are stopped here: %s", shortage(error) or error)
+            stop()
+
+    def _stop(self) -> ev.WorkersStopped:
+        order, context = self._order, self._context
+        stopped = ev.WorkersStopped(order.epoch)
+        if order.ask and context is not None:
+            self._ask(context)
+        if context is None or not context.over:
+            self._adoption.interrupt()
+        if order.save:
+            self._beside.freeze()
+        if context is not None:
+            context.stop(self._grace(), order.still)
+        if order.save:
+            stopped = self._beside.stopped(order.epoch)
+        if stopped.flash_step:
+            self._adoption.settle(self._beside.save_timeout)
+        given = max(self._save_timeout, self._last - time.monotonic()) if order.save else 0.0
+        self._adoption.stopped(self._join_timeout, given)
+        return ev.WorkersStopped(order.epoch, stopped.flash_step, stopped.flash_part, self._adoption.met)
+
+    def _grace(self) -> float:
+        """Seconds between SIGTERM and SIGKILL."""
+        if not self._order.ask:
+            return self._order.grace
+        left = max(0.0, self._last - time.monotonic())
+        return min(left, _END_SECONDS) if self._adoption.met else left
+
+    def _ask(self, context: WorkersContext) -> None:
+        """Asks the workers to save, and waits until that is taken, they have ended, or hardly any time is left."""
+        if not self._adoption.request():
+            return
+        if not context.ask(number_of(self._order.ask)):
+            self._say(f"no process of the script listens to {self._order.ask}: it is told to end, unasked", True)
+            return
+        within = self._order.grace - min(_END_SECONDS, _END_PART * self._order.grace)
+        if not self._adoption.wait_met(within, lambda: context.over) and not context.over:
+            self._say(f"the script did not save within {within:.0f} s of {self._order.ask}: it is told to end", True)

@@ -1,0 +1,161 @@
+"""Takes a script's checkpoint: seals a copy of it among the run's.
+
+A link would not do: the script may delete its own checkpoint, or save again under the same name, which overwrites its
+files in place.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dalsegno.elastic.checkpoint import (
+    SHARDED,
+    CheckpointStore,
+    Manifest,
+    Position,
+    Ref,
+    SavedAs,
+    Shape,
+    describe,
+    seal,
+)
+from dalsegno.elastic.checkpoint.files import copy_file, place_file
+from dalsegno.elastic.checkpoint.layout import MANIFEST
+from dalsegno.protos import control_pb2
+
+from .layouts import FileState, state_of
+from .slices import Slice
+
+__all__ = ["Before", "Changed", "Origin", "adopt", "save_directory"]
+
+
+def save_directory(run_dir: Path, epoch: int) -> Path:
+    """The directory in which the script saves in this epoch, and in no other."""
+    return run_dir / f"e{epoch}"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a manifest says about the writing epoch and the world does not contain."""
+
+    job_id: str
+    generation: int
+    world_size: int
+    min_nodes: int
+    max_nodes: int
+
+
+@dataclass(frozen=True)
+class Before:
+    """A sealed checkpoint whose files may be those of the next one, too.
+
+    Attributes:
+        directory: it.
+        files: as they were in the script's directory when it was sealed, or put there from it, by their names there.
+        saved_as: as its manifest has it.
+    """
+
+    directory: Path
+    files: Mapping[str, FileState]
+    saved_as: SavedAs
+
+
+class Changed(Exception):
+    """The script writes a checkpoint again."""
+
+
+def adopt(
+    piece: Slice,
+    saved_as: SavedAs,
+    run_dir: Path,
+    world: control_pb2.World,
+    origin: Origin,
+    notes: Iterable[FileState] = (),
+    before: Before | None = None,
+) -> Manifest:
+    """Seals a copy of it among the run's checkpoints. A copy that cannot be finished is removed again.
+
+    Args:
+        piece, saved_as: what is taken.
+        run_dir, world, origin: see `Adopter`.
+        notes: small files that belong to it.
+        before: files that did not change since then are taken from there.
+
+    Raises:
+        Changed: it is being written again.
+        CheckpointDamaged: another process has changed the copy.
+        OSError: the file system says no.
+    """
+    name = str(CheckpointStore(run_dir).next_name(piece.step, world.epoch))
+    target = run_dir / name
+    target.mkdir()
+    try:
+        _take(save_directory(run_dir, world.epoch), (*piece.files, *notes), target, saved_as.below, before)
+        resumed = world.resume.source.ref if world.HasField("resume") else None
+        manifest = Manifest(
+            name=name,
+            job_id=origin.job_id,
+            run_id=world.run_id,
+            step=piece.step,
+            epoch=world.epoch,
+            generation=origin.generation,
+            form=SHARDED,
+            shape=Shape(origin.world_size, piece.strategy, piece.any_world_size),
+            position=Position(),
+            order=None,
+            source=None,
+            resumed_from=None if resumed is None else Ref(resumed.name, resumed.digest),
+            min_nodes=origin.min_nodes,
+            max_nodes=origin.max_nodes,
+            metric=None,
+            files=describe(target),
+            saved_as=saved_as,
+        )
+        seal(target, manifest)
+    except BaseException:
+        # Removed, because it would take room until the epoch is over, and the next try makes another one.
+        if not os.path.lexists(target / MANIFEST):
+            shutil.rmtree(target, ignore_errors=True)
+        raise
+    return manifest
+
+
+def _take(root: Path, files: tuple[FileState, ...], target: Path, below: str, before: Before | None) -> None:
+    """Copies files. All are first linked, in a moment, so that the script may delete them meanwhile."""
+    mine: list[tuple[FileState, Path]] = []
+    for file in files:
+        link = target / _inside(file.name, below)
+        if before is None or before.files.get(file.name) != file or not _reuse(before, file.name, link):
+            place_file(root / file.name, link)
+            mine.append((file, link))
+    if state_of(root, [file.name for file in files]) != files:
+        raise Changed
+    for number, (file, link) in enumerate(mine):
+        if os.stat(link).st_nlink == 1:
+            continue  # it is a copy already, or the script has deleted its own
+        copy = target / f".copy-{number}"
+        copy_file(link, copy)
+        now = os.stat(link)
+        if (now.st_size, now.st_mtime_ns, os.stat(copy).st_size) != (file.size, file.written, file.size):
+            raise Changed
+        # A script may take the newest of several.
+        os.utime(copy, ns=(now.st_atime_ns, file.written))
+        os.replace(copy, link)
+
+
+def _inside(name: str, below: str) -> str:
+    return name[len(below) + 1 :] if below else name
+
+
+def _reuse(before: Before, name: str, link: Path) -> bool:
+    """Takes a file from a sealed checkpoint, where nobody writes. False: it is not there any more."""
+    try:
+        place_file(before.directory / _inside(name, before.saved_as.below), link)
+    except OSError:
+        link.unlink(missing_ok=True)
+        return False
+    return True

@@ -1,0 +1,66 @@
+"""Milestones: checkpoints that were published outside of the checkpoint directory, for whoever goes on without it."""
+
+from __future__ import annotations
+
+from dalsegno.protos import control_pb2
+
+from . import membership
+from .chronicle import Kind
+from .events import Reply
+from .published import MILESTONES_KEPT, Milestone
+from .registration import proves
+from .state import Job
+from .turn import Turn
+
+__all__ = ("milestones_proto", "record")
+
+
+def record(turn: Turn, message: control_pb2.MilestoneRequest) -> Reply:
+    """Notes a milestone, once. Refuses one whose checkpoint was never committed: it is no part of the run."""
+    job, said = turn.job, message.milestone
+    if not said.repo or not said.revision:
+        return Reply("INVALID_ARGUMENT", "a milestone has a repository and a revision")
+    made = Milestone(said.repo, said.revision, said.step, said.checkpoint.name, said.checkpoint.digest)
+    refused = not_of_holder(turn, message.holder) if message.HasField("holder") else not_committed(job, made)
+    if refused:
+        return Reply("FAILED_PRECONDITION", refused)
+    reply = Reply(message=control_pb2.OrderReply(generation=job.generation, text=f"{made.repo} has step {made.step}"))
+    if made in job.run.milestones:
+        return reply
+    turn.update_run(milestones=(*job.run.milestones, made)[-MILESTONES_KEPT:])
+    text = f"step {made.step} is at {made.repo}, revision {made.revision}"
+    turn.notice(text, kind=Kind.MILESTONE, step=made.step, checkpoint=made.checkpoint)
+    return reply
+
+
+def not_of_holder(turn: Turn, holder: control_pb2.Caller) -> str:
+    """Why this caller may not speak for the open world; "" if it may."""
+    node = turn.job.node_by(holder.incarnation)
+    known = node is not None and proves(node, holder.secret)
+    if node is None or not known or membership.member_of(turn, node, turn.job.epoch) is None:
+        return f"{holder.node or 'the node'} is not in the open world: what it has made is no part of the run"
+    return ""
+
+
+def not_committed(job: Job, made: Milestone) -> str:
+    """Why its checkpoint is no part of the run; "" if it is, or was while its files were there."""
+    record = job.checkpoint(made.digest)
+    names = () if record is None else (record.name, record.universal_name)
+    if made.checkpoint in names or any(
+        (gone.name, gone.digest) == (made.checkpoint, made.digest) for gone in job.pruned
+    ):
+        return ""
+    return f"{made.checkpoint or 'a checkpoint without a name'} was never committed: it is no part of the run"
+
+
+def milestones_proto(job: Job) -> list[control_pb2.Milestone]:
+    """The last milestones, oldest first."""
+    return [
+        control_pb2.Milestone(
+            repo=made.repo,
+            revision=made.revision,
+            step=made.step,
+            checkpoint=control_pb2.CheckpointRef(name=made.checkpoint, digest=made.digest),
+        )
+        for made in job.run.milestones
+    ]

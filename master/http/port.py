@@ -1,0 +1,106 @@
+"""A port on which FastAPI answers, in the master's own process and loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.middleware.trustedhost import TrustedHostMiddleware
+
+from ..record.descriptors import HTTP_CONNECTIONS
+from ..server.auth import TlsFiles
+from ..server.listener import Listener
+from .guard import Bounded
+
+__all__ = ("Port", "application")
+
+log = logging.getLogger(__name__)
+
+# The most bytes of a request's line and headers.
+LONGEST_HEAD_BYTES = 16 << 10
+# Host names under which a loopback edge answers, so that a foreign name that was pointed here is refused.
+LOOPBACK_NAMES = ["127.0.0.1", "localhost", "[::1]"]
+
+
+class _Server(uvicorn.Server):
+    """Leaves the process's signals to the master."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Port:
+    """Serves from `start` to `close`."""
+
+    def __init__(self, app: FastAPI, host: str, port: int, tls: TlsFiles | None = None) -> None:
+        """Listens at once (port 0: any free one). Raises OSError if the address is not available."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._socket = Listener.open(host, port)
+        bound = self._socket.getsockname()[1]
+        self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+        # uvicorn's loggers stay unconfigured: its errors reach the master's log, and requests are not logged.
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                http="h11",
+                h11_max_incomplete_event_size=LONGEST_HEAD_BYTES,
+                backlog=HTTP_CONNECTIONS,
+                **_ssl_options(tls),
+            )
+        )
+
+    def start(self, *beside: Coroutine[Any, Any, None]) -> None:
+        """Starts to answer, with work `beside`. What fails says so in the log; the job does not depend on it."""
+        for work in (self._server.serve(sockets=[self._socket]), *beside):
+            task = asyncio.create_task(work)
+            task.add_done_callback(_log_failure)
+            self._tasks.append(task)
+
+    def drop_old(self) -> None:
+        """Ends connections that have been open for longer than anybody needs."""
+        self._socket.drop_old()
+
+    async def close(self) -> None:
+        """Ends within a bounded time: open connections are cut."""
+        self._server.should_exit = self._server.force_exit = True
+        done, _ = await asyncio.wait(self._tasks[:1], timeout=2.0) if self._tasks else (set(), set())
+        for task in self._tasks:
+            if task not in done:
+                task.cancel()
+        self._socket.close()
+
+
+def application(title: str, loopback: bool, schema: str) -> FastAPI:
+    """An empty application with what guards every port of ours; `schema`: path of its OpenAPI schema."""
+    # The browsable pages of the schema would load scripts from elsewhere.
+    app = FastAPI(title="Dal Segno", summary=title, version="1", docs_url=None, redoc_url=None, openapi_url=schema)
+    app.add_middleware(Bounded)
+    if loopback:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK_NAMES)
+    return app
+
+
+def _ssl_options(tls: TlsFiles | None) -> dict[str, Any]:
+    """TLS options for uvicorn: the token must not go over the network in the clear."""
+    if tls is None:
+        return {}
+    options: dict[str, Any] = {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
+    if tls.client_ca is not None:
+        options |= {"ssl_ca_certs": str(tls.client_ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    return options
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("the HTTP edge failed; the job goes on without it", exc_info=task.exception())

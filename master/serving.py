@@ -1,0 +1,70 @@
+"""What every kind of master does around its server: how it ends, where its certificates are, its first line."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import sys
+
+from dalsegno.protos.options import UsageError
+
+from .record.store import StoreError, Superseded
+from .server.auth import TlsFiles
+from .server.lifetime import Lifetime
+from .server.server import ControlServer
+
+__all__ = ("EXIT_FAILED", "EXIT_OK", "EXIT_SUPERSEDED", "EXIT_USAGE", "STOP", "print_line", "run", "tls_files")
+
+log = logging.getLogger(__name__)
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_SUPERSEDED = 3
+
+STOP = (signal.SIGTERM, signal.SIGINT)
+
+
+async def run(server: ControlServer, lifetime: Lifetime | None) -> int:
+    """Serves until it is told to stop; returns the exit code."""
+    watch = None if lifetime is None else asyncio.create_task(lifetime.run())
+    try:
+        await server.run()
+    except Superseded as error:
+        # Not this process's error: it was stopped or cut off while the job got another master.
+        log.warning("%s", error)
+        if lifetime is not None:
+            return EXIT_OK
+        print(f"dlrover-master: {error}", file=sys.stderr)
+        return EXIT_SUPERSEDED
+    except StoreError as error:
+        log.error("%s", error)
+        print(f"dlrover-master: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except Exception:
+        log.exception("the master failed")
+        raise
+    finally:
+        if watch is not None:
+            watch.cancel()
+    return EXIT_OK
+
+
+def print_line(said: dict[str, object]) -> None:
+    """The line that says where it serves."""
+    # The process that started an embedded master may be gone already.
+    with contextlib.suppress(BrokenPipeError):
+        print(json.dumps(said), flush=True)
+
+
+def tls_files(options: argparse.Namespace) -> TlsFiles | None:
+    """The files that were given; None: none were. Raises UsageError."""
+    if options.tls_cert is None and options.tls_key is None and options.tls_ca is None:
+        return None
+    if options.tls_cert is None or options.tls_key is None:
+        raise UsageError("--tls-cert and --tls-key belong together (--tls-ca is for client certificates)")
+    return TlsFiles(options.tls_cert, options.tls_key, options.tls_ca)

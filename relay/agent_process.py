@@ -1,0 +1,115 @@
+"""The agent of a pod and the mirror beside it, as processes of ours that end with us."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .volume import Volume
+
+__all__ = ("AgentProcess", "MirrorProcess")
+
+_PR_SET_PDEATHSIG = 1
+# Seconds that the mirror has to end.
+_MIRROR_END_SECONDS = 2.0
+
+
+def _end_with_parent() -> None:
+    """SIGTERM when the process that started this one ends, whose main thread does so (prctl(2))."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+class AgentProcess:
+    """An agent, in a group of its own: a terminal's signals reach it through us.
+
+    Args:
+        arguments: of `dlrover-run`.
+        environment: for it and the trainer.
+    """
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._reader, writer = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "dalsegno.agent.commands.dlrover_run", f"--tell-fd={writer}", *arguments],
+                env=dict(environment),
+                pass_fds=[writer],
+                process_group=0,
+                preexec_fn=_end_with_parent,
+            )
+        finally:
+            os.close(writer)
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """What it tells, until it has ended."""
+        with open(self._reader, "rb", closefd=False) as file:
+            for line in file:
+                with contextlib.suppress(ValueError):  # it was killed in the middle of a line
+                    yield json.loads(line)
+
+    def wait(self) -> int:
+        """Its exit code, as a shell has it."""
+        code = self._process.wait()
+        return 128 - code if code < 0 else code
+
+    def signal(self, number: int) -> None:
+        """Passes a signal on."""
+        self._process.send_signal(number)
+
+    def close(self) -> None:
+        """Ends it, if it has not ended."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._reader)
+
+
+class MirrorProcess:
+    """The process that makes milestones, where `run.yaml` wants them.
+
+    Args:
+        file: `run.yaml`.
+        volume: the run's place.
+    """
+
+    def __init__(self, file: Path, volume: Volume) -> None:
+        self._file, self._volume = file, volume
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts it, unless it runs."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "dalsegno.relay.milestones.mirror", str(self._file)),
+                *("--checkpoints", str(self._volume.job), "--hf", str(self._volume.hf)),
+                *("--events", str(self._volume.events)),
+            ],
+            process_group=0,
+            preexec_fn=_end_with_parent,
+        )
+
+    def ask_to_end(self) -> None:
+        """Cancels what it does; nobody waits for it."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
+    def end(self) -> None:
+        """Ends it; what it has uploaded is not lost."""
+        self.ask_to_end()
+        if self._process is not None:
+            try:
+                self._process.wait(_MIRROR_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None

@@ -1,0 +1,117 @@
+"""What a person's commands ask of the Commander, over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import ssl
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from dalsegno.protos.contract import Variable
+from dalsegno.protos.credentials import is_token
+from dalsegno.protos.options import UsageError
+from dalsegno.protos.run_file import read_run_file
+from dalsegno.protos.text import one_line
+from dalsegno.protos.yaml_text import Refused
+
+__all__ = ("Asked", "NoAnswer", "add_arguments")
+
+# Seconds for an answer; one that waits for events may take as long again.
+ANSWER_SECONDS = 30.0
+LONGEST_ANSWER_BYTES = 16 << 20
+
+
+class NoAnswer(Exception):
+    """The Commander does not answer, or refuses; one line says why."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds which run it is about, and what shows who asks."""
+    parser.add_argument("file", type=Path, metavar="run.yaml", help="the run")
+    parser.add_argument("--commander", metavar="URL", help="another address than the file's, for instance of a tunnel")
+    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="the authority of its certificate (PEM)")
+    parser.add_argument("--json", action="store_true", help="for programs: JSON, one object in a line")
+
+
+class Asked:
+    """One run of a Commander.
+
+    Args:
+        options: As `add_arguments` has them.
+        admin: Shows the admin's token instead of the job's.
+
+    Raises:
+        UsageError: One line for a person.
+    """
+
+    def __init__(self, options: argparse.Namespace, *, admin: bool = False) -> None:
+        try:
+            run = read_run_file(options.file)
+        except Refused as error:
+            raise UsageError(str(error)) from error
+        self.url = (options.commander or run.commander).rstrip("/")
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"--commander {self.url!r} is no URL like https://HOST:8443")
+        self.run_id = run.run_id
+        self._headers = {"content-type": "application/json"}
+        name = Variable.ADMIN_TOKEN if admin else Variable.TOKEN
+        token = os.environ.get(name, "").strip()
+        if admin and not token:
+            raise UsageError(f"{name} is not set: only the admin's token may do that")
+        if token and not is_token(token):
+            raise UsageError(f"the token in {name} must be one word of printable ASCII")
+        if token:
+            self._headers["authorization"] = f"Bearer {token}"
+        self._tls = _context(options.tls_ca)
+
+    def get(self, path: str = "", **query: object) -> dict[str, Any]:
+        """What is there, below the run. Raises NoAnswer."""
+        wanted = "&".join(f"{name}={quote(str(value))}" for name, value in query.items())
+        return self._ask(f"{path}?{wanted}" if wanted else path, None)
+
+    def post(self, path: str) -> dict[str, Any]:
+        """Gives an order. Raises NoAnswer."""
+        return self._ask(path, b"")
+
+    def _ask(self, path: str, body: bytes | None) -> dict[str, Any]:
+        url = f"{self.url}/api/relay/{self.run_id}{path}"
+        request = urllib.request.Request(url, body, self._headers)
+        try:
+            try:
+                with urllib.request.urlopen(request, timeout=ANSWER_SECONDS, context=self._tls) as reply:
+                    text = reply.read(LONGEST_ANSWER_BYTES)
+            except urllib.error.HTTPError as error:
+                with error:
+                    raise NoAnswer(_reason(error.code, error.read(LONGEST_ANSWER_BYTES))) from error
+            answer = json.loads(text)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            why = getattr(error, "reason", None) or error
+            raise NoAnswer(f"no answer from {self.url}: {one_line(str(why) or type(error).__name__, 300)}") from error
+        if not isinstance(answer, dict):
+            raise NoAnswer(f"{self.url} answers something else than a Commander would")
+        return answer
+
+
+def _context(authority: Path | None) -> ssl.SSLContext | None:
+    if authority is None:
+        return None
+    try:
+        return ssl.create_default_context(cafile=str(authority))
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"--tls-ca {authority}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _reason(code: int, text: bytes) -> str:
+    """The Commander's own line, if it has one."""
+    try:
+        detail = json.loads(text)["detail"]
+    except (ValueError, KeyError, TypeError):
+        detail = ""
+    return one_line(detail, 500) if isinstance(detail, str) and detail else f"it answers HTTP {code}"

@@ -1,0 +1,89 @@
+"""`dalsegno relay`: carries a run on from this machine, or looks at one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dalsegno.protos.options import Parser
+
+from . import looking
+
+__all__ = ("ACTIONS", "Action", "run")
+
+
+@dataclass(frozen=True)
+class Action:
+    """One of the words after `dalsegno relay`.
+
+    Attributes:
+        text: what it does, for `--help`.
+        add: adds its arguments to the parser.
+        act: does it, and returns the exit code. It may raise `UsageError`.
+    """
+
+    text: str
+    add: Callable[[argparse.ArgumentParser], None]
+    act: Callable[[argparse.Namespace], int]
+
+
+def _add_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="run.yaml", help="the run")
+
+
+def _add_pod(parser: argparse.ArgumentParser) -> None:
+    _add_file(parser)
+    parser.add_argument(
+        "--no-mount-check", action="store_true", help="l1_root may be a folder of this machine's own disk"
+    )
+    parser.add_argument(
+        "--allow-baseline",
+        action="store_true",
+        help="begin anew if there is a milestone, and it cannot be had now",
+    )
+    parser.add_argument("--notice", type=float, default=30.0, metavar="SECONDS", help="the notice that SIGTERM gives")
+
+
+def _carry_on(options: argparse.Namespace) -> int:
+    from .entry import carry_on
+
+    return carry_on(options)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from .verifying import verify
+
+    return verify(options)
+
+
+# What may follow `dalsegno relay` besides a file; the file itself is the pod.
+ACTIONS: dict[str, Action] = {
+    "status": Action("shows how a run stands", looking.add_status, looking.status),
+    "events": Action("shows what happened to a run", looking.add_events, looking.events),
+    "release": Action("fences whoever holds a run, with the admin's token", looking.add_release, looking.release),
+    "verify": Action("compares every checkpoint on the volume with its checksums", _add_file, _verify),
+}
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs `dalsegno relay ARGUMENTS`, and returns its exit code.
+
+    Raises:
+        UsageError: bad input, in one line.
+    """
+    if arguments and arguments[0] in ACTIONS:
+        action = ACTIONS[arguments[0]]
+        parser: Any = Parser(prog=f"dalsegno relay {arguments[0]}", description=action.text)
+        action.add(parser)
+        return int(action.act(parser.parse_args(arguments[1:])))
+    said = "; ".join(f"`dalsegno relay {name} --help`: {action.text}" for name, action in sorted(ACTIONS.items()))
+    parser = Parser(
+        prog="dalsegno relay",
+        description="Carries a run on from this machine, until it is finished or this machine is taken away.",
+        epilog=said,
+    )
+    _add_pod(parser)
+    return _carry_on(parser.parse_args(arguments))

@@ -1,0 +1,89 @@
+"""The command line of the agent that carries a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS
+from dalsegno.protos.options import UsageError
+from dalsegno.protos.run_file import RunFile
+
+from .volume import Volume
+
+__all__ = ("agent_command", "check_command")
+
+_RESUME = "${resume_dir"
+
+
+def check_command(file: RunFile, name: str) -> None:
+    """Checks that there is something to run, and that a baseline would be read.
+
+    Raises:
+        UsageError: one line.
+    """
+    program = file.command[0]
+    if shutil.which(program) is None:
+        raise UsageError(f"{name}: command: the program {program} does not exist or cannot be executed")
+    if file.baseline is not None and file.resume_flag is None and not any(_RESUME in word for word in file.command):
+        raise UsageError(
+            f"{name}: baseline: the command has neither ${{resume_dir}} nor resume_flag, so nothing would read it"
+        )
+
+
+def agent_command(
+    file: RunFile, volume: Volume, master: str, notice: float, initial: Path | None, back: str
+) -> list[str]:
+    """What is executed, but for `--tell-fd`, which comes first.
+
+    Args:
+        file: the run.
+        volume: its place.
+        master: HOST:PORT of its master.
+        notice: seconds that SIGTERM gives.
+        initial: what a run without a checkpoint starts from; None: nothing.
+        back: for `--resume-step`; "": it goes on from the newest.
+    """
+    flags = [
+        "--nnodes=1:1",
+        f"--master={master}",
+        f"--job-id={file.run_id}",
+        f"--checkpoint-dir={volume.store}",
+        f"--log-dir={volume.logs}",
+        f"--node-timeout={max(LEAST_NODE_TIMEOUT_SECONDS, file.lease_seconds):g}",
+        "--quiet-time=0",
+        f"--drain-timeout={notice:g}",
+        f"--keep-checkpoints={file.keep_last}",
+        "--keep-saves=1",
+        # What it writes is seen here, too, as it would be without us.
+        "--tee=3",
+    ]
+    if file.self_fence:
+        flags.append(f"--self-fence={file.lease_seconds:g}")
+    if file.save_signal is not None:
+        flags.append(f"--save-signal={file.save_signal}")
+    if file.checkpoint_glob is not None:
+        flags.append(f"--checkpoint-glob={file.checkpoint_glob}")
+    if initial is not None:
+        flags.append(f"--initial-checkpoint={initial}")
+    if back:
+        flags.append(f"--resume-step={back}")
+    command = list(file.command)
+    if file.resume_flag is not None and not any(_RESUME in word for word in command):
+        joined = file.resume_flag.endswith("=")
+        command += [f"{file.resume_flag}${{resume_dir}}"] if joined else [file.resume_flag, "${resume_dir}"]
+    return [*flags, *_as_script(command)]
+
+
+def _as_script(command: list[str]) -> list[str]:
+    """A script of our own interpreter may begin in a process that has imported what it needs; else it is a program."""
+    found = shutil.which(command[0])
+    ours = found is not None and os.path.realpath(found) == os.path.realpath(sys.executable)
+    if ours and len(command) > 1 and os.path.samefile(os.path.dirname(found or ""), os.path.dirname(sys.executable)):
+        if command[1] == "-m" and len(command) > 2:
+            return command[1:]
+        if not command[1].startswith("-"):
+            return command[1:]
+    return ["--no-python", *command]

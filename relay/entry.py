@@ -1,0 +1,232 @@
+"""`dalsegno relay run.yaml`: what a pod runs. It checks, recovers, and hands the run to the agent until that ends.
+
+The lease, the fence and what counts are the master's, and the agent keeps to them; nothing here decides about that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from urllib.parse import urlsplit
+
+from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE
+from dalsegno.protos.options import UsageError
+from dalsegno.protos.run_file import RunFile, read_run_file
+from dalsegno.protos.text import one_line
+from dalsegno.protos.yaml_text import Refused
+
+from .agent_process import AgentProcess, MirrorProcess
+from .command_line import agent_command, check_command
+from .preflight import Away, ask
+from .recovering import Stuck, prepared
+from .volume import Volume
+
+__all__ = ("carry_on",)
+
+# Pauses between two questions to a Commander that does not answer.
+_FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 1.0, 15.0
+# Pause between two questions whether the run is free.
+_HOLDER_SECONDS = 2.0
+# States as the Commander has them, by the agent's exit code.
+_STATES = {EXIT_FINISHED: "COMPLETED", EXIT_LEFT: "PREEMPTED", EXIT_LEFT_UNSAVED: "PREEMPTED"}
+
+
+class _Left(BaseException):
+    """A signal came before there was an agent."""
+
+
+def carry_on(options: argparse.Namespace) -> int:
+    """Runs one pod to its end, and returns its exit code, which is the agent's.
+
+    Raises:
+        UsageError: bad input, in one line; nothing was started.
+    """
+    file = _read(options)
+    volume = Volume(file.l1_root, file.run_id)
+    if problem := volume.problem(must_be_mount=not options.no_mount_check):
+        raise UsageError(problem)
+    with _Pod(file, options, volume) as pod:
+        return pod.run()
+
+
+def _read(options: argparse.Namespace) -> RunFile:
+    try:
+        file = read_run_file(options.file)
+    except Refused as refused:
+        raise UsageError("; ".join(refused.lines)) from refused
+    if file.hf is not None and not os.environ.get("HF_TOKEN"):
+        raise UsageError(f"{options.file}: hf: the environment has no HF_TOKEN that may write to {file.hf.repo}")
+    if not 0 < options.notice < float("inf"):
+        raise UsageError(f"--notice {options.notice:g}: it must be more than 0 seconds")
+    check_command(file, str(options.file))
+    return file
+
+
+class _Pod:
+    """One pod, from its pre-flight on. Use it as a context manager, on the main thread."""
+
+    def __init__(self, file: RunFile, options: argparse.Namespace, volume: Volume) -> None:
+        self._began = time.monotonic()
+        self._file, self._options, self._volume = file, options, volume
+        self._name = f"{socket.gethostname()}-{os.getpid()}"
+        self._epoch = self._step = 0
+        self._run = self._path = ""
+        self._agent: AgentProcess | None = None
+        self._mirror = MirrorProcess(options.file, volume)
+        self._before: dict[int, Any] = {}
+        self._signalled = 0
+
+    def __enter__(self) -> _Pod:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            self._before[number] = signal.signal(number, self._notice)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._mirror.end()
+        if self._agent is not None:
+            self._agent.close()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def run(self) -> int:
+        """Returns the exit code."""
+        try:
+            while True:
+                shown = self._ask()
+                initial, back = prepared(
+                    self._file, self._volume, shown, self._say, allowed=self._options.allow_baseline
+                )
+                if back and shown.get("holder") and (shown.get("expires_in_sec") or 0) > 0:
+                    # Its volume may be another one; nothing is taken from under it.
+                    self._say(f"the run goes back to step {back.partition(':')[0]} once {shown['holder']} has lost it")
+                    time.sleep(_HOLDER_SECONDS)  # why: a lease ends far away, without an event here
+                    continue
+                code = self._train(shown, initial, back)
+                if code != EXIT_USAGE or not self._is_away():
+                    return self._ended(code)
+                self._say("the agent found no Commander: asking again")
+        except Stuck as stuck:
+            self._say(f"error: {stuck}")
+            return EXIT_FAILED
+        except _Left:
+            self._volume.note("sigterm", pod=self._name)
+            self._say(f"{signal.Signals(self._signalled).name}: left before training began")
+            return EXIT_LEFT
+
+    # ---- the Commander ----------------------------------------------------------------------------------------------
+
+    def _ask(self) -> dict[str, Any]:
+        """What the Commander knows of the run; waits until it answers, and says so.
+
+        Raises:
+            UsageError: it does not know the run, or not us.
+        """
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return ask(self._file)
+            except Away as away:
+                self._say(f"{away}: nothing is started; asking again in {pause:.0f} s")
+            # why: no event tells when a server far away answers again
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+
+    def _is_away(self) -> bool:
+        try:
+            ask(self._file)
+        except Away:
+            return True
+        return False
+
+    # ---- training ---------------------------------------------------------------------------------------------------
+
+    def _train(self, shown: dict[str, Any], initial: Path | None, back: str) -> int:
+        host = urlsplit(self._file.commander).hostname or ""
+        master = f"[{host}]:{shown['grpc_port']}" if ":" in host else f"{host}:{shown['grpc_port']}"
+        command = agent_command(self._file, self._volume, master, self._options.notice, initial, back)
+        self._agent = agent = AgentProcess(command, os.environ)
+        try:
+            if self._signalled:  # between the last look and now
+                agent.signal(self._signalled)
+            for event in agent.events():
+                self._heard(event)
+            return agent.wait()
+        finally:
+            self._mirror.end()
+
+    def _heard(self, event: dict[str, Any]) -> None:
+        """Takes what the agent tells, for `events.log`, `state.json` and the pointers."""
+        more = {"pod": self._name, "epoch": event.get("epoch", self._epoch)}
+        match event.get("event"):
+            case "starts":
+                self._epoch, self._run, self._step = event["epoch"], event["run"], event["step"]
+                more["epoch"] = self._epoch
+                self._volume.note("acquire", **more)
+                self._volume.note("resume", **more, checkpoint=event["resume"], step=event["step"])
+                if event["resume"]:
+                    self._path = str(self._volume.job / self._run / event["resume"])
+                if self._volume.restored():
+                    with contextlib.suppress(OSError):  # it only makes the next start ask once more
+                        self._volume.note_restored("")
+                self._write("RUNNING")
+                if self._file.hf is not None:
+                    self._mirror.start()
+            case "started":
+                self._volume.note("started", **more, seconds=round(time.monotonic() - self._began, 3))
+            case "committed" if event["epoch"] == self._epoch:
+                self._step, self._path = event["step"], str(self._volume.job / self._run / event["name"])
+                self._volume.note("ckpt_saved", **more, checkpoint=event["name"], step=event["step"])
+                self._volume.show(self._run, event["name"], event["step"])
+                self._write("RUNNING")
+            case "damaged":
+                self._volume.note("damaged", **more, checkpoint=event["name"], why=event["why"])
+            case "fenced":
+                self._volume.note("fenced", **more)
+                self._mirror.end()
+            case "stops" | "stopped":
+                self._volume.note(event["event"], **more)
+
+    def _write(self, status: str) -> None:
+        self._volume.write_state(
+            {
+                "run_id": self._file.run_id,
+                "status": status,
+                "epoch": self._epoch,
+                "last_ok_step": self._step,
+                "last_ckpt_path": self._path,
+                "last_hf_revision": self._volume.last_revision(),
+                "pod": self._name,
+                "written": round(time.time(), 3),
+            }
+        )
+
+    def _ended(self, code: int) -> int:
+        status = _STATES.get(code, "FAILED")
+        if self._epoch:
+            self._write(status)
+        self._volume.note("released", pod=self._name, epoch=self._epoch, status=status, code=code)
+        return code
+
+    # ---- signals ----------------------------------------------------------------------------------------------------
+
+    def _notice(self, number: int, frame: FrameType | None) -> None:
+        """Python calls it between two instructions of the main thread, which only waits."""
+        first, self._signalled = not self._signalled, number
+        if self._agent is None:
+            raise _Left
+        self._mirror.ask_to_end()
+        if first and self._epoch:
+            self._write("PREEMPTED")
+        self._volume.note("sigterm", pod=self._name, epoch=self._epoch, signal=signal.Signals(number).name)
+        self._agent.signal(number)
+
+    def _say(self, text: str) -> None:
+        print(f"dalsegno relay: {one_line(text)}", file=sys.stderr, flush=True)

@@ -1,0 +1,117 @@
+"""The commands `relay status`, `relay events` and `relay release`: a run as its Commander sees it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from dalsegno.protos.text import one_line
+
+from .asking import Asked, NoAnswer, add_arguments
+
+__all__ = ("add_events", "add_release", "add_status", "events", "release", "status", "status_lines")
+
+EXIT_DONE, EXIT_FAILED = 0, 1
+# Seconds for which an answer may wait for events.
+EVENTS_SECONDS = 15
+# Milestones that are shown to a person.
+SHOWN = 3
+
+
+def add_status(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `status`."""
+    add_arguments(parser)
+
+
+def add_events(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `events`."""
+    add_arguments(parser)
+    parser.add_argument("--after", type=int, default=0, metavar="N", help="only those behind event N")
+    parser.add_argument("--follow", "-f", action="store_true", help="go on as they come")
+
+
+def add_release(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `release`."""
+    add_arguments(parser)
+
+
+def status(options: argparse.Namespace) -> int:
+    """Shows how a run stands. Returns the exit code; raises UsageError."""
+    asked = Asked(options)
+    try:
+        run = asked.get()
+    except NoAnswer as error:
+        return _failed(error)
+    _show([json.dumps(run)] if options.json else status_lines(run))
+    return EXIT_DONE
+
+
+def events(options: argparse.Namespace) -> int:
+    """Shows what happened to a run, oldest first. Returns the exit code; raises UsageError."""
+    asked, after = Asked(options), max(0, options.after)
+    while True:
+        try:
+            said = asked.get("/events", after=after, wait=EVENTS_SECONDS if options.follow else 0)
+        except NoAnswer as error:
+            return _failed(error)
+        found = [event for event in said.get("events", ()) if isinstance(event, dict)]
+        for event in found:
+            _show([json.dumps(event)] if options.json else [_event_line(event)])
+            after = int(event.get("sequence", after))
+        if not options.follow:
+            return EXIT_DONE
+
+
+def release(options: argparse.Namespace) -> int:
+    """Fences whoever holds a run. Returns the exit code; raises UsageError."""
+    asked = Asked(options, admin=True)
+    try:
+        said = asked.post("/release")
+    except NoAnswer as error:
+        return _failed(error)
+    text = f"{said.get('holder')} is fenced: {asked.run_id} is free for the next one"
+    _show([json.dumps(said)] if options.json else [text])
+    return EXIT_DONE
+
+
+def status_lines(run: dict[str, Any]) -> Iterator[str]:
+    """How a run stands, for a person."""
+    yield f"{run.get('run_id')}: {run.get('state')}" + (f", step {run['step']}" if run.get("step") else "")
+    if run.get("holder"):
+        left = run.get("expires_in_sec")
+        yield f"  held by {run['holder']} in epoch {run.get('epoch')}; its lease lasts {left:g} s if it falls silent"
+    elif run.get("detail"):
+        yield f"  {run['detail']}"
+    head = run.get("head")
+    if head:
+        yield f"  newest commit: {head.get('name')} (step {head.get('step')})"
+    made = run.get("milestones") or []
+    for one in made[:SHOWN]:
+        yield f"  milestone: step {one.get('step')} at {one.get('repo')}, revision {one.get('revision')}"
+    if len(made) > SHOWN:
+        yield f"  and {len(made) - SHOWN} earlier milestones"
+    report = run.get("report")
+    if report:
+        checkpoint, text = report.get("latest_ckpt"), report.get("msg")
+        said = f"step {report.get('step')}" + (f", {checkpoint}" if checkpoint else "") + (f": {text}" if text else "")
+        yield f"  {report.get('worker_id')} says: {said}"
+
+
+def _event_line(event: dict[str, Any]) -> str:
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(event.get("at") or 0.0)))
+    mark = "warning: " if event.get("warning") else ""
+    return f"{at}  {event.get('kind')}: {mark}{event.get('text')}"
+
+
+def _show(lines: Any) -> None:
+    for line in lines:
+        print(line if line.startswith("{") else one_line(line), flush=True)
+
+
+def _failed(error: NoAnswer) -> int:
+    print(f"dalsegno relay: {one_line(str(error))}", file=sys.stderr)
+    return EXIT_FAILED

@@ -1,0 +1,105 @@
+"""What the mirror asks of the Commander, and tells it, over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import urllib.error
+import urllib.request
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dalsegno.protos.text import one_line
+
+__all__ = ("Away", "Commander", "Denied", "Milestone")
+
+_SECONDS = 10.0
+_LONGEST_ANSWER = 4 << 20
+
+
+class Away(Exception):
+    """The Commander does not answer, or not as it should; one line."""
+
+
+class Denied(Away):
+    """The Commander does not know the run, or does not let us in; one line."""
+
+    def __init__(self, line: str, status: int) -> None:
+        super().__init__(line)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Milestone:
+    """One of a run: which revision of which repository holds which checkpoint."""
+
+    repo: str
+    revision: str
+    step: int
+    checkpoint: str
+    digest: str
+
+
+class Commander:
+    """The Commander of one run.
+
+    Args:
+        url: its HTTP edge.
+        run_id: the run.
+        token: ``DALSEGNO_TOKEN``; "": none.
+        tls_ca: the authority of its certificate (PEM); None: those of the system.
+
+    Raises:
+        OSError: the authority cannot be read.
+    """
+
+    def __init__(self, url: str, run_id: str, token: str, tls_ca: Path | None = None) -> None:
+        self._tls = None if tls_ca is None else ssl.create_default_context(cafile=tls_ca)
+        self.url = url
+        self._base = f"{url}/api/relay/{run_id}"
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    def run(self) -> dict[str, Any]:
+        """What it knows of the run: ``head``, ``milestones`` and so on.
+
+        Raises:
+            Away: it does not answer; `Denied`, if asking again does not help.
+        """
+        status, answer = self._ask(self._base, None)
+        line = f"{self.url} answers {status}: {one_line(str(answer.get('detail', '')), 200)}"
+        if status in (401, 403, 404):
+            raise Denied(line, status)
+        if status != 200:
+            raise Away(line)
+        return answer
+
+    def tell(self, milestone: Milestone) -> bool:
+        """Makes a milestone the run's.
+
+        Returns:
+            Whether it counts; False: its checkpoint was never the run's, and it never will.
+
+        Raises:
+            Away: it does not answer; it may have heard.
+        """
+        status, answer = self._ask(f"{self._base}/milestones", asdict(milestone))
+        if status not in (200, 409):
+            raise Away(f"{self.url} answers {status}: {one_line(str(answer.get('detail', '')), 200)}")
+        return status == 200
+
+    def _ask(self, url: str, content: dict[str, Any] | None) -> tuple[int, dict[str, Any]]:
+        data = None if content is None else json.dumps(content).encode()
+        request = urllib.request.Request(url, data, {**self._headers, "Content-Type": "application/json"})
+        try:
+            try:
+                with urllib.request.urlopen(request, timeout=_SECONDS, context=self._tls) as reply:
+                    status, text = reply.status, reply.read(_LONGEST_ANSWER)
+            except urllib.error.HTTPError as error:
+                with error:
+                    status, text = error.code, error.read(_LONGEST_ANSWER)
+            answer = json.loads(text) if text.strip() else {}
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise Away(f"{self.url} does not answer: {one_line(str(error) or type(error).__name__, 200)}") from error
+        return status, answer if isinstance(answer, dict) else {}

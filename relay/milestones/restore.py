@@ -1,0 +1,206 @@
+"""A milestone from the hub back among a run's checkpoints, or a baseline: only what verifies, byte by byte."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest, verify
+from dalsegno.elastic.checkpoint.files import CANNOT, fsync_directory, fsync_tree, place_file, write_exclusive
+from dalsegno.elastic.checkpoint.layout import MANIFEST
+from dalsegno.elastic.checkpoint.marks import mark
+from dalsegno.elastic.checkpoint.reading import read_regular
+from dalsegno.protos.text import one_line
+
+from .child import Outcome, Transfer, patience
+from .commander import Milestone
+from .run_manifest import FOLDER, MANIFEST_PATH, MAX_BYTES, RunManifest
+
+__all__ = ("Refused", "Unreachable", "baseline", "restore", "restore_newest")
+
+_DOWNLOADED = ".downloaded"
+# A download has no known size before it begins.
+_ASSUMED_BYTES = 1 << 36
+
+
+class Refused(Exception):
+    """A revision does not hold what it should, and never will; one line."""
+
+
+class Unreachable(Exception):
+    """The hub does not answer now, or not with what we may see: another try may help; one line."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint that is in its place again.
+
+    Attributes:
+        path: its directory.
+        manifest: what it holds.
+    """
+
+    path: Path
+    manifest: Manifest
+
+
+def restore_newest(
+    milestones: Sequence[Milestone], checkpoints: Path, hf: Path, say: Callable[[str], None]
+) -> Restored | None:
+    """Restores the newest milestone that verifies. Each one that does not is named with a line.
+
+    Args:
+        milestones: newest first, as the Commander lists them.
+        checkpoints: the job's directory: a checkpoint lies in it under its run's id.
+        hf: where it is downloaded to, on the same volume.
+        say: takes the lines.
+
+    Returns:
+        None: there is none that verifies.
+
+    Raises:
+        Unreachable: the hub does not answer. An older milestone is not taken for that.
+        OSError: the volume says no.
+    """
+    for one in milestones:
+        say(f"restoring step {one.step} from {one.repo}@{one.revision}")
+        try:
+            return restore(one, checkpoints, hf)
+        except Refused as refused:
+            say(f"refused: {refused}: trying the milestone before")
+    return None
+
+
+def restore(milestone: Milestone, checkpoints: Path, hf: Path) -> Restored:
+    """Downloads one, checks every byte, and puts it in its place. Killed at any moment, it goes on with what is there.
+
+    Args:
+        milestone: what the Commander has on its record.
+        checkpoints, hf: see `restore_newest`.
+
+    Raises:
+        Refused: it is not that checkpoint, or not whole.
+        Unreachable: the hub does not answer.
+        OSError: the volume says no.
+    """
+    incoming = hf / "incoming" / _safe(f"{milestone.repo}@{milestone.revision}")
+    name = f"{milestone.repo}@{milestone.revision}"
+    _download({"repo": milestone.repo, "revision": milestone.revision, "milestone": True}, incoming)
+    try:
+        own = RunManifest.from_bytes(read_regular(incoming / MANIFEST_PATH, MAX_BYTES))
+    except (ValueError, OSError) as error:
+        raise Refused(f"{name}: {MANIFEST_PATH}: {one_line(str(error), 200)}") from error
+    if (own.checkpoint, own.digest) != (milestone.checkpoint, milestone.digest):
+        shutil.rmtree(incoming, ignore_errors=True)
+        raise Refused(f"{name} holds {own.checkpoint} with another digest than {milestone.checkpoint} has on record")
+    try:
+        restored = _place(incoming / FOLDER, own, checkpoints)
+    except (CheckpointDamaged, ValueError) as error:
+        shutil.rmtree(incoming, ignore_errors=True)
+        raise Refused(f"{name}: {one_line(str(error), 200)}") from error
+    shutil.rmtree(incoming, ignore_errors=True)
+    return restored
+
+
+def _place(source: Path, own: RunManifest, checkpoints: Path) -> Restored:
+    """Puts verified files in place as the sealed checkpoint that they were, its manifest last."""
+    manifest = Manifest.from_bytes(read_regular(source / MANIFEST, MAX_BYTES))
+    if (manifest.name, manifest.digest) != (own.checkpoint, own.digest):
+        raise ValueError(f"its {MANIFEST} is not that of {own.checkpoint}")
+    if manifest.run_id in ("", ".", "..") or "/" in manifest.run_id:
+        raise ValueError(f"{manifest.run_id!r} is no run's id")
+    verify(source, manifest)
+    target = checkpoints / manifest.run_id / manifest.name
+    if _is_there(target, manifest):
+        return Restored(target, manifest)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fsync_tree(source)
+    if os.path.lexists(target):
+        # What is damaged there stays for a person, under a name that nobody takes for a checkpoint.
+        _set_aside(target)
+    try:
+        os.rename(source, target)
+        fsync_directory(target.parent)
+    except OSError as error:
+        if error.errno not in CANNOT:
+            raise
+        target.mkdir(exist_ok=True)
+        for entry in manifest.files:
+            place_file(source / entry.path, target / entry.path)
+        fsync_tree(target)
+        write_exclusive(target / MANIFEST, manifest.to_bytes())
+        fsync_directory(target)
+    mark(target)
+    return Restored(target, manifest)
+
+
+def _is_there(target: Path, manifest: Manifest) -> bool:
+    try:
+        if Manifest.read(target).digest != manifest.digest:
+            return False
+        verify(target, manifest)
+    except (CheckpointDamaged, OSError):
+        return False
+    return True
+
+
+def _set_aside(target: Path) -> None:
+    for number in range(1000):
+        aside = target.with_name(f".damaged-{number}.{target.name}")
+        if not os.path.lexists(aside):
+            try:
+                os.rename(target, aside)
+            except OSError as error:
+                if error.errno not in CANNOT:
+                    raise
+                shutil.rmtree(target)
+            return
+
+
+def baseline(name: str, hf: Path) -> Path:
+    """Downloads ``OWNER/NAME@REVISION``, which need be no milestone, and returns its directory.
+
+    Each file must have the checksum that the hub lists. Killed at any moment, it goes on with what is there.
+
+    Args:
+        name: as in ``run.yaml``.
+        hf: where it is downloaded to.
+
+    Raises:
+        Refused: a file is not what its checksum says, however often it is fetched.
+        Unreachable: the hub does not answer.
+        OSError: the volume says no.
+    """
+    repo, _, revision = name.partition("@")
+    target = hf / "baseline" / _safe(name)
+    if not (target / _DOWNLOADED).exists():
+        _download({"repo": repo, "revision": revision, "milestone": False}, target)
+        shutil.rmtree(target / ".cache", ignore_errors=True)
+        fsync_tree(target)
+        write_exclusive(target / _DOWNLOADED, b"")
+        fsync_directory(target)
+    return target
+
+
+def _download(job: Outcome, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    seconds = patience(_ASSUMED_BYTES, None)
+    outcome: Outcome = {}
+    # The Xet way has no way back by itself: where it fails, the plain one is tried.
+    for environment in ({}, {"HF_HUB_DISABLE_XET": "1"}):
+        with Transfer({"do": "download", **job, "target": str(target)}, environment) as transfer:
+            outcome = transfer.result(seconds, 60.0, lambda: None, lambda event: None)
+        if not outcome.get("xet"):
+            break
+    if "refused" in outcome:
+        shutil.rmtree(target, ignore_errors=True)
+        raise Refused(str(outcome["refused"]))
+    if "failed" in outcome:
+        raise Unreachable(f"{job['repo']}@{job['revision']}: {outcome['failed']}")
+
+
+def _safe(name: str) -> str:
+    return name.replace("/", "--")

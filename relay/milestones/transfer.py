@@ -1,0 +1,73 @@
+"""The process of one upload or download: the only one that imports ``huggingface_hub``.
+
+It reads its job, one line of JSON, from its standard input, writes what comes of it, JSON lines, to its standard
+output, and ends when its input does: so it never outlives who started it. ``child`` is the other side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from typing import Any
+
+from dalsegno.protos.text import one_line
+
+from .throttle import ThrottlingProxy
+
+__all__ = ("main",)
+
+# How often the library's own warnings would come: once for each try of each request.
+_QUIET = {
+    "HF_HUB_OFFLINE": "0",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_VERBOSITY": "error",
+}
+
+
+def main() -> None:
+    """Does the job that its standard input names."""
+    job: dict[str, Any] = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_the_input, name="life-line", daemon=True).start()
+    os.nice(job.get("nice", 0))
+    os.environ.update(_QUIET)
+    token = os.environ.get("HF_TOKEN", "")
+    if job.get("upload_limit"):
+        ThrottlingProxy(float(job["upload_limit"]), dict(os.environ)).take_over()
+    from . import hub_calls  # why here: it reads the environment when it is imported
+
+    try:
+        if job["do"] == "publish":
+            hub_calls.publish(job, token, _tell)
+        else:
+            hub_calls.download(job, token, _tell)
+    except hub_calls.RefusedMilestone as refused:
+        _tell({"refused": _clean(refused, token)})
+    except Exception as error:  # whatever the library raises is one line for a person
+        _tell({"failed": _clean(error, token), "xet": hub_calls.is_of_xet(error)})
+    os._exit(0)  # threads of the library may still wait for a network
+
+
+def _clean(error: BaseException, token: str) -> str:
+    text = str(error) or type(error).__name__
+    cause = error.__cause__
+    if cause is not None and str(cause) and str(cause) not in text:
+        text = f"{text}: {cause}"
+    return one_line(text.replace(token, "***") if token else text, 300)
+
+
+def _tell(event: dict[str, Any]) -> None:
+    # One write: what is read is whole lines.
+    os.write(1, json.dumps(event).encode() + b"\n")
+
+
+def _end_with_the_input() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Brings to the volume what a run goes on from, before its agent starts: see `recovery` for the order."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dalsegno.elastic.checkpoint import Manifest
+from dalsegno.protos.run_file import RunFile
+
+from .milestones import restore
+from .milestones.commander import Milestone
+from .recovery import Known, Way, way_of
+from .volume import Volume, damage_of
+
+__all__ = ("Stuck", "prepared")
+
+# Pauses between two tries to reach the hub.
+_FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 2.0, 60.0
+
+Say = Callable[[str], None]
+
+
+class Stuck(Exception):
+    """The run cannot go on without a person; one line."""
+
+
+def prepared(
+    file: RunFile, volume: Volume, shown: dict[str, Any], say: Say, *, allowed: bool
+) -> tuple[Path | None, str]:
+    """Makes the run's resume point be on the volume. Says each step, and what it waits for.
+
+    Args:
+        file: the run.
+        volume: its place.
+        shown: what the Commander knows of it.
+        say: takes lines for people.
+        allowed: the run may begin anew although there are milestones.
+
+    Returns:
+        A baseline's directory, for a run without a checkpoint, or None; and for `--resume-step` the milestone that the
+        run is to go back to, or "".
+
+    Raises:
+        Stuck: a person has to change something.
+        OSError: the volume fails.
+    """
+    head = shown.get("head")
+    milestones = [Milestone(**one) for one in shown.get("milestones") or ()]
+    intact, damaged = _newest_intact(volume, say)
+    known = Known(intact is not None, damaged, head is not None, len(milestones), file.baseline is not None, allowed)
+    match way_of(known):
+        case Way.VOLUME:
+            assert intact is not None
+            say(f"the run goes on from the volume: {intact.name} is intact (step {intact.step})")
+            return None, _back(shown, milestones, intact, volume)
+        case Way.MILESTONE:
+            say("no checkpoint on the volume is intact: the last milestone is restored")
+            manifest = _restored(milestones, volume, say)
+            volume.note_restored(manifest.digest)
+            return None, _back(shown, milestones, manifest, volume)
+        case Way.LOOK:
+            say(
+                f"the run's last checkpoint, {head['name'] if head else '?'}, is not on this volume, and there is no "
+                "milestone: the agent waits for it; mount the volume that has it"
+            )
+        case Way.STUCK:
+            raise Stuck(
+                "no checkpoint on the volume is intact, and there is no milestone: mount a volume that has one; "
+                "--allow-baseline begins anew"
+            )
+        case Way.BASELINE:
+            return _baseline(file, volume, say), ""
+        case Way.SCRATCH:
+            say("the run has no checkpoint, no milestone and no baseline: it begins")
+    return None, ""
+
+
+def _back(shown: dict[str, Any], milestones: list[Milestone], manifest: Manifest, volume: Volume) -> str:
+    """What `--resume-step` says, if the Commander would not choose that checkpoint by itself.
+
+    Its record may no longer have a milestone, whose files had been deleted; and it knows another volume than the one
+    that a milestone was restored to, until such a request is followed. The same request has the
+    same number until the next epoch begins, so it is followed once.
+    """
+    head = shown.get("head")
+    if head is None or manifest.digest not in {one.digest for one in milestones}:
+        return ""
+    if head["digest"] == manifest.digest and volume.restored() != manifest.digest:
+        return ""
+    return f"{manifest.step}:{int(shown['epoch']) + 1}"
+
+
+def _newest_intact(volume: Volume, say: Say) -> tuple[Manifest | None, bool]:
+    """The newest that verifies, and whether one before it did not."""
+    damaged = False
+    for one in volume.manifests():
+        if not isinstance(one, Manifest):
+            continue  # it was never finished
+        if not (problem := damage_of(volume.directory_of(one), one)):
+            return one, damaged
+        damaged = True
+        say(f"{one.name} is damaged: {problem}: the one before is looked at")
+    return None, damaged
+
+
+def _restored(milestones: list[Milestone], volume: Volume, say: Say) -> Manifest:
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        try:
+            found = restore.restore_newest(milestones, volume.job, volume.hf, say)
+        except restore.Unreachable as error:
+            say(
+                f"the hub does not answer ({error}): tried again in {pause:.0f} s; --allow-baseline begins anew instead"
+            )
+        else:
+            if found is not None:
+                say(f"restored: {found.manifest.name} (step {found.manifest.step})")
+                return found.manifest
+            raise Stuck("no milestone holds what it should: --allow-baseline begins anew")
+        # why: no event tells when a server far away answers again
+        time.sleep(pause)
+        pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+
+
+def _baseline(file: RunFile, volume: Volume, say: Say) -> Path:
+    """The directory that the run starts from.
+
+    Raises:
+        Stuck: it cannot be made.
+    """
+    assert file.baseline is not None
+    if file.baseline.command is not None:
+        return _made(file.baseline.command, volume, say)
+    assert file.baseline.hf is not None
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        say(f"the run begins from the baseline {file.baseline.hf}")
+        try:
+            return restore.baseline(file.baseline.hf, volume.hf)
+        except restore.Refused as refused:
+            raise Stuck(f"the baseline {file.baseline.hf} cannot be used: {refused}") from refused
+        except restore.Unreachable as error:
+            say(f"the hub does not answer ({error}): tried again in {pause:.0f} s")
+        # why: no event tells when a server far away answers again
+        time.sleep(pause)
+        pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+
+
+def _made(command: tuple[str, ...], volume: Volume, say: Say) -> Path:
+    """What the baseline's command makes, made once."""
+    target, done = volume.hf / "baseline" / "made", volume.hf / "baseline" / "made.done"
+    if done.exists():
+        say("the run begins from the baseline that was made before")
+        return target
+    target.mkdir(parents=True, exist_ok=True)
+    words = [word.replace("${save_dir}", str(target)) for word in command]
+    say(f"the run begins from a baseline: {' '.join(words)}")
+    try:
+        ended = subprocess.run(words, check=False)
+    except OSError as error:
+        raise Stuck(f"baseline: {words[0]} cannot be executed: {error.strerror or error}") from error
+    if ended.returncode:
+        raise Stuck(f"baseline: the command ended with {ended.returncode}")
+    done.touch()
+    return target

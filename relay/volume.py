@@ -1,0 +1,200 @@
+"""A run's place on the volume: its folders, whether it can be used, and what people are shown there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest, inspect, verify
+from dalsegno.elastic.checkpoint.files import CANNOT, replace_file, write_problem
+
+__all__ = ("Volume", "damage_of")
+
+# The least bytes that must be free, and what a trial writes.
+_LEAST_FREE_BYTES = 64 << 20
+_TRIAL_BYTES = 1 << 20
+
+
+class Volume:
+    """`<l1_root>/runs/<run_id>`.
+
+    Args:
+        l1_root: where the volume is mounted.
+        run_id: the run.
+    """
+
+    def __init__(self, l1_root: Path, run_id: str) -> None:
+        self.l1_root, self.run_id = l1_root, run_id
+        self.root = l1_root / "runs" / run_id
+        self.ckpt, self.hf, self.logs = self.root / "ckpt", self.root / "hf", self.root / "logs"
+        # The agent's checkpoint directory, and the job's place in it.
+        self.store = self.ckpt / ".store"
+        self.job = self.store / run_id
+        self.events, self.state = self.root / "events.log", self.root / "state.json"
+        self._told: set[str] = set()
+
+    def problem(self, *, must_be_mount: bool) -> str:
+        """Why it cannot be used, and what to do; empty if it can. Makes its folders."""
+        where = self.l1_root
+        if not where.is_dir():
+            return f"l1_root {where} is no directory: mount the volume there"
+        if must_be_mount and not os.path.ismount(where):
+            return (
+                f"l1_root {where} is no mount point: what is saved there goes with the machine; mount the volume, or "
+                "say --no-mount-check"
+            )
+        try:
+            folders = ("data", "logs", "ckpt", "hf", "ckpt/_staging", "ckpt/.store")
+            for folder in (
+                *(self.root / one for one in folders),
+                where / "shared/base_models",
+                where / "shared/wheelhouse",
+            ):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            return f"the volume {where} cannot be written: {error.strerror or error}; mount it for writing"
+        if shutil.disk_usage(where).free < _LEAST_FREE_BYTES:
+            return f"the volume {where} is full: make at least {_LEAST_FREE_BYTES >> 20} MiB of room, or a larger one"
+        if why := write_problem(self.root, _TRIAL_BYTES):
+            return f"the volume {where} cannot be written: {why}; make room, or mount it for writing"
+        return ""
+
+    def manifests(self) -> list[Manifest | str]:
+        """All checkpoints of the run, newest first; of one without a usable manifest its name and what is wrong.
+
+        Raises:
+            OSError: the volume cannot be read.
+        """
+        found: list[Manifest | str] = []
+        for directory in self.run_directories():
+            seen = inspect(directory)
+            found += reversed([one for one in seen.sealed if one.source is None])
+            found += [f"{one.name}: {one.reason}" for one in seen.unsealed]
+        return found
+
+    def run_directories(self) -> list[Path]:
+        """Directories with checkpoints, the newest run's first."""
+        try:
+            return sorted((path for path in self.job.iterdir() if path.is_dir()), reverse=True)
+        except FileNotFoundError:
+            return []
+
+    def directory_of(self, manifest: Manifest) -> Path:
+        """Where a checkpoint lies."""
+        return self.job / manifest.run_id / manifest.name
+
+    def note_restored(self, digest: str) -> None:
+        """Remembers that this checkpoint was restored here, until the run has gone on from it; "": it has.
+
+        Raises:
+            OSError: the volume says no.
+        """
+        replace_file(self.hf / "restored", digest.encode())
+
+    def restored(self) -> str:
+        """The digest that was noted; "": none."""
+        try:
+            return (self.hf / "restored").read_text(encoding="ascii")
+        except (OSError, ValueError):
+            return ""
+
+    # ---- for people: nothing relies on what follows -----------------------------------------------------------------
+
+    def note(self, event: str, **more: Any) -> None:
+        """Adds a line to `events.log`."""
+        line = json.dumps({"event": event, "time": round(time.time(), 3), **more}) + "\n"
+        self._try("events.log", lambda: self._append(line.encode()))
+
+    def _append(self, line: bytes) -> None:
+        descriptor = os.open(self.events, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(descriptor, line)
+        finally:
+            os.close(descriptor)
+
+    def write_state(self, state: dict[str, Any]) -> None:
+        """Replaces `state.json`, unless it is of a later epoch: a pod that was fenced has nothing to say any more."""
+
+        def write() -> None:
+            if self._epoch() <= int(state["epoch"]):
+                replace_file(self.state, json.dumps(state, indent=2).encode() + b"\n")
+
+        self._try("state.json", write)
+
+    def _epoch(self) -> int:
+        try:
+            return int(json.loads(self.state.read_bytes())["epoch"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
+
+    def last_revision(self) -> str | None:
+        """The last milestone's revision, as `events.log` has it."""
+        found = None
+        for event in self.read_events():
+            if event.get("event") == "hf_synced":
+                found = str(event.get("revision"))
+        return found
+
+    def read_events(self) -> Iterator[dict[str, Any]]:
+        """The lines of `events.log` that can be read."""
+        try:
+            lines = self.events.read_bytes().splitlines()
+        except OSError:
+            return
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict):
+                yield event
+
+    def show(self, run: str, name: str, step: int) -> None:
+        """Points to a committed checkpoint: `ckpt/step_00000040` and `ckpt/latest`; removes pointers to none."""
+        target = os.path.join(".store", self.run_id, run, name)
+        self._try("ckpt/latest", lambda: self._point(self.ckpt / f"step_{step:08d}", target))
+        self._try("ckpt/latest", lambda: self._point(self.ckpt / "latest", target))
+        for link in self.ckpt.glob("step_*"):
+            if link.is_symlink() and not link.exists():
+                self._try("ckpt/step_*", link.unlink)
+
+    def _point(self, link: Path, target: str) -> None:
+        try:
+            aside = self.ckpt / "_staging" / f"{link.name}-{os.getpid()}"
+            aside.unlink(missing_ok=True)
+            aside.symlink_to(target)
+            os.replace(aside, link)
+        except OSError as error:
+            if error.errno not in (*CANNOT, errno.EXDEV):
+                raise
+            if link.name == "latest":
+                replace_file(link, target.encode() + b"\n")
+
+    def _try(self, what: str, do: Any) -> None:
+        """Does what people are shown; that it fails (a full volume) is said once, and stops nothing."""
+        try:
+            do()
+        except OSError as error:
+            if what not in self._told:
+                self._told.add(what)
+                print(f"dalsegno relay: warning: {what} cannot be written: {error}", file=sys.stderr, flush=True)
+
+
+def damage_of(directory: Path, manifest: Manifest) -> str:
+    """What is wrong with a checkpoint, byte by byte; empty if nothing.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        verify(directory, manifest)
+    except CheckpointDamaged as error:
+        return str(error)
+    return ""

@@ -1,0 +1,43 @@
+"""Whom a signal that asks for something is sent to: only who handles it, and of its descendants nobody."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+from dalsegno.agent.processes.proc import descendants, listeners
+
+# A launcher that does not handle SIGUSR1, a trainer that does, and its helper, which has inherited that by a fork.
+_TRAINER = """
+import os, signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: None)
+helper = os.fork()
+if helper:
+    print(os.getpid(), helper, flush=True)
+time.sleep(600)
+"""
+_LAUNCHER = f"""
+import subprocess, sys
+subprocess.run([sys.executable, "-c", {_TRAINER!r}])
+"""
+
+
+def test_a_launcher_and_a_helper_are_not_asked() -> None:
+    """The launcher would die of it, the helper would do the same a second time."""
+    with subprocess.Popen([sys.executable, "-c", _LAUNCHER], stdout=subprocess.PIPE, text=True) as launcher:
+        try:
+            assert launcher.stdout is not None
+            trainer, helper = map(int, launcher.stdout.readline().split())
+            assert {trainer, helper} <= set(descendants(launcher.pid))
+            assert listeners(launcher.pid, signal.SIGUSR1) == [trainer]
+            assert listeners(helper, signal.SIGUSR1) == [helper]
+            assert listeners(launcher.pid, signal.SIGUSR2) == []
+        finally:
+            for pid in (*descendants(launcher.pid), launcher.pid):
+                subprocess.run(["kill", "-9", str(pid)], check=True)
+    deadline = time.monotonic() + 10
+    while listeners(launcher.pid, signal.SIGUSR1):
+        assert time.monotonic() < deadline, "who is gone handles nothing"
+        time.sleep(0.05)

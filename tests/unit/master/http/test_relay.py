@@ -1,0 +1,95 @@
+"""What a Commander refuses before anything is started."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra relay")
+pytest.importorskip("yaml", reason="needs the extra relay")
+
+from dalsegno.master import cli
+from dalsegno.master.brain.events import Called
+from dalsegno.master.brain.state import Settings
+from dalsegno.master.commander import Commander
+from dalsegno.master.http import leases
+from dalsegno.master.record.codec import JobCodec
+from dalsegno.master.record.store import Store
+from dalsegno.master.server.job_brain import JobBrain
+from dalsegno.master.server.server import ServerOptions
+from dalsegno.protos import control_pb2 as pb
+from dalsegno.protos.options import UsageError
+from dalsegno.protos.run_file import read_run_file
+from tests.support.jobs.commander import run_file
+
+
+def never(store: Store) -> None:
+    """No record is looked at."""
+    raise AssertionError
+
+
+def test_bad_files_and_stores_are_one_line(tmp_path: Path) -> None:
+    """Each says what to change."""
+    good, other = run_file(tmp_path), run_file(tmp_path, "b")
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(json.dumps({**json.loads(good.read_text()), "kommand": 1}), encoding="utf-8")
+    same = tmp_path / "same.yaml"
+    same.write_text(good.read_text(), encoding="utf-8")
+    for files, store, port, line in [
+        ([bad], "sqlite:///c.db", 0, "kommand: there is no such key, did you mean command?"),
+        ([good, same], "sqlite:///c.db", 0, "there is another run 'my-run'"),
+        ([tmp_path / "none.yaml"], "sqlite:///c.db", 0, "none.yaml cannot be read"),
+        ([good], "etcd://localhost:1", 0, "with --relay each run has a file"),
+        ([good], "sqlite:////", 0, "names no file"),
+        ([good, other], "sqlite:///c.db", 65535, "each of 2 runs needs a port"),
+    ]:
+        with pytest.raises(UsageError, match=r"\A[^\n]+\Z") as refused:
+            Commander(files, store, ServerOptions(port=port), wait=never)
+        assert line in str(refused.value)
+    assert not list(tmp_path.glob("c.*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--relay=r.yaml"], "--relay needs --http-port"),
+        (["--relay=r.yaml", "--http-port=0", "--job-id=x"], "--job-id and --relay do not go together"),
+        (["--relay=r.yaml", "--http-port=0", "--embedded"], "--embedded and --relay do not go together"),
+        (["--relay=r.yaml", "--http-port=0", "--nnodes=2"], "--nnodes and --relay do not go together"),
+        ([], "--job-id is missing"),
+    ],
+)
+def test_flags_that_do_not_go_together(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, and one line."""
+    assert cli.main([*arguments, "--store=sqlite:///c.db"]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n"), line in said.err) == ("", 1, True)
+
+
+def test_the_run_file_decides_not_the_agents(tmp_path: Path) -> None:
+    """Whatever the first agent's flags are; and a file that was changed counts from the next start on."""
+    timeouts = []
+    rows: dict[str, bytes] = {}
+    for generation, lease in ((1, 20.0), (2, 40.0)):
+        file = read_run_file(run_file(tmp_path, lease_seconds=lease))
+        own = Settings(**asdict(leases.settings_of(file)))
+        brain = JobBrain(file.run_id, (1, 1), settings=own)
+        state = brain.begin(rows, generation, 100.0)
+        request = pb.RegisterRequest(
+            job_id=file.run_id,
+            incarnation=f"i{generation}",
+            node=f"n{generation}",
+            host="h",
+            nproc=1,
+            settings=pb.Settings(min_nodes=1, max_nodes=1, node_unit=1, node_timeout=7.0),
+            secret=b"x" * 32,
+        )
+        state, (reply,) = brain.handle_all(state, [Called(request)], 100.0)
+        assert reply is not None
+        assert isinstance(reply.message, pb.RegisterReply)
+        timeouts.append(reply.message.settings.node_timeout)
+        rows = JobCodec.everything(state.job)
+    assert timeouts == [20.0, 40.0]
