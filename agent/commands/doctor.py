@@ -45,7 +45,7 @@ PARTS = {
     "swift": ("ms-swift", "transformers"),
     "log": ("tensorboard", "wandb"),
     "deploy": ("PyYAML",),
-    "relay": ("fastapi", "huggingface_hub", "prometheus-client", "PyYAML", "uvicorn"),
+    "relay": ("fastapi", "httpx", "huggingface_hub", "prometheus-client", "PyYAML", "uvicorn"),
 }
 # Seconds that a script has to end after it was told to.
 _END_WITHIN_SECONDS = 10.0
