@@ -73,7 +73,6 @@ PURE = (
     "master/http/leases.py",
     "master/leadership/standing.py",
     "relay/recovery.py",
-    "relay/recovery.py",
     "relay/milestones/due.py",
     "relay/milestones/records.py",
     "relay/milestones/run_manifest.py",
