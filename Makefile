@@ -47,6 +47,8 @@ FOLDERS := agent elastic master protos relay swift_plugin
 FARM := $(addprefix build/typing/dalsegno/,$(FOLDERS))
 PROTO_VENV := $(CURDIR)/build/venv-protos
 WHEEL_VENV := $(CURDIR)/build/venv-wheel
+# Once, before several processes would do it at the same time.
+COMPILED := $(PY) -c 'import torch._dynamo, deepspeed' >/dev/null 2>&1 || $(PY) -c 'import torch, deepspeed'
 # It runs outside the checkout's root, so that Python finds nothing in the current directory.
 PYTEST = mkdir -p build/run && cd build/run && DALSEGNO_TEST_WHEEL=1 DALSEGNO_WHEEL="$$(echo $(CURDIR)/build/wheel/*.whl)" \
 	DALSEGNO_PROTO_PYTHON=$(PROTO_VENV)/bin/python PATH="$(WHEEL_VENV)/bin:$$PATH" \
@@ -71,24 +73,27 @@ help:
 
 install: $(VENV)/.installed
 
-# What a training needs; the demo asks for no more.
-$(VENV)/.trains: setup.cfg pyproject.toml constraints.txt
+# PyTorch by itself and pinned: with it in place nothing pulls a newer build.
+$(VENV)/.torch:
 	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON): install Python 3.10 or newer, or pass PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: $(PYTHON) is older than 3.10: pass PYTHON=..." >&2; exit 1; }
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
 		{ echo "error: $(PYTHON) has no venv: install the package python3-venv" >&2; exit 1; }
 	@echo "installing into .venv (PyTorch first, then the rest)"
-	@# PyTorch by itself and pinned: with it in place nothing pulls a newer build.
 	$(PY) -m pip install --quiet '$(TORCH)'
-	$(PY) -m pip install --quiet -c constraints.txt -e '.[train]'
-	@# Compiles them once, before several processes would.
-	@$(PY) -c 'import torch._dynamo, deepspeed' >/dev/null 2>&1 || $(PY) -c 'import torch, deepspeed'
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.trains
+# What a training needs; the demo asks for no more.
+$(VENV)/.trains: $(VENV)/.torch setup.cfg pyproject.toml constraints.txt
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[train]'
+	@$(COMPILED)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch setup.cfg pyproject.toml constraints.txt
 	@echo "installing what the tests need"
 	$(PY) -m pip install --quiet -c constraints.txt -e '.[train,etcd,swift,relay,dev]'
-	@touch $@
+	@$(COMPILED)
+	@touch $@ $(VENV)/.trains
 
 # The generators are pinned: newer ones write code that refuses older protobuf runtimes.
 tools: $(PROTO_VENV)/.installed
@@ -152,7 +157,10 @@ simulate: $(VENV)/.installed
 fuzz: $(VENV)/.installed
 	for what in calls frames directives damages; do $(PY) -m tests.fuzz $$what --seed $(SEED) --count $(COUNT); done
 
-test: lint wheel tools
+# mypy has one core, and pip the other.
+test: $(VENV)/.installed
+	@$(MAKE) --no-print-directory lint & linted=$$!; $(MAKE) --no-print-directory wheel tools && wait $$linted || \
+		{ kill $$linted 2>/dev/null; exit 1; }
 	$(MAKE) --no-print-directory simulate SIMULATOR=$(WHEEL_VENV)/bin/python
 	$(PYTEST)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import os
@@ -332,6 +333,7 @@ def _add_master(command: argparse.ArgumentParser) -> None:
         )
 
 
+@functools.cache
 def _others() -> dict[str, importlib.metadata.EntryPoint]:
     """Commands that other packages add: entry points of the group `dalsegno.commands`, by name."""
     return {point.name: point for point in importlib.metadata.entry_points(group="dalsegno.commands")}

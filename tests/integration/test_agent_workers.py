@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -26,8 +26,8 @@ from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.processes.lifeline import Lifeline
 from dalsegno.agent.processes.proc import start_time
 from dalsegno.agent.script import ALWAYS, Script, modules_of
-from dalsegno.agent.shell.elastic_agent import ElasticAgent
 from dalsegno.agent.shell.mailbox import Mailbox
+from dalsegno.agent.shell.stopping import Stopping
 from dalsegno.agent.standby import nursery as standby
 from dalsegno.agent.standby import nursery_start
 from dalsegno.agent.standby.standby_pool import StandbyPool
@@ -743,20 +743,32 @@ def test_a_worker_is_signalled_under_its_own_number_only(node: Node, monkeypatch
     assert signalled == []
 
 
-@pytest.mark.parametrize("how", ["raises", "ends"])
+@pytest.mark.parametrize("how", ["raises", "adoption raises", "ends"])
 def test_the_word_that_workers_have_stopped_comes_in_any_case(how: str) -> None:
     """Whatever stopping them meets: the decisions wait for it."""
 
     class Context:
+        over = False
+
         def stop(self, grace: float, still: float) -> None:
             if how == "raises":
                 raise ProcessLookupError
 
-    agent = object.__new__(ElasticAgent)
-    agent._mailbox = Mailbox()
-    agent._context = Context()  # type: ignore[assignment]
-    agent._stop_world(ev.StopWorkers(3, save=False))
-    assert agent._mailbox.get(30) == ev.WorkersStopped(3)
+    class Adoption:
+        met = False
+
+        def interrupt(self) -> None:
+            pass
+
+        def stopped(self, timeout: float, given: float) -> None:
+            if how == "adoption raises":
+                raise OSError
+
+    mailbox, nothing = Mailbox(), cast("Any", None)
+    order = ev.StopWorkers(3, save=False)
+    context, adoption = cast("Any", Context()), cast("Any", Adoption())
+    Stopping(order, context, adoption, nothing, 10.0, 0.0, nothing).start(mailbox.put)
+    assert mailbox.get(30) == ev.WorkersStopped(3)
 
 
 def alive(pid: int) -> bool:

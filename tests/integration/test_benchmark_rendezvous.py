@@ -46,6 +46,7 @@ def test_five_nodes_pass_through_every_scene(monkeypatch: pytest.MonkeyPatch) ->
     assert {"run", "gather"} <= set(results.sizes)
 
 
+@pytest.mark.full
 def test_the_record_grows_by_commits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many checkpoints are recorded as were asked for, and the master starts again with them."""
     monkeypatch.setattr(rendezvous, "MARKS", (60,))

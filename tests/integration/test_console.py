@@ -55,7 +55,7 @@ def test_nobody_reads(tmp_path: Path, command: list[str], kind: str) -> None:
 # One closed stream alone is half of what both are.
 @pytest.mark.parametrize(
     "how",
-    ["| head -1", *(pytest.param(one, marks=pytest.mark.full) for one in (">&-", "2>&-")), ">&- 2>&-", "2>&1 | true"],
+    ["| head -1", *(pytest.param(one, marks=pytest.mark.full) for one in (">&-", "2>&-", ">&- 2>&-", "2>&1 | true"))],
 )
 def test_the_reader_goes(tmp_path: Path, command: list[str], how: str) -> None:
     """The script's print does not fail, the run ends with 0, and what was said is in the log."""

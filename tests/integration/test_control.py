@@ -185,6 +185,7 @@ def asked(master: MasterProcess, *arguments: str) -> subprocess.CompletedProcess
     return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.full
 def test_a_service_is_asked_by_commands(tmp_path: Path) -> None:
     """Lines for people and objects for programs; a reader that follows hears of what comes."""
     with master_process(tmp_path / "s.sqlite") as master:

@@ -122,6 +122,7 @@ CURVES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 COVERING = {1: ("fsdp", "zero2"), 2: ("zero1", "zero3"), 3: CURVES, 4: ("ddp", "zero2")}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "cells",

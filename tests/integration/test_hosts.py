@@ -59,6 +59,7 @@ def serve_again(job: HostedJob, undisturbed: Undisturbed, host: str, epoch: int)
 # ---- who is where ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_hosts_come_and_go(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """Names that nobody resolves: hosts join, one loses its power, one leaves, and the curve stays the same."""
     with hosted_job(tmp_path, training=TRAINING, agent_flags=(SOON,)) as job:

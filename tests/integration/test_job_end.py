@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 SHORT = Training(steps=15, save_every=5)
 
 
+@pytest.mark.full
 def test_finished_job_of_a_service(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """It stays finished: a late agent says so and exits 0, also under a restarted master; --new-run starts over."""
     with Service(tmp_path / "job", SHORT) as job:

@@ -85,6 +85,7 @@ def end(job: Cluster, undisturbed: Undisturbed) -> None:
     job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "training",
     [

@@ -106,6 +106,7 @@ DAMAGES = {
 SHORT = "another byte"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "damage", [pytest.param(one, marks=[] if one == SHORT else pytest.mark.full) for one in DAMAGES]
 )

@@ -15,7 +15,7 @@ from tests.support.pages.mistakes import Comes, brings
 from tests.support.workers import engines_worker
 from tests.support.workers.zero_runs import run_world, seal_sharded
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 STEPS, MORE = 3, 3
 Results = list[dict[str, Any]]

@@ -14,7 +14,7 @@ from tests.support.jobs.ports import free_port
 from tests.support.pages.mistakes import Comes, brings
 from tests.support.workers.zero_runs import run_world
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
 
 WORKER = Path(__file__).parents[1] / "support" / "workers" / "kept_worker.py"
 Results = list[dict[str, Any]]

@@ -21,7 +21,7 @@ from tests.support.pages.mistakes import Comes, brings
 from tests.support.workers import unlike_worker as worker
 from tests.support.workers.zero_runs import run_world
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(420)]
 
 # All cases are played by the same ranks, beside other tests.
 PLAY_SECONDS = 240.0

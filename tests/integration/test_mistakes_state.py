@@ -15,7 +15,7 @@ from tests.support.pages import printed
 from tests.support.pages.mistakes import Comes, brings
 from tests.support.workers.zero_runs import run_world
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
 
 WORKER = Path(__file__).parents[1] / "support" / "workers" / "state_worker.py"
 TRAINER = {"kind": "trainer"}

@@ -125,6 +125,7 @@ def test_whatever_cannot_be_started_any_more_is_said(node: Callable[[int], tuple
     judge(*node(most))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.geteuid() != 0 or SETPRIV is None, reason="needs root and setpriv, for a user with no processes")
 def test_where_there_is_room_nothing_is_refused(node: Callable[[int], tuple[int, str]]) -> None:
     """The probe for room asks for no more than a small node has."""

@@ -91,6 +91,7 @@ def starts_ahead(job: Job, name: str) -> int:
     return log.read_text().count("has run ahead and waits")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="nothing runs ahead on Python 3.10")
 @pytest.mark.parametrize(
     "before", ["", pytest.param("s = dalsegno.elastic.session()", marks=pytest.mark.full)], ids=["imports", "a session"]

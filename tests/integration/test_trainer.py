@@ -160,6 +160,7 @@ def test_same_world_goes_on_bit_for_bit(tmp_path: Path) -> None:
             assert second["evaluations"] == whole["evaluations"][1:]
 
 
+@pytest.mark.full
 def test_another_world_goes_on_with_the_same_curve(tmp_path: Path) -> None:
     """2 ranks, then 3, then 1: DDP as it is, FSDP by reading only each rank's own rows; and a run at its end."""
     wanted = plain(STEPS, torch.float64)
@@ -221,6 +222,7 @@ def universal(checkpoint: Path) -> Manifest:
     return Manifest.read(target)
 
 
+@pytest.mark.full
 def test_a_gradient_that_overflows_on_one_rank_is_left_out_on_all(tmp_path: Path) -> None:
     """In 3 ranks, then 2, then 1: the batch is consumed, weights, moments and learning rate stay, the scale is halved.
 
@@ -268,6 +270,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1", pytest.param("zero3", marks=pytest.mark.full)])
 def test_every_strategy_refuses_what_is_not_the_same_training(tmp_path: Path, strategy: str) -> None:
     """On all ranks, before the first step, in one line with the reason; and the right one still goes on."""

@@ -122,6 +122,7 @@ def test_path_with_special_characters(sources: Sources, undisturbed: list[float]
     assert losses == pytest.approx(undisturbed[STEPS:], rel=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_rank_that_cannot_write_fails_alone_and_nobody_hangs(tmp_path: Path, stage: int) -> None:
     """The error comes out of ``write`` on that rank, after DeepSpeed's barriers; the others return."""

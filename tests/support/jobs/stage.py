@@ -95,7 +95,7 @@ class Stage:
         # Not its fixed port, which another test may have.
         self._offer("torchrun", "-m torch.distributed.run --standalone")
         # So that `make` finds what it would install first.
-        for mark in (".trains", ".installed"):
+        for mark in (".torch", ".trains", ".installed"):
             (directory / ".venv" / mark).touch()
 
     def _offer(self, program: str, arguments: str) -> None:

@@ -76,9 +76,9 @@ COMMANDS: dict[str, How] = {
     "dlrover-run --nnodes=1:4 --universal-checkpoint examples/train.py": Run(
         f"{_STEPS} --layers=1", says="finished at step 4", full=True
     ),
-    "python examples/trainer.py": Run(_STEPS, says="4 steps; nothing was saved"),
+    "python examples/trainer.py": Run(_STEPS, says="4 steps; nothing was saved", full=True),
     "torchrun --nproc-per-node 2 examples/trainer.py": Run(_STEPS, says="4 steps; nothing was saved", full=True),
-    "dlrover-run --nnodes=1:4 examples/trainer.py": Run(_STEPS, says="4 steps; best: step-4"),
+    "dlrover-run --nnodes=1:4 examples/trainer.py": Run(_STEPS, says="4 steps; best: step-4", full=True),
     "python examples/hf_trainer.py": Run(_STEPS, says="4 steps, in out", full=True),
     "torchrun --nproc-per-node 2 examples/hf_trainer.py": Run(_STEPS, says="4 steps, in out", full=True),
     "dlrover-run --nnodes=1:4 examples/hf_trainer.py": Run(_STEPS, says="finished at step 4", full=True),
@@ -288,7 +288,9 @@ COMMANDS: dict[str, How] = {
     "dlrover-run --trace-dir DIR": Elsewhere(
         "needs a job with changes", "tests/integration/test_benchmark_pause.py::test_the_trace_of_a_job_is_shown"
     ),
-    "dalsegno doctor examples/train.py --steps=1000": Run(says="change of the world: its checkpoints load as they are"),
+    "dalsegno doctor examples/train.py --steps=1000": Run(
+        says="change of the world: its checkpoints load as they are", full=True
+    ),
     "dalsegno doctor train.py": Elsewhere("a name", "tests/integration/test_doctor.py::test_a_script_that_fails"),
     "dalsegno status | checkpoints | convert | doctor": Name(_PROGRAM),
     "python -m dalsegno.elastic.universal": Elsewhere(

@@ -229,9 +229,13 @@ def test_the_default_job_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["--nnodes=4:1", "x.py"], "did you mean 1:4"),
         (["--checkpoint-dir", "/proc/nowhere", "SELF"], "cannot be written"),
         (["--master=127.0.0.1:9", "--connect-timeout=1", "--checkpoint-dir=ck", "--job-id=j", "SELF"], "127.0.0.1:9"),
-        (["--master", "127.0.0.1:9", "--tls-ca", "no.pem", "--checkpoint-dir", "ck", "SELF"], "no.pem"),
+        pytest.param(
+            ["--master", "127.0.0.1:9", "--tls-ca", "no.pem", "--checkpoint-dir", "ck", "SELF"],
+            "no.pem",
+            marks=pytest.mark.full,
+        ),
         (["--master", "127.0.0.1:9", "--token-file", "no", "--checkpoint-dir", "ck", "SELF"], "token file no"),
-        (["--nproc-per-node", "many", "--checkpoint-dir", "ck", "SELF"], "many"),
+        pytest.param(["--nproc-per-node", "many", "--checkpoint-dir", "ck", "SELF"], "many", marks=pytest.mark.full),
     ],
 )
 @pytest.mark.timeout(60)

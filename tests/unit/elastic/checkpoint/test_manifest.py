@@ -56,7 +56,7 @@ def full(directory: Path) -> Manifest:
 
 @pytest.mark.slow
 def test_no_flipped_bit_of_a_manifest_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each of them, one after the other; the first bit of each byte also by way of `verify`."""
+    """Each of them, one after the other; one bit of every 16th byte also by way of `verify`."""
     directory = tmp_path / "step-4.e2.1"
     manifest = full(directory)
     path = directory / "MANIFEST.json"
@@ -68,6 +68,8 @@ def test_no_flipped_bit_of_a_manifest_is_read(tmp_path: Path, capsys: pytest.Cap
             flipped[position] ^= 1 << bit
             with pytest.raises(ValueError, match=r"checksum|JSON|version|canonical|keys"):
                 Manifest.from_bytes(bytes(flipped))
+        if position % 16:
+            continue
         path.write_bytes(bytes(flipped))
         with pytest.raises(CheckpointDamaged) as caught:
             Manifest.read(directory)

@@ -88,14 +88,18 @@ def difference_score(values: Array, n: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", FEW)
+@pytest.mark.parametrize(
+    "length", [pytest.param(length, marks=[pytest.mark.full] if length > 256 else []) for length in FEW]
+)
 def test_every_sample_comes_everywhere_equally_often(length: int) -> None:
     """Over many seeds no position prefers an index."""
     assert abs(position_score(sample(length))) < LIMIT
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", FEW)
+@pytest.mark.parametrize(
+    "length", [pytest.param(length, marks=[pytest.mark.full] if length > 256 else []) for length in FEW]
+)
 def test_every_pair_of_neighbours_comes_equally_often(length: int) -> None:
     """Over many seeds no index prefers a successor."""
     assert abs(pair_score(sample(length))) < LIMIT
