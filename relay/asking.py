@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
 import ssl
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,8 @@ from dalsegno.protos.options import UsageError
 from dalsegno.protos.run_file import read_run_file
 from dalsegno.protos.text import one_line
 from dalsegno.protos.yaml_text import Refused
+
+from .milestones.commander import FAILURES, exchange
 
 __all__ = ("Asked", "NoAnswer", "add_arguments")
 
@@ -84,14 +84,11 @@ class Asked:
         url = f"{self.url}/api/relay/{self.run_id}{path}"
         request = urllib.request.Request(url, body, self._headers)
         try:
-            try:
-                with urllib.request.urlopen(request, timeout=ANSWER_SECONDS, context=self._tls) as reply:
-                    text = reply.read(LONGEST_ANSWER_BYTES)
-            except urllib.error.HTTPError as error:
-                with error:
-                    raise NoAnswer(_reason(error.code, error.read(LONGEST_ANSWER_BYTES))) from error
+            code, text = exchange(request, ANSWER_SECONDS, LONGEST_ANSWER_BYTES, self._tls)
+            if not 200 <= code < 300:
+                raise NoAnswer(_reason(code, text))
             answer = json.loads(text)
-        except (OSError, ValueError, http.client.HTTPException) as error:
+        except FAILURES as error:
             why = getattr(error, "reason", None) or error
             raise NoAnswer(f"no answer from {self.url}: {one_line(str(why) or type(error).__name__, 300)}") from error
         if not isinstance(answer, dict):

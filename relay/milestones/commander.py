@@ -1,4 +1,4 @@
-"""What the mirror asks of the Commander, and tells it, over HTTP."""
+"""What a pod and its mirror ask of the Commander, and tell it, over HTTP; and how anybody of ours speaks to it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from typing import Any
 
 from dalsegno.protos.text import one_line
 
-__all__ = ("Away", "Commander", "Denied", "Milestone")
+__all__ = ("FAILURES", "Away", "Commander", "Denied", "Milestone", "exchange")
 
 _SECONDS = 10.0
 _LONGEST_ANSWER = 4 << 20
+# What `exchange` raises where there is no answer.
+FAILURES = (OSError, ValueError, http.client.HTTPException)
 
 
 class Away(Exception):
@@ -29,6 +31,28 @@ class Denied(Away):
     def __init__(self, line: str, status: int) -> None:
         super().__init__(line)
         self.status = status
+
+
+def exchange(
+    request: urllib.request.Request, seconds: float, longest: int, tls: ssl.SSLContext | None
+) -> tuple[int, bytes]:
+    """The status code and the body of an answer, also of a refusal.
+
+    Args:
+        request: what is asked.
+        seconds: for each wait.
+        longest: bytes of the body that are read.
+        tls: see `urllib.request.urlopen`.
+
+    Raises:
+        FAILURES: there is none.
+    """
+    try:
+        with urllib.request.urlopen(request, timeout=seconds, context=tls) as reply:
+            return reply.status, reply.read(longest)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read(longest)
 
 
 @dataclass(frozen=True)
@@ -93,13 +117,8 @@ class Commander:
         data = None if content is None else json.dumps(content).encode()
         request = urllib.request.Request(url, data, {**self._headers, "Content-Type": "application/json"})
         try:
-            try:
-                with urllib.request.urlopen(request, timeout=_SECONDS, context=self._tls) as reply:
-                    status, text = reply.status, reply.read(_LONGEST_ANSWER)
-            except urllib.error.HTTPError as error:
-                with error:
-                    status, text = error.code, error.read(_LONGEST_ANSWER)
+            status, text = exchange(request, _SECONDS, _LONGEST_ANSWER, self._tls)
             answer = json.loads(text) if text.strip() else {}
-        except (OSError, ValueError, http.client.HTTPException) as error:
+        except FAILURES as error:
             raise Away(f"{self.url} does not answer: {one_line(str(error) or type(error).__name__, 200)}") from error
         return status, answer if isinstance(answer, dict) else {}
