@@ -6,10 +6,12 @@ node that is told to go leaves as if it had got a notice, and a job that is stop
 
 from __future__ import annotations
 
+from typing import Any
+
 from dalsegno.protos import control_pb2
 
 from . import membership, memory, running
-from .checkpoints import resume_point
+from .checkpoints import newest_on_disk, resume_point
 from .chronicle import Kind
 from .events import Reply
 from .registration import take_up_again, where
@@ -171,11 +173,12 @@ def save_now(turn: Turn, message: control_pb2.SaveNowRequest) -> Reply:
     text = f"the ranks save behind step {after}, and train on"
     if memory.to_memory(turn.state, somebody_stays=True):
         text += "; agents write it from memory to the disk"
-    return done(turn, text, step=job.save_order.after)
+    before, order = newest_on_disk(job), job.save_order
+    return done(turn, text, step=order.after, number=order.number, before=before.name if before is not None else "")
 
 
-def done(turn: Turn, text: str, step: int = 0) -> Reply:
-    return Reply(message=control_pb2.OrderReply(generation=turn.job.generation, text=text, step=step))
+def done(turn: Turn, text: str, **more: Any) -> Reply:
+    return Reply(message=control_pb2.OrderReply(generation=turn.job.generation, text=text, **more))
 
 
 def refusal(why: str) -> Reply:
