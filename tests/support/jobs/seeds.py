@@ -58,10 +58,10 @@ def run_seeds(
             except Exception:
                 failed.append(seed)
                 again = f"again: {sys.executable} -m {module} --seed {seed}; its files: {directory}"
-                print(f"FAILED {plan}\n{traceback.format_exc()}\n{again}", flush=True)
+                print(f"FAILED {plan}\n{traceback.format_exc()}\n{again}\n", end="", flush=True)
             else:
                 passed.append(seed)
-                print(f"passed {plan} ({time.monotonic() - began:.0f} s; {said})", flush=True)
+                print(f"passed {plan} ({time.monotonic() - began:.0f} s; {said})\n", end="", flush=True)
                 shutil.rmtree(directory, ignore_errors=True)
 
     def enough(*_: object) -> None:
