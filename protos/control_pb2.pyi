@@ -2177,6 +2177,7 @@ class FenceNodeRequest(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     LEFT_FIELD_NUMBER: builtins.int
+    FOR_GOOD_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     protocol: builtins.int
     node: builtins.str
@@ -2185,6 +2186,8 @@ class FenceNodeRequest(google.protobuf.message.Message):
     reason: builtins.str
     left: builtins.bool
     """It goes of its own accord: it is not lost."""
+    for_good: builtins.bool
+    """Its agent is not let in again, so it ends. Forgotten when the master ends."""
     def __init__(
         self,
         *,
@@ -2194,8 +2197,9 @@ class FenceNodeRequest(google.protobuf.message.Message):
         incarnation: builtins.str = ...,
         reason: builtins.str = ...,
         left: builtins.bool = ...,
+        for_good: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "job_id", b"job_id", "left", b"left", "node", b"node", "protocol", b"protocol", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["for_good", b"for_good", "incarnation", b"incarnation", "job_id", b"job_id", "left", b"left", "node", b"node", "protocol", b"protocol", "reason", b"reason"]) -> None: ...
 
 global___FenceNodeRequest = FenceNodeRequest
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ _PR_SET_PDEATHSIG = 1
 _MIRROR_END_SECONDS = 2.0
 
 
-def _end_with_parent() -> None:
-    """SIGTERM when the process that started this one ends, whose main thread does so (prctl(2))."""
+def _end_with(parent: int) -> None:
+    """SIGTERM when the process that started this one ends, whose main thread does so (prctl(2)); or if it has ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class AgentProcess:
@@ -43,7 +46,7 @@ class AgentProcess:
                 env=dict(environment),
                 pass_fds=[writer],
                 process_group=0,
-                preexec_fn=_end_with_parent,
+                preexec_fn=partial(_end_with, os.getpid()),
             )
         finally:
             os.close(writer)
@@ -95,7 +98,7 @@ class MirrorProcess:
                 *("--events", str(self._volume.events)),
             ],
             process_group=0,
-            preexec_fn=_end_with_parent,
+            preexec_fn=partial(_end_with, os.getpid()),
         )
 
     def ask_to_end(self) -> None:

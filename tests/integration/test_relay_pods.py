@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dalsegno.elastic.checkpoint import Manifest
+from tests.support.jobs.commander import ADMIN_TOKEN
 from tests.support.jobs.pods import LEASE_SECONDS, Run, relayed
 
 pytestmark = pytest.mark.timeout(280)
@@ -92,6 +93,24 @@ def test_a_pod_that_stood_still_beyond_its_lease_is_fenced(tmp_path: Path) -> No
         kept = [event for event in run.events("ckpt_saved") if event["epoch"] == 1]
         assert all(event["time"] < run.events("resume")[1]["time"] for event in kept)
         assert run.state()["epoch"] == 2
+
+
+@pytest.mark.full
+def test_a_pod_that_was_released_ends(tmp_path: Path) -> None:
+    """Also where nobody else waits: whoever released it wants another machine. The next start goes on."""
+    with relayed(tmp_path, "--pace=0.1") as run:
+        a = run.pod("a")
+        saved = run.wait_saved()
+        code, said = run.commander.ask("POST", "/api/relay/my-run/release", token=ADMIN_TOKEN)
+        assert (code, said["status"]) == (200, "released")
+        assert a.process.wait(60) == 76, run.said()
+        assert "fenced for good (released by the admin)" in a.said
+        assert run.state()["status"] == "PREEMPTED"
+        assert len(run.epochs()) == 1
+        b = run.pod("b")
+        assert b.process.wait(120) == 0, run.said()
+        assert run.epochs()[max(run.epochs())][0].step > saved
+        run.assert_one_history(200)
 
 
 @pytest.mark.full
