@@ -78,10 +78,11 @@ class MirrorProcess:
     Args:
         file: `run.yaml`.
         volume: the run's place.
+        flags: about certificates.
     """
 
-    def __init__(self, file: Path, volume: Volume) -> None:
-        self._file, self._volume = file, volume
+    def __init__(self, file: Path, volume: Volume, flags: Sequence[str] = ()) -> None:
+        self._file, self._volume, self._flags = file, volume, flags
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -93,6 +94,7 @@ class MirrorProcess:
                 *(sys.executable, "-m", "dalsegno.relay.milestones.mirror", str(self._file)),
                 *("--checkpoints", str(self._volume.job), "--hf", str(self._volume.hf)),
                 *("--events", str(self._volume.events)),
+                *self._flags,
             ],
             process_group=0,
             preexec_fn=_end_with_parent,

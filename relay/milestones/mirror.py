@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import signal
-import ssl
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,16 +21,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import get_native_id
 from typing import Any
-from urllib.parse import urlsplit
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, CheckpointName, Manifest, Tracked, is_checkpoint_name
 from dalsegno.elastic.checkpoint.files import replace_file
-from dalsegno.protos.contract import Variable
-from dalsegno.protos.run_file import RunFile, read_run_file
+from dalsegno.protos.options import UsageError
+from dalsegno.protos.run_file import RunFile, commander_url, read_run_file
 from dalsegno.protos.text import one_line
 from dalsegno.protos.yaml_text import Refused
 
 from . import due
+from .access import Access, add_tls, secret
 from .child import Transfer, patience
 from .commander import Away, Commander, Milestone
 from .metrics_file import MetricsFile
@@ -351,13 +350,11 @@ def _with_low_priority(work: Callable[[], Snapshot]) -> Snapshot:
 
 
 def _commander(file: RunFile, given: argparse.Namespace) -> Commander:
-    url = (given.commander or file.commander).rstrip("/")
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        raise Refused(f"--commander {url!r} is no URL like https://HOST:8443")
     try:
-        return Commander(url, file.run_id, os.environ.get(Variable.TOKEN, ""), given.tls_ca)
-    except (OSError, ssl.SSLError) as error:
-        raise Refused(f"--tls-ca {given.tls_ca}: {one_line(str(error), 200)}") from error
+        url = commander_url(given.commander) if given.commander else file.commander
+    except ValueError as error:
+        raise Refused(f"--commander: {error}") from error
+    return Commander(url, file.run_id, Access.given(given, url))
 
 
 def _stop(number: int, frame: object) -> None:
@@ -374,18 +371,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hf", type=Path, required=True, help="where snapshots lie, on the same volume")
     parser.add_argument("--events", type=Path, required=True, help="gets one JSON line per milestone")
     parser.add_argument("--commander", metavar="URL", help="another address than the file's")
-    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="the authority of its certificate (PEM)")
+    add_tls(parser)
     given = parser.parse_args(arguments)
     try:
         file = read_run_file(given.run_file)
         if file.hf is None:
             raise Refused(f"{given.run_file}: hf: missing: there are no milestones to make")
-        if not os.environ.get("HF_TOKEN"):
+        if not secret("HF_TOKEN"):
             raise Refused("HF_TOKEN is not set: hf in run.yaml needs a token that may write to the repository")
         commander = _commander(file, given)
     except Refused as refused:
         for line in refused.lines:
             print(f"error: {line}", file=sys.stderr)
+        return 2
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
