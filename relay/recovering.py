@@ -48,6 +48,8 @@ def prepared(
         Stuck: a person has to change something.
         OSError: the volume fails.
     """
+    if shown.get("state") == "COMPLETED":
+        return None, ""  # the agent says so, and ends
     head = shown.get("head")
     milestones = [Milestone(**one) for one in shown.get("milestones") or ()]
     intact, damaged = _newest_intact(volume, say)
@@ -73,10 +75,21 @@ def prepared(
                 "--allow-baseline begins anew"
             )
         case Way.BASELINE:
-            return _baseline(file, volume, say), ""
+            return _baseline(file, volume, say), _anew(shown, say)
         case Way.SCRATCH:
-            say("the run has no checkpoint, no milestone and no baseline: it begins")
+            if head is None and not damaged:
+                say("the run has no checkpoint, no milestone and no baseline: it begins")
+            return None, _anew(shown, say)
     return None, ""
+
+
+def _anew(shown: dict[str, Any], say: Say) -> str:
+    """What `--resume-step` says, if the Commander knows a checkpoint that is given up: else it waits for that one."""
+    head = shown.get("head")
+    if head is None:
+        return ""
+    say(f"--allow-baseline: the run begins anew, without {head['name']} (step {head['step']}), its last checkpoint")
+    return f"0:{int(shown['epoch']) + 1}"
 
 
 def _back(shown: dict[str, Any], milestones: list[Milestone], manifest: Manifest, volume: Volume) -> str:
@@ -87,9 +100,10 @@ def _back(shown: dict[str, Any], milestones: list[Milestone], manifest: Manifest
     same number until the next epoch begins, so it is followed once.
     """
     head = shown.get("head")
-    if head is None or manifest.digest not in {one.digest for one in milestones}:
+    if manifest.digest not in {one.digest for one in milestones}:
         return ""
-    if head["digest"] == manifest.digest and volume.restored() != manifest.digest:
+    # Without a head the run went back to its beginning, and this one is aside.
+    if head is not None and head["digest"] == manifest.digest and volume.restored() != manifest.digest:
         return ""
     return f"{manifest.step}:{int(shown['epoch']) + 1}"
 
