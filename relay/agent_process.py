@@ -9,22 +9,23 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .volume import Volume
 
-__all__ = ("AgentProcess", "MirrorProcess")
+__all__ = ("AgentProcess", "MirrorProcess", "ends_with_parent")
 
 _PR_SET_PDEATHSIG = 1
 # Seconds that the mirror has to end.
 _MIRROR_END_SECONDS = 2.0
 
 
-def _end_with_parent() -> None:
-    """SIGTERM when the process that started this one ends, whose main thread does so (prctl(2))."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+def ends_with_parent(number: int = signal.SIGTERM) -> Callable[[], None]:
+    """For a new process: it gets the signal when the one that started it ends, whose main thread does so (prctl(2))."""
+    prctl = ctypes.CDLL(None).prctl
+    return lambda: prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 class AgentProcess:
@@ -43,7 +44,7 @@ class AgentProcess:
                 env=dict(environment),
                 pass_fds=[writer],
                 process_group=0,
-                preexec_fn=_end_with_parent,
+                preexec_fn=ends_with_parent(),
             )
         finally:
             os.close(writer)
@@ -97,7 +98,7 @@ class MirrorProcess:
                 *self._flags,
             ],
             process_group=0,
-            preexec_fn=_end_with_parent,
+            preexec_fn=ends_with_parent(),
         )
 
     def ask_to_end(self) -> None:

@@ -108,9 +108,10 @@ class _Pod:
         try:
             while True:
                 shown = self._ask()
-                initial, back = prepared(
-                    self._file, self._volume, shown, self._say, allowed=self._options.allow_baseline
-                )
+                found = prepared(self._file, self._volume, shown, self._say, allowed=self._options.allow_baseline)
+                if found is None:
+                    continue
+                initial, back = found
                 if back and shown.get("holder") and (shown.get("expires_in_sec") or 0) > 0:
                     # Its volume may be another one; nothing is taken from under it.
                     self._say(f"the run goes back to step {back.partition(':')[0]} once {shown['holder']} has lost it")

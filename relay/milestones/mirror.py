@@ -8,7 +8,6 @@ the lowest priority, and nobody waits for it.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import shutil
@@ -31,6 +30,7 @@ from dalsegno.protos.yaml_text import Refused
 
 from . import due
 from .access import Access, add_tls, secret
+from .alone import alone
 from .child import Transfer, patience
 from .commander import Away, Commander, Milestone
 from .metrics_file import MetricsFile
@@ -318,26 +318,8 @@ def _newest(checkpoints: Path) -> tuple[Path, CheckpointName] | None:
     return None
 
 
-def _lock(hf: Path) -> int:
-    """One mirror per volume, as far as the file system has locks. Waits, and says so.
-
-    Returns:
-        The descriptor that holds it.
-    """
-    hf.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(hf / ".mirror.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    said = False
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except BlockingIOError:
-            if not said:
-                print("[dalsegno] mirror: another one works in this directory: waiting for its end", file=sys.stderr)
-            said = True
-            time.sleep(POLL_SECONDS)  # why: flock has no deadline, and SIGTERM must end this
-        except OSError:
-            return descriptor  # a volume without locks
+def _waits() -> None:
+    print("[dalsegno] mirror: another one works in this directory: waiting for its end", file=sys.stderr, flush=True)
 
 
 def _with_low_priority(work: Callable[[], Snapshot]) -> Snapshot:
@@ -390,9 +372,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     try:
-        lock = _lock(given.hf)
-        Mirror(file, Places(given.checkpoints, given.hf, given.events), commander).run()
-        os.close(lock)
+        with alone(given.hf / ".mirror.lock", _waits):
+            Mirror(file, Places(given.checkpoints, given.hf, given.events), commander).run()
     except Stopped:
         # At once: a thread may still read a checkpoint.
         os._exit(0)
