@@ -11,16 +11,28 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from .text import one_line, text_problem
 from .yaml_text import Refused, documents
 
-__all__ = ("Baseline", "Hub", "Improvement", "RunFile", "read_run_file")
+__all__ = ("Baseline", "Hub", "Improvement", "RunFile", "commander_url", "read_run_file")
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
-_SIGNAL = re.compile(r"SIG(USR1|USR2|TERM|INT|HUP|RTMIN(\+[0-9]+)?)")
+_HOST = re.compile(r"[^\s/\\?#@]{1,253}")
+_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+_SIGNAL = re.compile(r"SIG(USR1|USR2|TERM|INT|HUP|RTMIN(\+([0-9]|[12][0-9]|30))?)")
 # The largest payload of a wait or a rate: a year in seconds, and bytes that an int64 holds.
 _YEAR_SECONDS = 366 * 86400
+# The largest file that is read, and characters of a path and of a line about it.
+_MOST_BYTES = 256 << 10
+_LONGEST_PATH, _LONGEST_LINE = 1024, 400
 SAVE_DIR = "${save_dir}"
+
+
+def _path(path: Path) -> Path:
+    if problem := text_problem(str(path), _LONGEST_PATH):
+        raise ValueError(f"it {problem}")
+    return path
 
 
 def _absolute(path: Path) -> Path:
@@ -29,8 +41,41 @@ def _absolute(path: Path) -> Path:
     return path
 
 
-Seconds = Annotated[float, Field(gt=0, le=_YEAR_SECONDS, allow_inf_nan=False)]
-Absolute = Annotated[Path, AfterValidator(_absolute)]
+def _word(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("a NUL character can be handed to no program")
+    return text
+
+
+def _repository(repo: str) -> str:
+    """As the hub has them. Raises ValueError."""
+    if not _REPO.fullmatch(repo) or "--" in repo or ".." in repo or repo.endswith((".git", ".", "-")):
+        raise ValueError(f"{repo!r} is no OWNER/NAME of the hub")
+    return repo
+
+
+# Strict: `true` is no number, nor is a text in quotes.
+Seconds = Annotated[float, Field(gt=0, le=_YEAR_SECONDS, allow_inf_nan=False, strict=True)]
+AnyPath = Annotated[Path, AfterValidator(_path)]
+Absolute = Annotated[AnyPath, AfterValidator(_absolute)]
+Word = Annotated[str, AfterValidator(_word)]
+Words = Annotated[tuple[Word, ...], Field(min_length=1)]
+
+
+# What belongs there, by pydantic's name of what is wrong, where its own words are Python's.
+_SAID = {
+    "tuple_type": 'it is a list of words, like [python, train.py, --out, "${save_dir}"]',
+    "too_short": "it is empty",
+    "string_too_short": "it is empty",
+    "string_type": "it is text: put it in quotes",
+    "path_type": "it is a path",
+    "model_type": "keys and values belong there, in lines of their own below it",
+    "dict_type": "keys and values belong there, in lines of their own below it",
+    "float_type": "it is a number, without quotes",
+    "int_type": "it is a whole number, without quotes",
+    "bool_parsing": "it is true or false",
+    "bool_type": "it is true or false",
+}
 
 
 class _Part(BaseModel):
@@ -51,8 +96,15 @@ class Improvement(_Part):
 
     metric: str = Field(min_length=1, max_length=256)
     mode: Literal["min", "max"] = "min"
-    min_delta: float = Field(0.0, ge=0, allow_inf_nan=False)
-    metrics_file: Path = Path("metrics.jsonl")
+    min_delta: float = Field(0.0, ge=0, allow_inf_nan=False, strict=True)
+    metrics_file: AnyPath = Path("metrics.jsonl")
+
+    @field_validator("metrics_file")
+    @classmethod
+    def _a_file(cls, path: Path) -> Path:
+        if not path.name or ".." in path.parts:
+            raise ValueError(f"{str(path)!r} is no file below {SAVE_DIR}, nor an absolute path without '..'")
+        return path
 
 
 class Hub(_Part):
@@ -69,15 +121,13 @@ class Hub(_Part):
     repo: str
     interval_seconds: Seconds | None = 14400.0
     on_improve: Improvement | None = None
-    upload_limit: int | None = Field(None, ge=1024, le=2**62)
+    upload_limit: int | None = Field(None, ge=1024, le=2**62, strict=True)
     private: bool = True
 
     @field_validator("repo")
     @classmethod
     def _owner_and_name(cls, repo: str) -> str:
-        if not _REPO.fullmatch(repo):
-            raise ValueError(f"{repo!r} is no OWNER/NAME")
-        return repo
+        return _repository(repo)
 
 
 class Baseline(_Part):
@@ -89,16 +139,17 @@ class Baseline(_Part):
     """
 
     hf: str | None = None
-    command: tuple[str, ...] | None = Field(None, min_length=1)
+    command: Words | None = None
 
     @model_validator(mode="after")
     def _one(self) -> Baseline:
         if (self.hf is None) == (self.command is None):
             raise ValueError("it is either hf: OWNER/NAME@REVISION, or command: [...]")
-        if self.hf is not None and not (
-            _REPO.fullmatch(self.hf.partition("@")[0]) and re.fullmatch(r"[^@\s]+@[A-Za-z0-9._/-]+", self.hf)
-        ):
-            raise ValueError(f"{self.hf!r} is no OWNER/NAME@REVISION")
+        if self.hf is not None:
+            repo, _, revision = self.hf.partition("@")
+            if not _REVISION.fullmatch(revision) or ".." in revision:
+                raise ValueError(f"{self.hf!r} is no OWNER/NAME@REVISION")
+            _repository(repo)
         if self.command is not None and not any(SAVE_DIR in word for word in self.command):
             raise ValueError(f"no word of the command has {SAVE_DIR}, where what it makes is looked for")
         return self
@@ -128,13 +179,13 @@ class RunFile(_Part):
     run_id: str
     commander: str
     l1_root: Absolute
-    command: tuple[str, ...] = Field(min_length=1)
-    resume_flag: str | None = None
+    command: Words
+    resume_flag: Word | None = Field(None, min_length=1)
     checkpoint_glob: str | None = None
     interval_seconds: Seconds = 600.0
-    keep_last: int = Field(3, ge=1, le=10_000)
+    keep_last: int = Field(3, ge=1, le=10_000, strict=True)
     save_signal: str | None = None
-    lease_seconds: float = Field(180.0, ge=3, le=86400, allow_inf_nan=False)
+    lease_seconds: float = Field(180.0, ge=3, le=86400, allow_inf_nan=False, strict=True)
     self_fence: bool = True
     hf: Hub | None = None
     baseline: Baseline | None = None
@@ -150,12 +201,7 @@ class RunFile(_Part):
     @field_validator("commander")
     @classmethod
     def _a_url(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no URL like https://HOST:8443")
-        if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
-            raise ValueError(f"{url!r}: only the scheme, the host and the port belong here")
-        return f"{parts.scheme}://{parts.netloc}"
+        return commander_url(url)
 
     @field_validator("command")
     @classmethod
@@ -163,6 +209,13 @@ class RunFile(_Part):
         if not any(SAVE_DIR in word for word in command):
             raise ValueError(f"no word of it has {SAVE_DIR}: what the trainer saves elsewhere goes with the pod")
         return command
+
+    @field_validator("checkpoint_glob")
+    @classmethod
+    def _below(cls, glob: str | None) -> str | None:
+        if glob is not None and ("\0" in glob or not {"", ".", ".."}.isdisjoint(glob.removesuffix("/").split("/"))):
+            raise ValueError(f"{glob!r} is no pattern for what lies below {SAVE_DIR}, like checkpoint-*")
+        return glob
 
     @field_validator("save_signal")
     @classmethod
@@ -172,6 +225,28 @@ class RunFile(_Part):
         return name
 
 
+def commander_url(url: str) -> str:
+    """The URL without a slash at its end.
+
+    Raises:
+        ValueError: one line. It repeats nothing that may be a password.
+    """
+    if "@" in url:
+        raise ValueError("no name and no password belong there: the token stands in the environment (DALSEGNO_TOKEN)")
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or not _HOST.fullmatch(parts.hostname):
+        raise ValueError(f"{one_line(url, 200)!r} is no URL like https://HOST:8443")
+    if url.rstrip("/").lower() != f"{parts.scheme}://{parts.netloc}".lower():
+        raise ValueError(f"only the scheme, the host and the port belong there: {parts.scheme}://{parts.netloc}")
+    try:
+        known = parts.port != 0
+    except ValueError:
+        known = False
+    if not known:
+        raise ValueError("its port is no number from 1 to 65535")
+    return f"{parts.scheme}://{parts.netloc}"
+
+
 def read_run_file(path: Path) -> RunFile:
     """Reads and checks it.
 
@@ -179,7 +254,11 @@ def read_run_file(path: Path) -> RunFile:
         Refused: one line for each thing that a person must change.
     """
     try:
-        found = documents(path.read_text(encoding="utf-8"), str(path))
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise Refused(f"{path} is larger than {_MOST_BYTES >> 10} KiB: this is no file of a run")
+        found = documents(content.decode(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
         raise Refused(f"{path} cannot be read: {reason}") from error
@@ -188,20 +267,23 @@ def read_run_file(path: Path) -> RunFile:
     try:
         return RunFile.model_validate(found[0])
     except ValidationError as error:
-        raise Refused(*(f"{path}: {line}" for line in _lines(error))) from error
+        raise Refused(*(f"{path}: {one_line(line, _LONGEST_LINE)}" for line in _lines(error))) from error
 
 
 def _lines(error: ValidationError) -> Iterator[str]:
     for one in error.errors(include_url=False):
-        *above, name = (str(part) for part in one["loc"]) if one["loc"] else ("",)
+        # pydantic adds a part of its own where a key is wrong, and not its value.
+        *above, name = (str(part) for part in one["loc"] if part != "[key]") if one["loc"] else ("",)
         place = ".".join([*above, name])
         if one["type"] == "extra_forbidden":
             near = difflib.get_close_matches(name, _keys(above), 1)
             yield f"{place}: there is no such key" + (f", did you mean {near[0]}?" if near else "")
         elif one["type"] == "missing":
             yield f"{place}: missing"
+        elif "[key]" in one["loc"] or one["type"] == "invalid_key":
+            yield f"{place}: a key is text: put it in quotes"
         else:
-            yield f"{place}: {one['msg'].removeprefix('Value error, ')}"
+            yield f"{place}: {_SAID.get(one['type']) or one['msg'].removeprefix('Value error, ')}"
 
 
 def _keys(above: list[str]) -> list[str]:

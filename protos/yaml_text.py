@@ -9,6 +9,10 @@ from typing import Any
 
 __all__ = ("Refused", "documents", "printed")
 
+# The most values of a document, with each alias counted as what it stands for: nobody types so many, and a few aliases
+# of aliases make a thousand million of them.
+MOST_VALUES = 100_000
+
 
 class Refused(ValueError):
     """What a person must change, one line for each finding: what is wrong, why, and what to write instead."""
@@ -26,16 +30,31 @@ def documents(text: str, name: str) -> list[Any]:
         name: Of the file, for the line about what is wrong.
 
     Raises:
-        Refused: It is no YAML, or PyYAML is not installed.
+        Refused: It is no YAML, it is nested too deep, aliases make it too large, or PyYAML is not installed.
     """
     yaml = _yaml()
     try:
-        return [document for document in yaml.load_all(text, Loader=_loader()) if document is not None]
+        found = [document for document in yaml.load_all(text, Loader=_loader()) if document is not None]
+        if any(_values(document, {}) > MOST_VALUES for document in found):
+            raise Refused(f"{name}: it has more than {MOST_VALUES} values, each alias counted as what it stands for")
+        return found
+    except RecursionError as error:
+        raise Refused(f"{name}: it is nested too deep") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise Refused(f"{name}{where}: this is no YAML: {reason}") from error
+
+
+def _values(value: Any, seen: dict[int, int]) -> int:
+    """How many values there are in it; what several aliases share is looked at once."""
+    if not isinstance(value, (dict, list)):
+        return 1
+    if id(value) not in seen:
+        parts = value.values() if isinstance(value, dict) else value
+        seen[id(value)] = 1 + sum(_values(part, seen) for part in parts)
+    return seen[id(value)]
 
 
 def printed(objects: Sequence[Any]) -> str:
@@ -66,19 +85,38 @@ def _loader() -> Any:
     ):
         loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"(?:{pattern})$"), list(first))
     loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+    for kind in ("bool", "int", "float", "timestamp"):
+        loader.add_constructor(f"tag:yaml.org,2002:{kind}", _scalar(f"tag:yaml.org,2002:{kind}"))
     return loader
 
 
 def _mapping(loader: Any, node: Any) -> dict[Any, Any]:
     """A mapping whose keys each stand once: PyYAML would keep the last one without a word."""
+    yaml = _yaml()
     seen = set()
     for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise yaml.constructor.ConstructorError(None, None, "a key is a word, no list or mapping", key.start_mark)
         if key.value in seen:
-            yaml = _yaml()
             raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} stands twice", key.start_mark)
         seen.add(str(key.value))
     loader.flatten_mapping(node)
     return dict(loader.construct_pairs(node, deep=True))
+
+
+def _scalar(kind: str) -> Any:
+    """PyYAML's own way to make a value of this kind; what it cannot make (`!!int word`, 5,000 digits) has a line."""
+    yaml = _yaml()
+    make = yaml.SafeLoader.yaml_constructors[kind]
+
+    def made(loader: Any, node: Any) -> Any:
+        try:
+            return make(loader, node)
+        except (ValueError, LookupError, AttributeError) as error:
+            what = f"{str(node.value)[:40]!r} is no {kind.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark) from error
+
+    return made
 
 
 @functools.cache

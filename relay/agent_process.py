@@ -9,25 +9,29 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .volume import Volume
 
-__all__ = ("AgentProcess", "MirrorProcess")
+__all__ = ("AgentProcess", "MirrorProcess", "ends_with_parent")
 
 _PR_SET_PDEATHSIG = 1
 # Seconds that the mirror has to end.
 _MIRROR_END_SECONDS = 2.0
 
 
-def _end_with(parent: int) -> None:
-    """SIGTERM when the process that started this one ends, whose main thread does so (prctl(2)); or if it has ended."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGTERM)
+def ends_with_parent(number: int = signal.SIGTERM) -> Callable[[], None]:
+    """For a new process: it gets the signal when the one that started it ends, whose main thread does so (prctl(2))."""
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def bind() -> None:
+        prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+        if os.getppid() != parent:  # it has ended already
+            os.kill(os.getpid(), number)
+
+    return bind
 
 
 class AgentProcess:
@@ -46,7 +50,7 @@ class AgentProcess:
                 env=dict(environment),
                 pass_fds=[writer],
                 process_group=0,
-                preexec_fn=partial(_end_with, os.getpid()),
+                preexec_fn=ends_with_parent(),
             )
         finally:
             os.close(writer)
@@ -81,10 +85,11 @@ class MirrorProcess:
     Args:
         file: `run.yaml`.
         volume: the run's place.
+        flags: about certificates.
     """
 
-    def __init__(self, file: Path, volume: Volume) -> None:
-        self._file, self._volume = file, volume
+    def __init__(self, file: Path, volume: Volume, flags: Sequence[str] = ()) -> None:
+        self._file, self._volume, self._flags = file, volume, flags
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -96,9 +101,10 @@ class MirrorProcess:
                 *(sys.executable, "-m", "dalsegno.relay.milestones.mirror", str(self._file)),
                 *("--checkpoints", str(self._volume.job), "--hf", str(self._volume.hf)),
                 *("--events", str(self._volume.events)),
+                *self._flags,
             ],
             process_group=0,
-            preexec_fn=partial(_end_with, os.getpid()),
+            preexec_fn=ends_with_parent(),
         )
 
     def ask_to_end(self) -> None:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import ssl
 import urllib.request
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from dalsegno.protos.contract import Variable
-from dalsegno.protos.credentials import is_token
 from dalsegno.protos.options import UsageError
-from dalsegno.protos.run_file import read_run_file
+from dalsegno.protos.run_file import commander_url, read_run_file
 from dalsegno.protos.text import one_line
 from dalsegno.protos.yaml_text import Refused
 
-from .milestones.commander import FAILURES, exchange
+from .milestones.access import Access, add_tls
+from .milestones.commander import FAILURES, exchange, failure
 
 __all__ = ("Asked", "NoAnswer", "add_arguments")
 
@@ -35,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds which run it is about, and what shows who asks."""
     parser.add_argument("file", type=Path, metavar="run.yaml", help="the run")
     parser.add_argument("--commander", metavar="URL", help="another address than the file's, for instance of a tunnel")
-    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="the authority of its certificate (PEM)")
+    add_tls(parser)
     parser.add_argument("--json", action="store_true", help="for programs: JSON, one object in a line")
 
 
@@ -54,22 +52,20 @@ class Asked:
         try:
             run = read_run_file(options.file)
         except Refused as error:
-            raise UsageError(str(error)) from error
-        self.url = (options.commander or run.commander).rstrip("/")
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"--commander {self.url!r} is no URL like https://HOST:8443")
+            raise UsageError("; ".join(error.lines)) from error
+        try:
+            self.url = commander_url(options.commander) if options.commander else run.commander
+        except ValueError as error:
+            raise UsageError(f"--commander: {error}") from error
         self.run_id = run.run_id
         self._headers = {"content-type": "application/json"}
         name = Variable.ADMIN_TOKEN if admin else Variable.TOKEN
-        token = os.environ.get(name, "").strip()
-        if admin and not token:
+        access = Access.given(options, self.url, name)
+        if admin and not access.token:
             raise UsageError(f"{name} is not set: only the admin's token may do that")
-        if token and not is_token(token):
-            raise UsageError(f"the token in {name} must be one word of printable ASCII")
-        if token:
-            self._headers["authorization"] = f"Bearer {token}"
-        self._tls = _context(options.tls_ca)
+        if access.token:
+            self._headers["authorization"] = f"Bearer {access.token}"
+        self._tls = access.context()
 
     def get(self, path: str = "", **query: object) -> dict[str, Any]:
         """What is there, below the run. Raises NoAnswer."""
@@ -89,20 +85,10 @@ class Asked:
                 raise NoAnswer(_reason(code, text))
             answer = json.loads(text)
         except FAILURES as error:
-            why = getattr(error, "reason", None) or error
-            raise NoAnswer(f"no answer from {self.url}: {one_line(str(why) or type(error).__name__, 300)}") from error
+            raise NoAnswer(str(failure(error, self.url))) from error
         if not isinstance(answer, dict):
             raise NoAnswer(f"{self.url} answers something else than a Commander would")
         return answer
-
-
-def _context(authority: Path | None) -> ssl.SSLContext | None:
-    if authority is None:
-        return None
-    try:
-        return ssl.create_default_context(cafile=str(authority))
-    except (OSError, ssl.SSLError) as error:
-        raise UsageError(f"--tls-ca {authority}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _reason(code: int, text: bytes) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from dalsegno.protos.options import Parser
 
 from . import looking
+from .milestones.access import add_tls
 
 __all__ = ("ACTIONS", "Action", "run")
 
@@ -45,6 +46,7 @@ def _add_pod(parser: argparse.ArgumentParser) -> None:
         help="begin anew if there is a milestone, and it cannot be had now",
     )
     parser.add_argument("--notice", type=float, default=30.0, metavar="SECONDS", help="the notice that SIGTERM gives")
+    add_tls(parser)
 
 
 def _carry_on(options: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS
@@ -34,7 +35,7 @@ def check_command(file: RunFile, name: str) -> None:
 
 
 def agent_command(
-    file: RunFile, volume: Volume, master: str, notice: float, initial: Path | None, back: str
+    file: RunFile, volume: Volume, master: str, tls: Sequence[str], notice: float, initial: Path | None, back: str
 ) -> list[str]:
     """What is executed, but for `--tell-fd`, which comes first.
 
@@ -42,6 +43,7 @@ def agent_command(
         file: the run.
         volume: its place.
         master: HOST:PORT of its master.
+        tls: flags about certificates.
         notice: seconds that SIGTERM gives.
         initial: what a run without a checkpoint starts from; None: nothing.
         back: for `--resume-step`; "": it goes on from the newest.
@@ -49,6 +51,7 @@ def agent_command(
     flags = [
         "--nnodes=1:1",
         f"--master={master}",
+        *tls,
         f"--job-id={file.run_id}",
         f"--checkpoint-dir={volume.store}",
         f"--log-dir={volume.logs}",

@@ -12,12 +12,13 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
-from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE
+from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE, Variable
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.run_file import RunFile, read_run_file
 from dalsegno.protos.text import one_line
@@ -25,6 +26,7 @@ from dalsegno.protos.yaml_text import Refused
 
 from .agent_process import AgentProcess, MirrorProcess
 from .command_line import agent_command, check_command
+from .milestones.access import Access, secret
 from .preflight import Away, ask
 from .recovering import Stuck, prepared
 from .volume import Volume
@@ -50,10 +52,12 @@ def carry_on(options: argparse.Namespace) -> int:
         UsageError: bad input, in one line; nothing was started.
     """
     file = _read(options)
+    access = Access.given(options, file.commander)
+    tls = access.agent_flags(file.commander)
     volume = Volume(file.l1_root, file.run_id)
     if problem := volume.problem(must_be_mount=not options.no_mount_check):
         raise UsageError(problem)
-    with _Pod(file, options, volume) as pod:
+    with _Pod(file, options, volume, access, tls) as pod:
         return pod.run()
 
 
@@ -62,7 +66,7 @@ def _read(options: argparse.Namespace) -> RunFile:
         file = read_run_file(options.file)
     except Refused as refused:
         raise UsageError("; ".join(refused.lines)) from refused
-    if file.hf is not None and not os.environ.get("HF_TOKEN"):
+    if file.hf is not None and not secret("HF_TOKEN"):
         raise UsageError(f"{options.file}: hf: the environment has no HF_TOKEN that may write to {file.hf.repo}")
     if not 0 < options.notice < float("inf"):
         raise UsageError(f"--notice {options.notice:g}: it must be more than 0 seconds")
@@ -73,14 +77,17 @@ def _read(options: argparse.Namespace) -> RunFile:
 class _Pod:
     """One pod, from its pre-flight on. Use it as a context manager, on the main thread."""
 
-    def __init__(self, file: RunFile, options: argparse.Namespace, volume: Volume) -> None:
+    def __init__(
+        self, file: RunFile, options: argparse.Namespace, volume: Volume, access: Access, tls: Sequence[str]
+    ) -> None:
         self._began = time.monotonic()
         self._file, self._options, self._volume = file, options, volume
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._epoch = self._step = 0
         self._run = self._path = ""
         self._agent: AgentProcess | None = None
-        self._mirror = MirrorProcess(options.file, volume)
+        self._access, self._tls = access, tls
+        self._mirror = MirrorProcess(options.file, volume, access.flags())
         self._before: dict[int, Any] = {}
         self._signalled = 0
         # The agent is just being started; it has told something, so it handles signals by now.
@@ -103,9 +110,10 @@ class _Pod:
         try:
             while True:
                 shown = self._ask()
-                initial, back = prepared(
-                    self._file, self._volume, shown, self._say, allowed=self._options.allow_baseline
-                )
+                found = prepared(self._file, self._volume, shown, self._say, allowed=self._options.allow_baseline)
+                if found is None:
+                    continue
+                initial, back = found
                 if back and shown.get("holder") and (shown.get("expires_in_sec") or 0) > 0:
                     # Its volume may be another one; nothing is taken from under it.
                     self._say(f"the run goes back to step {back.partition(':')[0]} once {shown['holder']} has lost it")
@@ -136,7 +144,7 @@ class _Pod:
         pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
-                return ask(self._file)
+                return ask(self._file, self._access)
             except Away as away:
                 self._say(f"{away}: nothing is started; asking again in {pause:.0f} s")
             # why: no event tells when a server far away answers again
@@ -145,7 +153,7 @@ class _Pod:
 
     def _is_away(self) -> bool:
         try:
-            ask(self._file)
+            ask(self._file, self._access)
         except Away:
             return True
         return False
@@ -155,9 +163,10 @@ class _Pod:
     def _train(self, shown: dict[str, Any], initial: Path | None, back: str) -> int:
         host = urlsplit(self._file.commander).hostname or ""
         master = f"[{host}]:{shown['grpc_port']}" if ":" in host else f"{host}:{shown['grpc_port']}"
-        command = agent_command(self._file, self._volume, master, self._options.notice, initial, back)
+        command = agent_command(self._file, self._volume, master, self._tls, self._options.notice, initial, back)
+        token = {Variable.TOKEN: self._access.token} if self._access.token else {}
         self._starting, self._told = True, False
-        self._agent = agent = AgentProcess(command, os.environ)
+        self._agent = agent = AgentProcess(command, {**os.environ, **token})
         self._starting = False
         try:
             if self._signalled:  # while it was started

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -9,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from dalsegno.elastic.checkpoint import Manifest
+from dalsegno.elastic.checkpoint.files import fsync_tree, replace_file
 from dalsegno.protos.run_file import RunFile
 
+from .agent_process import ends_with_parent
 from .milestones import restore
+from .milestones.alone import alone
 from .milestones.commander import Milestone
 from .recovery import Known, Way, way_of
 from .volume import Volume, damage_of
@@ -30,7 +37,7 @@ class Stuck(Exception):
 
 def prepared(
     file: RunFile, volume: Volume, shown: dict[str, Any], say: Say, *, allowed: bool
-) -> tuple[Path | None, str]:
+) -> tuple[Path | None, str] | None:
     """Makes the run's resume point be on the volume. Says each step, and what it waits for.
 
     Args:
@@ -42,26 +49,55 @@ def prepared(
 
     Returns:
         A baseline's directory, for a run without a checkpoint, or None; and for `--resume-step` the milestone that the
-        run is to go back to, or "".
+        run is to go back to, or "". None: another pod has just prepared it, so that all must be asked anew.
 
     Raises:
         Stuck: a person has to change something.
         OSError: the volume fails.
     """
+    if shown.get("state") == "COMPLETED":
+        return None, ""  # the agent says so, and ends
     head = shown.get("head")
     milestones = [Milestone(**one) for one in shown.get("milestones") or ()]
     intact, damaged = _newest_intact(volume, say)
     known = Known(intact is not None, damaged, head is not None, len(milestones), file.baseline is not None, allowed)
-    match way_of(known):
+    way = way_of(known)
+    if way not in (Way.MILESTONE, Way.BASELINE):
+        return _gone(way, file, volume, shown, milestones, intact, say)
+    waited = False
+
+    def waits() -> None:
+        nonlocal waited
+        waited = True
+        say("another pod brings to the volume what the run goes on from: waiting for its end")
+
+    with alone(volume.hf / ".recovery.lock", waits) as locked:
+        if waited:
+            return None
+        if way is Way.BASELINE:
+            return _baseline(file, volume, say, locked=locked), _anew(shown, say)
+        say("no checkpoint on the volume is intact: the last milestone is restored")
+        manifest = _restored(milestones, volume, say)
+        volume.note_restored(manifest.digest)
+        return None, _back(shown, milestones, manifest, volume)
+
+
+def _gone(
+    way: Way,
+    file: RunFile,
+    volume: Volume,
+    shown: dict[str, Any],
+    milestones: list[Milestone],
+    intact: Manifest | None,
+    say: Say,
+) -> tuple[Path | None, str]:
+    """The ways for which nothing has to be brought. See `prepared`."""
+    head = shown.get("head")
+    match way:
         case Way.VOLUME:
             assert intact is not None
             say(f"the run goes on from the volume: {intact.name} is intact (step {intact.step})")
             return None, _back(shown, milestones, intact, volume)
-        case Way.MILESTONE:
-            say("no checkpoint on the volume is intact: the last milestone is restored")
-            manifest = _restored(milestones, volume, say)
-            volume.note_restored(manifest.digest)
-            return None, _back(shown, milestones, manifest, volume)
         case Way.LOOK:
             say(
                 f"the run's last checkpoint, {head['name'] if head else '?'}, is not on this volume, and there is no "
@@ -72,11 +108,20 @@ def prepared(
                 "no checkpoint on the volume is intact, and there is no milestone: mount a volume that has one; "
                 "--allow-baseline begins anew"
             )
-        case Way.BASELINE:
-            return _baseline(file, volume, say), ""
         case Way.SCRATCH:
-            say("the run has no checkpoint, no milestone and no baseline: it begins")
+            if head is None:
+                say("the run has no checkpoint, no milestone and no baseline: it begins")
+            return None, _anew(shown, say)
     return None, ""
+
+
+def _anew(shown: dict[str, Any], say: Say) -> str:
+    """What `--resume-step` says, if the Commander knows a checkpoint that is given up: else it waits for that one."""
+    head = shown.get("head")
+    if head is None:
+        return ""
+    say(f"--allow-baseline: the run begins anew, without {head['name']} (step {head['step']}), its last checkpoint")
+    return f"0:{int(shown['epoch']) + 1}"
 
 
 def _back(shown: dict[str, Any], milestones: list[Milestone], manifest: Manifest, volume: Volume) -> str:
@@ -87,9 +132,10 @@ def _back(shown: dict[str, Any], milestones: list[Milestone], manifest: Manifest
     same number until the next epoch begins, so it is followed once.
     """
     head = shown.get("head")
-    if head is None or manifest.digest not in {one.digest for one in milestones}:
+    if manifest.digest not in {one.digest for one in milestones}:
         return ""
-    if head["digest"] == manifest.digest and volume.restored() != manifest.digest:
+    # Without a head the run went back to its beginning, and this one is aside.
+    if head is not None and head["digest"] == manifest.digest and volume.restored() != manifest.digest:
         return ""
     return f"{manifest.step}:{int(shown['epoch']) + 1}"
 
@@ -126,7 +172,7 @@ def _restored(milestones: list[Milestone], volume: Volume, say: Say) -> Manifest
         pause = min(2 * pause, _LAST_PAUSE_SECONDS)
 
 
-def _baseline(file: RunFile, volume: Volume, say: Say) -> Path:
+def _baseline(file: RunFile, volume: Volume, say: Say, *, locked: bool) -> Path:
     """The directory that the run starts from.
 
     Raises:
@@ -134,7 +180,7 @@ def _baseline(file: RunFile, volume: Volume, say: Say) -> Path:
     """
     assert file.baseline is not None
     if file.baseline.command is not None:
-        return _made(file.baseline.command, volume, say)
+        return _made(file.baseline.command, volume, say, locked=locked)
     assert file.baseline.hf is not None
     pause = _FIRST_PAUSE_SECONDS
     while True:
@@ -150,20 +196,39 @@ def _baseline(file: RunFile, volume: Volume, say: Say) -> Path:
         pause = min(2 * pause, _LAST_PAUSE_SECONDS)
 
 
-def _made(command: tuple[str, ...], volume: Volume, say: Say) -> Path:
-    """What the baseline's command makes, made once."""
-    target, done = volume.hf / "baseline" / "made", volume.hf / "baseline" / "made.done"
+def _made(command: tuple[str, ...], volume: Volume, say: Say, *, locked: bool) -> Path:
+    """What the baseline's command makes, once. Each try has its own directory: an earlier one may still write.
+
+    Args:
+        command: with `${save_dir}`.
+        volume: the run's place.
+        say: takes lines for people.
+        locked: no other pod makes it, so that what is half made was left.
+    """
+    root = volume.hf / "baseline"
+    root.mkdir(parents=True, exist_ok=True)
+    done = root / "made.done"
     if done.exists():
         say("the run begins from the baseline that was made before")
-        return target
-    target.mkdir(parents=True, exist_ok=True)
+        return root / (done.read_text(encoding="ascii").strip() or "made")
+    for left in root.glob("made-*") if locked else ():
+        shutil.rmtree(left, ignore_errors=True)
+    target = root / f"made-{secrets.token_hex(4)}"
+    target.mkdir()
     words = [word.replace("${save_dir}", str(target)) for word in command]
     say(f"the run begins from a baseline: {' '.join(words)}")
     try:
-        ended = subprocess.run(words, check=False)
+        process = subprocess.Popen(words, process_group=0, preexec_fn=ends_with_parent(signal.SIGKILL))
     except OSError as error:
         raise Stuck(f"baseline: {words[0]} cannot be executed: {error.strerror or error}") from error
-    if ended.returncode:
-        raise Stuck(f"baseline: the command ended with {ended.returncode}")
-    done.touch()
+    try:
+        code = process.wait()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    if code:
+        raise Stuck(f"baseline: the command ended with {code}")
+    fsync_tree(target)
+    replace_file(done, target.name.encode())
     return target

@@ -1,7 +1,7 @@
 """``--resume-step``: the run goes back to an earlier checkpoint. What came after it is kept aside, and never chosen.
 
-A start of the run asks for it once. The record remembers what was asked for, so that a later start with the same
-command line goes on from where the run stands by then.
+Step 0 is the beginning: then all of it is kept aside. A start of the run asks for it once. The record remembers what
+was asked for, so that a later start with the same command line goes on from where the run stands by then.
 """
 
 from __future__ import annotations
@@ -57,17 +57,19 @@ def go_back(turn: Turn, message: control_pb2.RegisterRequest, is_there: Callable
         return _not_now(turn, wish, there)
     restored = take_back(job, message)
     target = max((one for one in _on_disk(job) if one.step == wish.step), key=lambda one: one.age, default=None)
-    if target is None:
+    if target is None and wish.step:
         return Reply("FAILED_PRECONDITION", _no_such_step(job, wish))
     # They could still save something newer; when they are heard again they register anew.
     membership.lose(turn, [(node, "the run went back to an earlier step") for node in job.nodes.values()])
-    if restored:
+    if restored or target is None:
         # It may be another directory, which is the job's from now on.
         job.probe = message.probe
-    later = sum(set_aside(job, record) for record in job.checkpoints.usable if record.age > target.age)
-    turn.update_run(gone_back=(*job.run.gone_back, wish)[-REMEMBERED:], budget=Budget(), left_step=target.step)
+    behind = [record for record in job.checkpoints.usable if target is None or record.age > target.age]
+    later = sum(set_aside(job, record) for record in behind)
+    turn.update_run(gone_back=(*job.run.gone_back, wish)[-REMEMBERED:], budget=Budget(), left_step=wish.step)
     what = f"{later} later checkpoint{'s are' if later != 1 else ' is'} kept aside, and not deleted"
-    text = f"{job.run_id} goes back to step {target.step} ({target.name}), as --resume-step says: {what}"
+    where = "its beginning" if target is None else f"step {target.step} ({target.name})"
+    text = f"{job.run_id} goes back to {where}, as --resume-step says: {what}"
     turn.notice(text, True)
     return text
 

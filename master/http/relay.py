@@ -257,6 +257,8 @@ async def _wrong(request: Request, error: Exception) -> JSONResponse:
         line = f"{place}: there is no such key" + (f", did you mean {near[0]}?" if near else "")
     elif first["type"] == "json_invalid":
         line = "the body is no JSON"
+    elif not place and "json" not in request.headers.get("content-type", ""):
+        line = "the body: send JSON, and `content-type: application/json` with it"
     else:
         line = f"{place or 'the body'}: {one_line(first['msg'].removeprefix('Value error, '), 300)}"
     return JSONResponse({"detail": line}, 422)

@@ -109,6 +109,6 @@ class Transfer:
         size = self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, size - 4096))
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        token = os.environ.get("HF_TOKEN", "")
+        token = os.environ.get("HF_TOKEN", "").strip()
         said = lines[-1] if lines else "it said nothing"
         return one_line(f"its process ended with {code}: {said.replace(token, '***') if token else said}", 300)

@@ -8,12 +8,13 @@ import ssl
 import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from dalsegno.protos.text import one_line
 
-__all__ = ("FAILURES", "Away", "Commander", "Denied", "Milestone", "exchange")
+from .access import Access
+
+__all__ = ("FAILURES", "Away", "Commander", "Denied", "Milestone", "exchange", "failure")
 
 _SECONDS = 10.0
 _LONGEST_ANSWER = 4 << 20
@@ -26,7 +27,11 @@ class Away(Exception):
 
 
 class Denied(Away):
-    """The Commander does not know the run, or does not let us in; one line."""
+    """The Commander does not know the run, does not let us in, or is another one; one line.
+
+    Attributes:
+        status: of HTTP; 0: nothing was asked, because its certificate is not trusted.
+    """
 
     def __init__(self, line: str, status: int) -> None:
         super().__init__(line)
@@ -55,6 +60,25 @@ def exchange(
             return error.code, error.read(longest)
 
 
+def failure(error: Exception, url: str) -> Away:
+    """What one of FAILURES says, for a person.
+
+    Args:
+        error: it.
+        url: of the Commander.
+    """
+    cause = getattr(error, "reason", None) or error
+    text = one_line(str(cause) or type(cause).__name__, 200)
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        said = one_line(cause.verify_message, 200)
+        return Denied(f"the certificate of {url} is not trusted ({said}): name its authority with --tls-ca", 0)
+    if isinstance(cause, ssl.SSLError) and cause.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
+        text += ": it seems to have no TLS: is it http://?"
+    elif url.startswith("http:") and isinstance(cause, (ConnectionResetError, http.client.BadStatusLine)):
+        text += ": it may want TLS: is it https://?"
+    return Away(f"no answer from {url}: {text}")
+
+
 @dataclass(frozen=True)
 class Milestone:
     """One of a run: which revision of which repository holds which checkpoint."""
@@ -72,18 +96,17 @@ class Commander:
     Args:
         url: its HTTP edge.
         run_id: the run.
-        token: ``DALSEGNO_TOKEN``; "": none.
-        tls_ca: the authority of its certificate (PEM); None: those of the system.
+        access: what it is shown, and must show.
 
     Raises:
-        OSError: the authority cannot be read.
+        OSError: certificates cannot be read.
     """
 
-    def __init__(self, url: str, run_id: str, token: str, tls_ca: Path | None = None) -> None:
-        self._tls = None if tls_ca is None else ssl.create_default_context(cafile=tls_ca)
+    def __init__(self, url: str, run_id: str, access: Access) -> None:
+        self._tls = access.context()
         self.url = url
         self._base = f"{url}/api/relay/{run_id}"
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = {"Authorization": f"Bearer {access.token}"} if access.token else {}
 
     def run(self) -> dict[str, Any]:
         """What it knows of the run: ``head``, ``milestones`` and so on.
@@ -120,5 +143,5 @@ class Commander:
             status, text = exchange(request, _SECONDS, _LONGEST_ANSWER, self._tls)
             answer = json.loads(text) if text.strip() else {}
         except FAILURES as error:
-            raise Away(f"{self.url} does not answer: {one_line(str(error) or type(error).__name__, 200)}") from error
+            raise failure(error, self.url) from error
         return status, answer if isinstance(answer, dict) else {}

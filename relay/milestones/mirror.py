@@ -8,12 +8,10 @@ the lowest priority, and nobody waits for it.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import shutil
 import signal
-import ssl
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,16 +20,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import get_native_id
 from typing import Any
-from urllib.parse import urlsplit
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, CheckpointName, Manifest, Tracked, is_checkpoint_name
 from dalsegno.elastic.checkpoint.files import replace_file
-from dalsegno.protos.contract import Variable
-from dalsegno.protos.run_file import RunFile, read_run_file
+from dalsegno.protos.options import UsageError
+from dalsegno.protos.run_file import RunFile, commander_url, read_run_file
 from dalsegno.protos.text import one_line
 from dalsegno.protos.yaml_text import Refused
 
 from . import due
+from .access import Access, add_tls, secret
+from .alone import alone
 from .child import Transfer, patience
 from .commander import Away, Commander, Milestone
 from .metrics_file import MetricsFile
@@ -319,26 +318,8 @@ def _newest(checkpoints: Path) -> tuple[Path, CheckpointName] | None:
     return None
 
 
-def _lock(hf: Path) -> int:
-    """One mirror per volume, as far as the file system has locks. Waits, and says so.
-
-    Returns:
-        The descriptor that holds it.
-    """
-    hf.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(hf / ".mirror.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    said = False
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except BlockingIOError:
-            if not said:
-                print("[dalsegno] mirror: another one works in this directory: waiting for its end", file=sys.stderr)
-            said = True
-            time.sleep(POLL_SECONDS)  # why: flock has no deadline, and SIGTERM must end this
-        except OSError:
-            return descriptor  # a volume without locks
+def _waits() -> None:
+    print("[dalsegno] mirror: another one works in this directory: waiting for its end", file=sys.stderr, flush=True)
 
 
 def _with_low_priority(work: Callable[[], Snapshot]) -> Snapshot:
@@ -351,13 +332,11 @@ def _with_low_priority(work: Callable[[], Snapshot]) -> Snapshot:
 
 
 def _commander(file: RunFile, given: argparse.Namespace) -> Commander:
-    url = (given.commander or file.commander).rstrip("/")
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        raise Refused(f"--commander {url!r} is no URL like https://HOST:8443")
     try:
-        return Commander(url, file.run_id, os.environ.get(Variable.TOKEN, ""), given.tls_ca)
-    except (OSError, ssl.SSLError) as error:
-        raise Refused(f"--tls-ca {given.tls_ca}: {one_line(str(error), 200)}") from error
+        url = commander_url(given.commander) if given.commander else file.commander
+    except ValueError as error:
+        raise Refused(f"--commander: {error}") from error
+    return Commander(url, file.run_id, Access.given(given, url))
 
 
 def _stop(number: int, frame: object) -> None:
@@ -374,25 +353,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hf", type=Path, required=True, help="where snapshots lie, on the same volume")
     parser.add_argument("--events", type=Path, required=True, help="gets one JSON line per milestone")
     parser.add_argument("--commander", metavar="URL", help="another address than the file's")
-    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="the authority of its certificate (PEM)")
+    add_tls(parser)
     given = parser.parse_args(arguments)
     try:
         file = read_run_file(given.run_file)
         if file.hf is None:
             raise Refused(f"{given.run_file}: hf: missing: there are no milestones to make")
-        if not os.environ.get("HF_TOKEN"):
+        if not secret("HF_TOKEN"):
             raise Refused("HF_TOKEN is not set: hf in run.yaml needs a token that may write to the repository")
         commander = _commander(file, given)
     except Refused as refused:
         for line in refused.lines:
             print(f"error: {line}", file=sys.stderr)
         return 2
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     try:
-        lock = _lock(given.hf)
-        Mirror(file, Places(given.checkpoints, given.hf, given.events), commander).run()
-        os.close(lock)
+        with alone(given.hf / ".mirror.lock", _waits):
+            Mirror(file, Places(given.checkpoints, given.hf, given.events), commander).run()
     except Stopped:
         # At once: a thread may still read a checkpoint.
         os._exit(0)

@@ -33,7 +33,7 @@ def main() -> None:
     threading.Thread(target=_end_with_the_input, name="life-line", daemon=True).start()
     os.nice(job.get("nice", 0))
     os.environ.update(_QUIET)
-    token = os.environ.get("HF_TOKEN", "")
+    token = os.environ.get("HF_TOKEN", "").strip()
     if job.get("upload_limit"):
         ThrottlingProxy(float(job["upload_limit"]), dict(os.environ)).take_over()
     from . import hub_calls  # why here: it reads the environment when it is imported

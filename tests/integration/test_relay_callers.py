@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import ssl
 import subprocess
 import sys
@@ -91,6 +92,12 @@ def test_nonsense_is_answered_with_one_line(tmp_path: Path) -> None:
             answer = refused(one, "POST", f"/api/{path}", body)
             assert (answer[0], line in answer[1]) == (code, True), (path, str(body)[:100], answer)
         assert refused(one, "GET", "/api/relay/other")[0] == 404
+        plain = {"content-type": "application/x-www-form-urlencoded"}
+        line = refused(one, "POST", "/api/lease/acquire", ACQUIRE, **plain)
+        assert line == (422, "the body: send JSON, and `content-type: application/json` with it")
+        with socket.create_connection(("127.0.0.1", int(one.http.rpartition(":")[2])), 10) as stranger:
+            stranger.sendall(b"what is no HTTP\r\n\r\n")
+            assert stranger.recv(100).startswith(b"HTTP/1.1 400 ")
         assert (one.run()["state"], one.run()["epoch"]) == ("WAITING", 0)
         assert Worker(one, "w1").acquire()[0] == 200
         assert (one.end(), one.errors) == (0, "")

@@ -47,3 +47,27 @@ def test_a_lost_volume_is_filled_from_the_last_milestone(tmp_path: Path) -> None
             assert "no checkpoint on the volume is intact: the last milestone is restored" in b.said
     finally:
         hub.close()
+
+
+def test_a_lost_volume_without_a_milestone_begins_anew_if_somebody_says_so(tmp_path: Path) -> None:
+    """The pod says what it misses and waits; with --allow-baseline it names what is given up, and begins at step 1."""
+    with relayed(tmp_path, "--pace=0.1", steps=60) as run:
+        a = run.pod("a")
+        saved = run.wait_saved(20)
+        a.vanish()
+        shutil.rmtree(tmp_path / "volume")
+        (tmp_path / "volume").mkdir()
+        b = run.pod("b")
+        run.wait(lambda: "is not on this volume" in b.said, "what is missed")
+        time.sleep(8.0)  # why: nothing may begin in it, also when the lease of the first pod is over
+        assert len(run.epochs()) == 1
+        b.vanish()
+        c = run.pod("c", "--allow-baseline")
+        assert c.process.wait(120) == 0, run.said()
+        assert "begins anew, without step-" in c.said
+        assert saved >= 20
+        assert run.epochs()[max(run.epochs())][0].step == 1, run.said()
+        run.assert_one_history(60)
+        d = run.pod("d", "--allow-baseline")
+        assert d.process.wait(60) == 0, "the run is finished, and nobody begins it again"
+        assert len(run.epochs()) == 2

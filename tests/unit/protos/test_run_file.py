@@ -54,12 +54,41 @@ def test_the_least_and_all_of_it(tmp_path: Path) -> None:
         ({"comand": ["x"]}, "comand: there is no such key, did you mean command?"),
         ({"hf": {"repo": "me/m", "privat": True}}, "hf.privat: there is no such key, did you mean private?"),
         ({"command": ["python", "train.py"]}, "command: no word of it has ${save_dir}"),
-        ({"command": []}, "command: Tuple should have at least 1 item"),
+        ({"command": []}, "command: it is empty"),
+        ({"command": "python train.py ${save_dir}"}, "command: it is a list of words, like [python, train.py"),
+        ({"command": ["python", "${save_dir}", 5]}, "command.2: it is text: put it in quotes"),
+        ({"command": ["python", "${save_dir}\0"]}, "command.1: a NUL character"),
         ({"commander": "relay:8443"}, "commander: 'relay:8443' is no URL like https://HOST:8443"),
-        ({"commander": "https://h/x"}, "only the scheme, the host and the port belong here"),
+        ({"commander": "https://h/x"}, "only the scheme, the host and the port belong there"),
+        ({"commander": "https://h:1?"}, "only the scheme, the host and the port belong there"),
+        ({"commander": "https://h:99999"}, "its port is no number from 1 to 65535"),
+        ({"commander": "https://h:http"}, "its port is no number from 1 to 65535"),
+        ({"commander": "https://h:0"}, "its port is no number from 1 to 65535"),
+        ({"commander": "https://a b:1"}, "is no URL like https://HOST:8443"),
+        ({"commander": "https://[::1:1"}, "Invalid IPv6 URL"),
+        ({"l1_root": "/a\0b"}, "l1_root: it is '/a"),
+        ({"l1_root": "/" + "a" * 5000}, "l1_root: it is 5001 long"),
+        ({"keep_last": True}, "keep_last: it is a whole number"),
+        ({"interval_seconds": True}, "interval_seconds: it is a number"),
+        ({"interval_seconds": "600"}, "interval_seconds: it is a number, without quotes"),
+        ({"interval_seconds": 0}, "interval_seconds: Input should be greater than 0"),
+        ({"checkpoint_glob": ""}, "checkpoint_glob: '' is no pattern"),
+        ({"checkpoint_glob": "../*"}, "checkpoint_glob: '../*' is no pattern"),
+        ({"checkpoint_glob": "/etc/*"}, "checkpoint_glob: '/etc/*' is no pattern"),
+        ({"resume_flag": ""}, "resume_flag: it is empty"),
+        ({"save_signal": "SIGRTMIN+99"}, "save_signal: 'SIGRTMIN+99' is no signal"),
+        ({"hf": "me/m"}, "hf: keys and values belong there"),
+        ({"hf": {"repo": "me/m..n"}}, "hf.repo: 'me/m..n' is no OWNER/NAME of the hub"),
+        ({"hf": {"repo": "me/m.git"}}, "hf.repo: 'me/m.git' is no OWNER/NAME of the hub"),
+        ({"hf": {"repo": "me/m", "on_improve": {"metric": "x", "metrics_file": "../m"}}}, "'../m' is no file below"),
+        ({"hf": {"repo": "me/m", "on_improve": {"metric": "x", "metrics_file": ""}}}, "'.' is no file below"),
+        ({"baseline": {"hf": "a/b@../c"}}, "baseline: 'a/b@../c' is no OWNER/NAME@REVISION"),
+        ({"baseline": {"hf": "a/b--c@main"}}, "baseline: 'a/b--c' is no OWNER/NAME of the hub"),
+        ({"manifest": {1: 2}}, "manifest.1: a key is text: put it in quotes"),
+        ({"\x1b[31m": 1}, "\\x1b[31m: there is no such key"),
         ({"l1_root": "volume"}, "l1_root: 'volume' is no absolute path"),
         ({"keep_last": 0}, "keep_last: Input should be greater than or equal to 1"),
-        ({"interval_seconds": "soon"}, "interval_seconds: Input should be a valid number"),
+        ({"interval_seconds": "soon"}, "interval_seconds: it is a number, without quotes"),
         ({"lease_seconds": 1}, "lease_seconds: Input should be greater than or equal to 3"),
         ({"save_signal": "USR1"}, "save_signal: 'USR1' is no signal like SIGUSR1"),
         ({"hf": {"repo": "model"}}, "hf.repo: 'model' is no OWNER/NAME"),
@@ -77,6 +106,24 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, changes: dict[str, Any], said
     assert said in line
 
 
+def aliases_of_aliases(levels: int) -> bytes:
+    """Small text, of which each level has ten times as many values as the one before."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    for level in range(1, levels + 1):
+        lines.append(f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]")
+    return "\n".join(lines).encode()
+
+
+@pytest.mark.parametrize(
+    "url", ["https://me:pa55w0rd@h:1", "https://:pa55w0rd@h", "me:pa55w0rd@h:8443", "https://h:1/?pa55w0rd"]
+)
+def test_a_secret_in_the_url_is_not_repeated(tmp_path: Path, url: str) -> None:
+    """What people put there by mistake would stand in logs."""
+    with pytest.raises(Refused) as refused:
+        read_run_file(write(tmp_path / "run.yaml", commander=url))
+    assert "pa55w0rd" not in str(refused.value)
+
+
 def test_what_is_no_such_file(tmp_path: Path) -> None:
     """No file, no text, no mapping, two documents, a key twice."""
     path = tmp_path / "run.yaml"
@@ -87,6 +134,15 @@ def test_what_is_no_such_file(tmp_path: Path) -> None:
         (b"a: 1\n---\nb: 2\n", "one mapping belongs there"),
         (b"run_id: a\nrun_id: b\n", "the key run_id stands twice"),
         (b"run_id: [", "this is no YAML"),
+        (b"1: 2\n", "1: a key is text"),
+        (b"? [a, b]\n: c\n", "a key is a word, no list or mapping"),
+        (b"run_id: a\nkeep_last: " + b"9" * 5000, "is no int"),
+        (b"keep_last: !!int word\n", "'word' is no int"),
+        (b"self_fence: !!bool word\n", "'word' is no bool"),
+        (b"manifest: {made: !!timestamp 2020-13-45}\n", "'2020-13-45' is no timestamp"),
+        (b"a: " + b"[" * 3000 + b"]" * 3000, "nested too deep"),
+        (b"# " + b"x" * (256 << 10), "is larger than 256 KiB"),
+        (aliases_of_aliases(8), "it has more than 100000 values, each alias counted"),
     ):
         if content is not None:
             path.write_bytes(content)

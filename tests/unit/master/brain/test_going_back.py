@@ -63,6 +63,24 @@ def resumed(job: Driven, node: Node) -> int:
     return int(node.directive.run.resume.source.step)
 
 
+def test_step_0_is_the_beginning() -> None:
+    """Every checkpoint is kept aside, also where another directory is the job's from now on; once, by the record."""
+    job = trained(10, 20)
+    late = job.node(resume_step=0, probe="another directory")
+    said = "run-0001 goes back to its beginning, as --resume-step says: 2 later checkpoints are kept aside"
+    assert remark(late).startswith(said)
+    run(job, late)
+    assert not late.directive.run.HasField("resume")
+    assert [(one.step, one.aside) for one in job.job.checkpoints] == [(10, True), (20, True)]
+    late.step(5)
+    late.save(5)
+    gone(job, late)
+    job.restart()
+    again = job.node(resume_step=0, probe="another directory")
+    assert "has been followed" in remark(again)
+    assert resumed(job, again) == 5
+
+
 def test_a_start_goes_back_and_what_came_after_stays() -> None:
     """One line; a newer world starts from there; nothing of what came after is ever chosen or deleted."""
     job = trained(10, 20, 30, 40)
