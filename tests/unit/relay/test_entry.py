@@ -18,6 +18,7 @@ pytest.importorskip("yaml", reason="needs the extra relay")
 
 from dalsegno.protos.run_file import read_run_file
 from dalsegno.relay import entry
+from dalsegno.relay.milestones.access import Access
 from dalsegno.relay.volume import Volume
 from tests.support.jobs.commander import run_file
 
@@ -67,9 +68,9 @@ def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     assert volume.problem(must_be_mount=False) == ""
     kind = type("Kind", (Agent,), {})
     monkeypatch.setattr(entry, "AgentProcess", kind)
-    monkeypatch.setattr(entry, "ask", lambda file: {"grpc_port": 1})
+    monkeypatch.setattr(entry, "ask", lambda file, access: {"grpc_port": 1})
     options = argparse.Namespace(file=path, notice=30.0, allow_baseline=False, no_mount_check=True)
-    with entry._Pod(file, options, volume) as one:
+    with entry._Pod(file, options, volume, Access("a-token-of-some-length"), ()) as one:
         one.agent = kind
         one.volume = volume
         yield one
@@ -133,7 +134,12 @@ def test_a_volume_that_fails_is_one_line(
 
 def test_a_child_whose_parent_is_gone_already_ends() -> None:
     """Nobody would tell it any more."""
-    code = "import sys; from dalsegno.relay.agent_process import _end_with; _end_with(int(sys.argv[1])); print('on')"
-    for parent, ended in ((1 << 21, -signal.SIGTERM), (os.getpid(), 0)):
-        done = subprocess.run([sys.executable, "-c", code, str(parent)], capture_output=True, timeout=30, check=False)
-        assert done.returncode == ended, done.stderr
+    begin = "import os; from dalsegno.relay.agent_process import ends_with_parent; bind = ends_with_parent()"
+    # The second one was not started by the process that has prepared it.
+    for code, ended in (
+        ("child = os.fork(); os.waitpid(child, 0) if child else (bind(), print('on'))", 0),
+        ("bind(); print('on')", -signal.SIGTERM),
+    ):
+        command = [sys.executable, "-c", f"{begin}\n{code}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        assert (done.returncode, done.stdout) == (ended, "" if ended else "on\n"), done.stderr
