@@ -11,9 +11,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .volume import Volume
+from dalsegno.protos.shortage import starting
+
+if TYPE_CHECKING:
+    from .volume import Volume
 
 __all__ = ("AgentProcess", "MirrorProcess", "ends_with_parent")
 
@@ -37,23 +40,39 @@ def ends_with_parent(number: int = signal.SIGTERM) -> Callable[[], None]:
 class AgentProcess:
     """An agent, in a group of its own: a terminal's signals reach it through us.
 
-    Args:
-        arguments: of `dlrover-run`.
-        environment: for it and the trainer.
+    It imports what it needs, and does nothing, before it is told to begin.
+
+    Raises:
+        CannotStartError: there is no room for a process.
     """
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._reader, writer = os.pipe()
+    def __init__(self) -> None:
+        self._reader, teller = os.pipe()
+        commands, self._commander = os.pipe()
+        flags = f"--tell-fd={teller}", f"--command-fd={commands}"
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "dalsegno.agent.commands.dlrover_run", f"--tell-fd={writer}", *arguments],
-                env=dict(environment),
-                pass_fds=[writer],
-                process_group=0,
-                preexec_fn=ends_with_parent(),
-            )
+            with starting("the agent"):
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "dalsegno.agent.commands.dlrover_run", *flags],
+                    pass_fds=[teller, commands],
+                    process_group=0,
+                    preexec_fn=ends_with_parent(),
+                )
         finally:
-            os.close(writer)
+            os.close(teller)
+            os.close(commands)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it lives, and has not begun."""
+        return self._commander >= 0 and self._process.poll() is None
+
+    def begin(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Tells it its command line, and what is added to our environment for it and the trainer."""
+        rest = json.dumps({"arguments": list(arguments), "environment": dict(environment)})
+        commander, self._commander = self._commander, -1
+        with contextlib.suppress(BrokenPipeError), open(commander, "w", encoding="utf-8") as file:
+            file.write(rest)  # it may have died; its exit code says so
 
     def events(self) -> Iterator[dict[str, Any]]:
         """What it tells, until it has ended."""
@@ -76,7 +95,10 @@ class AgentProcess:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        os.close(self._reader)
+        for one in (self._reader, self._commander):
+            if one >= 0:
+                os.close(one)
+        self._reader = self._commander = -1
 
 
 class MirrorProcess:

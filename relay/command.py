@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dalsegno.protos.options import Parser
+from dalsegno.protos.options import Parser, UsageError
+from dalsegno.protos.shortage import CannotStartError
 
 from . import looking
 from .milestones.access import add_tls
@@ -50,9 +52,16 @@ def _add_pod(parser: argparse.ArgumentParser) -> None:
 
 
 def _carry_on(options: argparse.Namespace) -> int:
-    from .entry import carry_on
+    from .agent_process import AgentProcess
 
-    return carry_on(options)
+    try:
+        # Its imports take longer than all that comes before it is needed.
+        with contextlib.closing(AgentProcess()) as agent:
+            from .entry import carry_on
+
+            return carry_on(options, agent)
+    except CannotStartError as error:
+        raise UsageError(str(error)) from error
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE, Variable
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.run_file import RunFile, read_run_file
+from dalsegno.protos.shortage import CannotStartError
 from dalsegno.protos.text import one_line
 from dalsegno.protos.yaml_text import Refused
 
@@ -45,8 +46,8 @@ class _Left(BaseException):
     """A signal came before there was an agent."""
 
 
-def carry_on(options: argparse.Namespace) -> int:
-    """Runs one pod to its end, and returns its exit code, which is the agent's.
+def carry_on(options: argparse.Namespace, ahead: AgentProcess) -> int:
+    """Runs one pod to its end with an agent that waits to begin; returns the pod's exit code, which is the agent's.
 
     Raises:
         UsageError: bad input, in one line; nothing was started.
@@ -57,7 +58,7 @@ def carry_on(options: argparse.Namespace) -> int:
     volume = Volume(file.l1_root, file.run_id)
     if problem := volume.problem(must_be_mount=not options.no_mount_check):
         raise UsageError(problem)
-    with _Pod(file, options, volume, access, tls) as pod:
+    with _Pod(file, options, volume, access, tls, ahead) as pod:
         return pod.run()
 
 
@@ -78,15 +79,20 @@ class _Pod:
     """One pod, from its pre-flight on. Use it as a context manager, on the main thread."""
 
     def __init__(
-        self, file: RunFile, options: argparse.Namespace, volume: Volume, access: Access, tls: Sequence[str]
+        self,
+        file: RunFile,
+        options: argparse.Namespace,
+        volume: Volume,
+        access: Access,
+        tls: Sequence[str],
+        ahead: AgentProcess,
     ) -> None:
-        self._began = time.monotonic()
         self._file, self._options, self._volume = file, options, volume
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._epoch = self._step = 0
         self._run = self._path = ""
         self._agent: AgentProcess | None = None
-        self._access, self._tls = access, tls
+        self._access, self._tls, self._ahead = access, tls, ahead
         self._mirror = MirrorProcess(options.file, volume, access.flags())
         self._before: dict[int, Any] = {}
         self._signalled = 0
@@ -100,8 +106,7 @@ class _Pod:
 
     def __exit__(self, *_: object) -> None:
         self._mirror.end()
-        if self._agent is not None:
-            self._agent.close()
+        self._ahead.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -126,6 +131,8 @@ class _Pod:
         except Stuck as stuck:
             self._say(f"error: {stuck}")
             return EXIT_FAILED
+        except CannotStartError:
+            raise
         except OSError as error:
             self._say(f"error: the volume {self._file.l1_root} fails: {error}: mount it again, and start this anew")
             return EXIT_FAILED
@@ -166,8 +173,12 @@ class _Pod:
         command = agent_command(self._file, self._volume, master, self._tls, self._options.notice, initial, back)
         token = {Variable.TOKEN: self._access.token} if self._access.token else {}
         self._starting, self._told = True, False
-        self._agent = agent = AgentProcess(command, {**os.environ, **token})
-        self._starting = False
+        if not self._ahead.waits:  # it has begun before, or was killed
+            self._ahead.close()
+            self._ahead = AgentProcess()
+        agent = self._ahead
+        agent.begin(command, token)
+        self._agent, self._starting = agent, False
         try:
             if self._signalled:  # while it was started
                 agent.signal(signal.SIGTERM)
@@ -199,7 +210,7 @@ class _Pod:
                 if self._file.hf is not None:
                     self._mirror.start()
             case "started":
-                self._volume.note("started", **more, seconds=round(time.monotonic() - self._began, 3))
+                self._volume.note("started", **more, seconds=round(_age_seconds(), 3))
             case "committed" if event["epoch"] == self._epoch:
                 self._step, self._path = event["step"], str(self._volume.job / self._run / event["name"])
                 self._volume.note("ckpt_saved", **more, checkpoint=event["name"], step=event["step"])
@@ -255,3 +266,9 @@ class _Pod:
 
     def _say(self, text: str) -> None:
         print(f"dalsegno relay: {one_line(text)}", file=sys.stderr, flush=True)
+
+
+def _age_seconds() -> float:
+    """Seconds since this process began (proc_pid_stat(5): field 22, in ticks since the boot)."""
+    fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

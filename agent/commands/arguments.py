@@ -233,6 +233,13 @@ def _add_outages(group: _Group) -> None:
         metavar="SECONDS",
     )
     group.value(
+        "--command-fd",
+        default=None,
+        type=count_of(3),
+        metavar="N",
+        help="the rest of the command line comes there, as JSON; imports begin before",
+    )
+    group.value(
         "--tell-fd", default=None, type=count_of(3), metavar="N", help="tell there, as lines of JSON, what happens"
     )
 

@@ -7,8 +7,6 @@ need, and `launch` has the rest.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import getpass
 import hashlib
 import importlib.util
@@ -17,7 +15,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,11 +23,11 @@ from dalsegno.protos.contract import EXIT_LEFT, EXIT_USAGE
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.shortage import shortage
 
-from ..control.grpc_logs import quiet_grpc
 from ..dlrover import scripts
 from ..processes.signals import SignalWatch, signals_of
 from ..script import ScriptError, check_script, text_of
 from ..shell.output import Output
+from .ahead import command_line, launcher
 from .arguments import ignored, parse
 
 __all__ = ["default_job_id", "main", "run"]
@@ -120,6 +118,8 @@ def run_checked(options: argparse.Namespace, watch: SignalWatch, output: Output)
     Raises:
         UsageError: bad input that only now came to light.
     """
+    if options.command_fd is not None:
+        raise UsageError("--command-fd: the script comes on that descriptor, with the rest of the command line")
     try:
         check_script(options.training_script, module=options.module, no_python=options.no_python)
     except ScriptError as error:
@@ -134,26 +134,14 @@ def run_checked(options: argparse.Namespace, watch: SignalWatch, output: Output)
     from .beginning import Beginning  # all that the checks above can do without
 
     with Beginning(options, [*ignored(options), *of_dlrover], watch, output) as beginning:
-        with quiet_grpc(), without_collector():
-            from . import launch  # imports torch, which takes seconds: the nursery's imports run beside it
-
-        return launch.launch(options, beginning, watch, output.console)
-
-
-@contextlib.contextmanager
-def without_collector() -> Iterator[None]:
-    """Around imports: nearly all that they make stays, so looking through it again and again is in vain."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
+        launch = launcher()  # the nursery's imports run beside it
+        return int(launch.launch(options, beginning, watch, output.console))
 
 
 def main() -> None:
     """The console script."""
-    code = run(None)
+    arguments = command_line(sys.argv[1:])
+    code = run(arguments) if arguments is not None else EXIT_LEFT
     logging.shutdown()
     # Everything was ended in order. Only a thread that reads a hanging file system may be left, and nobody waits for
     # it.

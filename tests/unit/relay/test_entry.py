@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,12 @@ class Agent:
     on_start: Callable[[], None] = staticmethod(lambda: None)
     on_wait: Callable[[], None] = staticmethod(lambda: None)
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self) -> None:
         self.signals: list[int] = []
+        self.waits = True
+
+    def begin(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.waits = False
         self.on_start()
 
     def events(self) -> Iterator[dict[str, Any]]:
@@ -70,7 +74,7 @@ def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(entry, "AgentProcess", kind)
     monkeypatch.setattr(entry, "ask", lambda file, access: {"grpc_port": 1})
     options = argparse.Namespace(file=path, notice=30.0, allow_baseline=False, no_mount_check=True)
-    with entry._Pod(file, options, volume, Access("a-token-of-some-length"), ()) as one:
+    with entry._Pod(file, options, volume, Access("a-token-of-some-length"), (), kind()) as one:
         one.agent = kind
         one.volume = volume
         yield one

@@ -1,0 +1,59 @@
+"""An agent that is started before its command line is known: what it needs is imported meanwhile (`--command-fd`)."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+
+from ..control.grpc_logs import quiet_grpc
+
+__all__ = ["command_line", "launcher"]
+
+_FLAG = "--command-fd="
+
+
+def launcher() -> ModuleType:
+    """`launch`, which imports torch and gRPC: that takes seconds."""
+    with quiet_grpc(), _without_collector():
+        from . import launch
+
+    return launch
+
+
+def command_line(given: Sequence[str]) -> list[str] | None:
+    """The whole command line.
+
+    Args:
+        given: What it began with. With `--command-fd=N` and no script, the rest comes on that descriptor until it is
+            closed, as one JSON object: `arguments`, and `environment`, which is added to this process's.
+
+    Returns:
+        It; None: nothing came, because whoever would have sent it has gone.
+    """
+    numbers = [word.removeprefix(_FLAG) for word in given if word.startswith(_FLAG)]
+    if len(numbers) != 1 or not numbers[0].isdecimal() or not all(word.startswith("--") for word in given):
+        return list(given)
+    with contextlib.suppress(ImportError):  # what is missing is said when the command line is carried out
+        launcher()
+    with open(int(numbers[0]), encoding="utf-8") as file:
+        text = file.read()
+    if not text:
+        return None
+    rest = json.loads(text)
+    os.environ.update(rest["environment"])
+    return [*(word for word in given if not word.startswith(_FLAG)), *rest["arguments"]]
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Around imports: nearly all that they make stays, so looking through it again and again is in vain."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

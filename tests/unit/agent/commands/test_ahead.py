@@ -1,0 +1,69 @@
+"""An agent that is started before its command line is known."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from dalsegno.agent.commands import ahead
+
+PROGRAM = [sys.executable, "-m", "dalsegno.agent.commands.dlrover_run"]
+
+
+@pytest.fixture
+def imported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was imported, in place of torch."""
+    done: list[str] = []
+    monkeypatch.setattr(ahead, "launcher", lambda: done.append("launch"))
+    return done
+
+
+def piped(text: str) -> int:
+    """A descriptor from which this comes."""
+    reader, writer = os.pipe()
+    os.write(writer, text.encode())
+    os.close(writer)
+    return reader
+
+
+def test_the_rest_comes_later(imported: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind what was given at once; its variables are ours then."""
+    monkeypatch.setenv("ADDED", "no")
+    rest = {"arguments": ["--nnodes=1:1", "train.py", "--flag"], "environment": {"ADDED": "yes"}}
+    reader = piped(json.dumps(rest))
+    assert ahead.command_line(["--tell-fd=9", f"--command-fd={reader}"]) == ["--tell-fd=9", *rest["arguments"]]
+    assert (imported, os.environ["ADDED"]) == (["launch"], "yes")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(reader)
+
+
+def test_whoever_would_tell_the_rest_has_gone(imported: list[str]) -> None:
+    """Then there is nothing to do."""
+    assert ahead.command_line([f"--command-fd={piped('')}"]) is None
+
+
+@pytest.mark.parametrize(
+    "given", [["train.py", "--command-fd=3"], ["--nnodes", "1", "train.py", "--command-fd=3"], ["--command-fd=x"], []]
+)
+def test_a_flag_of_the_script_is_the_scripts(imported: list[str], given: Sequence[str]) -> None:
+    """Nothing is read from a descriptor of whose meaning nothing is known."""
+    assert ahead.command_line(given) == given
+    assert imported == []
+
+
+@pytest.mark.slow
+def test_an_agent_that_nobody_tells_anything_ends() -> None:
+    """Nobody stays behind whoever has started it; and the flag is refused beside a script."""
+    reader, writer = os.pipe()
+    with subprocess.Popen([*PROGRAM, f"--command-fd={reader}"], pass_fds=[reader], stderr=subprocess.PIPE) as process:
+        os.close(reader)
+        os.close(writer)
+        assert process.communicate(timeout=60) == (None, b"")
+        assert process.returncode == 75
+    done = subprocess.run([*PROGRAM, "--command-fd=5", "train.py"], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count(b"\n")) == (2, 1)
