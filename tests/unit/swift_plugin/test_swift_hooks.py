@@ -14,9 +14,20 @@ import torch
 
 from dalsegno.swift_plugin import PLUGIN
 
-swift_hooks = pytest.importorskip("dalsegno.swift_plugin.swift_hooks", reason="the extra `swift` is not installed")
-Options = pytest.importorskip("dalsegno.swift_plugin.hf.options").Options
-trainer = pytest.importorskip("dalsegno.swift_plugin.hf.trainer")
+swift_hooks: Any = None
+Options: Any = None
+trainer: Any = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """Imports ms-swift, which takes seconds, where one of these tests runs, and not wherever they are collected."""
+    package, why = "dalsegno.swift_plugin", "the extra `swift` is not installed"
+    globals().update(
+        swift_hooks=pytest.importorskip(f"{package}.swift_hooks", reason=why),
+        Options=pytest.importorskip(f"{package}.hf.options").Options,
+        trainer=pytest.importorskip(f"{package}.hf.trainer"),
+    )
 
 
 def arguments(**changes: Any) -> Any:
