@@ -27,7 +27,7 @@ def verify(options: argparse.Namespace) -> int:
         file = read_run_file(options.file)
     except Refused as refused:
         raise UsageError("; ".join(refused.lines)) from refused
-    volume = Volume(file.l1_root, file.run_id)
+    volume = Volume(options.at.absolute() if options.at else file.l1_root, file.run_id)
     try:
         found = volume.manifests()
     except OSError as error:

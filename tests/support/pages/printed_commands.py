@@ -137,6 +137,8 @@ COMMANDS: dict[str, How] = {
     "dalsegno relay verify": Elsewhere(_RUN, "tests/integration/test_relay_pods.py"),
     "dalsegno relay": Name(_PROGRAM),
     "dalsegno relay ARGUMENTS": Name(_INSIDE),
+    "dalsegno relay export run.yaml /backup": Elsewhere(_RUN, "tests/integration/test_relay_export.py"),
+    "dalsegno relay verify run.yaml --at=/backup": Elsewhere(_RUN, "tests/integration/test_relay_export.py"),
     "dalsegno relay status": Elsewhere(_RUN, _LOOKING),
     "dalsegno relay events": Elsewhere(_RUN, _LOOKING),
     "dalsegno relay release": Elsewhere(_RUN, _LOOKING),
