@@ -166,9 +166,9 @@ test: $(VENV)/.installed
 
 # The schedules were all run by `simulate`: the test of the simulator itself needs few.
 test test-all: export SIM_RUNS ?= 20
-test test-all: export SIM_SHELL_RUNS ?= 5
-test test-all: export SIM_CLAIM_RUNS ?= 5
-test test-all: export SIM_LEADER_RUNS ?= 5
+test test-all: export SIM_SHELL_RUNS ?= 2
+test test-all: export SIM_CLAIM_RUNS ?= 2
+test test-all: export SIM_LEADER_RUNS ?= 2
 # Inputs of each fuzzer; the tests themselves say how many are a quick look.
 test-all: export FUZZ_COUNT ?= 100000
 

@@ -2032,6 +2032,7 @@ class StatusReply(google.protobuf.message.Message):
     CHECKPOINTS_FIELD_NUMBER: builtins.int
     MILESTONES_FIELD_NUMBER: builtins.int
     PROBE_FIELD_NUMBER: builtins.int
+    SAVE_ORDER_FIELD_NUMBER: builtins.int
     generation: builtins.int
     job_id: builtins.str
     run_id: builtins.str
@@ -2048,6 +2049,8 @@ class StatusReply(google.protobuf.message.Message):
     """Share of the time since the run's first step that brought it forward, 0 to 1. Absent: not known."""
     probe: builtins.str
     """Content of the job's probe file, as the nodes that count read it."""
+    save_order: builtins.int
+    """Number of the SaveNow that still stands: no commit has fulfilled it. 0: none does."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NodeStatus]: ...
     @property
@@ -2090,9 +2093,10 @@ class StatusReply(google.protobuf.message.Message):
         checkpoints: collections.abc.Iterable[global___Checkpoint] | None = ...,
         milestones: collections.abc.Iterable[global___Milestone] | None = ...,
         probe: builtins.str = ...,
+        save_order: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_goodput", b"_goodput", "goodput", b"goodput", "head", b"head", "leader", b"leader", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_goodput", b"_goodput", "checkpoints", b"checkpoints", "epoch", b"epoch", "generation", b"generation", "goodput", b"goodput", "head", b"head", "history", b"history", "job_id", b"job_id", "leader", b"leader", "limit", b"limit", "loss", b"loss", "milestones", b"milestones", "nodes", b"nodes", "phase", b"phase", "probe", b"probe", "reason", b"reason", "run_id", b"run_id", "settings", b"settings", "step", b"step", "unheard", b"unheard"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_goodput", b"_goodput", "checkpoints", b"checkpoints", "epoch", b"epoch", "generation", b"generation", "goodput", b"goodput", "head", b"head", "history", b"history", "job_id", b"job_id", "leader", b"leader", "limit", b"limit", "loss", b"loss", "milestones", b"milestones", "nodes", b"nodes", "phase", b"phase", "probe", b"probe", "reason", b"reason", "run_id", b"run_id", "save_order", b"save_order", "settings", b"settings", "step", b"step", "unheard", b"unheard"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_goodput", b"_goodput"]) -> typing.Literal["goodput"] | None: ...
 
 global___StatusReply = StatusReply
@@ -2173,6 +2177,7 @@ class FenceNodeRequest(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     LEFT_FIELD_NUMBER: builtins.int
+    FOR_GOOD_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     protocol: builtins.int
     node: builtins.str
@@ -2181,6 +2186,8 @@ class FenceNodeRequest(google.protobuf.message.Message):
     reason: builtins.str
     left: builtins.bool
     """It goes of its own accord: it is not lost."""
+    for_good: builtins.bool
+    """Its agent is not let in again, so it ends. Forgotten when the master ends."""
     def __init__(
         self,
         *,
@@ -2190,8 +2197,9 @@ class FenceNodeRequest(google.protobuf.message.Message):
         incarnation: builtins.str = ...,
         reason: builtins.str = ...,
         left: builtins.bool = ...,
+        for_good: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "job_id", b"job_id", "left", b"left", "node", b"node", "protocol", b"protocol", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["for_good", b"for_good", "incarnation", b"incarnation", "job_id", b"job_id", "left", b"left", "node", b"node", "protocol", b"protocol", "reason", b"reason"]) -> None: ...
 
 global___FenceNodeRequest = FenceNodeRequest
 
@@ -2324,19 +2332,26 @@ class OrderReply(google.protobuf.message.Message):
     GENERATION_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    BEFORE_FIELD_NUMBER: builtins.int
     generation: builtins.int
     text: builtins.str
     """What follows, in one line for a person."""
     step: builtins.int
-    """SaveNow: the save is of a later step than this one."""
+    """SaveNow: the save is of a later step than this one, unless the run goes back."""
+    number: builtins.int
+    """SaveNow: the order's number, see StatusReply, and the name of the newest commit on the disk before it; "": none."""
+    before: builtins.str
     def __init__(
         self,
         *,
         generation: builtins.int = ...,
         text: builtins.str = ...,
         step: builtins.int = ...,
+        number: builtins.int = ...,
+        before: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["generation", b"generation", "step", b"step", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["before", b"before", "generation", b"generation", "number", b"number", "step", b"step", "text", b"text"]) -> None: ...
 
 global___OrderReply = OrderReply
 

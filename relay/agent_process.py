@@ -24,8 +24,14 @@ _MIRROR_END_SECONDS = 2.0
 
 def ends_with_parent(number: int = signal.SIGTERM) -> Callable[[], None]:
     """For a new process: it gets the signal when the one that started it ends, whose main thread does so (prctl(2))."""
-    prctl = ctypes.CDLL(None).prctl
-    return lambda: prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def bind() -> None:
+        prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+        if os.getppid() != parent:  # it has ended already
+            os.kill(os.getpid(), number)
+
+    return bind
 
 
 class AgentProcess:

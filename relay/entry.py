@@ -90,6 +90,8 @@ class _Pod:
         self._mirror = MirrorProcess(options.file, volume, access.flags())
         self._before: dict[int, Any] = {}
         self._signalled = 0
+        # The agent is just being started; it has told something, so it handles signals by now.
+        self._starting = self._told = False
 
     def __enter__(self) -> _Pod:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -124,8 +126,10 @@ class _Pod:
         except Stuck as stuck:
             self._say(f"error: {stuck}")
             return EXIT_FAILED
+        except OSError as error:
+            self._say(f"error: the volume {self._file.l1_root} fails: {error}: mount it again, and start this anew")
+            return EXIT_FAILED
         except _Left:
-            self._volume.note("sigterm", pod=self._name)
             self._say(f"{signal.Signals(self._signalled).name}: left before training began")
             return EXIT_LEFT
 
@@ -161,15 +165,21 @@ class _Pod:
         master = f"[{host}]:{shown['grpc_port']}" if ":" in host else f"{host}:{shown['grpc_port']}"
         command = agent_command(self._file, self._volume, master, self._tls, self._options.notice, initial, back)
         token = {Variable.TOKEN: self._access.token} if self._access.token else {}
+        self._starting, self._told = True, False
         self._agent = agent = AgentProcess(command, {**os.environ, **token})
+        self._starting = False
         try:
-            if self._signalled:  # between the last look and now
-                agent.signal(self._signalled)
+            if self._signalled:  # while it was started
+                agent.signal(signal.SIGTERM)
             for event in agent.events():
+                self._told = True
                 self._heard(event)
-            return agent.wait()
+            code = agent.wait()
         finally:
             self._mirror.end()
+        if self._signalled and code == 128 + signal.SIGTERM and not self._told:
+            raise _Left  # it died of the signal, because it had no handler yet
+        return code
 
     def _heard(self, event: dict[str, Any]) -> None:
         """Takes what the agent tells, for `events.log`, `state.json` and the pointers."""
@@ -193,7 +203,7 @@ class _Pod:
             case "committed" if event["epoch"] == self._epoch:
                 self._step, self._path = event["step"], str(self._volume.job / self._run / event["name"])
                 self._volume.note("ckpt_saved", **more, checkpoint=event["name"], step=event["step"])
-                self._volume.show(self._run, event["name"], event["step"])
+                self._volume.show(self._run, event["name"], event["step"], self._epoch)
                 self._write("RUNNING")
                 if self._file.hf is not None and not self._signalled:
                     # It may have been killed, as where memory is short.
@@ -207,18 +217,22 @@ class _Pod:
                 self._volume.note(event["event"], **more)
 
     def _write(self, status: str) -> None:
-        self._volume.write_state(
-            {
-                "run_id": self._file.run_id,
-                "status": status,
-                "epoch": self._epoch,
-                "last_ok_step": self._step,
-                "last_ckpt_path": self._path,
-                "last_hf_revision": self._volume.last_revision(),
-                "pod": self._name,
-                "written": round(time.time(), 3),
-            }
-        )
+        while True:
+            signalled = self._signalled
+            self._volume.write_state(
+                {
+                    "run_id": self._file.run_id,
+                    "status": "PREEMPTED" if signalled and status == "RUNNING" else status,
+                    "epoch": self._epoch,
+                    "last_ok_step": self._step,
+                    "last_ckpt_path": self._path,
+                    "last_hf_revision": self._volume.last_revision(),
+                    "pod": self._name,
+                    "written": round(time.time(), 3),
+                }
+            )
+            if signalled == self._signalled:
+                return  # else a notice came in between, and what it has written is replaced
 
     def _ended(self, code: int) -> int:
         status = _STATES.get(code, "FAILED")
@@ -232,13 +246,15 @@ class _Pod:
     def _notice(self, number: int, frame: FrameType | None) -> None:
         """Python calls it between two instructions of the main thread, which only waits."""
         first, self._signalled = not self._signalled, number
-        if self._agent is None:
-            raise _Left
         self._mirror.ask_to_end()
         if first and self._epoch:
-            self._write("PREEMPTED")
+            self._write("RUNNING")  # as far as that is true now
         self._volume.note("sigterm", pod=self._name, epoch=self._epoch, signal=signal.Signals(number).name)
-        self._agent.signal(number)
+        if self._agent is not None:
+            # Of SIGTERM it dies without a word, as long as it has no handler.
+            self._agent.signal(number if self._told else signal.SIGTERM)
+        elif not self._starting:
+            raise _Left
 
     def _say(self, text: str) -> None:
         print(f"dalsegno relay: {one_line(text)}", file=sys.stderr, flush=True)

@@ -82,9 +82,11 @@ def _head(file: RunFile, access: Access) -> str:
 
 def _chosen(volume: Volume, head: str) -> Manifest | None:
     """The newest that is intact, and no newer than the head, if that is known and on the volume."""
-    every = [one for one in volume.manifests() if isinstance(one, Manifest)]
-    places = [number for number, one in enumerate(every) if one.digest == head]
+    every = volume.manifests()
+    places = [number for number, one in enumerate(every) if isinstance(one, Manifest) and one.digest == head]
     for one in every[places[0] if places else 0 :]:
+        if not isinstance(one, Manifest):
+            continue
         problem = damage_of(volume.directory_of(one), one)
         if not problem:
             return one
@@ -131,7 +133,7 @@ def _beside(run_file: Path, volume: Volume, pack: Volume, manifest: Manifest) ->
         private.mkdir(parents=True, exist_ok=True, mode=0o700)
         replace_file(private / "probe", (volume.store / known).read_bytes())
         (private / "probe").chmod(0o600)
-    pack.show(manifest.run_id, manifest.name, manifest.step)
+    pack.show(manifest.run_id, manifest.name, manifest.step, sys.maxsize)  # no pod of an earlier epoch: a person
 
 
 def _failed(text: str) -> int:

@@ -37,7 +37,11 @@ def verify(options: argparse.Namespace) -> int:
     code = EXIT_FINISHED
     for one in found:
         if not isinstance(one, Manifest):
-            print(printable(f"not a checkpoint (never sealed): {one}"))
+            if one.damaged or one.unreadable:
+                code = EXIT_FAILED
+                print(printable(f"{one.name}: damaged: {one.reason}"))
+            else:
+                print(printable(f"not a checkpoint (never sealed): {one.name}: {one.reason}"))
             continue
         directory = volume.directory_of(one)
         try:

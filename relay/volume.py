@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest, inspect, verify
+from dalsegno.elastic.checkpoint import CheckpointDamaged, CheckpointName, Manifest, Unsealed, inspect, verify
 from dalsegno.elastic.checkpoint.files import CANNOT, replace_file, write_problem
 
 __all__ = ("Volume", "damage_of")
@@ -39,9 +39,17 @@ class Volume:
         self.job = self.store / run_id
         self.events, self.state = self.root / "events.log", self.root / "state.json"
         self._told: set[str] = set()
+        # How many bytes of `events.log` were read, and the last milestone's revision in them.
+        self._read: tuple[int, str | None] = (0, None)
 
     def problem(self, *, must_be_mount: bool) -> str:
         """Why it cannot be used, and what to do; empty if it can. Makes its folders."""
+        try:
+            return self._problem(must_be_mount)
+        except OSError as error:
+            return f"the volume {self.l1_root} fails: {error.strerror or error}; mount it again"
+
+    def _problem(self, must_be_mount: bool) -> str:
         where = self.l1_root
         if not where.is_dir():
             return f"l1_root {where} is no directory: mount the volume there"
@@ -66,17 +74,18 @@ class Volume:
             return f"the volume {where} cannot be written: {why}; make room, or mount it for writing"
         return ""
 
-    def manifests(self) -> list[Manifest | str]:
-        """All checkpoints of the run, newest first; of one without a usable manifest its name and what is wrong.
+    def manifests(self) -> list[Manifest | Unsealed]:
+        """All checkpoints of the run, newest first; also those without a usable manifest, which may never have had one.
 
         Raises:
             OSError: the volume cannot be read.
         """
-        found: list[Manifest | str] = []
+        found: list[Manifest | Unsealed] = []
         for directory in self.run_directories():
-            seen = inspect(directory)
-            found += reversed([one for one in seen.sealed if one.source is None])
-            found += [f"{one.name}: {one.reason}" for one in seen.unsealed]
+            # Files that are missing or cut off are damage, which is looked for byte by byte.
+            seen = inspect(directory, check_sizes=False)
+            every = [*(one for one in seen.sealed if one.source is None), *seen.unsealed]
+            found += sorted(every, key=lambda one: CheckpointName.parse(one.name).age, reverse=True)
         return found
 
     def run_directories(self) -> list[Path]:
@@ -113,9 +122,12 @@ class Volume:
         self._try("events.log", lambda: self._append(line.encode()))
 
     def _append(self, line: bytes) -> None:
-        descriptor = os.open(self.events, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(self.events, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
-            os.write(descriptor, line)
+            size = os.fstat(descriptor).st_size
+            # A line that a full volume has cut off must not spoil the next one.
+            whole = size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
+            os.write(descriptor, line if whole else b"\n" + line)
         finally:
             os.close(descriptor)
 
@@ -135,35 +147,39 @@ class Volume:
             return 0
 
     def last_revision(self) -> str | None:
-        """The last milestone's revision, as `events.log` has it."""
-        found = None
-        for event in self.read_events():
+        """The last milestone's revision, as `events.log` has it. Only what is new there is read."""
+        at, found = self._read
+        try:
+            with open(self.events, "rb") as file:
+                if os.fstat(file.fileno()).st_size < at:
+                    at = 0  # somebody has emptied it
+                file.seek(at)
+                text = file.read()
+        except OSError:
+            return found
+        whole = text[: text.rfind(b"\n") + 1]
+        for event in _events(whole):
             if event.get("event") == "hf_synced":
                 found = str(event.get("revision"))
+        self._read = at + len(whole), found
         return found
 
-    def read_events(self) -> Iterator[dict[str, Any]]:
-        """The lines of `events.log` that can be read."""
-        try:
-            lines = self.events.read_bytes().splitlines()
-        except OSError:
-            return
-        for line in lines:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict):
-                yield event
+    def show(self, run: str, name: str, step: int, epoch: int) -> None:
+        """Points to a committed checkpoint: `ckpt/step_00000040` and `ckpt/latest`; removes pointers to none.
 
-    def show(self, run: str, name: str, step: int) -> None:
-        """Points to a committed checkpoint: `ckpt/step_00000040` and `ckpt/latest`; removes pointers to none."""
+        Not if `state.json` is of a later epoch, see `write_state`.
+        """
+        if self._epoch() > epoch:
+            return
         target = os.path.join(".store", self.run_id, run, name)
         self._try("ckpt/latest", lambda: self._point(self.ckpt / f"step_{step:08d}", target))
         self._try("ckpt/latest", lambda: self._point(self.ckpt / "latest", target))
+        self._try("ckpt/step_*", self._unlink_dangling)
+
+    def _unlink_dangling(self) -> None:
         for link in self.ckpt.glob("step_*"):
             if link.is_symlink() and not link.exists():
-                self._try("ckpt/step_*", link.unlink)
+                link.unlink(missing_ok=True)
 
     def _point(self, link: Path, target: str) -> None:
         try:
@@ -185,6 +201,17 @@ class Volume:
             if what not in self._told:
                 self._told.add(what)
                 print(f"dalsegno relay: warning: {what} cannot be written: {error}", file=sys.stderr, flush=True)
+
+
+def _events(text: bytes) -> Iterator[dict[str, Any]]:
+    """The lines of `events.log` that can be read."""
+    for line in text.splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict):
+            yield event
 
 
 def damage_of(directory: Path, manifest: Manifest) -> str:

@@ -54,11 +54,23 @@ def checkpoint(options: argparse.Namespace) -> int:
     """Has the ranks save now, and waits for the commit. Returns the exit code; raises as `Asked` does."""
 
     def committed(status: pb.StatusReply, order: pb.OrderReply) -> str:
-        saved = status.head.step > order.step and not status.head.in_memory
-        return f"{status.head.ref.name} is committed" if saved else ""
+        return f"{saved.ref.name} is committed" if (saved := _saved(status, order)) is not None else ""
 
     request = pb.SaveNowRequest(protocol=CONTROL_PROTOCOL)
     return _order(options, "SaveNow", request, committed, master_stays=True)
+
+
+def _saved(status: pb.StatusReply, order: pb.OrderReply) -> pb.Checkpoint | None:
+    """The checkpoint that fulfils an order to save, once there is one."""
+    if status.save_order and status.save_order == order.number:
+        return None
+    newest = next((one for one in reversed(status.checkpoints) if not one.in_memory), None)
+    if newest is None or newest.ref.name == order.before:
+        return None
+    # A run that went back has fulfilled the order at a lower step. Of an order without a number, or one in whose place
+    # another one stands, only the step is known.
+    known = order.number and not status.save_order
+    return newest if known or newest.step > order.step else None
 
 
 def _order(options: argparse.Namespace, method: str, request: Any, done: Done, *, master_stays: bool = False) -> int:

@@ -189,6 +189,10 @@ def refused(decision: Decision, event: ev.Refused) -> None:
         if decision.now < state.door.name_deadline:
             state.door.register_at = decision.now + (NAME_PAUSE_SECONDS if again else START_PAUSE_SECONDS)
             return
+    if again and event.code == "PERMISSION_DENIED":
+        # Somebody has taken its place from it on purpose, and with it what was not saved.
+        decision.exit(ev.EXIT_LEFT_UNSAVED, event.detail)
+        return
     decision.exit(ev.EXIT_USAGE, event.detail)
 
 

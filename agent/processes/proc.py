@@ -112,8 +112,10 @@ def listeners(root: int, signum: int) -> list[int]:
     forked ones do, only the first.
 
     Args:
-        root: `root` itself and its descendants are meant.
+        root: `root` itself and its descendants are meant. 0, as of a process that does not exist yet: nobody.
     """
+    if root < 1:
+        return []  # what descends from number 0 is all that runs on this machine
     mask, left = 1 << (signum - 1), {root, *descendants(root)}
     found = []
     for pid in [root, *sorted(left - {root})]:

@@ -189,7 +189,10 @@ class WorkersContext(SubprocessContext):
             tail.start()
 
     def ask(self, signum: int) -> int:
-        """Sends a signal to those processes of each worker that handle it. Returns to how many. From any thread."""
+        """Sends a signal to those processes of each worker that handle it. Returns to how many. From any thread.
+
+        A worker that its nursery has not started yet has no processes, and nothing to save.
+        """
         found = [pid for one in self._running if not one.ended.is_set() for pid in listeners(one.process.pid, signum)]
         for pid in found:
             with contextlib.suppress(ProcessLookupError):

@@ -194,6 +194,7 @@ def record_written(turn: Turn, record: Checkpoint, by: str, *, candidate: bool =
 def now_on_disk(turn: Turn, record: Checkpoint, by: str) -> None:
     """What was in memory alone is a commit like others now, but not the newest one."""
     turn.job.checkpoints.put(replace(record, parts=0, unseen=by))
+    fulfil_order(turn, record)
     turn.live.committed = turn.heard
     retire_old(turn)
 
@@ -204,13 +205,24 @@ def put_newer(turn: Turn, record: Checkpoint) -> None:
     turn.job.checkpoints.put(record)
     where = " in memory" if record.parts else ""
     turn.note(Kind.COMMITTED, f"{record.name} is committed{where}", step=record.step, checkpoint=record.name)
-    ordered = turn.job.save_order
-    if ordered is not None and not record.parts and record.step > ordered.after:
-        turn.job.save_order = None
+    if not record.parts:
+        fulfil_order(turn, record)
     turn.update_run(ever_stepped=True)
     budget = turn.job.run.budget
     if record.step > budget.last_step:
         turn.update_run(budget=replace(budget, failures=0, doubtful=()), reopened=0)
+
+
+def fulfil_order(turn: Turn, record: Checkpoint) -> None:
+    """A save that somebody has ordered is on the disk, if it is this one."""
+    ordered = turn.job.save_order
+    if ordered is not None and record.step > ordered.after:
+        turn.job.save_order = None
+
+
+def newest_on_disk(job: Job) -> Checkpoint | None:
+    """The newest checkpoint of the run that is on the disk."""
+    return next((one for one in reversed(job.checkpoints.usable) if not one.parts), None)
 
 
 def without_what_is_gone(turn: Turn, record: Checkpoint) -> Checkpoint:

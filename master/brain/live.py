@@ -332,6 +332,8 @@ class Live:
     waits: Waits = field(default_factory=Waits)
     held_until: dict[str, float] = field(default_factory=dict)
     lost_at: dict[str, list[float]] = field(default_factory=dict)
+    # Incarnations that were fenced for good, and why.
+    shut_out: dict[str, str] = field(default_factory=dict)
     phase_since: float = 0.0
     phase_heard: float = 0.0
     last_arrival: float = 0.0

@@ -6,10 +6,12 @@ node that is told to go leaves as if it had got a notice, and a job that is stop
 
 from __future__ import annotations
 
+from typing import Any
+
 from dalsegno.protos import control_pb2
 
 from . import membership, memory, running
-from .checkpoints import resume_point
+from .checkpoints import newest_on_disk, resume_point
 from .chronicle import Kind
 from .events import Reply
 from .registration import take_up_again, where
@@ -22,6 +24,8 @@ __all__ = ("drain_node", "fence", "look_at_stop", "save_now", "start", "stop")
 # Seconds after which the nodes of a job that stops have gone, if not one of them has a connection. An agent that lost
 # its own connects again sooner.
 DESERTED_SECONDS = 8.0
+# The most incarnations whose agents are not let in again; the oldest are forgotten.
+MOST_SHUT_OUT = 64
 
 
 def drain_node(turn: Turn, message: control_pb2.DrainNodeRequest) -> Reply:
@@ -56,13 +60,21 @@ def order_to_go(turn: Turn, node: Node) -> None:
 
 
 def fence(turn: Turn, message: control_pb2.FenceNodeRequest) -> Reply:
-    """Closes a node's epoch at once: what it still says is answered NOT_FOUND, and nothing of it counts any more."""
+    """Closes a node's epoch at once: what it still says is answered NOT_FOUND, and nothing of it counts any more.
+
+    `for_good`: the agent, which would register anew, is refused then. Another one on its machine is not.
+    """
     node = turn.job.nodes.get(message.node)
     if node is None or message.incarnation not in ("", node.incarnation):
         return Reply("NOT_FOUND", f"{message.node!r} is not registered as {message.incarnation or 'a node'} any more")
     if message.left and not node.leaving:
         node = turn.update(node, leaving=True)
-    membership.lose(turn, [(node, message.reason or "fenced by order")])
+    why = message.reason or "fenced by order"
+    if message.for_good:
+        turn.live.shut_out[node.incarnation] = why
+        while len(turn.live.shut_out) > MOST_SHUT_OUT:
+            del turn.live.shut_out[next(iter(turn.live.shut_out))]
+    membership.lose(turn, [(node, why)])
     return done(turn, f"{node.name} is fenced")
 
 
@@ -171,11 +183,12 @@ def save_now(turn: Turn, message: control_pb2.SaveNowRequest) -> Reply:
     text = f"the ranks save behind step {after}, and train on"
     if memory.to_memory(turn.state, somebody_stays=True):
         text += "; agents write it from memory to the disk"
-    return done(turn, text, step=job.save_order.after)
+    before, order = newest_on_disk(job), job.save_order
+    return done(turn, text, step=order.after, number=order.number, before=before.name if before is not None else "")
 
 
-def done(turn: Turn, text: str, step: int = 0) -> Reply:
-    return Reply(message=control_pb2.OrderReply(generation=turn.job.generation, text=text, step=step))
+def done(turn: Turn, text: str, **more: Any) -> Reply:
+    return Reply(message=control_pb2.OrderReply(generation=turn.job.generation, text=text, **more))
 
 
 def refusal(why: str) -> Reply:

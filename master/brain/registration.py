@@ -54,6 +54,8 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
             return Reply("FAILED_PRECONDITION", f"incarnation {message.incarnation!r} is another agent's")
         membership.hear(turn, known)
         return accepted(turn, known)
+    if (why := turn.live.shut_out.get(message.previous_incarnation)) is not None:
+        return Reply("PERMISSION_DENIED", f"this node was fenced for good ({why}): a new start of it is let in")
     if job.stopping:
         return Reply("UNAVAILABLE", "the job is being stopped by order: nobody is let in")
     if (at_once := going_back.refused(job, message)) is not None:

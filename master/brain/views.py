@@ -343,6 +343,7 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
         checkpoints=[to_proto(job, record) for record in newest_records(job)],
         milestones=milestones_proto(job),
         probe=job.probe,
+        save_order=job.save_order.number if job.save_order is not None else 0,
     )
     for node in job.nodes.values():
         member = world.member(node.incarnation) if world is not None else None

@@ -170,7 +170,7 @@ class Lessor:
             holder = leases.holder_of(await self.status())
             if holder is None:
                 return say(409, f"nobody holds {self._file.run_id}")
-            await self._fence(holder, "released by the admin")
+            await self._fence(holder, "released by the admin", for_good=True)
             return Answer(200, {"status": RELEASED, "holder": holder.node})
 
     async def milestone(self, made: pb.Milestone) -> Answer:
@@ -277,13 +277,11 @@ class Lessor:
             node = pb.NodeStatus(node=caller.node, incarnation=caller.incarnation)
             await self._fence(node, report.message or "pre-empted", left=True)
 
-    async def _fence(self, node: pb.NodeStatus, why: str, *, left: bool = False) -> None:
+    async def _fence(self, node: pb.NodeStatus, why: str, *, left: bool = False, for_good: bool = False) -> None:
         """Ends a node's place at once; one that is gone already is fine."""
-        reply = await self._ask(
-            pb.FenceNodeRequest(
-                job_id=self._file.run_id, node=node.node, incarnation=node.incarnation, reason=why, left=left
-            )
-        )
+        request = pb.FenceNodeRequest(job_id=self._file.run_id, node=node.node, incarnation=node.incarnation)
+        request.reason, request.left, request.for_good = why, left, for_good
+        reply = await self._ask(request)
         if reply.code not in ("OK", "NOT_FOUND"):
             raise Refused(say(STATUS_OF.get(reply.code, 409), reply.detail))
 

@@ -15,7 +15,7 @@ from .arena import Arena, fuzz
 from .calls import FAMILIES
 from .counts import SEED, count, patience
 
-USUAL = 3_000
+USUAL = 1_500
 SHARE = {"strangers": 0.1, "malformed": 0.15, "registrations": 0.15, "forgers": 0.15, "rogues": 0.2, "everybody": 0.25}
 
 pytestmark = pytest.mark.timeout(patience(USUAL, 120))

@@ -374,7 +374,7 @@ def line_of(process: subprocess.Popen[str], word: str = "") -> str:
     return process.stdout.readline().strip()
 
 
-@pytest.mark.parametrize("namespaces", [NETWORK, NETWORK + PROCESSES])
+@pytest.mark.parametrize("namespaces", [pytest.param(NETWORK, marks=pytest.mark.full), NETWORK + PROCESSES])
 def test_a_container_with_a_network_of_its_own_starts_no_second_master(jobs: Jobs, namespaces: tuple[str, ...]) -> None:
     """It sees the claim move and cannot reach the master: one line, and the master lives on."""
     view = jobs.view()

@@ -66,6 +66,7 @@ def test_the_same_command_after_the_end(clusters: Callable[..., Cluster], undist
     job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
 def test_power_cut(clusters: Callable[..., Cluster], undisturbed: Undisturbed) -> None:
     """Agents, workers and the embedded master die at once: the same command resumes the run from its last commit."""
     job = clusters(training=Training(steps=30, save_every=5), agent_flags=["--node-timeout=6"])

@@ -11,7 +11,7 @@ from tests.integration.test_mistakes_ranks import Came, Told, come_once
 from tests.support.pages.mistakes import Comes, brings
 from tests.support.workers import copies_worker
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = [pytest.mark.timeout(420), pytest.mark.full]
 
 WORKER = Path(copies_worker.__file__)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dalsegno.elastic.checkpoint import Manifest
+from tests.support.jobs.commander import ADMIN_TOKEN
 from tests.support.jobs.pods import LEASE_SECONDS, Run, relayed
 
 pytestmark = pytest.mark.timeout(280)
@@ -17,11 +19,15 @@ pytestmark = pytest.mark.timeout(280)
 
 def test_the_next_pod_goes_on_where_the_one_before_was_told_to_go(tmp_path: Path) -> None:
     """Not a step is lost: the trainer saves when it is asked, and the waiting pod has the lease at once."""
-    with relayed(tmp_path, "--end-when-asked", "--save-every=1000") as run:
+    with relayed(tmp_path, "--end-when-asked", "--save-every=1000", steps=60) as run:
         a = run.pod("a")
         run.wait_step(5)
+        trainer = run.steps()[-1].pid
+        # However long the second pod takes to come, the first trainer is not at its end by then.
+        os.kill(trainer, signal.SIGSTOP)
         b = run.pod("b")
         run.wait(lambda: "is a spare" in b.said, "b waits")
+        os.kill(trainer, signal.SIGCONT)
         noticed = time.monotonic()
         a.notice()
         run.wait(lambda: run.state()["status"] == "PREEMPTED", "state.json", 1.0)
@@ -34,15 +40,15 @@ def test_the_next_pod_goes_on_where_the_one_before_was_told_to_go(tmp_path: Path
         assert b.process.wait(120) == 0, run.said()
         first, second = run.epochs().values()
         assert second[0].step == first[-1].step + 1
-        run.assert_one_history(200)
+        run.assert_one_history(60)
         assert [event["event"] for event in run.events() if event["pod"].endswith(f"-{a.process.pid}")] == [
             *("acquire", "resume", "started", "sigterm", "stops", "ckpt_saved", "stopped", "released")
         ]
         assert run.commander.run()["state"] == "COMPLETED"
-        assert (run.state()["status"], run.state()["last_ok_step"]) == ("COMPLETED", 200)
+        assert (run.state()["status"], run.state()["last_ok_step"]) == ("COMPLETED", 60)
         latest = (run.root / "ckpt" / "latest").resolve()
-        assert Manifest.read(latest).step == 200
-        assert (run.root / "ckpt" / "step_00000200").resolve() == latest
+        assert Manifest.read(latest).step == 60
+        assert (run.root / "ckpt" / "step_00000060").resolve() == latest
 
 
 @pytest.mark.full
@@ -87,6 +93,24 @@ def test_a_pod_that_stood_still_beyond_its_lease_is_fenced(tmp_path: Path) -> No
         kept = [event for event in run.events("ckpt_saved") if event["epoch"] == 1]
         assert all(event["time"] < run.events("resume")[1]["time"] for event in kept)
         assert run.state()["epoch"] == 2
+
+
+@pytest.mark.full
+def test_a_pod_that_was_released_ends(tmp_path: Path) -> None:
+    """Also where nobody else waits: whoever released it wants another machine. The next start goes on."""
+    with relayed(tmp_path, "--pace=0.1") as run:
+        a = run.pod("a")
+        saved = run.wait_saved()
+        code, said = run.commander.ask("POST", "/api/relay/my-run/release", token=ADMIN_TOKEN)
+        assert (code, said["status"]) == (200, "released")
+        assert a.process.wait(60) == 76, run.said()
+        assert "fenced for good (released by the admin)" in a.said
+        assert run.state()["status"] == "PREEMPTED"
+        assert len(run.epochs()) == 1
+        b = run.pod("b")
+        assert b.process.wait(120) == 0, run.said()
+        assert run.epochs()[max(run.epochs())][0].step > saved
+        run.assert_one_history(200)
 
 
 @pytest.mark.full

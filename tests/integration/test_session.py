@@ -289,6 +289,7 @@ def alone(tmp_path: Path, *flags: str, **environ: str) -> Rank:
     return Rank(command, {**os.environ, "OMP_NUM_THREADS": "1", **environ})
 
 
+@pytest.mark.full
 def test_an_example_runs_with_plain_python(tmp_path: Path) -> None:
     """As a user types it, in a fresh interpreter."""
     command = [sys.executable, str(DDP), "--steps=3", f"--checkpoint-dir={tmp_path / 'ck'}"]

@@ -121,7 +121,7 @@ def full(*options: str, module: str = f"{ENTRY}.sft") -> Any:
 @pytest.mark.parametrize(
     ("module", "options"),
     [
-        (f"{ENTRY}.sft", {"deepspeed": "zero1"}),
+        full("deepspeed=zero1"),
         full("deepspeed=zero1", "add_version=false", module="swift.cli.sft"),
         full("deepspeed=zero2"),
         full("deepspeed=zero3"),
@@ -154,6 +154,24 @@ def test_changes_of_the_world(
     training = Swift(steps=80, save_every=10, made=made, module=module, options=tuple(options.items()))
     job = clusters(training=training, nnodes="1:3")
     change_worlds(job)
+    judge(job, undisturbed)
+
+
+def test_a_join_and_a_kill(clusters: Clusters, undisturbed: Undisturbed, made: Path) -> None:
+    """The shortest of these: ZeRO-1 on one node, on two, and on one again."""
+    training = Swift(steps=40, save_every=10, made=made, options=(("deepspeed", "zero1"),))
+    job = clusters(training=training, nnodes="1:2")
+    job.agent_environment = {**job.agent_environment, "DALSEGNO_TEST_STEPS": "4"}
+    # The one that is executed imports ms-swift anew in each world: it is in one only.
+    executed, job.executed = job.executed, 0
+    job.open("a")
+    job.executed = 2 * executed
+    job.start("b")
+    second = job.wait_world(2, steps=3)
+    job.kill_node(job.node("b"))
+    third = job.wait_world(1, steps=2, after=second)
+    job.finish()
+    job.assert_lost({third: range(training.save_every + 1)})
     judge(job, undisturbed)
 
 

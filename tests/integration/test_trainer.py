@@ -129,6 +129,7 @@ def test_without_a_norm_no_strategy_clips(tmp_path: Path) -> None:
         assert losses[0] == pytest.approx(losses[1], rel=2e-5)
 
 
+@pytest.mark.full
 def test_same_world_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """Stopped after step 4 and started again: with dropout, momentum and a scheduler, not one bit differs."""
     cases = []

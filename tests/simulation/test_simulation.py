@@ -74,7 +74,7 @@ def test_every_schedule_of_leaders_keeps_the_invariants() -> None:
     assert failures == []
 
 
-@pytest.mark.parametrize(("mode", "seeds"), [(SHELLS, (5, 105, 158)), (CLAIMS, (11, 35, 81)), (LEADERS, (3, 55, 241))])
+@pytest.mark.parametrize(("mode", "seeds"), [(SHELLS, (5, 158)), (CLAIMS, (11, 81)), (LEADERS, (3, 241))])
 def test_a_seed_of_threads_is_a_schedule(mode: str, seeds: tuple[int, ...]) -> None:
     """Threads take turns as the seed says, whatever the machine does meanwhile."""
     here = [simulate(seed, mode).digest for seed in seeds]
@@ -84,7 +84,7 @@ def test_a_seed_of_threads_is_a_schedule(mode: str, seeds: tuple[int, ...]) -> N
 
 def test_a_seed_is_a_schedule() -> None:
     """Tracing changes nothing, and neither does the order in which sets of strings are walked."""
-    seeds = (3, 51, 96, 440)
+    seeds = (3, 440)
     here = [simulate(seed).digest for seed in seeds]
     assert all(here)
     assert [replay(seed)[1].digest for seed in seeds] == here
@@ -108,14 +108,16 @@ def test_other_seeds_are_other_schedules() -> None:
 
 
 ALL_PLANTS = PLANTS | FILE_PLANTS | MEMORY_PLANTS | ORDER_PLANTS
-# Three seconds and more each: it takes many schedules, or what never ends is simulated to its end.
+# Two seconds and more each: it takes many schedules, or what never ends is simulated to its end.
 LONG = {
     *("commits_for_closed_epochs", "ends_with_etcd", "forgets_what_is_owed_at_a_restart", "forgets_what_is_wanted"),
     *("gives_up_a_slow_save", "hears_only_verdicts", "looks_at_all_nodes_for_every_node", "loses_one_node_per_move"),
     *("moves_the_counter_under_a_lock_of_its_own", "never_sees_a_stall", "never_tells_the_ranks"),
     *("reads_before_it_takes", "says_nothing", "starts_a_timer_per_registration", "takes_a_number_for_a_process"),
     *("takes_a_stranger_for_the_master", "takes_its_former_self_for_another", "tells_no_node_to_go"),
-    *("waits_for_a_goodbye", "waits_for_quiet_without_end"),
+    *("waits_for_a_goodbye", "waits_for_quiet_without_end", "signals_whom_it_found_alive_before"),
+    *("leaves_a_stopped_master", "leaves_a_master_without_a_claim", "deletes_the_newest_too", "keeps_no_lease"),
+    *("never_gives_up_resharding", "forgives_everybody_when_held_up"),
 }
 
 

@@ -58,6 +58,8 @@ class Commander:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # What ends a group of processes here does not end it too.
+            start_new_session=True,
         )
         said = said_by(self.process)
         self.http, self.runs = said["http"], said["runs"]

@@ -7,16 +7,12 @@ the seed, and the command that repeats it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import random
 import signal
 import sys
-import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +25,7 @@ from tests.support.jobs.etcd_members import Members, etcd_members
 from tests.support.jobs.light import Crew, Light
 from tests.support.jobs.master_process import settings
 from tests.support.jobs.proxy import Proxy
+from tests.support.jobs.seeds import run_seeds
 from tests.support.jobs.several_masters import Several
 
 PHASES = ("waiting", "forming", "running", "draining")
@@ -308,47 +305,11 @@ def _strike(on: Stage, plan: Schedule) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 if all that ran kept what must be true."""
-    flags = argparse.ArgumentParser(prog="python -m tests.support.jobs.schedules", description=__doc__)
-    flags.add_argument("--seed", type=int, default=1, help="of the first run; the next ones follow it")
-    flags.add_argument("--runs", type=int, default=1)
-    flags.add_argument("--jobs", type=int, default=1, help="how many at a time")
-    options = flags.parse_args(arguments)
-    seeds: Iterator[int] = iter(range(options.seed, options.seed + options.runs))
-    passed: list[int] = []
-    failed: list[int] = []
-    lock = threading.Lock()
 
-    def work() -> None:
-        while True:
-            with lock:
-                seed = next(seeds, None)
-            if seed is None:
-                return
-            plan, began = schedule(seed), time.monotonic()
-            try:
-                with tempfile.TemporaryDirectory(prefix="schedule-") as directory:
-                    took = play(plan, Path(directory))
-                passed.append(seed)
-                print(f"passed {plan} ({time.monotonic() - began:.0f} s; healed {took:.1f} s)", flush=True)
-            except Exception:
-                failed.append(seed)
-                said = traceback.format_exc()
-                print(f"FAILED {plan}\n{said}\nagain: {sys.executable} -m {flags.prog[10:]} --seed {seed}", flush=True)
+    def run(seed: int, directory: Path) -> str:
+        return f"healed {play(schedule(seed), directory):.1f} s"
 
-    def enough(*_: object) -> None:
-        # Those that run end first: what they have started is theirs to end.
-        nonlocal seeds
-        seeds = iter(())
-
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, enough)
-    workers = [threading.Thread(target=work) for _ in range(options.jobs)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    print(f"{len(passed)} of {len(passed) + len(failed)} passed" + (f"; failed: {sorted(failed)}" if failed else ""))
-    return 1 if failed else 0
+    return run_seeds("tests.support.jobs.schedules", str(__doc__), schedule, run, arguments)
 
 
 if __name__ == "__main__":

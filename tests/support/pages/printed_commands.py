@@ -71,7 +71,7 @@ COMMANDS: dict[str, How] = {
     "python examples/ddp.py": Run(_STEPS, says="nothing will be saved"),
     "torchrun --nproc-per-node 2 examples/ddp.py": Run("--steps=10 --save-every=2", says=r"step 10: .*2 ranks"),
     "dlrover-run --nnodes=1:4 examples/ddp.py": Run(_STEPS, says="finished at step 4"),
-    "python examples/train.py": Run(f"{_STEPS} --layers=1", says="nothing will be saved"),
+    "python examples/train.py": Run(f"{_STEPS} --layers=1", says="nothing will be saved", full=True),
     "torchrun --nproc-per-node 2 examples/train.py": Run(f"{_STEPS} --layers=1", full=True),
     "dlrover-run --nnodes=1:4 --universal-checkpoint examples/train.py": Run(
         f"{_STEPS} --layers=1", says="finished at step 4", full=True
@@ -137,6 +137,7 @@ COMMANDS: dict[str, How] = {
     "dalsegno relay verify": Elsewhere(_RUN, "tests/integration/test_relay_pods.py"),
     "dalsegno relay": Name(_PROGRAM),
     "dalsegno relay ARGUMENTS": Name(_INSIDE),
+    "dalsegno relay export": Elsewhere(_RUN, "tests/integration/test_relay_export.py"),
     "dalsegno relay export run.yaml /backup": Elsewhere(_RUN, "tests/integration/test_relay_export.py"),
     "dalsegno relay verify run.yaml --at=/backup": Elsewhere(_RUN, "tests/integration/test_relay_export.py"),
     "dalsegno relay status": Elsewhere(_RUN, _LOOKING),

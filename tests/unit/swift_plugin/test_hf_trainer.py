@@ -249,7 +249,7 @@ def test_a_run_that_died_after_its_last_save_makes_no_further_step(tmp_path: Pat
     assert [one.step for one in inventory(tmp_path / "checkpoints")] == [5, 10]
 
 
-@pytest.mark.parametrize("step", [3, 4, 5, 8])
+@pytest.mark.parametrize("step", [3, 4, *(pytest.param(step, marks=pytest.mark.full) for step in (5, 8))])
 def test_a_drain_changes_nothing(tmp_path: Path, step: int) -> None:
     """In the middle of a data epoch, at its end, and where a save is due anyway."""
     assert without_end(interrupted(tmp_path / "a", step)) == without_end(train(make(tmp_path / "b")))
@@ -263,7 +263,7 @@ def test_a_log_over_several_steps_spans_a_drain(tmp_path: Path) -> None:
     assert len(losses[0]) == 3
 
 
-@pytest.mark.parametrize("unit", ["steps", "epoch"])
+@pytest.mark.parametrize("unit", [pytest.param("steps", marks=pytest.mark.full), "epoch"])
 @pytest.mark.parametrize("step", [4, 8])
 def test_an_evaluation_that_a_drain_leaves_out_is_made_by_what_resumes(tmp_path: Path, step: int, unit: str) -> None:
     """Due at the step of the drain, or at the data epoch's end that it is: once, with the same result; the best too."""
@@ -304,8 +304,8 @@ class Predicting(TrainerCallback):  # type: ignore[misc]
                 self.what()
 
 
-@pytest.mark.parametrize("unit", ["steps", "epoch"])
-@pytest.mark.parametrize("step", [4, 8, 12])
+@pytest.mark.parametrize("unit", ["steps", pytest.param("epoch", marks=pytest.mark.full)])
+@pytest.mark.parametrize("step", [4, 8, pytest.param(12, marks=pytest.mark.full)])
 def test_a_leave_cuts_an_evaluation_short(tmp_path: Path, step: int, unit: str) -> None:
     """It takes longer than a notice: the step is saved at once, and evaluated where the run goes on."""
     often = {"eval_strategy": unit, "save_strategy": unit, "eval_steps": 4, "save_steps": 4}
@@ -447,6 +447,7 @@ def test_a_training_that_was_stopped_stays_stopped(tmp_path: Path) -> None:
     assert trainer.state.global_step == 6
 
 
+@pytest.mark.full
 def test_early_stopping_survives(tmp_path: Path) -> None:
     """Its patience, and a stop that the evaluation left out by a drain decides."""
     often = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}

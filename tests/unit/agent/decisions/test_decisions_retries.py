@@ -49,6 +49,16 @@ def test_a_name_of_the_users_is_waited_for_and_then_given_up() -> None:
     assert len([say for say in agent.did(ev.Say) if "waits for it" in say.text]) == 1
 
 
+def test_a_node_that_was_fenced_for_good_ends() -> None:
+    """That is no wrong input: it leaves, and says that steps since the last save are lost."""
+    agent = fenced()
+    agent.hear(ev.Refused("PERMISSION_DENIED", "this node was fenced for good"))
+    assert agent.did(ev.Exit) == [ev.Exit(ev.EXIT_LEFT_UNSAVED, "this node was fenced for good")]
+    agent = Agent(node_name="")
+    agent.hear(ev.Started(), ev.Refused("PERMISSION_DENIED", "somebody in between says so"))
+    assert agent.did(ev.Exit)[0].code == ev.EXIT_USAGE
+
+
 def test_a_name_that_is_held_at_the_start_is_asked_for_a_little_longer() -> None:
     """Without a word: it may be its own predecessor's, whose death nobody has noticed yet."""
     agent = Agent(node_name="me")

@@ -41,3 +41,16 @@ def test_a_launcher_and_a_helper_are_not_asked() -> None:
     while listeners(launcher.pid, signal.SIGUSR1):
         assert time.monotonic() < deadline, "who is gone handles nothing"
         time.sleep(0.05)
+
+
+def test_a_worker_that_does_not_exist_yet_has_no_processes() -> None:
+    """Its number is 0, from which everything on the machine descends, strangers too."""
+    with subprocess.Popen([sys.executable, "-c", _TRAINER], stdout=subprocess.PIPE, text=True) as stranger:
+        try:
+            assert stranger.stdout is not None
+            stranger.stdout.readline()
+            assert stranger.pid in descendants(0)
+            assert listeners(0, signal.SIGUSR1) == []
+        finally:
+            for pid in (*descendants(stranger.pid), stranger.pid):
+                subprocess.run(["kill", "-9", str(pid)], check=True)

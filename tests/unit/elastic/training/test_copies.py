@@ -354,6 +354,7 @@ def test_functions_are_told_apart_by_what_they_do() -> None:
     assert alike.coded(None) is None
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_functions_are_the_same_in_every_process() -> None:
     """Also where a set's order depends on the process."""

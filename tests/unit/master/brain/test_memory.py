@@ -182,6 +182,27 @@ def test_a_planned_change_goes_through_memory_and_is_made_durable_behind() -> No
     assert job.job.checkpoint(before.ref.digest) is not None
 
 
+def test_a_save_by_order_stands_until_memory_is_on_the_disk() -> None:
+    """The ranks save to memory, and agents write it to the disk: only then is it what somebody wanted."""
+    job, nodes = started(2)
+    nodes[0].save(5)
+    for node in nodes:
+        node.step(6)
+    code = job.call(pb.SaveNowRequest(job_id="job"))
+    assert (code.code, code.message.before) == ("OK", job.sealed[-1].ref.name)  # type: ignore[union-attr]
+    new = newcomer(job)
+    new.join()
+    new.warm()
+    made = drained_into_memory(job, nodes, 7)
+    joins(job, *nodes, new, sees=made)
+    for node in (*nodes, new):
+        node.holds(made, 0, 1)
+    nodes[0].step(8)
+    assert job.job.save_order is not None
+    nodes[0].durable()
+    assert job.job.save_order is None
+
+
 def test_a_newer_commit_makes_it_durable_no_more() -> None:
     job, nodes = started(2)
     nodes[0].step(6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dalsegno.master.brain.orders import MOST_SHUT_OUT
 from dalsegno.master.brain.published import MILESTONES_KEPT, PRUNED_KEPT
 from dalsegno.master.brain.state import Phase, Run
 from dalsegno.master.brain.turn import Turn
@@ -134,6 +135,29 @@ def test_a_node_that_came_back_is_not_fenced_by_an_old_order() -> None:
     assert job.call(order).code == "NOT_FOUND"
     assert job.call(pb.FenceNodeRequest(job_id="job", node="nobody")).code == "NOT_FOUND"
     assert (node.is_known, job.phase) == (True, Phase.RUNNING)
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+def test_who_was_fenced_for_good_is_not_let_in_again(for_good: bool) -> None:
+    """Its agent would register anew and have the run again. Anybody else is let in, and its next start."""
+    job, (node,) = trained()
+    order = pb.FenceNodeRequest(job_id="job", node=node.name, incarnation=node.incarnation, for_good=for_good)
+    assert job.call(order).code == "OK"
+    again = Node(job, "incarnation-anew", probe=node.probe)
+    said = again.register(previous_incarnation=node.incarnation)
+    assert (said.code, "fenced for good" in said.detail) == (("PERMISSION_DENIED", True) if for_good else ("OK", False))
+    assert job.node().is_known, "another one, or the same machine's next start"
+
+
+def test_few_of_those_are_remembered() -> None:
+    """However often somebody orders that."""
+    job, (node,) = trained()
+    for _ in range(MOST_SHUT_OUT + 5):
+        order = pb.FenceNodeRequest(job_id="job", node=node.name, incarnation=node.incarnation, for_good=True)
+        assert job.call(order).code == "OK"
+        node = job.node()
+    assert len(job.state.live.shut_out) == MOST_SHUT_OUT
+    assert "incarnation-0" not in job.state.live.shut_out
 
 
 def test_silence_is_told_without_the_time_in_which_nobody_could_be_heard() -> None:

@@ -1,0 +1,145 @@
+"""The entry of a pod: signals at awkward moments, and what it writes of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("yaml", reason="needs the extra relay")
+
+from dalsegno.protos.run_file import read_run_file
+from dalsegno.relay import entry
+from dalsegno.relay.milestones.access import Access
+from dalsegno.relay.volume import Volume
+from tests.support.jobs.commander import run_file
+
+STARTS = {"event": "starts", "epoch": 1, "run": "run-0001", "resume": None, "step": 0}
+
+
+def interrupt(number: int = signal.SIGTERM) -> None:
+    """Now, on the main thread."""
+    os.kill(os.getpid(), number)
+
+
+class Agent:
+    """An agent that does what the test says."""
+
+    told: tuple[dict[str, Any], ...] = ()
+    code = 0
+    on_start: Callable[[], None] = staticmethod(lambda: None)
+    on_wait: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self, *_: object) -> None:
+        self.signals: list[int] = []
+        self.on_start()
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        yield from self.told
+
+    def wait(self) -> int:
+        self.on_wait()
+        return self.code
+
+    def signal(self, number: int) -> None:
+        self.signals.append(number)
+        # Of a signal that it does not handle it dies.
+        type(self).code = self.code if self.told else 128 + number
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A pod whose Commander always answers, and whose agent is `Agent`."""
+    (tmp_path / "volume").mkdir()
+    path = run_file(tmp_path, command=["sleep", "${save_dir}"])
+    file = read_run_file(path)
+    volume = Volume(file.l1_root, file.run_id)
+    assert volume.problem(must_be_mount=False) == ""
+    kind = type("Kind", (Agent,), {})
+    monkeypatch.setattr(entry, "AgentProcess", kind)
+    monkeypatch.setattr(entry, "ask", lambda file, access: {"grpc_port": 1})
+    options = argparse.Namespace(file=path, notice=30.0, allow_baseline=False, no_mount_check=True)
+    with entry._Pod(file, options, volume, Access("a-token-of-some-length"), ()) as one:
+        one.agent = kind
+        one.volume = volume
+        yield one
+
+
+def test_an_agent_that_does_not_handle_signals_yet_has_left(pod: Any) -> None:
+    """It dies of the notice while it imports; nothing was trained, so that is no failure."""
+    pod.agent.on_wait = staticmethod(interrupt)
+    assert pod.run() == 75
+    assert not pod.volume.state.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_it_dies_without_a_traceback(pod: Any, number: int) -> None:
+    """Whatever came here: SIGINT would be Python's KeyboardInterrupt there."""
+    pod.agent.on_wait = staticmethod(lambda: interrupt(number))
+    assert pod.run() == 75
+    assert pod._agent.signals == [signal.SIGTERM]
+
+
+def test_a_signal_while_the_agent_is_started_reaches_it(pod: Any) -> None:
+    """The process may be there before we know of it: it is never left alone."""
+    pod.agent.on_start = staticmethod(interrupt)
+    assert pod.run() == 75
+    assert pod._agent is not None
+    assert pod._agent.signals == [signal.SIGTERM]
+
+
+def test_a_commit_after_the_notice_does_not_say_that_it_runs(pod: Any) -> None:
+    """state.json stays PREEMPTED from the notice on, also where a write was just under way."""
+    states = []
+    write = pod.volume.write_state
+
+    def seen(state: dict[str, Any]) -> None:
+        if not states:
+            states.append("the notice comes between the first line of this and its end")
+            interrupt()
+        write(state)
+        states.append(json.loads(pod.volume.state.read_bytes())["status"])
+
+    pod.volume.write_state = seen
+    pod.agent.told = (STARTS, {"event": "committed", "epoch": 1, "name": "step-5.e1.1", "step": 5})
+    pod.agent.code = 75
+    assert pod.run() == 75
+    assert states[-3:] == ["PREEMPTED"] * 3
+
+
+def test_a_volume_that_fails_is_one_line(
+    pod: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It went away between the first look and the recovery."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(107, "Transport endpoint is not connected")
+
+    monkeypatch.setattr(entry, "prepared", fails)
+    assert pod.run() == 1
+    error = capsys.readouterr().err
+    assert (len(error.splitlines()), "the volume" in error, "not connected" in error) == (1, True, True)
+
+
+def test_a_child_whose_parent_is_gone_already_ends() -> None:
+    """Nobody would tell it any more."""
+    begin = "import os; from dalsegno.relay.agent_process import ends_with_parent; bind = ends_with_parent()"
+    # The second one was not started by the process that has prepared it.
+    for code, ended in (
+        ("child = os.fork(); os.waitpid(child, 0) if child else (bind(), print('on'))", 0),
+        ("bind(); print('on')", -signal.SIGTERM),
+    ):
+        command = [sys.executable, "-c", f"{begin}\n{code}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        assert (done.returncode, done.stdout) == (ended, "" if ended else "on\n"), done.stderr
