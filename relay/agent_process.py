@@ -116,8 +116,11 @@ class MirrorProcess:
 
     def start(self) -> None:
         """Starts it, unless it runs."""
-        if self._process is not None and self._process.poll() is None:
-            return
+        if self._process is not None:
+            if (code := self._process.poll()) is None:
+                return
+            text = f"dalsegno relay: the mirror has ended ({code}): it is started again, and training went on"
+            print(text, file=sys.stderr, flush=True)
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "dalsegno.relay.milestones.mirror", str(self._file)),

@@ -64,6 +64,23 @@ def _carry_on(options: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
 
 
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    _add_file(parser)
+    parser.add_argument("--at", type=Path, metavar="DIR", help="another place than l1_root, for instance an export")
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    from .exporting import add_export
+
+    add_export(parser)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from .exporting import export
+
+    return export(options)
+
+
 def _verify(options: argparse.Namespace) -> int:
     from .verifying import verify
 
@@ -75,7 +92,8 @@ ACTIONS: dict[str, Action] = {
     "status": Action("shows how a run stands", looking.add_status, looking.status),
     "events": Action("shows what happened to a run", looking.add_events, looking.events),
     "release": Action("fences whoever holds a run, with the admin's token", looking.add_release, looking.release),
-    "verify": Action("compares every checkpoint on the volume with its checksums", _add_file, _verify),
+    "verify": Action("compares every checkpoint on the volume with its checksums", _add_verify, _verify),
+    "export": Action("copies the least from which the run can go on to another place", _add_export, _export),
 }
 
 

@@ -216,6 +216,9 @@ class _Pod:
                 self._volume.note("ckpt_saved", **more, checkpoint=event["name"], step=event["step"])
                 self._volume.show(self._run, event["name"], event["step"], self._epoch)
                 self._write("RUNNING")
+                if self._file.hf is not None and not self._signalled:
+                    # It may have been killed, as where memory is short.
+                    self._mirror.start()
             case "damaged":
                 self._volume.note("damaged", **more, checkpoint=event["name"], why=event["why"])
             case "fenced":

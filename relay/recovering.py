@@ -145,7 +145,10 @@ def _newest_intact(volume: Volume, say: Say) -> tuple[Manifest | None, bool]:
     damaged = False
     for one in volume.manifests():
         if not isinstance(one, Manifest):
-            continue  # it was never finished
+            if one.damaged or one.unreadable:  # else it was never finished
+                damaged = True
+                say(f"{one.name} is damaged: {one.reason}: the one before is looked at")
+            continue
         if not (problem := damage_of(volume.directory_of(one), one)):
             return one, damaged
         damaged = True

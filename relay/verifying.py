@@ -27,7 +27,7 @@ def verify(options: argparse.Namespace) -> int:
         file = read_run_file(options.file)
     except Refused as refused:
         raise UsageError("; ".join(refused.lines)) from refused
-    volume = Volume(file.l1_root, file.run_id)
+    volume = Volume(options.at.absolute() if options.at else file.l1_root, file.run_id)
     try:
         found = volume.manifests()
     except OSError as error:
@@ -37,7 +37,11 @@ def verify(options: argparse.Namespace) -> int:
     code = EXIT_FINISHED
     for one in found:
         if not isinstance(one, Manifest):
-            print(printable(f"not a checkpoint (never sealed): {one}"))
+            if one.damaged or one.unreadable:
+                code = EXIT_FAILED
+                print(printable(f"{one.name}: damaged: {one.reason}"))
+            else:
+                print(printable(f"not a checkpoint (never sealed): {one.name}: {one.reason}"))
             continue
         directory = volume.directory_of(one)
         try:

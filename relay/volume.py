@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest, inspect, verify
+from dalsegno.elastic.checkpoint import CheckpointDamaged, CheckpointName, Manifest, Unsealed, inspect, verify
 from dalsegno.elastic.checkpoint.files import CANNOT, replace_file, write_problem
 
 __all__ = ("Volume", "damage_of")
@@ -74,17 +74,18 @@ class Volume:
             return f"the volume {where} cannot be written: {why}; make room, or mount it for writing"
         return ""
 
-    def manifests(self) -> list[Manifest | str]:
-        """All checkpoints of the run, newest first; of one without a usable manifest its name and what is wrong.
+    def manifests(self) -> list[Manifest | Unsealed]:
+        """All checkpoints of the run, newest first; also those without a usable manifest, which may never have had one.
 
         Raises:
             OSError: the volume cannot be read.
         """
-        found: list[Manifest | str] = []
+        found: list[Manifest | Unsealed] = []
         for directory in self.run_directories():
-            seen = inspect(directory)
-            found += reversed([one for one in seen.sealed if one.source is None])
-            found += [f"{one.name}: {one.reason}" for one in seen.unsealed]
+            # Files that are missing or cut off are damage, which is looked for byte by byte.
+            seen = inspect(directory, check_sizes=False)
+            every = [*(one for one in seen.sealed if one.source is None), *seen.unsealed]
+            found += sorted(every, key=lambda one: CheckpointName.parse(one.name).age, reverse=True)
         return found
 
     def run_directories(self) -> list[Path]:

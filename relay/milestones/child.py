@@ -97,7 +97,7 @@ class Transfer:
                     text += piece
                     *lines, text = text.split(b"\n")
                     for line in lines:
-                        event: Outcome = json.loads(line)
+                        event = _event(line)
                         if event.keys() & {"revision", "downloaded", "refused", "failed"}:
                             return event
                         heard(event)
@@ -112,3 +112,12 @@ class Transfer:
         token = os.environ.get("HF_TOKEN", "").strip()
         said = lines[-1] if lines else "it said nothing"
         return one_line(f"its process ended with {code}: {said.replace(token, '***') if token else said}", 300)
+
+
+def _event(line: bytes) -> Outcome:
+    """What a line says; nothing if it is not the transfer's: its interpreter may print something at its start."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return {}
+    return event if isinstance(event, dict) else {}

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+from functools import partial
 from typing import Any
 
 from dalsegno.protos.text import one_line
@@ -30,6 +31,9 @@ _QUIET = {
 def main() -> None:
     """Does the job that its standard input names."""
     job: dict[str, Any] = json.loads(sys.stdin.readline())
+    # What a library prints is none of our lines.
+    tell = partial(_tell, os.dup(1))
+    os.dup2(2, 1)
     threading.Thread(target=_end_with_the_input, name="life-line", daemon=True).start()
     os.nice(job.get("nice", 0))
     os.environ.update(_QUIET)
@@ -40,13 +44,13 @@ def main() -> None:
 
     try:
         if job["do"] == "publish":
-            hub_calls.publish(job, token, _tell)
+            hub_calls.publish(job, token, tell)
         else:
-            hub_calls.download(job, token, _tell)
+            hub_calls.download(job, token, tell)
     except hub_calls.RefusedMilestone as refused:
-        _tell({"refused": _clean(refused, token)})
+        tell({"refused": _clean(refused, token)})
     except Exception as error:  # whatever the library raises is one line for a person
-        _tell({"failed": _clean(error, token), "xet": hub_calls.is_of_xet(error)})
+        tell({"failed": _clean(error, token), "xet": hub_calls.is_of_xet(error)})
     os._exit(0)  # threads of the library may still wait for a network
 
 
@@ -58,9 +62,9 @@ def _clean(error: BaseException, token: str) -> str:
     return one_line(text.replace(token, "***") if token else text, 300)
 
 
-def _tell(event: dict[str, Any]) -> None:
+def _tell(answers: int, event: dict[str, Any]) -> None:
     # One write: what is read is whole lines.
-    os.write(1, json.dumps(event).encode() + b"\n")
+    os.write(answers, json.dumps(event).encode() + b"\n")
 
 
 def _end_with_the_input() -> None:

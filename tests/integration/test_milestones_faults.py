@@ -135,6 +135,22 @@ def test_the_commander_away_holds_up_nothing_but_the_milestone(scenes: Scenes, s
     assert scene.wait_milestone()["step"] == 40
 
 
+@pytest.mark.full
+def test_what_a_library_prints_is_no_answer(scenes: Scenes) -> None:
+    """Lines on standard output, at its start and in the middle of an upload, are not taken for the transfer's own."""
+    scene = scenes()
+    noise = scene.root / "noise"
+    noise.mkdir()
+    text = "import threading\nprint('noise')\nthreading.Timer(1.0, lambda: print('{} more noise', flush=True)).start()"
+    (noise / "sitecustomize.py").write_text(text)
+    scene.environment["PYTHONPATH"] = str(noise)
+    scene.commit(40)
+    scene.hub.fault("PUT /_lfs/", "slow", seconds=2.0)
+    one = scene.mirror()
+    assert scene.wait_milestone()["step"] == 40
+    assert one.process.poll() is None
+
+
 RATE = 1_000_000
 
 
