@@ -29,6 +29,7 @@ from .layouts import Complete, FileState, complete, number_of_file, state_of
 from .naming import is_log
 from .slices import Behind, Slice, choose, names_it
 from .slots import Slots
+from .standing import Standing
 from .taking import Before, Changed, Origin, adopt, save_directory
 
 __all__ = ["Adopter", "Before", "Origin", "adopt", "save_directory"]
@@ -83,6 +84,7 @@ class Adopter:
         self._keep = keep
         self._run_dir, self._world, self._origin, self._deliver = run_dir, world, origin, deliver
         self._root, self._pattern = save_directory(run_dir, world.epoch), pattern
+        self._standing = Standing(run_dir)
         self._resumed_step = self._step = world.resume.source.step if world.HasField("resume") else 0
         self._before = before
         self._known: dict[str, FileState] = dict(before.files) if before is not None else {}
@@ -198,6 +200,7 @@ class Adopter:
         self._undecided, self._calm = False, True
         began = time.monotonic()
         try:
+            self._standing.check()
             found = survey(self._root, self._pattern)
             series = map(self._slots.arrange, found.series())
             units = [one for members in series if (one := self._newest(members)) is not None]
@@ -287,7 +290,9 @@ class Adopter:
         notes = () if piece.below else self._notes(piece, found)
         try:
             saved_as = piece.saved_as(found.links)
-            manifest = adopt(piece, saved_as, self._run_dir, self._world, self._origin, notes, self._before)
+            manifest = adopt(
+                piece, saved_as, self._run_dir, self._world, self._origin, notes, self._before, self._standing
+            )
         except (Changed, FileNotFoundError):
             raise
         except OSError as error:

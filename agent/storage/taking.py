@@ -29,6 +29,7 @@ from dalsegno.protos import control_pb2
 
 from .layouts import FileState, state_of
 from .slices import Slice
+from .standing import Standing
 
 __all__ = ["Before", "Changed", "Origin", "adopt", "save_directory"]
 
@@ -76,6 +77,7 @@ def adopt(
     origin: Origin,
     notes: Iterable[FileState] = (),
     before: Before | None = None,
+    standing: Standing | None = None,
 ) -> Manifest:
     """Seals a copy of it among the run's checkpoints. A copy that cannot be finished is removed again.
 
@@ -84,6 +86,7 @@ def adopt(
         run_dir, world, origin: see `Adopter`.
         notes: small files that belong to it.
         before: files that did not change since then are taken from there.
+        standing: the volume as it was when the epoch began.
 
     Raises:
         Changed: it is being written again.
@@ -115,6 +118,8 @@ def adopt(
             files=describe(target),
             saved_as=saved_as,
         )
+        if standing is not None:
+            standing.check()
         seal(target, manifest)
     except BaseException:
         # Removed, because it would take room until the epoch is over, and the next try makes another one.
