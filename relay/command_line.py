@@ -34,13 +34,14 @@ def check_command(file: RunFile, name: str) -> None:
 
 
 def agent_command(
-    file: RunFile, volume: Volume, master: str, notice: float, initial: Path | None, back: str
+    file: RunFile, volume: Volume, logs: Path, master: str, notice: float, initial: Path | None, back: str
 ) -> list[str]:
     """What is executed, but for `--tell-fd`, which comes first.
 
     Args:
         file: the run.
         volume: its place.
+        logs: where the agent and the trainer write their logs.
         master: HOST:PORT of its master.
         notice: seconds that SIGTERM gives.
         initial: what a run without a checkpoint starts from; None: nothing.
@@ -51,7 +52,7 @@ def agent_command(
         f"--master={master}",
         f"--job-id={file.run_id}",
         f"--checkpoint-dir={volume.store}",
-        f"--log-dir={volume.logs}",
+        f"--log-dir={logs}",
         f"--node-timeout={max(LEAST_NODE_TIMEOUT_SECONDS, file.lease_seconds):g}",
         "--quiet-time=0",
         f"--drain-timeout={notice:g}",

@@ -25,6 +25,7 @@ from dalsegno.protos.yaml_text import Refused
 
 from .agent_process import AgentProcess, MirrorProcess
 from .command_line import agent_command, check_command
+from .logs import Logs
 from .preflight import Away, ask
 from .recovering import Stuck, prepared
 from .volume import Volume
@@ -80,6 +81,7 @@ class _Pod:
         self._epoch = self._step = 0
         self._run = self._path = ""
         self._agent: AgentProcess | None = None
+        self._logs: Logs | None = None
         self._mirror = MirrorProcess(options.file, volume)
         self._before: dict[int, Any] = {}
         self._signalled = 0
@@ -95,6 +97,8 @@ class _Pod:
         self._mirror.end()
         if self._agent is not None:
             self._agent.close()
+        if self._logs is not None:
+            self._logs.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -155,7 +159,10 @@ class _Pod:
     def _train(self, shown: dict[str, Any], initial: Path | None, back: str) -> int:
         host = urlsplit(self._file.commander).hostname or ""
         master = f"[{host}]:{shown['grpc_port']}" if ":" in host else f"{host}:{shown['grpc_port']}"
-        command = agent_command(self._file, self._volume, master, self._options.notice, initial, back)
+        self._logs = self._logs or Logs(self._volume.logs)
+        command = agent_command(
+            self._file, self._volume, self._logs.directory, master, self._options.notice, initial, back
+        )
         self._starting, self._told = True, False
         self._agent = agent = AgentProcess(command, os.environ)
         self._starting = False
@@ -183,6 +190,8 @@ class _Pod:
                 self._volume.note("resume", **more, checkpoint=event["resume"], step=event["step"])
                 if event["resume"]:
                     self._path = str(self._volume.job / self._run / event["resume"])
+                    # Whoever committed it may not have come to that.
+                    self._volume.show(self._run, event["resume"], event["step"], self._epoch)
                 if self._volume.restored():
                     with contextlib.suppress(OSError):  # it only makes the next start ask once more
                         self._volume.note_restored("")
