@@ -158,7 +158,7 @@ class Run:
 @contextlib.contextmanager
 def relayed(folder: Path, *trainer: str, steps: int = 200, **more: Any) -> Iterator[Run]:
     """A Commander, and a run that is not begun. Ends all that it starts."""
-    (folder / "volume").mkdir()
+    (folder / "volume").mkdir(exist_ok=True)
     command = [sys.executable, str(BLACK_BOX), "--output_dir", "${save_dir}", "--log", str(folder / "steps")]
     settings: dict[str, Any] = {
         "command": [*command, f"--steps={steps}", *trainer],
