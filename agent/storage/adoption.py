@@ -158,6 +158,11 @@ class Adopter:
             ended_well: a worker has ended by itself, with all that it saved; interrupted workers may have been saving.
         """
         with self._news:
+            if self._standing.lag:
+                # What they saved last may not be listed yet.
+                late = min(timeout, 2 * self._standing.lag)
+                self._news.wait_for(lambda: self._closing, late)
+                timeout -= late
             self._asked += 1
             self._trusting += ended_well
             mine = self._asked

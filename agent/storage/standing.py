@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
+
+from dalsegno.elastic.checkpoint.errors import printable
+from dalsegno.elastic.checkpoint.files import list_files
 
 from .private import read_private
 
 __all__ = ["Standing"]
+
+# Seconds that the listing of a copy may lag behind its files, and the pause between two looks.
+SIGHT_SECONDS, _PAUSE_SECONDS = 20.0, 0.1
 
 
 class Standing:
@@ -19,10 +26,14 @@ class Standing:
 
     Args:
         run_dir: the run's directory.
+
+    Attributes:
+        lag: the longest time in seconds that its listings were seen to lag behind what was written; 0: none.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
+        self.lag = 0.0
         self._probe = run_dir.parent.parent / ".dalsegno" / run_dir.parent.name / "probe"
         # Without a master of ours there is none.
         self._was = self._read() if os.path.lexists(self._probe) else b""
@@ -31,6 +42,21 @@ class Standing:
         """Raises OSError if it is another one now, or gone."""
         if self._was and self._read() != self._was:
             raise OSError(errno.ESTALE, "another volume is mounted here now", str(self._run_dir))
+
+    def wait_listed(self, directory: Path, names: set[str], seconds: float = SIGHT_SECONDS) -> None:
+        """Until the listing of a directory has all these files, or it would be sealed without some of them.
+
+        Raises:
+            OSError: it does not have them after so many seconds.
+        """
+        began = time.monotonic()
+        while missing := names.difference(list_files(directory)):
+            waited = time.monotonic() - began
+            self.lag = max(self.lag, waited)
+            if waited > seconds:
+                late = f"{printable(min(missing))} was written {seconds:.0f} s ago, and the volume does not list it"
+                raise OSError(errno.EAGAIN, late, str(directory))
+            time.sleep(_PAUSE_SECONDS)  # why: no event tells when an object store lists what was written
 
     def _read(self) -> bytes:
         try:

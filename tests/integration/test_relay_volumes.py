@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,9 @@ import pytest
 from dalsegno.elastic.checkpoint import Manifest
 from tests.support.jobs.faults import Volume, volume
 from tests.support.jobs.pods import Run, relayed
+from tests.support.pages.sources import ROOT
 
+BARE_MOUNT = ROOT / "tests" / "support" / "jobs" / "bare_mount"
 pytestmark = [pytest.mark.full, pytest.mark.timeout(280)]
 
 
@@ -144,3 +147,31 @@ def test_a_volume_that_goes_away_in_mid_run(tmp_path: Path) -> None:
 def mount(*arguments: str) -> None:
     """As a provider does."""
     subprocess.run(["mount", *arguments], check=True, timeout=30)
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL])
+@pytest.mark.parametrize("late", [0.0, 3.0])
+def test_a_volume_without_links_and_rename(tmp_path: Path, code: int, late: float) -> None:
+    """As object stores are mounted, with late listings or without: saves, a notice, a kill, and the end."""
+    bare = {"DALSEGNO_TEST_BARE": str(tmp_path / "volume"), "DALSEGNO_TEST_BARE_CODE": str(code)}
+    bare |= {"DALSEGNO_TEST_BARE_LATE": str(late), "PYTHONPATH": str(BARE_MOUNT)}
+    with relayed(tmp_path, "--pace=0.1", "--end-when-asked", "--save-every=40") as run:
+        a = run.pod("a", **bare)
+        run.wait_saved()
+        a.notice()
+        assert a.process.wait(60) == 75, run.said()
+        b = run.pod("b", **bare)
+        saved = run.wait_saved(run.steps()[-1].step + 1)
+        b.vanish()
+        c = run.pod("c", **bare)
+        assert c.process.wait(120) == 0, run.said()
+        first, second, *_, last = run.epochs().values()
+        assert second[0].step == first[-1].step + 1, "nothing is lost on notice"
+        assert last[0].step >= saved + 1
+        run.assert_one_history(200)
+        assert "Traceback" not in run.said()
+        # Where there are no links, `latest` is a small file.
+        assert not (run.root / "ckpt" / "latest").is_symlink()
+        latest = (run.root / "ckpt" / "latest").read_text().strip()
+        assert Manifest.read(run.root / "ckpt" / latest).step == 200
+        assert run.state()["status"] == "COMPLETED"
