@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -24,6 +25,8 @@ def main() -> None:
     flags.add_argument("--save-every", type=int, default=20)
     flags.add_argument("--pace", type=float, default=0.05)
     flags.add_argument("--end-when-asked", action="store_true")
+    flags.add_argument("--size", type=int, default=65536, help="bytes of a checkpoint")
+    flags.add_argument("--go-on", action="store_true", help="a save that fails is a line, and no end")
     options = flags.parse_args()
     asked = False
 
@@ -39,9 +42,15 @@ def main() -> None:
 
     def save() -> None:
         where = options.output_dir / f"checkpoint-{step}"
-        where.mkdir(parents=True, exist_ok=True)
-        (where / "model.safetensors").write_bytes(b"\0" * 65536)
-        (where / "trainer_state.json").write_text(json.dumps({"global_step": step, "state": state}))
+        try:
+            where.mkdir(parents=True, exist_ok=True)
+            (where / "model.safetensors").write_bytes(b"\0" * options.size)
+            (where / "trainer_state.json").write_text(json.dumps({"global_step": step, "state": state}))
+        except OSError as error:
+            if not options.go_on:
+                raise
+            print(f"step {step} is not saved: {error}", file=sys.stderr, flush=True)
+            shutil.rmtree(where, ignore_errors=True)
 
     while step < options.steps:
         step, state = step + 1, state * 0.99 + 0.001 * (step % 7)

@@ -35,7 +35,15 @@ def check_command(file: RunFile, name: str) -> None:
 
 
 def agent_command(
-    file: RunFile, volume: Volume, master: str, tls: Sequence[str], notice: float, initial: Path | None, back: str
+    file: RunFile,
+    volume: Volume,
+    master: str,
+    notice: float,
+    *,
+    logs: Path,
+    tls: Sequence[str] = (),
+    initial: Path | None = None,
+    back: str = "",
 ) -> list[str]:
     """What is executed, but for `--tell-fd`, which comes first.
 
@@ -43,8 +51,9 @@ def agent_command(
         file: the run.
         volume: its place.
         master: HOST:PORT of its master.
-        tls: flags about certificates.
         notice: seconds that SIGTERM gives.
+        logs: where the agent and the trainer write their logs.
+        tls: flags about certificates.
         initial: what a run without a checkpoint starts from; None: nothing.
         back: for `--resume-step`; "": it goes on from the newest.
     """
@@ -54,7 +63,7 @@ def agent_command(
         *tls,
         f"--job-id={file.run_id}",
         f"--checkpoint-dir={volume.store}",
-        f"--log-dir={volume.logs}",
+        f"--log-dir={logs}",
         f"--node-timeout={max(LEAST_NODE_TIMEOUT_SECONDS, file.lease_seconds):g}",
         "--quiet-time=0",
         f"--drain-timeout={notice:g}",

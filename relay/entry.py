@@ -27,6 +27,7 @@ from dalsegno.protos.yaml_text import Refused
 
 from .agent_process import AgentProcess, MirrorProcess
 from .command_line import agent_command, check_command
+from .logs import Logs
 from .milestones.access import Access, secret
 from .preflight import Away, ask
 from .recovering import Stuck, prepared
@@ -93,6 +94,7 @@ class _Pod:
         self._run = self._path = ""
         self._agent: AgentProcess | None = None
         self._access, self._tls, self._ahead = access, tls, ahead
+        self._logs: Logs | None = None
         self._mirror = MirrorProcess(options.file, volume, access.flags())
         self._before: dict[int, Any] = {}
         self._signalled = 0
@@ -107,6 +109,8 @@ class _Pod:
     def __exit__(self, *_: object) -> None:
         self._mirror.end()
         self._ahead.close()
+        if self._logs is not None:
+            self._logs.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -170,7 +174,17 @@ class _Pod:
     def _train(self, shown: dict[str, Any], initial: Path | None, back: str) -> int:
         host = urlsplit(self._file.commander).hostname or ""
         master = f"[{host}]:{shown['grpc_port']}" if ":" in host else f"{host}:{shown['grpc_port']}"
-        command = agent_command(self._file, self._volume, master, self._tls, self._options.notice, initial, back)
+        self._logs = self._logs or Logs(self._volume.logs)
+        command = agent_command(
+            self._file,
+            self._volume,
+            master,
+            self._options.notice,
+            logs=self._logs.directory,
+            tls=self._tls,
+            initial=initial,
+            back=back,
+        )
         token = {Variable.TOKEN: self._access.token} if self._access.token else {}
         self._starting, self._told = True, False
         if not self._ahead.waits:  # it has begun before, or was killed
@@ -203,6 +217,8 @@ class _Pod:
                 self._volume.note("resume", **more, checkpoint=event["resume"], step=event["step"])
                 if event["resume"]:
                     self._path = str(self._volume.job / self._run / event["resume"])
+                    # Whoever committed it may not have come to that.
+                    self._volume.show(self._run, event["resume"], event["step"], self._epoch)
                 if self._volume.restored():
                     with contextlib.suppress(OSError):  # it only makes the next start ask once more
                         self._volume.note_restored("")

@@ -19,6 +19,8 @@ __all__ = ["Stopping"]
 
 # What is kept of a notice for the end itself: at most so many seconds, and a part of it.
 _END_SECONDS, _END_PART = 5.0, 0.25
+# Seconds that a save of a script that has ended may take to come into sight.
+_SIGHT_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -104,5 +106,10 @@ class Stopping:
             self._say(f"no process of the script listens to {self._order.ask}: it is told to end, unasked", True)
             return
         within = self._order.grace - min(_END_SECONDS, _END_PART * self._order.grace)
-        if not self._adoption.wait_met(within, lambda: context.over) and not context.over:
+        if self._adoption.wait_met(within, lambda: context.over):
+            return
+        if context.over:
+            # What it saved before it ended may come into sight late, where the volume is an object store.
+            self._adoption.wait_met(min(_SIGHT_SECONDS, within), lambda: False)
+        else:
             self._say(f"the script did not save within {within:.0f} s of {self._order.ask}: it is told to end", True)

@@ -29,6 +29,7 @@ from .layouts import Complete, FileState, complete, number_of_file, state_of
 from .naming import is_log
 from .slices import Behind, Slice, choose, names_it
 from .slots import Slots
+from .standing import Standing
 from .taking import Before, Changed, Origin, adopt, save_directory
 
 __all__ = ["Adopter", "Before", "Origin", "adopt", "save_directory"]
@@ -83,6 +84,7 @@ class Adopter:
         self._keep = keep
         self._run_dir, self._world, self._origin, self._deliver = run_dir, world, origin, deliver
         self._root, self._pattern = save_directory(run_dir, world.epoch), pattern
+        self._standing = Standing(run_dir)
         self._resumed_step = self._step = world.resume.source.step if world.HasField("resume") else 0
         self._before = before
         self._known: dict[str, FileState] = dict(before.files) if before is not None else {}
@@ -156,6 +158,11 @@ class Adopter:
             ended_well: a worker has ended by itself, with all that it saved; interrupted workers may have been saving.
         """
         with self._news:
+            if self._standing.lag:
+                # What they saved last may not be listed yet.
+                late = min(timeout, 2 * self._standing.lag)
+                self._news.wait_for(lambda: self._closing, late)
+                timeout -= late
             self._asked += 1
             self._trusting += ended_well
             mine = self._asked
@@ -198,6 +205,7 @@ class Adopter:
         self._undecided, self._calm = False, True
         began = time.monotonic()
         try:
+            self._standing.check()
             found = survey(self._root, self._pattern)
             series = map(self._slots.arrange, found.series())
             units = [one for members in series if (one := self._newest(members)) is not None]
@@ -287,7 +295,9 @@ class Adopter:
         notes = () if piece.below else self._notes(piece, found)
         try:
             saved_as = piece.saved_as(found.links)
-            manifest = adopt(piece, saved_as, self._run_dir, self._world, self._origin, notes, self._before)
+            manifest = adopt(
+                piece, saved_as, self._run_dir, self._world, self._origin, notes, self._before, self._standing
+            )
         except (Changed, FileNotFoundError):
             raise
         except OSError as error:

@@ -125,7 +125,12 @@ class Volume:
         take = self.free - leave
         if take > 0:
             with open(self.path / "filler", "ab") as file:
-                os.posix_fallocate(file.fileno(), file.tell(), take)
+                with contextlib.suppress(OSError):
+                    os.posix_fallocate(file.fileno(), file.tell(), take)
+                # Others take of it meanwhile.
+                with contextlib.suppress(OSError):
+                    while not leave:
+                        os.write(file.fileno(), b"x" * 4096)
 
     def clear(self) -> None:
         """Gives the room back."""

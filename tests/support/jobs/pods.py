@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..hosts.namespaces import children_of
 from ..pages.sources import ROOT
 from .commander import TOKEN, Commander, commander, run_file
 from .local_processes import carriers, send
@@ -21,6 +22,8 @@ from .local_processes import carriers, send
 T = TypeVar("T")
 BLACK_BOX = ROOT / "examples" / "black_box.py"
 LEASE_SECONDS = 6.0
+_CONTAINED = ("unshare", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
+_CONTAINED += ("sh", "-c", 'hostname "$1" && shift && exec "$@"', "sh")
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Pod:
     process: subprocess.Popen[bytes]
     errors: Path
     mark: str
+    contained: bool = False
 
     @property
     def said(self) -> str:
@@ -57,7 +61,9 @@ class Pod:
 
     def notice(self) -> None:
         """What an image's entrypoint gets."""
-        self.process.send_signal(signal.SIGTERM)
+        # In a container it is the first process there.
+        pids = children_of(self.process.pid) if self.contained else [self.process.pid]
+        send(pids, signal.SIGTERM)
 
 
 @dataclass
@@ -77,8 +83,8 @@ class Run:
     def command(self) -> tuple[str, ...]:
         return "relay", str(self.file), "--no-mount-check"
 
-    def pod(self, name: str, *flags: str, **environment: str) -> Pod:
-        """Starts one."""
+    def pod(self, name: str, *flags: str, contained: bool = False, **environment: str) -> Pod:
+        """Starts one; `contained`: with a host name, process numbers and mounts of its own, as its process 1."""
         mark = f"DALSEGNO_TEST_POD={self.folder}/{name}"
         errors = self.folder / f"{name}.err"
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("DALSEGNO_", "PET_", "HF_"))}
@@ -86,13 +92,16 @@ class Run:
         home.mkdir()
         with open(errors, "wb") as stderr:
             process = subprocess.Popen(
-                [*(sys.executable, "-m", "dalsegno.agent.commands.dalsegno"), *self.command, *flags],
+                [
+                    *((*_CONTAINED, name) if contained else ()),
+                    *(sys.executable, "-m", "dalsegno.agent.commands.dalsegno", *self.command, *flags),
+                ],
                 env={**kept, "HOME": str(home), "DALSEGNO_TOKEN": TOKEN, **dict([mark.split("=", 1)]), **environment},
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 start_new_session=True,
             )
-        self.pods.append(Pod(name, process, errors, mark))
+        self.pods.append(Pod(name, process, errors, mark, contained))
         return self.pods[-1]
 
     def steps(self) -> list[Step]:
@@ -158,7 +167,7 @@ class Run:
 @contextlib.contextmanager
 def relayed(folder: Path, *trainer: str, steps: int = 200, **more: Any) -> Iterator[Run]:
     """A Commander, and a run that is not begun. Ends all that it starts."""
-    (folder / "volume").mkdir()
+    (folder / "volume").mkdir(exist_ok=True)
     command = [sys.executable, str(BLACK_BOX), "--output_dir", "${save_dir}", "--log", str(folder / "steps")]
     settings: dict[str, Any] = {
         "command": [*command, f"--steps={steps}", *trainer],

@@ -47,6 +47,8 @@ TARGETS = {
 DAMAGES = ("flipped", "truncated", "removed", "extra", "manifest")
 # Pods that are started at most; what comes beyond that is a loop.
 MOST_PODS = 16
+# What is damaged so shortly before a trainer's start was verified before that.
+VERIFIED_SECONDS = 5.0
 # Seconds within which the run must end once nothing happens any more; the machine may be loaded.
 PATIENCE = 150.0
 
@@ -106,7 +108,7 @@ def schedule(seed: int) -> Schedule:
         draw.choice((0.0, draw.uniform(0.5, 8.0))),
         draw.random() < 0.3,
         draw.random() < 0.5,
-        draw.choice((10, 20, 45)),
+        draw.choice((20, 30, 45)),
         draw.random() < 0.3,
         tuple(sorted(faults, key=lambda fault: fault.after)),
     )
@@ -123,8 +125,8 @@ class Stage:
     # Names of pods that lost a process to us; they may end as they like.
     hit: set[str] = field(default_factory=set)
     noticed: set[str] = field(default_factory=set)
-    # Checkpoints that are no longer what was sealed.
-    damaged: set[str] = field(default_factory=set)
+    # Checkpoints that are no longer what was sealed, and since when.
+    damaged: dict[str, float] = field(default_factory=dict)
     heads: list[dict[str, Any]] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)
 
@@ -222,7 +224,7 @@ class Stage:
         if len([path for path in sealed if path.name not in self.damaged]) < 2:
             return
         target = sealed[-1]
-        self.damaged.add(target.name)
+        self.damaged[target.name] = time.time()
         with contextlib.suppress(FileNotFoundError):  # it was just pruned
             damage(target, DAMAGES[int(fault.which * 1000) % len(DAMAGES)])
 
@@ -264,7 +266,8 @@ class Stage:
             epoch, step = int(resume["epoch"]), int(resume["step"])
             name = resume["checkpoint"]
             assert name is None or CheckpointName.parse(name).epoch < epoch, resume
-            assert name is None or name not in self.damaged or epoch not in made, f"from a damaged one: {resume}"
+            damaged = self.damaged.get(str(name), resume["time"]) + VERIFIED_SECONDS < resume["time"]
+            assert not damaged or epoch not in made, f"from a damaged one: {resume}"
             before = [one for one in saved if CheckpointName.parse(one["checkpoint"]).epoch < epoch]
             intact = [int(one["step"]) for one in before if one["checkpoint"] not in self.damaged]
             assert step >= max(intact, default=0) or epoch not in made, f"{resume}: {max(intact)} was committed"

@@ -122,6 +122,15 @@ def test_a_commit_after_the_notice_does_not_say_that_it_runs(pod: Any) -> None:
     assert states[-3:] == ["PREEMPTED"] * 3
 
 
+def test_what_the_run_resumes_from_is_pointed_to(pod: Any) -> None:
+    """Whoever committed it may have died before it had."""
+    (pod.volume.job / "run-0001" / "step-7.e1.1").mkdir(parents=True)
+    pod.agent.told = ({**STARTS, "epoch": 2, "resume": "step-7.e1.1", "step": 7},)
+    assert pod.run() == 0
+    assert (pod.volume.ckpt / "latest").resolve().name == "step-7.e1.1"
+    assert (pod.volume.ckpt / "step_00000007").exists()
+
+
 def test_a_volume_that_fails_is_one_line(
     pod: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from dalsegno.protos.run_file import read_run_file
@@ -16,7 +18,7 @@ FILES = sorted((ROOT / "deploy" / "relay").glob("*.yaml"))
 def test_a_printed_run_is_one(path: object) -> None:
     """Its command reaches the agent with the macros in it, and the resume point reaches the trainer."""
     file = read_run_file(path)  # type: ignore[arg-type]
-    words = agent_command(file, Volume(file.l1_root, file.run_id), "localhost:1", (), 30.0, None, "")
+    words = agent_command(file, Volume(file.l1_root, file.run_id), "localhost:1", 30.0, logs=Path("/logs"))
     assert f"--job-id={file.run_id}" in words
     assert any("${resume_dir" in word for word in words)
     assert words[-1] != file.resume_flag

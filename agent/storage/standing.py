@@ -1,0 +1,66 @@
+"""Whether a run's directory is still the one on its volume, and not what is left where the volume was mounted."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+
+from dalsegno.elastic.checkpoint.errors import printable
+from dalsegno.elastic.checkpoint.files import list_files
+
+from .private import read_private
+
+__all__ = ["Standing"]
+
+# Seconds that the listing of a copy may lag behind its files, and the pause between two looks.
+SIGHT_SECONDS, _PAUSE_SECONDS = 20.0, 0.1
+
+
+class Standing:
+    """The volume as it was when an epoch began; the job's probe file tells one from another.
+
+    A script makes its directories again where a mount is gone. What it saves there lies on the machine's own disk,
+    which nobody else sees, so that must not become the run's.
+
+    Args:
+        run_dir: the run's directory.
+
+    Attributes:
+        lag: the longest time in seconds that its listings were seen to lag behind what was written; 0: none.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self.lag = 0.0
+        self._probe = run_dir.parent.parent / ".dalsegno" / run_dir.parent.name / "probe"
+        # Without a master of ours there is none.
+        self._was = self._read() if os.path.lexists(self._probe) else b""
+
+    def check(self) -> None:
+        """Raises OSError if it is another one now, or gone."""
+        if self._was and self._read() != self._was:
+            raise OSError(errno.ESTALE, "another volume is mounted here now", str(self._run_dir))
+
+    def wait_listed(self, directory: Path, names: set[str], seconds: float = SIGHT_SECONDS) -> None:
+        """Until the listing of a directory has all these files, or it would be sealed without some of them.
+
+        Raises:
+            OSError: it does not have them after so many seconds.
+        """
+        began = time.monotonic()
+        while missing := names.difference(list_files(directory)):
+            waited = time.monotonic() - began
+            self.lag = max(self.lag, waited)
+            if waited > seconds:
+                late = f"{printable(min(missing))} was written {seconds:.0f} s ago, and the volume does not list it"
+                raise OSError(errno.EAGAIN, late, str(directory))
+            time.sleep(_PAUSE_SECONDS)  # why: no event tells when an object store lists what was written
+
+    def _read(self) -> bytes:
+        try:
+            return read_private(self._probe)
+        except FileNotFoundError as error:
+            text = "the volume that the run began on is not mounted here any more: mount it again"
+            raise OSError(errno.ESTALE, text, str(self._run_dir)) from error

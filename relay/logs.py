@@ -1,0 +1,89 @@
+"""The logs of a pod: written on the machine's own disk, and copied to the volume beside it.
+
+A trainer whose output goes to a file on the volume dies of its next line when that is full, or goes away.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+__all__ = ("Logs",)
+
+# Seconds between two copies, and those that the last one has.
+_EVERY_SECONDS, _LAST_SECONDS = 3.0, 3.0
+_CHUNK_BYTES = 1 << 20
+
+
+class Logs:
+    """Copies all below `directory` until it is closed. What is lost with the machine is of the last seconds.
+
+    Args:
+        target: where to; made.
+
+    Attributes:
+        directory: for the agent's `--log-dir`; it is removed in the end.
+
+    Raises:
+        OSError: the machine's own disk says no.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="dalsegno-relay-logs-"))
+        self._target = target
+        self._over = threading.Event()
+        self._failed = False
+        self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Copies what is left, unless the volume stands still."""
+        self._over.set()
+        self._thread.join(_LAST_SECONDS)
+        if not self._failed:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _run(self) -> None:
+        while not self._over.wait(_EVERY_SECONDS):
+            self._copy_all()
+        self._copy_all()
+
+    def _copy_all(self) -> None:
+        """A volume that is full now may have room at the next time."""
+        try:
+            for where, _, names in os.walk(self.directory):
+                for name in names:
+                    path = Path(where, name)
+                    copy_news(path, self._target / path.relative_to(self.directory))
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                print(
+                    f"dalsegno relay: warning: the logs cannot be copied to the volume: {error}; they are in "
+                    f"{self.directory}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self._failed = True
+
+
+def copy_news(source: Path, target: Path) -> None:
+    """Appends what `target` does not have yet; begins anew if `source` has become shorter.
+
+    Raises:
+        OSError: the file system says no.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(source, "rb") as reader, open(target, "ab") as writer:
+        done = writer.tell()
+        if os.fstat(reader.fileno()).st_size < done:
+            writer.truncate(0)
+            done = 0
+        reader.seek(done)
+        while data := reader.read(_CHUNK_BYTES):
+            writer.write(data)
+            writer.flush()

@@ -1,0 +1,50 @@
+"""Logs on the machine's own disk, copied to the volume as far as that takes them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from dalsegno.relay import logs as module
+from dalsegno.relay.logs import Logs, copy_news
+
+
+def test_what_is_new_is_appended(tmp_path: Path) -> None:
+    """Nothing twice; a log that was cut begins anew."""
+    source, target = tmp_path / "a", tmp_path / "deep" / "b"
+    for text, copied in ((b"one", b"one"), (b"one two", b"one two"), (b"new", b"new")):
+        source.write_bytes(text)
+        copy_news(source, target)
+        assert target.read_bytes() == copied
+
+
+def test_all_is_copied_in_the_end(tmp_path: Path) -> None:
+    """Files in any depth; the own directory is gone then."""
+    logs = Logs(tmp_path / "volume")
+    (logs.directory / "agent-1" / "0").mkdir(parents=True)
+    (logs.directory / "agent-1" / "0" / "stderr.log").write_text("a word\n")
+    logs.close()
+    assert (tmp_path / "volume" / "agent-1" / "0" / "stderr.log").read_text() == "a word\n"
+    assert not logs.directory.exists()
+
+
+def test_a_volume_that_takes_nothing_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The logs stay on the machine then; with room they are copied."""
+    monkeypatch.setattr(module, "_EVERY_SECONDS", 0.02)
+    target = tmp_path / "volume"
+    target.write_text("a file where the folder should be")
+    logs = Logs(target)
+    (logs.directory / "agent.log").write_text("a word\n")
+    until = time.monotonic() + 10
+    while "the logs cannot be copied" not in (error := capsys.readouterr().err):
+        assert time.monotonic() < until
+    time.sleep(0.2)  # why: nothing more may be said in it
+    assert str(logs.directory) in error
+    assert capsys.readouterr().err == ""
+    target.unlink()
+    logs.close()
+    assert (target / "agent.log").read_text() == "a word\n"
