@@ -84,7 +84,7 @@ class Volume:
         for directory in self.run_directories():
             # Files that are missing or cut off are damage, which is looked for byte by byte.
             seen = inspect(directory, check_sizes=False)
-            every = [*(one for one in seen.sealed if one.source is None), *seen.unsealed]
+            every: list[Manifest | Unsealed] = [*(one for one in seen.sealed if one.source is None), *seen.unsealed]
             found += sorted(every, key=lambda one: CheckpointName.parse(one.name).age, reverse=True)
         return found
 
