@@ -119,6 +119,7 @@ class _Pod:
         try:
             while True:
                 shown = self._ask()
+                self._file = self._with_its_lease(shown)
                 found = prepared(self._file, self._volume, shown, self._say, allowed=self._options.allow_baseline)
                 if found is None:
                     continue
@@ -161,6 +162,15 @@ class _Pod:
             # why: no event tells when a server far away answers again
             time.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+
+    def _with_its_lease(self, shown: dict[str, Any]) -> RunFile:
+        """The run with the Commander's lease: a pod that counts a longer one would train on without the run."""
+        lease = shown.get("lease_seconds")
+        if not isinstance(lease, (int, float)) or lease == self._file.lease_seconds:
+            return self._file
+        own = self._file.lease_seconds
+        self._say(f"lease_seconds: the Commander's file says {lease:g}, this pod's {own:g}: the Commander's counts")
+        return self._file.model_copy(update={"lease_seconds": float(lease)})
 
     def _is_away(self) -> bool:
         try:

@@ -193,6 +193,20 @@ def test_a_damaged_checkpoint_is_never_resumed_from(tmp_path: Path, every: bool)
         assert run.epochs()[max(run.epochs())][0].step == 1, "as somebody said"
 
 
+@pytest.mark.full
+def test_the_lease_of_the_commander_counts(tmp_path: Path) -> None:
+    """A pod whose file has a longer one says so, and stops its trainer when the Commander's is over."""
+    with relayed(tmp_path, "--end-when-asked", "--save-every=1000", "--pace=0.1", steps=400) as run:
+        file = json.loads(run.file.read_text())
+        run.file.write_text(json.dumps({**file, "lease_seconds": 3600}))
+        pod = run.pod("a")
+        run.wait_step(5)
+        assert f"the Commander's file says {LEASE_SECONDS:g}, this pod's 3600" in pod.said
+        run.commander.end(signal.SIGKILL)
+        run.wait(lambda: run.events("stopped"), "the end of the trainer", 60.0)
+        assert pod.process.poll() is None, run.said()
+
+
 BAD = [
     ({"run_id": "a/b"}, (), "'a/b' is no name for a directory"),
     ({"command": ["sleep", "1"]}, (), "no word of it has ${save_dir}"),
