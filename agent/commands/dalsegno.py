@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.metadata
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -251,12 +250,10 @@ def _render(options: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
 
 
-def _parser() -> argparse.ArgumentParser:
-    more = ", ".join(sorted(_others()))
+def _parser() -> tuple[argparse.ArgumentParser, Container[str]]:
+    """For the command line, and the names of the commands."""
     parser = Parser(
-        prog="dalsegno",
-        description="Looks at an elastic training job, its checkpoints, and the installation.",
-        epilog=f"Other packages add: {more} (each with a --help of its own)." if more else None,
+        prog="dalsegno", description="Looks at an elastic training job, its checkpoints, and the installation."
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     _add_job_commands(commands)
@@ -287,7 +284,7 @@ def _parser() -> argparse.ArgumentParser:
     looks = commands.add_parser("doctor", help="the installation; or what a training script is, before its first step")
     doctor.add_arguments(looks)
     looks.set_defaults(act=_doctor)
-    return parser
+    return parser, commands.choices
 
 
 def _add_job_commands(commands: Any) -> None:
@@ -333,7 +330,6 @@ def _add_master(command: argparse.ArgumentParser) -> None:
         )
 
 
-@functools.cache
 def _others() -> dict[str, importlib.metadata.EntryPoint]:
     """Commands that other packages add: entry points of the group `dalsegno.commands`, by name."""
     return {point.name: point for point in importlib.metadata.entry_points(group="dalsegno.commands")}
@@ -343,9 +339,14 @@ def run(arguments: Sequence[str] | None) -> int:
     """Runs one command and returns its exit code: 0 success, 1 something is wrong with what it looked at, 2 usage."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        if given and (other := _others().get(given[0])) is not None:
-            return int(other.load()(given[1:]))
-        options = _parser().parse_args(given)
+        parser, names = _parser()
+        if not given or given[0] not in names:
+            others = _others()
+            if given and given[0] in others:
+                return int(others[given[0]].load()(given[1:]))
+            if others:
+                parser.epilog = f"Other packages add: {', '.join(sorted(others))} (each with a --help of its own)."
+        options = parser.parse_args(given)
         return int(options.act(options))
     except UsageError as error:
         print(printable(f"dalsegno: error: {error}"), file=sys.stderr)

@@ -24,7 +24,7 @@ from dalsegno.protos import control_pb2, worker_pb2
 from ..decisions import events as ev
 from . import old_saves
 from .asked import Request, request
-from .foreign import COUNTED, NOTE_BYTES, Found, Unit, shown, survey
+from .foreign import COUNTED, NOTE_BYTES, OURS, Found, Unit, shown, survey
 from .layouts import Complete, FileState, complete, number_of_file, state_of
 from .naming import is_log
 from .slices import Behind, Slice, choose, names_it
@@ -51,6 +51,8 @@ LARGE_BYTES = 1 << 20
 MOST_NOTES = 64
 # Seconds between two looks when the script was asked to save, and whether somebody still waits for that.
 _LOOK_WHEN_ASKED_SECONDS = 0.25
+# Shows how late listings are.
+_LISTED = f"{OURS}-listed"
 _BEGAN_ANEW = (
     "it is older than the resume point: the script did not load what ${resume_dir} and DALSEGNO_RESUME_DIR name"
 )
@@ -106,6 +108,8 @@ class Adopter:
         self._took = 0.0
         self._closing = self._interrupted = False
         self._asked = self._answered = self._trusting = 0
+        # When somebody last began to wait.
+        self._asked_at = 0.0
         # The script was asked to save, and what it saved then is taken.
         self._request: Request | None = None
         self._met = False
@@ -158,12 +162,8 @@ class Adopter:
             ended_well: a worker has ended by itself, with all that it saved; interrupted workers may have been saving.
         """
         with self._news:
-            if self._standing.lag:
-                # What they saved last may not be listed yet.
-                late = min(timeout, 2 * self._standing.lag)
-                self._news.wait_for(lambda: self._closing, late)
-                timeout -= late
             self._asked += 1
+            self._asked_at = time.monotonic()
             self._trusting += ended_well
             mine = self._asked
             self._news.notify_all()
@@ -174,6 +174,7 @@ class Adopter:
         pause, asked = LOOK_EVERY_SECONDS, 0
         self._note(self._known.values())
         self._remove_old()
+        self._measure()
         while True:
             before, asked = asked, self._wait(pause, asked)
             if self._closing:
@@ -181,13 +182,23 @@ class Adopter:
             if asked > before:
                 self._since = None  # who waits now has not waited before
             calm = self._look()
-            if not (calm and self._undecided):
+            # What they saved last may not be listed yet.
+            listed = time.monotonic() > self._asked_at + 2 * self._standing.lag
+            if not (calm and (self._undecided or not listed)):
                 with self._news:
                     self._answered = asked
                     self._news.notify_all()
             # Not every second, because each try may first fill the disk.
             pause = max(LOOK_EVERY_SECONDS, SHARE * self._took) if calm else 2 * pause
             pause = min(pause, LONGEST_PAUSE_SECONDS if self._request is None else _LOOK_WHEN_ASKED_SECONDS)
+
+    def _measure(self) -> None:
+        """Sees how late the volume's listings are, before anybody has to rely on them."""
+        try:
+            (self._root / _LISTED).write_bytes(b"")
+            self._standing.wait_listed(self._root, {_LISTED}, listing=os.listdir)
+        except OSError as error:
+            logger.warning("nobody knows how late listings are: %s", error)
 
     def _wait(self, pause: float, asked: int) -> int:
         """Waits for the next look; not if somebody waits for it. Returns how many ever waited, `asked` before."""

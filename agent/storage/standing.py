@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint.errors import printable
@@ -43,14 +44,25 @@ class Standing:
         if self._was and self._read() != self._was:
             raise OSError(errno.ESTALE, "another volume is mounted here now", str(self._run_dir))
 
-    def wait_listed(self, directory: Path, names: set[str], seconds: float = SIGHT_SECONDS) -> None:
+    def wait_listed(
+        self,
+        directory: Path,
+        names: set[str],
+        seconds: float = SIGHT_SECONDS,
+        listing: Callable[[Path], Iterable[str]] | None = None,
+    ) -> None:
         """Until the listing of a directory has all these files, or it would be sealed without some of them.
+
+        Args:
+            directory, names: where, and which.
+            seconds: the longest time.
+            listing: lists a directory; None: `list_files`, which goes down, too.
 
         Raises:
             OSError: it does not have them after so many seconds.
         """
         began = time.monotonic()
-        while missing := names.difference(list_files(directory)):
+        while missing := names.difference((listing or list_files)(directory)):
             waited = time.monotonic() - began
             self.lag = max(self.lag, waited)
             if waited > seconds:
