@@ -132,6 +132,9 @@ class _Pod:
                 code = self._train(shown, initial, back)
                 if code != EXIT_USAGE or not self._is_away():
                     return self._ended(code)
+                self._agent = None  # it has ended: a notice is this process's own from here on
+                if self._signalled:
+                    raise _Left
                 self._say("the agent found no Commander: asking again")
         except Stuck as stuck:
             self._say(f"error: {stuck}")

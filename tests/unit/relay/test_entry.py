@@ -103,6 +103,25 @@ def test_a_signal_while_the_agent_is_started_reaches_it(pod: Any) -> None:
     assert pod._agent.signals == [signal.SIGTERM]
 
 
+@pytest.mark.parametrize("when", [2, 3])
+def test_a_notice_while_the_commander_is_asked_again(pod: Any, monkeypatch: pytest.MonkeyPatch, when: int) -> None:
+    """The agent that found none has ended, so the notice is the pod's own, and ends it."""
+    asked: list[int] = []
+
+    def ask(*_: object) -> dict[str, Any]:
+        asked.append(1)
+        assert len(asked) < 5, "the notice ends it"
+        if len(asked) == when:
+            interrupt()
+        if len(asked) > 1:
+            raise entry.Away("no answer")
+        return {"grpc_port": 1}
+
+    monkeypatch.setattr(entry, "ask", ask)
+    pod.agent.code = 2
+    assert pod.run() == 75
+
+
 def test_a_commit_after_the_notice_does_not_say_that_it_runs(pod: Any) -> None:
     """state.json stays PREEMPTED from the notice on, also where a write was just under way."""
     states = []
