@@ -5,6 +5,7 @@ All guesses of the agent about scripts are here; what it knows of them they say 
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -89,6 +90,8 @@ _ASK_HUB = frozenset(
 )
 _OWN_HUB = re.compile(r"HF_ENDPOINT|HF_HUB_OFFLINE|TRANSFORMERS_OFFLINE")
 _IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w.]+)", re.MULTILINE)
+# With these a script imports what its text does not name.
+_RUN_OTHERS = frozenset({"__import__", "eval", "exec", "importlib", "pkgutil", "runpy", "site"})
 # Most files of one's own that are read for what a script imports.
 _MOST_FILES = 100
 # Characters of a script that are read to guess what it imports.
@@ -285,12 +288,28 @@ def modules_of(script: Path | str | None) -> tuple[str, ...]:
         script: Its file, whose text is searched; or the name of a module, of which only the name counts, because
             finding its file could need imports. None: neither.
     """
+    if isinstance(script, Path) and _is_plain(script):
+        return ()
     named = _named_by(script)
     wanted = [module for module in _HEAVY if any(name == module or name.startswith(f"{module}.") for name in named)]
     later = [one for module in wanted for one in _LATER.get(module, ())]
     if "deepspeed" in wanted and "dalsegno.elastic" in wanted:
         later.append("dalsegno.elastic.deepspeed?")
     return (*ALWAYS, *wanted, *later)
+
+
+def _is_plain(script: Path) -> bool:
+    """Whether its text shows that it needs Python's own library only, and runs nobody else's code in its process."""
+    try:
+        nodes = list(ast.walk(ast.parse(text_of(script))))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    named |= {"." * node.level + (node.module or "") for node in nodes if isinstance(node, ast.ImportFrom)}
+    called = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return not called & _RUN_OTHERS and all(
+        name.partition(".")[0] in sys.stdlib_module_names - _RUN_OTHERS for name in named
+    )
 
 
 def _has_plugin(script: Script) -> bool:

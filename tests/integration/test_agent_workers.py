@@ -341,6 +341,27 @@ def test_the_text_of_a_script_names_what_is_imported(tmp_path: Path) -> None:
     assert modules_of(tmp_path / "missing.py") == ALWAYS
 
 
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("import json, os\nfrom pathlib import Path\nimport os.path\n", True),
+        ("import os, torch\n", False),
+        ("def late():\n    import numpy\n", False),
+        ("from . import model\n", False),
+        ("import beside\n", False),
+        ("import runpy\nrunpy.run_path('train.py')\n", False),
+        ("exec(open('train.py').read())\n", False),
+        ("from importlib import import_module\n", False),
+        ("import json\nthis is no Python\n", False),
+        ("", True),
+    ],
+)
+def test_a_script_of_pythons_own_library_waits_for_no_torch(tmp_path: Path, text: str, plain: bool) -> None:
+    """Whatever else its text may import is imported ahead, as always."""
+    (tmp_path / "train.py").write_text(text)
+    assert (modules_of(tmp_path / "train.py") == ()) is plain
+
+
 def test_the_name_of_a_module_tells_what_it_runs() -> None:
     """Its file is not looked for: that could take imports."""
     assert modules_of("torchvision.train") == (*ALWAYS, "torchvision")
