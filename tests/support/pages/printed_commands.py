@@ -140,9 +140,6 @@ COMMANDS: dict[str, How] = {
     "dalsegno relay export": Elsewhere(_RUN, "tests/integration/test_relay_export.py"),
     "dalsegno relay export run.yaml /backup": Elsewhere(_RUN, "tests/integration/test_relay_export.py"),
     "dalsegno relay verify run.yaml --at=/backup": Elsewhere(_RUN, "tests/integration/test_relay_export.py"),
-    "python -m tests.support.jobs.relay_schedules": Elsewhere(
-        "runs for minutes; a test plays one of its schedules", "tests/integration/test_relay_schedules.py"
-    ),
     "dalsegno relay status": Elsewhere(_RUN, _LOOKING),
     "dalsegno relay events": Elsewhere(_RUN, _LOOKING),
     "dalsegno relay release": Elsewhere(_RUN, _LOOKING),
