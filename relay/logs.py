@@ -41,10 +41,10 @@ class Logs:
         self._thread.start()
 
     def close(self) -> None:
-        """Copies what is left, unless the volume stands still."""
+        """Copies what is left. What the volume does not take, or not in time, stays on the machine."""
         self._over.set()
         self._thread.join(_LAST_SECONDS)
-        if not self._failed:
+        if not self._failed and not self._thread.is_alive():
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def _run(self) -> None:

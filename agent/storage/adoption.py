@@ -24,7 +24,7 @@ from dalsegno.protos import control_pb2, worker_pb2
 from ..decisions import events as ev
 from . import old_saves
 from .asked import Request, request
-from .foreign import COUNTED, NOTE_BYTES, OURS, Found, Unit, shown, survey
+from .foreign import COUNTED, NOTE_BYTES, Found, Unit, shown, survey
 from .layouts import Complete, FileState, complete, number_of_file, state_of
 from .naming import is_log
 from .slices import Behind, Slice, choose, names_it
@@ -51,8 +51,6 @@ LARGE_BYTES = 1 << 20
 MOST_NOTES = 64
 # Seconds between two looks when the script was asked to save, and whether somebody still waits for that.
 _LOOK_WHEN_ASKED_SECONDS = 0.25
-# Shows how late listings are.
-_LISTED = f"{OURS}-listed"
 _BEGAN_ANEW = (
     "it is older than the resume point: the script did not load what ${resume_dir} and DALSEGNO_RESUME_DIR name"
 )
@@ -174,7 +172,7 @@ class Adopter:
         pause, asked = LOOK_EVERY_SECONDS, 0
         self._note(self._known.values())
         self._remove_old()
-        self._measure()
+        self._standing.measure()
         while True:
             before, asked = asked, self._wait(pause, asked)
             if self._closing:
@@ -191,14 +189,6 @@ class Adopter:
             # Not every second, because each try may first fill the disk.
             pause = max(LOOK_EVERY_SECONDS, SHARE * self._took) if calm else 2 * pause
             pause = min(pause, LONGEST_PAUSE_SECONDS if self._request is None else _LOOK_WHEN_ASKED_SECONDS)
-
-    def _measure(self) -> None:
-        """Sees how late the volume's listings are, before anybody has to rely on them."""
-        try:
-            (self._root / _LISTED).write_bytes(b"")
-            self._standing.wait_listed(self._root, {_LISTED}, listing=os.listdir)
-        except OSError as error:
-            logger.warning("nobody knows how late listings are: %s", error)
 
     def _wait(self, pause: float, asked: int) -> int:
         """Waits for the next look; not if somebody waits for it. Returns how many ever waited, `asked` before."""

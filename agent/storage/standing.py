@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,6 +17,8 @@ from dalsegno.elastic.checkpoint.files import list_files
 from .private import read_private
 
 __all__ = ["Standing"]
+
+logger = logging.getLogger(__name__)
 
 # Seconds that the listing of a copy may lag behind its files, and the pause between two looks.
 SIGHT_SECONDS, _PAUSE_SECONDS = 20.0, 0.1
@@ -43,6 +48,20 @@ class Standing:
         """Raises OSError if it is another one now, or gone."""
         if self._was and self._read() != self._was:
             raise OSError(errno.ESTALE, "another volume is mounted here now", str(self._run_dir))
+
+    def measure(self) -> None:
+        """Sees how late listings are, before anybody has to rely on them. Not where there is no probe file."""
+        if not self._was:
+            return
+        path = self._probe.with_name(f"listed-{secrets.token_hex(8)}")
+        try:
+            path.write_bytes(b"")
+            self.wait_listed(path.parent, {path.name}, listing=os.listdir)
+        except OSError as error:
+            logger.warning("nobody knows how late listings are: %s", error)
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def wait_listed(
         self,
