@@ -18,6 +18,7 @@ import dalsegno.elastic.deepspeed.engine
 import dalsegno.elastic.script.session
 import dalsegno.elastic.training.accumulation
 import dalsegno.elastic.training.training_state
+from dalsegno.agent.control.grpc_logs import quiet_grpc
 
 # What DeepSpeed's engine imports late, and a second of it; not every version has them.
 for late in ("deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.zero.muon.muon_optimizer"):
@@ -25,7 +26,7 @@ for late in ("deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.zero.mu
         importlib.import_module(late)
 
 # As the console script imports it: gRPC reads how much it is to say only once.
-with dalsegno.agent.commands.dlrover_run.quiet_grpc():
+with quiet_grpc():
     import dalsegno.agent.commands.launch
     import dalsegno.master.cli
 
