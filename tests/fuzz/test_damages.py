@@ -14,7 +14,7 @@ from .damage_runs import fuzz_damages
 from .damages import JOB, Template
 
 PRIVATE = Path(".dalsegno", JOB)
-USUAL = 60
+USUAL = 40
 SHARE = {
     "manifests": 0.25,
     "files": 0.15,

@@ -241,7 +241,9 @@ sys.stdout.write("last line, ")
     assert Path(context.stderrs[0]).read_text() == errors
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["unknown", "imported before"])
+@pytest.mark.parametrize(
+    "known", [False, pytest.param(True, marks=pytest.mark.full)], ids=["unknown", "imported before"]
+)
 def test_a_script_is_seen_to_import_what_a_session_comes_from(node: Node, known: bool) -> None:
     """Once, also where a module of its own imports it; where the nursery had imported it its text has said so."""
     script = script_in(node.directory, "import own, os\nprint(own.WHERE)\nfrom dalsegno.elastic import session\n")

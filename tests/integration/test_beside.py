@@ -87,6 +87,7 @@ def test_the_next_world_waits_for_them(clusters: Clusters, undisturbed: Undistur
     assert_made(job, tmp_path)
 
 
+@pytest.mark.full
 def test_a_converter_that_is_killed(clusters: Clusters, undisturbed: Undisturbed, tmp_path: Path) -> None:
     """The training does not notice, and the other node makes them, once: a crash after that costs no other ones."""
     job, converter, epoch = joined(clusters, RARELY)

@@ -196,7 +196,7 @@ def test_kill_between_any_two_writes_leaves_a_whole_record(one: Members) -> None
         store.close()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
 def test_members_that_go_and_come_back(three: Members, job: str, how: signal.Signals) -> None:
     """Each of three in turn, while a master writes: it goes on, and nothing that was acknowledged is lost."""
     process = store_writer(three.url, job)

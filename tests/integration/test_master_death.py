@@ -136,6 +136,7 @@ def test_killed_while_forming(jobs: Jobs, undisturbed: Undisturbed, kind: str) -
     job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
 @kinds("service")
 def test_killed_while_draining(jobs: Jobs, undisturbed: Undisturbed, kind: str) -> None:
     """The drain goes on: the newcomer is in the next world, and no step is lost."""

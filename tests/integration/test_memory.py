@@ -219,6 +219,7 @@ def test_all_nodes_leave(jobs: Clusters, undisturbed: Undisturbed) -> None:
     end(job, undisturbed)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["kill", pytest.param("leave", marks=pytest.mark.full)])
 def test_zero_at_another_number_of_ranks(jobs: Clusters, undisturbed: Undisturbed, way: str) -> None:
     """Shards of two ranks, from memory, into one."""

@@ -154,6 +154,7 @@ def test_what_a_library_prints_is_no_answer(scenes: Scenes) -> None:
 RATE = 1_000_000
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("parts", [[], pytest.param(["--multipart", "700000"], marks=pytest.mark.full)])
 def test_the_upload_keeps_to_its_limit(scenes: Scenes, parts: list[str]) -> None:
     """Over some seconds the hub takes in the limit, within a tenth, however many files travel at once."""

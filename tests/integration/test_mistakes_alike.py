@@ -14,7 +14,7 @@ from tests.support.pages.mistakes import Comes, brings
 from tests.support.workers import alike_worker as worker
 from tests.support.workers.zero_runs import run_world
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.full]
 
 STOP = 3
 

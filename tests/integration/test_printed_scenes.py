@@ -59,6 +59,7 @@ def write_printed_script(path: Path, line: str) -> None:
     path.write_text(snippet.source(block), encoding="utf-8")
 
 
+@pytest.mark.full
 def test_the_first_command_runs_the_printed_script(stage: Stage, line: Line) -> None:
     """The README's elastic loop, as `train.py`, under the first command that the README prints."""
     write_printed_script(stage.directory / "train.py", ELASTIC)

@@ -108,7 +108,7 @@ def test_a_refusal_at_a_resume_is_one_start_and_one_line(shell: Shell, only: str
     assert resumes(shell, job)
 
 
-@pytest.mark.parametrize("wrong", ["batch", "seed"])
+@pytest.mark.parametrize("wrong", ["batch", pytest.param("seed", marks=pytest.mark.full)])
 def test_what_batches_refuse_at_a_resume_is_one_start_and_one_line(shell: Shell, wrong: str) -> None:
     """In a loop of the script's own they are made outside of every meeting of the ranks."""
     job = Job(shell.directory, "1", steps=8, crash=5, plain=True)
@@ -133,7 +133,7 @@ def resumes(shell: Shell, job: Job) -> bool:
     [
         ("seed", False, "seed is 0 on rank 0, 1 on rank 1"),
         ("batch", True, "global_batch_size was 8 and is 4"),
-        ("seed", True, "seed"),
+        pytest.param("seed", True, "seed", marks=pytest.mark.full),
     ],
 )
 def test_a_node_with_another_script_stays_a_spare(jobs: Callable[..., Job], wrong: str, plain: bool, why: str) -> None:

@@ -47,7 +47,7 @@ def stood_still(job: Cluster, epoch: int) -> int:
     return last
 
 
-@pytest.mark.parametrize("killed", ["a", "b"])
+@pytest.mark.parametrize("killed", ["a", pytest.param("b", marks=pytest.mark.full)])
 def test_a_node_killed_in_the_middle_of_a_step(jobs: Clusters, undisturbed: Undisturbed, killed: str) -> None:
     """Whichever of the two it is, the other one goes on where both were."""
     job, first = scene(jobs, "before", "a", "b")

@@ -82,6 +82,7 @@ def job(request: pytest.FixtureRequest, tmp_path: Path, keys: Keys) -> Iterator[
         yield service
 
 
+@pytest.mark.full
 def test_a_second_node_joins_and_the_master_comes_back(job: Service, undisturbed: Undisturbed) -> None:
     """The run grows over TLS; after a kill of the master the same workers go on, and both agents find the next one."""
     (a,) = job.start("a")

@@ -16,6 +16,7 @@ from .test_membership import Clusters, any_number
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.full
 def test_worlds_are_multiples_of_the_node_unit(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """Two nodes, a third one stands by, four; then one is killed, and of the other three two go on."""
     job = clusters(nnodes="2:4", agent_flags=["--node-unit=2"])

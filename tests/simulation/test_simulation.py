@@ -89,7 +89,7 @@ def test_a_seed_is_a_schedule() -> None:
     assert all(here)
     assert [replay(seed)[1].digest for seed in seeds] == here
     code = f"from tests.simulation.run import simulate; print(*[simulate(s).digest for s in {seeds}])"
-    for hash_seed in ("1", "2"):
+    for hash_seed in ("1", "2")[: 1 if RUNS < 1000 else 2]:
         done = subprocess.run(
             [sys.executable, "-c", code],
             cwd=ROOT,

@@ -46,6 +46,7 @@ def test_memory_does_not_follow_the_model(tmp_path: Path, stage: int, layers: in
     assert growth(tmp_path / "source", tmp_path / "target", 4 * MIB) < 4 * MIB + SLACK
 
 
+@pytest.mark.full
 def test_memory_follows_the_setting(tmp_path: Path) -> None:
     """What is given is used, so the setting is one."""
     write_shards(tmp_path / "source", {"large": (16 * MIB,)})

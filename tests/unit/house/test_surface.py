@@ -59,6 +59,7 @@ def test_a_package_offers_this(package: str) -> None:
         assert getattr(module, name) is not None
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_session_is_a_function_whatever_was_imported() -> None:
     """A package or module of that name would take its place as soon as somebody imports it."""

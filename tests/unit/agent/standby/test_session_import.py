@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 # As a standby worker's hook sees them.
 SEEN = """
 import sys
@@ -26,6 +28,7 @@ def seen(imports: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.full
 def test_torchs_own_imports_say_nothing() -> None:
     """`torch.distributed.checkpoint` imports all rendezvous handlers, and with ours a part of the library."""
     assert seen("import torch.distributed.checkpoint") == []

@@ -83,6 +83,7 @@ def told(found: Survey | tuple[list[pb.Checkpoint], object]) -> set[str]:
     return {one.ref.name for one in inventory}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_join_among_ten_thousand_checkpoints_reads_a_handful(directory: JobDirectory, reads: Counter[str]) -> None:
     """And its message is small; the next one reads the resume point alone; a registration tells of 256 at most."""

@@ -104,6 +104,7 @@ def test_a_packed_checkpoint_is_bad(tmp_path: Path, upstream: bool) -> None:
         convert_directory(source, tmp_path / "out", wish=Wish(upstream=upstream))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_bomb_takes_no_memory(tmp_path: Path) -> None:
     """The whole converter, in a process of its own, stays far below what the file would become."""
