@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.forks import forked
+from tests.support.hub.client import Hub
 from tests.support.jobs.cluster import Cluster, Undisturbed
 from tests.support.jobs.programs import Programs
 from tests.support.jobs.shell import Shell
@@ -101,5 +102,13 @@ def hang_ups() -> Iterator[None]:
 def shell(tmp_path: Path) -> Iterator[Shell]:
     """Runs commands in the test's directory; nothing of them may be left behind."""
     one = Shell(tmp_path)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    (tmp_path / "hub").mkdir()
+    one = Hub(tmp_path / "hub")
     yield one
     one.close()

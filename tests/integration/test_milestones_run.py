@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +84,6 @@ class Pod:
 
     def said(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
-    (tmp_path / "hub").mkdir()
-    one = Hub(tmp_path / "hub")
-    yield one
-    one.close()
 
 
 def wait(what: Callable[[], Any], told: Callable[[], str], seconds: float = 60) -> Any:

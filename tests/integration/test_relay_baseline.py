@@ -97,27 +97,22 @@ def test_a_command_that_fails_is_one_line(tmp_path: Path) -> None:
         assert run.steps() == []
 
 
-def test_a_revision_of_a_hub(tmp_path: Path) -> None:
+def test_a_revision_of_a_hub(tmp_path: Path, hub: Hub) -> None:
     """It is downloaded and trained from; a hub that is away is waited for, with a line."""
-    (tmp_path / "hub").mkdir()
-    hub = Hub(tmp_path / "hub")
-    try:
-        environment = hub.environment(tmp_path / "hub-home")
-        code = (
-            "from huggingface_hub import HfApi, CommitOperationAdd as Add\n"
-            f"HfApi().create_repo({REPO!r}, exist_ok=True)\n"
-            f"HfApi().create_commit({REPO!r}, [Add('trainer_state.json', "
-            f"{json.dumps({'global_step': 0, 'state': 5.0}).encode()!r})], commit_message='base')"
-        )
-        put = {**environment, "HF_HUB_OFFLINE": "0"}
-        subprocess.run([sys.executable, "-c", code], env=put, check=True, timeout=60)
-        hf = {key: value for key, value in environment.items() if key.startswith("HF_")}
-        with relayed(tmp_path, steps=40, baseline={"hf": f"{REPO}@main"}) as run:
-            hub.kill()
-            a = run.pod("a", **hf)
-            run.wait(lambda: "the hub does not answer" in a.said, "the wait", 120.0)
-            hub.start()
-            assert a.process.wait(120) == 0, run.said()
-            assert_begins_there(run)
-    finally:
-        hub.close()
+    environment = hub.environment(tmp_path / "hub-home")
+    code = (
+        "from huggingface_hub import HfApi, CommitOperationAdd as Add\n"
+        f"HfApi().create_repo({REPO!r}, exist_ok=True)\n"
+        f"HfApi().create_commit({REPO!r}, [Add('trainer_state.json', "
+        f"{json.dumps({'global_step': 0, 'state': 5.0}).encode()!r})], commit_message='base')"
+    )
+    put = {**environment, "HF_HUB_OFFLINE": "0"}
+    subprocess.run([sys.executable, "-c", code], env=put, check=True, timeout=60)
+    hf = {key: value for key, value in environment.items() if key.startswith("HF_")}
+    with relayed(tmp_path, steps=40, baseline={"hf": f"{REPO}@main"}) as run:
+        hub.kill()
+        a = run.pod("a", **hf)
+        run.wait(lambda: "the hub does not answer" in a.said, "the wait", 120.0)
+        hub.start()
+        assert a.process.wait(120) == 0, run.said()
+        assert_begins_there(run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -15,14 +14,6 @@ from tests.support.hub.scene import REPO
 from tests.support.jobs.pods import Pod, relayed
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(280)]
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
-    (tmp_path / "hub").mkdir()
-    one = Hub(tmp_path / "hub")
-    yield one
-    one.close()
 
 
 def mirrors(pod: Pod) -> list[psutil.Process]:

@@ -15,38 +15,31 @@ from tests.support.jobs.pods import relayed
 pytestmark = [pytest.mark.full, pytest.mark.timeout(280)]
 
 
-def test_a_lost_volume_is_filled_from_the_last_milestone(tmp_path: Path) -> None:
+def test_a_lost_volume_is_filled_from_the_last_milestone(tmp_path: Path, hub: Hub) -> None:
     """While the hub is away the pod waits, with a line. Then the run goes back to the milestone, on the same curve."""
-    (tmp_path / "hub").mkdir()
-    hub = Hub(tmp_path / "hub")
-    try:
-        every = hub.environment(tmp_path / "hub-home")
-        environment = {key: value for key, value in every.items() if key.startswith("HF_")} | {
-            "HF_HUB_DISABLE_XET": "1"
-        }
-        with relayed(tmp_path, "--pace=0.15", hf={"repo": REPO, "interval_seconds": 5}, keep_last=2) as run:
-            a = run.pod("a", **environment)
-            synced = run.wait(lambda: run.events("hf_synced"), "a milestone", 120.0)[-1]
-            run.wait_saved(synced["step"] + 60)
-            run.wait(lambda: len(run.commander.run()["milestones"]) > 0, "the record")
-            assert run.state()["last_ok_step"] > synced["step"]
-            a.vanish()
-            milestone = run.commander.run()["milestones"][0]
-            hub.kill()
-            shutil.rmtree(tmp_path / "volume")
-            (tmp_path / "volume").mkdir()
-            b = run.pod("b", **environment)
-            run.wait(lambda: "the hub does not answer" in b.said, "the wait for the hub", 120.0)
-            time.sleep(3.0)  # why: nothing may begin in it
-            assert len(run.epochs()) == 1
-            hub.start()
-            run.wait_step(1, epoch=2)
-            assert run.epochs()[max(run.epochs())][0].step == milestone["step"] + 1, run.said()
-            assert b.process.wait(120) == 0, run.said()
-            run.assert_one_history(200)
-            assert "no checkpoint on the volume is intact: the last milestone is restored" in b.said
-    finally:
-        hub.close()
+    every = hub.environment(tmp_path / "hub-home")
+    environment = {key: value for key, value in every.items() if key.startswith("HF_")} | {"HF_HUB_DISABLE_XET": "1"}
+    with relayed(tmp_path, "--pace=0.15", hf={"repo": REPO, "interval_seconds": 5}, keep_last=2) as run:
+        a = run.pod("a", **environment)
+        synced = run.wait(lambda: run.events("hf_synced"), "a milestone", 120.0)[-1]
+        run.wait_saved(synced["step"] + 60)
+        run.wait(lambda: len(run.commander.run()["milestones"]) > 0, "the record")
+        assert run.state()["last_ok_step"] > synced["step"]
+        a.vanish()
+        milestone = run.commander.run()["milestones"][0]
+        hub.kill()
+        shutil.rmtree(tmp_path / "volume")
+        (tmp_path / "volume").mkdir()
+        b = run.pod("b", **environment)
+        run.wait(lambda: "the hub does not answer" in b.said, "the wait for the hub", 120.0)
+        time.sleep(3.0)  # why: nothing may begin in it
+        assert len(run.epochs()) == 1
+        hub.start()
+        run.wait_step(1, epoch=2)
+        assert run.epochs()[max(run.epochs())][0].step == milestone["step"] + 1, run.said()
+        assert b.process.wait(120) == 0, run.said()
+        run.assert_one_history(200)
+        assert "no checkpoint on the volume is intact: the last milestone is restored" in b.said
 
 
 def test_a_lost_volume_without_a_milestone_begins_anew_if_somebody_says_so(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from dalsegno.swift_plugin import PLUGIN
 from tests.support.forks import forked
-from tests.support.jobs.cluster import Cluster, Training, Undisturbed, change_worlds
+from tests.support.jobs.cluster import Cluster, Training, Undisturbed, change_worlds, grow_to_two
 from tests.support.workers import tiny_swift
 from tests.support.workers.zero_runs import run_world
 
@@ -161,13 +161,7 @@ def test_a_join_and_a_kill(clusters: Clusters, undisturbed: Undisturbed, made: P
     """The shortest of these: ZeRO-1 on one node, on two, and on one again."""
     training = Swift(steps=40, save_every=10, made=made, options=(("deepspeed", "zero1"),))
     job = clusters(training=training, nnodes="1:2")
-    job.agent_environment = {**job.agent_environment, "DALSEGNO_TEST_STEPS": "4"}
-    # The one that is executed imports ms-swift anew in each world: it is in one only.
-    executed, job.executed = job.executed, 0
-    job.open("a")
-    job.executed = 2 * executed
-    job.start("b")
-    second = job.wait_world(2, steps=3)
+    second = grow_to_two(job)
     job.kill_node(job.node("b"))
     third = job.wait_world(1, steps=2, after=second)
     job.finish()

@@ -618,19 +618,24 @@ def _is_master(pid: int) -> bool:
     return "dalsegno.master" in processes.command_line(pid)
 
 
-def change_worlds(job: Cluster) -> None:
-    """1, 2, 3 nodes, a kill of one, a leave, and the end: five epochs. What was kept is judged by the caller.
+def grow_to_two(job: Cluster) -> int:
+    """A world of one node, and one of two that has made steps: its epoch.
 
     Where the first agent would be executed as a user's is, the second one is.
     """
     # Each world is waited for until it has made three, and not every one tells of a step before the next one begins.
     job.agent_environment = {**job.agent_environment, "DALSEGNO_TEST_STEPS": "4"}
-    # One that is executed imports everything anew in each world that it is in: not the one that is in all five.
+    # One that is executed imports everything anew in each world that it is in: not the one that is in all of them.
     executed, job.executed = job.executed, 0
     job.open("a")
     job.executed = 2 * executed
     job.start("b")
-    second = job.wait_world(2, steps=3)
+    return job.wait_world(2, steps=3)
+
+
+def change_worlds(job: Cluster) -> None:
+    """1, 2, 3 nodes, a kill of one, a leave, and the end: five epochs. What was kept is judged by the caller."""
+    second = grow_to_two(job)
     job.start("c")
     third = job.wait_world(3, steps=3, after=second)
     job.kill_node(job.node("b"))
