@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from dalsegno.protos import processes
 from dalsegno.protos.addresses import ADDRESS, host_and_port
-from dalsegno.protos.contract import Variable
+from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, Variable
 from dalsegno.protos.options import Parser, UsageError, job_id, nnodes, seconds
 from dalsegno.protos.shortage import prove_room, shortage
 from dalsegno.protos.text import one_line
@@ -37,7 +37,7 @@ from .server.job_brain import JobBrain
 from .server.lifetime import Lifetime
 from .server.server import BindError, ControlServer, ServerOptions
 from .server.watchdog import HANG_TIMEOUT_SECONDS, Watchdog
-from .serving import EXIT_FAILED, EXIT_OK, EXIT_USAGE, STOP, print_line, run, tls_files
+from .serving import STOP, print_line, run, tls_files
 
 if TYPE_CHECKING:
     from .http.edge import Edge
@@ -110,7 +110,7 @@ async def _serve(options: argparse.Namespace) -> int:
         edge = _edge(server, options, token)
         if options.embedded and _is_unwanted():
             log.info("the process that started this master is gone: ending, because nobody would find it")
-            return EXIT_OK
+            return EXIT_FINISHED
         if _is_several(options):
             # Now, and not when it has taken the job over from a master that serves well.
             brain.check(store.load())
@@ -221,7 +221,7 @@ async def _stand(server: ControlServer, edge: Edge | None, options: argparse.Nam
         raise
     finally:
         key.close()
-    return EXIT_OK
+    return EXIT_FINISHED
 
 
 def _open(options: argparse.Namespace) -> tuple[Store, str]:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from dalsegno.protos import processes
+from dalsegno.protos.contract import EXIT_FINISHED
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.run_file import RunFile, read_run_file
 from dalsegno.protos.yaml_text import Refused
@@ -24,7 +25,7 @@ from .record.store import Store, open_store
 from .server.auth import is_loopback
 from .server.job_brain import JobBrain
 from .server.server import BindError, ControlServer, ServerOptions
-from .serving import EXIT_OK, STOP, print_line, run
+from .serving import STOP, print_line, run
 
 __all__ = ("Commander",)
 
@@ -174,4 +175,4 @@ async def _run_all(servers: list[ControlServer]) -> int:
     tasks = [asyncio.create_task(run(server, None)) for server in servers]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     stop()
-    return max(await asyncio.gather(*tasks), default=EXIT_OK)
+    return max(await asyncio.gather(*tasks), default=EXIT_FINISHED)

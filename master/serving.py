@@ -10,6 +10,7 @@ import logging
 import signal
 import sys
 
+from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED, MASTER_SUPERSEDED
 from dalsegno.protos.options import UsageError
 
 from .record.store import StoreError, Superseded
@@ -17,14 +18,9 @@ from .server.auth import TlsFiles
 from .server.lifetime import Lifetime
 from .server.server import ControlServer
 
-__all__ = ("EXIT_FAILED", "EXIT_OK", "EXIT_SUPERSEDED", "EXIT_USAGE", "STOP", "print_line", "run", "tls_files")
+__all__ = ("STOP", "print_line", "run", "tls_files")
 
 log = logging.getLogger(__name__)
-
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_SUPERSEDED = 3
 
 STOP = (signal.SIGTERM, signal.SIGINT)
 
@@ -38,9 +34,9 @@ async def run(server: ControlServer, lifetime: Lifetime | None) -> int:
         # Not this process's error: it was stopped or cut off while the job got another master.
         log.warning("%s", error)
         if lifetime is not None:
-            return EXIT_OK
+            return EXIT_FINISHED
         print(f"dlrover-master: {error}", file=sys.stderr)
-        return EXIT_SUPERSEDED
+        return MASTER_SUPERSEDED
     except StoreError as error:
         log.error("%s", error)
         print(f"dlrover-master: {error}", file=sys.stderr)
@@ -51,7 +47,7 @@ async def run(server: ControlServer, lifetime: Lifetime | None) -> int:
     finally:
         if watch is not None:
             watch.cancel()
-    return EXIT_OK
+    return EXIT_FINISHED
 
 
 def print_line(said: dict[str, object]) -> None:

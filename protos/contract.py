@@ -10,6 +10,7 @@ import struct
 from dataclasses import dataclass, fields
 
 __all__ = (
+    "CONNECT_TIMEOUT_SECONDS",
     "CONTROL_PROTOCOL",
     "COUNTED_BY_TORCHRUN",
     "EXIT_FAILED",
@@ -22,6 +23,9 @@ __all__ = (
     "HEARTBEAT_SECONDS",
     "LEADER_METADATA",
     "LEAST_NODE_TIMEOUT_SECONDS",
+    "MASTER_HUNG",
+    "MASTER_OUTAGE_TIMEOUT_SECONDS",
+    "MASTER_SUPERSEDED",
     "PROGRESS_SECONDS",
     "STEP_COUNT",
     "WORKER_BAD_CHECKPOINT",
@@ -41,6 +45,10 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_LEFT = 75
 EXIT_LEFT_UNSAVED = 76
+# Exit codes of `dlrover-master`, besides EXIT_FINISHED (it was told to stop, or its job is over) and EXIT_USAGE: it
+# failed, or its event loop hung and another master can go on from the store; or the job has another master already.
+MASTER_HUNG = EXIT_FAILED
+MASTER_SUPERSEDED = 3
 # Exit codes of a worker.
 WORKER_DRAINED = 83
 WORKER_BAD_CHECKPOINT = 84
@@ -58,6 +66,9 @@ LEADER_METADATA = "dalsegno-leader"
 # The shortest --node-timeout. A heartbeat comes a second after the last word, and has 3 s before the next one is sent:
 # one lost heartbeat must not mean death.
 LEAST_NODE_TIMEOUT_SECONDS = 5.0
+# Defaults of --master-outage-timeout and --connect-timeout, which each node has for itself.
+MASTER_OUTAGE_TIMEOUT_SECONDS = 60.0
+CONNECT_TIMEOUT_SECONDS = 60.0
 # The header of each message on a socket between processes of one node: the message's length in bytes.
 FRAME = struct.Struct(">I")
 

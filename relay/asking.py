@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from dalsegno.protos.commander import run_path
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.run_file import commander_url, read_run_file
@@ -77,7 +78,7 @@ class Asked:
         return self._ask(path, b"")
 
     def _ask(self, path: str, body: bytes | None) -> dict[str, Any]:
-        url = f"{self.url}/api/relay/{self.run_id}{path}"
+        url = f"{self.url}{run_path(self.run_id)}{path}"
         request = urllib.request.Request(url, body, self._headers)
         try:
             code, text = exchange(request, ANSWER_SECONDS, LONGEST_ANSWER_BYTES, self._tls)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dalsegno.protos.contract import JobSettings
 from dalsegno.protos.options import Parser, UsageError
 from dalsegno.protos.shortage import CannotStartError
 
@@ -47,7 +48,13 @@ def _add_pod(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="begin anew if there is a milestone, and it cannot be had now",
     )
-    parser.add_argument("--notice", type=float, default=30.0, metavar="SECONDS", help="the notice that SIGTERM gives")
+    parser.add_argument(
+        "--notice",
+        type=float,
+        default=JobSettings.drain_timeout,
+        metavar="SECONDS",
+        help="the notice that SIGTERM gives",
+    )
     add_tls(parser)
 
 
@@ -108,6 +115,11 @@ def run(arguments: Sequence[str]) -> int:
         parser: Any = Parser(prog=f"dalsegno relay {arguments[0]}", description=action.text)
         action.add(parser)
         return int(action.act(parser.parse_args(arguments[1:])))
+    return _carry_on(pod_parser().parse_args(arguments))
+
+
+def pod_parser() -> Parser:
+    """Reads the arguments of a pod."""
     said = "; ".join(f"`dalsegno relay {name} --help`: {action.text}" for name, action in sorted(ACTIONS.items()))
     parser = Parser(
         prog="dalsegno relay",
@@ -115,4 +127,4 @@ def run(arguments: Sequence[str]) -> int:
         epilog=said,
     )
     _add_pod(parser)
-    return _carry_on(parser.parse_args(arguments))
+    return parser

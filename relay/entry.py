@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
+from dalsegno.protos.commander import RunState
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE, Variable
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.run_file import RunFile, read_run_file
@@ -40,7 +41,11 @@ _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 1.0, 15.0
 # Pause between two questions whether the run is free.
 _HOLDER_SECONDS = 2.0
 # States as the Commander has them, by the agent's exit code.
-_STATES = {EXIT_FINISHED: "COMPLETED", EXIT_LEFT: "PREEMPTED", EXIT_LEFT_UNSAVED: "PREEMPTED"}
+_STATES = {
+    EXIT_FINISHED: RunState.COMPLETED,
+    EXIT_LEFT: RunState.PREEMPTED,
+    EXIT_LEFT_UNSAVED: RunState.PREEMPTED,
+}
 
 
 class _Left(BaseException):
@@ -235,7 +240,7 @@ class _Pod:
                 if self._volume.restored():
                     with contextlib.suppress(OSError):  # it only makes the next start ask once more
                         self._volume.note_restored("")
-                self._write("RUNNING")
+                self._write(RunState.RUNNING)
                 if self._file.hf is not None:
                     self._mirror.start()
             case "started":
@@ -244,7 +249,7 @@ class _Pod:
                 self._step, self._path = event["step"], str(self._volume.job / self._run / event["name"])
                 self._volume.note("ckpt_saved", **more, checkpoint=event["name"], step=event["step"])
                 self._volume.show(self._run, event["name"], event["step"], self._epoch)
-                self._write("RUNNING")
+                self._write(RunState.RUNNING)
                 if self._file.hf is not None and not self._signalled:
                     # It may have been killed, as where memory is short.
                     self._mirror.start()
@@ -256,13 +261,13 @@ class _Pod:
             case "stops" | "stopped":
                 self._volume.note(event["event"], **more)
 
-    def _write(self, status: str) -> None:
+    def _write(self, state: RunState) -> None:
         while True:
             signalled = self._signalled
             self._volume.write_state(
                 {
                     "run_id": self._file.run_id,
-                    "status": "PREEMPTED" if signalled and status == "RUNNING" else status,
+                    "status": RunState.PREEMPTED if signalled and state is RunState.RUNNING else state,
                     "epoch": self._epoch,
                     "last_ok_step": self._step,
                     "last_ckpt_path": self._path,
@@ -275,10 +280,10 @@ class _Pod:
                 return  # else a notice came in between, and what it has written is replaced
 
     def _ended(self, code: int) -> int:
-        status = _STATES.get(code, "FAILED")
+        state = _STATES.get(code, RunState.FAILED)
         if self._epoch:
-            self._write(status)
-        self._volume.note("released", pod=self._name, epoch=self._epoch, status=status, code=code)
+            self._write(state)
+        self._volume.note("released", pod=self._name, epoch=self._epoch, status=state, code=code)
         return code
 
     # ---- signals ----------------------------------------------------------------------------------------------------
@@ -288,7 +293,7 @@ class _Pod:
         first, self._signalled = not self._signalled, number
         self._mirror.ask_to_end()
         if first and self._epoch:
-            self._write("RUNNING")  # as far as that is true now
+            self._write(RunState.RUNNING)  # as far as that is true now
         self._volume.note("sigterm", pod=self._name, epoch=self._epoch, signal=signal.Signals(number).name)
         if self._agent is not None:
             # Of SIGTERM it dies without a word, as long as it has no handler.

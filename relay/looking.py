@@ -9,13 +9,14 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from dalsegno.protos.commander import RELEASE
+from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED
 from dalsegno.protos.text import one_line
 
 from .asking import Asked, NoAnswer, add_arguments
 
 __all__ = ("add_events", "add_release", "add_status", "events", "release", "status", "status_lines")
 
-EXIT_DONE, EXIT_FAILED = 0, 1
 # Seconds for which an answer may wait for events.
 EVENTS_SECONDS = 15
 # Milestones that are shown to a person.
@@ -47,7 +48,7 @@ def status(options: argparse.Namespace) -> int:
     except NoAnswer as error:
         return _failed(error)
     _show([json.dumps(run)] if options.json else status_lines(run))
-    return EXIT_DONE
+    return EXIT_FINISHED
 
 
 def events(options: argparse.Namespace) -> int:
@@ -63,19 +64,19 @@ def events(options: argparse.Namespace) -> int:
             _show([json.dumps(event)] if options.json else [_event_line(event)])
             after = int(event.get("sequence", after))
         if not options.follow:
-            return EXIT_DONE
+            return EXIT_FINISHED
 
 
 def release(options: argparse.Namespace) -> int:
     """Fences whoever holds a run. Returns the exit code; raises UsageError."""
     asked = Asked(options, admin=True)
     try:
-        said = asked.post("/release")
+        said = asked.post(RELEASE)
     except NoAnswer as error:
         return _failed(error)
     text = f"{said.get('holder')} is fenced: {asked.run_id} is free for the next one"
     _show([json.dumps(said)] if options.json else [text])
-    return EXIT_DONE
+    return EXIT_FINISHED
 
 
 def status_lines(run: dict[str, Any]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from dalsegno.elastic.checkpoint import Manifest
 from dalsegno.elastic.checkpoint.files import fsync_tree, replace_file
+from dalsegno.protos.commander import RunState
 from dalsegno.protos.run_file import RunFile
 
 from .agent_process import ends_with_parent
@@ -55,7 +56,7 @@ def prepared(
         Stuck: a person has to change something.
         OSError: the volume fails.
     """
-    if shown.get("state") == "COMPLETED":
+    if shown.get("state") == RunState.COMPLETED:
         return None, ""  # the agent says so, and ends
     head = shown.get("head")
     milestones = [Milestone(**one) for one in shown.get("milestones") or ()]

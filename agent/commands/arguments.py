@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from dalsegno.protos.contract import JobSettings, Variable
+from dalsegno.protos.contract import CONNECT_TIMEOUT_SECONDS, MASTER_OUTAGE_TIMEOUT_SECONDS, JobSettings, Variable
 from dalsegno.protos.options import Parser, UsageError, job_id, nnodes, seconds
 
 from ..storage.macros import SAVE_DIR, has_macros, macros_of, misspelt
@@ -220,7 +220,7 @@ def _add_dlrover(group: _Group) -> None:
 def _add_outages(group: _Group) -> None:
     group.value(
         "--master-outage-timeout",
-        default=60.0,
+        default=MASTER_OUTAGE_TIMEOUT_SECONDS,
         type=seconds,
         help="a node cut off from the master drains",
         metavar="SECONDS",
@@ -274,7 +274,11 @@ def _add_ours(group: _Group) -> None:
     _add_outages(group)
     group.value("--quiet-time", type=seconds, help="wait for more nodes at a start", **as_seconds)
     group.value(
-        "--connect-timeout", default=60.0, type=more_than_none, help="wait for the master's answer", **as_seconds
+        "--connect-timeout",
+        default=CONNECT_TIMEOUT_SECONDS,
+        type=more_than_none,
+        help="wait for the master's answer",
+        **as_seconds,
     )
     group.value("--keep-checkpoints", type=count_of(0), metavar="N", help="0: all")
     _add_memory(group)

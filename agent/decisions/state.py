@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.contract import CONNECT_TIMEOUT_SECONDS, MASTER_OUTAGE_TIMEOUT_SECONDS, JobSettings
 
 from .events import HeldChanged
 
@@ -38,18 +39,18 @@ class AgentSettings:
     nproc: int = 1
     # As the user gave it; empty: the master gives one.
     node_name: str = ""
-    drain_timeout: float = 30.0
+    drain_timeout: float = JobSettings.drain_timeout
     # What its script saves on a notice becomes the run's, although it has no session.
     adopts: bool = False
     # Asks workers without a session to save before they are ended; empty: they are not asked.
     save_signal: str = ""
     # Silence of the master after which this node's workers stop, even if nobody hears it; 0: they go on.
     self_fence: float = 0.0
-    master_outage_timeout: float = 60.0
+    master_outage_timeout: float = MASTER_OUTAGE_TIMEOUT_SECONDS
     # Where the master was looked for, for a person.
     addresses: str = ""
     # How long the first registration may go without any answer.
-    connect_timeout: float = 60.0
+    connect_timeout: float = CONNECT_TIMEOUT_SECONDS
     # How long a leaver whose part is safe still waits for the master's word.
     release_timeout: float = 5.0
     # How long it may take to save what workers without a session left in memory, once they are gone.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dalsegno.protos import control_pb2
-from dalsegno.protos.contract import JobSettings
+from dalsegno.protos.contract import CONNECT_TIMEOUT_SECONDS, MASTER_OUTAGE_TIMEOUT_SECONDS, JobSettings
 
 __all__ = ["AgentConfig", "differences"]
 
@@ -53,8 +53,8 @@ class AgentConfig:
     local_addr: str | None = None
     new_run: bool = False
     resume_step: tuple[int, int] | None = None
-    master_outage_timeout: float = 60.0
-    connect_timeout: float = 60.0
+    master_outage_timeout: float = MASTER_OUTAGE_TIMEOUT_SECONDS
+    connect_timeout: float = CONNECT_TIMEOUT_SECONDS
     addresses: str = ""
     script_flag: bool = False
     deepspeed_load_universal: bool = False

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2 as pb
+from dalsegno.protos.commander import RunState
 from dalsegno.protos.contract import CONTROL_PROTOCOL, JobSettings
 from dalsegno.protos.run_file import RunFile
 from dalsegno.protos.text import one_line
@@ -23,7 +24,7 @@ from ..brain.door import ShapeError, admit
 from ..brain.events import Reply
 from . import leases
 from .api import STATUS_OF
-from .leases import RunState, Token
+from .leases import Token
 from .looking import Master
 
 __all__ = ("Answer", "Lessor", "RelayedRun", "Report", "Served", "say")

@@ -11,17 +11,16 @@ import base64
 import binascii
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from dalsegno.protos import control_pb2 as pb
+from dalsegno.protos.commander import RunState
 from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS, JobSettings
 from dalsegno.protos.run_file import RunFile
 
 __all__ = (
     "PREFIX",
     "RANDOM_BYTES",
-    "RunState",
     "Token",
     "holder_of",
     "in_seconds",
@@ -43,20 +42,6 @@ RANDOM_BYTES = _NAME_BYTES + _SECRET_BYTES
 _LONGEST_TOKEN = 512
 _VERSION = b"\x01"
 _TRAINING = (pb.PHASE_RUNNING, pb.PHASE_DRAINING)
-
-
-class RunState(str, Enum):
-    """How a run stands, for people.
-
-    WAITING: nobody has ever held it. RUNNING: somebody holds it. PREEMPTED: whoever held it is gone, and somebody else
-    may go on. FAILED: its holder said that it cannot go on; the next one may all the same. COMPLETED: it is over.
-    """
-
-    WAITING = "WAITING"
-    RUNNING = "RUNNING"
-    PREEMPTED = "PREEMPTED"
-    FAILED = "FAILED"
-    COMPLETED = "COMPLETED"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,16 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from dalsegno.protos import control_pb2 as pb
+from dalsegno.protos.commander import (
+    ACQUIRE_PATH,
+    MILESTONES,
+    RELEASE,
+    RENEW_PATH,
+    REPORT_PATH,
+    RUNS_PATH,
+    RunState,
+    run_path,
+)
 from dalsegno.protos.text import name_problem, one_line
 
 from ..brain.door import MOST_WORKERS
@@ -21,7 +31,7 @@ from ..server.auth import TlsFiles
 from .api import Api
 from .guard import Guard
 from .lease import Answer, Lessor, Refused, RelayedRun, Report
-from .leases import RunState, Token
+from .leases import Token
 from .looking import Looking
 from .metrics import CONTENT_TYPE, metrics
 from .port import Port, application
@@ -135,7 +145,7 @@ class RelayEdge:
         app.add_exception_handler(Refused, _refused)
         self._add_routes(app)
         for run_id, run in runs.items():
-            app.include_router(Api(run.master, self._guard, self._looks[run_id], f"/api/relay/{run_id}").router)
+            app.include_router(Api(run.master, self._guard, self._looks[run_id], run_path(run_id)).router)
         self._port = Port(app, host, port, tls)
         self.address = self._port.address
 
@@ -148,20 +158,22 @@ class RelayEdge:
         await self._port.close()
 
     def _add_routes(self, app: FastAPI) -> None:
-        reads, orders, rules = ([Depends(one)] for one in (self._guard.reads, self._guard.orders, self._guard.rules))
+        guard = self._guard
+        reads, orders, rules = ([Depends(allowed)] for allowed in (guard.reads, guard.orders, guard.rules))
         router = APIRouter()
         add = router.add_api_route
         add("/healthz", _health, summary="200 while the process works")
         add("/readyz", self._ready, summary="200 where all runs are served")
-        add("/api/relay", self._all, dependencies=reads, summary="The runs")
-        add("/api/relay/{run_id}", self._run, dependencies=reads, summary="A run as it stands")
-        add("/api/relay/{run_id}/metrics", self._metrics, dependencies=reads, summary="Prometheus' text format")
+        one = run_path("{run_id}")
+        add(RUNS_PATH, self._all, dependencies=reads, summary="The runs")
+        add(one, self._run, dependencies=reads, summary="A run as it stands")
+        add(f"{one}/metrics", self._metrics, dependencies=reads, summary="Prometheus' text format")
         for path, act, whose, text in (
-            ("/api/relay/{run_id}/milestones", self._milestone, orders, "A committed checkpoint was published"),
-            ("/api/relay/{run_id}/release", self._release, rules, "Fences whoever holds the run"),
-            ("/api/lease/acquire", self._acquire, orders, "A worker takes a run, if nobody holds it"),
-            ("/api/lease/renew", self._renew, orders, "A worker keeps it"),
-            ("/api/job/report", self._report, orders, "How a worker's work goes on"),
+            (one + MILESTONES, self._milestone, orders, "A committed checkpoint was published"),
+            (one + RELEASE, self._release, rules, "Fences whoever holds the run"),
+            (ACQUIRE_PATH, self._acquire, orders, "A worker takes a run, if nobody holds it"),
+            (RENEW_PATH, self._renew, orders, "A worker keeps it"),
+            (REPORT_PATH, self._report, orders, "How a worker's work goes on"),
         ):
             add(path, act, methods=["POST"], dependencies=whose, summary=text)
         app.include_router(router)

@@ -14,12 +14,13 @@ import sys
 import threading
 from pathlib import Path
 
+from dalsegno.protos.contract import MASTER_HUNG
+
 __all__ = ("HANG_TIMEOUT_SECONDS", "Watchdog")
 
 HANG_TIMEOUT_SECONDS = 300.0
 # Seconds between two signs of life of the loop, and between two looks for them.
 LOOK_EVERY_SECONDS = 1.0
-EXIT_HUNG = 1
 
 
 class Watchdog:
@@ -59,4 +60,4 @@ class Watchdog:
             os.write(log, text.encode())
             faulthandler.dump_traceback(log, all_threads=True)
         finally:
-            os._exit(EXIT_HUNG)
+            os._exit(MASTER_HUNG)

@@ -10,6 +10,7 @@ import urllib.request
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dalsegno.protos.commander import MILESTONES, run_path
 from dalsegno.protos.text import one_line
 
 from .access import Access
@@ -105,7 +106,7 @@ class Commander:
     def __init__(self, url: str, run_id: str, access: Access) -> None:
         self._tls = access.context()
         self.url = url
-        self._base = f"{url}/api/relay/{run_id}"
+        self._base = url + run_path(run_id)
         self._headers = {"Authorization": f"Bearer {access.token}"} if access.token else {}
 
     def run(self) -> dict[str, Any]:
@@ -131,7 +132,7 @@ class Commander:
         Raises:
             Away: it does not answer; it may have heard.
         """
-        status, answer = self._ask(f"{self._base}/milestones", asdict(milestone))
+        status, answer = self._ask(self._base + MILESTONES, asdict(milestone))
         if status not in (200, 409):
             raise Away(f"{self.url} answers {status}: {one_line(str(answer.get('detail', '')), 200)}")
         return status == 200

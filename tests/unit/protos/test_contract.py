@@ -55,5 +55,8 @@ def test_the_page_has_every_variable_and_exit_code() -> None:
     reference = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     codes = {value for name, value in vars(contract).items() if name.startswith("EXIT_")}
     assert set(map(int, re.findall(r"^\| (\d+) \| dlrover-run \|", reference, re.MULTILINE))) == codes
+    codes = {contract.EXIT_FINISHED, contract.EXIT_FAILED, contract.EXIT_USAGE}
+    codes |= {value for name, value in vars(contract).items() if re.fullmatch(r"MASTER_(HUNG|SUPERSEDED)", name)}
+    assert set(map(int, re.findall(r"^\| (\d+) \| dlrover-master \|", reference, re.MULTILINE))) == codes
     codes = {value for name, value in vars(contract).items() if re.fullmatch(r"WORKER_(DRAINED|BAD_CHECKPOINT)", name)}
     assert set(map(int, re.findall(r"^\| (\d+) \| worker \|", reference, re.MULTILINE))) == codes
