@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dalsegno.elastic import background, session
-from dalsegno.elastic.training.session import Session
+from dalsegno.elastic.training.session import BareSession
 
 LAYERS = 48
 # Model and the two moments of Adam, four bytes each.
@@ -32,7 +32,7 @@ def model_of(megabytes: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
 
 
-def ddp(megabytes: int, s: Session) -> tuple[Any, Any, list[torch.Tensor]]:
+def ddp(megabytes: int, s: BareSession) -> tuple[Any, Any, list[torch.Tensor]]:
     """What writes, what is written in the background, and the tensors of this rank."""
     model = model_of(megabytes)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -52,7 +52,7 @@ def ddp(megabytes: int, s: Session) -> tuple[Any, Any, list[torch.Tensor]]:
     return write, background(state), tensors if s.rank == 0 else []
 
 
-def zero1(megabytes: int, s: Session) -> tuple[Any, Any, list[torch.Tensor]]:
+def zero1(megabytes: int, s: BareSession) -> tuple[Any, Any, list[torch.Tensor]]:
     """The same of a DeepSpeed engine, which writes by itself."""
     import deepspeed
 
@@ -76,7 +76,7 @@ def zero1(megabytes: int, s: Session) -> tuple[Any, Any, list[torch.Tensor]]:
 class Saves:
     """One session's, one step after the other."""
 
-    def __init__(self, s: Session, strategy: str) -> None:
+    def __init__(self, s: BareSession, strategy: str) -> None:
         self._session, self._strategy = s, strategy
         self._memory = s._identity.memory_dir
 

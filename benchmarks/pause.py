@@ -26,7 +26,7 @@ from benchmarks.own_memory import own_memory
 from benchmarks.pause_page import Change, draw, read_changes
 from benchmarks.peers import Job, a_job, hosts
 from benchmarks.results import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, machine
-from dalsegno.agent.decisions.pauses import Pause, pauses
+from dalsegno.agent.decisions.pauses import WorldChange, pauses
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.trace import read
 from examples.history import StepLine
@@ -165,7 +165,7 @@ def _settle(job: Job, size: int, since: float, options: Options) -> None:
     )
 
 
-def _change(cell: Cell, scene: str, pause: Pause, lines: Sequence[StepLine], event: float, load: float) -> Change:
+def _change(cell: Cell, scene: str, pause: WorldChange, lines: Sequence[StepLine], event: float, load: float) -> Change:
     before = [line for line in lines if line.time <= event]
     after = [line for line in lines if line.time > event]
     first = min(line.time for line in after if line.epoch == after[-1].epoch)

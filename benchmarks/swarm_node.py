@@ -25,7 +25,7 @@ from google.protobuf.message import Message
 
 from dalsegno.agent.control.connection import RETRIED, channel_options
 from dalsegno.agent.control.master_client import CALL_TIMEOUT_SECONDS
-from dalsegno.agent.control.pace import Pace
+from dalsegno.agent.control.pace import ReportPace
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos.contract import CONTROL_PROTOCOL
 
@@ -106,7 +106,7 @@ class Node:
         self._fenced = False
         self._beat = b""
         # When agents speak, in the event loop's seconds.
-        self._pace = Pace(0.0, 0.0)
+        self._pace = ReportPace(0.0, 0.0)
         self.pace = 0.0
 
     # ---- its life ---------------------------------------------------------------------------------------------------

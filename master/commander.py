@@ -15,7 +15,7 @@ from dalsegno.protos import processes
 from dalsegno.protos.contract import EXIT_FINISHED
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.run_file import RunFile, read_run_file
-from dalsegno.protos.yaml_text import Refused
+from dalsegno.protos.yaml_text import InputRefused
 
 from .brain.state import Settings
 from .http.lease import RelayedRun
@@ -154,7 +154,7 @@ def _read(files: Sequence[Path]) -> list[RunFile]:
     for path in files:
         try:
             file = read_run_file(path)
-        except Refused as error:
+        except InputRefused as error:
             raise UsageError(str(error)) from error
         if any(other.run_id == file.run_id for other in runs):
             raise UsageError(f"{path}: there is another run {file.run_id!r}: give each one a run_id of its own")

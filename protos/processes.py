@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 
 __all__ = [
     "Booted",
-    "Identity",
     "Process",
+    "ProcessIdentity",
     "Status",
     "boot_id",
     "is_gone",
@@ -67,7 +67,7 @@ class Booted(Protocol):
     def boot_id(self) -> str: ...
 
 
-class Identity(Booted, Protocol):
+class ProcessIdentity(Booted, Protocol):
     """A `Process`, or the message `control_pb2.Process`."""
 
     @property
@@ -135,7 +135,7 @@ def is_of_earlier_boot(recorded: Booted, here: Booted) -> bool:
     return same_machine and bool(recorded.boot_id and here.boot_id) and recorded.boot_id != here.boot_id
 
 
-def is_gone(recorded: Identity, here: Identity) -> bool:
+def is_gone(recorded: ProcessIdentity, here: ProcessIdentity) -> bool:
     """Whether a process is provably gone, as seen from `here`, the calling process. What it cannot see may live."""
     if recorded.boot_id != here.boot_id:
         return is_of_earlier_boot(recorded, here)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from .text import one_line, text_problem
-from .yaml_text import Refused, documents
+from .yaml_text import InputRefused, documents
 
 __all__ = ("Baseline", "Hub", "Improvement", "RunFile", "commander_url", "read_run_file")
 
@@ -251,23 +251,23 @@ def read_run_file(path: Path) -> RunFile:
     """Reads and checks it.
 
     Raises:
-        Refused: one line for each thing that a person must change.
+        InputRefused: one line for each thing that a person must change.
     """
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
-            raise Refused(f"{path} is larger than {_MOST_BYTES >> 10} KiB: this is no file of a run")
+            raise InputRefused(f"{path} is larger than {_MOST_BYTES >> 10} KiB: this is no file of a run")
         found = documents(content.decode(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
-        raise Refused(f"{path} cannot be read: {reason}") from error
+        raise InputRefused(f"{path} cannot be read: {reason}") from error
     if len(found) != 1 or not isinstance(found[0], dict):
-        raise Refused(f"{path}: one mapping belongs there, like `run_id: my-run`, and nothing else")
+        raise InputRefused(f"{path}: one mapping belongs there, like `run_id: my-run`, and nothing else")
     try:
         return RunFile.model_validate(found[0])
     except ValidationError as error:
-        raise Refused(*(f"{path}: {one_line(line, _LONGEST_LINE)}" for line in _lines(error))) from error
+        raise InputRefused(*(f"{path}: {one_line(line, _LONGEST_LINE)}" for line in _lines(error))) from error
 
 
 def _lines(error: ValidationError) -> Iterator[str]:

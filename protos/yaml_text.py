@@ -7,14 +7,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ("Refused", "documents", "printed")
+__all__ = ("InputRefused", "documents", "printed")
 
 # The most values of a document, with each alias counted as what it stands for: nobody types so many, and a few aliases
 # of aliases make a thousand million of them.
 MOST_VALUES = 100_000
 
 
-class Refused(ValueError):
+class InputRefused(ValueError):
     """What a person must change, one line for each finding: what is wrong, why, and what to write instead."""
 
     def __init__(self, *lines: str) -> None:
@@ -30,21 +30,23 @@ def documents(text: str, name: str) -> list[Any]:
         name: Of the file, for the line about what is wrong.
 
     Raises:
-        Refused: It is no YAML, it is nested too deep, aliases make it too large, or PyYAML is not installed.
+        InputRefused: It is no YAML, it is nested too deep, aliases make it too large, or PyYAML is not installed.
     """
     yaml = _yaml()
     try:
         found = [document for document in yaml.load_all(text, Loader=_loader()) if document is not None]
         if any(_values(document, {}) > MOST_VALUES for document in found):
-            raise Refused(f"{name}: it has more than {MOST_VALUES} values, each alias counted as what it stands for")
+            raise InputRefused(
+                f"{name}: it has more than {MOST_VALUES} values, each alias counted as what it stands for"
+            )
         return found
     except RecursionError as error:
-        raise Refused(f"{name}: it is nested too deep") from error
+        raise InputRefused(f"{name}: it is nested too deep") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise Refused(f"{name}{where}: this is no YAML: {reason}") from error
+        raise InputRefused(f"{name}{where}: this is no YAML: {reason}") from error
 
 
 def _values(value: Any, seen: dict[int, int]) -> int:
@@ -68,7 +70,7 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise Refused("files in YAML need PyYAML: pip install PyYAML") from error
+        raise InputRefused("files in YAML need PyYAML: pip install PyYAML") from error
     return yaml
 
 

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from dalsegno.protos.commander import run_path
+from dalsegno.protos.commander_api import run_path
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.run_file import commander_url, read_run_file
 from dalsegno.protos.text import one_line
-from dalsegno.protos.yaml_text import Refused
+from dalsegno.protos.yaml_text import InputRefused
 
 from .milestones.access import Access, add_tls
 from .milestones.commander import FAILURES, exchange, failure
 
-__all__ = ("Asked", "NoAnswer", "add_arguments")
+__all__ = ("AskedRun", "NoAnswer", "add_arguments")
 
 # Seconds for an answer; one that waits for events may take as long again.
 ANSWER_SECONDS = 30.0
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for programs: JSON, one object in a line")
 
 
-class Asked:
+class AskedRun:
     """One run of a Commander.
 
     Args:
@@ -52,7 +52,7 @@ class Asked:
     def __init__(self, options: argparse.Namespace, *, admin: bool = False) -> None:
         try:
             run = read_run_file(options.file)
-        except Refused as error:
+        except InputRefused as error:
             raise UsageError("; ".join(error.lines)) from error
         try:
             self.url = commander_url(options.commander) if options.commander else run.commander

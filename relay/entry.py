@@ -18,13 +18,13 @@ from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
-from dalsegno.protos.commander import RunState
+from dalsegno.protos.commander_api import RunState
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE, Variable
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.run_file import RunFile, read_run_file
 from dalsegno.protos.shortage import CannotStartError
 from dalsegno.protos.text import one_line
-from dalsegno.protos.yaml_text import Refused
+from dalsegno.protos.yaml_text import InputRefused
 
 from .agent_process import AgentProcess, MirrorProcess
 from .command_line import agent_command, check_command
@@ -71,7 +71,7 @@ def carry_on(options: argparse.Namespace, ahead: AgentProcess) -> int:
 def _read(options: argparse.Namespace) -> RunFile:
     try:
         file = read_run_file(options.file)
-    except Refused as refused:
+    except InputRefused as refused:
         raise UsageError("; ".join(refused.lines)) from refused
     if file.hf is not None and not secret("HF_TOKEN"):
         raise UsageError(f"{options.file}: hf: the environment has no HF_TOKEN that may write to {file.hf.repo}")

@@ -21,10 +21,10 @@ from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.run_file import RunFile, read_run_file
 from dalsegno.protos.text import one_line
-from dalsegno.protos.yaml_text import Refused
+from dalsegno.protos.yaml_text import InputRefused
 
 from .milestones.access import Access, add_tls
-from .milestones.commander import Away, Commander
+from .milestones.commander import Away, CommanderClient
 from .volume import Volume, damage_of
 
 __all__ = ("add_export", "export")
@@ -45,7 +45,7 @@ def export(options: argparse.Namespace) -> int:
     """
     try:
         file = read_run_file(options.file)
-    except Refused as refused:
+    except InputRefused as refused:
         raise UsageError("; ".join(refused.lines)) from refused
     volume, pack = Volume(file.l1_root, file.run_id), Volume(options.directory.absolute(), file.run_id)
     if not volume.root.is_dir():
@@ -73,7 +73,7 @@ def export(options: argparse.Namespace) -> int:
 def _head(file: RunFile, access: Access) -> str:
     """The digest of the run's newest commit, if the Commander answers; else "", with a line."""
     try:
-        head = Commander(file.commander, file.run_id, access).run().get("head")
+        head = CommanderClient(file.commander, file.run_id, access).run().get("head")
     except Away as away:
         _say(f"{away}: the newest intact checkpoint on the volume is taken, which may never have been committed")
         return ""

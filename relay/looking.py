@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from dalsegno.protos.commander import RELEASE
+from dalsegno.protos.commander_api import RELEASE
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED
 from dalsegno.protos.text import one_line
 
-from .asking import Asked, NoAnswer, add_arguments
+from .asking import AskedRun, NoAnswer, add_arguments
 
 __all__ = ("add_events", "add_release", "add_status", "events", "release", "status", "status_lines")
 
@@ -42,7 +42,7 @@ def add_release(parser: argparse.ArgumentParser) -> None:
 
 def status(options: argparse.Namespace) -> int:
     """Shows how a run stands. Returns the exit code; raises UsageError."""
-    asked = Asked(options)
+    asked = AskedRun(options)
     try:
         run = asked.get()
     except NoAnswer as error:
@@ -53,7 +53,7 @@ def status(options: argparse.Namespace) -> int:
 
 def events(options: argparse.Namespace) -> int:
     """Shows what happened to a run, oldest first. Returns the exit code; raises UsageError."""
-    asked, after = Asked(options), max(0, options.after)
+    asked, after = AskedRun(options), max(0, options.after)
     while True:
         try:
             said = asked.get("/events", after=after, wait=EVENTS_SECONDS if options.follow else 0)
@@ -69,7 +69,7 @@ def events(options: argparse.Namespace) -> int:
 
 def release(options: argparse.Namespace) -> int:
     """Fences whoever holds a run. Returns the exit code; raises UsageError."""
-    asked = Asked(options, admin=True)
+    asked = AskedRun(options, admin=True)
     try:
         said = asked.post(RELEASE)
     except NoAnswer as error:

@@ -9,7 +9,7 @@ from dalsegno.protos.options import UsageError
 from dalsegno.protos.run_file import RunFile
 
 from .milestones.access import Access
-from .milestones.commander import Away, Commander, Denied
+from .milestones.commander import Away, CommanderClient, Denied
 
 __all__ = ("Away", "ask")
 
@@ -26,7 +26,7 @@ def ask(file: RunFile, access: Access) -> dict[str, Any]:
         UsageError: it does not know the run, does not let us in, or shows a certificate that is not trusted.
     """
     try:
-        shown = Commander(file.commander, file.run_id, access).run()
+        shown = CommanderClient(file.commander, file.run_id, access).run()
     except Denied as denied:
         help = {0: "", 404: ": start dlrover-master with --relay and this file"}
         raise UsageError(f"{denied}{help.get(denied.status, f': check {Variable.TOKEN}')}") from denied

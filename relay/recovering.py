@@ -14,14 +14,14 @@ from typing import Any
 
 from dalsegno.elastic.checkpoint import Manifest
 from dalsegno.elastic.checkpoint.files import fsync_tree, replace_file
-from dalsegno.protos.commander import RunState
+from dalsegno.protos.commander_api import RunState
 from dalsegno.protos.run_file import RunFile
 
 from .agent_process import ends_with_parent
 from .milestones import restore
 from .milestones.alone import alone
 from .milestones.commander import Milestone
-from .recovery import Known, Way, way_of
+from .recovery import PodKnowledge, Way, way_of
 from .volume import Volume, damage_of
 
 __all__ = ("Stuck", "prepared")
@@ -61,7 +61,9 @@ def prepared(
     head = shown.get("head")
     milestones = [Milestone(**one) for one in shown.get("milestones") or ()]
     intact, damaged = _newest_intact(volume, say)
-    known = Known(intact is not None, damaged, head is not None, len(milestones), file.baseline is not None, allowed)
+    known = PodKnowledge(
+        intact is not None, damaged, head is not None, len(milestones), file.baseline is not None, allowed
+    )
     way = way_of(known)
     if way not in (Way.MILESTONE, Way.BASELINE):
         return _gone(way, file, volume, shown, milestones, intact, say)
@@ -191,7 +193,7 @@ def _baseline(file: RunFile, volume: Volume, say: Say, *, locked: bool) -> Path:
         say(f"the run begins from the baseline {file.baseline.hf}")
         try:
             return restore.baseline(file.baseline.hf, volume.hf)
-        except restore.Refused as refused:
+        except restore.RevisionRefused as refused:
             raise Stuck(f"the baseline {file.baseline.hf} cannot be used: {refused}") from refused
         except restore.Unreachable as error:
             say(f"the hub does not answer ({error}): tried again in {pause:.0f} s")

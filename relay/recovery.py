@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ("Known", "Way", "way_of")
+__all__ = ("PodKnowledge", "Way", "way_of")
 
 
 class Way(str, Enum):
@@ -27,7 +27,7 @@ class Way(str, Enum):
 
 
 @dataclass(frozen=True)
-class Known:
+class PodKnowledge:
     """What a pod knows before it starts its agent.
 
     Attributes:
@@ -47,7 +47,7 @@ class Known:
     allowed: bool = False
 
 
-def way_of(known: Known) -> Way:
+def way_of(known: PodKnowledge) -> Way:
     """The best that there is. A milestone that cannot be reached is waited for, so it stays the answer."""
     if known.intact:
         return Way.VOLUME

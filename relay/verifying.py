@@ -10,7 +10,7 @@ from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.run_file import read_run_file
-from dalsegno.protos.yaml_text import Refused
+from dalsegno.protos.yaml_text import InputRefused
 
 from .volume import Volume, damage_of
 
@@ -25,7 +25,7 @@ def verify(options: argparse.Namespace) -> int:
     """
     try:
         file = read_run_file(options.file)
-    except Refused as refused:
+    except InputRefused as refused:
         raise UsageError("; ".join(refused.lines)) from refused
     volume = Volume(options.at.absolute() if options.at else file.l1_root, file.run_id)
     try:

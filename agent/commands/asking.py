@@ -29,7 +29,7 @@ from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
 from ..storage.survey import runs_in_order
 from .endpoint import answers
 
-__all__ = ["Asked", "NoAnswer", "show"]
+__all__ = ["AskedMaster", "NoAnswer", "show"]
 
 TIMEOUT_SECONDS = 5.0
 # Seconds in which a listener at an embedded master's address must answer.
@@ -51,7 +51,7 @@ class NoAnswer(Exception):
         return code_of(self.error) is grpc.StatusCode.UNAVAILABLE
 
 
-class Asked:
+class AskedMaster:
     """The master that a person's options name.
 
     Args:
@@ -110,9 +110,9 @@ def show(options: argparse.Namespace, method: str, request: Any, lines_of: Calla
     """Makes one call to the job's master, prints the answer, and returns the exit code.
 
     Raises:
-        ValueError, OSError: see `Asked`.
+        ValueError, OSError: see `AskedMaster`.
     """
-    asked = Asked(options)
+    asked = AskedMaster(options)
     try:
         reply = asked.call(method, request)
     except NoAnswer as said:
@@ -145,7 +145,7 @@ def as_json(message: Message) -> dict[str, Any]:
 
 
 def _master_of(options: argparse.Namespace) -> tuple[list[str], Credentials]:
-    """Addresses and credentials: those given, or those in the embedded master's claim. Raises as `Asked` does."""
+    """Addresses and credentials: those given, or those in the embedded master's claim. Raises as `AskedMaster` does."""
     if options.master:
         files = CredentialFiles.given(options, os.environ.get(Variable.TOKEN))
         files.check()

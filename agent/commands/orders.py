@@ -14,7 +14,7 @@ from dalsegno.protos.contract import CONTROL_PROTOCOL
 from dalsegno.protos.text import one_line
 
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
-from .asking import Asked, NoAnswer, as_json, put, show
+from .asking import AskedMaster, NoAnswer, as_json, put, show
 
 __all__ = ["checkpoint", "drain", "events", "start", "stop"]
 
@@ -27,7 +27,7 @@ Done = Callable[[pb.StatusReply, pb.OrderReply], str]
 
 
 def drain(options: argparse.Namespace) -> int:
-    """Tells a node to save and go, and waits until it has gone. Returns the exit code; raises as `Asked` does."""
+    """Tells a node to save and go, and waits until it has gone. Returns the exit code; raises as `AskedMaster`."""
 
     def gone(status: pb.StatusReply, _: pb.OrderReply) -> str:
         there = any(node.node == options.node for node in status.nodes)
@@ -37,7 +37,7 @@ def drain(options: argparse.Namespace) -> int:
 
 
 def stop(options: argparse.Namespace) -> int:
-    """Tells all nodes to save and go, and waits for the job's end. Returns the exit code; raises as `Asked` does."""
+    """Tells all nodes to save and go, and waits for the job's end. Returns the exit code; raises as `AskedMaster`."""
 
     def stopped(status: pb.StatusReply, _: pb.OrderReply) -> str:
         return status.reason if status.phase == pb.PHASE_STOPPED else ""
@@ -46,12 +46,12 @@ def stop(options: argparse.Namespace) -> int:
 
 
 def start(options: argparse.Namespace) -> int:
-    """Lets agents of a stopped job in again. Returns the exit code; raises as `Asked` does."""
+    """Lets agents of a stopped job in again. Returns the exit code; raises as `AskedMaster`."""
     return show(options, "Start", pb.StartRequest(protocol=CONTROL_PROTOCOL), _text)
 
 
 def checkpoint(options: argparse.Namespace) -> int:
-    """Has the ranks save now, and waits for the commit. Returns the exit code; raises as `Asked` does."""
+    """Has the ranks save now, and waits for the commit. Returns the exit code; raises as `AskedMaster`."""
 
     def committed(status: pb.StatusReply, order: pb.OrderReply) -> str:
         return f"{saved.ref.name} is committed" if (saved := _saved(status, order)) is not None else ""
@@ -78,7 +78,7 @@ def _order(options: argparse.Namespace, method: str, request: Any, done: Done, *
 
     `master_stays`: an embedded master that is gone has not carried it out. (Other orders may end master and job.)
     """
-    asked = Asked(options)
+    asked = AskedMaster(options)
     try:
         reply = asked.call(method, request)
     except NoAnswer as said:
@@ -93,7 +93,9 @@ def _order(options: argparse.Namespace, method: str, request: Any, done: Done, *
     return _wait(options, asked, reply, done, master_stays=master_stays)
 
 
-def _wait(options: argparse.Namespace, asked: Asked, order: pb.OrderReply, done: Done, *, master_stays: bool) -> int:
+def _wait(
+    options: argparse.Namespace, asked: AskedMaster, order: pb.OrderReply, done: Done, *, master_stays: bool
+) -> int:
     """Waits until an order is carried out. Returns the exit code."""
     began = time.monotonic()
     while True:
@@ -131,11 +133,11 @@ def _text(reply: pb.OrderReply) -> list[str]:
 
 
 def events(options: argparse.Namespace) -> int:
-    """Prints what happened; with --follow as long as there may be more. Returns the exit code; raises as `Asked` does.
+    """Prints what happened; with --follow as long as there may be more. Returns the exit code; raises as `AskedMaster`.
 
     The master of a service comes back, or another one does; with the master that an agent hosts its job has ended.
     """
-    asked, after = Asked(options), options.after
+    asked, after = AskedMaster(options), options.after
     while True:
         wait = EVENTS_SECONDS if options.follow else 0.0
         request = pb.EventsRequest(protocol=CONTROL_PROTOCOL, after=after, wait_seconds=wait)

@@ -8,7 +8,7 @@ from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.protos.trace import read
 
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
-from ..decisions.pauses import PARTS, Pause, pauses
+from ..decisions.pauses import PARTS, WorldChange, pauses
 
 __all__ = ["lines", "show"]
 
@@ -30,7 +30,7 @@ def show(options: argparse.Namespace) -> int:
     return EXIT_FINISHED
 
 
-def lines(pause: Pause) -> list[str]:
+def lines(pause: WorldChange) -> list[str]:
     """The lines about one change, for people."""
     how = "planned" if pause.planned else f"unplanned, {pause.lost} steps made again"
     ranks = "1 rank" if pause.ranks == 1 else f"{pause.ranks} ranks"

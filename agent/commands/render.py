@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from dalsegno.elastic.checkpoint.errors import printable
-from dalsegno.protos.yaml_text import Refused, documents, printed
+from dalsegno.protos.yaml_text import InputRefused, documents, printed
 
 from ..decisions.events import EXIT_FINISHED, EXIT_USAGE
 from ..deploy import kustomize
 from ..deploy.elasticjob import is_elastic_job, translated
-from ..deploy.job import Job, job_of
+from ..deploy.job import JobSpec, job_of
 from ..deploy.kubernetes import objects
 from ..deploy.refusals import TARGETS, refusals
 from ..deploy.slurm import script
@@ -54,7 +54,7 @@ def render(options: argparse.Namespace) -> int:
     try:
         job = _job(options.file, options.target, options.set)
         files = _files(job, options)
-    except Refused as error:
+    except InputRefused as error:
         for line in error.lines:
             print(printable(f"dalsegno: error: {options.file}: {line}"), file=sys.stderr)
         return EXIT_USAGE
@@ -68,26 +68,28 @@ def render(options: argparse.Namespace) -> int:
     return EXIT_FINISHED
 
 
-def _job(file: Path, target: str, settings: Sequence[str]) -> Job:
-    """The checked job of a file. Raises Refused, OSError."""
+def _job(file: Path, target: str, settings: Sequence[str]) -> JobSpec:
+    """The checked job of a file. Raises InputRefused, OSError."""
     if file.stat().st_size > LARGEST_FILE_BYTES:
-        raise Refused(f"{file.stat().st_size} bytes: this is no job")
+        raise InputRefused(f"{file.stat().st_size} bytes: this is no job")
     try:
         found = documents(file.read_text(encoding="utf-8"), file.name)
     except UnicodeDecodeError as error:
-        raise Refused(f"this is no text: {error.reason} at byte {error.start}") from error
+        raise InputRefused(f"this is no text: {error.reason} at byte {error.start}") from error
     if len(found) != 1:
-        raise Refused(f"{len(found)} documents: one job is what can be rendered at a time")
+        raise InputRefused(f"{len(found)} documents: one job is what can be rendered at a time")
     values: Any = found[0]
     if is_elastic_job(values):
         values, notes = translated(values)
         for note in notes:
             print(printable(f"dalsegno: {file}: {note}"), file=sys.stderr)
     elif isinstance(values, Mapping) and "kind" in values:
-        raise Refused(f"kind: {values['kind']}: a job of our own has no kind, and of others' only ElasticJob is read")
+        raise InputRefused(
+            f"kind: {values['kind']}: a job of our own has no kind, and of others' only ElasticJob is read"
+        )
     job = job_of(_with(values, settings))
     if found_wrong := refusals(job, target):
-        raise Refused(*found_wrong)
+        raise InputRefused(*found_wrong)
     return job
 
 
@@ -96,7 +98,7 @@ def _with(values: Any, settings: Sequence[str]) -> Any:
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not key or not equals:
-            raise Refused(f"--set {setting}: write KEY=VALUE, like --set claim=data")
+            raise InputRefused(f"--set {setting}: write KEY=VALUE, like --set claim=data")
         value = (documents(text, f"--set {key}") or [None])[0]
         for part in reversed(key.split(".")):
             value = {part: value}
@@ -110,10 +112,12 @@ def _merged(old: Any, new: Any) -> Any:
     return {**old, **{key: _merged(old.get(key), value) for key, value in new.items()}}
 
 
-def _files(job: Job, options: argparse.Namespace) -> dict[str, str]:
+def _files(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:
     """Names of files and their texts."""
     if options.base is not None and (options.target != "k8s" or options.output is None):
-        raise Refused("--base is for k8s, together with --output: there is nothing else that an overlay could be of")
+        raise InputRefused(
+            "--base is for k8s, together with --output: there is nothing else that an overlay could be of"
+        )
     if options.target == "slurm":
         return {f"{job.name}.sbatch": script(job)}
     if options.target == "systemd":

@@ -22,7 +22,7 @@ from dalsegno.elastic.checkpoint.files import move_over
 from dalsegno.protos.processes import is_of_earlier_boot
 
 from ..storage.private import open_private
-from .machine import Machine, Place
+from .machine import Machine, ProcessPlace
 
 __all__ = ["Claim", "ClaimFile", "LockTimeout"]
 
@@ -52,8 +52,8 @@ class Claim:
         generation: the master's.
         counter: moves every two seconds.
         address: HOST:PORT.
-        pid_ns, net_ns: the master's, see `Place`; empty in claims of older versions, which did not tell them apart.
-        machine: the master's, see `Place`; empty in claims of older versions.
+        pid_ns, net_ns: the master's, see `ProcessPlace`; empty in claims of older versions, which knew none.
+        machine: the master's, see `ProcessPlace`; empty in claims of older versions.
     """
 
     host: str
@@ -85,16 +85,16 @@ class Claim:
                 raise ValueError(f"a claim with {one.name} {value[:_LONGEST]!r}")
         return claim
 
-    def is_reached_from(self, place: Place) -> bool:
+    def is_reached_from(self, place: ProcessPlace) -> bool:
         """Whether the address, a loopback address, means the master at that place, too."""
         same_machine = (self.host, self.boot_id) == (place.host, place.boot_id)
         return same_machine and _same(self.net_ns, place.net_ns)
 
-    def is_seen_from(self, place: Place) -> bool:
+    def is_seen_from(self, place: ProcessPlace) -> bool:
         """Whether `pid` and the address mean the master at that place, too."""
         return self.is_reached_from(place) and _same(self.pid_ns, place.pid_ns)
 
-    def ended_with_boot(self, place: Place) -> bool:
+    def ended_with_boot(self, place: ProcessPlace) -> bool:
         """Whether the master's machine is this one and has booted since: then the master is gone."""
         return is_of_earlier_boot(self, place)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dalsegno.protos import control_pb2
 
-__all__ = ["FIRST_BACKOFF_SECONDS", "LAST_BACKOFF_SECONDS", "Backoff", "Listener", "OutboxFull", "kept_up"]
+__all__ = ["FIRST_BACKOFF_SECONDS", "LAST_BACKOFF_SECONDS", "Backoff", "ClientCallbacks", "OutboxFull", "kept_up"]
 
 # Seconds.
 FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.05, 1.0
@@ -27,7 +27,7 @@ class OutboxFull(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Listener:
+class ClientCallbacks:
     """Callbacks of the client. One is called at a time, on a thread of the client's.
 
     Attributes:

@@ -20,7 +20,7 @@ from dalsegno.protos.processes import Status, boot_id, machine, namespace, statu
 from ..processes.proc import owner_of
 from ..storage.private import open_private
 
-__all__ = ["LocksUnavailable", "Machine", "Place"]
+__all__ = ["LocksUnavailable", "Machine", "ProcessPlace"]
 
 # Errors of flock if the mount has no locks, or its lock server is away.
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -31,7 +31,7 @@ class LocksUnavailable(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """Where a process lives: with whom it shares process numbers, and with whom the loopback address.
 
     Containers may share host name and kernel but neither of these.
@@ -52,9 +52,9 @@ class Place:
 class Machine:
     """This machine. The first methods ask the kernel; the others follow from them."""
 
-    def place(self) -> Place:
+    def place(self) -> ProcessPlace:
         """Where this process lives."""
-        return Place(socket.gethostname(), boot_id(), namespace("pid"), namespace("net"), machine())
+        return ProcessPlace(socket.gethostname(), boot_id(), namespace("pid"), namespace("net"), machine())
 
     def user(self) -> int:
         """The user on whose behalf this process acts."""

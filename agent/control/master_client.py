@@ -4,7 +4,7 @@
 - the pulse sends heartbeats, and the newest progress as soon as there is one;
 - the watch keeps the stream of directives open.
 
-Callbacks of `Listener` get the results, each on one of these threads.
+Callbacks of `ClientCallbacks` get the results, each on one of these threads.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from dalsegno.protos.contract import CONTROL_PROTOCOL, HEARTBEAT_SECONDS
 from dalsegno.protos.trace import mark
 
 from ..decisions.leaving import AWAY_AFTER_SECONDS as _AWAY_AFTER_SECONDS
-from .client_threads import Backoff, Listener, OutboxFull, kept_up
+from .client_threads import Backoff, ClientCallbacks, OutboxFull, kept_up
 from .connection import RETRIED, Connector, MasterLink, code_of, detail_of, leader_of
 from .master_checks import MOST
-from .pace import Pace
+from .pace import ReportPace
 
-__all__ = ["CALL_TIMEOUT_SECONDS", "HEARTBEAT_SECONDS", "Listener", "MasterClient", "OutboxFull"]
+__all__ = ["CALL_TIMEOUT_SECONDS", "HEARTBEAT_SECONDS", "ClientCallbacks", "MasterClient", "OutboxFull"]
 
 # Seconds.
 CALL_TIMEOUT_SECONDS = 10.0
@@ -66,7 +66,7 @@ class MasterClient:
     """
 
     def __init__(
-        self, connector: Connector, job_id: str, listener: Listener, clock: Callable[[], float] = time.monotonic
+        self, connector: Connector, job_id: str, listener: ClientCallbacks, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._connector = connector
         self._job_id = job_id
@@ -74,7 +74,7 @@ class MasterClient:
         self._clock = clock
         # Other nodes may learn an incarnation, but never this secret.
         self._secret = secrets.token_bytes(16)
-        self._pace = Pace(clock(), clock())
+        self._pace = ReportPace(clock(), clock())
         self._changed = threading.Condition()
         # Held while the listener is called: see `_tell`. Taken before `_changed`, never inside it.
         self._telling = threading.Lock()

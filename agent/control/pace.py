@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import HEARTBEAT_SECONDS, PROGRESS_SECONDS
 
-__all__ = ["Pace"]
+__all__ = ["ReportPace"]
 
 # The longest interval that the master may ask for.
 _LONGEST_SECONDS = 60.0
@@ -24,7 +24,7 @@ _FIRST_REPORTS = 3
 
 
 @dataclass
-class Pace:
+class ReportPace:
     """Times are monotonic seconds. A heartbeat or a progress report proves this agent alive, so either one will do."""
 
     beat_at: float

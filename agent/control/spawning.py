@@ -25,7 +25,7 @@ __all__ = [
     "COMMAND",
     "LOOPBACK",
     "MasterError",
-    "Started",
+    "SpawnedMaster",
     "TokenLostError",
     "make_token",
     "read_token",
@@ -92,7 +92,7 @@ def make_token(directory: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Started:
+class SpawnedMaster:
     """A master that serves: its process, and its first line."""
 
     process: subprocess.Popen[str]
@@ -103,7 +103,7 @@ class Started:
 
 def start_master(
     directory: Path, job_id: str, command: Sequence[str] = COMMAND, listen: tuple[str, int] = LOOPBACK
-) -> Started:
+) -> SpawnedMaster:
     """Starts a master for a job whose token exists.
 
     Args:
@@ -145,7 +145,7 @@ def start_master(
     line = _first_line(process)
     try:
         said = json.loads(line)
-        return Started(process, str(said["address"]), int(said["generation"]), str(said.get("remark", "")))
+        return SpawnedMaster(process, str(said["address"]), int(said["generation"]), str(said.get("remark", "")))
     except (ValueError, KeyError, TypeError, AttributeError):
         process.kill()
         process.wait()

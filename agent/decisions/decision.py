@@ -7,7 +7,7 @@ import math
 from dalsegno.protos import control_pb2
 
 from . import events as ev
-from .state import AgentState, Leave, Outcome, Place, Workers
+from .state import Admission, AgentState, Leave, Outcome, Workers
 
 # Seconds from SIGKILL until workers count as gone, whatever is heard of them. Longer than the shell takes to report it,
 # even for processes stuck in the kernel, and longer than torchrun takes to end its own.
@@ -68,7 +68,7 @@ class Decision:
         state.fenced = True
         self.do(ev.Say(why, True))
         self.stop_conversion()
-        state.place = Place()
+        state.place = Admission()
         state.reading = frozenset()
         state.pruning = ()
         # Answers that this incarnation has not sent yet are lost with it.

@@ -7,7 +7,7 @@ from dalsegno.protos import control_pb2
 from . import events as ev
 from . import flash, keeping, leaving, memory
 from .decision import Decision
-from .state import DrainOrder, Epoch, Place, Workers
+from .state import Admission, DrainOrder, Epoch, Workers
 
 
 def directed(decision: Decision, directive: control_pb2.Directive) -> None:
@@ -116,7 +116,7 @@ def start(decision: Decision, world: control_pb2.World) -> None:
     state.workers = Workers.RUNNING
     step = world.resume.source.step if world.HasField("resume") else 0
     state.epoch = Epoch(step=step, loss=state.epoch.loss, began=decision.now)
-    state.place = Place()
+    state.place = Admission()
     decision.do(ev.StartWorkers(world))
 
 

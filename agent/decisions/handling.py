@@ -25,7 +25,7 @@ from dalsegno.protos import control_pb2
 from . import directives, flash, keeping, leaving, memory, ranks
 from . import events as ev
 from .decision import Decision
-from .state import AgentSettings, AgentState, Door, Join, Link, Outcome, Place, Workers, fresh
+from .state import Admission, AgentSettings, AgentState, Door, Join, MasterContact, Outcome, Workers, fresh
 
 # Seconds until a Join is tried again: if its store could not be opened, and if it did not see the directory.
 JOIN_PAUSE_SECONDS = 1.0
@@ -130,7 +130,7 @@ def registered(decision: Decision, event: ev.Registered) -> None:
     state.node = event.reply.node
     state.run_id = event.reply.run_id
     state.generation = max(state.generation, event.reply.generation)
-    state.place = Place()
+    state.place = Admission()
     memory.tell_all(decision)
     if event.reply.remark:
         decision.do(ev.Say(event.reply.remark, True))
@@ -225,7 +225,7 @@ def link_changed(decision: Decision, up: bool) -> None:
     state = decision.state
     if up == state.link.up:
         return
-    state.link = Link(up, None if up else decision.now)
+    state.link = MasterContact(up, None if up else decision.now)
     if up:
         decision.do(ev.Say("the master is back"))
     elif state.workers is Workers.RUNNING:
@@ -287,7 +287,7 @@ def prepare_join(decision: Decision) -> None:
     decision.do(ev.PrepareJoin(wanted.round, resume, patient=wanted.patient, parts=parts, anyway=anyway))
 
 
-def wanted_join(place: Place, nowhere: bool) -> tuple[control_pb2.CheckpointRef | None, Join | None]:
+def wanted_join(place: Admission, nowhere: bool) -> tuple[control_pb2.CheckpointRef | None, Join | None]:
     """The checkpoint that the present order names, and the Join that answers it; None: none is wanted.
 
     `nowhere`: it cannot come into sight.
@@ -305,7 +305,7 @@ def wanted_join(place: Place, nowhere: bool) -> tuple[control_pb2.CheckpointRef 
     return resume, Join(order.round, digest, patient, gathers=bool(order.parts))
 
 
-def answers(place: Place, join: Join, wanted: Join) -> bool:
+def answers(place: Admission, join: Join, wanted: Join) -> bool:
     """Whether this Join is the wanted one, or looks without an end for the same checkpoint.
 
     What is fetched from memory is not looked for any more; but what is on its way comes, also if it is on the disk now.

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from dalsegno.protos.trace import STEP, Mark
 
-__all__ = ("PARTS", "Pause", "pauses")
+__all__ = ("PARTS", "WorldChange", "pauses")
 
 # Marks in the order in which they follow one another; a script may add its own between these.
 PARTS = (
@@ -27,7 +27,7 @@ _OF_THE_OLD = ("written", "synced", "sealed", "committed", "stopped", "converted
 
 
 @dataclass(frozen=True)
-class Pause:
+class WorldChange:
     """One change of the world.
 
     Attributes:
@@ -53,7 +53,7 @@ class Pause:
         return self.ended - self.began
 
 
-def pauses(marks: Iterable[Mark]) -> list[Pause]:
+def pauses(marks: Iterable[Mark]) -> list[WorldChange]:
     """Every change between two worlds that made a step, in order of time, separately for each clock."""
     clocks: dict[str, list[Mark]] = {}
     for one in marks:
@@ -61,7 +61,7 @@ def pauses(marks: Iterable[Mark]) -> list[Pause]:
     return [pause for _, own in sorted(clocks.items()) for pause in _of_one_clock(own)]
 
 
-def _of_one_clock(marks: Sequence[Mark]) -> Iterator[Pause]:
+def _of_one_clock(marks: Sequence[Mark]) -> Iterator[WorldChange]:
     epochs = sorted({one.epoch for one in marks if _is_step(one)})
     for before, after in pairwise(epochs):
         yield _pause(marks, before, after)
@@ -71,7 +71,7 @@ def _is_step(one: Mark) -> bool:
     return one.name == STEP and one.rank >= 0 and one.epoch > 0
 
 
-def _pause(marks: Sequence[Mark], before: int, after: int) -> Pause:
+def _pause(marks: Sequence[Mark], before: int, after: int) -> WorldChange:
     old = [one for one in marks if _is_step(one) and one.epoch == before]
     new = [one for one in marks if _is_step(one) and one.epoch == after]
     firsts = {process: _first(new, process) for process in {one.process for one in new}}
@@ -92,7 +92,7 @@ def _pause(marks: Sequence[Mark], before: int, after: int) -> Pause:
     made = max(one.step for one in old)
     lost = max(0, made + 1 - min(one.step for one in firsts.values()))
     planned = not stopping and (told is not None or sealed)
-    return Pause(after, planned, began, ended, len(firsts), lost, _parts(began, ended, ends))
+    return WorldChange(after, planned, began, ended, len(firsts), lost, _parts(began, ended, ends))
 
 
 def _first(steps: Iterable[Mark], process: str) -> Mark:

@@ -96,7 +96,7 @@ class Join:
 
 
 @dataclass
-class Place:
+class Admission:
     """How this node gets a place in a world; made anew when it has one, and with each registration."""
 
     # What the master wants: a Join, or to wait for a place.
@@ -147,7 +147,7 @@ class DrainOrder:
 
 
 @dataclass(frozen=True)
-class Link:
+class MasterContact:
     """The connection to the master; made anew when it is lost, and when it is back."""
 
     up: bool = True
@@ -175,7 +175,7 @@ class DurableOrder:
 
 
 @dataclass
-class Memory:
+class NodeMemory:
     """What this node's memory has of checkpoints. It outlives ranks, worlds and incarnations, as its files do."""
 
     # What is held here, by digest.
@@ -314,8 +314,8 @@ class AgentState:
     drain: DrainOrder | None = None
     # Number of the master's order to save and train on; 0: none.
     save_order: int = 0
-    memory: Memory = field(default_factory=Memory)
-    place: Place = field(default_factory=Place)
+    memory: NodeMemory = field(default_factory=NodeMemory)
+    place: Admission = field(default_factory=Admission)
     # What people were last told about why this node waits, and why a Join could not be prepared: each once.
     wait_said: str = ""
     join_problem: str = ""
@@ -339,7 +339,7 @@ class AgentState:
     open_epoch: int = 0
     # Whether a directive has come in before.
     directed: bool = False
-    link: Link = field(default_factory=Link)
+    link: MasterContact = field(default_factory=MasterContact)
     leave: Leave | None = None
     fenced: bool = False
     ended: bool = False

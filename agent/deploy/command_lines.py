@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .job import Job
+from .job import JobSpec
 
-__all__ = ("Files", "master_line", "node_line")
+__all__ = ("SecretFiles", "master_line", "node_line")
 
 
 @dataclass(frozen=True)
-class Files:
+class SecretFiles:
     """Paths of the secrets' files where the command runs; empty: there is none."""
 
     token: str
@@ -22,7 +22,7 @@ class Files:
     etcd_key: str = ""
 
 
-def node_line(job: Job, master: str, checkpoints: str, files: Files, *more: str) -> list[str]:
+def node_line(job: JobSpec, master: str, checkpoints: str, files: SecretFiles, *more: str) -> list[str]:
     """`dlrover-run` and its arguments.
 
     Args:
@@ -48,7 +48,7 @@ def node_line(job: Job, master: str, checkpoints: str, files: Files, *more: str)
     ]
 
 
-def master_line(job: Job, port: int, store: str, files: Files, *more: str) -> list[str]:
+def master_line(job: JobSpec, port: int, store: str, files: SecretFiles, *more: str) -> list[str]:
     """`dlrover-master` and its arguments: it listens on all addresses, with a token."""
     return [
         "dlrover-master",

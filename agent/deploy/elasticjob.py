@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dalsegno.protos.yaml_text import Refused
+from dalsegno.protos.yaml_text import InputRefused
 
 __all__ = ("is_elastic_job", "translated")
 
@@ -34,29 +34,31 @@ def translated(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         checkpoints nor a token: these are added to it.
 
     Raises:
-        Refused: It trains in a way that there is none of here.
+        InputRefused: It trains in a way that there is none of here.
     """
     spec = _mapping(document, "spec", "")
     strategy = spec.get("distributionStrategy", "AllreduceStrategy")
     if strategy != "AllreduceStrategy":
-        raise Refused(f"spec.distributionStrategy: {strategy} is not there: only AllreduceStrategy is")
+        raise InputRefused(f"spec.distributionStrategy: {strategy} is not there: only AllreduceStrategy is")
     replicas = _mapping(spec, "replicaSpecs", "spec.")
     notes = []
     for role in replicas:
         if role in ("dlrover-master", "master"):
             notes.append(f"spec.replicaSpecs.{role}: left out: render writes the master itself")
         elif role != "worker":
-            raise Refused(f"spec.replicaSpecs.{role}: only workers train here; there are no other roles")
+            raise InputRefused(f"spec.replicaSpecs.{role}: only workers train here; there are no other roles")
     worker = _mapping(replicas, "worker", "spec.replicaSpecs.")
     place = "spec.replicaSpecs.worker."
     number = worker.get("replicas", 1)
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise Refused(f"{place}replicas: {number!r} is no number of nodes")
+        raise InputRefused(f"{place}replicas: {number!r} is no number of nodes")
     place += "template.spec."
     pod = _mapping(_mapping(worker, "template", ""), "spec", "spec.replicaSpecs.worker.template.")
     containers = pod.get("containers") or []
     if len(containers) != 1:
-        raise Refused(f"{place}containers: {len(containers)} of them: the one with the training is what can be run")
+        raise InputRefused(
+            f"{place}containers: {len(containers)} of them: the one with the training is what can be run"
+        )
     main = containers[0]
     shell, low, high = _shell(main, number, f"{place}containers[0].")
     values = {
@@ -87,7 +89,7 @@ def translated(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def _mapping(values: Mapping[str, Any], key: str, place: str) -> Mapping[str, Any]:
     found = values.get(key)
     if not isinstance(found, Mapping):
-        raise Refused(f"{place}{key}: missing, or no mapping: this is no ElasticJob that DLRover would take")
+        raise InputRefused(f"{place}{key}: missing, or no mapping: this is no ElasticJob that DLRover would take")
     return found
 
 
@@ -98,9 +100,9 @@ def _shell(main: Mapping[str, Any], number: int, place: str) -> tuple[str, int, 
     text = words[2] if is_shell else shlex.join(words)
     run = re.search(r"(?<![\w./-])(dlrover-run|dalsegno-run)(?![\w./-])", text)
     if run is None:
-        raise Refused(f"{place}command: it starts no dlrover-run, so there is nothing that could be elastic")
+        raise InputRefused(f"{place}command: it starts no dlrover-run, so there is nothing that could be elastic")
     if behind := OPERATORS.intersection(_tokens(text[run.end() :])):
-        raise Refused(
+        raise InputRefused(
             f"{place}command: {min(behind)!r} stands behind dlrover-run, and a shell that goes on after it would not"
             " pass the notice to it: let dlrover-run be the last command"
         )
@@ -117,7 +119,7 @@ def _tokens(text: str) -> list[str]:
     try:
         return list(lexer)
     except ValueError as error:
-        raise Refused(f"the command {text[:60]!r} cannot be cut into words: {error}") from error
+        raise InputRefused(f"the command {text[:60]!r} cannot be cut into words: {error}") from error
 
 
 def _nnodes(text: str, number: int, place: str) -> tuple[int, int]:
@@ -128,7 +130,7 @@ def _nnodes(text: str, number: int, place: str) -> tuple[int, int]:
         given = re.sub(rf"\$(?:{name}\b|{{{name}}})", str(number), given)
     match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", given)
     if match is None:
-        raise Refused(f"{place}command: --nnodes={given} is not N or MIN:MAX: write the numbers, or $WORKER_NUM")
+        raise InputRefused(f"{place}command: --nnodes={given} is not N or MIN:MAX: write the numbers, or $WORKER_NUM")
     return int(match[1]), int(match[2] or match[1])
 
 
@@ -136,7 +138,7 @@ def _env(entries: Iterable[Mapping[str, Any]], place: str) -> dict[str, str]:
     found = {}
     for entry in entries:
         if "valueFrom" in entry:
-            raise Refused(
+            raise InputRefused(
                 f"{place}containers[0].env: {entry.get('name')} has a valueFrom: mount a file, or write a value"
             )
         found[str(entry.get("name"))] = str(entry.get("value", ""))
@@ -156,5 +158,5 @@ def _mounts(pod: Mapping[str, Any], main: Mapping[str, Any], place: str, notes: 
             notes.append(f"{place}volumes: {mount.get('name')}: left out: {path} is there anyway")
         else:
             kind = next((key for key in volume if key != "name"), "nothing")
-            raise Refused(f"{place}volumes: {mount.get('name')} is {kind}: only volume claims are read")
+            raise InputRefused(f"{place}volumes: {mount.get('name')} is {kind}: only volume claims are read")
     return found

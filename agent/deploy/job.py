@@ -11,11 +11,11 @@ from typing import Any
 
 from dalsegno.protos.contract import JobSettings
 from dalsegno.protos.options import nnodes
-from dalsegno.protos.yaml_text import Refused
+from dalsegno.protos.yaml_text import InputRefused
 
 from .table import Table
 
-__all__ = ("BEYOND_DRAIN_SECONDS", "Claim", "Host", "Job", "Master", "Secrets", "job_of")
+__all__ = ("BEYOND_DRAIN_SECONDS", "Host", "JobSpec", "MasterSpec", "Secrets", "VolumeClaim", "job_of")
 
 # Between the end of the notice and SIGKILL: an agent's ranks end, the checkpoint is sealed, the master hears of it.
 BEYOND_DRAIN_SECONDS = 15
@@ -23,7 +23,7 @@ ACCESS = ("ReadWriteMany", "ReadWriteOnce", "ReadWriteOncePod")
 
 
 @dataclass(frozen=True)
-class Claim:
+class VolumeClaim:
     """The volume claim of the checkpoints. With a size it is printed, too; without, it is there already."""
 
     name: str = ""
@@ -48,7 +48,7 @@ class Secrets:
 
 
 @dataclass(frozen=True)
-class Master:
+class MasterSpec:
     """The master. `size` and `storage_class` are of the claim for its state, which etcd replaces."""
 
     image: str = ""
@@ -82,7 +82,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobSpec:
     """A job. `nnodes` is (least, most); `replicas` the nodes that are started; durations in seconds."""
 
     name: str
@@ -95,7 +95,7 @@ class Job:
     replicas: int
     nproc: str
     controller: str
-    claim: Claim
+    claim: VolumeClaim
     checkpoints: str
     secrets: Secrets
     etcd: tuple[str, ...]
@@ -108,7 +108,7 @@ class Job:
     user: int
     node_selector: Mapping[str, str]
     tolerations: tuple[Mapping[str, Any], ...]
-    master: Master
+    master: MasterSpec
     host: Host
     slurm: Mapping[str, str]
 
@@ -118,20 +118,20 @@ class Job:
         return f"etcd://{','.join(self.etcd)}"
 
 
-def job_of(values: Any) -> Job:
+def job_of(values: Any) -> JobSpec:
     """The job in a document of our own format.
 
     Args:
         values: The mapping, as `reading.documents` reads it.
 
     Raises:
-        Refused: Keys that there are not, or values that are not of their kind. What cannot work together is
+        InputRefused: Keys that there are not, or values that are not of their kind. What cannot work together is
             `refusals.refusals`' matter.
     """
     table = Table(values)
     low, high = _nnodes(table.text("nnodes", "1"))
     drain = table.whole("drain_timeout", int(JobSettings.drain_timeout), least=1)
-    job = Job(
+    job = JobSpec(
         name=table.name("name"),
         namespace=table.name("namespace"),
         image=table.text("image"),
@@ -141,7 +141,7 @@ def job_of(values: Any) -> Job:
         nnodes=(low, high),
         replicas=table.whole("replicas", high, least=1),
         nproc=table.text("nproc", "1"),
-        controller=table.one_of("controller", ("Job", "Deployment"), "Job"),
+        controller=table.one_of("controller", ("JobSpec", "Deployment"), "JobSpec"),
         claim=_claim(table),
         checkpoints=table.path("checkpoints", "/checkpoints"),
         secrets=_secrets(table.below("secrets")),
@@ -161,12 +161,12 @@ def job_of(values: Any) -> Job:
     )
     table.done()
     if not job.name:
-        raise Refused("name: missing: the job's id, and the name of everything that belongs to it")
+        raise InputRefused("name: missing: the job's id, and the name of everything that belongs to it")
     # The longest name that is made of it is NAME-master-0 with a controller's hash.
     if len(job.name) > 40:
-        raise Refused(f"name: {job.name!r} is longer than 40 characters: pods need the rest of their 63")
+        raise InputRefused(f"name: {job.name!r} is longer than 40 characters: pods need the rest of their 63")
     if bool(job.command) == bool(job.shell):
-        raise Refused("command: missing: the script and its arguments, like [train.py, --steps=1000]")
+        raise InputRefused("command: missing: the script and its arguments, like [train.py, --steps=1000]")
     return job
 
 
@@ -174,7 +174,7 @@ def _nnodes(text: str) -> tuple[int, int]:
     try:
         return nnodes(text)
     except argparse.ArgumentTypeError as error:
-        raise Refused(f"nnodes: {error}") from error
+        raise InputRefused(f"nnodes: {error}") from error
 
 
 def _command(table: Table) -> tuple[str, ...]:
@@ -184,17 +184,17 @@ def _command(table: Table) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(value))
     except ValueError as error:
-        raise Refused(f"command: {value!r} cannot be cut into words: {error}") from error
+        raise InputRefused(f"command: {value!r} cannot be cut into words: {error}") from error
 
 
-def _claim(table: Table) -> Claim:
+def _claim(table: Table) -> VolumeClaim:
     value = table.take("claim")
     if value is None or isinstance(value, str):
-        return Claim(table.name("claim"))
+        return VolumeClaim(table.name("claim"))
     inner = table.below("claim")
-    claim = Claim(
+    claim = VolumeClaim(
         inner.name("name"),
-        inner.one_of("access", ACCESS, Claim.access),
+        inner.one_of("access", ACCESS, VolumeClaim.access),
         inner.quantity("size"),
         inner.text("storage_class"),
     )
@@ -212,17 +212,17 @@ def _endpoints(table: Table) -> tuple[str, ...]:
     found = table.words("etcd")
     for one in found:
         if not re.fullmatch(r"[A-Za-z0-9.-]+:[0-9]{1,5}", one):
-            raise Refused(f"etcd: {one!r} is not HOST:PORT (TLS comes with secrets.etcd, not with https://)")
+            raise InputRefused(f"etcd: {one!r} is not HOST:PORT (TLS comes with secrets.etcd, not with https://)")
     return found
 
 
-def _master(table: Table) -> Master:
-    master = Master(
+def _master(table: Table) -> MasterSpec:
+    master = MasterSpec(
         image=table.text("image"),
-        port=table.whole("port", Master.port, 1, 65535),
-        http_port=table.whole("http_port", Master.http_port, 1, 65535),
-        replicas=table.whole("replicas", Master.replicas, 1, 9),
-        size=table.quantity("size", Master.size),
+        port=table.whole("port", MasterSpec.port, 1, 65535),
+        http_port=table.whole("http_port", MasterSpec.http_port, 1, 65535),
+        replicas=table.whole("replicas", MasterSpec.replicas, 1, 9),
+        size=table.quantity("size", MasterSpec.size),
         storage_class=table.text("storage_class"),
         resources=_resources(table),
     )
@@ -242,7 +242,7 @@ def _host(table: Table) -> Host:
     table.done()
     for one in filter(None, host.master.split(",")):
         if not re.fullmatch(r"[A-Za-z0-9._-]+:[0-9]{1,5}", one):
-            raise Refused(f"host.master: {one!r} is not HOST:PORT")
+            raise InputRefused(f"host.master: {one!r} is not HOST:PORT")
     return host
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE, Variable
 
-from .command_lines import Files, master_line, node_line
-from .job import Job
+from .command_lines import SecretFiles, master_line, node_line
+from .job import JobSpec
 from .pods import FILES, Mounts, Object, container, labels, meta, pod_template
 
 __all__ = ("objects",)
@@ -23,7 +23,7 @@ LOST_PODS = 100
 LIVENESS_PERIOD, LIVENESS_FAILURES = 20, 15
 
 
-def objects(job: Job) -> list[Object]:
+def objects(job: JobSpec) -> list[Object]:
     """All objects of a job that has no `refusals`, in the order in which to apply them."""
     found = [_claim(job)] if job.claim.size else []
     found += [_service(job), _masters(job) if job.etcd else _master(job)]
@@ -38,11 +38,11 @@ def _object(version: str, kind: str, metadata: Object, spec: Object) -> Object:
     return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 
 
-def _master_name(job: Job) -> str:
+def _master_name(job: JobSpec) -> str:
     return f"{job.name}-master"
 
 
-def _claim(job: Job) -> Object:
+def _claim(job: JobSpec) -> Object:
     spec: Object = {"accessModes": [job.claim.access], "resources": {"requests": {"storage": job.claim.size}}}
     if job.claim.storage_class:
         spec["storageClassName"] = job.claim.storage_class
@@ -52,7 +52,7 @@ def _claim(job: Job) -> Object:
 # ---- the master ------------------------------------------------------------------------------------------------------
 
 
-def _service(job: Job) -> Object:
+def _service(job: JobSpec) -> Object:
     """One address that stays. Only pods that are ready are behind it: with several masters, the one that leads."""
     ports = [
         {"name": name, "port": port, "targetPort": name}
@@ -62,7 +62,7 @@ def _service(job: Job) -> Object:
     return _object("v1", "Service", meta(job, _master_name(job), MASTER), spec)
 
 
-def _master(job: Job) -> Object:
+def _master(job: JobSpec) -> Object:
     """One master with its claim."""
     claim: Object = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": job.master.size}}}
     if job.master.storage_class:
@@ -80,7 +80,7 @@ def _master(job: Job) -> Object:
     return _object("apps/v1", "StatefulSet", meta(job, _master_name(job), MASTER), spec)
 
 
-def _masters(job: Job) -> Object:
+def _masters(job: JobSpec) -> Object:
     """Several masters over etcd, of which one leads and is ready.
 
     `Recreate`, because a rolling update waits for new pods to be ready, and those that stand by never are.
@@ -104,7 +104,7 @@ def _masters(job: Job) -> Object:
     return _object("apps/v1", "Deployment", meta(job, _master_name(job), MASTER), spec)
 
 
-def _master_pod(job: Job, store: str, mounts: Mounts, *more: str) -> Object:
+def _master_pod(job: JobSpec, store: str, mounts: Mounts, *more: str) -> Object:
     mounts.secret("token", job.secrets.token, "token")
     if job.secrets.tls:
         mounts.secret("tls", job.secrets.tls, "tls.crt", "tls.key")
@@ -112,7 +112,7 @@ def _master_pod(job: Job, store: str, mounts: Mounts, *more: str) -> Object:
         mounts.secret("etcd", job.secrets.etcd, "ca.crt", "tls.crt", "tls.key")
     mounts.scratch("tmp", "/tmp")
     tls, etcd = bool(job.secrets.tls), bool(job.secrets.etcd)
-    files = Files(
+    files = SecretFiles(
         FILES.token,
         "",
         *((FILES.tls_cert, FILES.tls_key) if tls else ("", "")),
@@ -141,7 +141,7 @@ def _master_pod(job: Job, store: str, mounts: Mounts, *more: str) -> Object:
 # ---- the trainers ----------------------------------------------------------------------------------------------------
 
 
-def _trainers_job(job: Job) -> Object:
+def _trainers_job(job: JobSpec) -> Object:
     """Nodes that end with the run: who left on notice or was evicted is replaced, who failed ends the Job."""
     codes = {"containerName": TRAINER, "operator": "In"}
     rules = [
@@ -165,7 +165,7 @@ def _trainers_job(job: Job) -> Object:
     return _object("batch/v1", "Job", meta(job, job.name, TRAINER), spec)
 
 
-def _trainers_deployment(job: Job) -> Object:
+def _trainers_deployment(job: JobSpec) -> Object:
     """Nodes to scale. `Recreate`: two versions of a script never train in one world."""
     spec = {
         "replicas": job.replicas,
@@ -176,7 +176,7 @@ def _trainers_deployment(job: Job) -> Object:
     return _object("apps/v1", "Deployment", meta(job, job.name, TRAINER), spec)
 
 
-def _trainer_pod(job: Job, restart: str) -> Object:
+def _trainer_pod(job: JobSpec, restart: str) -> Object:
     mounts = Mounts()
     mounts.claim("checkpoints", job.claim.name, job.checkpoints)
     for number, (claim, path) in enumerate(job.mounts.items()):
@@ -187,7 +187,7 @@ def _trainer_pod(job: Job, restart: str) -> Object:
     mounts.scratch("tmp", "/tmp")
     # The container's own /dev/shm has 64 MB: too few for loaders with workers, and for memory checkpoints.
     mounts.scratch("shm", "/dev/shm", medium="Memory", **({"sizeLimit": job.shm} if job.shm else {}))
-    files = Files(FILES.token, FILES.tls_ca if job.secrets.tls else "")
+    files = SecretFiles(FILES.token, FILES.tls_ca if job.secrets.tls else "")
     env = [{"name": name, "value": _literal(value)} for name, value in job.env.items()]
     master = f"{_master_name(job)}:{job.master.port}"
     if job.shell:
@@ -207,7 +207,7 @@ def _trainer_pod(job: Job, restart: str) -> Object:
     return pod_template(job, TRAINER, one, mounts, **more)
 
 
-def _as_variables(job: Job, master: str, files: Files) -> list[Object]:
+def _as_variables(job: JobSpec, master: str, files: SecretFiles) -> list[Object]:
     """The flags of `dlrover-run` where its command line is somebody else's: what stands there wins."""
     values = {
         Variable.MASTER: master,
@@ -230,7 +230,7 @@ def _literal(word: str) -> str:
 # ---- around them -----------------------------------------------------------------------------------------------------
 
 
-def _budget(job: Job) -> Object | None:
+def _budget(job: JobSpec) -> Object | None:
     """Evictions leave the run its least nodes; where it has no more than these, they go one by one.
 
     A budget that forbade every eviction would only hold up who empties a machine: a node that leaves loses no step.
@@ -246,7 +246,7 @@ def _budget(job: Job) -> Object | None:
     return _object("policy/v1", "PodDisruptionBudget", meta(job, job.name, TRAINER), spec)
 
 
-def _master_policy(job: Job) -> Object:
+def _master_policy(job: JobSpec) -> Object:
     """The master hears the job's nodes, and pods of the namespace that look at it; it calls nobody but etcd."""
     looks = {"podSelector": {"matchLabels": {"dalsegno/looks-at": job.name}}}
     ingress = [
@@ -272,7 +272,7 @@ def _master_policy(job: Job) -> Object:
     return _object("networking.k8s.io/v1", "NetworkPolicy", meta(job, _master_name(job), MASTER), spec)
 
 
-def _trainer_policy(job: Job) -> Object:
+def _trainer_policy(job: JobSpec) -> Object:
     """Nodes hear each other, on any port; where they go (data, hubs) is not restricted."""
     spec = {
         "podSelector": {"matchLabels": labels(job, TRAINER)},

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from .command_lines import Files
-from .job import Job
+from .command_lines import SecretFiles
+from .job import JobSpec
 
 __all__ = ("checkpoints", "files")
 
 
-def checkpoints(job: Job) -> str:
+def checkpoints(job: JobSpec) -> str:
     """The checkpoint directory."""
     return job.host.checkpoints or f"{job.host.directory.rstrip('/')}/checkpoints"
 
 
-def files(job: Job) -> Files:
+def files(job: JobSpec) -> SecretFiles:
     """What a node reads of the secrets: each secret is a directory below `host.secrets`."""
     root = job.host.secrets.rstrip("/")
-    return Files(
+    return SecretFiles(
         token=f"{root}/{job.secrets.token}/token",
         tls_ca=f"{root}/{job.secrets.tls}/ca.crt" if job.secrets.tls else "",
     )

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .command_lines import Files
-from .job import Job
+from .command_lines import SecretFiles
+from .job import JobSpec
 
 __all__ = ("FILES", "Mounts", "container", "labels", "meta", "own_address", "pod_template")
 
 Object = dict[str, Any]
 # Where secrets are mounted, each in a directory of its own, so that a changed secret reaches a running pod.
 SECRETS = "/run/dalsegno"
-FILES = Files(
+FILES = SecretFiles(
     token=f"{SECRETS}/token/token",
     tls_ca=f"{SECRETS}/tls/ca.crt",
     tls_cert=f"{SECRETS}/tls/tls.crt",
@@ -51,7 +51,7 @@ class Mounts:
         self.mounts.append({"name": name, "mountPath": path})
 
 
-def labels(job: Job, component: str) -> Object:
+def labels(job: JobSpec, component: str) -> Object:
     """By which a component's pods are found."""
     return {
         "app.kubernetes.io/name": "dalsegno",
@@ -60,7 +60,7 @@ def labels(job: Job, component: str) -> Object:
     }
 
 
-def meta(job: Job, name: str, component: str) -> Object:
+def meta(job: JobSpec, name: str, component: str) -> Object:
     """An object's metadata."""
     place = {"namespace": job.namespace} if job.namespace else {}
     return {"name": name, **place, "labels": labels(job, component)}
@@ -97,7 +97,7 @@ def container(
     return found
 
 
-def pod_template(job: Job, component: str, one: Object, mounts: Mounts, **more: Any) -> Object:
+def pod_template(job: JobSpec, component: str, one: Object, mounts: Mounts, **more: Any) -> Object:
     """A pod with one container. It gets no credentials of the cluster: nothing here ever asks its API."""
     spec = {
         "automountServiceAccountToken": False,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from dalsegno.protos.contract import Variable
 
-from .job import BEYOND_DRAIN_SECONDS, Job
+from .job import BEYOND_DRAIN_SECONDS, JobSpec
 
 __all__ = ("TARGETS", "refusals")
 
@@ -24,12 +24,12 @@ SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{20,}")
 SECRET_VARIABLES = re.compile(r"(TOKEN|PASSWORD|SECRET|API_KEY|ACCESS_KEY)$")
 
 
-def refusals(job: Job, target: str) -> list[str]:
+def refusals(job: JobSpec, target: str) -> list[str]:
     """Everything that could not work with `target` (one of `TARGETS`): lines for a person; none: it can."""
     return [*_everywhere(job), *(_kubernetes(job) if target == "k8s" else _hosts(job, target))]
 
 
-def _everywhere(job: Job) -> Iterator[str]:
+def _everywhere(job: JobSpec) -> Iterator[str]:
     low, high = job.nnodes
     if job.replicas < low:
         yield (
@@ -57,7 +57,7 @@ def _everywhere(job: Job) -> Iterator[str]:
         yield "secrets.etcd: there is no etcd: write etcd: [HOST:PORT, ...], or leave it out"
 
 
-def _on_the_command_line(job: Job) -> Iterator[str]:
+def _on_the_command_line(job: JobSpec) -> Iterator[str]:
     """Secrets where everybody reads them: in `ps`, in the object, in Slurm's accounting, in git."""
     words = [*job.command, *job.flags, *job.shell.split()]
     for word in words:
@@ -75,7 +75,7 @@ def _on_the_command_line(job: Job) -> Iterator[str]:
             )
 
 
-def _kubernetes(job: Job) -> Iterator[str]:
+def _kubernetes(job: JobSpec) -> Iterator[str]:
     if not job.image:
         yield "image: missing: the image with the script and dalsegno in it (deploy/docker/trainer.Dockerfile)"
     if not job.claim.name:
@@ -101,7 +101,7 @@ def _kubernetes(job: Job) -> Iterator[str]:
             yield f"mounts.{claim}: {path} is where the checkpoints are (checkpoints): take another path"
 
 
-def _hosts(job: Job, target: str) -> Iterator[str]:
+def _hosts(job: JobSpec, target: str) -> Iterator[str]:
     if job.shell:
         yield f"shell: a command for an image cannot run under {target}: write command: [train.py, ...]"
     if not job.host.master:

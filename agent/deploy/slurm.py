@@ -7,7 +7,7 @@ import shlex
 from dalsegno.protos.contract import EXIT_LEFT, EXIT_LEFT_UNSAVED
 
 from .command_lines import node_line
-from .job import Job
+from .job import JobSpec
 from .on_hosts import checkpoints, files
 
 __all__ = ("script",)
@@ -16,7 +16,7 @@ __all__ = ("script",)
 MOST_STARTS = 100
 
 
-def script(job: Job) -> str:
+def script(job: JobSpec) -> str:
     """The text for sbatch, of a job that has no `refusals`.
 
     Slurm tells the batch shell alone (`B:`), `grace` seconds before the time limit; the shell tells the agent. When a

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE
 
-from .command_lines import Files, master_line, node_line
-from .job import Job
+from .command_lines import SecretFiles, master_line, node_line
+from .job import JobSpec
 from .on_hosts import checkpoints
 
 __all__ = ("units",)
@@ -21,14 +21,14 @@ HARDENING = (
 )
 
 
-def units(job: Job) -> dict[str, str]:
+def units(job: JobSpec) -> dict[str, str]:
     """Names of unit files and their texts, of a job that has no `refusals`."""
     return {f"{job.name}.service": _node(job), f"{job.name}-master.service": _master(job)}
 
 
-def _node(job: Job) -> str:
+def _node(job: JobSpec) -> str:
     credentials = _credentials(job, {"token": (job.secrets.token, "token"), "ca.crt": (job.secrets.tls, "ca.crt")})
-    files = Files(f"{CREDENTIALS}/token", f"{CREDENTIALS}/ca.crt" if job.secrets.tls else "")
+    files = SecretFiles(f"{CREDENTIALS}/token", f"{CREDENTIALS}/ca.crt" if job.secrets.tls else "")
     line = node_line(job, job.host.master, checkpoints(job), files)
     return _unit(
         f"A node of the job {job.name}",
@@ -55,7 +55,7 @@ def _node(job: Job) -> str:
     )
 
 
-def _master(job: Job) -> str:
+def _master(job: JobSpec) -> str:
     """With etcd on as many machines as there are masters, each of which names itself by its host name."""
     tls, etcd = job.secrets.tls, job.secrets.etcd
     credentials = _credentials(
@@ -65,7 +65,7 @@ def _master(job: Job) -> str:
             **{f"etcd-{key}": (etcd, key) for key in ("ca.crt", "tls.crt", "tls.key")},
         },
     )
-    files = Files(
+    files = SecretFiles(
         f"{CREDENTIALS}/token",
         "",
         *((f"{CREDENTIALS}/tls.crt", f"{CREDENTIALS}/tls.key") if tls else ("", "")),
@@ -102,12 +102,12 @@ def _unit(text: str, unit: Iterable[str], service: Iterable[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _credentials(job: Job, wanted: dict[str, tuple[str, str]]) -> list[str]:
+def _credentials(job: JobSpec, wanted: dict[str, tuple[str, str]]) -> list[str]:
     root = job.host.secrets.rstrip("/")
     return [f"LoadCredential={name}:{root}/{secret}/{key}" for name, (secret, key) in wanted.items() if secret]
 
 
-def _line(job: Job, words: list[str]) -> str:
+def _line(job: JobSpec, words: list[str]) -> str:
     """A command line of ExecStart. Words of the person's own are literal; ours name what systemd knows (`%d`)."""
     own = len(job.flags) + len(job.command) if words[0] == "dlrover-run" else 0
     ours, theirs = words[1 : len(words) - own], words[len(words) - own :]

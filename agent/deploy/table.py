@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dalsegno.protos.yaml_text import Refused
+from dalsegno.protos.yaml_text import InputRefused
 
 __all__ = ("Table",)
 
@@ -15,12 +15,12 @@ __all__ = ("Table",)
 class Table:
     """The keys below one place of the document. Each is taken once; `done` refuses what was not taken.
 
-    All methods raise `Refused` with the place (`master.port`) and what should stand there.
+    All methods raise `InputRefused` with the place (`master.port`) and what should stand there.
     """
 
     def __init__(self, values: Any, place: str = "") -> None:
         if not isinstance(values, Mapping):
-            raise Refused(f"{place or 'the file'}: {_shown(values)} is no mapping: write `key: value` lines")
+            raise InputRefused(f"{place or 'the file'}: {_shown(values)} is no mapping: write `key: value` lines")
         self._values = {str(key): value for key, value in values.items()}
         self._place = f"{place}." if place else ""
         self._known: list[str] = []
@@ -42,21 +42,23 @@ class Table:
         """A name as Kubernetes has them (RFC 1123, at most 63 characters)."""
         value = self.text(key, default)
         if value and not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", value):
-            raise Refused(f"{self._place}{key}: {value!r} is no name: small letters, digits and '-', at most 63")
+            raise InputRefused(f"{self._place}{key}: {value!r} is no name: small letters, digits and '-', at most 63")
         return value
 
     def path(self, key: str, default: str = "") -> str:
         """An absolute path without white space, which unit files and mounts could not carry."""
         value = self.text(key, default)
         if value and not re.fullmatch(r"/[^\s:,\"'$%\\]*", value):
-            raise Refused(f"{self._place}{key}: {value!r} is no absolute path of plain characters, like /shared/gpt")
+            raise InputRefused(
+                f"{self._place}{key}: {value!r} is no absolute path of plain characters, like /shared/gpt"
+            )
         return value
 
     def quantity(self, key: str, default: str = "") -> str:
         """A size as Kubernetes has them: 16Gi."""
         value = self.text(key, default)
         if value and not re.fullmatch(r"[0-9]+(\.[0-9]+)?([KMGTPE]i?|k|m)?", value):
-            raise Refused(f"{self._place}{key}: {value!r} is no size, for example 16Gi")
+            raise InputRefused(f"{self._place}{key}: {value!r} is no size, for example 16Gi")
         return value
 
     def whole(self, key: str, default: int, least: int = 0, most: int = 1_000_000) -> int:
@@ -65,14 +67,14 @@ class Table:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise Refused(f"{self._place}{key}: {_shown(value)} is no whole number from {least} to {most}")
+            raise InputRefused(f"{self._place}{key}: {_shown(value)} is no whole number from {least} to {most}")
         return value
 
     def one_of(self, key: str, choices: tuple[str, ...], default: str) -> str:
         """One of a few words."""
         value = self.text(key, default)
         if value not in choices:
-            raise Refused(f"{self._place}{key}: {value!r} is none of {', '.join(choices)}")
+            raise InputRefused(f"{self._place}{key}: {value!r} is none of {', '.join(choices)}")
         return value
 
     def words(self, key: str) -> tuple[str, ...]:
@@ -81,7 +83,7 @@ class Table:
         if value is None:
             return ()
         if not isinstance(value, list):
-            raise Refused(f"{self._place}{key}: {_shown(value)} is no list: write [one, another]")
+            raise InputRefused(f"{self._place}{key}: {_shown(value)} is no list: write [one, another]")
         return tuple(line_of(item, f"{self._place}{key}") for item in value)
 
     def texts(self, key: str) -> dict[str, str]:
@@ -107,16 +109,16 @@ class Table:
             near = difflib.get_close_matches(key, self._known, 1)
             meant = f"did you mean {self._place}{near[0]}?" if near else f"there are {', '.join(sorted(self._known))}"
             lines.append(f"{self._place}{key}: no such key: {meant}")
-        raise Refused(*lines)
+        raise InputRefused(*lines)
 
 
 def line_of(value: Any, place: str) -> str:
-    """A scalar as one line of text. Raises Refused."""
+    """A scalar as one line of text. Raises InputRefused."""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise Refused(f"{place}: {_shown(value)} is no text: put it into quotes")
+        raise InputRefused(f"{place}: {_shown(value)} is no text: put it into quotes")
     text = str(value)
     if not text.isprintable():
-        raise Refused(f"{place}: {_shown(text)} has a line break, or what cannot be printed")
+        raise InputRefused(f"{place}: {_shown(text)} has a line break, or what cannot be printed")
     return text
 
 

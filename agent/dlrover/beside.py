@@ -21,7 +21,7 @@ from ..script import Script
 from . import names
 from .saver import NodeSaver
 
-__all__ = ["Beside"]
+__all__ = ["DlroverSupport"]
 
 # Seconds that the end of a worker waits for its last save to be on the disk: DLRover's own limit for one.
 _SETTLES_WITHIN_SECONDS = 600.0
@@ -34,7 +34,7 @@ _FIXES = "dalsegno.elastic.dlrover.fixes"
 logger = logging.getLogger(__name__)
 
 
-class Beside:
+class DlroverSupport:
     """One agent's help for DLRover's classes.
 
     Args:

@@ -15,14 +15,14 @@ from pathlib import Path
 
 from .names import SHARED_MEMORY, SOCKETS, run_name, segments, sockets
 
-__all__ = ["Claim", "sweep"]
+__all__ = ["NameClaim", "sweep"]
 
 # Agents of one job on one machine.
 _MOST = 1000
 _OWNER = "owner"
 
 
-class Claim:
+class NameClaim:
     """The first name that no agent has: a directory of sockets, and the beginning of segments' names.
 
     Both are taken, because containers may share one of the two places.

@@ -21,7 +21,7 @@ from ..processes.lifeline import Lifeline
 from ..processes.proc import kill_group
 from ..processes.signals import held_back
 from . import names
-from .claims import Claim, sweep
+from .claims import NameClaim, sweep
 
 __all__ = ["NodeSaver"]
 
@@ -64,7 +64,7 @@ class NodeSaver:
         say: Callable[[str, bool], None],
     ) -> None:
         self._log, self._path, self._lifeline, self._heard, self._say = log, path, lifeline, heard, say
-        self._claim = Claim(job_id)
+        self._claim = NameClaim(job_id)
         # After it, so that no name that is just cleaned up is taken.
         for name in sweep():
             logger.warning("an agent that is gone had left sockets and memory of Flash Checkpoint: %s; removed", name)

@@ -12,8 +12,8 @@ import grpc
 from dalsegno.elastic.checkpoint import CheckpointDamaged
 from dalsegno.protos.peer_address import shown
 
-from .calls import OPEN_PORTS, Pace, PeerError, Peers
-from .holdings import Part
+from .calls import OPEN_PORTS, PeerError, Peers, SendPace
+from .holdings import StepPart
 
 __all__ = ["Buddies", "Buddy"]
 
@@ -46,9 +46,9 @@ class Buddy:
         self,
         address: str,
         peers: Peers,
-        pace: Pace,
-        on_held: Callable[[Part, str], None],
-        on_bad: Callable[[Part, CheckpointDamaged], None],
+        pace: SendPace,
+        on_held: Callable[[StepPart, str], None],
+        on_bad: Callable[[StepPart, CheckpointDamaged], None],
         say: Callable[[str, bool], None],
     ) -> None:
         self.address = address
@@ -56,7 +56,7 @@ class Buddy:
         self._on_held, self._on_bad, self._say = on_held, on_bad, say
         self._stop = threading.Event()
         self._changed = threading.Condition()
-        self._next: Part | None = None
+        self._next: StepPart | None = None
         # It has been said that it does not take our parts.
         self._said = False
         # Since when no part has come there.
@@ -64,7 +64,7 @@ class Buddy:
         self._thread = threading.Thread(target=self._run, name="memory-buddy", daemon=True)
         self._thread.start()
 
-    def offer(self, part: Part) -> None:
+    def offer(self, part: StepPart) -> None:
         """To be sent as soon as may be, in place of what waits."""
         with self._changed:
             self._next = part
@@ -96,7 +96,7 @@ class Buddy:
             except Exception:
                 logger.exception("%s was not sent to %s", part, shown(self.address))
 
-    def _send(self, part: Part) -> None:
+    def _send(self, part: StepPart) -> None:
         for pause in (*_PAUSES, None):
             try:
                 self._peers.send(self.address, part, self._pace)
@@ -124,7 +124,7 @@ class Buddy:
         with self._changed:
             return self._changed.wait_for(lambda: self._next is not None or self._stop.is_set(), pause)
 
-    def _complain(self, part: Part, error: PeerError) -> None:
+    def _complain(self, part: StepPart, error: PeerError) -> None:
         if self._said or self._stop.is_set():
             return
         self._said = True
@@ -150,7 +150,7 @@ class Buddies:
         self._buddies: dict[str, Buddy] = {}
         self._closed = False
 
-    def set(self, addresses: Sequence[str], epoch: int, newest: Part | None) -> None:
+    def set(self, addresses: Sequence[str], epoch: int, newest: StepPart | None) -> None:
         """A world has opened: these hold our parts from now on. Those that are new are sent `newest`."""
         with self._lock:
             if self._closed:
@@ -165,7 +165,7 @@ class Buddies:
                     if newest is not None:
                         self._buddies[address].offer(newest)
 
-    def offer(self, part: Part) -> None:
+    def offer(self, part: StepPart) -> None:
         """To be sent to all."""
         with self._lock:
             for buddy in self._buddies.values():

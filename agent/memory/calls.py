@@ -12,15 +12,15 @@ from dalsegno.elastic.checkpoint import CheckpointDamaged
 from dalsegno.protos import peer_pb2
 from dalsegno.protos.text import one_line
 
-from .holdings import Held, Holdings, Part
+from .holdings import HeldParts, Holdings, StepPart
 from .identity import StrangerError
 from .incoming import PartRefusedError, receive, received_header
 from .pieces import PIECE_BYTES, read_part
 from .space import Space
-from .watch import Transfer, Watch
+from .watch import StallWatch, WatchedCall
 from .wire import SERVICE, Wire, code_of, detail_of
 
-__all__ = ["OPEN_PORTS", "Pace", "PeerError", "Peers"]
+__all__ = ["OPEN_PORTS", "PeerError", "Peers", "SendPace"]
 
 # What to do where nobody answers.
 OPEN_PORTS = "nodes must reach each other's ports (is there a firewall between them?)"
@@ -46,7 +46,7 @@ class PeerError(Exception):
         return self.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
-class Pace:
+class SendPace:
     """Holds back what is sent to buddies, to all of them together, so that so many bytes pass in a second. Thread-safe.
 
     Args:
@@ -84,11 +84,11 @@ class Peers:
         watch: ends those that do not move.
     """
 
-    def __init__(self, job_id: str, wire: Wire, watch: Watch, holdings: Holdings, space: Space) -> None:
+    def __init__(self, job_id: str, wire: Wire, watch: StallWatch, holdings: Holdings, space: Space) -> None:
         self._job_id, self._wire, self._watch = job_id, wire, watch
         self._holdings, self._space = holdings, space
 
-    def send(self, address: str, part: Part, pace: Pace) -> None:
+    def send(self, address: str, part: StepPart, pace: SendPace) -> None:
         """Has the agent at `address` hold a part; it has it, whole, when this returns.
 
         Raises:
@@ -96,7 +96,7 @@ class Peers:
             CheckpointDamaged: the part is not what was sealed.
         """
         problems: list[CheckpointDamaged | OSError] = []
-        started: list[Transfer] = []
+        started: list[WatchedCall] = []
         begun = threading.Event()
 
         def messages() -> Iterator[bytes]:
@@ -128,7 +128,7 @@ class Peers:
 
     def fetch(
         self, address: str, run_id: str, name: str, digest: str, group_rank: int, stopped: Callable[[], bool]
-    ) -> Held:
+    ) -> HeldParts:
         """Brings a part here, from the agent at `address`.
 
         Args:
@@ -162,9 +162,9 @@ class Peers:
         self,
         messages: Iterator[bytes],
         request: peer_pb2.FetchRequest,
-        transfer: Transfer,
+        transfer: WatchedCall,
         stopped: Callable[[], bool],
-    ) -> Held:
+    ) -> HeldParts:
         header = received_header(messages)
         fields = ("job_id", "run_id", "name", "digest", "group_rank")
         if any(getattr(header, field) != getattr(request, field) for field in fields):
@@ -192,7 +192,7 @@ class Peers:
             raise PeerError(grpc.StatusCode.UNAUTHENTICATED, f"no token: {error}", ours=True) from error
 
 
-def _failed(error: BaseException, transfer: Transfer) -> PeerError:
+def _failed(error: BaseException, transfer: WatchedCall) -> PeerError:
     if transfer.stalled:
         return PeerError(grpc.StatusCode.DEADLINE_EXCEEDED, "not a byte has moved for too long")
     if not isinstance(error, grpc.RpcError):

@@ -16,7 +16,7 @@ from dalsegno.protos.peer_address import shown
 
 from .calls import OPEN_PORTS, PeerError, Peers
 from .fence import Fence
-from .holdings import Held, Holdings
+from .holdings import HeldParts, Holdings
 from .line import Line
 
 __all__ = ["Gatherer"]
@@ -39,7 +39,7 @@ class Gatherer:
     """
 
     def __init__(
-        self, own_address: str, peers: Peers, holdings: Holdings, fence: Fence, on_held: Callable[[Held], None]
+        self, own_address: str, peers: Peers, holdings: Holdings, fence: Fence, on_held: Callable[[HeldParts], None]
     ) -> None:
         self.own_address, self._peers, self._holdings, self._fence = own_address, peers, holdings, fence
         self._on_held = on_held
@@ -131,7 +131,7 @@ class Gatherer:
 
     def _fetch(
         self, address: str, run_id: str, ref: control_pb2.CheckpointRef, group_rank: int, stopped: Callable[[], bool]
-    ) -> Held:
+    ) -> HeldParts:
         deadline, pause = time.monotonic() + _PATIENCE, _FIRST_PAUSE
         while True:
             if stopped():

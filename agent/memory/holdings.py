@@ -39,11 +39,11 @@ from dalsegno.elastic.checkpoint.parts import (
 from dalsegno.elastic.checkpoint.reading import NotRegular, read_regular
 from dalsegno.protos import control_pb2
 
-__all__ = ["Held", "Holdings", "Part", "StepPlace"]
+__all__ = ["HeldParts", "Holdings", "StepPart", "StepPlace"]
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParts:
     """What this node holds of one step.
 
     Attributes:
@@ -131,7 +131,7 @@ def checked_paths(paths: Iterable[str], manifest: Manifest) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """One node's part of a step that is here: everything that is needed to send it."""
 
     run_id: str
@@ -201,14 +201,14 @@ class Holdings:
         """Whether that part is here, whole."""
         return self.part(run_id, name, digest, group_rank) is not None
 
-    def part(self, run_id: str, name: str, digest: str, group_rank: int) -> Part | None:
+    def part(self, run_id: str, name: str, digest: str, group_rank: int) -> StepPart | None:
         """To be sent."""
         with self._lock:
             step = self._steps.get((run_id, name))
             if step is None or step.manifest.digest != digest or group_rank not in step.parts:
                 return None
             entries = tuple(step.entries[path] for path in step.parts[group_rank])
-        return Part(run_id, step.manifest, group_rank, entries, self.place(run_id, name))
+        return StepPart(run_id, step.manifest, group_rank, entries, self.place(run_id, name))
 
     def missing(self, run_id: str, name: str) -> list[str]:
         """Files of a step, of which something is here, that are in no part which is."""
@@ -224,12 +224,12 @@ class Holdings:
             step = self._steps.get((run_id, name))
             return [] if step is None else [rank for rank, paths in step.parts.items() if path in paths]
 
-    def held(self, run_id: str, name: str) -> Held | None:
+    def held(self, run_id: str, name: str) -> HeldParts | None:
         with self._lock:
             step = self._steps.get((run_id, name))
             return None if step is None or not step.parts else _held(run_id, step)
 
-    def all(self) -> list[Held]:
+    def all(self) -> list[HeldParts]:
         """From old to new."""
         with self._lock:
             steps = [(run_id, step) for (run_id, _), step in self._steps.items() if step.parts]
@@ -242,7 +242,7 @@ class Holdings:
 
     # ---- what comes ----
 
-    def add_own(self, run_id: str, name: str, digest: str, group_rank: int) -> Part:
+    def add_own(self, run_id: str, name: str, digest: str, group_rank: int) -> StepPart:
         """What the ranks of this node have written: their part and the manifest are complete.
 
         What a rank has saved alone are all parts, of which the other nodes' have no files.
@@ -261,7 +261,7 @@ class Holdings:
         assert part is not None
         return part
 
-    def add(self, run_id: str, manifest: Manifest, group_rank: int, paths: tuple[str, ...]) -> Held:
+    def add(self, run_id: str, manifest: Manifest, group_rank: int, paths: tuple[str, ...]) -> HeldParts:
         """A part is here, whole, and in its place.
 
         Raises:
@@ -277,7 +277,7 @@ class Holdings:
 
     # ---- what goes ----
 
-    def drop_part(self, part: Part) -> Held:
+    def drop_part(self, part: StepPart) -> HeldParts:
         """A part proved bad: nobody gets it any more. What is left of the step."""
         with contextlib.suppress(FileNotFoundError):
             part.place.part(part.group_rank).unlink()
@@ -286,7 +286,7 @@ class Holdings:
             step.parts.pop(part.group_rank, None)
             return _held(part.run_id, step)
 
-    def keep(self, run_id: str, epoch: int, digests: frozenset[str], newest: int) -> list[Held]:
+    def keep(self, run_id: str, epoch: int, digests: frozenset[str], newest: int) -> list[HeldParts]:
         """Deletes steps up to `epoch` that are neither in `digests` nor among its `newest` of which a part is here.
 
         What something is at work on stays as well, and what may still be written: of `epoch`, not older than those.
@@ -309,7 +309,7 @@ class Holdings:
             aside = [path for name in gone for path in self._put_aside(run_id, name)]
         for path in aside:
             shutil.rmtree(path, ignore_errors=True)
-        return [Held(run_id, _held(run_id, step).checkpoint, ()) for step in gone.values() if step is not None]
+        return [HeldParts(run_id, _held(run_id, step).checkpoint, ()) for step in gone.values() if step is not None]
 
     def _put_aside(self, run_id: str, name: str) -> Iterator[Path]:
         """Takes a step's names away: what is deleted takes long, and another part of it may come meanwhile."""
@@ -341,10 +341,10 @@ def manifest_of(data: bytes, digest: str) -> Manifest:
     return Manifest.from_bytes(data)
 
 
-def _held(run_id: str, step: _Step) -> Held:
+def _held(run_id: str, step: _Step) -> HeldParts:
     checkpoint = control_pb2.Checkpoint()
     checkpoint.CopyFrom(step.checkpoint)
-    return Held(run_id, checkpoint, tuple(sorted(step.parts)))
+    return HeldParts(run_id, checkpoint, tuple(sorted(step.parts)))
 
 
 def _order(entry: tuple[str, _Step]) -> tuple[str, tuple[int, int, int]]:

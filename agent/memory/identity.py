@@ -17,7 +17,7 @@ from datetime import datetime
 from dalsegno.protos.addresses import host_and_port
 from dalsegno.protos.peer_address import PeerAddress
 
-__all__ = ["NAME", "Identity", "StrangerError", "certificate_at"]
+__all__ = ["NAME", "MemoryIdentity", "StrangerError", "certificate_at"]
 
 # The name in each certificate, by which callers check it: they know it by its digest, and not by its address.
 NAME = "dalsegno-peer"
@@ -30,7 +30,7 @@ class StrangerError(Exception):
 
 
 @dataclass(frozen=True)
-class Identity:
+class MemoryIdentity:
     """Of this process, in memory only.
 
     Attributes:
@@ -46,7 +46,7 @@ class Identity:
         return _digest_of(ssl.PEM_cert_to_DER_cert(self.certificate.decode()))
 
     @classmethod
-    def make(cls) -> Identity:
+    def make(cls) -> MemoryIdentity:
         """A new one, with an elliptic key (P-256).
 
         Raises:

@@ -18,7 +18,7 @@ from dalsegno.elastic.checkpoint import CheckpointDamaged, FileEntry, Manifest
 from dalsegno.elastic.checkpoint.manifest import MAX_BYTES
 from dalsegno.protos import peer_pb2
 
-from .holdings import Held, Holdings, checked_paths, manifest_of
+from .holdings import HeldParts, Holdings, checked_paths, manifest_of
 from .pieces import decode
 from .space import NoSpaceError, Space
 
@@ -54,7 +54,7 @@ def received_header(messages: Iterator[bytes]) -> peer_pb2.Header:
 
 def receive(
     header: peer_pb2.Header, messages: Iterator[bytes], holdings: Holdings, space: Space, moved: Callable[[], None]
-) -> Held:
+) -> HeldParts:
     """Takes the part behind a header, and puts it in its place.
 
     Args:
@@ -119,7 +119,7 @@ class Incoming:
         except OSError as error:
             raise self._failed(error) from error
 
-    def finish(self) -> Held:
+    def finish(self) -> HeldParts:
         """All bytes have come: the part is put in its place.
 
         Raises:

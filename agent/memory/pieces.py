@@ -19,7 +19,7 @@ from dalsegno.elastic.checkpoint.manifest import MAX_BYTES
 from dalsegno.elastic.checkpoint.reading import NotRegular, open_regular, read_regular
 from dalsegno.protos import peer_pb2
 
-from .holdings import Part
+from .holdings import StepPart
 
 __all__ = ["MESSAGE_BYTES", "PIECE_BYTES", "decode", "encode", "open_sealed", "read_part"]
 
@@ -63,7 +63,7 @@ def decode(message: bytes) -> memoryview | peer_pb2.Header:
     return piece.header if piece.WhichOneof("body") == "header" else memoryview(piece.data)
 
 
-def read_part(part: Part, job_id: str, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
+def read_part(part: StepPart, job_id: str, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
     """The messages of a part, read as they are asked for, and summed on the way.
 
     Raises:
@@ -98,7 +98,7 @@ def read_part(part: Part, job_id: str, piece_bytes: int = PIECE_BYTES) -> Iterat
         yield encode(buffer[:filled])
 
 
-def _read_manifest(part: Part) -> bytes:
+def _read_manifest(part: StepPart) -> bytes:
     """As it lies there: making it anew takes longer."""
     try:
         data = read_regular(part.place.files / MANIFEST, MAX_BYTES)
@@ -109,7 +109,7 @@ def _read_manifest(part: Part) -> bytes:
     return data
 
 
-def _header_of(part: Part, job_id: str, manifest_bytes: int) -> bytes:
+def _header_of(part: StepPart, job_id: str, manifest_bytes: int) -> bytes:
     header = peer_pb2.Header(
         job_id=job_id,
         run_id=part.run_id,

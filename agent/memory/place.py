@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Leftover", "NoMemoryError", "Place", "default_root", "remove_leftovers"]
+__all__ = ["Leftover", "MemoryPlace", "NoMemoryError", "default_root", "remove_leftovers"]
 
 SHARED_MEMORY = Path("/dev/shm")
 # What Docker gives a container that asks for nothing, in bytes: not enough for any model.
@@ -87,7 +87,7 @@ def remove_leftovers(root: Path) -> list[Leftover]:
     return found
 
 
-class Place:
+class MemoryPlace:
     """The directory of this agent process; made, locked, and removed by `close`.
 
     Args:

@@ -13,11 +13,11 @@ from dalsegno.elastic.checkpoint import CheckpointDamaged
 from dalsegno.protos import peer_pb2
 
 from .fence import Fence
-from .holdings import Held, Holdings, Part
+from .holdings import HeldParts, Holdings, StepPart
 from .incoming import PartRefusedError, receive, received_header
 from .pieces import read_part
 from .space import Space
-from .watch import Transfer, Watch
+from .watch import StallWatch, WatchedCall
 from .wire import SERVICE, TokenGate, Wire
 
 __all__ = ["PeerServer", "PeerService"]
@@ -44,9 +44,9 @@ class PeerService:
         holdings: Holdings,
         fence: Fence,
         space: Space,
-        watch: Watch,
-        on_held: Callable[[Held], None],
-        on_bad: Callable[[Part, CheckpointDamaged], None],
+        watch: StallWatch,
+        on_held: Callable[[HeldParts], None],
+        on_bad: Callable[[StepPart, CheckpointDamaged], None],
     ) -> None:
         self._job_id, self._holdings, self._fence, self._space = job_id, holdings, fence, space
         self._watch, self._on_held, self._on_bad = watch, on_held, on_bad
@@ -77,7 +77,7 @@ class PeerService:
             self._on_held(held)
         return peer_pb2.HoldReply().SerializeToString()
 
-    def _take(self, requests: Iterator[bytes], transfer: Transfer) -> Held | None:
+    def _take(self, requests: Iterator[bytes], transfer: WatchedCall) -> HeldParts | None:
         """None: it is here already."""
         try:
             header = received_header(requests)
@@ -108,7 +108,7 @@ class PeerService:
             except OSError as error:
                 context.abort(grpc.StatusCode.INTERNAL, f"{part} cannot be read: {error}")
 
-    def _part(self, message: bytes) -> Part:
+    def _part(self, message: bytes) -> StepPart:
         try:
             request = peer_pb2.FetchRequest.FromString(message)
         except DecodeError as error:

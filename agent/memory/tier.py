@@ -15,22 +15,22 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.shortage import shortage
 
 from .buddies import Buddies, Buddy
-from .calls import Pace, Peers
+from .calls import Peers, SendPace
 from .durable import make_durable, seal_written
 from .fence import Fence, OpenEpoch
 from .gathering import Gatherer
-from .holdings import Held, Holdings, Part
-from .identity import Identity
+from .holdings import HeldParts, Holdings, StepPart
+from .identity import MemoryIdentity
 from .line import Line
 from .pieces import read_part
-from .place import NoMemoryError, Place, default_root
+from .place import MemoryPlace, NoMemoryError, default_root
 from .service import PeerServer, PeerService
 from .space import Space
-from .watch import STALL_SECONDS, Watch
+from .watch import STALL_SECONDS, StallWatch
 from .wire import Wire
 from .writing import DISK_STALL_SECONDS, Writer
 
-__all__ = ["Held", "MemoryTier"]
+__all__ = ["HeldParts", "MemoryTier"]
 
 # That what is under way has when the agent ends, seconds.
 _CLOSE_WITHIN = 5.0
@@ -68,7 +68,7 @@ class MemoryTier:
         host: str,
         token: Callable[[], str | None],
         budget_bytes: int | None,
-        on_change: Callable[[Held], None],
+        on_change: Callable[[HeldParts], None],
         say: Callable[[str, bool], None],
         root: Path | None = None,
         *,
@@ -79,16 +79,16 @@ class MemoryTier:
     ) -> None:
         self.problem, self.address = "", ""
         self.path: Path | None = None
-        self._tell, self._say, self._pace = on_change, say, Pace(bytes_per_second)
+        self._tell, self._say, self._pace = on_change, say, SendPace(bytes_per_second)
         self._copies: dict[tuple[str, str, int], tuple[str, ...]] = {}
         self._copies_lock = threading.Lock()
         self._ending = threading.Event()
         self._disk_stall_seconds = disk_stall_seconds
         with contextlib.ExitStack() as undo:
             try:
-                self._place = Place(default_root() if root is None else root, job_id)
+                self._place = MemoryPlace(default_root() if root is None else root, job_id)
                 undo.callback(self._place.close)
-                wire = Wire(token, Identity.make() if tls else None)
+                wire = Wire(token, MemoryIdentity.make() if tls else None)
                 self._start(job_id, host, wire, budget_bytes, stall_seconds)
                 undo.callback(self._server.close)
                 self._lines()
@@ -108,7 +108,7 @@ class MemoryTier:
         self._holdings = Holdings(self._place.path)
         self._fence = Fence(job_id)
         self._space = Space(budget, self._holdings.bytes, self._place.free_bytes)
-        self._watch = Watch(stall_seconds)
+        self._watch = StallWatch(stall_seconds)
         service = PeerService(
             job_id, self._holdings, self._fence, self._space, self._watch, self._changed, self._found_bad
         )
@@ -191,7 +191,7 @@ class MemoryTier:
             self._buddies.offer(part)
         self._changed(self._holdings.held(run_id, name))
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[HeldParts]:
         """All that is here, from old to new, for a master that knows nothing of it."""
         return [] if self.problem else [self._with_copies(held) for held in self._holdings.all()]
 
@@ -355,7 +355,7 @@ class MemoryTier:
 
     # ---- what the threads tell ----
 
-    def _changed(self, held: Held | None) -> None:
+    def _changed(self, held: HeldParts | None) -> None:
         if held is None:
             return
         try:
@@ -363,7 +363,7 @@ class MemoryTier:
         except Exception:
             logger.exception("nobody was told what is held of %s", held.checkpoint.ref.name)
 
-    def _with_copies(self, held: Held) -> Held:
+    def _with_copies(self, held: HeldParts) -> HeldParts:
         opened = self._fence.opened(held.run_id)
         if opened is None or opened.epoch != held.checkpoint.epoch:
             return held
@@ -372,13 +372,13 @@ class MemoryTier:
                 held, copies=self._copies.get((held.run_id, held.checkpoint.ref.name, opened.group_rank), ())
             )
 
-    def _copied(self, part: Part, address: str) -> None:
+    def _copied(self, part: StepPart, address: str) -> None:
         """A buddy holds a part of ours."""
         with self._copies_lock:
             self._copies[part.key] = tuple(dict.fromkeys((*self._copies.get(part.key, ()), address)))
         self._changed(self._holdings.held(part.run_id, part.manifest.name))
 
-    def _found_bad(self, part: Part, damaged: CheckpointDamaged) -> None:
+    def _found_bad(self, part: StepPart, damaged: CheckpointDamaged) -> None:
         """A part that is here is not what was sealed: nobody gets it any more."""
         self._say(f"{part} was damaged in this node's memory, and is not used: {damaged}", True)
         self._changed(self._holdings.drop_part(part))

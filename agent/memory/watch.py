@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-__all__ = ["STALL_SECONDS", "Transfer", "Watch"]
+__all__ = ["STALL_SECONDS", "StallWatch", "WatchedCall"]
 
 # Without a byte.
 STALL_SECONDS = 30.0
@@ -15,7 +15,7 @@ STALL_SECONDS = 30.0
 _LOOK_SECONDS, _STOOD_STILL = 1.0, 5.0
 
 
-class Transfer:
+class WatchedCall:
     """One call under way.
 
     Attributes:
@@ -32,26 +32,26 @@ class Transfer:
         self.moved_at = time.monotonic()
 
 
-class Watch:
+class StallWatch:
     """One thread for all transfers of an agent; it runs while there are any. Thread-safe."""
 
     def __init__(self, stall_seconds: float = STALL_SECONDS) -> None:
         self._limit = stall_seconds
         self._look = min(_LOOK_SECONDS, stall_seconds / 4)
         self._changed = threading.Condition()
-        self._transfers: set[Transfer] = set()
+        self._transfers: set[WatchedCall] = set()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     @contextlib.contextmanager
-    def over(self, cancel: Callable[[], object], unwanted: Callable[[], bool] = lambda: False) -> Iterator[Transfer]:
+    def over(self, cancel: Callable[[], object], unwanted: Callable[[], bool] = lambda: False) -> Iterator[WatchedCall]:
         """Around a call, which `cancel` ends from any thread. Where this is closed it is ended at once.
 
         Args:
             cancel: see above.
             unwanted: asked at each look; where it is so, the call is ended as well.
         """
-        transfer = Transfer(cancel, unwanted)
+        transfer = WatchedCall(cancel, unwanted)
         with self._changed:
             self._transfers.add(transfer)
             if self._closed:

@@ -16,7 +16,7 @@ import grpc
 from dalsegno.protos import peer_pb2
 from dalsegno.protos.peer_address import PeerAddress
 
-from .identity import NAME, Identity, StrangerError, certificate_at
+from .identity import NAME, MemoryIdentity, StrangerError, certificate_at
 from .pieces import MESSAGE_BYTES
 
 __all__ = ["SERVICE", "TokenGate", "Wire", "code_of", "detail_of"]
@@ -66,7 +66,7 @@ class Wire:
         identity: this agent's own, and whoever is called must have one, too. None: agents speak plaintext.
     """
 
-    def __init__(self, token: Callable[[], str | None], identity: Identity | None = None) -> None:
+    def __init__(self, token: Callable[[], str | None], identity: MemoryIdentity | None = None) -> None:
         self._ask, self._identity = token, identity
         self._lock = threading.Lock()
         self._last: str | None = None

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 
 from .line import Line
-from .watch import Watch
+from .watch import StallWatch
 
 __all__ = ["DISK_STALL_SECONDS", "Writer"]
 
@@ -61,7 +61,7 @@ class Writer:
 
     def __init__(self, stall_seconds: float = DISK_STALL_SECONDS) -> None:
         self._line = Line("memory-durable", _be_nice)
-        self._watch, self._limit = Watch(stall_seconds), stall_seconds
+        self._watch, self._limit = StallWatch(stall_seconds), stall_seconds
         self._lock = threading.Lock()
         # What is under way, and what waits.
         self._orders: list[_Order] = []

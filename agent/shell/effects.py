@@ -21,9 +21,9 @@ from dalsegno.protos.trace import mark
 
 from ..control.connection import Connector
 from ..control.master_checks import problem_of, problem_of_reply
-from ..control.master_client import Listener, MasterClient, OutboxFull
+from ..control.master_client import ClientCallbacks, MasterClient, OutboxFull
 from ..decisions import events as ev
-from ..memory.tier import Held, MemoryTier
+from ..memory.tier import HeldParts, MemoryTier
 from ..processes.lifeline import Lifeline
 from ..storage.job_directory import JobDirectory, Storage, Survey
 from ..workers.conversion_job import ConversionJob
@@ -88,7 +88,7 @@ class Effects:
         self.client = MasterClient(
             connector,
             config.job_id,
-            Listener(
+            ClientCallbacks(
                 registered=self._registered,
                 refused=lambda code, detail: mailbox.put(ev.Refused(code, detail)),
                 directed=self._directed,
@@ -329,7 +329,7 @@ class Effects:
             lifeline.add_path(memory.path)
         return memory
 
-    def _held_changed(self, held: Held) -> None:
+    def _held_changed(self, held: HeldParts) -> None:
         if held.run_id == self.run_id:
             self._mailbox.put(ev.HeldChanged(held.checkpoint, held.parts, len(held.copies)))
 

@@ -29,7 +29,7 @@ from dalsegno.protos.trace import mark
 from ..decisions import events as ev
 from ..decisions import handling
 from ..decisions.told import told
-from ..dlrover.beside import Beside
+from ..dlrover.beside import DlroverSupport
 from ..processes.lifeline import Lifeline
 from ..processes.signals import SignalWatch
 from ..script import FLAG, Script, advice, modules_of, reads_resume_point, refuses_flag, tells_of_a_peer
@@ -39,9 +39,9 @@ from ..standby.standby_pool import StandbyPool
 from ..standby.worker_main import Assignment
 from ..storage.adoption import Origin
 from ..storage.save_dir import Adoption
-from ..workers.hub import Hub
+from ..workers.hub import HubKnowledge
 from ..workers.torch_versions import set_local_rank
-from ..workers.worker_env import Place, job_environment, place_of, prefixes, worker_environment
+from ..workers.worker_env import WorldPlace, job_environment, place_of, prefixes, worker_environment
 from ..workers.worker_link import WorkerLink, to_worker
 from ..workers.workers import WorkersContext
 from .config import AgentConfig
@@ -111,9 +111,9 @@ class ElasticAgent(LocalElasticAgent):
         self._teller = Teller(config.tell_fd)
         self._ending: ev.Exit | None = None
         self._context: WorkersContext | None = None
-        self._place: Place | None = None
+        self._place: WorldPlace | None = None
         self._use_flag = config.script_flag
-        self._starts, self._hub = 0, Hub(script, effects.say)
+        self._starts, self._hub = 0, HubKnowledge(script, effects.say)
         self._advised: set[str] = set()
         self._prepared_for = 0  # the epoch whose successors the standby workers are
         self._link = WorkerLink(self._worker_said)
@@ -126,7 +126,7 @@ class ElasticAgent(LocalElasticAgent):
             looks=reads_resume_point(script),
             initial=config.initial,
         )
-        self._beside = Beside(
+        self._beside = DlroverSupport(
             config.dlrover,
             config.dlrover_fixes,
             config.job_id,
@@ -309,7 +309,7 @@ class ElasticAgent(LocalElasticAgent):
         except (OSError, ValueError, RuntimeError) as error:
             self._start_failed(epoch, error)
 
-    def _enter(self, world: control_pb2.World, place: Place) -> None:
+    def _enter(self, world: control_pb2.World, place: WorldPlace) -> None:
         """Fills in torch's worker group as its rendezvous would; the master's message already has every rank."""
         group: Any = self._worker_group
         group.group_rank, group.group_world_size = place.group_rank, place.nodes

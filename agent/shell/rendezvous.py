@@ -33,7 +33,7 @@ from ..decisions import events as ev
 from ..decisions import handling
 from ..processes.lifeline import Lifeline
 from ..storage.job_directory import JobDirectory, StorageError
-from ..workers.worker_env import Place, place_of
+from ..workers.worker_env import WorldPlace, place_of
 from .config import AgentConfig
 from .console import Console, make_log_dir, set_up_logging
 from .effects import Effects
@@ -176,7 +176,7 @@ class Rendezvous(RendezvousHandler):
                 self._mailbox.put(ev.WorkerExited(running.epoch, 0, 1, "a worker failed (see torchrun's output)"))
             self._mailbox.put(ev.WorkersStopped(running.epoch))
 
-    def _take_world(self, deadline: float) -> tuple[control_pb2.World, TCPStore | None, Place]:
+    def _take_world(self, deadline: float) -> tuple[control_pb2.World, TCPStore | None, WorldPlace]:
         """Waits for a world; its store, if this node serves it, and this node's place in it."""
         with self._changed:
             left = max(0.0, deadline - time.monotonic())

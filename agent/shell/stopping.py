@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dalsegno.protos.shortage import shortage
 
 from ..decisions import events as ev
-from ..dlrover.beside import Beside
+from ..dlrover.beside import DlroverSupport
 from ..processes.signals import number_of
 from ..storage.save_dir import Adoption
 from ..workers.workers import WorkersContext
@@ -43,7 +43,7 @@ class Stopping:
         order: ev.StopWorkers,
         context: WorkersContext | None,
         adoption: Adoption,
-        beside: Beside,
+        beside: DlroverSupport,
         join_timeout: float,
         save_timeout: float,
         say: Callable[[str, bool], None],

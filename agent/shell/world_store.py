@@ -20,7 +20,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from ..workers.worker_env import Place
+from ..workers.worker_env import WorldPlace
 
 __all__ = ["WorldStore", "connect"]
 
@@ -65,7 +65,7 @@ class WorldStore:
         is_over: whether the world is over.
     """
 
-    def __init__(self, store: TCPStore, place: Place, timeout: float, is_over: Callable[[], bool]) -> None:
+    def __init__(self, store: TCPStore, place: WorldPlace, timeout: float, is_over: Callable[[], bool]) -> None:
         # Some of its methods are unknown to torch's stubs.
         self._store: Any = store
         self._place = place

@@ -24,12 +24,12 @@ from dalsegno.protos import control_pb2, worker_pb2
 from ..decisions import events as ev
 from . import old_saves
 from .asked import Request, request
-from .foreign import COUNTED, NOTE_BYTES, Found, Unit, shown, survey
+from .foreign import COUNTED, NOTE_BYTES, FoundUnits, Unit, shown, survey
 from .layouts import Complete, FileState, complete, number_of_file, state_of
 from .naming import is_log
-from .slices import Behind, Slice, choose, names_it
+from .slices import Behind, SaveSlice, choose, names_it
 from .slots import Slots
-from .standing import Standing
+from .standing import VolumeCheck
 from .taking import Before, Changed, Origin, adopt, save_directory
 
 __all__ = ["Adopter", "Before", "Origin", "adopt", "save_directory"]
@@ -84,7 +84,7 @@ class Adopter:
         self._keep = keep
         self._run_dir, self._world, self._origin, self._deliver = run_dir, world, origin, deliver
         self._root, self._pattern = save_directory(run_dir, world.epoch), pattern
-        self._standing = Standing(run_dir)
+        self._standing = VolumeCheck(run_dir)
         self._resumed_step = self._step = world.resume.source.step if world.HasField("resume") else 0
         self._before = before
         self._known: dict[str, FileState] = dict(before.files) if before is not None else {}
@@ -262,7 +262,7 @@ class Adopter:
         if before == state and now - since >= PATIENCE_LOOKS * LOOK_EVERY_SECONDS:
             self._complain(unit.path, f"it is not complete: {missing}")
 
-    def _consider(self, units: list[Complete], found: Found) -> bool:
+    def _consider(self, units: list[Complete], found: FoundUnits) -> bool:
         numbers = {one.unit.path: number for one in units if (number := self._number(one)) is not None}
         piece = choose(units, self._known, self._numbers, self._resumed, numbers, self._step)
         if isinstance(piece, Behind):
@@ -292,7 +292,7 @@ class Adopter:
             return True
         return self._adopt(piece, found)
 
-    def _adopt(self, piece: Slice, found: Found) -> bool:
+    def _adopt(self, piece: SaveSlice, found: FoundUnits) -> bool:
         notes = () if piece.below else self._notes(piece, found)
         try:
             saved_as = piece.saved_as(found.links)
@@ -348,7 +348,7 @@ class Adopter:
         numbers = (number_of_file(self._root / file.name) for file in reversed(largest))
         return next((number for number in numbers if number is not None), None)
 
-    def _notes(self, piece: Slice, found: Found) -> tuple[FileState, ...]:
+    def _notes(self, piece: SaveSlice, found: FoundUnits) -> tuple[FileState, ...]:
         """Small files that name it: `latest` and its like."""
         names = []
         for name in found.notes[:MOST_NOTES]:
@@ -360,7 +360,7 @@ class Adopter:
                 names.append(name)
         return state_of(self._root, names)
 
-    def _tell_of_others(self, found: Found) -> None:
+    def _tell_of_others(self, found: FoundUnits) -> None:
         """Says once, at the first save, that nothing which the script saved is taken for a checkpoint."""
         if found.units or self._others is None:
             self._others = None

@@ -25,7 +25,7 @@ __all__ = [
     "NOTE_BYTES",
     "OURS",
     "TRANSFORMERS",
-    "Found",
+    "FoundUnits",
     "TooMany",
     "Unit",
     "shown",
@@ -75,7 +75,7 @@ class Unit:
 
 
 @dataclass
-class Found:
+class FoundUnits:
     """What is below a script's directory.
 
     Attributes:
@@ -104,7 +104,7 @@ class TooMany(ValueError):
     """More files than can be looked at every second."""
 
 
-def survey(directory: Path, pattern: str = "") -> Found:
+def survey(directory: Path, pattern: str = "") -> FoundUnits:
     """Looks at all names below a script's directory.
 
     Args:
@@ -130,7 +130,7 @@ class _Walk:
     def __init__(self, root: Path, pattern: str) -> None:
         self._root, self._pattern = root, pattern
         self._left = MOST_ENTRIES
-        self.found = Found()
+        self.found = FoundUnits()
 
     def place(self, where: str, depth: int) -> None:
         """A directory that holds checkpoints, or directories with such."""

@@ -14,11 +14,11 @@ from dalsegno.elastic.checkpoint import SavedAs
 from .foreign import COUNTED, Unit
 from .layouts import Complete, FileState
 
-__all__ = ["Behind", "Slice", "choose", "names_it"]
+__all__ = ["Behind", "SaveSlice", "choose", "names_it"]
 
 
 @dataclass(frozen=True)
-class Slice:
+class SaveSlice:
     """Parts of a script's directory that are one checkpoint of the run.
 
     Attributes:
@@ -87,7 +87,7 @@ def choose(
     resumed: Mapping[str, int | None],
     found: Mapping[str, int],
     last: int,
-) -> Slice | Behind | None:
+) -> SaveSlice | Behind | None:
     """What becomes the run's next checkpoint; None: nothing is new.
 
     Args:
@@ -118,7 +118,7 @@ def choose(
     step = number if number is not None and number > last else last + 1
     every = {one.unit.series: one.unit.number for one in units}
     every |= {one.unit.series: found[one.unit.path] for one in units if one.unit.path in found}
-    return Slice(tuple(units), tuple(changed), step, newest, tuple(sorted(every.items())))
+    return SaveSlice(tuple(units), tuple(changed), step, newest, tuple(sorted(every.items())))
 
 
 def names_it(text: str, units: Iterable[Complete], directory: str) -> bool:

@@ -16,7 +16,7 @@ from dalsegno.elastic.checkpoint.files import list_files
 
 from .private import read_private
 
-__all__ = ["Standing"]
+__all__ = ["VolumeCheck"]
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 SIGHT_SECONDS, _PAUSE_SECONDS = 20.0, 0.1
 
 
-class Standing:
+class VolumeCheck:
     """The volume as it was when an epoch began; the job's probe file tells one from another.
 
     A script makes its directories again where a mount is gone. What it saves there lies on the machine's own disk,

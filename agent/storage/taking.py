@@ -28,8 +28,8 @@ from dalsegno.elastic.checkpoint.layout import MANIFEST
 from dalsegno.protos import control_pb2
 
 from .layouts import FileState, state_of
-from .slices import Slice
-from .standing import Standing
+from .slices import SaveSlice
+from .standing import VolumeCheck
 
 __all__ = ["Before", "Changed", "Origin", "adopt", "save_directory"]
 
@@ -70,14 +70,14 @@ class Changed(Exception):
 
 
 def adopt(
-    piece: Slice,
+    piece: SaveSlice,
     saved_as: SavedAs,
     run_dir: Path,
     world: control_pb2.World,
     origin: Origin,
     notes: Iterable[FileState] = (),
     before: Before | None = None,
-    standing: Standing | None = None,
+    standing: VolumeCheck | None = None,
 ) -> Manifest:
     """Seals a copy of it among the run's checkpoints. A copy that cannot be finished is removed again.
 
@@ -95,7 +95,7 @@ def adopt(
     """
     name = str(CheckpointStore(run_dir).next_name(piece.step, world.epoch))
     target = run_dir / name
-    standing = standing or Standing(run_dir)
+    standing = standing or VolumeCheck(run_dir)
     target.mkdir()
     try:
         every = (*piece.files, *notes)

@@ -19,7 +19,7 @@ from dalsegno.protos.shortage import starting
 from ..script import Script, asks_hub
 from ..standby.hub_offline import OFFLINE
 
-__all__ = ["Hub", "answers"]
+__all__ = ["HubKnowledge", "answers"]
 
 HUB = "https://huggingface.co"
 # Seconds that it has for an answer: what the library itself gives it.
@@ -50,7 +50,7 @@ def answers(url: str, seconds: float = ANSWER_SECONDS) -> bool:
     return True
 
 
-class Hub:
+class HubKnowledge:
     """One node's knowledge of the hub that its script asks.
 
     Args:

@@ -10,13 +10,13 @@ from string import Template
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import Variable
 
-__all__ = ["Place", "job_environment", "place_of", "prefixes", "worker_environment"]
+__all__ = ["WorldPlace", "job_environment", "place_of", "prefixes", "worker_environment"]
 
 _FORMS = {control_pb2.FORM_SHARDED: "sharded", control_pb2.FORM_UNIVERSAL: "universal"}
 
 
 @dataclass(frozen=True)
-class Place:
+class WorldPlace:
     """Where one node stands in a world. Ranks are assigned to the nodes in order of their group rank.
 
     Attributes:
@@ -32,7 +32,7 @@ class Place:
     node: str
 
 
-def place_of(world: control_pb2.World, incarnation: str) -> Place:
+def place_of(world: control_pb2.World, incarnation: str) -> WorldPlace:
     """The place of the incarnation to which this world was sent.
 
     Raises:
@@ -41,7 +41,7 @@ def place_of(world: control_pb2.World, incarnation: str) -> Place:
     place = world.place
     if place.incarnation != incarnation:
         raise ValueError(f"incarnation {incarnation} was not told of a place in epoch {world.epoch}")
-    return Place(place.group_rank, place.first_rank, place.nproc, world.nodes, world.world_size, place.node)
+    return WorldPlace(place.group_rank, place.first_rank, place.nproc, world.nodes, world.world_size, place.node)
 
 
 def resume_environment(world: control_pb2.World, run_dir: Path, memory: Path | None = None) -> dict[str, str]:
@@ -79,7 +79,7 @@ def job_environment(job_id: str, role: str, nproc: int, inherited: Mapping[str, 
 
 def worker_environment(
     world: control_pb2.World,
-    place: Place,
+    place: WorldPlace,
     settings: control_pb2.Settings,
     generation: int,
     job_id: str,
@@ -124,7 +124,7 @@ def worker_environment(
     ]
 
 
-def prefixes(template: str | None, place: Place, role: str) -> dict[int, str] | None:
+def prefixes(template: str | None, place: WorldPlace, role: str) -> dict[int, str] | None:
     """What is put before each line that is shown of a local rank, by torch's template for it; None without one."""
     if not template:
         return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..checkpoint import Position
-from .fetching import Part
+from .fetching import PlannedMicroBatch
 from .micro_batch import MicroBatch
 from .plan import Slice
 
@@ -48,7 +48,7 @@ class Batch(Generic[T]):
     scaled: bool = False
     trained_by: Any = field(default=None, repr=False)
     through: Callable[[Any], Iterator[MicroBatch[T]]] | None = field(default=None, repr=False)
-    _parts: list[tuple[Part, T]] = field(default_factory=list, repr=False)
+    _parts: list[tuple[PlannedMicroBatch, T]] = field(default_factory=list, repr=False)
     _owner: Batches[T] | None = field(default=None, repr=False)
     _total: Total | None = field(default=None, repr=False)
 

@@ -18,8 +18,8 @@ from ..rank.agreement import PART, Unlike
 from ..rank.collective import Done
 from ..rank.remarks import remark
 from .batch import Batch, Total
-from .fetching import Loading, Maker, Part, is_iterable
-from .looking import Look, Seen
+from .fetching import Loading, Maker, PlannedMicroBatch, is_iterable
+from .looking import Inspected, Inspection
 from .micro_batch import MicroBatch
 from .plan import BatchPlan
 from .prints import Likeness, likeness
@@ -155,8 +155,8 @@ class Batches(Generic[T]):
         self._left = self._count_left()
         self._checked = not self._check_data
         # What was seen of the data, and the iterator that was begun for that at the training's position.
-        self._seen: list[Seen] = []
-        self._begun: tuple[Position, int, Iterator[tuple[Part, T]]] | None = None
+        self._seen: list[Inspected] = []
+        self._begun: tuple[Position, int, Iterator[tuple[PlannedMicroBatch, T]]] | None = None
 
     @property
     def order(self) -> Order:
@@ -237,7 +237,9 @@ class Batches(Generic[T]):
         """What this rank sees, as plain values. It begins to read at the training's position."""
         place, step, length = self._sampler.position, self._steps_done + 1, self.order.length
         ids = tuple(sorted({0, length // 2, length - 1})) if length else (0, 1, 2)
-        look = Look(ids, *(_PATIENT if patient else _AT_ONCE), place.data_epoch if self._loading.has_epochs else 0)
+        look = Inspection(
+            ids, *(_PATIENT if patient else _AT_ONCE), place.data_epoch if self._loading.has_epochs else 0
+        )
         try:
             seen, parts = self._loading.look(place, self._generator(step), look)
         except Exception as error:  # it comes again when the training reads these data
@@ -307,7 +309,7 @@ class Batches(Generic[T]):
                 self._say_unscaled(batch)
             step += 1
 
-    def micro_batches(self, batch: Batch[T], parts: list[tuple[Part, T]]) -> Iterator[MicroBatch[T]]:
+    def micro_batches(self, batch: Batch[T], parts: list[tuple[PlannedMicroBatch, T]]) -> Iterator[MicroBatch[T]]:
         """See ``Batch.micro_batches``."""
         tokens = self._tokens(batch, parts)
         for index, (part, data) in enumerate(parts):
@@ -362,7 +364,7 @@ class Batches(Generic[T]):
         self._steps_done = batch.step
         self._sampler.seek(batch.position_after)
 
-    def _tokens(self, batch: Batch[T], parts: list[tuple[Part, T]]) -> list[int] | None:
+    def _tokens(self, batch: Batch[T], parts: list[tuple[PlannedMicroBatch, T]]) -> list[int] | None:
         """Real tokens of each part; None without token means. Begins to sum those of all ranks. Collective."""
         if self._count_tokens is None or self._reduce is None:
             return None

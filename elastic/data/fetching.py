@@ -19,7 +19,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from ..checkpoint import Position
 from ..rank import rng
-from .looking import Look, Seen, look_at, name_of
+from .looking import Inspected, Inspection, look_at, name_of
 from .plan import BatchPlan, Slice
 from .prints import print_of
 from .sampler import ElasticSampler
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Part:
+class PlannedMicroBatch:
     """One micro-batch, before it is made.
 
     Attributes:
@@ -61,13 +61,13 @@ class Maker(Generic[T]):
     seed: int | None
     worker_seed: int = 0
 
-    def settle(self, part: Part) -> None:
+    def settle(self, part: PlannedMicroBatch) -> None:
         """Seeds a worker's generators for ``part`` from its position, so that the worker's start does not matter."""
         if self.seed is None and get_worker_info() is not None:
             place = part.position
             rng.seed_cpu(rng.derive("worker", self.worker_seed, place.data_epoch, place.samples, part.slice.number))
 
-    def make(self, samples: list[Any], part: Part) -> T:
+    def make(self, samples: list[Any], part: PlannedMicroBatch) -> T:
         """Pads and collates samples to the data of a micro-batch."""
         collate: Callable[[list[Any]], T] = self.collate or default_collate
         rows = samples + samples[:1] * part.slice.padding
@@ -112,28 +112,30 @@ class Loading(Generic[T]):
         self._maker, self._data_epochs, self._options = maker, data_epochs, options
         self.is_stream, self.has_epochs = is_iterable(dataset), hasattr(dataset, "set_epoch")
 
-    def start(self, position: Position, generator: Any) -> Iterator[tuple[Part, T]]:
+    def start(self, position: Position, generator: Any) -> Iterator[tuple[PlannedMicroBatch, T]]:
         """The parts of this rank from ``position`` on, in order.
 
         Args:
             position: Where a batch begins.
             generator: The generator from which workers' seeds are drawn.
         """
-        asked: deque[Part] = deque()
+        asked: deque[PlannedMicroBatch] = deque()
         return self._parts(begun(self._read(position, generator, asked)), asked)
 
-    def look(self, position: Position, generator: Any, look: Look) -> tuple[list[Seen], Iterator[tuple[Part, T]]]:
+    def look(
+        self, position: Position, generator: Any, look: Inspection
+    ) -> tuple[list[Inspected], Iterator[tuple[PlannedMicroBatch, T]]]:
         """What each reader of the data sees of them, and the iterator of ``start``, which begins with that look.
 
         The training process must not open anything here that its reading processes, which start later, must not share.
         """
-        asked: deque[Part] = deque()
+        asked: deque[PlannedMicroBatch] = deque()
         reading = begun(self._read(position, generator, asked, look))
         # Each process that reads an iterable data set first yields what it has seen of it.
         readers = max(1, self._options.get("num_workers", 0)) if is_iterable(self._dataset) else 1
         return list(islice(reading, readers)), self._parts(reading, asked)
 
-    def _parts(self, reading: Iterator[Any], asked: deque[Part]) -> Iterator[tuple[Part, T]]:
+    def _parts(self, reading: Iterator[Any], asked: deque[PlannedMicroBatch]) -> Iterator[tuple[PlannedMicroBatch, T]]:
         if is_iterable(self._dataset):
             yield from reading
             return
@@ -142,7 +144,7 @@ class Loading(Generic[T]):
             yield asked.popleft(), data
 
     def _read(
-        self, position: Position, generator: Any, asked: deque[Part], look: Look | None = None
+        self, position: Position, generator: Any, asked: deque[PlannedMicroBatch], look: Inspection | None = None
     ) -> DataLoader[Any]:
         if is_iterable(self._dataset):
             stream = Stream(
@@ -158,13 +160,13 @@ class Loading(Generic[T]):
             dataset, batch_size=None, collate_fn=_as_is, generator=generator, **{**self._options, **options}
         )
 
-    def _ask(self, position: Position, asked: deque[Part]) -> Iterator[Part]:
+    def _ask(self, position: Position, asked: deque[PlannedMicroBatch]) -> Iterator[PlannedMicroBatch]:
         while self._data_epochs is None or position.data_epoch < self._data_epochs:
             whole = self._sampler.batch_at(position)
             total = len(whole.sample_ids)
             for piece in self._plan.slices(self._rank, total):
                 ids = tuple(whole.sample_ids[piece.start : piece.stop])
-                part = Part(piece, total, ids, position, whole.position_after)
+                part = PlannedMicroBatch(piece, total, ids, position, whole.position_after)
                 asked.append(part)
                 yield part
             position = whole.position_after
@@ -176,14 +178,14 @@ def begun(loader: DataLoader[Any]) -> Iterator[Any]:
         return iter(loader)
 
 
-class Fetcher(Dataset["T | Seen"]):
+class Fetcher(Dataset["T | Inspected"]):
     """A map-style data set whose items are micro-batches."""
 
     def __init__(self, dataset: Any, maker: Maker[T]) -> None:
         self.dataset, self.maker = dataset, maker
 
-    def __getitem__(self, part: Part | Look) -> T | Seen:
-        if isinstance(part, Look):
+    def __getitem__(self, part: PlannedMicroBatch | Inspection) -> T | Inspected:
+        if isinstance(part, Inspection):
             return look_at(self.dataset, lambda index: self._together([index])[0], part)
         self.maker.settle(part)
         return self.maker.make(self._samples(part), part)
@@ -194,7 +196,7 @@ class Fetcher(Dataset["T | Seen"]):
             return list(together(ids))
         return [self.dataset[index] for index in ids]
 
-    def _samples(self, part: Part) -> list[Any]:
+    def _samples(self, part: PlannedMicroBatch) -> list[Any]:
         seed, ids = self.maker.seed, list(part.sample_ids)
         if seed is None:
             return self._together(ids)
@@ -205,7 +207,7 @@ class Fetcher(Dataset["T | Seen"]):
         return samples
 
 
-class Stream(IterableDataset["tuple[Part, T] | Seen"]):
+class Stream(IterableDataset["tuple[PlannedMicroBatch, T] | Inspected"]):
     """An iterable data set as micro-batches: worker k of n makes every n-th one of this rank, starting with number k.
 
     DataLoader takes from its workers in turn, so their micro-batches come in order.
@@ -220,15 +222,15 @@ class Stream(IterableDataset["tuple[Part, T] | Seen"]):
         maker: Maker[T],
         start: Position,
         data_epochs: int | None,
-        look: Look | None = None,
+        look: Inspection | None = None,
     ) -> None:
         self.dataset, self.maker = dataset, maker
         # What is seen of the first samples is noted while they are read, because many data sets cannot be read twice.
-        self._looked_at, self._seen = 0 if look is None else len(look.sample_ids), Seen()
+        self._looked_at, self._seen = 0 if look is None else len(look.sample_ids), Inspected()
         self._order, self._drop_last = sampler.order, sampler.drop_last
         self._plan, self._rank, self._start, self._data_epochs = plan, rank, start, data_epochs
 
-    def __iter__(self) -> Iterator[tuple[Part, T] | Seen]:
+    def __iter__(self) -> Iterator[tuple[PlannedMicroBatch, T] | Inspected]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         number = 0
@@ -239,7 +241,7 @@ class Stream(IterableDataset["tuple[Part, T] | Seen"]):
             for piece in self._plan.slices(self._rank, len(samples)):
                 if number % workers == worker:
                     ids = tuple(range(position.samples + piece.start, position.samples + piece.stop))
-                    part = Part(piece, len(samples), ids, position, after)
+                    part = PlannedMicroBatch(piece, len(samples), ids, position, after)
                     self.maker.settle(part)
                     yield part, self.maker.make(samples[piece.start : piece.stop], part)
                 number += 1

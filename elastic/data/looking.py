@@ -27,7 +27,7 @@ _DEPTH, _ITEMS = 6, 64
 
 
 @dataclass(frozen=True)
-class Look:
+class Inspection:
     """What to look at, sent in place of a micro-batch.
 
     Attributes:
@@ -44,7 +44,7 @@ class Look:
 
 
 @dataclass
-class Seen:
+class Inspected:
     """What was found.
 
     Attributes:
@@ -65,7 +65,7 @@ def name_of(sample: int, data_epoch: int = 0) -> str:
     return f"sample {sample}" + (f" of data epoch {data_epoch}" if data_epoch else "")
 
 
-def look_at(dataset: Any, read: Callable[[int], Any], look: Look) -> Seen:
+def look_at(dataset: Any, read: Callable[[int], Any], look: Inspection) -> Inspected:
     """Looks at samples, and leaves all known random generators as they were.
 
     Args:
@@ -73,7 +73,7 @@ def look_at(dataset: Any, read: Callable[[int], Any], look: Look) -> Seen:
         read: Reads one of its samples.
         look: Which samples.
     """
-    seen, until = Seen(), time.monotonic() + look.seconds
+    seen, until = Inspected(), time.monotonic() + look.seconds
     with _kept(dataset):
         for index in look.sample_ids:
             found = set()
@@ -89,7 +89,7 @@ def look_at(dataset: Any, read: Callable[[int], Any], look: Look) -> Seen:
                     log.debug("sample %d could not be looked at", index, exc_info=error)
                     return seen
             if len(found) > 1:
-                return Seen(draws=True, varies=True, own=not seen.draws)
+                return Inspected(draws=True, varies=True, own=not seen.draws)
             seen.prints[name_of(index, look.data_epoch)] = found.pop()
     return seen
 

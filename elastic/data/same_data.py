@@ -16,7 +16,7 @@ MOST = 8
 ALLOW = "if that is intended, give check_data=False"
 
 
-class Found(NamedTuple):
+class Comparison(NamedTuple):
     """The result of a comparison.
 
     Attributes:
@@ -28,7 +28,7 @@ class Found(NamedTuple):
     text: str = ""
 
 
-def compared(told: Sequence[Mapping[str, Any]], saved: Mapping[str, str], checkpoint: str = "") -> Found:
+def compared(told: Sequence[Mapping[str, Any]], saved: Mapping[str, str], checkpoint: str = "") -> Comparison:
     """Compares what the ranks have seen with each other, and with what a checkpoint says.
 
     Args:
@@ -37,17 +37,17 @@ def compared(told: Sequence[Mapping[str, Any]], saved: Mapping[str, str], checkp
         checkpoint: Its name.
     """
     if any(one["varies"] for one in told):
-        return Found(Likeness.SAME)
-    worst = Found(Likeness.SAME)
+        return Comparison(Likeness.SAME)
+    worst = Comparison(Likeness.SAME)
     for name in dict.fromkeys(name for one in told for name in one["prints"]):
         having = [(rank, one["prints"][name]) for rank, one in enumerate(told) if name in one["prints"]]
         first, text = having[0]
         for rank, other in having[1:]:
             how = likeness(text, other)
             if how > worst.likeness:
-                worst = Found(how, _between_ranks(how, name, first, rank))
+                worst = Comparison(how, _between_ranks(how, name, first, rank))
         if name in saved and (how := likeness(text, saved[name])) > worst.likeness:
-            worst = Found(how, _between_starts(how, name, checkpoint))
+            worst = Comparison(how, _between_starts(how, name, checkpoint))
     return worst
 
 

@@ -26,7 +26,7 @@ PARTS, WEIGHTS_FROM = "dalsegno_parts", "dalsegno_weights_from"
 """Keys of the client's state: the parts; the checkpoint of which this run once took the weights only."""
 
 
-class Beside:
+class BesideEngine:
     """The parts of one training beside its engine: the same on every rank, saved by rank 0.
 
     Args:

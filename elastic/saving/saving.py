@@ -46,7 +46,7 @@ from .notes import Notes
 from .save_errors import Failed, describe, kept, problem
 from .saving_reports import Count, SavingReports, bytes_below
 from .staging import HostBuffers
-from .tiers import Disk, Memory, Saved
+from .tiers import Disk, LastSaves, Memory
 from .writing import Summed
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Saver:
         in_memory = resumed_from.name if resumed_from is not None and resumed_in_memory else ""
         self.bests = Bests(Sight(store), best, candidate, in_memory)
         self.apart = False
-        self.saved = Saved()
+        self.saved = LastSaves()
         self._answers, self._disk = Answers(collective), Disk(store, identity)
         self._memory = None if identity.memory_dir is None else Memory(CheckpointStore(identity.memory_dir), identity)
         self._notes = Notes(store, apart=link is not None)

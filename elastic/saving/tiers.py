@@ -139,7 +139,7 @@ class Memory(Disk):
         return super().remove(name)
 
 
-class Saved:
+class LastSaves:
     """The last checkpoints of a session, on the disk and in memory."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from ..data.batches import Batches
 from ..data.fetching import is_iterable
 from ..data.plan import BatchPlan
 from ..data.sampler import ElasticSampler
-from ..training.session import Session
+from ..training.session import BareSession
 
 # What people give a DataLoader, and what says it here.
 _OTHERWISE = {
@@ -30,7 +30,7 @@ _OTHERWISE = {
 
 
 @dataclass(frozen=True)
-class Wish:
+class DataWish:
     """What a script says of its data, see ``Session.data``."""
 
     global_batch: int
@@ -47,7 +47,7 @@ class Wish:
     loader_options: Mapping[str, Any]
 
 
-def batches_of(session: Session, dataset: Any, wish: Wish) -> Batches[Any]:
+def batches_of(session: BareSession, dataset: Any, wish: DataWish) -> Batches[Any]:
     """The data, from where the run goes on.
 
     Raises:
@@ -89,7 +89,7 @@ def batches_of(session: Session, dataset: Any, wish: Wish) -> Batches[Any]:
     )
 
 
-def plan_of(session: Session, wish: Wish) -> BatchPlan:
+def plan_of(session: BareSession, wish: DataWish) -> BatchPlan:
     """How batches are dealt in the session's world."""
     return BatchPlan(wish.global_batch, session.world_size, wish.micro_batch, wish.fixed_micro_batch, wish.pad)
 
@@ -128,7 +128,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"s.data({name}=...): neither s.data nor torch's DataLoader has such an option")
 
 
-def _check_length(length: int | None, wish: Wish) -> None:
+def _check_length(length: int | None, wish: DataWish) -> None:
     if length == 0:
         raise ValueError("the data set is empty")
     if length is not None and wish.drop_last and length < wish.global_batch:

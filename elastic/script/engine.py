@@ -10,17 +10,17 @@ from typing import Any
 from ..data.batches import Batches
 from ..data.plan import BatchPlan
 from ..deepspeed import engine as ours
-from ..deepspeed.beside import Beside
+from ..deepspeed.beside import BesideEngine
 from ..saving.background_save import background
 from ..training.parts import Stateful
-from ..training.session import Session
+from ..training.session import BareSession
 from .micros import Micros
 from .state import Write
 
 _SIZES = {"train_batch_size": "global_batch", "train_micro_batch_size_per_gpu": "micro_batch"}
 
 
-def config_for(session: Session, config: Mapping[str, Any] | str | Path, data: Batches[Any]) -> dict[str, Any]:
+def config_for(session: BareSession, config: Mapping[str, Any] | str | Path, data: Batches[Any]) -> dict[str, Any]:
     """DeepSpeed's configuration for the present world, see ``Session.deepspeed_config``."""
     base = _read(config) if isinstance(config, str | Path) else config
     if not isinstance(base, Mapping):
@@ -49,7 +49,7 @@ class Engine:
         session: This process's session.
         engine: From ``deepspeed.initialize(..., config=s.deepspeed_config(...))``.
         other_schedule, weights_only: See ``Session.engine``.
-        parts: What else is trained, by name; see ``beside.Beside``.
+        parts: What else is trained, by name; see ``beside.BesideEngine``.
 
     Raises:
         ValueError, TypeError, RuntimeError, OSError: See ``elastic.deepspeed.restore``.
@@ -63,7 +63,7 @@ class Engine:
 
     def __init__(
         self,
-        session: Session,
+        session: BareSession,
         engine: Any,
         *,
         other_schedule: bool = False,
@@ -71,7 +71,7 @@ class Engine:
         **parts: Stateful | None,
     ) -> None:
         with session.meetings.telling():
-            beside = Beside(engine, parts)
+            beside = BesideEngine(engine, parts)
         resume = session.resume
         if resume is not None and beside.begins_anew(resume.path, weights_only=weights_only):
             ours.restore_weights(engine, resume)

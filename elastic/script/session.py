@@ -24,7 +24,7 @@ from ..data.batches import Batches
 from ..training import session as lower
 from ..training.entry import open_session
 from ..training.loop import steps
-from .data import Wish, batches_of
+from .data import DataWish, batches_of
 from .state import State, Trained, Wrap, checked_beside, checked_parts
 from .worlds import through_worlds
 
@@ -61,7 +61,7 @@ def session(checkpoint_dir: str | Path | None = None, *, keep: int = 0, verify: 
     return open_session(Session, checkpoint_dir, keep=keep, verify=verify)
 
 
-class Session(lower.Session):
+class Session(lower.BareSession):
     """Made by ``session()``. Main thread only. See ``training.session.Session`` for what it has besides.
 
     Attributes:
@@ -72,7 +72,7 @@ class Session(lower.Session):
     """
 
     _data: Batches[Any] | None = None
-    _wish: Wish | None = None
+    _wish: DataWish | None = None
     _trained: Trained | None = None
     _configured = False
     _stepping = False
@@ -116,7 +116,7 @@ class Session(lower.Session):
         """
         with self.meetings.telling():
             self._check_before("data", self._data)
-            wish = Wish(
+            wish = DataWish(
                 *(global_batch, micro_batch, seed, shuffle, drop_last, data_epochs, collate_fn, count_tokens),
                 *(fixed_micro_batch, pad, check_data, loader_options),
             )
@@ -313,7 +313,7 @@ class Session(lower.Session):
                 "give further optimizers by name: s.state(model, optimizer, second=...)"
             )
 
-    def _check_stay(self, data: Any, state: Any) -> Wish:
+    def _check_stay(self, data: Any, state: Any) -> DataWish:
         if not isinstance(state, State) or not state.wraps:
             raise ValueError(
                 "stay=True is for a replicated model that is wrapped anew in each world: "

@@ -18,7 +18,7 @@ from ..rank.process_group import init_process_group, is_the_only_group
 from ..rank.remarks import remark
 from ..saving.background_save import Background, background
 from ..training.parts import Stateful
-from ..training.session import Session
+from ..training.session import BareSession
 from ..training.training_state import TrainingState
 from .micros import Micros
 
@@ -62,7 +62,9 @@ class State(TrainingState):
 
     scale = "ddp"
 
-    def __init__(self, session: Session, model: nn.Module, wrap: Wrap | None = None, **parts: Stateful | None) -> None:
+    def __init__(
+        self, session: BareSession, model: nn.Module, wrap: Wrap | None = None, **parts: Stateful | None
+    ) -> None:
         super().__init__(session, model=model, **parts)
         self.model = model
         self._wrap, self._bare = wrap, model

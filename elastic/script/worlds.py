@@ -14,18 +14,18 @@ from dalsegno.protos.trace import mark
 from ..data.batches import Batches
 from ..rank.exits import Stays
 from ..training.entry import reopen
-from ..training.session import Session
+from ..training.session import BareSession
 from ..training.staying import wait_for_a_place
-from .data import Wish, plan_of
+from .data import DataWish, plan_of
 from .state import State
 
 log = logging.getLogger(__name__)
 
 
 def through_worlds(
-    session: Session,
+    session: BareSession,
     data: Batches[Any],
-    wish: Wish,
+    wish: DataWish,
     state: State,
     loop: Callable[[], Iterator[Any]],
 ) -> Iterator[Any]:
@@ -53,16 +53,16 @@ def through_worlds(
     return batches()
 
 
-def _begun(session: Session, data: Batches[Any], state: State, loop: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+def _begun(session: BareSession, data: Batches[Any], state: State, loop: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     data.given_to(state.begin(data), state.scale)
     session.may_stay = state.may_stay
     return loop()
 
 
-def _move(session: Session, data: Batches[Any], wish: Wish, state: State, held: Mapping[str, str]) -> None:
+def _move(session: BareSession, data: Batches[Any], wish: DataWish, state: State, held: Mapping[str, str]) -> None:
     """Leaves the old world, waits, and enters the next one as those do that begin in it."""
     dist.destroy_process_group()
-    Session.close(session)
+    BareSession.close(session)
     gc.collect()
     wait_for_a_place(held)
     reopen(session)

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import xxhash
 
 from ..rank.remarks import remark
-from ..training.session import Session
+from ..training.session import BareSession
 from .callbacks import Callback, states_of
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
-class Known(NamedTuple):
+class CallbackKey(NamedTuple):
     """What identifies a callback after a restart.
 
     Attributes:
@@ -84,7 +84,7 @@ class Hooks:
             "callback_settings": {name: list(known) for name, known in self._known.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], session: Session) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], session: BareSession) -> None:
         """The inverse. Collective: rank 0, which has saved the states, says whose they are.
 
         Args:
@@ -101,8 +101,8 @@ class Hooks:
             found = Matches(here, [name for name in states if name not in here], [])
         else:
             first = session.gather({name: list(one) for name, one in self._known.items()})[0]
-            ours = {name: Known(*one) for name, one in first.items()}
-            found = matched({name: Known(*saved[name]) for name in states}, ours)
+            ours = {name: CallbackKey(*one) for name, one in first.items()}
+            found = matched({name: CallbackKey(*saved[name]) for name in states}, ours)
         for name, hook in found.pairs.items():
             if hook in self._hooks:  # some ranks may have fewer
                 self._hooks[hook].load_state_dict(states[name])
@@ -125,14 +125,14 @@ class Hooks:
         return sorted({one.kind for one in keeping if keeping.count(one) > 1})
 
 
-def known(hook: Callback) -> Known:
+def known(hook: Callback) -> CallbackKey:
     """What identifies a callback after a restart."""
     plain = {name: value for name, value in sorted(vars(hook).items()) if _is_plain(value)}
     told = f"key {hook.key}" if hook.key else repr(plain)
-    return Known(type(hook).__name__, xxhash.xxh3_64_hexdigest(told.encode(errors="surrogatepass")))
+    return CallbackKey(type(hook).__name__, xxhash.xxh3_64_hexdigest(told.encode(errors="surrogatepass")))
 
 
-def matched(saved: Mapping[str, Known], here: Mapping[str, Known]) -> Matches:
+def matched(saved: Mapping[str, CallbackKey], here: Mapping[str, CallbackKey]) -> Matches:
     """Gives each state to the callback of its class with the same settings; the only one of a class may have changed.
 
     Raises:

@@ -13,7 +13,7 @@ from ..checkpoint import Tracked
 from ..saving.schedules import Factors, check_factors, factors, unchanged
 
 
-class Made:
+class MadeByScript:
     """Makes both when the strategy is ready, and refuses what a `Trainer` could not step.
 
     Args:

@@ -25,7 +25,7 @@ from ..rank.process_group import init_process_group
 from ..saving.replicas import check_whole, loadable
 from ..saving.writing import write_files
 from ..training.reading_state import load_part, owned, read_tensors
-from ..training.session import Session
+from ..training.session import BareSession
 from ..training.training_state import TrainingState
 from .loss_scale import LossScale
 from .made import steps_on_metric
@@ -48,7 +48,7 @@ class Setting:
         scaler: For fp16: scales the loss; None: nothing does.
     """
 
-    session: Session
+    session: BareSession
     device: torch.device
     plan: BatchPlan
     max_grad_norm: float | None
@@ -157,7 +157,7 @@ class Strategy(ABC):
         yield self.model
 
 
-class Write:
+class StrategyWrite:
     """What a session saves with: called with a path, or as ``background(write)``.
 
     Args:
@@ -166,7 +166,7 @@ class Write:
         rank: The session's.
 
     Attributes:
-        reshards: See ``Session.save``.
+        reshards: See ``BareSession.save``.
     """
 
     def __init__(self, strategy: Strategy, state: Callable[[], Mapping[str, Any]], rank: int) -> None:

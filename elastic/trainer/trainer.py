@@ -36,8 +36,8 @@ from ..training.draws import drawn_in
 from .alike import alike_of
 from .callbacks import Callback, Console, Logger, forgetful
 from .hooks import Hooks
-from .made import Made, listed
-from .strategies import DDP, MakeOptimizer, MakeScheduler, Setting, Strategy, Write
+from .made import MadeByScript, listed
+from .strategies import DDP, MakeOptimizer, MakeScheduler, Setting, Strategy, StrategyWrite
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class Trainer:
         self._stop_wanted = self._stopping = False
         in_between = self.track if self.evaluate_every else None
         engine = self._strategy.scale == "deepspeed"
-        self._made = Made(self.optimizer, self.scheduler, in_between, steps_itself=engine)
+        self._made = MadeByScript(self.optimizer, self.scheduler, in_between, steps_itself=engine)
         # Whether an evaluation of the present step is still to be made, and the last step that has one.
         self._owed, self._evaluated = False, 0
 
@@ -426,7 +426,7 @@ class Trainer:
 
     def _saving(self) -> Any:
         """What the session saves with."""
-        write = Write(self._strategy, self._state_dict, self.rank)
+        write = StrategyWrite(self._strategy, self._state_dict, self.rank)
         return background(write) if self.save_in_background else write
 
     def _state_dict(self) -> dict[str, Any]:

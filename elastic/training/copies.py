@@ -38,7 +38,7 @@ LAST = 1024
 _LOCAL = ("post_localSGD_hook", "noop_hook")
 
 
-class Value(NamedTuple):
+class CopiedValue(NamedTuple):
     """Something that all ranks have a copy of.
 
     Attributes:
@@ -59,7 +59,7 @@ class Value(NamedTuple):
 class Apart(NamedTuple):
     """A value that differs between the ranks, and by how much relative to its size."""
 
-    value: Value
+    value: CopiedValue
     far: float
 
 
@@ -162,7 +162,7 @@ class Copies:
             return []
         return answers[0] if own[0] is not None else []
 
-    def _apart(self, values: Sequence[Value], told: Sequence[Any]) -> list[Apart]:
+    def _apart(self, values: Sequence[CopiedValue], told: Sequence[Any]) -> list[Apart]:
         """Those of the values that differ between the ranks. Collective if some do."""
         if any(one is None for one in told) or any(one["names"] != told[0]["names"] for one in told):
             return []
@@ -179,7 +179,7 @@ class Copies:
                 found.append(Apart(value, far))
         return found
 
-    def _judge(self, apart: Sequence[Apart], weights: Sequence[Value], step: int) -> None:
+    def _judge(self, apart: Sequence[Apart], weights: Sequence[CopiedValue], step: int) -> None:
         """Refuses differences that cannot be right, and warns of those that may be.
 
         Raises:
@@ -201,10 +201,10 @@ class Copies:
             if _of_all_ranks(copy, self._collective.world_size):
                 yield copy
 
-    def _values(self, *, states: bool) -> tuple[list[Value], list[Value]]:
+    def _values(self, *, states: bool) -> tuple[list[CopiedValue], list[CopiedValue]]:
         """Weights, and states of optimizers if ``states`` is true."""
-        weights: list[Value] = []
-        held: list[Value] = []
+        weights: list[CopiedValue] = []
+        held: list[CopiedValue] = []
         for copy in self._copies():
             weights += _weights(copy)
             held += _states(copy) if states else ()
@@ -254,7 +254,7 @@ def _far(numbers: Sequence[float], norms: Sequence[float]) -> float:
     return 0.0 if far < 1e-13 else far if far == far else float("inf")
 
 
-def _told(values: Sequence[Value]) -> Any:
+def _told(values: Sequence[CopiedValue]) -> Any:
     """A short description of all values; None: there are none, or they cannot be read."""
     if not values:
         return None
@@ -289,7 +289,7 @@ def _of_all_ranks(copy: Copy, world_size: int) -> bool:
     return True
 
 
-def _weights(copy: Copy) -> Iterator[Value]:
+def _weights(copy: Copy) -> Iterator[CopiedValue]:
     wrapper = getattr(copy.wrapper, "_orig_mod", copy.wrapper)
     together = isinstance(wrapper, DistributedDataParallel) or (wrapper is not None and _is_engine(wrapper))
     ignored = getattr(wrapper, "parameters_to_ignore", ())
@@ -300,15 +300,15 @@ def _weights(copy: Copy) -> Iterator[Value]:
         # ZeRO-3's parameters are elsewhere; experts are each rank's own.
         elsewhere = hasattr(parameter, "ds_id") or not getattr(parameter, "allreduce", True)
         if digest.is_plain(parameter) and name not in ignored and not elsewhere and (copy.saved or not sharded):
-            yield Value(name, parameter, id(parameter), id(parameter) in trained, copy.saved or together)
+            yield CopiedValue(name, parameter, id(parameter), id(parameter) in trained, copy.saved or together)
     for optimizer in () if wrapper is not None and _is_engine(wrapper) else copy.optimizers:
         others = [p for p in _parameters(optimizer) if id(p) not in named and p.requires_grad and digest.is_plain(p)]
         for number, other in enumerate(others):
             name = f"parameter {number} of {type(optimizer).__name__}, not the model's"
-            yield Value(name, other, id(other), True, copy.saved)
+            yield CopiedValue(name, other, id(other), True, copy.saved)
 
 
-def _states(copy: Copy) -> Iterator[Value]:
+def _states(copy: Copy) -> Iterator[CopiedValue]:
     if copy.wrapper is not None and _is_engine(copy.wrapper):
         return
     names = {id(parameter): name for name, parameter in copy.model.named_parameters()}
@@ -325,7 +325,7 @@ def _states(copy: Copy) -> Iterator[Value]:
                     value = tensor(float(value))
                 if digest.is_plain(value) and (value.numel() == 1 or not sharded):
                     name = f"{kind}'s {key} of {names.get(id(parameter), 'another parameter')}"
-                    yield Value(name, value, id(parameter), False, known and (sharded or id(parameter) in sure))
+                    yield CopiedValue(name, value, id(parameter), False, known and (sharded or id(parameter) in sure))
 
 
 def _by_name(held: Any) -> list[tuple[str, Any]]:

@@ -23,15 +23,15 @@ from ..rank.notices import Notice, noticed
 from ..saving.resuming import Damaged, handed_out, newest
 from .examination import is_examined
 from .opening import check_directory, check_world, hello, refuse, take_lock
-from .session import Session
+from .session import BareSession
 from .unopened import is_unopened, unopened
 
 # The session of this process, and how many it had before.
-_sessions: list[Session] = []
+_sessions: list[BareSession] = []
 _before = [0]
 # Whether it reads what it resumes from before anything is loaded.
 _verifies = [True]
-S = TypeVar("S", bound=Session)
+S = TypeVar("S", bound=BareSession)
 
 
 def open_session(kind: type[S], checkpoint_dir: str | Path | None = None, *, keep: int = 0, verify: bool = True) -> S:
@@ -74,7 +74,7 @@ def _begin(kind: Callable[..., S], directory: Path | None, keep: int, verify: bo
     return found
 
 
-def reopen(session: Session) -> None:
+def reopen(session: BareSession) -> None:
     """Opens the session of this process for another world, in the same object. Collective with those that begin.
 
     This process's variables tell its place there. What the script has told the session before stays with it.
@@ -84,7 +84,7 @@ def reopen(session: Session) -> None:
     """
     tracked = session.tracking.tracked
 
-    def again(*arguments: Any, **options: Any) -> Session:
+    def again(*arguments: Any, **options: Any) -> BareSession:
         session.__init__(*arguments, **options)  # type: ignore[misc]  # everything in it is of one world
         return session
 
@@ -99,7 +99,7 @@ def refused_together() -> AbstractContextManager[None]:
     return nullcontext() if found is None or found.meetings.over else found.meetings.together()
 
 
-def _check_same_run(first: Session, directory: Path | None) -> None:
+def _check_same_run(first: BareSession, directory: Path | None) -> None:
     if not is_unopened(first) and first.alone and directory is not None and directory != first.run_dir:
         raise RuntimeError(
             f"this process has a session with checkpoint_dir={first.run_dir}, and trains that run alone, not one in "
@@ -107,7 +107,7 @@ def _check_same_run(first: Session, directory: Path | None) -> None:
         )
 
 
-def _check_may_follow(before: Session) -> None:
+def _check_may_follow(before: BareSession) -> None:
     if not before.alone:
         raise RuntimeError(
             "under dlrover-run a process trains one run, whose session was left: start each run with a dlrover-run of "

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..saving.replicas import tensors
 from .digest import is_plain
 from .training_state import TRAINING_FILE, TrainingState
-from .unchanged import Seen, UnclearError, plain
+from .unchanged import SeenState, UnclearError, plain
 
 
 class HeldState:
@@ -37,7 +37,7 @@ class HeldState:
         """What a checkpoint would have."""
         return self._state.copy()
 
-    def look(self) -> Seen:
+    def look(self) -> SeenState:
         """Looks at all of it anew, and watches the tensors that are there.
 
         Raises:
@@ -54,7 +54,7 @@ class HeldState:
         self._tensors = [tensor for _, tensor in tensors(first)]
         return seen
 
-    def seen(self, files: Mapping[str, Any]) -> Seen:
+    def seen(self, files: Mapping[str, Any]) -> SeenState:
         """What can be compared of a checkpoint's content.
 
         Raises:
@@ -63,7 +63,7 @@ class HeldState:
         places = tuple((path, _place(path, tensor)) for path, tensor in tensors(files))
         rest = {path: content for path, content in files.items() if path != TRAINING_FILE}
         rest[TRAINING_FILE] = {name: self._still(name, part) for name, part in files[TRAINING_FILE].items()}
-        return Seen(places, plain(rest, where=False))
+        return SeenState(places, plain(rest, where=False))
 
     def _still(self, name: str, saved: Mapping[str, Any]) -> dict[str, Any]:
         """What is saved of a part without what `plain` has of it."""
@@ -92,7 +92,7 @@ class HeldState:
             summed.update(_bytes(tensor))
         return summed.hexdigest()
 
-    def same_everywhere(self, seen: Seen, content: str) -> str:
+    def same_everywhere(self, seen: SeenState, content: str) -> str:
         """A text that is the same on two ranks that hold the same state; ``content``: its `content`."""
         summed = xxhash.xxh3_128(repr((seen.rest, self.plain(where=False))).encode())
         return f"{summed.hexdigest()} {content}"

@@ -24,10 +24,10 @@ from .findings import loads_anywhere
 from .memory import MemorySaves
 from .rehearsal import rehearse
 from .saves import NO_DIRECTORY, save_at_last
-from .session import Session
+from .session import BareSession
 from .sources import (
-    Source,
-    Stateful,
+    BatchSource,
+    StatefulLoader,
     Unknown,
     alike_of,
     begin,
@@ -55,7 +55,7 @@ class Cadences:
 
 
 def steps(
-    session: Session,
+    session: BareSession,
     data: Iterable[T],
     *,
     max_steps: int | None = None,
@@ -85,18 +85,18 @@ def steps(
         data: ``Batches``, or any iterable of batches, of which one is fetched ahead. What a loader's ``state_dict``
             says is saved, and loads where as many ranks resume. Others would begin anew: refused, see ``sources``.
         max_steps: Steps of the whole run, those before the resume point included.
-        save: Writes this rank's part of a checkpoint, see ``Session.save``, or ``background(state)``: while the
+        save: Writes this rank's part of a checkpoint, see ``BareSession.save``, or ``background(state)``: while the
             training goes on. None: nothing is saved, and a drain goes back to the last commit. The same where there
-            is no directory (``Session.can_save``); one line says so.
+            is no directory (``BareSession.can_save``); one line says so.
         save_every: Steps between saves; 0: only for drains and at the end. Without an effect where nothing is saved.
         memory_every: The same to the nodes' memory (``docs/memory.md``); ``"auto"``: it slows the loop by 2 % at most.
-        strategy, any_world_size, create_directory: See ``Session.save``.
+        strategy, any_world_size, create_directory: See ``BareSession.save``.
         order, cut: Default: those of ``Batches``.
         position: Returns the data's position after the present step; default: the batch's ``position_after``.
         advanced: The script itself has moved ``data`` to where the run resumes, ``session.step`` steps from their
             beginning, and makes the same global batches in every world. Implied by ``position``.
         metric: Returns the run's tracked metric; called at each save.
-        seed: The seed of the random generators, see ``Session.restore_rng``.
+        seed: The seed of the random generators, see ``BareSession.restore_rng``.
 
     Raises:
         ValueError: The ranks were not started alike; a number is below 0; saves are wanted without ``save``; ``save``
@@ -126,7 +126,7 @@ def steps(
 
 
 def _compare(
-    session: Session,
+    session: BareSession,
     data: Any,
     first: Unknown[Any] | None,
     options: Mapping[str, Any],
@@ -163,7 +163,7 @@ def _compare(
     checked(cadence.memory_every)
 
 
-def _same_data(session: Session, data: Any, options: dict[str, Any], max_steps: int | None) -> None:
+def _same_data(session: BareSession, data: Any, options: dict[str, Any], max_steps: int | None) -> None:
     """Checks that all ranks have the data that the run began with. Collective; updates ``cut``, which says so."""
     # If only some ranks have Batches, and others a progress bar around them, those with Batches would wait here alone.
     if all(session.gather(hasattr(data, "check_samples"))):
@@ -179,8 +179,8 @@ def _what(save: Callable[[Path], None] | Background | None) -> str:
 
 
 def _source(
-    session: Session, data: Iterable[T], first: Unknown[T] | None, options: Mapping[str, Any], *, advanced: bool
-) -> Source[T]:
+    session: BareSession, data: Iterable[T], first: Unknown[T] | None, options: Mapping[str, Any], *, advanced: bool
+) -> BatchSource[T]:
     """The data, positioned where the run resumes."""
     resume, order = session.resume, options["order"]
     begins = session.step == (0 if resume is None else resume.step)
@@ -195,12 +195,12 @@ def _source(
     if not advanced and isinstance(place, Position):
         check_place(place, resume)
     source = source_of(data, first, resume, session.rank, session.world_size, advanced=advanced)
-    if isinstance(source, Stateful):
+    if isinstance(source, StatefulLoader):
         session.compare({}, problem=source.go_on())
     return source
 
 
-def _say_what_was_left(session: Session, first: Unknown[Any] | None) -> None:
+def _say_what_was_left(session: BareSession, first: Unknown[Any] | None) -> None:
     """Says that nobody knows whether a step was trained before a ``break``; only `Batches` know it."""
     if session.left_in_a_step and first is not None and first.batches is None and session.rank == 0:
         remark(
@@ -211,9 +211,9 @@ def _say_what_was_left(session: Session, first: Unknown[Any] | None) -> None:
 
 
 def _saved_too(
-    session: Session,
+    session: BareSession,
     data: Any,
-    source: Source[Any],
+    source: BatchSource[Any],
     save: Callable[[Path], None] | Background,
     options: dict[str, Any],
     *,
@@ -233,7 +233,7 @@ def _saved_too(
 
 
 def _learn(
-    session: Session,
+    session: BareSession,
     save: Callable[[Path], None] | Background | None,
     save_every: int,
     options: Mapping[str, Any],
@@ -258,7 +258,7 @@ def _learn(
 
 
 def _saving(
-    session: Session, save: Callable[[Path], None] | Background | None, cadence: Cadences, strategy: str
+    session: BareSession, save: Callable[[Path], None] | Background | None, cadence: Cadences, strategy: str
 ) -> Callable[[Path], None] | Background | None:
     """What the loop saves with; None: it saves nothing, and one line says so if the script wanted to."""
     if session.can_save:
@@ -274,7 +274,7 @@ def _saving(
 
 
 def _loop(
-    session: Session, source: Source[T], run: _Run, max_steps: int | None, seed: int | None
+    session: BareSession, source: BatchSource[T], run: _Run, max_steps: int | None, seed: int | None
 ) -> Generator[T, None, None]:
     def ahead() -> int:
         limit = MAX_STEPS_APART if max_steps is None else max(0, min(MAX_STEPS_APART, max_steps - session.step))
@@ -308,7 +308,7 @@ class _Run:
 
     def __init__(
         self,
-        session: Session,
+        session: BareSession,
         given: Callable[[Path], None] | Background | None,
         data: Any,
         save: Callable[[Path], None] | Background | None,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ..checkpoint import Ref
 from ..saving.cadence import AUTO, Cadence
-from .session import Session
+from .session import BareSession
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class MemorySaves:
             told whether the agents are to write the step to the disk.
     """
 
-    def __init__(self, session: Session, every: int | str, save: Callable[[bool], Ref | None]) -> None:
+    def __init__(self, session: BareSession, every: int | str, save: Callable[[bool], Ref | None]) -> None:
         self._session, self._save, self._auto = session, save, every == AUTO
         self._cadence: Cadence | None = None
         # The step that is being saved, and whether the agents are to write it to the disk.

@@ -16,10 +16,10 @@ from ..rank.meetings import is_mistake
 from ..saving.background_save import Background
 from ..saving.save_errors import describe
 from ..saving.saving import SaveError
-from .session import Session
+from .session import BareSession
 
 
-def rehearse(session: Session, save: Callable[[Path], None] | Background | None) -> None:
+def rehearse(session: BareSession, save: Callable[[Path], None] | Background | None) -> None:
     """Lets the owner of ``save``, an object with a method ``rehearse()``, check itself. Collective.
 
     Raises:

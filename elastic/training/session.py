@@ -53,7 +53,7 @@ T = TypeVar("T")
 DRAIN_PAUSE_SECONDS, MAX_DRAIN_PAUSE_SECONDS = 2.0, 60.0
 
 
-class Session:
+class BareSession:
     """Made by ``session()``, once per process. Main thread only.
 
     Attributes:

@@ -42,7 +42,7 @@ INSTEAD = (
 )
 
 
-class Source(ABC, Generic[T]):
+class BatchSource(ABC, Generic[T]):
     """Batches one after the other, and how many are certain to follow.
 
     Attributes:
@@ -64,7 +64,7 @@ class Source(ABC, Generic[T]):
         return {}
 
 
-class Counted(Source[T]):
+class Counted(BatchSource[T]):
     """Data that know their length: ``Batches``."""
 
     def __init__(self, data: Any) -> None:
@@ -79,7 +79,7 @@ class Counted(Source[T]):
         return limit if left is None else min(limit, left)
 
 
-class Unknown(Source[T]):
+class Unknown(BatchSource[T]):
     """Any iterable: it must fetch a batch to know whether there is one more.
 
     Attributes:
@@ -122,7 +122,7 @@ class Unknown(Source[T]):
         return None if batch is None else batch.made_by
 
 
-class Stateful(Unknown[T]):
+class StatefulLoader(Unknown[T]):
     """A loader that tells its position, in a state of this rank's own.
 
     Args:
@@ -267,7 +267,7 @@ def source_of(
     world_size: int,
     *,
     advanced: bool,
-) -> Source[T]:
+) -> BatchSource[T]:
     """The source from which a loop takes its batches.
 
     Args:
@@ -283,7 +283,7 @@ def source_of(
     if hasattr(data, "left"):
         return Counted(data)
     if begun is None:
-        return Stateful(data, None if resume is None else _saved(resume, rank, world_size, kind(data)))
+        return StatefulLoader(data, None if resume is None else _saved(resume, rank, world_size, kind(data)))
     given = advanced or isinstance(getattr(data, "position", None), Position)
     if given or resume is None or not begun.ahead(1):
         return begun
@@ -340,9 +340,9 @@ def _saved(resume: ResumePoint, rank: int, world_size: int, what: str) -> Any:
     return read_tensors(resume.path / file_name(rank))
 
 
-def say_what_cannot_resume(source: Source[Any], data: Any, world_size: int) -> None:
+def say_what_cannot_resume(source: BatchSource[Any], data: Any, world_size: int) -> None:
     """Says at the start of a run if it cannot resume, so that nobody learns it only at the first change."""
-    if isinstance(source, Stateful):
+    if isinstance(source, StatefulLoader):
         remark(
             "%s has a state for each rank: this run goes on with %d ranks only; with Batches it would with any number",
             kind(data),
@@ -357,7 +357,7 @@ def say_what_cannot_resume(source: Source[Any], data: Any, world_size: int) -> N
         )
 
 
-class Saved:
+class SavedWithPosition:
     """A script's ``write(path)``, which also writes the data's position.
 
     Attributes:
@@ -366,7 +366,7 @@ class Saved:
 
     reshards = False
 
-    def __init__(self, write: Callable[[Path], None], source: Source[Any], rank: int) -> None:
+    def __init__(self, write: Callable[[Path], None], source: BatchSource[Any], rank: int) -> None:
         self._write, self._source, self._rank = write, source, rank
         beside = in_background(write)
         if isinstance(beside, Background):
@@ -380,15 +380,15 @@ class Saved:
 
 
 def saved_with(
-    write: Callable[[Path], None] | Background, source: Source[Any], rank: int
+    write: Callable[[Path], None] | Background, source: BatchSource[Any], rank: int
 ) -> Callable[[Path], None] | Background:
     """``write``, extended by what the source saves."""
-    if not isinstance(source, Stateful):
+    if not isinstance(source, StatefulLoader):
         return write
     if isinstance(write, Background):
         state = write.state
         return Background(lambda: {**state(), **source.files(rank)})
-    return Saved(write, source, rank)
+    return SavedWithPosition(write, source, rank)
 
 
 def alike_of(data: Any) -> dict[str, Any]:

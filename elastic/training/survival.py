@@ -24,8 +24,8 @@ from ..rank import rng
 from ..rank.interrupt import Interrupt
 from ..saving.content import Content
 from .held_state import HeldState, held_by
-from .session import Session
-from .unchanged import Boundary, Now, Seen, UnclearError, is_due, why_not
+from .session import BareSession
+from .unchanged import BoundaryNote, Now, SeenState, UnclearError, is_due, why_not
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ JUDGED_STEPS = 32
 class _Mark(NamedTuple):
     """A boundary, and what changes after it without being part of what is watched."""
 
-    boundary: Boundary
+    boundary: BoundaryNote
     position: Position
     generators: rng.Taken
 
@@ -49,15 +49,15 @@ class Survival:
     Args:
         session: The process's.
         save: What the loop saves with.
-        options: What it says of each checkpoint, see ``Session.save``.
+        options: What it says of each checkpoint, see ``BareSession.save``.
         wanted: The loop makes memory checkpoints.
     """
 
-    def __init__(self, session: Session, save: Any, options: Mapping[str, Any], *, wanted: bool) -> None:
+    def __init__(self, session: BareSession, save: Any, options: Mapping[str, Any], *, wanted: bool) -> None:
         self._session, self._options = session, options
         self._held: HeldState | None = None
         # The state when it was last looked at, and those of its tensors of which a rank may have its own.
-        self._known: Seen | None = None
+        self._known: SeenState | None = None
         self._lone: dict[int, int] = {}
         self._mark: _Mark | None = None
         self._stepping, self._witnessed = False, False
@@ -99,7 +99,7 @@ class Survival:
 
     def _noted(self, held: HeldState, step: int, position: Position) -> _Mark | None:
         try:
-            boundary = Boundary(step, held.versions(), held.plain(), self._witnessed)
+            boundary = BoundaryNote(step, held.versions(), held.plain(), self._witnessed)
         except Exception as error:
             self._cannot(error)
             return None

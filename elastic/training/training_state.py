@@ -32,7 +32,7 @@ from ..saving.schedules import check_factors, factors, has_moved, left_out, plac
 from ..saving.writing import write_files
 from .parts import Stateful, check_same, kept_of, kind
 from .reading_state import check_same_dtypes, check_same_names, load_part, owned, read_tensors
-from .session import Session
+from .session import BareSession
 from .unlisted import Unlisted
 from .wrappers import frozen, tell_frozen
 
@@ -55,7 +55,7 @@ class TrainingState:
             this training has none.
     """
 
-    def __init__(self, session: Session, *, model: nn.Module, **parts: Stateful | None) -> None:
+    def __init__(self, session: BareSession, *, model: nn.Module, **parts: Stateful | None) -> None:
         self._session, self._model = session, unwrapped(model)
         self._parts = {name: part for name, part in parts.items() if part is not None}
         self._loaded = False

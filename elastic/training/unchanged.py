@@ -19,12 +19,12 @@ class UnclearError(ValueError):
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenState:
     """A state, as it was looked at.
 
     Attributes:
         places: Of each tensor, by its path: where its values lie and how, in the order of the state.
-        rest: All else, but for what changes with each step (see `Boundary.plain`).
+        rest: All else, but for what changes with each step (see `BoundaryNote.plain`).
     """
 
     places: tuple[tuple[str, Any], ...]
@@ -32,7 +32,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Boundary:
+class BoundaryNote:
     """What is noted at a boundary.
 
     Attributes:
@@ -58,14 +58,14 @@ class Now:
             with rank 0's; and their versions then.
     """
 
-    seen: Seen
+    seen: SeenState
     versions: tuple[int, ...]
     plain: Any
     stepping: bool
     lone: Mapping[int, int]
 
 
-def why_not(known: Seen, boundary: Boundary, now: Now) -> str:
+def why_not(known: SeenState, boundary: BoundaryNote, now: Now) -> str:
     """Why the state is not surely that of the boundary; empty: it is.
 
     Args:

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 from dalsegno.protos.ahead import Ahead
 
-from .session import Session
+from .session import BareSession
 
 __all__ = ["is_unopened", "unopened"]
 
-S = TypeVar("S", bound=Session)
+S = TypeVar("S", bound=BareSession)
 
 
 class _Unopened:
@@ -35,7 +35,7 @@ class _Unopened:
 _open: list[Callable[[], None]] = []
 
 
-def is_unopened(session: Session) -> bool:
+def is_unopened(session: BareSession) -> bool:
     """Whether it is there, and not open."""
     return isinstance(session, _Unopened)
 

@@ -157,7 +157,12 @@ def verified(source: Path, digest: str | None, moved: Moved) -> Manifest:
 
 
 def produce(
-    source: Path, entries: Mapping[str, FileEntry], target: Path, journal: Journal, wish: Wish, watch: Watch
+    source: Path,
+    entries: Mapping[str, FileEntry],
+    target: Path,
+    journal: Journal,
+    wish: Wish,
+    watch: Watch,
 ) -> tuple[FileEntry, ...]:
     """Makes what ``journal`` does not list yet, and checks that nothing is missing.
 
@@ -181,7 +186,7 @@ def produce(
     from .forms import Form
     from .layout import Unsupported
     from .loading import allowing
-    from .output import Output
+    from .output import ConversionOutput
     from .source import open_source
     from .streaming import write
 
@@ -201,7 +206,7 @@ def produce(
             counter = _Counter(len(taken), len(form.files), watch.progress)
             read = sum(entry.size for entry in entries.values())
             watch.planned(read + 2 * form.nbytes + sum(entries[name].size for name in form.model_files.values()))
-            with Output(target, journal, counter.add, watch.moved, expected=len(form.files)) as output:
+            with ConversionOutput(target, journal, counter.add, watch.moved, expected=len(form.files)) as output:
                 write(opened, source, entries, output, form, wish.effort)
             check_complete(target, form, trusted=journal.entries.keys() - taken.keys())
     return _sorted(journal)

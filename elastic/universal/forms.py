@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .errors import EnvironmentFailed
 from .records import Frame, frame
-from .source import ADAM_STATES, COMMON_STATE, FP32, Parameter, Source
+from .source import ADAM_STATES, COMMON_STATE, FP32, Parameter, ShardedSource
 
 ZERO = "zero"
 PARAM = "param"
@@ -42,7 +42,7 @@ class Form:
         stage: The ZeRO stage that will load it.
     """
 
-    source: Source
+    source: ShardedSource
     stage: int
 
     def __post_init__(self) -> None:

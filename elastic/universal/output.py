@@ -16,7 +16,7 @@ from .records import Frame
 from .syncing import Syncing
 
 
-class Output:
+class ConversionOutput:
     """The target directory of one conversion.
 
     Use it as a context manager: leaving it waits until every file is durable and journalled.
@@ -46,7 +46,7 @@ class Output:
         self._directories: set[str] = set()
         self._syncing = Syncing(target, expected, self._durable)
 
-    def __enter__(self) -> Output:
+    def __enter__(self) -> ConversionOutput:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -125,4 +125,4 @@ class Output:
         self._done()
 
 
-__all__ = ("Output",)
+__all__ = ("ConversionOutput",)

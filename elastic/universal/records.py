@@ -31,7 +31,7 @@ class NotInPieces(Exception):
     """Torch can load the file, but it cannot be read in pieces: an old format, or another machine's byte order."""
 
 
-class Opened(Protocol):
+class OpenedRecord(Protocol):
     """A file that is open."""
 
     @property
@@ -44,7 +44,7 @@ class Opened(Protocol):
 class Extent:
     """A run of bytes in a file of ``torch.save``."""
 
-    file: Opened
+    file: OpenedRecord
     start: int
     nbytes: int
 

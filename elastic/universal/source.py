@@ -65,7 +65,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Source:
+class ShardedSource:
     """A sharded checkpoint, opened. Tensors stay on the disk until they are read. Use it as a context manager.
 
     Attributes:
@@ -95,7 +95,7 @@ class Source:
     ours: bool
     files: tuple[TorchFile, ...]
 
-    def __enter__(self) -> Source:
+    def __enter__(self) -> ShardedSource:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -149,7 +149,7 @@ _INNER = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_st
 _FLAT = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
 
 
-def open_source(directory: Path, *, reset_optimizer: bool = False, ours: bool = False) -> Source:
+def open_source(directory: Path, *, reset_optimizer: bool = False, ours: bool = False) -> ShardedSource:
     """Opens a sharded checkpoint and checks that it is complete.
 
     Args:
@@ -213,7 +213,7 @@ def _read(
     found: Files,
     reset_optimizer: bool,
     ours: bool,
-) -> Source:
+) -> ShardedSource:
     loaded = [file.content["optimizer_state_dict"] for file in ranks]
     # DeepSpeed uses its BF16_Optimizer for stage 1 with gradients accumulated in fp32. That one does not say its stage.
     stage = int(loaded[0].get("zero_stage", 1))
@@ -224,7 +224,7 @@ def _read(
         parameters = _parameters_stage_3(shapes, len(ranks))
     else:
         parameters = _parameters_stage_1_2(shapes, [state["param_slice_mappings"] for state in loaded])
-    return Source(
+    return ShardedSource(
         stage=stage,
         parameters=parameters,
         flat=[_flat(state, stage, reset_optimizer) for state in loaded],
@@ -290,7 +290,7 @@ def _parameters_stage_3(shapes: Sequence[Mapping[str, tuple[int, ...]]], world: 
     return parameters
 
 
-def _check(source: Source) -> None:
+def _check(source: ShardedSource) -> None:
     for parameter in source.parameters.values():
         _check_name(parameter.name)
         have = sum(piece.numel for piece in parameter.pieces)
@@ -310,7 +310,7 @@ def _check(source: Source) -> None:
         _check_states(source)
 
 
-def _check_states(source: Source) -> None:
+def _check_states(source: ShardedSource) -> None:
     wanted = set(source.flat[0][0])
     if source.stage == 3 and not source.ours and wanted - {FP32, *ADAM_STATES}:
         others = sorted(wanted - {FP32, *ADAM_STATES})
@@ -350,7 +350,7 @@ def _check_states(source: Source) -> None:
             raise SourceBad(f"ranks 0 and {rank} have made different numbers of optimizer steps")
 
 
-def _check_numbers(source: Source) -> None:
+def _check_numbers(source: ShardedSource) -> None:
     """Checks that what the optimizer counts besides its step is alike on all ranks, and has a place in the files."""
     counted = sorted({key for groups in source.numbers for numbers in groups for key in numbers})
     if counted and not source.ours:

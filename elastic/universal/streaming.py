@@ -24,9 +24,9 @@ from ..checkpoint import FileEntry
 from .effort import Effort
 from .errors import SourceBad
 from .forms import PARAM, ZERO, Form
-from .output import Output
+from .output import ConversionOutput
 from .records import Extent, dense, frame
-from .source import COMMON_STATE, FP32, Parameter, Source
+from .source import COMMON_STATE, FP32, Parameter, ShardedSource
 
 
 class _Buffers(threading.local):
@@ -41,7 +41,12 @@ class _Buffers(threading.local):
 
 
 def write(
-    source: Source, directory: Path, entries: Mapping[str, FileEntry], output: Output, form: Form, effort: Effort
+    source: ShardedSource,
+    directory: Path,
+    entries: Mapping[str, FileEntry],
+    output: ConversionOutput,
+    form: Form,
+    effort: Effort,
 ) -> None:
     """Writes everything that the universal form of ``source`` needs and ``output`` does not have yet.
 
@@ -87,7 +92,7 @@ def _run(tasks: Sequence[Callable[[], None]], threads: int) -> None:
             future.result()
 
 
-def _write_steps(output: Output, form: Form) -> None:
+def _write_steps(output: ConversionOutput, form: Form) -> None:
     """Writes a file for each parameter. Contents repeat, because all parameters of a group have made the same steps."""
     saved: dict[int, bytes] = {}
     for name, step in form.steps.items():
@@ -104,7 +109,7 @@ def _saved(content: Any) -> bytes:
 
 
 def _write_state(
-    source: Source, parameter: Parameter, state: str, output: Output, form: Form, buffers: _Buffers
+    source: ShardedSource, parameter: Parameter, state: str, output: ConversionOutput, form: Form, buffers: _Buffers
 ) -> None:
     path = f"{ZERO}/{parameter.name}/{state}.pt"
     if output.has(path):
@@ -122,7 +127,9 @@ def _write_state(
     output.stream(path, around, pieces)
 
 
-def _write_unpartitioned(source: Source, name: str, value: Tensor, output: Output, buffers: _Buffers) -> None:
+def _write_unpartitioned(
+    source: ShardedSource, name: str, value: Tensor, output: ConversionOutput, buffers: _Buffers
+) -> None:
     """Writes what no optimizer owns as fp32, as DeepSpeed's converter does: frozen parameters, buffers, tied names."""
     path = f"{ZERO}/{name}/{FP32}.pt"
     if output.has(path):
@@ -173,7 +180,7 @@ def converted(piece: memoryview, dtype: torch.dtype, other: torch.dtype, buffer:
 
 def _compared(
     pieces: Iterable[memoryview],
-    source: Source,
+    source: ShardedSource,
     parameter: Parameter,
     model: Tensor,
     dtype: torch.dtype,

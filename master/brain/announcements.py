@@ -8,7 +8,7 @@ from typing import Any
 from .checkpoints import resume_point
 from .chronicle import HISTORY, Kind, PausePart, parts_of
 from .membership import may_call_session
-from .state import EpochRecord, Job, Node, Part, World
+from .state import EpochRecord, Job, MemberState, Node, World
 from .turn import Turn, names, of_nodes
 from .waits import SAID_AFTER_SECONDS
 
@@ -129,9 +129,9 @@ def perhaps_stalled(turn: Turn, world: World) -> None:
         return
     turn.update_told(doubt=True)
     limit = f"{job.settings.stall_timeout:.0f} s (--stall-timeout)"
-    finished = [member.node for member in world.members if job.part(member) is Part.FINISHED]
+    finished = [member.node for member in world.members if job.part(member) is MemberState.FINISHED]
     if finished:
-        others = [member.node for member in world.members if job.part(member) is not Part.FINISHED]
+        others = [member.node for member in world.members if job.part(member) is not MemberState.FINISHED]
         what = f"{names(finished)} finished, {names(others)} did not for {limit}"
     else:
         what = f"no rank called session() for {limit}"

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import conversion, durable, memory
-from .live import ConversionLife, Wait
+from .live import ConversionLife, ConversionWait
 from .membership import in_rank_order
-from .state import Checkpoint, Conversion, Job, Node, Part, Phase, World
+from .state import Checkpoint, Conversion, Job, MemberState, Node, Phase, World
 from .turn import Turn, names
 
 __all__ = ("holds", "holds_growth", "is_over", "owe", "still_owed", "tend")
@@ -89,7 +89,7 @@ def bring_to_disk(turn: Turn, held: Conversion, source: Checkpoint) -> None:
 def begins(turn: Turn) -> bool:
     """The world starts: its first step comes first."""
     job = turn.job
-    return job.phase is Phase.RUNNING and not job.told.first_step and set(job.parts.values()) == {Part.RUNNING}
+    return job.phase is Phase.RUNNING and not job.told.first_step and set(job.parts.values()) == {MemberState.RUNNING}
 
 
 def can_make(turn: Turn, node: Node, source: Checkpoint) -> bool:
@@ -135,14 +135,14 @@ def holds_growth(turn: Turn, new: list[Node]) -> bool:
 
 def is_over(turn: Turn) -> bool:
     """The training has ended on all nodes, and only what is owed is waited for."""
-    return set(turn.job.parts.values()) == {Part.FINISHED}
+    return set(turn.job.parts.values()) == {MemberState.FINISHED}
 
 
 def say_wait(turn: Turn, held: Conversion, source: Checkpoint) -> None:
     """After some seconds, and each time that the wait has doubled: what is waited for, and how far it is."""
     life = turn.live.conversion
     if life.wait is None:
-        life.wait = Wait(turn.now, SAID_AFTER)
+        life.wait = ConversionWait(turn.now, SAID_AFTER)
     if not turn.due(life.wait.since + life.wait.said_after):
         return
     seconds = turn.now - life.wait.since

@@ -30,7 +30,7 @@ from .events import Reply
 from .recollection import remember
 from .registration import proves, register
 from .scaling import scale
-from .state import Failure, Joined, Node, Part, Phase
+from .state import Failure, Joined, MemberState, Node, Phase
 from .turn import Turn, pace_of
 from .views import status
 
@@ -274,8 +274,8 @@ def drained(turn: Turn, node: Node, message: control_pb2.DrainedRequest) -> Answ
     if member is None:
         recorded = turn.job.checkpoint(message.checkpoint.digest) is not None
         return OK if recorded else closed(message.caller.epoch)
-    if turn.job.part(member) is Part.RUNNING:
-        turn.set_part(member, Part.DRAINED)
+    if turn.job.part(member) is MemberState.RUNNING:
+        turn.set_part(member, MemberState.DRAINED)
         turn.open.drained_at = turn.open.drained_at or turn.now
         reached(turn, node, message.step)
     return OK
@@ -303,9 +303,9 @@ def finished(turn: Turn, node: Node, message: control_pb2.FinishedRequest) -> An
     if member is None:
         return closed(message.caller.epoch)
     if turn.job.phase.has_workers:
-        if turn.job.part(member) is not Part.FINISHED:
+        if turn.job.part(member) is not MemberState.FINISHED:
             turn.open.moved = turn.heard
-        turn.set_part(member, Part.FINISHED)
+        turn.set_part(member, MemberState.FINISHED)
         reached(turn, node, message.step)
     return OK
 
@@ -316,14 +316,14 @@ def failure(turn: Turn, node: Node, message: control_pb2.FailureRequest) -> Answ
     member = membership.member_of(turn, node, message.caller.epoch)
     if member is None:
         return closed(message.caller.epoch)
-    if job.part(member) is not Part.RUNNING:
+    if job.part(member) is not MemberState.RUNNING:
         return OK
     refused = message.kind == control_pb2.FAILURE_KIND_REFUSED
     elsewhere = message.kind == control_pb2.FAILURE_KIND_PEER
-    first = not {Part.FAILED, Part.LOST} & set(job.parts.values()) and job.phase.has_workers
+    first = not {MemberState.FAILED, MemberState.LOST} & set(job.parts.values()) and job.phase.has_workers
     # A refusal gives its own reason; lost peers are only named if no other cause is known, see `announcements`.
     says_why = not refused and not elsewhere and (first or announcements.is_unexplained(job))
-    turn.set_part(member, Part.FAILED)
+    turn.set_part(member, MemberState.FAILED)
     turn.open.trouble = True
     reached(turn, node, message.step)
     if says_why:
@@ -425,7 +425,7 @@ def bad_checkpoint(turn: Turn, node: Node, message: control_pb2.BadCheckpointReq
         else:
             conversion.suspect(turn, record, universal, node.name, why)
         turn.cause(f"{record.name} could not be loaded")
-    turn.set_part(member, Part.FAILED)
+    turn.set_part(member, MemberState.FAILED)
     return OK
 
 

@@ -23,14 +23,14 @@ from .memory import holders, is_candidate, is_whole
 from .state import Checkpoint, Job, Node
 from .turn import Turn
 
-__all__ = ("Order", "cannot_write", "durable", "on_disk", "orders", "tend", "want_durable")
+__all__ = ("WriteOrder", "cannot_write", "durable", "on_disk", "orders", "tend", "want_durable")
 
 # A node that could not write a step to the disk is asked again so much later (seconds).
 ASKED_AGAIN = 10.0
 
 
 @dataclass(frozen=True)
-class Order:
+class WriteOrder:
     """What one node does to bring a memory checkpoint to the disk.
 
     Attributes:
@@ -116,7 +116,7 @@ def can_go_on(job: Job, step: HeldStep) -> bool:
     return all(part in step.written or holders(job, step, part) for part in range(step.record.parts))
 
 
-def orders(state: State) -> dict[str, Order]:
+def orders(state: State) -> dict[str, WriteOrder]:
     """Who writes what, by incarnation."""
     whole = writer(state)
     if whole is not None:
@@ -124,12 +124,12 @@ def orders(state: State) -> dict[str, Order]:
         step = state.live.held.steps.get(record.digest)
         if step is not None and step.in_parts:
             return orders_of_parts(state.job, step)
-        return {node.incarnation: Order(record)}
+        return {node.incarnation: WriteOrder(record)}
     step = state.live.held.steps.get(state.live.held.writing)
     return {} if step is None or not is_wanted(state.job, step) else orders_of_parts(state.job, step)
 
 
-def orders_of_parts(job: Job, step: HeldStep) -> dict[str, Order]:
+def orders_of_parts(job: Job, step: HeldStep) -> dict[str, WriteOrder]:
     """Each part is written by the node whose ranks made it, or by another one that has it.
 
     A part of which no holder can write just now waits.
@@ -139,7 +139,7 @@ def orders_of_parts(job: Job, step: HeldStep) -> dict[str, Order]:
     if not missing:
         there = {node.incarnation: node for part in range(record.parts) for node in holders(job, step, part)}
         sealer = first_of(job, able(step, there.values()))
-        return {} if sealer is None else {sealer.incarnation: Order(record, seal=True)}
+        return {} if sealer is None else {sealer.incarnation: WriteOrder(record, seal=True)}
     parts: dict[str, list[int]] = {}
     for part in missing:
         can = able(step, holders(job, step, part))
@@ -147,7 +147,7 @@ def orders_of_parts(job: Job, step: HeldStep) -> dict[str, Order]:
         node = next((node for node in can if node.incarnation == own), None) or first_of(job, can)
         if node is not None:
             parts.setdefault(node.incarnation, []).append(part)
-    return {incarnation: Order(record, tuple(own)) for incarnation, own in parts.items()}
+    return {incarnation: WriteOrder(record, tuple(own)) for incarnation, own in parts.items()}
 
 
 def able(step: HeldStep, nodes: Iterable[Node]) -> list[Node]:

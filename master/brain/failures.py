@@ -8,7 +8,7 @@ from dalsegno.protos.contract import COUNTED_BY_TORCHRUN
 
 from . import running, shapes
 from .membership import counts, has_answered, may_call_session
-from .state import Budget, Checkpoint, Failure, Member, Node, Part, Phase, World
+from .state import Budget, Checkpoint, Failure, Member, MemberState, Node, Phase, World
 from .turn import Turn, of_nodes
 
 # Seconds before workers that failed without progress a second time are started again; they double.
@@ -84,7 +84,7 @@ def has_worked(turn: Turn, world: World) -> bool:
         return True
     if hears_of_steps(turn):
         return False
-    broken = {Part.FAILED, Part.LOST} & set(job.parts.values())
+    broken = {MemberState.FAILED, MemberState.LOST} & set(job.parts.values())
     return not broken or turn.heard - turn.open.opened >= shapes.LIVED_SECONDS
 
 
@@ -148,7 +148,7 @@ def acquit(turn: Turn) -> None:
 def broke_it(turn: Turn, member: Member) -> bool:
     """Whether a node's loss or leave ended its world."""
     node = turn.job.node_by(member.incarnation)
-    return node is None or node.leaving or turn.job.part(member) is Part.LOST
+    return node is None or node.leaving or turn.job.part(member) is MemberState.LOST
 
 
 def answers(turn: Turn, member: Member) -> bool:
@@ -156,7 +156,7 @@ def answers(turn: Turn, member: Member) -> bool:
     node = turn.job.node_by(member.incarnation)
     if node is None or not turn.is_fresh(node):
         return False
-    return turn.job.part(member) is Part.FAILED or has_answered(turn, node)
+    return turn.job.part(member) is MemberState.FAILED or has_answered(turn, node)
 
 
 def is_there(turn: Turn, incarnation: str) -> bool:

@@ -11,7 +11,7 @@ from dalsegno.protos import control_pb2
 
 from .live import State
 from .membership import member_of
-from .state import Node, Part
+from .state import MemberState, Node
 from .turn import Turn
 
 __all__ = ("agreed", "note")
@@ -40,7 +40,7 @@ def agreed(state: State) -> int | None:
         return steps.pop()
     for member in job.world.members:
         if member.incarnation not in held and (
-            job.node_by(member.incarnation) is None or job.part(member) is Part.FINISHED
+            job.node_by(member.incarnation) is None or job.part(member) is MemberState.FINISHED
         ):
             return 0
     return None

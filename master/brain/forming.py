@@ -11,7 +11,7 @@ from .live import EpochLife, Missing, State
 from .membership import agree_on_directory, counts, eligible, expected, has_answered, of_size, select
 from .running import end, end_refused, hopeless
 from .scaling import has_shrunk
-from .state import Checkpoint, Job, Member, NextWorld, Node, Opened, Part, Phase, Recollection, World
+from .state import Checkpoint, Job, Member, MemberState, NextWorld, Node, Opened, Phase, Recollection, World
 from .turn import Turn, about, names, of_nodes
 
 # Seconds without a growth after a conversion for one has failed; they double.
@@ -363,7 +363,7 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     )
     if world.universal or (resume is not None and job.conversion is not None and not job.conversion.blocked):
         job.conversion_failures = 0
-    job.opened = Opened(world, {node.incarnation: Part.RUNNING for node in nodes})
+    job.opened = Opened(world, {node.incarnation: MemberState.RUNNING for node in nodes})
     job.next = NextWorld()
     beside.owe(turn, world, resume)
     if job.save_order is not None:

@@ -17,6 +17,7 @@ from .state import Checkpoint, Job
 
 __all__ = (
     "ConversionLife",
+    "ConversionWait",
     "DrainLife",
     "EpochLife",
     "Gathering",
@@ -29,7 +30,6 @@ __all__ = (
     "RunLife",
     "State",
     "VerificationLife",
-    "Wait",
     "Waiting",
     "Waits",
 )
@@ -175,7 +175,7 @@ class LeaseLife:
 
 
 @dataclass(frozen=True)
-class Wait:
+class ConversionWait:
     """All else is ready, and only a conversion is waited for: since when, and after how many seconds that is said."""
 
     since: float
@@ -190,7 +190,7 @@ class ConversionLife:
     # After a failure: when it is tried again, and how long that pause is.
     retry_at: float = 0.0
     retry_pause_seconds: float = 0.0
-    wait: Wait | None = None
+    wait: ConversionWait | None = None
     # Newcomers know that they wait for it.
     growth_told: bool = False
 

@@ -12,7 +12,7 @@ from .chronicle import Kind
 from .listening import HEARTBEAT_SECONDS
 from .live import VerificationLife
 from .presences import Presence
-from .state import Job, Member, Node, Part, Settings
+from .state import Job, Member, MemberState, Node, Settings
 from .turn import CLOSED_GRACE_SECONDS, Turn, about, heartbeat_of, names
 
 __all__ = (
@@ -92,14 +92,14 @@ def lose(turn: Turn, dead: Sequence[tuple[Node, str]]) -> None:
         if not node.leaving:
             live.gathering.note_loss(node.name, turn.now)
         member = world.member(node.incarnation) if world is not None else None
-        if member is None or job.part(member) in (Part.LOST, Part.LEFT):
+        if member is None or job.part(member) in (MemberState.LOST, MemberState.LEFT):
             if member is None and not node.leaving:
                 gone.setdefault(how, []).append(node.name)
             continue
         if not breaks_world(turn, member):
             continue
         saves_on = node.leaving and turn.is_working(node) and job.drain is not None and job.drain.agreed
-        turn.set_part(member, Part.LEFT if saves_on else Part.LOST)
+        turn.set_part(member, MemberState.LEFT if saves_on else MemberState.LOST)
         if counts and not node.leaving:
             count_loss(turn, node.name)
         broken.setdefault("left" if node.leaving else how, []).append(node.name)
@@ -158,10 +158,10 @@ def was(who: list[str]) -> str:
 def breaks_world(turn: Turn, member: Member) -> bool:
     """Whether a dead member's ranks are missed. Marks it finished if all others are, and nothing is lost."""
     part = turn.job.part(member)
-    if part in (Part.FINISHED, Part.DRAINED):
+    if part in (MemberState.FINISHED, MemberState.DRAINED):
         return False  # its ranks have done their work, and it is saved
-    if turn.job.phase.has_workers and part is Part.RUNNING and others_finished(turn, member.incarnation):
-        turn.set_part(member, Part.FINISHED)
+    if turn.job.phase.has_workers and part is MemberState.RUNNING and others_finished(turn, member.incarnation):
+        turn.set_part(member, MemberState.FINISHED)
         return False
     return True
 
@@ -176,7 +176,7 @@ def others_finished(turn: Turn, incarnation: str) -> bool:
         head.epoch == world.epoch
         and bool(turn.open.steps)
         and head.step >= turn.open.top_step
-        and all(part is Part.FINISHED for other, part in turn.job.parts.items() if other != incarnation)
+        and all(part is MemberState.FINISHED for other, part in turn.job.parts.items() if other != incarnation)
     )
 
 

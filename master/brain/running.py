@@ -13,7 +13,7 @@ from .chronicle import Kind
 from .live import DrainLife, Pause
 from .membership import may_call_session, newcomers, select
 from .scaling import is_too_large, wants_to_shrink
-from .state import Drain, Failure, NextWorld, Node, Part, Phase, World
+from .state import Drain, Failure, MemberState, NextWorld, Node, Phase, World
 from .turn import Turn, names, of_nodes
 
 # What the end of the job is called, by its last phase.
@@ -49,7 +49,7 @@ def running(turn: Turn) -> bool:
     if beside.is_over(turn):
         return False
     leavers = [node.name for node in job.nodes.leavers if turn.is_working(node)]
-    if leavers or Part.DRAINED in job.parts.values():
+    if leavers or MemberState.DRAINED in job.parts.values():
         go_without(turn, leavers)
         return True
     if stalled(turn):
@@ -125,7 +125,7 @@ def end_of_epoch(turn: Turn) -> bool:
     """Ends the epoch if all parts ended, or one of them broke."""
     job = turn.job
     parts = set(job.parts.values())
-    if Part.LOST in parts or Part.FAILED in parts:
+    if MemberState.LOST in parts or MemberState.FAILED in parts:
         if refusals.ends_job(turn):
             end_refused(turn)
         elif hopeless(turn):
@@ -136,20 +136,20 @@ def end_of_epoch(turn: Turn) -> bool:
         else:
             unplanned(turn)
         return True
-    if Part.FINISHED in parts and Part.RUNNING in parts:
+    if MemberState.FINISHED in parts and MemberState.RUNNING in parts:
         waits.say(turn, "end", lambda: still_at_work(turn))
-    if Part.LEFT in parts and Part.RUNNING not in parts and saves.may_still_come(turn):
+    if MemberState.LEFT in parts and MemberState.RUNNING not in parts and saves.may_still_come(turn):
         return False
-    if parts == {Part.LEFT}:
+    if parts == {MemberState.LEFT}:
         unplanned(turn)
         return True
-    if parts == {Part.FINISHED}:
+    if parts == {MemberState.FINISHED}:
         if beside.holds(turn, ready=True):
             return False
         last = turn.open.top_step
         end(turn, Phase.SUCCEEDED, f"the run finished at step {last}" if last else "the run finished")
         return True
-    if parts <= {Part.DRAINED, Part.FINISHED, Part.LEFT}:
+    if parts <= {MemberState.DRAINED, MemberState.FINISHED, MemberState.LEFT}:
         regroup(turn)
         return True
     return False
@@ -158,8 +158,8 @@ def end_of_epoch(turn: Turn) -> bool:
 def still_at_work(turn: Turn) -> str:
     """Who has finished, and who has not."""
     members, part = world_of(turn).members, turn.job.part
-    done = names(member.node for member in members if part(member) is Part.FINISHED)
-    others = names(member.node for member in members if part(member) is Part.RUNNING)
+    done = names(member.node for member in members if part(member) is MemberState.FINISHED)
+    others = names(member.node for member in members if part(member) is MemberState.RUNNING)
     return f"{done} finished: waiting for {others} to finish, too"
 
 
@@ -173,7 +173,7 @@ def hopeless(turn: Turn) -> bool:
         not job.run.ever_stepped
         and not job.run.shapes.worked
         and (job.has_session or may_call_session(turn))
-        and all(part is Part.FAILED for part in job.parts.values())
+        and all(part is MemberState.FAILED for part in job.parts.values())
         and job.verification is None
     )
 
@@ -198,7 +198,7 @@ def regroup(turn: Turn) -> None:
     failures.note_end(turn, world)
     turn.gather_anew()
     # A boundary is reported together with its save.
-    turn.live.gathering.counted = bool({Part.DRAINED, Part.FINISHED} & set(job.parts.values()))
+    turn.live.gathering.counted = bool({MemberState.DRAINED, MemberState.FINISHED} & set(job.parts.values()))
     left = [node.name for node in job.nodes.leavers if world.member(node.incarnation) is not None]
     if left:
         turn.cause(f"{names(left)} left")
@@ -216,7 +216,7 @@ def stalled(turn: Turn) -> bool:
         if turn.overdue(max(epoch.moved, turn.live.phase_heard) + limit):
             announcements.perhaps_stalled(turn, world_of(turn))
         return False
-    ended = bool(epoch.ended) or Part.FINISHED in job.parts.values()
+    ended = bool(epoch.ended) or MemberState.FINISHED in job.parts.values()
     if epoch.first_step_at is not None and not ended and not any(epoch.written_bytes.values()):
         # What looked like a stall may have been the first evaluation: each time more patience, up to the setting.
         limit = min(
@@ -241,7 +241,7 @@ def wants_to_grow(turn: Turn) -> bool:
     job, live, world = turn.job, turn.live, world_of(turn)
     if len(job.nodes) <= len(world.members) and all(job.node_by(member.incarnation) for member in world.members):
         return False  # only the members are here
-    if turn.open.ended or any(part is not Part.RUNNING for part in job.parts.values()):
+    if turn.open.ended or any(part is not MemberState.RUNNING for part in job.parts.values()):
         return False
     new = to_take_in(turn)
     if not new:
@@ -395,7 +395,7 @@ def draining(turn: Turn) -> bool:
         regroup(turn)
         return True
     leaving = any(turn.is_working(node) for node in job.nodes.leavers)
-    drained = Part.DRAINED in job.parts.values()
+    drained = MemberState.DRAINED in job.parts.values()
     if leaving and drain.optional:
         job.drain = replace(drain, growth=False, shrink=False)
         turn.drain_life.deadline = notice_end(turn)

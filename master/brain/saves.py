@@ -9,7 +9,7 @@ from dalsegno.protos import control_pb2
 
 from . import memory
 from .live import AwaitedSave, State
-from .state import Job, Member, Node, Part
+from .state import Job, Member, MemberState, Node
 from .turn import Turn, names
 
 # Seconds after which people are told of a save that goes on; told again each time that has doubled.
@@ -85,7 +85,7 @@ def somebody_stays(job: Job) -> bool:
     world = job.world
     if world is None or not job.phase.has_workers:
         return True
-    at_work = (job.node_by(member.incarnation) for member in world.members if job.part(member) is Part.RUNNING)
+    at_work = (job.node_by(member.incarnation) for member in world.members if job.part(member) is MemberState.RUNNING)
     return any(node is not None and not node.leaving for node in at_work)
 
 
@@ -94,13 +94,13 @@ def part_with(turn: Turn, leavers: list[Node]) -> bool:
     job = turn.job
     gone = [node for node in leavers if (leaves := turn.presence(node).leaves) is None or turn.heard >= leaves]
     for node in gone:
-        turn.set_part(job.world.by_incarnation[node.incarnation], Part.LEFT)  # type: ignore[union-attr]
+        turn.set_part(job.world.by_incarnation[node.incarnation], MemberState.LEFT)  # type: ignore[union-attr]
     if gone:
         who = names(node.name for node in gone)
         turn.cause(f"{who} left")
         if not is_committed(turn):
             left = "what the others have of it is completed without"
-            if Part.RUNNING not in job.parts.values():
+            if MemberState.RUNNING not in job.parts.values():
                 left = "no other node is left to complete it"
             turn.notice(f"the notice of {who} is over before the save is: {left}", True)
     return bool(gone)
@@ -114,7 +114,9 @@ def may_still_come(turn: Turn) -> bool:
     job, epoch = turn.job, turn.open
     if is_committed(turn):
         return False
-    here = any(part is Part.LEFT and job.node_by(incarnation) is not None for incarnation, part in job.parts.items())
+    here = any(
+        part is MemberState.LEFT and job.node_by(incarnation) is not None for incarnation, part in job.parts.items()
+    )
     return here and epoch.drain is not None and not turn.overdue(epoch.drain.deadline)
 
 
@@ -132,9 +134,9 @@ def last_writer(job: Job) -> LastWriter | None:
     None: no leaver had to go before the save was complete.
     """
     world = job.world
-    if job.drain is None or world is None or Part.LEFT not in job.parts.values():
+    if job.drain is None or world is None or MemberState.LEFT not in job.parts.values():
         return None
-    working = [member.incarnation for member in world.members if job.part(member) is Part.RUNNING]
+    working = [member.incarnation for member in world.members if job.part(member) is MemberState.RUNNING]
     nodes = {incarnation: job.node_by(incarnation) for incarnation in working}
     stays = [incarnation for incarnation, node in nodes.items() if node is not None and not node.leaving]
     return LastWriter((stays or working or [""])[0], len(working) == 1)
@@ -143,7 +145,7 @@ def last_writer(job: Job) -> LastWriter | None:
 def is_left_to_others(state: State, member: Member | None, last: LastWriter | None) -> bool:
     """Whether this member's ranks have written their part of a drain's save and gone, and others still complete it."""
     job = state.job
-    if member is None or last is None or not last.incarnation or job.part(member) is not Part.DRAINED:
+    if member is None or last is None or not last.incarnation or job.part(member) is not MemberState.DRAINED:
         return False
     return job.checkpoints.last_step(job.epoch) < state.live.epoch.top_step
 

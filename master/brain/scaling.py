@@ -9,7 +9,7 @@ from dalsegno.protos import control_pb2
 from .checkpoints import only_size
 from .chronicle import Kind
 from .events import Reply
-from .state import Job, Node, Part
+from .state import Job, MemberState, Node
 from .turn import Turn, of_nodes
 
 
@@ -73,7 +73,7 @@ def wants_to_shrink(turn: Turn) -> bool:
     job, epoch = turn.job, turn.open
     if not job.limit or job.world is None or epoch.ended or not is_too_large(turn):
         return False
-    if any(part is not Part.RUNNING for part in job.parts.values()) or not loads_with(job, job.most_nodes):
+    if any(part is not MemberState.RUNNING for part in job.parts.values()) or not loads_with(job, job.most_nodes):
         return False
     if not job.has_session:
         return job.told.start  # before that its hello may be on its way

@@ -47,12 +47,12 @@ __all__ = (
     "JobEvent",
     "Joined",
     "Member",
+    "MemberState",
     "Milestone",
     "NextWorld",
     "Node",
     "Nodes",
     "Opened",
-    "Part",
     "Phase",
     "Pruned",
     "Recollection",
@@ -99,7 +99,7 @@ class Phase(str, Enum):
         return self in (Phase.RUNNING, Phase.DRAINING)
 
 
-class Part(str, Enum):
+class MemberState(str, Enum):
     """How one member's ranks of the open epoch fare."""
 
     RUNNING = "running"
@@ -214,7 +214,7 @@ class Opened:
 
     world: World
     # The state of its members by incarnation. It changes in place, so `Job.copy` copies it.
-    parts: dict[str, Part]
+    parts: dict[str, MemberState]
     told: Told = Told()
 
 
@@ -438,7 +438,7 @@ class Job:
         return self.opened.world if self.opened is not None else None
 
     @property
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, MemberState]:
         """The state of the members of `world`, by incarnation; empty if there is no world."""
         return self.opened.parts if self.opened is not None else {}
 
@@ -486,5 +486,5 @@ class Job:
     def node_by(self, incarnation: str) -> Node | None:
         return self.nodes.by(incarnation)
 
-    def part(self, member: Member) -> Part:
+    def part(self, member: Member) -> MemberState:
         return self.parts[member.incarnation]

@@ -14,7 +14,7 @@ from .chronicle import EVENTS, JobEvent, Kind
 from .listening import HEARTBEAT_SECONDS
 from .live import DrainLife, EpochLife, Gathering, Live, RunLife, State
 from .presences import Presence
-from .state import Job, Member, Node, Part, Phase, Run
+from .state import Job, Member, MemberState, Node, Phase, Run
 
 # Seconds after which a closed stream counts as a death.
 CLOSED_GRACE_SECONDS = 1.0
@@ -178,15 +178,15 @@ class Turn:
             return False
         return True
 
-    def part(self, node: Node) -> Part | None:
+    def part(self, node: Node) -> MemberState | None:
         """The state of its ranks in the open epoch; None if it has none."""
         return self.job.parts.get(node.incarnation)
 
     def is_working(self, node: Node) -> bool:
         """Whether its ranks of the open epoch are meant to be running."""
-        return self.job.phase.has_workers and self.part(node) is Part.RUNNING
+        return self.job.phase.has_workers and self.part(node) is MemberState.RUNNING
 
-    def set_part(self, member: Member, part: Part) -> None:
+    def set_part(self, member: Member, part: MemberState) -> None:
         self.job.parts[member.incarnation] = part
 
 

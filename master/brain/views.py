@@ -14,7 +14,7 @@ from .forming import missing
 from .live import State
 from .milestones import milestones_proto
 from .registration import settings_proto
-from .state import Checkpoint, Job, Node, Part, Phase, World
+from .state import Checkpoint, Job, MemberState, Node, Phase, World
 from .turn import of_nodes
 
 __all__ = ("Common", "event_proto", "status", "view")
@@ -150,7 +150,7 @@ def directive_of(common: Common, node: Node) -> control_pb2.Directive:
     return directive
 
 
-def tell_durable(state: State, order: durable.Order, told: control_pb2.MakeDurable) -> None:
+def tell_durable(state: State, order: durable.WriteOrder, told: control_pb2.MakeDurable) -> None:
     """What a node does to bring a memory checkpoint to the disk."""
     told.ref.name, told.ref.digest = order.record.name, order.record.digest
     told.write.extend(order.write)
@@ -166,7 +166,7 @@ def order(common: Common, node: Node, directive: control_pb2.Directive) -> None:
     if job.phase.is_terminal:
         directive.finish.success = job.phase is Phase.SUCCEEDED
         directive.finish.message = job.message
-    elif node.leaving and (member is None or job.part(member) is not Part.RUNNING or not job.phase.has_workers):
+    elif node.leaving and (member is None or job.part(member) is not MemberState.RUNNING or not job.phase.has_workers):
         if memory.is_needed(common.state, node):
             directive.wait.reason = f"{node.name} stays until another node has what it alone holds in memory"
         elif saves.is_left_to_others(common.state, member, common.last_writer):

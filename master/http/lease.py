@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2 as pb
-from dalsegno.protos.commander import RunState
+from dalsegno.protos.commander_api import RunState
 from dalsegno.protos.contract import CONTROL_PROTOCOL, JobSettings
 from dalsegno.protos.run_file import RunFile
 from dalsegno.protos.text import one_line
@@ -80,7 +80,7 @@ class Report:
     said: dict[str, Any]
 
 
-class Refused(Exception):
+class LeaseRefused(Exception):
     """The brain refuses what is asked for; its answer."""
 
     def __init__(self, answer: Answer) -> None:
@@ -99,21 +99,21 @@ class Lessor:
         self.report: dict[str, Any] | None = None
 
     async def status(self) -> pb.StatusReply:
-        """How the run stands. Raises Refused if this master cannot tell."""
+        """How the run stands. Raises LeaseRefused if this master cannot tell."""
         reply = await self._master.status()
         if not isinstance(reply.message, pb.StatusReply):
-            raise Refused(say(503, reply.detail))
+            raise LeaseRefused(say(503, reply.detail))
         return reply.message
 
     async def call(self, message: Message) -> Any:
-        """The brain's answer. Raises Refused."""
+        """The brain's answer. Raises LeaseRefused."""
         reply = await self._ask(message)
         if reply.code != "OK":
-            raise Refused(say(STATUS_OF.get(reply.code, 409), reply.detail))
+            raise LeaseRefused(say(STATUS_OF.get(reply.code, 409), reply.detail))
         return reply.message
 
     async def acquire(self, worker: str, devices: int, *, force: bool) -> Answer:
-        """Gives the lease to a worker if nobody holds it; `force`: fences who does. Raises Refused."""
+        """Gives the lease to a worker if nobody holds it; `force`: fences who does. Raises LeaseRefused."""
         async with self._lock:
             status = await self.status()
             if leases.state_of(status) is RunState.COMPLETED:
@@ -130,7 +130,7 @@ class Lessor:
             return await self._take(worker, devices)
 
     async def renew(self, token: Token, worker: str) -> Answer:
-        """Prolongs a lease. Raises Refused."""
+        """Prolongs a lease. Raises LeaseRefused."""
         async with self._lock:
             status = await self._heard(token, worker, pb.HeartbeatRequest(caller=self._caller(token, worker)))
             ended = self._ended(status)
@@ -145,7 +145,7 @@ class Lessor:
             return Answer(200, {"status": "renewed", "lease_expires_in_sec": left, "order": order})
 
     async def take_report(self, token: Token, report: Report) -> Answer:
-        """Takes what a worker says; the end of its work releases the lease. Raises Refused."""
+        """Takes what a worker says; the end of its work releases the lease. Raises LeaseRefused."""
         async with self._lock:
             status = await self.status()
             node = leases.known_as(status, token.incarnation)
@@ -166,7 +166,7 @@ class Lessor:
             return Answer(200, {"status": RELEASED, "state": report.status.value})
 
     async def release(self) -> Answer:
-        """Fences whoever holds the run. Raises Refused."""
+        """Fences whoever holds the run. Raises LeaseRefused."""
         async with self._lock:
             holder = leases.holder_of(await self.status())
             if holder is None:
@@ -175,12 +175,12 @@ class Lessor:
             return Answer(200, {"status": RELEASED, "holder": holder.node})
 
     async def milestone(self, made: pb.Milestone) -> Answer:
-        """Notes a milestone of a committed checkpoint. Raises Refused."""
+        """Notes a milestone of a committed checkpoint. Raises LeaseRefused."""
         await self.call(pb.MilestoneRequest(job_id=self._file.run_id, milestone=made))
         return Answer(200, {"status": "ok"})
 
     async def shown(self) -> dict[str, Any]:
-        """All that is told of the run. Raises Refused."""
+        """All that is told of the run. Raises LeaseRefused."""
         port = int(self._master.address.rpartition(":")[2])
         return leases.shown(self._file, await self.status(), port, self.report)
 
@@ -252,18 +252,18 @@ class Lessor:
         return request
 
     async def _heard(self, token: Token, worker: str, message: Message) -> pb.StatusReply:
-        """The run's state, once the holder of the token was heard. Raises Refused if it is fenced."""
+        """The run's state, once the holder of the token was heard. Raises LeaseRefused if it is fenced."""
         known = leases.known_as(await self.status(), token.incarnation)
         gone = "the lease is over: somebody else may hold the run, and nothing of this worker counts any more"
         if known is None:
-            raise Refused(say(409, gone, status=FENCED))
+            raise LeaseRefused(say(409, gone, status=FENCED))
         if known.node != worker:
-            raise Refused(say(409, f"this is the lease of {known.node!r}, not of {worker!r}", status=FENCED))
+            raise LeaseRefused(say(409, f"this is the lease of {known.node!r}, not of {worker!r}", status=FENCED))
         reply = await self._ask(message)
         if reply.code in ("NOT_FOUND", "PERMISSION_DENIED"):
-            raise Refused(say(409, gone, status=FENCED))
+            raise LeaseRefused(say(409, gone, status=FENCED))
         if reply.code != "OK":
-            raise Refused(say(STATUS_OF.get(reply.code, 409), reply.detail))
+            raise LeaseRefused(say(STATUS_OF.get(reply.code, 409), reply.detail))
         return await self.status()
 
     async def _end(self, caller: pb.Caller, report: Report) -> None:
@@ -284,7 +284,7 @@ class Lessor:
         request.reason, request.left, request.for_good = why, left, for_good
         reply = await self._ask(request)
         if reply.code not in ("OK", "NOT_FOUND"):
-            raise Refused(say(STATUS_OF.get(reply.code, 409), reply.detail))
+            raise LeaseRefused(say(STATUS_OF.get(reply.code, 409), reply.detail))
 
     async def _give_up(self, token: Token, worker: str) -> None:
         node = pb.NodeStatus(node=worker, incarnation=token.incarnation)

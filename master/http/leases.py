@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dalsegno.protos import control_pb2 as pb
-from dalsegno.protos.commander import RunState
+from dalsegno.protos.commander_api import RunState
 from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS, JobSettings
 from dalsegno.protos.run_file import RunFile
 

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from dalsegno.protos import control_pb2 as pb
-from dalsegno.protos.commander import (
+from dalsegno.protos.commander_api import (
     ACQUIRE_PATH,
     MILESTONES,
     RELEASE,
@@ -30,7 +30,7 @@ from ..brain.door import MOST_WORKERS
 from ..server.auth import TlsFiles
 from .api import Api
 from .guard import Guard
-from .lease import Answer, Lessor, Refused, RelayedRun, Report
+from .lease import Answer, LeaseRefused, Lessor, RelayedRun, Report
 from .leases import Token
 from .looking import Looking
 from .metrics import CONTENT_TYPE, metrics
@@ -142,7 +142,7 @@ class RelayEdge:
         self._guard = Guard(token, admin)
         app = application("The Commander of relayed runs", loopback, "/api/openapi.json")
         app.add_exception_handler(RequestValidationError, _wrong)
-        app.add_exception_handler(Refused, _refused)
+        app.add_exception_handler(LeaseRefused, _refused)
         self._add_routes(app)
         for run_id, run in runs.items():
             app.include_router(Api(run.master, self._guard, self._looks[run_id], run_path(run_id)).router)
@@ -254,7 +254,7 @@ def _answer(answer: Answer) -> JSONResponse:
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, Refused)
+    assert isinstance(error, LeaseRefused)
     return _answer(error.answer)
 
 

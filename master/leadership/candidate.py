@@ -14,12 +14,12 @@ from typing import Protocol
 from ..record.store import StoreAway, StoreError, StoreUnavailable, Superseded
 from .standing import (
     Event,
+    KeyOrder,
     Leader,
-    Order,
+    LeadershipState,
     Replaced,
     Saw,
     Standing,
-    State,
     Stop,
     TookOver,
     Unanswered,
@@ -61,7 +61,7 @@ class Serving(Protocol):
 class Key(Protocol):
     """See `leader_key.LeaderKey`."""
 
-    def carry_out(self, order: Order, mine: Leader, /) -> Saw | Unanswered: ...
+    def carry_out(self, order: KeyOrder, mine: Leader, /) -> Saw | Unanswered: ...
 
     def close(self) -> None: ...
 
@@ -89,7 +89,7 @@ class Candidate:
     ) -> None:
         self._key, self._server, self._said = key, server, said
         self._clock = clock
-        self._state = State(me or secrets.token_hex(8), address)
+        self._state = LeadershipState(me or secrets.token_hex(8), address)
         # The other leader as it was said last; whether etcd did not answer last.
         self._named, self._away = "", False
         self._term: asyncio.Task[None] | None = None
@@ -115,7 +115,7 @@ class Candidate:
                 self._term.cancel()
             if self._state.standing is Standing.RESIGNING:
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._obey(Order.RESIGN), RESIGN_SECONDS)
+                    await asyncio.wait_for(self._obey(KeyOrder.RESIGN), RESIGN_SECONDS)
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _next(self) -> None:
@@ -134,7 +134,7 @@ class Candidate:
             )
         await self._settle()
 
-    async def _obey(self, order: Order) -> None:
+    async def _obey(self, order: KeyOrder) -> None:
         mine = Leader(self._state.me, self._state.address, self._state.generation)
         answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._key.carry_out, order, mine)
         self._say(answer)

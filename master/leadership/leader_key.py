@@ -14,7 +14,7 @@ from dalsegno.protos.addresses import ADDRESS
 
 from ..record.etcd_calls import Change, Etcd, EtcdUnavailable, Value
 from ..record.etcd_store import PREFIX
-from .standing import LEASE_SECONDS, Leader, Order, Saw, Unanswered
+from .standing import LEASE_SECONDS, KeyOrder, Leader, Saw, Unanswered
 
 __all__ = ["LeaderKey"]
 
@@ -33,7 +33,7 @@ class LeaderKey:
         # The lease of the last campaign, which may have won without our knowing; 0: there was none.
         self._lease = 0
 
-    def carry_out(self, order: Order, mine: Leader) -> Saw | Unanswered:
+    def carry_out(self, order: KeyOrder, mine: Leader) -> Saw | Unanswered:
         """Does what the order says, and returns what the key says then; `mine` is what it says where it is written."""
         try:
             return Saw(self._acts[order](self, mine))
@@ -78,12 +78,12 @@ class LeaderKey:
         # Somebody was faster; or this was done already, and the answer was lost.
         return self._look(mine)
 
-    _acts: ClassVar[dict[Order, Callable[[LeaderKey, Leader], Leader | None]]] = {
-        Order.LOOK: _look,
-        Order.KEEP: _keep,
-        Order.CAMPAIGN: _campaign,
-        Order.ANNOUNCE: _announce,
-        Order.RESIGN: _resign,
+    _acts: ClassVar[dict[KeyOrder, Callable[[LeaderKey, Leader], Leader | None]]] = {
+        KeyOrder.LOOK: _look,
+        KeyOrder.KEEP: _keep,
+        KeyOrder.CAMPAIGN: _campaign,
+        KeyOrder.ANNOUNCE: _announce,
+        KeyOrder.RESIGN: _resign,
     }
 
 

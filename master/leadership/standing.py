@@ -15,12 +15,12 @@ __all__ = [
     "LEASE_SECONDS",
     "LOOK_SECONDS",
     "Event",
+    "KeyOrder",
     "Leader",
-    "Order",
+    "LeadershipState",
     "Replaced",
     "Saw",
     "Standing",
-    "State",
     "Stop",
     "TookOver",
     "Unanswered",
@@ -50,7 +50,7 @@ class Standing(enum.Enum):
     RESIGNING = "it was told to stop: its last turn ends, then it deletes the key"
 
 
-class Order(enum.Enum):
+class KeyOrder(enum.Enum):
     """What is to be done in etcd next."""
 
     LOOK = "read the key"
@@ -110,7 +110,7 @@ Event = Saw | Unanswered | TookOver | Replaced | Stop
 
 
 @dataclass(frozen=True)
-class State:
+class LeadershipState:
     """What a master knows of who leads. Times are seconds of its own monotonic clock.
 
     Attributes:
@@ -146,27 +146,27 @@ class State:
         return self.clashes >= CLASH_LOOKS
 
 
-def leads(state: State) -> bool:
+def leads(state: LeadershipState) -> bool:
     """Whether this master is to hold the record, or to take it over."""
     return state.standing is Standing.LEADER
 
 
-def order_at(state: State) -> tuple[Order, float]:
+def order_at(state: LeadershipState) -> tuple[KeyOrder, float]:
     """The next order, and when it is due."""
     return _order(state), state.due
 
 
-def _order(state: State) -> Order:
+def _order(state: LeadershipState) -> KeyOrder:
     if state.standing is Standing.FOLLOWER:
-        return Order.LOOK
+        return KeyOrder.LOOK
     if state.standing is Standing.RESIGNING:
-        return Order.RESIGN
+        return KeyOrder.RESIGN
     if state.standing is Standing.CAMPAIGNING or state.leader is None:
-        return Order.CAMPAIGN
-    return Order.ANNOUNCE if state.generation > state.leader.generation else Order.KEEP
+        return KeyOrder.CAMPAIGN
+    return KeyOrder.ANNOUNCE if state.generation > state.leader.generation else KeyOrder.KEEP
 
 
-def after(state: State, event: Event, now: float) -> State:
+def after(state: LeadershipState, event: Event, now: float) -> LeadershipState:
     """The state after an event. Raises nothing, whatever comes in whichever order."""
     if isinstance(event, Stop):
         return replace(state, standing=Standing.RESIGNING, due=now)
@@ -184,7 +184,7 @@ def after(state: State, event: Event, now: float) -> State:
     return _saw(state, event.leader, now)
 
 
-def _unanswered(state: State, now: float) -> State:
+def _unanswered(state: LeadershipState, now: float) -> LeadershipState:
     state = replace(state, due=now + RETRY_SECONDS)
     if leads(state) and now - state.answered_at <= LEASE_SECONDS:
         return state
@@ -194,7 +194,7 @@ def _unanswered(state: State, now: float) -> State:
     return replace(state, standing=Standing.FOLLOWER, generation=0)
 
 
-def _saw(state: State, leader: Leader | None, now: float) -> State:
+def _saw(state: LeadershipState, leader: Leader | None, now: float) -> LeadershipState:
     state = replace(state, leader=leader, answered_at=now)
     if leader is None:
         return _nobody(state, now)
@@ -206,7 +206,7 @@ def _saw(state: State, leader: Leader | None, now: float) -> State:
     return replace(state, standing=Standing.FOLLOWER, generation=0, clashes=clashes, due=now + LOOK_SECONDS)
 
 
-def _nobody(state: State, now: float) -> State:
+def _nobody(state: LeadershipState, now: float) -> LeadershipState:
     state = replace(state, clashes=0)
     if leads(state):
         # The lease has ended, nobody else has come: the key is written anew, the record stays ours meanwhile.
@@ -216,7 +216,7 @@ def _nobody(state: State, now: float) -> State:
     return replace(state, standing=Standing.CAMPAIGNING, due=now)
 
 
-def _pause(standing: Standing, state: State, leader: Leader) -> float:
+def _pause(standing: Standing, state: LeadershipState, leader: Leader) -> float:
     """Seconds until the next order of a master whose own key this is."""
     if standing is not Standing.LEADER:
         return LOOK_SECONDS

@@ -25,11 +25,11 @@ from ..brain.state import (
     EpochRecord,
     Job,
     JobEvent,
+    MemberState,
     NextWorld,
     Node,
     Nodes,
     Opened,
-    Part,
     Pruned,
     Recollection,
     Run,
@@ -64,7 +64,14 @@ _SINCE: dict[str, Any] = {
     "milestones": [],
 }
 # One letter for each member, so that the row of all parts is short even for a large world.
-_LETTERS = {Part.RUNNING: "r", Part.DRAINED: "d", Part.FINISHED: "f", Part.FAILED: "x", Part.LOST: "l", Part.LEFT: "g"}
+_LETTERS = {
+    MemberState.RUNNING: "r",
+    MemberState.DRAINED: "d",
+    MemberState.FINISHED: "f",
+    MemberState.FAILED: "x",
+    MemberState.LOST: "l",
+    MemberState.LEFT: "g",
+}
 _PART_OF = {letter: part for part, letter in _LETTERS.items()}
 
 

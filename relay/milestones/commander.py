@@ -10,12 +10,12 @@ import urllib.request
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dalsegno.protos.commander import MILESTONES, run_path
+from dalsegno.protos.commander_api import MILESTONES, run_path
 from dalsegno.protos.text import one_line
 
 from .access import Access
 
-__all__ = ("FAILURES", "Away", "Commander", "Denied", "Milestone", "exchange", "failure")
+__all__ = ("FAILURES", "Away", "CommanderClient", "Denied", "Milestone", "exchange", "failure")
 
 _SECONDS = 10.0
 _LONGEST_ANSWER = 4 << 20
@@ -91,7 +91,7 @@ class Milestone:
     digest: str
 
 
-class Commander:
+class CommanderClient:
     """The Commander of one run.
 
     Args:

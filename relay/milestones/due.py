@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from dalsegno.elastic.checkpoint import Best, Tracked
 
-__all__ = ("Pace", "Record", "Rules", "begun", "done", "due", "failed", "observed", "passed", "reported")
+__all__ = ("MilestonePace", "Record", "Rules", "begun", "done", "due", "failed", "observed", "passed", "reported")
 
 INTERVAL, IMPROVEMENT, REPORT = "interval", "improvement", "report"
 # Between two tries where no interval says so.
@@ -42,7 +42,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Pace:
+class MilestonePace:
     """How far it is to the next milestone. It lies on the volume, so that the next pod goes on with it.
 
     Attributes:
@@ -61,13 +61,13 @@ class Pace:
     rest_seconds: float = 0.0
 
 
-def passed(pace: Pace, seconds: float) -> Pace:
+def passed(pace: MilestonePace, seconds: float) -> MilestonePace:
     """So much time has gone by."""
     waited = None if pace.waited_seconds is None else pace.waited_seconds + seconds
     return replace(pace, waited_seconds=waited, rest_seconds=max(0.0, pace.rest_seconds - seconds))
 
 
-def observed(pace: Pace, rules: Rules, records: Iterable[Record]) -> Pace:
+def observed(pace: MilestonePace, rules: Rules, records: Iterable[Record]) -> MilestonePace:
     """The trainer noted these values, oldest first. One that improves by more than ``min_delta`` makes a wish."""
     tracked = rules.tracked
     if tracked is None:
@@ -79,12 +79,12 @@ def observed(pace: Pace, rules: Rules, records: Iterable[Record]) -> Pace:
     return pace
 
 
-def reported(pace: Pace, step: int = 0) -> Pace:
+def reported(pace: MilestonePace, step: int = 0) -> MilestonePace:
     """The session reported an improvement, with the checkpoint of this step."""
     return replace(pace, wish=REPORT, wish_step=step)
 
 
-def due(pace: Pace, rules: Rules, step: int) -> str:
+def due(pace: MilestonePace, rules: Rules, step: int) -> str:
     """Why a checkpoint of this step is to become a milestone; "" if it is not."""
     if pace.rest_seconds > 0:
         return ""
@@ -95,17 +95,17 @@ def due(pace: Pace, rules: Rules, step: int) -> str:
     return INTERVAL if pace.waited_seconds is None or pace.waited_seconds >= rules.interval_seconds else ""
 
 
-def begun(pace: Pace) -> Pace:
+def begun(pace: MilestonePace) -> MilestonePace:
     """A try has begun: the next period counts from here."""
     return replace(pace, waited_seconds=0.0, rest_seconds=0.0)
 
 
-def done(pace: Pace, step: int) -> Pace:
+def done(pace: MilestonePace, step: int) -> MilestonePace:
     """The checkpoint of this step is a milestone. A wish for a later step stays."""
     return replace(pace, wish="", wish_step=0) if pace.wish_step <= step else pace
 
 
-def failed(pace: Pace, rules: Rules, reason: str) -> Pace:
+def failed(pace: MilestonePace, rules: Rules, reason: str) -> MilestonePace:
     """The try came to nothing. It is made again in the next period, for the same reason."""
     waited = pace.waited_seconds or 0.0
     wished = pace if pace.wish else replace(pace, wish=reason, wish_step=0)

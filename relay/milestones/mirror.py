@@ -26,13 +26,13 @@ from dalsegno.elastic.checkpoint.files import replace_file
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.run_file import RunFile, commander_url, read_run_file
 from dalsegno.protos.text import one_line
-from dalsegno.protos.yaml_text import Refused
+from dalsegno.protos.yaml_text import InputRefused
 
 from . import due
 from .access import Access, add_tls, secret
 from .alone import alone
 from .child import Transfer, patience
-from .commander import Away, Commander, Milestone
+from .commander import Away, CommanderClient, Milestone
 from .metrics_file import MetricsFile
 from .snapshot import Snapshot, freeze, snapshots
 
@@ -73,7 +73,7 @@ class Mirror:
         commander: who says what counts.
     """
 
-    def __init__(self, file: RunFile, places: Places, commander: Commander) -> None:
+    def __init__(self, file: RunFile, places: Places, commander: CommanderClient) -> None:
         assert file.hf is not None
         self._file, self._hub, self._places, self._commander = file, file.hf, places, commander
         improve = file.hf.on_improve
@@ -279,12 +279,12 @@ class Mirror:
 
     # What the next process goes on with.
 
-    def _noted(self) -> tuple[due.Pace, str, str]:
+    def _noted(self) -> tuple[due.MilestonePace, str, str]:
         try:
             raw = json.loads((self._places.hf / "mirror.json").read_bytes())
-            return due.Pace(**raw["pace"]), str(raw["last"]), str(raw["looked"])
+            return due.MilestonePace(**raw["pace"]), str(raw["last"]), str(raw["looked"])
         except (OSError, ValueError, KeyError, TypeError):
-            return due.Pace(), "", ""  # the first one; or it was cut in two: a milestone more does no harm
+            return due.MilestonePace(), "", ""  # the first one; or it was cut in two: a milestone more does no harm
 
     def _note(self) -> None:
         self._noted_at = time.monotonic()
@@ -331,12 +331,12 @@ def _with_low_priority(work: Callable[[], Snapshot]) -> Snapshot:
         pool.shutdown(wait=False)
 
 
-def _commander(file: RunFile, given: argparse.Namespace) -> Commander:
+def _commander(file: RunFile, given: argparse.Namespace) -> CommanderClient:
     try:
         url = commander_url(given.commander) if given.commander else file.commander
     except ValueError as error:
-        raise Refused(f"--commander: {error}") from error
-    return Commander(url, file.run_id, Access.given(given, url))
+        raise InputRefused(f"--commander: {error}") from error
+    return CommanderClient(url, file.run_id, Access.given(given, url))
 
 
 def _stop(number: int, frame: object) -> None:
@@ -358,11 +358,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         file = read_run_file(given.run_file)
         if file.hf is None:
-            raise Refused(f"{given.run_file}: hf: missing: there are no milestones to make")
+            raise InputRefused(f"{given.run_file}: hf: missing: there are no milestones to make")
         if not secret("HF_TOKEN"):
-            raise Refused("HF_TOKEN is not set: hf in run.yaml needs a token that may write to the repository")
+            raise InputRefused("HF_TOKEN is not set: hf in run.yaml needs a token that may write to the repository")
         commander = _commander(file, given)
-    except Refused as refused:
+    except InputRefused as refused:
         for line in refused.lines:
             print(f"error: {line}", file=sys.stderr)
         return 2

@@ -19,14 +19,14 @@ from .child import Outcome, Transfer, patience
 from .commander import Milestone
 from .run_manifest import FOLDER, MANIFEST_PATH, MAX_BYTES, RunManifest
 
-__all__ = ("Refused", "Unreachable", "baseline", "restore", "restore_newest")
+__all__ = ("RevisionRefused", "Unreachable", "baseline", "restore", "restore_newest")
 
 _DOWNLOADED = ".downloaded"
 # A download has no known size before it begins.
 _ASSUMED_BYTES = 1 << 36
 
 
-class Refused(Exception):
+class RevisionRefused(Exception):
     """A revision does not hold what it should, and never will; one line."""
 
 
@@ -69,7 +69,7 @@ def restore_newest(
         say(f"restoring step {one.step} from {one.repo}@{one.revision}")
         try:
             return restore(one, checkpoints, hf)
-        except Refused as refused:
+        except RevisionRefused as refused:
             say(f"refused: {refused}: trying the milestone before")
     return None
 
@@ -82,7 +82,7 @@ def restore(milestone: Milestone, checkpoints: Path, hf: Path) -> Restored:
         checkpoints, hf: see `restore_newest`.
 
     Raises:
-        Refused: it is not that checkpoint, or not whole.
+        RevisionRefused: it is not that checkpoint, or not whole.
         Unreachable: the hub does not answer.
         OSError: the volume says no.
     """
@@ -92,15 +92,17 @@ def restore(milestone: Milestone, checkpoints: Path, hf: Path) -> Restored:
     try:
         own = RunManifest.from_bytes(read_regular(incoming / MANIFEST_PATH, MAX_BYTES))
     except (ValueError, OSError) as error:
-        raise Refused(f"{name}: {MANIFEST_PATH}: {one_line(str(error), 200)}") from error
+        raise RevisionRefused(f"{name}: {MANIFEST_PATH}: {one_line(str(error), 200)}") from error
     if (own.checkpoint, own.digest) != (milestone.checkpoint, milestone.digest):
         shutil.rmtree(incoming, ignore_errors=True)
-        raise Refused(f"{name} holds {own.checkpoint} with another digest than {milestone.checkpoint} has on record")
+        raise RevisionRefused(
+            f"{name} holds {own.checkpoint} with another digest than {milestone.checkpoint} has on record"
+        )
     try:
         restored = _place(incoming / FOLDER, own, checkpoints)
     except (CheckpointDamaged, ValueError) as error:
         shutil.rmtree(incoming, ignore_errors=True)
-        raise Refused(f"{name}: {one_line(str(error), 200)}") from error
+        raise RevisionRefused(f"{name}: {one_line(str(error), 200)}") from error
     shutil.rmtree(incoming, ignore_errors=True)
     return restored
 
@@ -170,7 +172,7 @@ def baseline(name: str, hf: Path) -> Path:
         hf: where it is downloaded to.
 
     Raises:
-        Refused: a file is not what its checksum says, however often it is fetched.
+        RevisionRefused: a file is not what its checksum says, however often it is fetched.
         Unreachable: the hub does not answer.
         OSError: the volume says no.
     """
@@ -197,7 +199,7 @@ def _download(job: Outcome, target: Path) -> None:
             break
     if "refused" in outcome:
         shutil.rmtree(target, ignore_errors=True)
-        raise Refused(str(outcome["refused"]))
+        raise RevisionRefused(str(outcome["refused"]))
     if "failed" in outcome:
         raise Unreachable(f"{job['repo']}@{job['revision']}: {outcome['failed']}")
 

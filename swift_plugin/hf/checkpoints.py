@@ -89,7 +89,7 @@ def _as_of_the_disk(error: Exception) -> Exception:
     return error
 
 
-class Write:
+class TrainerWrite:
     """``write(path)`` for ``Session.save``: makes the Trainer save below ``path``.
 
     Args:

@@ -22,7 +22,7 @@ from dalsegno.elastic.training.memory import MemorySaves
 from dalsegno.elastic.training.saves import save_at_last
 
 from . import checkpoints, data
-from .checkpoints import Unfinished, Write
+from .checkpoints import TrainerWrite, Unfinished
 from .options import Options, global_batch_size
 
 # Seconds between two questions of an evaluation whether some rank is to leave, and the most batches between them.
@@ -33,7 +33,7 @@ class Leaving(Exception):
     """Some rank is to leave during an evaluation: all ranks leave it at the same batch."""
 
 
-class Run:
+class ElasticRun:
     """What an elastic Trainer knows beyond its own state.
 
     Args:
@@ -83,7 +83,7 @@ class Run:
         self._micros: Iterator[MicroBatch[Any]] = iter(())
         self.unfinished: Unfinished | None = None
         self.draining = self.epoch_ended = self.finished = self.stopped = self.any_optimizer = False
-        self.writing: Write | None = None
+        self.writing: TrainerWrite | None = None
         self.in_memory = self._failed = False
         self._to_memory: Callable[[], None] = lambda: None
         self._memory = MemorySaves(session, options.memory_every, lambda to_disk: self._save_in_memory())
@@ -159,7 +159,7 @@ class Run:
             epoch_end=self.loader.epoch_is_over and not self.epoch_ended,
             callbacks=trainer.remembered(),
         )
-        self.writing = Write(save, unfinished, self.session.rank, _reshards(trainer))
+        self.writing = TrainerWrite(save, unfinished, self.session.rank, _reshards(trainer))
         try:
             ref = self.session.save(
                 self.writing,
@@ -277,7 +277,7 @@ class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not 
         run: The Trainer's run.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: ElasticRun) -> None:
         self._run = run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -25,7 +25,7 @@ from dalsegno.elastic.training.accumulation import has_static_graph, synchronise
 from . import data, refusals, uneven
 from .checkpoints import Unfinished, is_foreign
 from .options import Options
-from .run import Boundaries, Leaving, Run
+from .run import Boundaries, ElasticRun, Leaving
 
 # The arguments of `_run_epoch` that `_maybe_log_save_evaluate` needs.
 _OF_AN_EPOCH = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")
@@ -46,7 +46,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         elastic_run: The run that it belongs to; None until `become_elastic`.
     """
 
-    elastic_run: Run | None = None
+    elastic_run: ElasticRun | None = None
     control: Any  # the Trainer's, as the next one
     lr_scheduler: Any
     # Callbacks that count something and do not save it: names of their classes, and of the attributes.
@@ -63,7 +63,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         refusals.refuse_losses(self, fixed_micro_batch=options.fixed_micro_batch)
         opened = session()
         refusals.refuse_world(self, opened.max_world_size)
-        run = Run(self, opened, options)
+        run = ElasticRun(self, opened, options)
         args, plan = self.args, run.plan
         self.elastic_run = run
         args.gradient_accumulation_steps = plan.accumulation
@@ -79,7 +79,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         self.add_callback(Boundaries(run))
 
     @property
-    def _run(self) -> Run:
+    def _run(self) -> ElasticRun:
         assert self.elastic_run is not None
         return self.elastic_run
 
@@ -373,7 +373,7 @@ def elastic_class(base: type[Any]) -> type[Any]:
     return type(base.__name__, (ElasticTrainer, base), {"__module__": base.__module__})
 
 
-def _configure_deepspeed(trainer: Any, run: Run) -> None:
+def _configure_deepspeed(trainer: Any, run: ElasticRun) -> None:
     """The engine's configuration for this world and resume point, in place of what the arguments had made of it."""
     from dalsegno.elastic import deepspeed
     from dalsegno.elastic.deepspeed.checks import ALLOW

@@ -16,7 +16,7 @@ import pytest
 
 from dalsegno.agent.control import client_threads, master_client
 from dalsegno.agent.control.connection import Connector, Credentials
-from dalsegno.agent.control.master_client import Listener, MasterClient
+from dalsegno.agent.control.master_client import ClientCallbacks, MasterClient
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos import control_pb2_grpc
 from dalsegno.protos.contract import CONTROL_PROTOCOL, LEADER_METADATA
@@ -107,7 +107,7 @@ class Agent:
         self.client = MasterClient(
             self.connector,
             "job",
-            Listener(
+            ClientCallbacks(
                 registered=lambda incarnation, reply: self.events.put(("registered", (incarnation, reply))),
                 refused=lambda code, detail: self.events.put(("refused", (code, detail))),
                 directed=lambda directive: self.events.put(("directed", directive)),

@@ -19,7 +19,7 @@ pytest.importorskip("aetcd")
 from aetcd.rpc import rpc_pb2, rpc_pb2_grpc
 
 from dalsegno.master.leadership.leader_key import LeaderKey
-from dalsegno.master.leadership.standing import Leader, Order
+from dalsegno.master.leadership.standing import KeyOrder, Leader
 from dalsegno.master.record.etcd_calls import Etcd, EtcdFiles
 from dalsegno.master.record.store import open_store
 from tests.support.jobs.certificates import Authority, Certificate
@@ -212,7 +212,7 @@ def test_a_master_is_told_to_stop_while_it_takes_the_record_over(tmp_path: Path)
         way = Proxy(members.endpoints[0])
         key = LeaderKey(Etcd(members.endpoints, EtcdFiles()), "job")
         me = Leader("somebody", "127.0.0.1:1", 1)
-        key.carry_out(Order.CAMPAIGN, me)
+        key.carry_out(KeyOrder.CAMPAIGN, me)
         with master(f"etcd://{way.address}", f"--log-file={tmp_path / 'log'}") as process:
             said_by(process)
             # Somebody leads, and writes rows for all chunks.
@@ -220,7 +220,7 @@ def test_a_master_is_told_to_stop_while_it_takes_the_record_over(tmp_path: Path)
             store.save({f"row-{number}": b"x" for number in range(500)}, store.raise_generation())
             store.close()
             way.delay(0.3)
-            key.carry_out(Order.RESIGN, me)
+            key.carry_out(KeyOrder.RESIGN, me)
             etcd = Etcd(members.endpoints, EtcdFiles())
 
             def leads() -> bool:

@@ -17,7 +17,7 @@ import grpc
 import pytest
 
 from dalsegno.agent.memory import buddies, durable, service
-from dalsegno.agent.memory.calls import Pace, PeerError
+from dalsegno.agent.memory.calls import PeerError, SendPace
 from dalsegno.agent.memory.holdings import Holdings
 from dalsegno.agent.memory.pieces import read_part
 from dalsegno.agent.memory.wire import SERVICE
@@ -119,7 +119,7 @@ def test_ranks_and_peers_write_the_same_step_at_the_same_time(tmp_path: Path) ->
         part = one.tier._holdings.part(RUN, STEP, manifest.digest, 0)
         assert part is not None
         with ThreadPoolExecutor(4) as pool:
-            sent = [pool.submit(one.tier._peers.send, two.tier.address, part, Pace(None)) for _ in range(4)]
+            sent = [pool.submit(one.tier._peers.send, two.tier.address, part, SendPace(None)) for _ in range(4)]
             assert [one.result(60) for one in sent] == [None] * 4
         assert (two.memory() / STEP / "rank0.pt").stat() == taken
 
@@ -523,11 +523,11 @@ def test_a_tmpfs_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             part = one.tier._holdings.part(RUN, STEP, manifest.digest, 0)
             assert part is not None
             with pytest.raises(PeerError, match="No space left") as error:
-                one.tier._peers.send(full.tier.address, part, Pace(None))
+                one.tier._peers.send(full.tier.address, part, SendPace(None))
             assert error.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             full.wait_for(lambda: not list(full.memory().rglob(".in-*")))
             (full.memory() / "fills").unlink()
-            one.tier._peers.send(full.tier.address, part, Pace(None))
+            one.tier._peers.send(full.tier.address, part, SendPace(None))
             full.holds(STEP, 0)
     finally:
         subprocess.run(["umount", "-l", str(mount)], check=True)

@@ -16,7 +16,7 @@ import pytest
 
 from dalsegno.elastic.checkpoint import Manifest, inventory, verify
 from dalsegno.relay.milestones.commander import Milestone
-from dalsegno.relay.milestones.restore import Refused, Unreachable, baseline, restore, restore_newest
+from dalsegno.relay.milestones.restore import RevisionRefused, Unreachable, baseline, restore, restore_newest
 from tests.support.hub.scene import REPO, Scene
 
 from .test_milestones import scenes
@@ -247,5 +247,5 @@ def test_a_baseline_needs_no_manifest_of_ours(scenes: Scenes, monkeypatch: pytes
     scene.hub.kill()
     assert baseline(f"{REPO}@main", elsewhere.hf) == path, "it is there"
     scene.hub.start()
-    with pytest.raises(Refused):
+    with pytest.raises(RevisionRefused):
         baseline(f"{REPO}@{'1' * 40}", elsewhere.hf)

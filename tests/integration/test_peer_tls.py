@@ -17,7 +17,7 @@ import pytest
 from cryptography import x509
 
 from dalsegno.agent.memory import buddies, identity
-from dalsegno.agent.memory.identity import Identity
+from dalsegno.agent.memory.identity import MemoryIdentity
 from dalsegno.agent.memory.wire import SERVICE, Wire
 from dalsegno.elastic.checkpoint import Manifest, read_sealed, verify
 from dalsegno.protos import control_pb2, peer_pb2
@@ -96,14 +96,14 @@ def test_each_process_has_a_certificate_of_its_own(tmp_path: Path) -> None:
         assert len(digests) == 2
         assert "" not in digests
         assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"PRIVATE" in path.read_bytes()]
-    made = x509.load_pem_x509_certificate(Identity.make().certificate)
+    made = x509.load_pem_x509_certificate(MemoryIdentity.make().certificate)
     assert (made.not_valid_before_utc.year, made.not_valid_after_utc.year) == (2000, 9999)
 
 
 # ---- what does not fit -----------------------------------------------------------------------------------------------
 
 
-def expired() -> Identity:
+def expired() -> MemoryIdentity:
     """As one of ours, of another time."""
 
     class Past(datetime):
@@ -112,14 +112,14 @@ def expired() -> Identity:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(identity, "datetime", Past)
-        return Identity.make()
+        return MemoryIdentity.make()
 
 
-def another_name() -> Identity:
+def another_name() -> MemoryIdentity:
     """As one of ours, for another name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(identity, "NAME", "elsewhere")
-        return Identity.make()
+        return MemoryIdentity.make()
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def someone(wire: Wire, heard: list[dict[str, object]]) -> Iterator[str]:
         server.stop(0).wait(10)
 
 
-def wire(own: Identity | None) -> Wire:
+def wire(own: MemoryIdentity | None) -> Wire:
     return Wire(lambda: TOKEN, own)
 
 
@@ -163,16 +163,16 @@ def assert_refused(one: Node, two: Node, manifest: Manifest, address: str, words
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (Identity.make, "another certificate than the one that the agent has registered"),
+        (MemoryIdentity.make, "another certificate than the one that the agent has registered"),
         (expired, "certificate has expired"),
         (another_name, "failed to connect to all addresses"),
     ],
 )
-def test_a_certificate_that_is_not_that_agents(tmp_path: Path, make: Callable[[], Identity], words: str) -> None:
+def test_a_certificate_that_is_not_that_agents(tmp_path: Path, make: Callable[[], MemoryIdentity], words: str) -> None:
     """Of another agent, of another time, for another name: what shows it hears nothing, not even the token."""
     heard: list[dict[str, object]] = []
     with pair(tmp_path) as (one, two, manifest), someone(wire(make()), heard) as address:
-        if make == Identity.make:
+        if make == MemoryIdentity.make:
             address = str(PeerAddress(shown(address), PeerAddress.parse(two.tier.address).certificate))
         assert_refused(one, two, manifest, address, words)
         assert not heard
@@ -183,7 +183,7 @@ def test_who_only_has_the_certificate_is_found_out(tmp_path: Path) -> None:
     heard: list[dict[str, object]] = []
     with (
         pair(tmp_path) as (one, two, manifest),
-        someone(wire(Identity.make()), heard) as impostor,
+        someone(wire(MemoryIdentity.make()), heard) as impostor,
         proxy(shown(two.tier.address)) as way,
         pytest.MonkeyPatch.context() as patch,
     ):

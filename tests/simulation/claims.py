@@ -405,7 +405,7 @@ class World:
         slow = agent.site.slow if agent.site.slow_until > self.clock.now else 0.0
         self.kernel.sleep(self.random.uniform(0.0, QUICK) + slow)
 
-    def _start_master(self, directory: Path, job_id: str, command: object, listen: object) -> spawning.Started:
+    def _start_master(self, directory: Path, job_id: str, command: object, listen: object) -> spawning.SpawnedMaster:
         agent = here()
         self.ledger.spawns(agent)
         master = agent.starts = Master(self, agent.site, agent)
@@ -416,7 +416,7 @@ class World:
             master.end("took too long to start")
             agent.starts = None
             raise MasterError(f"the embedded master did not start: it {master.why}")
-        return spawning.Started(master, f"127.0.0.1:{master.port}", master.generation, "")  # type: ignore[arg-type]
+        return spawning.SpawnedMaster(master, f"127.0.0.1:{master.port}", master.generation, "")  # type: ignore[arg-type]
 
     # ---- the claim's file -------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.agent.control.machine import Machine, Place
+from dalsegno.agent.control.machine import Machine, ProcessPlace
 from dalsegno.protos.processes import Status
 
 if TYPE_CHECKING:
@@ -104,10 +104,10 @@ class Site:
     slow_until: float = 0.0
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ProcessPlace:
         # A container does not know the machine under it.
         machine = f"machine-{self.computer.number}" if self.kind not in ("pod", "container") else ""
-        return Place(self.computer.host, self.computer.boot_id, self.pids.name, self.net.name, machine)
+        return ProcessPlace(self.computer.host, self.computer.boot_id, self.pids.name, self.net.name, machine)
 
     def sees(self, other: Site) -> bool:
         return self.pids is other.pids and self.reaches(other)
@@ -148,7 +148,7 @@ class SimMachine(Machine):
         self._world = world
         self._agent = agent
 
-    def place(self) -> Place:
+    def place(self) -> ProcessPlace:
         return self._agent.site.place
 
     def user(self) -> int:

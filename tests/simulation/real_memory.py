@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dalsegno.agent.decisions import events as ev
-from dalsegno.agent.memory.tier import Held
+from dalsegno.agent.memory.tier import HeldParts
 from dalsegno.protos import control_pb2
 
 from .threads import Hands
@@ -22,7 +22,7 @@ LOOK = (0.05, 1.0)
 class Tier:
     """One agent's. Every method returns at once; callbacks come on a thread of its own."""
 
-    def __init__(self, agent: RealAgent, on_change: Callable[[Held], None]) -> None:
+    def __init__(self, agent: RealAgent, on_change: Callable[[HeldParts], None]) -> None:
         self.problem, self.address = "", agent.memory.address
         self.path: Path | None = None
         self._agent, self._memory, self._on_change = agent, agent.memory, on_change
@@ -86,7 +86,7 @@ class Tier:
         """On a thread of the agent: what is held here has changed."""
         step = self._memory.steps.get(event.checkpoint.ref.digest)
         copies = () if step is None else tuple(sorted(step.copies))
-        self._hands.give(self._on_change, Held(run_id, event.checkpoint, event.parts, copies))
+        self._hands.give(self._on_change, HeldParts(run_id, event.checkpoint, event.parts, copies))
 
     def made(self, event: ev.MadeDurable) -> None:
         """The oldest order to write this step is carried out, or cannot be."""

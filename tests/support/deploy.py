@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dalsegno.agent.deploy.job import Job, job_of
+from dalsegno.agent.deploy.job import JobSpec, job_of
 
 GPT: dict[str, Any] = {
     "name": "gpt",
@@ -27,7 +27,7 @@ FULL = {
 }
 
 
-def job(**changes: Any) -> Job:
+def job(**changes: Any) -> JobSpec:
     """A job that can be rendered for all, with these keys in the place of its own; None takes one away."""
     return job_of({key: value for key, value in {**GPT, **changes}.items() if value is not None})
 

@@ -31,7 +31,7 @@ from dalsegno.elastic.universal import (
 )
 from dalsegno.elastic.universal.journal import JOURNAL
 from dalsegno.elastic.universal.loading import load
-from dalsegno.elastic.universal.output import Output
+from dalsegno.elastic.universal.output import ConversionOutput
 from tests.support.checkpoints.conversions import Died, convert_halfway, die_after, files_below, target_of
 from tests.support.checkpoints.shards import write_shards
 from tests.support.workers.zero_runs import STEPS, Held, Sources, read_held, run_worker
@@ -285,13 +285,13 @@ def test_a_class_that_is_allowed(plain: Path, tmp_path: Path) -> None:
 
 def test_a_file_that_was_not_made(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is missing is found before anything says that the directory is complete."""
-    stream = Output.stream
+    stream = ConversionOutput.stream
 
-    def forget(self: Output, path: str, *rest: Any) -> None:
+    def forget(self: ConversionOutput, path: str, *rest: Any) -> None:
         if path != "zero/body.bias/exp_avg.pt":
             stream(self, path, *rest)
 
-    monkeypatch.setattr(Output, "stream", forget)
+    monkeypatch.setattr(ConversionOutput, "stream", forget)
     with pytest.raises(EnvironmentFailed, match=r"left out zero/body\.bias/exp_avg\.pt"):
         convert_directory(plain, tmp_path / "universal")
     assert not (tmp_path / "universal" / "CONVERTED.json").exists()

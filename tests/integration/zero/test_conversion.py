@@ -33,7 +33,7 @@ from dalsegno.elastic.universal import (
 )
 from dalsegno.elastic.universal.journal import JOURNAL
 from dalsegno.elastic.universal.loading import load
-from dalsegno.elastic.universal.output import Output
+from dalsegno.elastic.universal.output import ConversionOutput
 from tests.support.checkpoints.conversions import (
     MODULE,
     Died,
@@ -257,7 +257,12 @@ def test_successor_takes_over_what_is_finished(source: Path) -> None:
     with open(first / JOURNAL, "a") as file:
         file.write('{"path": "zero/x')
     told: list[int] = []
-    convert(source, target_of(source, 2), earlier=[first], watch=Watch(progress=lambda done, total: told.append(done)))
+    convert(
+        source,
+        target_of(source, 2),
+        earlier=[first],
+        watch=Watch(progress=lambda done, total: told.append(done)),
+    )
     second = target_of(source, 2)
     verify(second, Manifest.read(second))
     for path in journalled[1:]:
@@ -312,7 +317,7 @@ def test_killed_and_followed(source: Path, monkeypatch: pytest.MonkeyPatch, link
 
         monkeypatch.setattr(os, "link", refuse)
     made: list[str] = []
-    monkeypatch.setattr(Output, "_create", _noting(made, Output._create))
+    monkeypatch.setattr(ConversionOutput, "_create", _noting(made, ConversionOutput._create))
     convert(source, second, earlier=[first])
     verify(second, Manifest.read(second))
     assert not set(made) & set(finished)
@@ -322,7 +327,7 @@ def test_killed_and_followed(source: Path, monkeypatch: pytest.MonkeyPatch, link
 
 
 def _noting(made: list[str], create: Any) -> Any:
-    def noted(self: Output, path: str) -> Any:
+    def noted(self: ConversionOutput, path: str) -> Any:
         made.append(path)
         return create(self, path)
 

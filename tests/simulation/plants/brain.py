@@ -36,7 +36,7 @@ from dalsegno.master.brain import (
 )
 from dalsegno.master.brain.live import State
 from dalsegno.master.brain.presences import Presences
-from dalsegno.master.brain.state import Checkpoint, Drain, Job, Node, Part, Phase
+from dalsegno.master.brain.state import Checkpoint, Drain, Job, MemberState, Node, Phase
 from dalsegno.master.brain.turn import Turn
 from dalsegno.protos import control_pb2
 
@@ -351,7 +351,7 @@ def never_sees_a_stall(original: Any) -> Any:
 
 def counts_the_finished_as_at_work(original: Any) -> Any:
     def stalled(turn: Turn) -> bool:
-        return Part.FINISHED not in turn.job.parts.values() and original(turn)
+        return MemberState.FINISHED not in turn.job.parts.values() and original(turn)
 
     return stalled
 
@@ -405,7 +405,7 @@ def takes_late_news_for_news(original: Any) -> Any:
 
 def ends_with_the_first_who_finishes(original: Any) -> Any:
     def end_of_epoch(turn: Turn) -> bool:
-        if Part.FINISHED in turn.job.parts.values():
+        if MemberState.FINISHED in turn.job.parts.values():
             running.end(turn, Phase.SUCCEEDED, "one of them finished")
             return True
         ended: bool = original(turn)

@@ -8,7 +8,7 @@ from typing import Any
 from dalsegno.agent.control import claim, embedded
 from dalsegno.agent.control.claim import Claim, ClaimFile
 from dalsegno.agent.control.embedded import EmbeddedMaster
-from dalsegno.agent.control.machine import Machine, Place
+from dalsegno.agent.control.machine import Machine, ProcessPlace
 
 from ..claim_plan import ClaimPlan
 from .brain import Plant, Replace
@@ -30,7 +30,7 @@ def takes_a_number_for_a_process(original: Any) -> Any:
 
 
 def takes_another_boot_for_this_one(original: Any) -> Any:
-    def is_reached_from(self: Claim, place: Place) -> bool:
+    def is_reached_from(self: Claim, place: ProcessPlace) -> bool:
         return self.host == place.host and self.net_ns == place.net_ns
 
     return is_reached_from

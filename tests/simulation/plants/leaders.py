@@ -7,7 +7,7 @@ from typing import Any
 from dalsegno.master.leadership import standing
 from dalsegno.master.leadership.candidate import Candidate
 from dalsegno.master.leadership.leader_key import LeaderKey
-from dalsegno.master.leadership.standing import Order
+from dalsegno.master.leadership.standing import KeyOrder
 from dalsegno.master.record.etcd_store import EtcdStore
 from dalsegno.master.record.store import StoreAway
 
@@ -36,7 +36,7 @@ def ends_with_etcd(original: Any) -> Any:
 
 
 def keeps_no_lease(original: Any) -> Any:
-    return {**original, Order.KEEP: LeaderKey._look}
+    return {**original, KeyOrder.KEEP: LeaderKey._look}
 
 
 def takes_its_former_self_for_another(original: Any) -> Any:

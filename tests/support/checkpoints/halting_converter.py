@@ -11,13 +11,13 @@ from dalsegno.elastic.universal import output
 
 _files = int(sys.argv.pop(1))
 _finished = threading.Semaphore(_files)
-_durable = output.Output._durable
+_durable = output.ConversionOutput._durable
 
 
-def _halt(self: output.Output, *arguments: Any) -> None:
+def _halt(self: output.ConversionOutput, *arguments: Any) -> None:
     _finished.acquire()
     _durable(self, *arguments)
 
 
-output.Output._durable = _halt  # type: ignore[method-assign]
+output.ConversionOutput._durable = _halt  # type: ignore[method-assign]
 sys.exit(program.main())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from dalsegno.agent.memory.tier import Held, MemoryTier
+from dalsegno.agent.memory.tier import HeldParts, MemoryTier
 from dalsegno.elastic.checkpoint import CheckpointName, FileEntry, Manifest, Position, Shape
 from dalsegno.protos import control_pb2
 
@@ -69,7 +69,7 @@ class Node:
     """A tier, and what it has told."""
 
     def __init__(self, root: Path, **options: object) -> None:
-        self.changes: list[Held] = []
+        self.changes: list[HeldParts] = []
         self.said: list[str] = []
         self._told = threading.Condition()
         arguments: dict[str, object] = {
@@ -82,7 +82,7 @@ class Node:
             **{**arguments, "on_change": self._changed, "say": self._say, "root": root, **options}  # type: ignore[arg-type]
         )
 
-    def _changed(self, held: Held) -> None:
+    def _changed(self, held: HeldParts) -> None:
         with self._told:
             self.changes.append(held)
             self._told.notify_all()

@@ -28,7 +28,7 @@ from dalsegno.elastic import (
     Trainer,
     TrainingState,
 )
-from dalsegno.elastic.training.session import Session
+from dalsegno.elastic.training.session import BareSession
 from tests.support.workers import unlike_worker
 from tests.support.workers.unlike_worker import GLOBAL_BATCH, LENGTH, Case
 
@@ -149,7 +149,7 @@ def listed(case: Case) -> None:
                 break
 
 
-def batches_of(case: Case, s: Session) -> Batches[Any]:
+def batches_of(case: Case, s: BareSession) -> Batches[Any]:
     sampler = ElasticSampler(LENGTH, GLOBAL_BATCH, seed=case.here("seed", 3))
     plan = BatchPlan(GLOBAL_BATCH, s.world_size, case.here("micro", 3))
     return Batches(ROWS, sampler, plan, case.here("rank", s.rank), resume=s.resume)

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from dalsegno import elastic
 from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, Position, Trainer, background
-from dalsegno.elastic.training.session import Session
+from dalsegno.elastic.training.session import BareSession
 from tests.support.workers import cases
 
 LENGTH, GLOBAL_BATCH = 40, 12
@@ -52,13 +52,13 @@ class Case:
         value = self.options.get(name, default)
         return value[min(self.rank, len(value) - 1)] if isinstance(value, list) else value
 
-    def open(self) -> Session:
+    def open(self) -> BareSession:
         if self.rank == 0 and self.options.get("lose"):  # which rank 0 alone looks for
             for path in self.directory.glob(f"step-{self.options['lose']}.*"):
                 shutil.rmtree(path)
         return elastic.session(self.directory if self.here("directory", True) else None)
 
-    def batches(self, s: Session) -> Batches[Any]:
+    def batches(self, s: BareSession) -> Batches[Any]:
         length = self.here("length", LENGTH)
         sampler = ElasticSampler(
             length,
@@ -96,7 +96,7 @@ class Case:
         if self.rank == 0:
             (path / "model.pt").write_bytes(b"weights")
 
-    def loop(self, s: Session, data: Any, **options: Any) -> None:
+    def loop(self, s: BareSession, data: Any, **options: Any) -> None:
         given = {
             "max_steps": self.here("max_steps", 4),
             "any_world_size": self.here("any_world_size"),

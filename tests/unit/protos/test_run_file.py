@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dalsegno.protos.run_file import read_run_file
-from dalsegno.protos.yaml_text import Refused, printed
+from dalsegno.protos.yaml_text import InputRefused, printed
 
 LEAST: dict[str, Any] = {
     "run_id": "sft-7",
@@ -99,7 +99,7 @@ def test_the_least_and_all_of_it(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_one_line(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     """It names the place, the value and what belongs there."""
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(InputRefused) as refused:
         read_run_file(write(tmp_path / "run.yaml", **changes))
     (line,) = refused.value.lines
     assert line.startswith(f"{tmp_path}/run.yaml: ")
@@ -119,7 +119,7 @@ def aliases_of_aliases(levels: int) -> bytes:
 )
 def test_a_secret_in_the_url_is_not_repeated(tmp_path: Path, url: str) -> None:
     """What people put there by mistake would stand in logs."""
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(InputRefused) as refused:
         read_run_file(write(tmp_path / "run.yaml", commander=url))
     assert "pa55w0rd" not in str(refused.value)
 
@@ -146,5 +146,5 @@ def test_what_is_no_such_file(tmp_path: Path) -> None:
     ):
         if content is not None:
             path.write_bytes(content)
-        with pytest.raises(Refused, match=said):
+        with pytest.raises(InputRefused, match=said):
             read_run_file(path)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dalsegno.protos.yaml_text import Refused, documents, printed
+from dalsegno.protos.yaml_text import InputRefused, documents, printed
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_scalars_are_those_of_yaml_1_2(text: str, value: object) -> None:
 )
 def test_what_is_no_yaml_is_refused(text: str, line: str) -> None:
     """With the line it stands on; a key that stands twice is not taken for the last one."""
-    with pytest.raises(Refused) as said:
+    with pytest.raises(InputRefused) as said:
         documents(text, "job.yaml")
     assert said.value.lines[0].startswith(line)
 
@@ -60,5 +60,5 @@ def test_what_is_printed_is_read_again() -> None:
 def test_without_pyyaml_one_line_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The base install does not have it."""
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(Refused, match=r"files in YAML need PyYAML: pip install PyYAML"):
+    with pytest.raises(InputRefused, match=r"files in YAML need PyYAML: pip install PyYAML"):
         documents("a: 1", "job.yaml")

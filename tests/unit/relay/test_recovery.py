@@ -6,17 +6,17 @@ from itertools import product
 
 import pytest
 
-from dalsegno.relay.recovery import Known, Way, way_of
+from dalsegno.relay.recovery import PodKnowledge, Way, way_of
 
 FLAGS = (False, True)
 EVERY = [
-    Known(intact, damaged, head, milestones, baseline, allowed)
+    PodKnowledge(intact, damaged, head, milestones, baseline, allowed)
     for intact, damaged, head, milestones, baseline, allowed in product(FLAGS, FLAGS, FLAGS, (0, 2), FLAGS, FLAGS)
 ]
 
 
 @pytest.mark.parametrize("known", EVERY)
-def test_the_best_that_there_is_is_taken(known: Known) -> None:
+def test_the_best_that_there_is_is_taken(known: PodKnowledge) -> None:
     """The volume first; then a milestone; a recorded checkpoint out of sight is waited for."""
     way = way_of(known)
     if known.intact:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from dalsegno.elastic import Batches, BatchPlan, ElasticSampler
 from dalsegno.swift_plugin.hf import checkpoints, data, options, refusals
-from dalsegno.swift_plugin.hf.checkpoints import Errors, Unfinished, Write
+from dalsegno.swift_plugin.hf.checkpoints import Errors, TrainerWrite, Unfinished
 from dalsegno.swift_plugin.hf.options import Options
 
 
@@ -202,7 +202,7 @@ def test_a_save_tells_its_first_error_when_all_is_done(tmp_path: Path) -> None:
                 raise OSError(number, "no room")
         done.append(write.directory)
 
-    write = Write(save, Unfinished(), 0, reshards=False)
+    write = TrainerWrite(save, Unfinished(), 0, reshards=False)
     with pytest.raises(OSError, match=r"\[Errno 1\]"):
         write(tmp_path)
     assert done == [tmp_path]
@@ -280,11 +280,11 @@ def test_an_output_directory_that_cannot_be_written_is_no_failure(
 
 def test_a_library_that_says_for_itself_that_the_disk_is_full(tmp_path: Path) -> None:
     """An error of safetensors' own kind must not be taken for a mistake in the script."""
-    write = Write(lambda: None, Unfinished(), 0, reshards=False)
+    write = TrainerWrite(lambda: None, Unfinished(), 0, reshards=False)
     with write.errors.kept():
         save_file({"a": torch.zeros(1)}, tmp_path / "missing" / "model.safetensors")
     assert isinstance(write.errors.first, OSError)
-    mistake = Write(lambda: None, Unfinished(), 0, reshards=False)
+    mistake = TrainerWrite(lambda: None, Unfinished(), 0, reshards=False)
     with mistake.errors.kept():
         raise KeyError("a")
     assert isinstance(mistake.errors.first, KeyError)

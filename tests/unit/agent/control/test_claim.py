@@ -15,9 +15,9 @@ import pytest
 
 from dalsegno.agent.control import claim
 from dalsegno.agent.control.claim import Claim, ClaimFile
-from dalsegno.agent.control.machine import LocksUnavailable, Machine, Place
+from dalsegno.agent.control.machine import LocksUnavailable, Machine, ProcessPlace
 
-HERE = Place("host", "boot", "pid:[1]", "net:[1]")
+HERE = ProcessPlace("host", "boot", "pid:[1]", "net:[1]")
 CLAIM = Claim("host", "boot", 1, 2, 3, 9, "127.0.0.1:1", "pid:[1]", "net:[1]")
 NO_LOCKS = [errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS]
 
@@ -40,10 +40,10 @@ def descriptors_below(directory: Path) -> list[str]:
         (replace(HERE, boot_id="other"), False, False),
         (replace(HERE, host="other"), False, False),
         # Nothing is known of the kernel's namespaces: the machine decides, as it did before they were told apart.
-        (Place("host", "boot"), True, True),
+        (ProcessPlace("host", "boot"), True, True),
     ],
 )
-def test_what_can_be_told_of_a_master_from_where(place: Place, reached: bool, seen: bool) -> None:
+def test_what_can_be_told_of_a_master_from_where(place: ProcessPlace, reached: bool, seen: bool) -> None:
     """Its address counts in its network, its process number among its processes."""
     assert (CLAIM.is_reached_from(place), CLAIM.is_seen_from(place)) == (reached, seen)
 

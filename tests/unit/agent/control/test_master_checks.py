@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dalsegno.agent.control.master_checks import problem_of, problem_of_reply
-from dalsegno.agent.control.pace import Pace
+from dalsegno.agent.control.pace import ReportPace
 from dalsegno.protos import control_pb2 as pb
 from tests.fuzz.directives import INCARNATION, NPROC, run_order
 
@@ -75,10 +75,10 @@ def test_what_nobody_can_mean_is_named(path: str, value: Any, problem: str) -> N
 def test_a_pace_is_kept_within_bounds() -> None:
     """Neither a flood nor silence, whatever a master asks for."""
     for asked in (0.0, -1.0, -math.inf, math.nan, 1e-300, 1e-3):
-        pace = Pace(0.0, 0.0)
+        pace = ReportPace(0.0, 0.0)
         pace.told(pb.Pace(heartbeat_seconds=asked, progress_seconds=asked), 0.0)
         assert (pace.heartbeat, pace.progress) == (1.0, 0.1)
     for asked in (60.0, 1e9, 1e308, math.inf):
-        pace = Pace(0.0, 0.0)
+        pace = ReportPace(0.0, 0.0)
         pace.told(pb.Pace(heartbeat_seconds=asked, progress_seconds=asked), 0.0)
         assert (pace.heartbeat, pace.progress) == (60.0, 60.0)

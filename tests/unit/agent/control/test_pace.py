@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from dalsegno.agent.control.pace import Pace
+from dalsegno.agent.control.pace import ReportPace
 from dalsegno.protos import control_pb2 as pb
 
 
-def beats(pace: Pace, until: float, draw: random.Random) -> list[float]:
+def beats(pace: ReportPace, until: float, draw: random.Random) -> list[float]:
     """When heartbeats go out, of an agent that is always there in time."""
     times = []
     while (now := pace.due(None)) < until:
@@ -32,7 +32,7 @@ def test_agents_that_begin_at_once_get_out_of_step(slower: bool) -> None:
     draw = random.Random(1)
     words: list[float] = []
     for _ in range(1000):
-        pace = Pace(0.0, 0.0)
+        pace = ReportPace(0.0, 0.0)
         pace.begin(0.0)
         if not slower:
             pace.told(pb.Pace(heartbeat_seconds=5), 0.0)
@@ -46,7 +46,7 @@ def test_agents_that_begin_at_once_get_out_of_step(slower: bool) -> None:
 
 def test_the_pace_is_kept() -> None:
     """Never slower than asked; hardly faster, so that the master's load is what it reckoned with."""
-    pace = Pace(0.0, 0.0)
+    pace = ReportPace(0.0, 0.0)
     pace.begin(0.0)
     pace.told(pb.Pace(heartbeat_seconds=2), 0.0)
     times = beats(pace, 1000.0, random.Random(2))[1:]
@@ -60,7 +60,7 @@ def test_the_pace_is_kept() -> None:
 
 def test_a_word_that_is_not_heard_is_soon_repeated() -> None:
     """So that several reach the master within a node-timeout, also where one is lost; but not one upon the other."""
-    pace = Pace(0.0, 0.0)
+    pace = ReportPace(0.0, 0.0)
     pace.told(pb.Pace(heartbeat_seconds=6), 0.0)
     pace.spoke(10.0, None)
     pace.spoke(20.0, None)
@@ -73,7 +73,7 @@ def test_a_word_that_is_not_heard_is_soon_repeated() -> None:
     assert pace.due(None) == 27.0
 
 
-def slotted(pace: Pace, now: float, clock: float, slot: float) -> pb.Pace:
+def slotted(pace: ReportPace, now: float, clock: float, slot: float) -> pb.Pace:
     """What a master says at `now`, whose own clock shows that much more."""
     return pb.Pace(heartbeat_seconds=pace.heartbeat, slot_seconds=slot, slot_in_seconds=slot - (now + clock) % slot)
 
@@ -84,7 +84,7 @@ def test_heartbeats_of_a_slot_come_together() -> None:
     slot, clock = 0.2, 12.34
     arrivals: list[float] = []
     for _ in range(500):
-        pace = Pace(0.0, 0.0)
+        pace = ReportPace(0.0, 0.0)
         pace.begin(0.0)
         pace.told(pb.Pace(heartbeat_seconds=5), 0.0)
         transit, last = draw.uniform(0.0, 0.002), 0.0
@@ -103,7 +103,7 @@ def test_heartbeats_of_a_slot_come_together() -> None:
 @pytest.mark.parametrize("slot", [-1.0, 1e-300, 1.0, 1e300, float("inf"), float("nan")])
 @pytest.mark.parametrize("begins", [-1e300, 0.0, 1e300, float("inf"), float("nan")])
 def test_no_slot_makes_an_agent_silent_or_a_flood(slot: float, begins: float) -> None:
-    pace = Pace(0.0, 0.0)
+    pace = ReportPace(0.0, 0.0)
     pace.told(pb.Pace(heartbeat_seconds=5), 0.0)
     pace.spoke(0.0, None)
     pace.spoke(10.0, None)
@@ -113,7 +113,7 @@ def test_no_slot_makes_an_agent_silent_or_a_flood(slot: float, begins: float) ->
 
 def test_nonsense_is_bounded() -> None:
     """Whatever a master asks for, an agent speaks at least once a minute and at most once a second."""
-    pace = Pace(0.0, 0.0)
+    pace = ReportPace(0.0, 0.0)
     for told, kept in ((1e300, 60.0), (1e-9, 1.0), (-5.0, 1.0), (float("inf"), 60.0), (float("nan"), 60.0)):
         pace.told(pb.Pace(heartbeat_seconds=told, progress_seconds=told), 0.0)
         assert pace.heartbeat == kept

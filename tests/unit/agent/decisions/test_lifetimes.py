@@ -6,7 +6,7 @@ import copy
 import signal
 
 from dalsegno.agent.decisions import events as ev
-from dalsegno.agent.decisions.state import Join, Place
+from dalsegno.agent.decisions.state import Admission, Join
 from dalsegno.protos import control_pb2
 from tests.unit.agent.decisions.test_decisions import GATHER, Agent, kinds, world
 
@@ -16,7 +16,7 @@ def joined(agent: Agent) -> Agent:
     agent.directed(gather=GATHER)
     agent.hear(ev.JoinPrepared(2, "d3", "h", 7, "probe", ()))
     place = agent.state.place
-    assert place == Place(GATHER, Join(2, "d3", sent=True), unseen="d3")
+    assert place == Admission(GATHER, Join(2, "d3", sent=True), unseen="d3")
     return agent
 
 
@@ -24,19 +24,19 @@ def test_who_has_a_place_looks_for_none() -> None:
     """A Join that is ready only now, or has failed, is of no use to anybody."""
     agent = joined(Agent().registered())
     agent.directed(run=world(2))
-    assert agent.state.place == Place()
+    assert agent.state.place == Admission()
     assert agent.hear(ev.JoinFailed(2, "d3", "cannot listen")) == []
     assert agent.hear(ev.JoinPrepared(2, "d3", "h", 7, "probe", ())) == []
-    assert agent.state.place == Place()
+    assert agent.state.place == Admission()
 
 
 def test_a_new_incarnation_was_asked_for_nothing() -> None:
     """From the moment it is declared dead, and when the door opens again."""
     agent = joined(Agent().registered())
     agent.directed(fenced=control_pb2.Fenced(reason="silent"))
-    assert agent.state.place == Place()
+    assert agent.state.place == Admission()
     agent.hear(ev.Registered("me.2", control_pb2.RegisterReply(generation=1, node="me")))
-    assert agent.state.place == Place()
+    assert agent.state.place == Admission()
     assert kinds(agent.directed(gather=GATHER)) == ["PrepareJoin"]
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dalsegno.agent.decisions.pauses import PARTS, Pause, pauses
+from dalsegno.agent.decisions.pauses import PARTS, WorldChange, pauses
 from dalsegno.protos.trace import Mark
 
 
@@ -33,7 +33,7 @@ JOIN = [
 ]
 
 
-def only(marks: list[Mark]) -> Pause:
+def only(marks: list[Mark]) -> WorldChange:
     (found,) = pauses(marks)
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
     assert min(found.parts.values()) >= 0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dalsegno.agent.commands import arguments, dalsegno
-from dalsegno.agent.deploy.job import Job, job_of
+from dalsegno.agent.deploy.job import JobSpec, job_of
 from dalsegno.agent.deploy.kubernetes import objects
 from dalsegno.agent.deploy.refusals import TARGETS
 from dalsegno.master import cli
@@ -112,7 +112,7 @@ def test_the_printed_job_is_rendered(target: str, tmp_path: Path, capsys: pytest
     assert dalsegno.run(["render", target, str(tmp_path / "job.yaml")]) == 0
     assert "gpt" in capsys.readouterr().out
     rows = re.findall(r"^\| (`.*?`) \|", page.partition("## Keys")[2].partition("\n## ")[0], re.MULTILINE)
-    assert {name.strip("`") for row in rows for name in row.split(", ")} == {field.name for field in fields(Job)}
+    assert {name.strip("`") for row in rows for name in row.split(", ")} == {field.name for field in fields(JobSpec)}
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)

@@ -11,7 +11,7 @@ from dalsegno.agent.commands import arguments
 from dalsegno.agent.deploy.elasticjob import is_elastic_job, translated
 from dalsegno.agent.deploy.job import job_of
 from dalsegno.agent.deploy.refusals import refusals
-from dalsegno.protos.yaml_text import Refused
+from dalsegno.protos.yaml_text import InputRefused
 
 RUN = "dlrover-run --network-check --nnodes=$WORKER_NUM --nproc_per_node=2 --max_restarts=3 train.py --epochs 2"
 
@@ -106,7 +106,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "line"), WRONG)
 def test_what_cannot_be_taken_over_is_refused(changes: dict[str, Any], line: str) -> None:
     """Rather than left out: such a job would do something else here."""
-    with pytest.raises(Refused) as said:
+    with pytest.raises(InputRefused) as said:
         translated(elastic_job(**changes))
     (found,) = said.value.lines
     assert line in found
@@ -117,11 +117,11 @@ def test_parameter_servers_are_refused() -> None:
     for key, line in (("ps", "replicaSpecs.ps: only workers train here"), ("evaluator", "replicaSpecs.evaluator")):
         document = elastic_job()
         document["spec"]["replicaSpecs"][key] = copy.deepcopy(document["spec"]["replicaSpecs"]["worker"])
-        with pytest.raises(Refused, match=line):
+        with pytest.raises(InputRefused, match=line):
             translated(document)
     document = elastic_job()
     document["spec"]["distributionStrategy"] = "ParameterServerStrategy"
-    with pytest.raises(Refused, match="ParameterServerStrategy is not there: only AllreduceStrategy is"):
+    with pytest.raises(InputRefused, match="ParameterServerStrategy is not there: only AllreduceStrategy is"):
         translated(document)
 
 
@@ -133,7 +133,7 @@ def test_what_is_no_elastic_job_is_refused(at: tuple[str, ...]) -> None:
     for key in at[:-1]:
         below = below[key]
     below[at[-1]] = None
-    with pytest.raises(Refused, match=f"{at[-1]}: missing, or no mapping"):
+    with pytest.raises(InputRefused, match=f"{at[-1]}: missing, or no mapping"):
         translated(document)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from dalsegno.agent.deploy.job import job_of
 from dalsegno.agent.deploy.refusals import TARGETS, refusals
-from dalsegno.protos.yaml_text import Refused
+from dalsegno.protos.yaml_text import InputRefused
 from tests.support.deploy import ETCD, FULL, GPT, TLS, job
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
@@ -115,7 +115,7 @@ UNREADABLE: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "line"), UNREADABLE)
 def test_what_is_no_job_is_refused(changes: dict[str, Any], line: str) -> None:
     """Unknown keys with the nearest known one, and values of another kind with what should stand there."""
-    with pytest.raises(Refused) as said:
+    with pytest.raises(InputRefused) as said:
         job(**changes)
     (found,) = said.value.lines
     assert line in found
@@ -125,7 +125,7 @@ def test_what_is_no_job_is_refused(changes: dict[str, Any], line: str) -> None:
 def test_a_list_is_no_job() -> None:
     """Nor is a word."""
     for document in (["gpt"], "gpt", 3):
-        with pytest.raises(Refused, match=r"the file: .* is no mapping"):
+        with pytest.raises(InputRefused, match=r"the file: .* is no mapping"):
             job_of(document)
     assert job_of(GPT).name == "gpt"
 
@@ -133,5 +133,5 @@ def test_a_list_is_no_job() -> None:
 @pytest.mark.parametrize("key", ["user", "grace", "drain_timeout"])
 def test_a_duration_is_no_word(key: str) -> None:
     """Numbers in quotes are refused: nobody means them."""
-    with pytest.raises(Refused, match=f"{key}: 'many' is no whole number"):
+    with pytest.raises(InputRefused, match=f"{key}: 'many' is no whole number"):
         job(**{key: "many"})

@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 
 from dalsegno.agent.dlrover import names
-from dalsegno.agent.dlrover.claims import Claim, sweep
+from dalsegno.agent.dlrover.claims import NameClaim, sweep
 
 
 def job_id() -> str:
@@ -26,14 +26,14 @@ def fill(name: str) -> list[Path]:
 def test_two_agents_never_share_a_name() -> None:
     """The second gets another name; what the first removes is not the second's; a removed name is free again."""
     job = job_id()
-    first, second = Claim(job), Claim(job)
+    first, second = NameClaim(job), NameClaim(job)
     assert (first.name, second.name) == (job, f"{job}.2")
     assert Path(names.sockets(first.name)).stat().st_mode & 0o777 == 0o700
     mine, others = fill(first.name), fill(second.name)
     first.close()
     assert not any(path.exists() for path in mine)
     assert all(path.exists() for path in others)
-    third = Claim(job)
+    third = NameClaim(job)
     assert third.name == job
     third.close()
     second.close()
@@ -46,7 +46,7 @@ def test_what_shares_only_one_of_the_places_is_seen() -> None:
     with memory.open("w") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
         directory.mkdir(parents=True)
-        claim = Claim(job)
+        claim = NameClaim(job)
         assert claim.name == f"{job}.3"
         claim.close()
         assert memory.exists()
@@ -58,7 +58,7 @@ def test_what_shares_only_one_of_the_places_is_seen() -> None:
 def test_what_a_dead_agent_left_is_swept() -> None:
     """Its keeper was killed with it. A living one keeps everything."""
     job = job_id()
-    dead, living = Claim(job), Claim(job)
+    dead, living = NameClaim(job), NameClaim(job)
     left, kept = fill(dead.name), fill(living.name)
     os.close(dead._lock)  # as the kernel does it
     assert dead.name in sweep()

@@ -14,7 +14,7 @@ import pytest
 
 from dalsegno.agent.memory import incoming
 from dalsegno.agent.memory.fence import Fence
-from dalsegno.agent.memory.holdings import Holdings, Part
+from dalsegno.agent.memory.holdings import Holdings, StepPart
 from dalsegno.agent.memory.incoming import PartRefusedError
 from dalsegno.agent.memory.pieces import PIECE_BYTES, decode, encode, read_part
 from dalsegno.agent.memory.space import RESERVE, NoSpaceError, Space
@@ -26,7 +26,7 @@ NAME = "step-10.e3.1"
 
 
 @pytest.fixture
-def part(tmp_path: Path) -> Part:
+def part(tmp_path: Path) -> StepPart:
     """Of another node, ready to be sent."""
     (tmp_path / "there" / RUN).mkdir(parents=True)
     manifest = manifest_of(NAME, SMALL)
@@ -70,7 +70,7 @@ def test_other_ways_to_code_the_same_are_understood() -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 1000, PIECE_BYTES])
-def test_a_part_arrives_as_it_was_sealed(part: Part, holdings: Holdings, tmp_path: Path, piece: int) -> None:
+def test_a_part_arrives_as_it_was_sealed(part: StepPart, holdings: Holdings, tmp_path: Path, piece: int) -> None:
     """Whatever the pieces are cut like, with folders and empty files; many small files share one message."""
     if piece == 1:
         part = replace(part, entries=tuple(entry for entry in part.entries if entry.size < 4000))
@@ -120,7 +120,9 @@ HARM: dict[str, tuple[Callable[[list[bytes]], list[bytes]], grpc.StatusCode, str
 
 
 @pytest.mark.parametrize("harm", HARM)
-def test_what_is_not_what_was_sealed_is_not_taken(part: Part, holdings: Holdings, tmp_path: Path, harm: str) -> None:
+def test_what_is_not_what_was_sealed_is_not_taken(
+    part: StepPart, holdings: Holdings, tmp_path: Path, harm: str
+) -> None:
     """And nothing of it is left."""
     spoil, code, said = HARM[harm]
     with pytest.raises(PartRefusedError, match=said) as refused:
@@ -132,7 +134,7 @@ def test_what_is_not_what_was_sealed_is_not_taken(part: Part, holdings: Holdings
     assert list((tmp_path / "here" / RUN).iterdir()) == []  # nothing is at work on it any more
 
 
-def test_a_link_in_the_way_leads_nowhere(part: Part, holdings: Holdings, tmp_path: Path) -> None:
+def test_a_link_in_the_way_leads_nowhere(part: StepPart, holdings: Holdings, tmp_path: Path) -> None:
     """What ranks leave may have links in it."""
     (tmp_path / "elsewhere").mkdir()
     step = tmp_path / "here" / RUN / NAME
@@ -165,7 +167,7 @@ def _as_link(path: Path) -> None:
     "spoil", [_flip, Path.unlink, _as_link, lambda path: os.truncate(path, 10)], ids=["flip", "gone", "link", "cut"]
 )
 def test_a_part_that_was_damaged_here_is_not_sent(
-    part: Part, holdings: Holdings, spoil: Callable[[Path], object], name: str
+    part: StepPart, holdings: Holdings, spoil: Callable[[Path], object], name: str
 ) -> None:
     """Its sender finds that itself, and what has arrived until then is no part."""
     spoil(part.place.files / name)
@@ -178,7 +180,7 @@ def test_a_part_that_was_damaged_here_is_not_sent(
             receive(holdings, arrived)
 
 
-def test_the_budget_counts_what_is_here_and_what_comes(part: Part, holdings: Holdings) -> None:
+def test_the_budget_counts_what_is_here_and_what_comes(part: StepPart, holdings: Holdings) -> None:
     """Each byte of a part; the line names the flag."""
     size = sum(entry.size for entry in part.entries)
     with pytest.raises(PartRefusedError, match=r"no room for part 1 of step-10.e3.1.*--memory-budget") as refused:
@@ -210,7 +212,7 @@ def test_room_is_on_the_file_system_and_in_the_container() -> None:
 
 
 def test_what_is_written_to_a_full_disk_is_refused(
-    part: Part, holdings: Holdings, monkeypatch: pytest.MonkeyPatch
+    part: StepPart, holdings: Holdings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever else fills it meanwhile: the sender learns that there is no room."""
     monkeypatch.setattr(os, "write", lambda descriptor, data: (_ for _ in ()).throw(OSError(28, "No space left")))

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from dalsegno.agent.memory import place
-from dalsegno.agent.memory.place import NoMemoryError, Place, default_root, remove_leftovers
+from dalsegno.agent.memory.place import MemoryPlace, NoMemoryError, default_root, remove_leftovers
 
 
 def test_an_agent_has_a_directory_of_its_own_that_goes_with_it(tmp_path: Path) -> None:
     """Closed to all others; another agent of the job has another one, and neither removes the other's."""
     root = tmp_path / "root"
-    one, two = Place(root, "job"), Place(root, "job")
+    one, two = MemoryPlace(root, "job"), MemoryPlace(root, "job")
     assert one.path != two.path
     assert one.path.parent == two.path.parent == root / "job"
     assert [path.stat().st_mode & 0o777 for path in (root, one.path)] == [0o700, 0o700]
@@ -32,13 +32,13 @@ def test_what_a_dead_agent_left_is_removed(tmp_path: Path) -> None:
     """By the next agent of any job, and on demand; the living keep theirs."""
     root = tmp_path / "root"
     left = root / "other" / "0123"
-    alive = Place(root, "job")
+    alive = MemoryPlace(root, "job")
     (left / "run").mkdir(parents=True)
     (left / "run" / "file").write_bytes(b"12345")
     assert [(one.path, one.size) for one in remove_leftovers(root)] == [(left, 5)]
     assert os.listdir(root) == ["job"]
     left.mkdir(parents=True)
-    Place(root, "third").close()
+    MemoryPlace(root, "third").close()
     assert sorted(os.listdir(root)) == ["job"]
     assert alive.path.is_dir()
     alive.close()
@@ -61,7 +61,7 @@ def test_a_directory_that_is_swept_while_it_is_made_is_made_anew(
         return original(*arguments)
 
     monkeypatch.setattr(*((place.fcntl, "flock") if opened else (place, "_lock_of")), sweeping)
-    mine = Place(root, "job")
+    mine = MemoryPlace(root, "job")
     assert mine.path.is_dir()
     assert mine.path not in swept
     assert remove_leftovers(root) == []
@@ -102,7 +102,7 @@ def test_somebody_elses_root_is_not_used(tmp_path: Path, make: object, said: str
     root = tmp_path / "root"
     make(root)  # type: ignore[operator]
     with pytest.raises(NoMemoryError, match=said):
-        Place(root, "job")
+        MemoryPlace(root, "job")
     with pytest.raises(NoMemoryError):
         remove_leftovers(root)
 
@@ -129,11 +129,11 @@ def test_dockers_shared_memory_is_not_enough(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(place.os, "statvfs", lambda path: Tiny)
     with pytest.raises(NoMemoryError, match=r"only 64 MiB in all; .*--shm-size.*medium: Memory"):
-        Place(tmp_path / "root", "job")
+        MemoryPlace(tmp_path / "root", "job")
     Tiny.f_blocks += 1
-    Place(tmp_path / "root", "job").close()
+    MemoryPlace(tmp_path / "root", "job").close()
     Tiny.f_blocks = 0  # without a limit
-    mine = Place(tmp_path / "root", "job")
+    mine = MemoryPlace(tmp_path / "root", "job")
     assert mine.free_bytes() > real.f_bavail * real.f_frsize
     mine.close()
 
@@ -158,4 +158,4 @@ def test_shared_memory_must_be_memory(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("job", ["", "..", "a/b"])
 def test_a_job_is_one_directory(tmp_path: Path, job: str) -> None:
     with pytest.raises(NoMemoryError, match="--job-id"):
-        Place(tmp_path / "root", job)
+        MemoryPlace(tmp_path / "root", job)

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from dalsegno.agent.memory import watch
-from dalsegno.agent.memory.calls import Pace
+from dalsegno.agent.memory.calls import SendPace
 from dalsegno.agent.memory.line import Line
-from dalsegno.agent.memory.watch import Watch
+from dalsegno.agent.memory.watch import StallWatch
 
 
 def test_only_what_does_not_move_is_ended() -> None:
     """However long it takes."""
-    looking = Watch(0.4)
+    looking = StallWatch(0.4)
     stuck, slow = threading.Event(), threading.Event()
     with looking.over(stuck.set) as standing, looking.over(slow.set) as moving:
         deadline = time.monotonic() + 30
@@ -40,7 +40,7 @@ def test_a_pause_of_this_process_is_nobodys_fault(monkeypatch: pytest.MonkeyPatc
         return time.monotonic() + state.offset
 
     monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=monotonic))
-    looking = Watch(30.0)
+    looking = StallWatch(30.0)
     ended = threading.Event()
     with looking.over(ended.set) as transfer:
         state.offset, seen = 1000.0, state.looks
@@ -53,7 +53,7 @@ def test_a_pause_of_this_process_is_nobodys_fault(monkeypatch: pytest.MonkeyPatc
 
 
 def test_after_the_end_nothing_begins() -> None:
-    looking = Watch()
+    looking = StallWatch()
     under_way, late = threading.Event(), threading.Event()
     with looking.over(under_way.set):
         looking.close()
@@ -93,24 +93,24 @@ def test_a_pace_holds_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many bytes in a second, in pieces of which several pass in a second; without one nothing waits."""
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
-    pace = Pace(1000.0)
+    pace = SendPace(1000.0)
     for _ in range(3):
         pace.wait(500)
     # Nothing slept: what was held back adds up.
     assert waits == [0.0, pytest.approx(0.5, abs=0.1), pytest.approx(1.0, abs=0.1)]
-    for one in (pace, Pace(None)):
+    for one in (pace, SendPace(None)):
         one.hurry(True)
         one.wait(1 << 30)
     assert len(waits) == 3
     pace.hurry(False)
     pace.wait(1)
     assert waits[3:] == [pytest.approx(1.5, abs=0.1)]
-    assert [Pace(rate).piece_bytes for rate in (None, 1e9, 1e6, 1.0)] == [1 << 20, 1 << 20, 100_000, 4096]
+    assert [SendPace(rate).piece_bytes for rate in (None, 1e9, 1e6, 1.0)] == [1 << 20, 1 << 20, 100_000, 4096]
 
 
 def test_several_senders_share_a_pace() -> None:
     """It is the node's, however many buddies there are."""
-    pace = Pace(1e6)
+    pace = SendPace(1e6)
     began = time.monotonic()
     with ThreadPoolExecutor(4) as pool:
         for done in [pool.submit(pace.wait, 50_000) for _ in range(8)]:

@@ -16,7 +16,7 @@ from torch.distributed.elastic.utils import store as store_util
 
 from dalsegno.agent.shell.world_store import WorldStore, connect
 from dalsegno.agent.workers.tcp_stores import StoreServers
-from dalsegno.agent.workers.worker_env import Place
+from dalsegno.agent.workers.worker_env import WorldPlace
 from dalsegno.protos import control_pb2
 
 pytestmark = pytest.mark.timeout(60)
@@ -33,7 +33,7 @@ class World:
         self._served: TCPStore | None = self._servers.use(world, mine=True)
 
     def store(self, rank: int, timeout: float = 30.0) -> WorldStore:
-        place = Place(rank, 2 * rank, 2, 2, 4, f"node-{rank}")
+        place = WorldPlace(rank, 2 * rank, 2, 2, 4, f"node-{rank}")
         store = self._served if rank == 0 else connect(self.host, self.port, 10.0, self.over.is_set)
         assert store is not None
         return WorldStore(store, place, timeout, self.over.is_set)

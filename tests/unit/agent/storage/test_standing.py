@@ -9,7 +9,7 @@ import pytest
 
 from dalsegno.agent.storage import standing as module
 from dalsegno.agent.storage.job_directory import JobDirectory
-from dalsegno.agent.storage.standing import Standing
+from dalsegno.agent.storage.standing import VolumeCheck
 
 
 def test_a_volume_that_is_gone_is_told_from_one_that_is_there(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_a_volume_that_is_gone_is_told_from_one_that_is_there(tmp_path: Path) ->
     job.probe()
     run_dir = job.run("run-0001")
     run_dir.mkdir()
-    standing = Standing(run_dir)
+    standing = VolumeCheck(run_dir)
     standing.check()
     volume.rename(away)
     (run_dir / "e1").mkdir(parents=True)
@@ -39,7 +39,7 @@ def test_a_volume_that_is_gone_is_told_from_one_that_is_there(tmp_path: Path) ->
 
 def test_without_a_probe_nothing_is_known(tmp_path: Path) -> None:
     """Nobody of ours has registered there."""
-    Standing(tmp_path / "job" / "run-0001").check()
+    VolumeCheck(tmp_path / "job" / "run-0001").check()
 
 
 def test_a_copy_is_not_sealed_before_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_a_copy_is_not_sealed_before_it_is_listed(tmp_path: Path, monkeypatch: p
         (tmp_path / name).write_bytes(b"x")
     until = time.monotonic() + 0.5
     monkeypatch.setattr(module, "list_files", lambda path: ["a"] if time.monotonic() < until else ["a", "b"])
-    standing = Standing(tmp_path)
+    standing = VolumeCheck(tmp_path)
     standing.wait_listed(tmp_path, {"a"})
     assert standing.lag == 0
     standing.wait_listed(tmp_path, {"a", "b"})

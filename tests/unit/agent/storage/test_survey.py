@@ -15,7 +15,7 @@ import pytest
 
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions import handling
-from dalsegno.agent.decisions.state import Join, Place
+from dalsegno.agent.decisions.state import Admission, Join
 from dalsegno.agent.storage import job_directory as agent_storage
 from dalsegno.agent.storage import survey
 from dalsegno.agent.storage.job_directory import JobDirectory, Storage, Survey
@@ -260,7 +260,7 @@ def replace_state() -> handling.AgentState:
     """An agent that prepares a patient Join of round 2."""
     state = handling.fresh(handling.AgentSettings())
     state.incarnation = "i"
-    state.place = Place(pb.Wait(round=2, look_for=pb.CheckpointRef(digest="d3")), Join(2, "d3", patient=True))
+    state.place = Admission(pb.Wait(round=2, look_for=pb.CheckpointRef(digest="d3")), Join(2, "d3", patient=True))
     return state
 
 

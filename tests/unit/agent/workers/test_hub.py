@@ -14,7 +14,7 @@ import pytest
 
 from dalsegno.agent.script import Script, asks_hub
 from dalsegno.agent.standby import hub_offline
-from dalsegno.agent.workers.hub import Hub, answers
+from dalsegno.agent.workers.hub import HubKnowledge, answers
 from dalsegno.protos.contract import Variable
 from tests.support.jobs.ports import free_port
 from tests.support.jobs.silent_hub import SilentHub
@@ -84,7 +84,7 @@ def test_workers_are_told_after_the_first_world_and_until_it_answers(tmp_path: P
     said: list[str] = []
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    hub = Hub(script(tmp_path), lambda text, _: said.append(text), {"HF_ENDPOINT": f"{url}/"}, (0.01, 0.01))
+    hub = HubKnowledge(script(tmp_path), lambda text, _: said.append(text), {"HF_ENDPOINT": f"{url}/"}, (0.01, 0.01))
     assert hub.variables(2) == {}, "not known yet"
     until(lambda: said)
     assert hub.variables(1) == {}
@@ -113,7 +113,7 @@ def test_nobody_is_asked_where_people_have_decided_or_nothing_asks(
 ) -> None:
     """Nothing leaves this machine for a script that has nothing to do with a hub."""
     environment = {"HF_ENDPOINT": silent.url, **environment}
-    assert Hub(script(tmp_path, text), print, environment, (0.01, 0.01)).variables(2) == {}
+    assert HubKnowledge(script(tmp_path, text), print, environment, (0.01, 0.01)).variables(2) == {}
     assert "hub" not in {thread.name for thread in threading.enumerate()}
     assert silent.asked == []
 

@@ -33,7 +33,7 @@ from dalsegno.elastic.rank.identity import Identity
 from dalsegno.elastic.saving.resuming import ResumePoint, newest
 from dalsegno.elastic.saving.saving import Content, Saver
 from dalsegno.elastic.training import entry
-from dalsegno.elastic.training.session import Session
+from dalsegno.elastic.training.session import BareSession
 from tests.unit.elastic.checkpoint.test_checkpoint import manifest_for
 
 LOSS = Best("step-4.e1.1", "loss", "min", 1.0)
@@ -233,10 +233,10 @@ def test_the_newest_and_its_best_always_stay(saves: list[tuple[int, bool]], keep
 
 
 @contextmanager
-def start(run_dir: Path, keep: int = 0) -> Iterator[Session]:
+def start(run_dir: Path, keep: int = 0) -> Iterator[BareSession]:
     """What ``session(checkpoint_dir=...)`` makes, without the process-wide one and its signal handler."""
     handler = signal.getsignal(signal.SIGTERM)
-    session = entry._open(Session, Identity(run_dir=run_dir), keep, True)
+    session = entry._open(BareSession, Identity(run_dir=run_dir), keep, True)
     try:
         yield session
     finally:
@@ -244,7 +244,7 @@ def start(run_dir: Path, keep: int = 0) -> Iterator[Session]:
         signal.signal(signal.SIGTERM, handler)
 
 
-def advance(session: Session, to: int) -> None:
+def advance(session: BareSession, to: int) -> None:
     while session.step < to:
         session.begin_step()
         session.end_step()

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from dalsegno.elastic import Batches, BatchPlan, ElasticSampler
-from dalsegno.elastic.data.looking import Look, Seen, look_at
+from dalsegno.elastic.data.looking import Inspected, Inspection, look_at
 from dalsegno.elastic.data.prints import Likeness, print_of
 from dalsegno.elastic.data.same_data import MOST, compared, merged
 from dalsegno.elastic.rank import rng
 from dalsegno.elastic.rank.agreement import Unlike
 
-LOOK = Look((0, 5, 9), 3, 10.0)
+LOOK = Inspection((0, 5, 9), 3, 10.0)
 
 
 def told(*numbers: int, varies: bool = False) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def test_what_is_drawn_is_compared_with_nothing_and_leaves_no_trace(kind: str) -
     np.random.seed(3)
     before = generators()
     seen = look_at(None, lambda index: index + DRAWS[kind](), LOOK)
-    assert seen == Seen(draws=True, varies=True)
+    assert seen == Inspected(draws=True, varies=True)
     assert generators() == before
     assert look_at(None, lambda index: (DRAWS[kind](), index)[1], LOOK).draws
     assert not look_at(None, lambda index: index, LOOK).draws
@@ -97,14 +97,14 @@ def test_generators_of_a_data_sets_own_are_put_back() -> None:
             ]
 
     data = Outer()
-    assert look_at(data, data.draw, LOOK) == Seen(draws=True, varies=True, own=True)
+    assert look_at(data, data.draw, LOOK) == Inspected(draws=True, varies=True, own=True)
     assert data.draw() == Outer().draw()
 
 
 def test_a_look_takes_no_time_and_raises_nothing() -> None:
     """Not more than one reading beyond its time; a sample that cannot be read is the training's affair."""
     asked: list[int] = []
-    assert look_at(None, asked.append, Look((0, 1), 3, -1.0)) == Seen()
+    assert look_at(None, asked.append, Inspection((0, 1), 3, -1.0)) == Inspected()
     assert asked == []
 
     def read(index: int) -> int:

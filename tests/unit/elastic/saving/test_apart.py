@@ -147,7 +147,7 @@ def test_ranks_go_only_if_somebody_still_wants_them_to(tmp_path: Path, monkeypat
     monkeypatch.setattr(staying, "insist", insisted.append)
     link, closed = FakeLink(), []
     link.drain = True
-    session = worker_session.Session(
+    session = worker_session.BareSession(
         Identity(epoch=1, socket="socket", run_dir=tmp_path),
         Solo(),
         link=link,  # type: ignore[arg-type]

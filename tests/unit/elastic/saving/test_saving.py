@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dalsegno.agent.workers.worker_env import Place, worker_environment
+from dalsegno.agent.workers.worker_env import WorldPlace, worker_environment
 from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, Position
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.identity import Identity, from_environment
@@ -99,7 +99,7 @@ def test_a_power_cut_leaves_the_last_checkpoint_whole(
 def test_a_manifest_says_the_jobs_nodes(tmp_path: Path) -> None:
     """A master that lost its store reads min and max nodes there, as the agent's environment gave them to the rank."""
     settings = control_pb2.Settings(min_nodes=2, max_nodes=4)
-    place = Place(group_rank=0, first_rank=0, nproc=1, nodes=1, world_size=1, node="node")
+    place = WorldPlace(group_rank=0, first_rank=0, nproc=1, nodes=1, world_size=1, node="node")
     world = control_pb2.World(epoch=1, run_id="run-0001")
     (given,) = worker_environment(world, place, settings, 1, "job", tmp_path, "default", {})
     identity = from_environment(given | {"LOCAL_RANK": "0", "DALSEGNO_SOCKET": "socket"})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dalsegno.elastic import Callback
-from dalsegno.elastic.trainer.hooks import Hooks, Known, matched
+from dalsegno.elastic.trainer.hooks import CallbackKey, Hooks, matched
 
 
 class Average(Callback):
@@ -95,4 +95,4 @@ def test_nothing_that_a_callback_was_made_with_is_written_down() -> None:
     (known,) = Hooks([Average(0.9, "secret")]).state_dict()["callback_settings"].values()
     assert known[0] == "Average"
     assert "secret" not in known[1]
-    assert matched({"a": Known("A", "x")}, {}).gone == ["a"]
+    assert matched({"a": CallbackKey("A", "x")}, {}).gone == ["a"]

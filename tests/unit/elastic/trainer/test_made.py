@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from dalsegno.elastic.checkpoint import Tracked
-from dalsegno.elastic.trainer.made import Made, steps_on_metric
+from dalsegno.elastic.trainer.made import MadeByScript, steps_on_metric
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -28,8 +28,8 @@ def test_optimizers_that_need_a_closure_are_refused() -> None:
     """By what their `step` takes; those that may have one are not."""
     for make in (lambda m: torch.optim.LBFGS(m.parameters()), lambda m: Closed(m.parameters(), lr=0.1)):
         with pytest.raises(ValueError, match=r"(LBFGS|Closed) computes the loss several times"):
-            Made(make, None, None, steps_itself=False).optimizer(nn.Linear(2, 2))
-    made = Made(adam, None, None, steps_itself=False)
+            MadeByScript(make, None, None, steps_itself=False).optimizer(nn.Linear(2, 2))
+    made = MadeByScript(adam, None, None, steps_itself=False)
     assert isinstance(made.optimizer(nn.Linear(2, 2)), torch.optim.Adam)
     assert (str(made), made.by_metric) == ("optimizer Adam", None)
 
@@ -59,7 +59,7 @@ def test_a_schedule_is_stepped_by_what_it_takes() -> None:
 )
 def test_a_plateau_needs_a_metric_that_means_the_same(metric: Tracked | None, engine: bool, line: str) -> None:
     """And somebody who steps it."""
-    made = Made(adam, ReduceLROnPlateau, metric, steps_itself=engine)
+    made = MadeByScript(adam, ReduceLROnPlateau, metric, steps_itself=engine)
     optimizer = made.optimizer(nn.Linear(2, 2))
     assert made.scheduler is not None
     if not line:

@@ -16,7 +16,7 @@ from dalsegno.elastic.rank.agreement import PART, Unlike, agree, differences, mi
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.saving.resuming import ResumePoint
 from dalsegno.elastic.training.opening import check_world
-from dalsegno.elastic.training.sources import Stateful, file_name, fingerprint
+from dalsegno.elastic.training.sources import StatefulLoader, file_name, fingerprint
 from tests.unit.elastic.checkpoint.test_checkpoint import manifest_for
 
 
@@ -139,7 +139,7 @@ class Numbers:
 
 def saved(taken: int, *, ahead: int) -> dict[str, Any]:
     """What a run holds of its loader after so many steps."""
-    source: Stateful[int] = Stateful(Numbers(), None)
+    source: StatefulLoader[int] = StatefulLoader(Numbers(), None)
     for _ in range(taken):
         source.take()
         source.ahead(ahead)
@@ -150,7 +150,7 @@ def saved(taken: int, *, ahead: int) -> dict[str, Any]:
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_state_is_that_of_the_last_batch_taken(ahead: int, caplog: pytest.LogCaptureFixture) -> None:
     """Also where the loader goes on working with what it gave as its state, and has moved on."""
-    again: Stateful[int] = Stateful(Numbers(), saved(3, ahead=ahead))
+    again: StatefulLoader[int] = StatefulLoader(Numbers(), saved(3, ahead=ahead))
     assert again.go_on() == ""
     assert [again.take(), again.take()] == [4, 5]
     assert again.ahead(1) == 0
@@ -158,7 +158,7 @@ def test_a_state_is_that_of_the_last_batch_taken(ahead: int, caplog: pytest.LogC
     broken = Numbers()
     broken.load_state_dict = None  # type: ignore[assignment,method-assign]
     # Accelerate's begins anew when it is told of its end.
-    over: Stateful[int] = Stateful(broken, saved(5, ahead=1))
+    over: StatefulLoader[int] = StatefulLoader(broken, saved(5, ahead=1))
     assert over.go_on() == ""
     assert over.ahead(1) == 0
 
@@ -178,12 +178,12 @@ def test_loaders_states_of_another_world_are_refused_under_an_agent(tmp_path: Pa
 
 def test_a_loader_that_goes_on_with_another_batch_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """Nobody else would notice that it has ignored its state; of a wrapper of Accelerate's it is a refusal."""
-    forgetful: Stateful[int] = Stateful(Numbers(keeps=False), saved(3, ahead=1))
+    forgetful: StatefulLoader[int] = StatefulLoader(Numbers(keeps=False), saved(3, ahead=1))
     assert forgetful.go_on() == ""
     assert "Numbers goes on with another batch than was next" in caplog.text
     wrapper = Numbers(keeps=False)
     wrapper.base_dataloader = Numbers()  # type: ignore[attr-defined]
-    assert "its state lacks the order" in Stateful(wrapper, saved(3, ahead=1)).go_on()
+    assert "its state lacks the order" in StatefulLoader(wrapper, saved(3, ahead=1)).go_on()
 
 
 def test_a_state_that_is_not_taken_is_a_problem_for_all() -> None:
@@ -191,5 +191,6 @@ def test_a_state_that_is_not_taken_is_a_problem_for_all() -> None:
     broken = Numbers()
     broken.load_state_dict = None  # type: ignore[assignment,method-assign]
     assert (
-        "does not go on from the state that was saved of it: TypeError" in Stateful(broken, saved(1, ahead=1)).go_on()
+        "does not go on from the state that was saved of it: TypeError"
+        in StatefulLoader(broken, saved(1, ahead=1)).go_on()
     )

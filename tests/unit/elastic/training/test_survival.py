@@ -14,7 +14,7 @@ from dalsegno.elastic.checkpoint import Position
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.training.copies import Copies
 from dalsegno.elastic.training.examination import Examination
-from dalsegno.elastic.training.session import Session
+from dalsegno.elastic.training.session import BareSession
 from dalsegno.elastic.training.survival import JUDGED_STEPS, Survival
 from dalsegno.elastic.training.training_state import TrainingState
 
@@ -65,7 +65,7 @@ class Loop:
         )
         self.part, self.model = Part(), nn.Linear(2, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        session = cast(Session, self.session)
+        session = cast(BareSession, self.session)
         state = TrainingState(session, model=self.model, optimizer=self.optimizer, part=self.part)
         self.survival = Survival(session, state.write, {**OPTIONS, **options}, wanted=True)
         self.lost = getattr(self, "lost", lambda: None)

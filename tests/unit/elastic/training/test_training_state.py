@@ -23,7 +23,7 @@ from dalsegno.elastic.training import reading_state
 from dalsegno.elastic.training.copies import Copies
 from dalsegno.elastic.training.examination import Examination
 from dalsegno.elastic.training.reading_state import check_same_names, read_tensors
-from dalsegno.elastic.training.session import Session
+from dalsegno.elastic.training.session import BareSession
 from tests.unit.elastic.checkpoint.test_best import start
 
 pytestmark = pytest.mark.timeout(60)
@@ -41,7 +41,7 @@ def parts(width: int = 8, lr: float = 0.1) -> dict[str, Any]:
     }
 
 
-def train(session: Session, made: dict[str, Any], until: int, how: str) -> list[tuple[float, float, float]]:
+def train(session: BareSession, made: dict[str, Any], until: int, how: str) -> list[tuple[float, float, float]]:
     """Losses, learning rates and loss scales; draws from torch, dropout and Python's generator."""
     state = TrainingState(session, **made)
     assert state.load() == (session.resume is not None)

@@ -14,12 +14,12 @@ from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.training.copies import Copies
 from dalsegno.elastic.training.examination import Examination
 from dalsegno.elastic.training.held_state import HeldState, held_by
-from dalsegno.elastic.training.session import Session
+from dalsegno.elastic.training.session import BareSession
 from dalsegno.elastic.training.training_state import TrainingState
-from dalsegno.elastic.training.unchanged import Boundary, Now, Seen, UnclearError, is_due, plain, why_not
+from dalsegno.elastic.training.unchanged import BoundaryNote, Now, SeenState, UnclearError, is_due, plain, why_not
 
-SEEN = Seen((("model.weight", 1), ("optimizer.exp_avg", 2), ("model.count", 3)), "rest")
-BOUNDARY = Boundary(7, (4, 5, 6), "plain", witnessed=True)
+SEEN = SeenState((("model.weight", 1), ("optimizer.exp_avg", 2), ("model.count", 3)), "rest")
+BOUNDARY = BoundaryNote(7, (4, 5, 6), "plain", witnessed=True)
 NOW = Now(SEEN, (4, 5, 6), "plain", stepping=False, lone={2: 6})
 
 
@@ -41,7 +41,7 @@ def test_what_has_not_changed_is_the_boundary() -> None:
         (BOUNDARY, replace(NOW, lone={2: 5}), "model.count is this rank's own"),
     ],
 )
-def test_any_doubt_means_no(boundary: Boundary, now: Now, why: str) -> None:
+def test_any_doubt_means_no(boundary: BoundaryNote, now: Now, why: str) -> None:
     assert why in why_not(SEEN, boundary, now)
 
 
@@ -86,7 +86,7 @@ class Watched:
         examination = Examination(0, True, 1, 1, True)
         session: Any = SimpleNamespace(rank=0, step=0, resume=None, examination=examination, copies=Copies(Solo()))
         self.state = TrainingState(
-            cast(Session, session), model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, **made
+            cast(BareSession, session), model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, **made
         )
         self.stepping = False
         self.held = HeldState(self.state, self._steps)
@@ -98,7 +98,7 @@ class Watched:
         self.stepping = True
 
     def note(self) -> None:
-        self.boundary = Boundary(1, self.held.versions(), self.held.plain(), self.stepping)
+        self.boundary = BoundaryNote(1, self.held.versions(), self.held.plain(), self.stepping)
         self.stepping = False
 
     def forward(self) -> Tensor:

@@ -15,16 +15,16 @@ from torch import nn
 from dalsegno.elastic import Evaluator, Tracked, Trainer, background
 from dalsegno.elastic.rank.identity import Identity
 from dalsegno.elastic.training import entry
-from dalsegno.elastic.training.session import Session
+from dalsegno.elastic.training.session import BareSession
 
 STEPS = 6
 
 
 @contextmanager
-def opened(run_dir: Path | None = None) -> Iterator[Session]:
+def opened(run_dir: Path | None = None) -> Iterator[BareSession]:
     """A session in a world of one, outside `dlrover-run`."""
     handler = signal.getsignal(signal.SIGTERM)
-    session = entry._open(Session, Identity(run_dir=run_dir), 0, True)
+    session = entry._open(BareSession, Identity(run_dir=run_dir), 0, True)
     try:
         yield session
     finally:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dalsegno.master.brain.events import StreamOpened
-from dalsegno.master.brain.state import Part, Phase
+from dalsegno.master.brain.state import MemberState, Phase
 from tests.support.jobs.masters import Driven, Node, all_join, settings
 
 
@@ -850,7 +850,7 @@ def test_a_failure_at_the_end_is_an_unplanned_change() -> None:
     all_join([a, b])
     assert job.phase is Phase.RUNNING
     assert job.epoch == 2
-    assert list(job.job.parts.values()) == [Part.RUNNING, Part.RUNNING]  # type: ignore[union-attr]
+    assert list(job.job.parts.values()) == [MemberState.RUNNING, MemberState.RUNNING]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("keep", [1, 3])

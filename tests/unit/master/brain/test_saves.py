@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dalsegno.master.brain import saves
-from dalsegno.master.brain.state import Part, Phase
+from dalsegno.master.brain.state import MemberState, Phase
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import Driven, Node, all_join, settings
 
@@ -368,7 +368,7 @@ def test_a_leaver_that_was_given_up_may_still_say_that_it_drained() -> None:
     a, b, c = leaving(job, 2)
     job.wait(9)
     assert c.drained(2).code == "OK"
-    assert job.job.parts[c.incarnation] is Part.LEFT
+    assert job.job.parts[c.incarnation] is MemberState.LEFT
     assert endings([a, b]) == [WAIT, WRITE]
 
 

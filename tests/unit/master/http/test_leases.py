@@ -11,7 +11,7 @@ pytest.importorskip("fastapi", reason="needs the extra relay")
 from dalsegno.master.http import leases
 from dalsegno.master.http.leases import RANDOM_BYTES, Token
 from dalsegno.protos import control_pb2 as pb
-from dalsegno.protos.commander import RunState
+from dalsegno.protos.commander_api import RunState
 from dalsegno.protos.run_file import RunFile
 
 FILE = RunFile.model_validate(

@@ -12,12 +12,12 @@ from dalsegno.master.leadership.standing import (
     LEASE_SECONDS,
     LOOK_SECONDS,
     Event,
+    KeyOrder,
     Leader,
-    Order,
+    LeadershipState,
     Replaced,
     Saw,
     Standing,
-    State,
     Stop,
     TookOver,
     Unanswered,
@@ -29,8 +29,8 @@ from dalsegno.master.leadership.standing import (
 ME, OTHER = Leader("me", "a:1"), Leader("other", "b:1", 4)
 
 
-def played(*events: Event, now: float = 10.0) -> State:
-    state = State("me", "a:1")
+def played(*events: Event, now: float = 10.0) -> LeadershipState:
+    state = LeadershipState("me", "a:1")
     for event in events:
         state = after(state, event, now)
     return state
@@ -41,29 +41,29 @@ LEADING = (Saw(None), Saw(ME), TookOver(5))
 
 def test_who_sees_nobody_campaigns_and_leads_with_the_key() -> None:
     """Look, write, lead; the generation follows into the key."""
-    assert order_at(State("me", "a:1"))[0] is Order.LOOK
+    assert order_at(LeadershipState("me", "a:1"))[0] is KeyOrder.LOOK
     state = played(Saw(None))
-    assert order_at(state) == (Order.CAMPAIGN, 10.0)
+    assert order_at(state) == (KeyOrder.CAMPAIGN, 10.0)
     state = after(state, Saw(ME), 10.0)
     assert leads(state)
-    assert order_at(state) == (Order.KEEP, 10.0 + KEEP_SECONDS)
+    assert order_at(state) == (KeyOrder.KEEP, 10.0 + KEEP_SECONDS)
     state = after(state, TookOver(5), 11.0)
-    assert order_at(state) == (Order.ANNOUNCE, 11.0)
+    assert order_at(state) == (KeyOrder.ANNOUNCE, 11.0)
     state = after(state, Saw(Leader("me", "a:1", 5)), 11.0)
-    assert order_at(state) == (Order.KEEP, 11.0 + KEEP_SECONDS)
+    assert order_at(state) == (KeyOrder.KEEP, 11.0 + KEEP_SECONDS)
 
 
 def test_a_follower_names_only_who_has_the_record() -> None:
     """A master that has just won the key would send agents away again."""
     assert played(Saw(OTHER)).named == "b:1"
     assert played(Saw(Leader("other", "b:1"))).named == ""
-    assert order_at(played(Saw(OTHER))) == (Order.LOOK, 10.0 + LOOK_SECONDS)
+    assert order_at(played(Saw(OTHER))) == (KeyOrder.LOOK, 10.0 + LOOK_SECONDS)
 
 
 def test_a_lost_answer_is_found_out_by_looking() -> None:
     """A campaign without an answer may have won."""
     state = played(Saw(None), Unanswered("away"))
-    assert order_at(state)[0] is Order.LOOK
+    assert order_at(state)[0] is KeyOrder.LOOK
     assert not leads(state)
     assert leads(after(state, Saw(ME), 11.0))
 
@@ -73,7 +73,7 @@ def test_an_ended_lease_ends_nothing() -> None:
     state = after(played(*LEADING), Saw(None), 20.0)
     assert leads(state)
     assert state.generation == 5
-    assert order_at(state) == (Order.CAMPAIGN, 20.0)
+    assert order_at(state) == (KeyOrder.CAMPAIGN, 20.0)
     assert leads(after(state, Unanswered(), 20.0 + LEASE_SECONDS))
     state = after(state, Saw(OTHER), 20.0)
     assert (leads(state), state.generation, state.named) == (False, 0, "b:1")
@@ -109,7 +109,7 @@ def test_one_address_for_two_is_an_error_only_if_it_stays() -> None:
 @pytest.mark.parametrize("seed", range(50))
 def test_whoever_was_told_to_stop_never_leads_again(seed: int) -> None:
     """Nor breaks, whatever comes in whichever order."""
-    random, state, now = Random(seed), State("me", "a:1"), 0.0
+    random, state, now = Random(seed), LeadershipState("me", "a:1"), 0.0
     said = [Saw(None), Saw(ME), Saw(OTHER), Unanswered(), TookOver(7), Replaced()]
     for _ in range(200):
         now += random.uniform(0.0, 2.0)
@@ -119,7 +119,7 @@ def test_whoever_was_told_to_stop_never_leads_again(seed: int) -> None:
     for event in said:
         state = after(state, event, now)
         assert state.standing is Standing.RESIGNING
-        assert order_at(state)[0] is Order.RESIGN
+        assert order_at(state)[0] is KeyOrder.RESIGN
 
 
 def test_a_leader_that_cannot_see_the_key_lets_its_agents_go() -> None:
@@ -127,6 +127,6 @@ def test_a_leader_that_cannot_see_the_key_lets_its_agents_go() -> None:
     state = after(played(*LEADING), Unanswered(), 10.0 + LEASE_SECONDS)
     assert leads(state)
     state = after(state, Unanswered(), 10.1 + LEASE_SECONDS)
-    assert (leads(state), state.generation, order_at(state)[0]) == (False, 0, Order.LOOK)
+    assert (leads(state), state.generation, order_at(state)[0]) == (False, 0, KeyOrder.LOOK)
     assert leads(after(state, Saw(Leader("me", "a:1", 5)), 20.0))
     assert after(state, Saw(None), 20.0).standing is Standing.CAMPAIGNING

@@ -17,9 +17,9 @@ from dalsegno.master.brain.state import (
     Failure,
     GoneBack,
     Job,
+    MemberState,
     Milestone,
     NextWorld,
-    Part,
     Phase,
     Recollection,
     Run,
@@ -106,7 +106,7 @@ def test_what_belongs_to_a_world_comes_back() -> None:
     assert job.phase is Phase.DRAINING
     assert job.world is not None
     assert [member.node for member in job.world.members] == ["host-0", "host-1"]
-    assert [job.part(member) for member in job.world.members] == [Part.DRAINED, Part.RUNNING]
+    assert [job.part(member) for member in job.world.members] == [MemberState.DRAINED, MemberState.RUNNING]
     assert job.told.first_step
     waiting = job_at("waiting")
     assert waiting.world is None
@@ -232,7 +232,7 @@ def test_a_copy_of_a_job_stays_as_it_was() -> None:
     before, stored = job.copy(), JobCodec.everything(job)
     assert job.opened is not None
     for incarnation in job.opened.parts:
-        job.opened.parts[incarnation] = Part.LOST
+        job.opened.parts[incarnation] = MemberState.LOST
     for name in list(job.nodes):
         job.nodes.drop(name)
     job.losses["a"] = job.arrivals = 7

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.master.brain.state import Part, Phase
+from dalsegno.master.brain.state import MemberState, Phase
 from dalsegno.master.record import store as store_module
 from dalsegno.master.record.codec import JobCodec
 from dalsegno.master.record.descriptors import are_exhausted
@@ -368,7 +368,7 @@ def test_a_record_of_version_1_comes_back_whole() -> None:
     assert (job.phase, job.epoch, [job.part(member) for member in job.world.members]) == (
         Phase.DRAINING,
         2,
-        [Part.RUNNING] * len(job.world.members),
+        [MemberState.RUNNING] * len(job.world.members),
     )
     assert job.told.first_step
     assert job.drain is not None
@@ -399,7 +399,7 @@ def test_only_what_changed_is_encoded() -> None:
     job.nodes.put(name, replace(job.nodes[name], warm=not job.nodes[name].warm))
     assert list(codec.changes(job)) == [f"node/{name}"]
     assert job.world is not None
-    job.parts[job.world.members[0].incarnation] = Part.LOST
+    job.parts[job.world.members[0].incarnation] = MemberState.LOST
     assert list(codec.changes(job)) == ["parts"]
     job.checkpoints.drop(job.checkpoints[0].digest)
     (rows,) = codec.changes(job).items()
