@@ -24,7 +24,7 @@ from dalsegno.protos.text import one_line
 from dalsegno.protos.yaml_text import InputRefused
 
 from .milestones.access import Access, add_tls
-from .milestones.commander import Away, CommanderClient
+from .milestones.commander_client import Away, CommanderClient
 from .volume import Volume, damage_of
 
 __all__ = ("add_export", "export")

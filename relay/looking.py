@@ -13,7 +13,8 @@ from dalsegno.protos.commander_api import RELEASE
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED
 from dalsegno.protos.text import one_line
 
-from .asking import AskedRun, NoAnswer, add_arguments
+from .asked_run import AskedRun, add_arguments
+from .milestones.commander_client import Away
 
 __all__ = ("add_events", "add_release", "add_status", "events", "release", "status", "status_lines")
 
@@ -45,7 +46,7 @@ def status(options: argparse.Namespace) -> int:
     asked = AskedRun(options)
     try:
         run = asked.get()
-    except NoAnswer as error:
+    except Away as error:
         return _failed(error)
     _show([json.dumps(run)] if options.json else status_lines(run))
     return EXIT_FINISHED
@@ -57,7 +58,7 @@ def events(options: argparse.Namespace) -> int:
     while True:
         try:
             said = asked.get("/events", after=after, wait=EVENTS_SECONDS if options.follow else 0)
-        except NoAnswer as error:
+        except Away as error:
             return _failed(error)
         found = [event for event in said.get("events", ()) if isinstance(event, dict)]
         for event in found:
@@ -72,7 +73,7 @@ def release(options: argparse.Namespace) -> int:
     asked = AskedRun(options, admin=True)
     try:
         said = asked.post(RELEASE)
-    except NoAnswer as error:
+    except Away as error:
         return _failed(error)
     text = f"{said.get('holder')} is fenced: {asked.run_id} is free for the next one"
     _show([json.dumps(said)] if options.json else [text])
@@ -113,6 +114,6 @@ def _show(lines: Any) -> None:
         print(line if line.startswith("{") else one_line(line), flush=True)
 
 
-def _failed(error: NoAnswer) -> int:
+def _failed(error: Away) -> int:
     print(f"dalsegno relay: {one_line(str(error))}", file=sys.stderr)
     return EXIT_FAILED

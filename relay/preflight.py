@@ -9,7 +9,7 @@ from dalsegno.protos.options import UsageError
 from dalsegno.protos.run_file import RunFile
 
 from .milestones.access import Access
-from .milestones.commander import Away, CommanderClient, Denied
+from .milestones.commander_client import Away, CommanderClient, Denied
 
 __all__ = ("Away", "ask")
 

@@ -20,7 +20,7 @@ from dalsegno.protos.run_file import RunFile
 from .agent_process import ends_with_parent
 from .milestones import restore
 from .milestones.alone import alone
-from .milestones.commander import Milestone
+from .milestones.commander_client import Milestone
 from .recovery import PodKnowledge, Way, way_of
 from .volume import Volume, damage_of
 

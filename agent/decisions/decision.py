@@ -157,7 +157,7 @@ def how_it_left(leave: Leave | None) -> str:
 def may_save(state: AgentState) -> bool:
     """Whether what the workers leave in memory is still the newest of the run: nobody has gone on without this node."""
     alone = state.world is not None and state.world.nodes == 1
-    return not state.fenced and state.open_epoch <= state.started and (state.link.up or alone)
+    return not state.fenced and state.open_epoch <= state.started and (state.contact.up or alone)
 
 
 def is_saved(state: AgentState) -> bool:
@@ -172,13 +172,13 @@ def is_saved(state: AgentState) -> bool:
         return False
     if epoch.drained is not None and epoch.drained_in_memory:
         held, leave = state.memory.held.get(epoch.drained.digest), state.leave
-        copied = held is not None and held.copies > 0 and not state.link.up
+        copied = held is not None and held.copies > 0 and not state.contact.up
         # Released behind its drain, and not recorded: some other part of it was lost.
         counts = state.phase == control_pb2.PHASE_DRAINING or epoch.committed_step >= epoch.step
         return copied or (leave is not None and ((leave.released and counts) or has_sealed(leave, epoch.drained)))
     if epoch.drained is not None or epoch.outcome is Outcome.FINISHED:
         return True
-    return epoch.agreed and 0 < epoch.step <= max(epoch.committed_step, 0 if state.link.up else epoch.sealed_step)
+    return epoch.agreed and 0 < epoch.step <= max(epoch.committed_step, 0 if state.contact.up else epoch.sealed_step)
 
 
 def has_sealed(leave: Leave, ref: control_pb2.CheckpointRef) -> bool:

@@ -27,7 +27,12 @@ def stopped(decision: Decision, event: ev.WorkersStopped) -> None:
     if event.epoch != state.started or state.workers is not Workers.NONE or state.ended:
         return
     state.epoch.flash_step = event.flash_step
-    if event.flash_part is None or state.world is None or state.epoch.outcome is Outcome.FINISHED or not state.link.up:
+    if (
+        event.flash_part is None
+        or state.world is None
+        or state.epoch.outcome is Outcome.FINISHED
+        or not state.contact.up
+    ):
         return
     state.epoch.flash_part = FlashPart(event.flash_part, decision.now + AGREE_SECONDS, over=not event.flash_part)
     decision.report_progress()

@@ -223,9 +223,9 @@ def call_failed(decision: Decision, event: ev.CallFailed) -> None:
 def link_changed(decision: Decision, up: bool) -> None:
     """The master is heard again, or no longer."""
     state = decision.state
-    if up == state.link.up:
+    if up == state.contact.up:
         return
-    state.link = MasterContact(up, None if up else decision.now)
+    state.contact = MasterContact(up, None if up else decision.now)
     if up:
         decision.do(ev.Say("the master is back"))
     elif state.workers is Workers.RUNNING:
@@ -273,7 +273,7 @@ def prepare_join(decision: Decision) -> None:
     if join is not None and answers(state.place, join, wanted):
         if join.lacks and not wanted.gathers:
             join = replace(join, again_at=decision.now)  # It is on the disk now.
-        elif join.again_at is None and join.sent and state.link.up and (join.lacks or is_blind(decision)):
+        elif join.again_at is None and join.sent and state.contact.up and (join.lacks or is_blind(decision)):
             state.place.join = join = replace(join, again_at=decision.now + LOOK_AGAIN_SECONDS)
         if join.again_at is None:
             return
@@ -480,10 +480,10 @@ def tell_workers(decision: Decision) -> None:
     state = decision.state
     if state.workers is not Workers.RUNNING:
         return
-    drain = state.leaving or state.drain is not None or state.link.drain
+    drain = state.leaving or state.drain is not None or state.contact.drain
     ending = state.drain.ending if state.drain is not None else control_pb2.ENDING_TOGETHER
     keep = state.epoch.keep_until is not None
-    flags = (drain, state.link.up, ending, drain and memory.to_memory(state), keep, state.save_order)
+    flags = (drain, state.contact.up, ending, drain and memory.to_memory(state), keep, state.save_order)
     if flags != state.epoch.told:
         state.epoch.told = flags
         decision.do(ev.TellWorkers(*flags))

@@ -115,7 +115,7 @@ def check_leave(decision: Decision) -> None:
         release = await_release(decision, leave)
         stopped = state.epoch.outcome is Outcome.STOPPED and not awaits_its_commit(state)
         nothing_to_record = stopped or state.epoch.refused
-        if nothing_to_record or decision.now >= release or not state.link.up:
+        if nothing_to_record or decision.now >= release or not state.contact.up:
             decision.exit_left()
         else:
             decision.wake_at(release)
@@ -147,16 +147,16 @@ def await_release(decision: Decision, leave: Leave) -> float:
 def check_outage(decision: Decision) -> None:
     """Drains a node that alone is cut off from the master. If nobody hears the master, training goes on."""
     state = decision.state
-    if state.link.lost_at is None or state.workers is not Workers.RUNNING or state.link.drain:
+    if state.contact.lost_at is None or state.workers is not Workers.RUNNING or state.contact.drain:
         return
-    fence(decision, state.link.lost_at)
-    if state.link.drain:
+    fence(decision, state.contact.lost_at)
+    if state.contact.drain:
         return
-    due = state.link.lost_at + state.settings.master_outage_timeout
+    due = state.contact.lost_at + state.settings.master_outage_timeout
     if decision.now < due:
         decision.wake_at(due)
     elif state.epoch.anyone_sees_master:
-        state.link = replace(state.link, drain=True)
+        state.contact = replace(state.contact, drain=True)
         decision.do(ev.Say("only this node is cut off from the master: it drains and waits", True))
 
 
@@ -173,7 +173,7 @@ def fence(decision: Decision, lost_at: float) -> None:
     if decision.now < due:
         decision.wake_at(due)
         return
-    state.link = replace(state.link, drain=True)
+    state.contact = replace(state.contact, drain=True)
     why = f"the master was not heard for {silence:g} s (--self-fence)"
     if state.epoch.has_session:
         decision.do(ev.Say(f"{why}: this node saves at the next step boundary, stops, and waits for it", True))

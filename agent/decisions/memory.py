@@ -216,7 +216,7 @@ def to_memory(state: AgentState) -> bool:
     """
     if state.drain is not None:
         return state.drain.to_memory
-    return state.leaving and state.link.up and state.world is not None and bool(state.world.place.buddies)
+    return state.leaving and state.contact.up and state.world is not None and bool(state.world.place.buddies)
 
 
 def drained_into(state: AgentState) -> str:
@@ -251,7 +251,12 @@ def spill_unheard(decision: Decision) -> None:
     Leavers may each count on the copy that another leaver has. Whoever finds all parts on the disk seals them.
     """
     state, digest = decision.state, drained_into(decision.state)
-    if state.link.up or state.leave is not None or state.workers is not Workers.NONE or digest not in state.memory.held:
+    if (
+        state.contact.up
+        or state.leave is not None
+        or state.workers is not Workers.NONE
+        or digest not in state.memory.held
+    ):
         return
     ref = state.epoch.drained
     if ref is not None and digest != state.epoch.spilled and not writes_all(state, ref):
@@ -288,4 +293,4 @@ def is_safe(state: AgentState) -> bool:
     if leave.released or has_sealed(leave, ref):
         return True
     over = leave.spill is not None and leave.spill.over
-    return over and not state.link.up and state.memory.held[ref.digest].copies > 0
+    return over and not state.contact.up and state.memory.held[ref.digest].copies > 0

@@ -319,7 +319,7 @@ def workers_ended(decision: Decision) -> None:
     codes = [code for _, code in epoch.exits]
     drained = ev.WORKER_DRAINED in codes or any(has_drained(decision, rank) for rank, _ in epoch.exits)
     epoch.outcome = Outcome.DRAINED if drained else Outcome.FINISHED
-    if not state.link.up and not state.leaving:
+    if not state.contact.up and not state.leaving:
         # A leaver does not wait, and its last line says how it ended.
         how = "drained" if drained else "finished"
         decision.do(

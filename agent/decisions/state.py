@@ -291,7 +291,7 @@ class AgentState:
         place: the way to a place in the next world.
         drain: the master's order to save and stop; None: it has given none.
         memory: what is in the memory of this node.
-        link: the connection to the master.
+        contact: the connection to the master.
         leave: the notice; None: none came.
     """
 
@@ -339,7 +339,7 @@ class AgentState:
     open_epoch: int = 0
     # Whether a directive has come in before.
     directed: bool = False
-    link: MasterContact = field(default_factory=MasterContact)
+    contact: MasterContact = field(default_factory=MasterContact)
     leave: Leave | None = None
     fenced: bool = False
     ended: bool = False

@@ -29,8 +29,8 @@ from .layouts import Complete, FileState, complete, number_of_file, state_of
 from .naming import is_log
 from .slices import Behind, SaveSlice, choose, names_it
 from .slots import Slots
-from .standing import VolumeCheck
 from .taking import Before, Changed, Origin, adopt, save_directory
+from .volume_check import VolumeCheck
 
 __all__ = ["Adopter", "Before", "Origin", "adopt", "save_directory"]
 

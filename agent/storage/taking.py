@@ -29,7 +29,7 @@ from dalsegno.protos import control_pb2
 
 from .layouts import FileState, state_of
 from .slices import SaveSlice
-from .standing import VolumeCheck
+from .volume_check import VolumeCheck
 
 __all__ = ["Before", "Changed", "Origin", "adopt", "save_directory"]
 

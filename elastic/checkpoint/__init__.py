@@ -10,9 +10,9 @@ from .inventory import Inventory, Unsealed, finished_runs, inspect, inventory
 from .layout import FORMS, MANIFEST, SHARDED, UNIVERSAL, WEIGHTS, CheckpointName, is_checkpoint_name
 from .manifest import Cut, FileEntry, Manifest, Order, Position, Ref, Shape
 from .retention import Retirement, lineage, retirable
+from .run_directory import CheckpointStore, DirectoryInUse, LocalLock
 from .saved_as import SavedAs
 from .seal import describe, seal
-from .store import CheckpointStore, DirectoryInUse, LocalLock
 from .verify import read_sealed, verify, verify_files, verify_listing
 
 __all__ = (

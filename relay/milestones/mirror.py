@@ -32,7 +32,7 @@ from . import due
 from .access import Access, add_tls, secret
 from .alone import alone
 from .child import Transfer, patience
-from .commander import Away, CommanderClient, Milestone
+from .commander_client import Away, CommanderClient, Milestone
 from .metrics_file import MetricsFile
 from .snapshot import Snapshot, freeze, snapshots
 

@@ -16,7 +16,7 @@ from dalsegno.elastic.checkpoint.reading import read_regular
 from dalsegno.protos.text import one_line
 
 from .child import Outcome, Transfer, patience
-from .commander import Milestone
+from .commander_client import Milestone
 from .run_manifest import FOLDER, MANIFEST_PATH, MAX_BYTES, RunManifest
 
 __all__ = ("RevisionRefused", "Unreachable", "baseline", "restore", "restore_newest")

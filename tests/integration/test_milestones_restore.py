@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dalsegno.elastic.checkpoint import Manifest, inventory, verify
-from dalsegno.relay.milestones.commander import Milestone
+from dalsegno.relay.milestones.commander_client import Milestone
 from dalsegno.relay.milestones.restore import RevisionRefused, Unreachable, baseline, restore, restore_newest
 from tests.support.hub.scene import REPO, Scene
 
@@ -189,7 +189,7 @@ def test_a_hub_out_of_reach_is_no_reason_to_go_back(scenes: Scenes, monkeypatch:
 _RESTORE = """
 import sys
 from pathlib import Path
-from dalsegno.relay.milestones.commander import Milestone
+from dalsegno.relay.milestones.commander_client import Milestone
 from dalsegno.relay.milestones.restore import restore
 repo, revision, step, checkpoint, digest, checkpoints, hf = sys.argv[1:]
 restore(Milestone(repo, revision, int(step), checkpoint, digest), Path(checkpoints), Path(hf))

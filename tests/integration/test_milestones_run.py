@@ -19,7 +19,7 @@ pytest.importorskip("fastapi", reason="needs the extra relay")
 pytest.importorskip("yaml", reason="needs the extra relay")
 
 from dalsegno.elastic.checkpoint import inventory
-from dalsegno.relay.milestones.commander import Milestone
+from dalsegno.relay.milestones.commander_client import Milestone
 from dalsegno.relay.milestones.restore import restore_newest
 from tests.support.hub.client import Hub
 from tests.support.hub.scene import REPO, milestones_on

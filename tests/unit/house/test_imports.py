@@ -185,7 +185,7 @@ def test_imports_follow_the_table(path: Path) -> None:
         # Floors: up, beside, and what is in no room.
         ("agent/decisions/ranks.py", "from ..shell import effects"),
         ("agent/storage/adoption.py", "from ..processes.proc import is_alive"),
-        ("elastic/checkpoint/store.py", "from ..rank import identity"),
+        ("elastic/checkpoint/run_directory.py", "from ..rank import identity"),
         ("elastic/data/sampler.py", "from ..saving import saving"),
         ("master/server/driver.py", "from ..cli import main"),
         ("swift_plugin/hf/trainer.py", "from .. import swift_hooks"),
@@ -210,7 +210,7 @@ def test_a_planted_violation_is_seen(path: str, source: str) -> None:
             "agent/shell/effects.py",
             "from dalsegno.protos import control_pb2\nfrom ..decisions import events\nimport torch, grpc",
         ),
-        ("elastic/data/sampler.py", "from ..checkpoint import store\nimport numpy, google.protobuf"),
+        ("elastic/data/sampler.py", "from ..checkpoint import run_directory\nimport numpy, google.protobuf"),
         ("elastic/universal/conversion.py", "from ..checkpoint import seal\nfrom . import forms"),
         ("master/cli.py", "from .http import edge\nfrom .server import server"),
         ("swift_plugin/sft.py", "from dalsegno.elastic import session\nimport swift"),

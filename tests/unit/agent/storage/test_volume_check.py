@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.storage import standing as module
+from dalsegno.agent.storage import volume_check as module
 from dalsegno.agent.storage.job_directory import JobDirectory
-from dalsegno.agent.storage.standing import VolumeCheck
+from dalsegno.agent.storage.volume_check import VolumeCheck
 
 
 def test_a_volume_that_is_gone_is_told_from_one_that_is_there(tmp_path: Path) -> None:

@@ -17,17 +17,13 @@ from dalsegno.protos.text import one_line
 from dalsegno.protos.yaml_text import InputRefused
 
 from .milestones.access import Access, add_tls
-from .milestones.commander import FAILURES, exchange, failure
+from .milestones.commander_client import FAILURES, Away, exchange, failure
 
-__all__ = ("AskedRun", "NoAnswer", "add_arguments")
+__all__ = ("AskedRun", "add_arguments")
 
 # Seconds for an answer; one that waits for events may take as long again.
 ANSWER_SECONDS = 30.0
 LONGEST_ANSWER_BYTES = 16 << 20
-
-
-class NoAnswer(Exception):
-    """The Commander does not answer, or refuses; one line says why."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,12 +65,12 @@ class AskedRun:
         self._tls = access.context()
 
     def get(self, path: str = "", **query: object) -> dict[str, Any]:
-        """What is there, below the run. Raises NoAnswer."""
+        """What is there, below the run. Raises Away."""
         wanted = "&".join(f"{name}={quote(str(value))}" for name, value in query.items())
         return self._ask(f"{path}?{wanted}" if wanted else path, None)
 
     def post(self, path: str) -> dict[str, Any]:
-        """Gives an order. Raises NoAnswer."""
+        """Gives an order. Raises Away."""
         return self._ask(path, b"")
 
     def _ask(self, path: str, body: bytes | None) -> dict[str, Any]:
@@ -83,12 +79,12 @@ class AskedRun:
         try:
             code, text = exchange(request, ANSWER_SECONDS, LONGEST_ANSWER_BYTES, self._tls)
             if not 200 <= code < 300:
-                raise NoAnswer(_reason(code, text))
+                raise Away(_reason(code, text))
             answer = json.loads(text)
         except FAILURES as error:
-            raise NoAnswer(str(failure(error, self.url))) from error
+            raise failure(error, self.url) from error
         if not isinstance(answer, dict):
-            raise NoAnswer(f"{self.url} answers something else than a Commander would")
+            raise Away(f"{self.url} answers something else than a Commander would")
         return answer
 
 
