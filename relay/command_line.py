@@ -38,7 +38,7 @@ def agent_command(
     file: RunFile,
     volume: Volume,
     master: str,
-    notice: float,
+    notice_seconds: float,
     *,
     logs: Path,
     tls: Sequence[str] = (),
@@ -51,7 +51,7 @@ def agent_command(
         file: the run.
         volume: its place.
         master: HOST:PORT of its master.
-        notice: seconds that SIGTERM gives.
+        notice_seconds: seconds that SIGTERM gives.
         logs: where the agent and the trainer write their logs.
         tls: flags about certificates.
         initial: what a run without a checkpoint starts from; None: nothing.
@@ -66,7 +66,7 @@ def agent_command(
         f"--log-dir={logs}",
         f"--node-timeout={max(LEAST_NODE_TIMEOUT_SECONDS, file.lease_seconds):g}",
         "--quiet-time=0",
-        f"--drain-timeout={notice:g}",
+        f"--drain-timeout={notice_seconds:g}",
         f"--keep-checkpoints={file.keep_last}",
         "--keep-saves=1",
         # What it writes is seen here, too, as it would be without us.

@@ -197,7 +197,7 @@ def _command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]
     return [sys.executable, *torchrun, *module, options.script, *arguments]
 
 
-def _run(command: list[str], environment: dict[str, str], timeout: float) -> int | None:
+def _run(command: list[str], environment: dict[str, str], timeout_seconds: float) -> int | None:
     """Runs the command. Returns the exit code; None: it took too long. No process of it is left afterwards."""
     # Orphans become children of this process, even if they have left their process group.
     adopt_orphans()
@@ -206,7 +206,7 @@ def _run(command: list[str], environment: dict[str, str], timeout: float) -> int
         process = subprocess.Popen(command, env={**environment, **lifeline.environment()}, start_new_session=True)
     lifeline.add_group(process.pid)
     try:
-        return process.wait(timeout)
+        return process.wait(timeout_seconds)
     except subprocess.TimeoutExpired:
         return None
     finally:

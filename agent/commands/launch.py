@@ -207,7 +207,7 @@ def _connect(
         options.job_id,
         options.node_timeout,
         console.say,
-        patience=options.connect_timeout,
+        patience_seconds=options.connect_timeout,
         listen=listen,
     )
     try:
@@ -218,18 +218,18 @@ def _connect(
     return _Source((), embedded.credentials, embedded)
 
 
-def _hosted_elsewhere(address: str, directory: JobDirectory, console: Console, patience: float) -> _Source:
+def _hosted_elsewhere(address: str, directory: JobDirectory, console: Console, patience_seconds: float) -> _Source:
     """The master that another node hosts; the job's token comes with the checkpoint directory that all nodes see.
 
     Raises:
-        UsageError: the other node has no address within `patience` seconds.
+        UsageError: the other node has no address within `patience_seconds`.
     """
     if not answers(address):
         console.say(
-            f"waiting for the master at {address}: the node with that address hosts it; at most {patience:g} s "
+            f"waiting for the master at {address}: the node with that address hosts it; at most {patience_seconds:g} s "
             "(--connect-timeout)"
         )
-        wait_for_name(address, patience)
+        wait_for_name(address, patience_seconds)
     return _Source((address,), lambda: Credentials(read_token(directory.private)))
 
 

@@ -172,24 +172,24 @@ class ClaimFile:
             self._replace(moved)
             return moved
 
-    def starting(self, timeout: float, closing: threading.Event) -> contextlib.AbstractContextManager[None]:
+    def starting(self, timeout_seconds: float, closing: threading.Event) -> contextlib.AbstractContextManager[None]:
         """A lock that is held while a master is looked for or started. The kernel frees it when the holder dies.
 
         Raises:
-            LockTimeout: it could not be taken within `timeout` seconds, or `closing` was set.
+            LockTimeout: it could not be taken within `timeout_seconds`, or `closing` was set.
         """
-        return self._lock(_START_LOCK, timeout, closing)
+        return self._lock(_START_LOCK, timeout_seconds, closing)
 
     @contextlib.contextmanager
-    def _lock(self, name: str, timeout: float, closing: threading.Event) -> Iterator[None]:
-        deadline = time.monotonic() + timeout
+    def _lock(self, name: str, timeout_seconds: float, closing: threading.Event) -> Iterator[None]:
+        deadline = time.monotonic() + timeout_seconds
         while True:
             with self._try_lock(name) as held:
                 if held:
                     yield
                     return
             if time.monotonic() >= deadline or closing.wait(_LOCK_PAUSE_SECONDS):
-                raise LockTimeout(f"{self.path} is locked by another process for more than {timeout:.0f} s")
+                raise LockTimeout(f"{self.path} is locked by another process for more than {timeout_seconds:.0f} s")
 
     @contextlib.contextmanager
     def _try_lock(self, name: str) -> Iterator[bool]:

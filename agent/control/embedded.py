@@ -92,7 +92,7 @@ class EmbeddedMaster:
         node_timeout: float,
         say: Callable[[str, bool], None] = lambda text, warning: None,
         command: Sequence[str] = COMMAND,
-        patience: float = 60.0,
+        patience_seconds: float = 60.0,
         machine: Machine | None = None,
         listen: tuple[str, int] = LOOPBACK,
     ) -> None:
@@ -105,7 +105,7 @@ class EmbeddedMaster:
         self._command = tuple(command)
         self._listen = listen
         # A watched claim must have time to show that it stands still.
-        self._patience_seconds = max(patience, self._watch_seconds + _SILENCE_SECONDS)
+        self._patience_seconds = max(patience_seconds, self._watch_seconds + _SILENCE_SECONDS)
         self._machine = machine or Machine()
         self._place = self._machine.place()
         self._claims = ClaimFile(directory, self._machine)

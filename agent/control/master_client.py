@@ -176,10 +176,10 @@ class MasterClient:
         with self._changed:
             return len(self._queue)
 
-    def flush(self, timeout: float) -> bool:
-        """Waits until every call was answered. False: not within `timeout` seconds."""
+    def flush(self, timeout_seconds: float) -> bool:
+        """Waits until every call was answered. False: not within `timeout_seconds`."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._queue, timeout)
+            return self._changed.wait_for(lambda: not self._queue, timeout_seconds)
 
     def close(self) -> None:
         """Ends the threads; what was not sent is lost. Bounded."""

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 # What the ranks drained into memory is told before their drain is. After so many seconds it is told without.
-PART_PATIENCE = 10.0
+PART_PATIENCE_SECONDS = 10.0
 # So many steps that the ranks want on the disk are remembered: the newest counts, and older ones are being written.
 MOST_WANTED = 8
 
@@ -232,7 +232,7 @@ def awaits_its_part(decision: Decision) -> bool:
     if not digest or digest in state.memory.held:
         return False
     if state.epoch.part_deadline is None:
-        state.epoch.part_deadline = decision.now + PART_PATIENCE
+        state.epoch.part_deadline = decision.now + PART_PATIENCE_SECONDS
     if decision.now >= state.epoch.part_deadline:
         return False
     decision.wake_at(state.epoch.part_deadline)

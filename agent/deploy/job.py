@@ -99,8 +99,8 @@ class JobSpec:
     checkpoints: str
     secrets: Secrets
     etcd: tuple[str, ...]
-    drain_timeout: int
-    grace: int
+    drain_timeout_seconds: int
+    grace_seconds: int
     resources: Mapping[str, Mapping[str, str]]
     shm: str
     env: Mapping[str, str]
@@ -141,13 +141,13 @@ def job_of(values: Any) -> JobSpec:
         nnodes=(low, high),
         replicas=table.whole("replicas", high, least=1),
         nproc=table.text("nproc", "1"),
-        controller=table.one_of("controller", ("JobSpec", "Deployment"), "JobSpec"),
+        controller=table.one_of("controller", ("Job", "Deployment"), "Job"),
         claim=_claim(table),
         checkpoints=table.path("checkpoints", "/checkpoints"),
         secrets=_secrets(table.below("secrets")),
         etcd=_endpoints(table),
-        drain_timeout=drain,
-        grace=table.whole("grace", drain + BEYOND_DRAIN_SECONDS),
+        drain_timeout_seconds=drain,
+        grace_seconds=table.whole("grace", drain + BEYOND_DRAIN_SECONDS),
         resources=_resources(table),
         shm=table.quantity("shm"),
         env=table.texts("env"),

@@ -20,7 +20,7 @@ STATE = "/state"
 # --max-restarts, is for what fails inside the run; this one only ends a loop of pods that die at their start.
 LOST_PODS = 100
 # Seconds that a silent master's port may stay closed: it waits for its store, and ends itself if it hangs.
-LIVENESS_PERIOD, LIVENESS_FAILURES = 20, 15
+LIVENESS_PERIOD_SECONDS, LIVENESS_FAILURES = 20, 15
 
 
 def objects(job: JobSpec) -> list[Object]:
@@ -132,7 +132,7 @@ def _master_pod(job: JobSpec, store: str, mounts: Mounts, *more: str) -> Object:
     # Nothing more than an open port: whoever stands by, or waits for its store, is not to be killed.
     one["livenessProbe"] = {
         "tcpSocket": {"port": "grpc"},
-        "periodSeconds": LIVENESS_PERIOD,
+        "periodSeconds": LIVENESS_PERIOD_SECONDS,
         "failureThreshold": LIVENESS_FAILURES,
     }
     return pod_template(job, MASTER, one, mounts)
@@ -199,7 +199,7 @@ def _trainer_pod(job: JobSpec, restart: str) -> Object:
         words = len(job.flags) + len(job.command)
         line[-words:] = [_literal(word) for word in line[-words:]]
     one = container(TRAINER, job.image, line, job.resources, env, mounts)
-    more: Object = {"restartPolicy": restart, "terminationGracePeriodSeconds": job.grace}
+    more: Object = {"restartPolicy": restart, "terminationGracePeriodSeconds": job.grace_seconds}
     if job.node_selector:
         more["nodeSelector"] = dict(job.node_selector)
     if job.tolerations:
@@ -213,7 +213,7 @@ def _as_variables(job: JobSpec, master: str, files: SecretFiles) -> list[Object]
         Variable.MASTER: master,
         f"{Variable.FLAG}JOB_ID": job.name,
         f"{Variable.FLAG}CHECKPOINT_DIR": job.checkpoints,
-        f"{Variable.FLAG}DRAIN_TIMEOUT": str(job.drain_timeout),
+        f"{Variable.FLAG}DRAIN_TIMEOUT": str(job.drain_timeout_seconds),
         f"{Variable.FLAG}TOKEN_FILE": files.token,
         f"{Variable.FLAG}TLS_CA": files.tls_ca,
         f"{Variable.FLAG}NODE_NAME": "$(POD_NAME)",

@@ -133,21 +133,21 @@ class NodeSaver:
         answer = self._ask({"do": "freeze"}, _FREEZES_WITHIN_SECONDS) if self._up else {}
         return int(answer.get("step", 0)) if answer.get("spread") else None
 
-    def save(self, timeout: float, *, part: bool = False) -> int:
+    def save(self, timeout_seconds: float, *, part: bool = False) -> int:
         """The workers are gone: writes what is in memory, where this node has all of it.
 
         Args:
-            timeout: seconds to wait for that; then it goes on behind.
+            timeout_seconds: seconds to wait for that; then it goes on behind.
             part: also where other nodes have the rest, which do the same.
 
         Returns:
             The step that is on the disk now; 0: none is, or not yet.
         """
-        return int(self._ask({"do": "save", "part": part}, timeout).get("saved", 0)) if self._up else 0
+        return int(self._ask({"do": "save", "part": part}, timeout_seconds).get("saved", 0)) if self._up else 0
 
-    def settle(self, timeout: float) -> bool:
-        """Waits at most `timeout` seconds until all that the workers asked for is on the disk."""
-        deadline, calm = time.monotonic() + timeout, 0
+    def settle(self, timeout_seconds: float) -> bool:
+        """Waits at most `timeout_seconds` until all that the workers asked for is on the disk."""
+        deadline, calm = time.monotonic() + timeout_seconds, 0
         while self._up and calm < 2 and time.monotonic() < deadline:
             calm = 0 if self._ask({"do": "busy"}, _ANSWERS_WITHIN_SECONDS).get("busy") else calm + 1
             time.sleep(_ASK_EVERY_SECONDS)  # why: the library's saver tells nobody when it is done
@@ -241,7 +241,7 @@ class NodeSaver:
                 # Under the lock, so that no order of the next world comes before this one.
                 self._ask({**self._world, "again": self._made}, 0.0)
 
-    def _ask(self, order: dict[str, Any], timeout: float) -> dict[str, Any]:
+    def _ask(self, order: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
         """Sends one order. Returns its answer; empty if none comes, and then that companion is ended."""
         process = self._process
         assert process.stdin is not None
@@ -255,10 +255,11 @@ class NodeSaver:
                 return {}
             with self._news:
                 self._news.wait_for(
-                    lambda: self._answer.get("answers") == number or self._closed or process.poll() is not None, timeout
+                    lambda: self._answer.get("answers") == number or self._closed or process.poll() is not None,
+                    timeout_seconds,
                 )
                 answer = self._answer if self._answer.get("answers") == number else {}
-        if not answer and timeout and not self._closed and order["do"] != "save":
+        if not answer and timeout_seconds and not self._closed and order["do"] != "save":
             logger.error("the saver of Flash Checkpoint does not answer (%s)", order["do"])
             self._end(process)
         return answer

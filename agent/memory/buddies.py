@@ -18,9 +18,9 @@ from .holdings import StepPart
 __all__ = ["Buddies", "Buddy"]
 
 # Between the tries of one part, seconds. A newer one ends them.
-_PAUSES = (0.5, 2.0, 5.0)
+_PAUSES_SECONDS = (0.5, 2.0, 5.0)
 # What has failed for so long is said (seconds), also if newer parts take the place of what failed.
-_SAY_AFTER = 10.0
+_SAY_AFTER_SECONDS = 10.0
 # What another try may mend: room is made when older steps are deleted, and a buddy may serve many others just now.
 _MAY_PASS = (
     grpc.StatusCode.UNAVAILABLE,
@@ -97,7 +97,7 @@ class Buddy:
                 logger.exception("%s was not sent to %s", part, shown(self.address))
 
     def _send(self, part: StepPart) -> None:
-        for pause in (*_PAUSES, None):
+        for pause in (*_PAUSES_SECONDS, None):
             try:
                 self._peers.send(self.address, part, self._pace)
             except CheckpointDamaged as damaged:
@@ -108,7 +108,7 @@ class Buddy:
                 now = time.monotonic()
                 self._failing_since = self._failing_since or now
                 over = pause is None or error.ours or error.code not in _MAY_PASS
-                if over or now - self._failing_since >= _SAY_AFTER:
+                if over or now - self._failing_since >= _SAY_AFTER_SECONDS:
                     self._complain(part, error)
                 if over or pause is None:
                     return

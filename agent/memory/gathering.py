@@ -24,7 +24,7 @@ __all__ = ["Gatherer"]
 # Parts at once. More do not come faster.
 _AT_ONCE = 4
 # A peer that serves too many others is asked again, for so long; seconds.
-_PATIENCE, _FIRST_PAUSE, _LAST_PAUSE = 30.0, 0.1, 2.0
+_PATIENCE_SECONDS, _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 30.0, 0.1, 2.0
 
 logger = logging.getLogger(__name__)
 Then = Callable[["control_pb2.Checkpoint | str"], None]
@@ -72,10 +72,10 @@ class Gatherer:
             fence.close()
             then("too many checkpoints are being gathered")
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout_seconds: float) -> None:
         """Ends what is under way."""
         self._stop.set()
-        self._line.close(timeout)
+        self._line.close(timeout_seconds)
 
     def _gather(
         self, run_id: str, ref: control_pb2.CheckpointRef, parts: Sequence[control_pb2.HeldPart]
@@ -132,7 +132,7 @@ class Gatherer:
     def _fetch(
         self, address: str, run_id: str, ref: control_pb2.CheckpointRef, group_rank: int, stopped: Callable[[], bool]
     ) -> HeldParts:
-        deadline, pause = time.monotonic() + _PATIENCE, _FIRST_PAUSE
+        deadline, pause = time.monotonic() + _PATIENCE_SECONDS, _FIRST_PAUSE_SECONDS
         while True:
             if stopped():
                 raise PeerError(grpc.StatusCode.CANCELLED, "it is not wanted any more", ours=True)
@@ -143,4 +143,4 @@ class Gatherer:
                 if not crowded or time.monotonic() > deadline:
                     raise
             self._stop.wait(pause)  # it serves too many others just now, and does not tell when it is done
-            pause = min(2 * pause, _LAST_PAUSE)
+            pause = min(2 * pause, _LAST_PAUSE_SECONDS)

@@ -22,7 +22,7 @@ __all__ = ["NAME", "MemoryIdentity", "StrangerError", "certificate_at"]
 # The name in each certificate, by which callers check it: they know it by its digest, and not by its address.
 NAME = "dalsegno-peer"
 # For connecting, and for the handshake; seconds.
-_PATIENCE = 5.0
+_PATIENCE_SECONDS = 5.0
 
 
 class StrangerError(Exception):
@@ -91,7 +91,7 @@ def certificate_at(address: PeerAddress) -> bytes:
     context.set_alpn_protocols(["h2"])
     try:
         with (
-            socket.create_connection(host_and_port(address.target), _PATIENCE) as plain,
+            socket.create_connection(host_and_port(address.target), _PATIENCE_SECONDS) as plain,
             context.wrap_socket(plain) as secured,
         ):
             shown = secured.getpeercert(binary_form=True) or b""

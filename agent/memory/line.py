@@ -42,14 +42,14 @@ class Line:
             return False
         return True
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout_seconds: float) -> None:
         """What has not begun is dropped; what is under way has so many seconds."""
         self._closing.set()
         # Where there is no room for that, it looks at `_closing` after what it is at.
         with contextlib.suppress(queue.Full):
             self._work.put_nowait(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join(timeout)
+            self._thread.join(timeout_seconds)
 
     def _run(self) -> None:
         self._prepare()

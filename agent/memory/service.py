@@ -25,7 +25,7 @@ __all__ = ["PeerServer", "PeerService"]
 # At once. What comes beyond that is told so, and asks again.
 MOST_CALLS = 16
 # For calls to end when the server stops, seconds.
-_STOP_WITHIN = 5.0
+_STOP_WITHIN_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -142,4 +142,4 @@ class PeerServer:
 
     def close(self) -> None:
         """Ends calls under way, and waits for that a little."""
-        self._server.stop(0).wait(_STOP_WITHIN)
+        self._server.stop(0).wait(_STOP_WITHIN_SECONDS)

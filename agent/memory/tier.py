@@ -33,7 +33,7 @@ from .writing import DISK_STALL_SECONDS, Writer
 __all__ = ["HeldParts", "MemoryTier"]
 
 # That what is under way has when the agent ends, seconds.
-_CLOSE_WITHIN = 5.0
+_CLOSE_WITHIN_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -347,10 +347,10 @@ class MemoryTier:
         self._writer.end()
         self._buddies.close()
         self._watch.close()
-        self._gatherer.close(_CLOSE_WITHIN)
+        self._gatherer.close(_CLOSE_WITHIN_SECONDS)
         self._server.close()
         for line in (self._writer, self._quick, self._slow):
-            line.close(_CLOSE_WITHIN)
+            line.close(_CLOSE_WITHIN_SECONDS)
         self._place.close()
 
     # ---- what the threads tell ----

@@ -101,10 +101,10 @@ class Writer:
         with self._lock:
             self._closed = True
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout_seconds: float) -> None:
         """Ends it; blocks for so many seconds at most."""
         self.end()
-        self._line.close(timeout)
+        self._line.close(timeout_seconds)
         self._watch.close()
 
     def _work(self, order: _Order, write: Callable[[Callable[[], str]], str]) -> None:

@@ -76,13 +76,13 @@ def find(groups: dict[int, int], mark: str) -> list[int]:
     return found
 
 
-def end_all(groups: dict[int, int], mark: str, patience: float = PATIENCE_SECONDS) -> None:
+def end_all(groups: dict[int, int], mark: str, patience_seconds: float = PATIENCE_SECONDS) -> None:
     """SIGKILLs the groups and all carriers of the mark until two scans in a row find none alive."""
     ours = {group: started for group, started in groups.items() if is_ours(group, started)}
     for group in ours:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
-    quiet, deadline = 0, time.monotonic() + patience
+    quiet, deadline = 0, time.monotonic() + patience_seconds
     while quiet < QUIET_SCANS and time.monotonic() < deadline:
         found = find(ours, mark)
         for pid in found:

@@ -97,12 +97,12 @@ class Lifeline:
             self._removals.append(line)
             self._send(line)
 
-    def close(self, timeout: float = 10.0) -> None:
-        """Ends everything that is registered or carries the token, and the keeper. Takes at most `timeout` seconds.
+    def close(self, timeout_seconds: float = 10.0) -> None:
+        """Ends everything that is registered or carries the token, and the keeper. Takes at most `timeout_seconds`.
 
         Only the first call does. If the keeper has died, even just now, another one is started for that.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout_seconds
         with self._lock:
             if self._closing.is_set():
                 return
@@ -117,10 +117,12 @@ class Lifeline:
                 if self._process.wait(max(0.0, deadline - time.monotonic())) == 0:
                     break
             except subprocess.TimeoutExpired:
-                logger.error("the keeper (process %d) did not end within %.0f s: killed", self._process.pid, timeout)
+                logger.error(
+                    "the keeper (process %d) did not end within %.0f s: killed", self._process.pid, timeout_seconds
+                )
                 self._end_now()
                 break
-        self._watcher.join(timeout)
+        self._watcher.join(timeout_seconds)
 
     def _end_now(self) -> None:
         self._process.kill()

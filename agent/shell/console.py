@@ -53,9 +53,9 @@ class Console:
             self._outlet.put(f"{self._name}: {mark}{text}\n".encode(errors="replace"))
         logging.getLogger("dalsegno.agent.shell.console").log(logging.WARNING if warning else logging.INFO, "%s", text)
 
-    def flush(self, timeout: float) -> None:
-        """Waits until everything is shown, at most `timeout` seconds."""
-        self._outlet.flush(timeout)
+    def flush(self, timeout_seconds: float) -> None:
+        """Waits until everything is shown, at most `timeout_seconds`."""
+        self._outlet.flush(timeout_seconds)
 
 
 class _Where(logging.Filter):

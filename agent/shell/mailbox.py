@@ -26,9 +26,9 @@ class Mailbox(Generic[T]):
         patience: seconds that `put` waits for room before it raises `MailboxFull`.
     """
 
-    def __init__(self, capacity: int = 4096, patience: float = 30.0) -> None:
+    def __init__(self, capacity: int = 4096, patience_seconds: float = 30.0) -> None:
         self._capacity = capacity
-        self._patience_seconds = patience
+        self._patience_seconds = patience_seconds
         self._items: OrderedDict[Hashable, T] = OrderedDict()
         self._changed = threading.Condition()
         self._serial = 0
@@ -51,13 +51,13 @@ class Mailbox(Generic[T]):
             self._items[key] = item
             self._changed.notify_all()
 
-    def get(self, timeout: float | None) -> T | None:
-        """The oldest item; None if none came within `timeout` seconds (None: waits for ever)."""
-        if timeout is not None:
+    def get(self, timeout_seconds: float | None) -> T | None:
+        """The oldest item; None if none came within `timeout_seconds` (None: waits for ever)."""
+        if timeout_seconds is not None:
             # Longer ones, such as a person's "never", are an OverflowError.
-            timeout = min(timeout, threading.TIMEOUT_MAX / 2)
+            timeout_seconds = min(timeout_seconds, threading.TIMEOUT_MAX / 2)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._items, timeout):
+            if not self._changed.wait_for(lambda: self._items, timeout_seconds):
                 return None
             _, item = self._items.popitem(last=False)
             self._changed.notify_all()

@@ -42,16 +42,16 @@ class Outlet:
         if fd is not None:
             threading.Thread(target=self._write_all, name="outlet", daemon=True).start()
 
-    def put(self, data: bytes, patience: float = 0.0) -> bool:
+    def put(self, data: bytes, patience_seconds: float = 0.0) -> bool:
         """Queues some whole lines. False: they were dropped.
 
         Args:
             data: what to write.
-            patience: seconds to wait for room while not a byte is read. After one such wait in vain nothing waits any
-                more, until somebody reads again.
+            patience_seconds: how long to wait for room while not a byte is read. After one such wait in vain
+                nothing waits any more, until somebody reads again.
         """
         with self._changed:
-            if patience and not self._stalled and not self._room(len(data), patience):
+            if patience_seconds and not self._stalled and not self._room(len(data), patience_seconds):
                 self._stalled = True
             if self._gone:
                 return False
@@ -63,19 +63,19 @@ class Outlet:
             self._changed.notify_all()
             return True
 
-    def flush(self, timeout: float) -> bool:
-        """Waits until everything is written, at most `timeout` seconds. False: not within them."""
+    def flush(self, timeout_seconds: float) -> bool:
+        """Waits until everything is written, at most `timeout_seconds`. False: not within them."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._gone or not self._size_bytes, timeout)
+            return self._changed.wait_for(lambda: self._gone or not self._size_bytes, timeout_seconds)
 
-    def _room(self, size: int, patience: float) -> bool:
+    def _room(self, size: int, patience_seconds: float) -> bool:
         """Waits for room as long as anything is read; the caller holds the lock."""
-        seen, deadline = self._written, time.monotonic() + patience
+        seen, deadline = self._written, time.monotonic() + patience_seconds
         while self._size_bytes and self._size_bytes + size > _CAPACITY_BYTES and not self._gone:
             if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
                 return False
             if self._written != seen:
-                seen, deadline = self._written, time.monotonic() + patience
+                seen, deadline = self._written, time.monotonic() + patience_seconds
         return True
 
     def _write_all(self) -> None:

@@ -97,12 +97,14 @@ class Rendezvous(RendezvousHandler):
         config: this node's configuration.
         addresses: the master's.
         files: token and certificates.
-        timeout: seconds that one `next_rendezvous` may take.
+        timeout_seconds: for one `next_rendezvous`.
     """
 
-    def __init__(self, config: AgentConfig, addresses: list[str], files: CredentialFiles, timeout: float) -> None:
+    def __init__(
+        self, config: AgentConfig, addresses: list[str], files: CredentialFiles, timeout_seconds: float
+    ) -> None:
         self._config = config
-        self._timeout_seconds = timeout
+        self._timeout_seconds = timeout_seconds
         self._changed = threading.Condition()
         self._world: tuple[control_pb2.World, TCPStore | None] | None = None
         self._running: control_pb2.World | None = None
@@ -339,8 +341,8 @@ def _create(params: RendezvousParameters) -> Rendezvous:
         addresses=params.endpoint,
         tls=files.tls,
     )
-    timeout = float(params.get_as_int("timeout", 900) or 900)
-    return Rendezvous(config, params.endpoint.split(","), files, timeout)
+    timeout_seconds = float(params.get_as_int("timeout", 900) or 900)
+    return Rendezvous(config, params.endpoint.split(","), files, timeout_seconds)
 
 
 def factory() -> RendezvousHandlerCreator:

@@ -35,13 +35,13 @@ ROLES, RANKS = "torchelastic/role_info/", "torchelastic/assigned_ranks/"
 Answer = TypeVar("Answer")
 
 
-def connect(host: str, port: int, timeout: float, is_over: Callable[[], bool]) -> TCPStore | None:
-    """Connects to a world's store on another node. None: the world is over, or it took longer than `timeout` seconds.
+def connect(host: str, port: int, timeout_seconds: float, is_over: Callable[[], bool]) -> TCPStore | None:
+    """Connects to a world's store on another node. None: the world is over, or it took longer than `timeout_seconds`.
 
     Args:
         is_over: whether the world is over; its node may have died before anybody had connected.
     """
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout_seconds
     while not is_over() and time.monotonic() < deadline:
         try:
             # torch's client tries for several times its timeout, with a warning for each.
@@ -65,7 +65,7 @@ class WorldStore:
         is_over: whether the world is over.
     """
 
-    def __init__(self, store: TCPStore, place: WorldPlace, timeout: float, is_over: Callable[[], bool]) -> None:
+    def __init__(self, store: TCPStore, place: WorldPlace, timeout_seconds: float, is_over: Callable[[], bool]) -> None:
         # Some of its methods are unknown to torch's stubs.
         self._store: Any = store
         self._place = place
@@ -73,7 +73,7 @@ class WorldStore:
         self._own_role: Any = b""
         # Why the store cannot be reached any more.
         self._broken: DistError | None = None
-        self.timeout = timedelta(seconds=timeout)
+        self.timeout = timedelta(seconds=timeout_seconds)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long an operation may take."""

@@ -28,18 +28,18 @@ class AheadWorkers:
     Args:
         on_settled: called on any thread when one of them waits for its place, or has ended.
         patience: seconds until those that still run are given up.
-        take_patience: seconds that a worker may take to take its place.
+        take_patience_seconds: seconds that a worker may take to take its place.
     """
 
     def __init__(
         self,
         on_settled: Callable[[], None],
-        patience: float = AHEAD_PATIENCE_SECONDS,
-        take_patience: float = TAKE_PATIENCE_SECONDS,
+        patience_seconds: float = AHEAD_PATIENCE_SECONDS,
+        take_patience_seconds: float = TAKE_PATIENCE_SECONDS,
     ) -> None:
         self._on_settled = on_settled
-        self._patience_seconds = patience
-        self._placing = Placing(take_patience)
+        self._patience_seconds = patience_seconds
+        self._placing = Placing(take_patience_seconds)
         self._lock = threading.Lock()
         self._workers: dict[int, tuple[Nursery, Assignment, StandbyProcess]] = {}
         self._timer: threading.Timer | None = None

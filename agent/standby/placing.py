@@ -40,8 +40,8 @@ class Placing:
         patience: seconds that a worker may take to take its place.
     """
 
-    def __init__(self, patience: float) -> None:
-        self._patience_seconds = patience
+    def __init__(self, patience_seconds: float) -> None:
+        self._patience_seconds = patience_seconds
         self._lock = threading.Lock()
         # Timers of workers that got their place and have not said that they took it.
         self._late: dict[StandbyProcess, threading.Timer] = {}

@@ -41,7 +41,7 @@ class StandbyPool:
             its place.
         python: the interpreter.
         fork: one nursery that forks; False: a process per worker. It falls back to that by itself.
-        ahead_patience: seconds that a script may run ahead before it is given up.
+        ahead_patience_seconds: seconds that a script may run ahead before it is given up.
         patience: seconds that imports may take before a nursery is given up. Its workers then start cold.
         notices: signals that a nursery ignores, because they may be sent to all processes of the node.
         early: a nursery that was started before; it is used if it was started as this pool would have done it.
@@ -57,8 +57,8 @@ class StandbyPool:
         python: str = sys.executable,
         fork: bool = True,
         notices: Sequence[int] = (),
-        patience: float = _IMPORT_PATIENCE_SECONDS,
-        ahead_patience: float = AHEAD_PATIENCE_SECONDS,
+        patience_seconds: float = _IMPORT_PATIENCE_SECONDS,
+        ahead_patience_seconds: float = AHEAD_PATIENCE_SECONDS,
         early: StartedNursery | None = None,
     ) -> None:
         self._lifeline = lifeline
@@ -69,7 +69,7 @@ class StandbyPool:
         self._python = python
         self._fork = fork
         self._notices = tuple(int(number) for number in notices)
-        self._patience_seconds = patience
+        self._patience_seconds = patience_seconds
         self._early = early
         self._stuck = 0
         self._lock = threading.RLock()
@@ -77,7 +77,7 @@ class StandbyPool:
         # These start nothing any more, but are the parents of living workers.
         self._retired: list[Nursery] = []
         self._closed = False
-        self._ahead = AheadWorkers(self._advance, ahead_patience)
+        self._ahead = AheadWorkers(self._advance, ahead_patience_seconds)
         self._stayed = StayedWorkers()
         # What is to run ahead, by local rank; and whether `on_warm` was called for this `fill`.
         self._wanted: tuple[Assignment, ...] = ()

@@ -32,11 +32,11 @@ class StayedWorkers:
     """The workers of one node that have stayed.
 
     Args:
-        take_patience: seconds that a worker may take to take its place.
+        take_patience_seconds: seconds that a worker may take to take its place.
     """
 
-    def __init__(self, take_patience: float = TAKE_PATIENCE_SECONDS) -> None:
-        self._placing = Placing(take_patience)
+    def __init__(self, take_patience_seconds: float = TAKE_PATIENCE_SECONDS) -> None:
+        self._placing = Placing(take_patience_seconds)
         self._lock = threading.Lock()
         self._workers: dict[int, tuple[Nursery, Assignment, StandbyProcess]] = {}
 

@@ -131,13 +131,13 @@ class Adopter:
             self._request = asked
             self._news.notify_all()
 
-    def wait_met(self, timeout: float, over: Callable[[], bool]) -> bool:
-        """Waits until what the script saved when it was asked is taken, for at most `timeout` seconds.
+    def wait_met(self, timeout_seconds: float, over: Callable[[], bool]) -> bool:
+        """Waits until what the script saved when it was asked is taken, for at most `timeout_seconds`.
 
         Args:
             over: whether it is not worth waiting any more.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout_seconds
         with self._news:
             while not self._met and not self._closing and (left := deadline - time.monotonic()) > 0 and not over():
                 # why: the end of a process is no event here.
@@ -153,8 +153,8 @@ class Adopter:
         """The workers are stopped. From now on stillness does not prove that a file was written to its end."""
         self._interrupted = True
 
-    def settle(self, timeout: float, *, ended_well: bool = True) -> None:
-        """Waits until everything complete has been adopted, or cannot be; at most `timeout` seconds.
+    def settle(self, timeout_seconds: float, *, ended_well: bool = True) -> None:
+        """Waits until everything complete has been adopted, or cannot be; at most `timeout_seconds`.
 
         Args:
             ended_well: a worker has ended by itself, with all that it saved; interrupted workers may have been saving.
@@ -165,7 +165,7 @@ class Adopter:
             self._trusting += ended_well
             mine = self._asked
             self._news.notify_all()
-            self._news.wait_for(lambda: self._closing or self._answered >= mine, timeout)
+            self._news.wait_for(lambda: self._closing or self._answered >= mine, timeout_seconds)
             self._trusting -= ended_well
 
     def _run(self) -> None:

@@ -259,20 +259,20 @@ class Adoption:
             logger.warning("nobody can tell which save answers: %s", error)
         return True
 
-    def wait_met(self, timeout: float, over: Callable[[], bool]) -> bool:
+    def wait_met(self, timeout_seconds: float, over: Callable[[], bool]) -> bool:
         """See `Adopter.wait_met`."""
-        return (adopter := self._adopter) is not None and adopter.wait_met(timeout, over)
+        return (adopter := self._adopter) is not None and adopter.wait_met(timeout_seconds, over)
 
     @property
     def met(self) -> bool:
         """Whether the script was asked to save, and what it saved then is taken."""
         return (adopter := self._adopter) is not None and adopter.met
 
-    def settle(self, timeout: float = SETTLE_WITHIN_SECONDS) -> None:
+    def settle(self, timeout_seconds: float = SETTLE_WITHIN_SECONDS) -> None:
         """Called when workers have ended: adopts what they saved last before that is reported. From any thread."""
         adopter = self._adopter
         if adopter is not None:
-            adopter.settle(timeout)
+            adopter.settle(timeout_seconds)
 
     def interrupt(self) -> None:
         """Called when workers are about to be stopped. From any thread."""

@@ -32,9 +32,9 @@ class StoreServers:
         address: Where the next one is bound.
     """
 
-    def __init__(self, address: str, timeout: float = 300.0) -> None:
+    def __init__(self, address: str, timeout_seconds: float = 300.0) -> None:
         self.address = address
-        self._timeout_seconds = timedelta(seconds=timeout)
+        self._timeout_seconds = timedelta(seconds=timeout_seconds)
         self._waiting: dict[int, TCPStore] = {}
         self._used: TCPStore | None = None
 

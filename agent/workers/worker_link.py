@@ -190,13 +190,13 @@ class WorkerLink:
             if self._expected is not None:
                 self._expected.pids[local_rank] = pid
 
-    def flush(self, pid: int, timeout: float) -> bool:
-        """Waits until everything that process `pid`, now ended, said is delivered. False: not within `timeout`."""
+    def flush(self, pid: int, timeout_seconds: float) -> bool:
+        """Waits until everything that process `pid`, now ended, said is delivered; False: not in time."""
         done = threading.Event()
         with self._lock:
             self._flushes.append((pid, done))
         self._wake()
-        return done.wait(timeout)
+        return done.wait(timeout_seconds)
 
     def last_step(self, epoch: int, rank: int) -> int | None:
         """The last step of a rank whose process is gone; None if it has counted none. Can be called once."""

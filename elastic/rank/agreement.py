@@ -36,7 +36,7 @@ def agree(
     problem: str = "",
     *,
     final: bool = True,
-    patience: float | None = None,
+    patience_seconds: float | None = None,
 ) -> None:
     """Compares what the ranks were given. Collective: one gather.
 
@@ -48,7 +48,7 @@ def agree(
         alike: What must be alike, by name; plain JSON values. What some rank does not mention is not compared.
         problem: Something that this rank alone has found, because of which no rank may begin.
         final: Another start would find the same problem.
-        patience: Seconds that the others may take to come; default: the group's own timeout.
+        patience_seconds: What the others may take to come; default: the group's own timeout.
 
     Raises:
         Unlike: Something differs, or some part of the data belongs to no rank.
@@ -58,7 +58,11 @@ def agree(
     """
     said = {"alike": dict(alike), "problem": problem, "final": final}
     try:
-        answers = collective.gather(said) if patience is None else collective.gather(said, patience=patience)
+        answers = (
+            collective.gather(said)
+            if patience_seconds is None
+            else collective.gather(said, patience_seconds=patience_seconds)
+        )
     except RuntimeError as error:
         raise RuntimeError(f"another rank ended before the first step; its own output says why ({error})") from error
     told = [answer["alike"] for answer in answers]

@@ -62,11 +62,11 @@ class Collective(Protocol):
         """Rank 0's ``message`` (plain JSON values) on every rank; the others' is ignored."""
         ...
 
-    def gather(self, message: Any, *, patience: float | None = None) -> list[Any]:
+    def gather(self, message: Any, *, patience_seconds: float | None = None) -> list[Any]:
         """Every rank's ``message`` (plain JSON values), in rank order, on every rank.
 
         Args:
-            patience: Seconds that it may take; after that the group is unusable. Default: the group's own timeout.
+            patience_seconds: What it may take; after that the group is unusable. Default: the group's own timeout.
         """
         ...
 
@@ -113,7 +113,7 @@ class Solo:
     def broadcast(self, message: Any) -> Any:
         return message
 
-    def gather(self, message: Any, *, patience: float | None = None) -> list[Any]:
+    def gather(self, message: Any, *, patience_seconds: float | None = None) -> list[Any]:
         return [message]
 
     def barrier(self) -> None:
@@ -173,11 +173,11 @@ class GlooCollective:
         # Messages are short, so one gather of all ranks is as good as a real broadcast.
         return self.gather(message if self.rank == 0 else None)[0]
 
-    def gather(self, message: Any, *, patience: float | None = None) -> list[Any]:
+    def gather(self, message: Any, *, patience_seconds: float | None = None) -> list[Any]:
         import torch
 
         data = json.dumps(message, allow_nan=True).encode()
-        sizes = self._all_gather(torch.tensor([len(data)], dtype=torch.int64, device="cpu"), patience)
+        sizes = self._all_gather(torch.tensor([len(data)], dtype=torch.int64, device="cpu"), patience_seconds)
         padded = torch.zeros(max(int(size.item()) for size in sizes), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = self._all_gather(padded)
@@ -237,15 +237,15 @@ class GlooCollective:
         options.reduceOp = dist.ReduceOp(getattr(dist.ReduceOp, operation))
         return _Reduction(self._connected().allreduce([tensor], options), tensor, self._wait)
 
-    def _all_gather(self, tensor: Any, patience: float | None = None) -> list[Any]:
+    def _all_gather(self, tensor: Any, patience_seconds: float | None = None) -> list[Any]:
         import torch
 
         parts = [torch.zeros_like(tensor) for _ in range(self.world_size)]
         work = self._connected().allgather([parts], [tensor])
-        if patience is None:
+        if patience_seconds is None:
             self._wait(work)
         else:
-            work.wait(timedelta(seconds=patience))
+            work.wait(timedelta(seconds=patience_seconds))
         return parts
 
     def _wait(self, work: Any) -> None:

@@ -105,7 +105,7 @@ class Meetings:
     def _tell(self, error: Exception) -> None:
         text = " ".join(str(error).split()) or type(error).__name__
         try:
-            agree(self._collective, {}, text, patience=PATIENCE_SECONDS)
+            agree(self._collective, {}, text, patience_seconds=PATIENCE_SECONDS)
         except Refusal as refusal:
             self.refused(str(refusal))
         except Trouble:

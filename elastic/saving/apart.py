@@ -123,13 +123,13 @@ def seal_once(path: Path, manifest: Manifest) -> Manifest:
     return manifest
 
 
-def unless_stuck(work: Callable[[], T], count: Count, patience: float) -> T:
-    """Runs ``work`` as long as bytes move at least every ``patience`` seconds; 0: without a limit.
+def unless_stuck(work: Callable[[], T], count: Count, patience_seconds: float) -> T:
+    """Runs ``work`` as long as bytes move at least every ``patience_seconds``; 0: without a limit.
 
     Raises:
         TimeoutError: No byte moved for that long. ``work`` runs on by itself.
     """
-    if patience <= 0:
+    if patience_seconds <= 0:
         return work()
     result: list[T] = []
     errors: list[BaseException] = []
@@ -145,9 +145,9 @@ def unless_stuck(work: Callable[[], T], count: Count, patience: float) -> T:
             done.set()
 
     threading.Thread(target=run, name="dalsegno-sync", daemon=True).start()
-    while not done.wait(max(0.01, patience - count.still())):
-        if count.still() >= patience:
-            raise TimeoutError(STUCK.format(patience))
+    while not done.wait(max(0.01, patience_seconds - count.still())):
+        if count.still() >= patience_seconds:
+            raise TimeoutError(STUCK.format(patience_seconds))
     if errors:
         raise errors[0]
     return result[0]

@@ -133,12 +133,12 @@ class Flight:
         copied: Callable[[], None],
         seal: Callable[[tuple[FileEntry, ...]], str] | None,
         done: Count,
-        patience: float,
+        patience_seconds: float,
         reports: AbstractContextManager[None],
     ) -> None:
         self._path, self._rank, self._world_size = path, rank, world_size
         self._files, self._copied = files, copied
-        self._seal, self._done, self._patience, self._reports = seal, done, patience, reports
+        self._seal, self._done, self._patience, self._reports = seal, done, patience_seconds, reports
         self._written, self._over, self._cancelled = threading.Event(), threading.Event(), threading.Event()
         self._error: Exception | None = None
         self._stuck: TimeoutError | None = None

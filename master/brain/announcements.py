@@ -13,7 +13,7 @@ from .turn import Turn, names, of_nodes
 from .waits import SAID_AFTER_SECONDS
 
 # Seconds after the start of its workers from which a script that has not called `session()` may have none.
-SESSION_WITHIN = 30.0
+SESSION_WITHIN_SECONDS = 30.0
 # Seconds after ranks have lost a connection in which the node that ended should be seen to be gone.
 NAMED_WITHIN_SECONDS = 3.0
 NOT_YET = "the script has not called session() yet"
@@ -152,7 +152,7 @@ def waiting_to_grow(turn: Turn, new: list[Node], until: float | None, since: flo
     epoch.growth_told = who
     resume = resume_point(turn.job)
     if until is None:
-        epoch.growth_told_at = turn.heard + max(SESSION_WITHIN, turn.heard - turn.live.phase_heard)
+        epoch.growth_told_at = turn.heard + max(SESSION_WITHIN_SECONDS, turn.heard - turn.live.phase_heard)
         turn.overdue(epoch.growth_told_at)
         if may_call_session(turn):
             what = (

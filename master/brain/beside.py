@@ -18,7 +18,7 @@ from .turn import Turn, names
 __all__ = ("holds", "holds_growth", "is_over", "owe", "still_owed", "tend")
 
 # They are waited for so long until a line says so, and then each time that the wait has doubled (seconds).
-SAID_AFTER = 5.0
+SAID_AFTER_SECONDS = 5.0
 
 
 def owe(turn: Turn, world: World, resume: Checkpoint | None) -> None:
@@ -142,7 +142,7 @@ def say_wait(turn: Turn, held: Conversion, source: Checkpoint) -> None:
     """After some seconds, and each time that the wait has doubled: what is waited for, and how far it is."""
     life = turn.live.conversion
     if life.wait is None:
-        life.wait = ConversionWait(turn.now, SAID_AFTER)
+        life.wait = ConversionWait(turn.now, SAID_AFTER_SECONDS)
     if not turn.due(life.wait.since + life.wait.said_after):
         return
     seconds = turn.now - life.wait.since

@@ -26,7 +26,7 @@ from .turn import Turn
 __all__ = ("WriteOrder", "cannot_write", "durable", "on_disk", "orders", "tend", "want_durable")
 
 # A node that could not write a step to the disk is asked again so much later (seconds).
-ASKED_AGAIN = 10.0
+ASKED_AGAIN_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def cannot(turn: Turn, node: Node, step: HeldStep, failure: str) -> None:
     """
     held = turn.live.held
     held.version += 1
-    step.unable[node.incarnation] = turn.now + ASKED_AGAIN
+    step.unable[node.incarnation] = turn.now + ASKED_AGAIN_SECONDS
     known, held.complaints[node.name] = held.complaints.get(node.name), failure
     if node.incarnation not in step.told:
         step.told[node.incarnation] = None

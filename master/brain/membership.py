@@ -254,7 +254,7 @@ def check_liveness(turn: Turn) -> bool:
     return bool(dead)
 
 
-def death_of(turn: Turn, node: Node, timeout: float) -> str:
+def death_of(turn: Turn, node: Node, timeout_seconds: float) -> str:
     """Why this node counts as dead now; "" while it does not.
 
     If all streams are closed, the listening clock stands still: the path to the master broke, or everybody is gone, and
@@ -272,18 +272,22 @@ def death_of(turn: Turn, node: Node, timeout: float) -> str:
         grace = 0.0 if suspect else CLOSED_GRACE_SECONDS
         if not suspect and turn.is_working(node):
             # Steps that take longer than that have not stopped; a broken stream comes back meanwhile.
-            grace = timeout if epoch.stopping else min(timeout, max(CLOSED_GRACE_SECONDS, 1.2 * epoch.longest_seconds))
+            grace = (
+                timeout_seconds
+                if epoch.stopping
+                else min(timeout_seconds, max(CLOSED_GRACE_SECONDS, 1.2 * epoch.longest_seconds))
+            )
         if suspect or not was_silent_before(turn, presence):
             due = presence.closed if suspect else max(presence.closed, proof) + grace
             return "its connection closed" if turn.overdue(due) else ""
-    if not turn.overdue(max(presence.heard, proof) + timeout):
+    if not turn.overdue(max(presence.heard, proof) + timeout_seconds):
         return ""
     # Somebody must have been heard after this node's next word was due; otherwise the master may be the one cut off.
     beat = heartbeat_of(turn.job)
     if turn.live.clock.word_shown < presence.heard + 1.5 * beat:
         turn.due(turn.now + beat)
         return ""
-    return f"silent for {timeout:.0f} s"
+    return f"silent for {timeout_seconds:.0f} s"
 
 
 def was_silent_before(turn: Turn, presence: Presence) -> bool:

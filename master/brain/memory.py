@@ -37,7 +37,7 @@ __all__ = (
 
 # A part of the resume point that nobody holds is lost after so long (seconds): a new master hears its holders one by
 # one.
-LOST_AFTER = 3.0
+LOST_AFTER_SECONDS = 3.0
 # Steps of one epoch that are remembered: nodes hold two or three, and not all the same ones.
 MOST_STEPS = 8
 
@@ -243,7 +243,7 @@ def is_gone(turn: Turn, record: Checkpoint) -> bool:
     if step.missing_since is None:
         step.missing_since = turn.heard
     unheard = any(not turn.presence(node).spoke and turn.is_fresh(node) for node in turn.job.nodes.values())
-    return not unheard and turn.overdue(step.missing_since + LOST_AFTER)
+    return not unheard and turn.overdue(step.missing_since + LOST_AFTER_SECONDS)
 
 
 def lost(turn: Turn, resume: Checkpoint | None) -> bool:

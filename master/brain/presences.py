@@ -82,14 +82,14 @@ class Presences:
         presence.closed, presence.opened = None, True
         self.broken.pop(name, None)
 
-    def suspects(self, shown: float, timeout: float) -> list[str]:
-        """All names that may be dead by a silence of `timeout`, or because their stream closed; some are not."""
-        near = shown - timeout * _NEAR + _ROUNDING_SECONDS
+    def suspects(self, shown: float, timeout_seconds: float) -> list[str]:
+        """Names that may be dead by a silence of `timeout_seconds`, or because their stream closed; some are not."""
+        near = shown - timeout_seconds * _NEAR + _ROUNDING_SECONDS
         for name in [name for name in self._near if self._rows[name].heard > near]:
             del self._near[name]
             self._await(name)
         if self._heap and self._heap[0][0] <= near:
-            for name in self._taken(shown - timeout * _SOON):
+            for name in self._taken(shown - timeout_seconds * _SOON):
                 if self._rows[name].heard > near:
                     self._await(name)
                 else:
@@ -106,9 +106,9 @@ class Presences:
                 taken.append(name)
         return taken
 
-    def next_look(self, timeout: float) -> float | None:
-        """When the next name comes near a silence of `timeout`; None: nobody waits."""
-        return self._heap[0][0] + timeout * _NEAR if self._heap else None
+    def next_look(self, timeout_seconds: float) -> float | None:
+        """When the next name comes near a silence of `timeout_seconds`; None: nobody waits."""
+        return self._heap[0][0] + timeout_seconds * _NEAR if self._heap else None
 
     def _await(self, name: str) -> None:
         self._count += 1

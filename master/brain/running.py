@@ -60,7 +60,7 @@ def running(turn: Turn) -> bool:
     if wants_to_grow(turn):
         grow(turn)
         return True
-    if not job.has_session and turn.overdue(turn.live.phase_heard + announcements.SESSION_WITHIN):
+    if not job.has_session and turn.overdue(turn.live.phase_heard + announcements.SESSION_WITHIN_SECONDS):
         announcements.without_steps(turn, world_of(turn))
     return False
 

@@ -71,13 +71,13 @@ class Transfer:
         self._errors.close()
 
     def result(
-        self, seconds: float, every: float, meanwhile: Callable[[], None], heard: Callable[[Outcome], None]
+        self, seconds: float, every_seconds: float, meanwhile: Callable[[], None], heard: Callable[[Outcome], None]
     ) -> Outcome:
         """Waits for the last word of it.
 
         Args:
             seconds: how long at most.
-            every: how often ``meanwhile`` is called.
+            every_seconds: how often ``meanwhile`` is called.
             meanwhile: what else there is to do.
             heard: gets what it says before.
 
@@ -90,7 +90,7 @@ class Transfer:
         with selectors.DefaultSelector() as selector:
             selector.register(descriptor, selectors.EVENT_READ)
             while (left := until - time.monotonic()) > 0:
-                if selector.select(min(left, every)):
+                if selector.select(min(left, every_seconds)):
                     piece = os.read(descriptor, 1 << 16)
                     if not piece:
                         return {"failed": self._last_words()}

@@ -17,8 +17,8 @@ from .access import Access
 
 __all__ = ("FAILURES", "Away", "CommanderClient", "Denied", "Milestone", "exchange", "failure")
 
-_SECONDS = 10.0
-_LONGEST_ANSWER = 4 << 20
+_ANSWER_SECONDS = 10.0
+_LONGEST_ANSWER_BYTES = 4 << 20
 # What `exchange` raises where there is no answer.
 FAILURES = (OSError, ValueError, http.client.HTTPException)
 
@@ -141,7 +141,7 @@ class CommanderClient:
         data = None if content is None else json.dumps(content).encode()
         request = urllib.request.Request(url, data, {**self._headers, "Content-Type": "application/json"})
         try:
-            status, text = exchange(request, _SECONDS, _LONGEST_ANSWER, self._tls)
+            status, text = exchange(request, _ANSWER_SECONDS, _LONGEST_ANSWER_BYTES, self._tls)
             answer = json.loads(text) if text.strip() else {}
         except FAILURES as error:
             raise failure(error, self.url) from error

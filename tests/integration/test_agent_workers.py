@@ -591,7 +591,7 @@ def test_a_nursery_that_is_stuck_in_an_import_is_given_up(
     script = script_in(node.directory, REPORT)
     (scripts / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
     monkeypatch.setenv("PYTHONPATH", str(scripts), prepend=os.pathsep)
-    pool = node.pool(2, ("endless",), fork=fork, patience=1.0)
+    pool = node.pool(2, ("endless",), fork=fork, patience_seconds=1.0)
     stuck = [nursery.process.pid for nursery in pool._nurseries]
     context = node.workers(script, 2, pool)
     context.start()
@@ -616,7 +616,7 @@ def test_workers_of_a_stuck_nursery_can_be_stopped(node: Node, monkeypatch: pyte
     script = script_in(node.directory, f"open({str(ran)!r}, 'w')")
     (node.directory / "scripts" / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
     monkeypatch.setenv("PYTHONPATH", str(node.directory / "scripts"), prepend=os.pathsep)
-    pool = node.pool(1, ("endless",), patience=5.0)
+    pool = node.pool(1, ("endless",), patience_seconds=5.0)
     context = node.workers(script, 1, pool)
     context.start()
     context.stop(0)

@@ -89,10 +89,10 @@ def test_what_was_dropped_is_counted() -> None:
     outlet = Outlet(writer, "me")
     line = 1023 * b"x" + b"\n"
     taken = 0
-    while outlet.put(line, patience=0.05):
+    while outlet.put(line, patience_seconds=0.05):
         taken += 1
     assert not outlet.put(line)
-    assert not outlet.put(line, patience=3600)
+    assert not outlet.put(line, patience_seconds=3600)
     assert not outlet.flush(0.05)
     got = bytearray()
     end = b"me: warning: 3 lines are not shown here: nobody read them\n"
@@ -124,7 +124,7 @@ def test_a_slow_reader_is_waited_for() -> None:
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
-    assert all(outlet.put(data, patience=60) for _ in range(count))
+    assert all(outlet.put(data, patience_seconds=60) for _ in range(count))
     thread.join(60)
     assert not thread.is_alive()
     os.close(reader)

@@ -465,7 +465,7 @@ def test_a_bit_that_flips_in_memory_is_found_and_the_replica_used(tmp_path: Path
 
 def test_a_full_memory_is_said_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender's line has the holder's reason, with the flag that helps."""
-    monkeypatch.setattr(buddies, "_PAUSES", (0.1,))
+    monkeypatch.setattr(buddies, "_PAUSES_SECONDS", (0.1,))
     with nodes(tmp_path, 1) as (one,), nodes(tmp_path / "full", 1, budget_bytes=100_000) as (full,):
         one.tier.open_epoch(RUN, 1, 0, [full.tier.address])
         for step in (10, 20):
@@ -486,7 +486,7 @@ def test_room_that_is_made_in_time_is_used(
 ) -> None:
     """A buddy may delete an older step only just after the newer one was offered."""
     caplog.set_level("INFO")
-    monkeypatch.setattr(buddies, "_PAUSES", (0.2,) * 200)
+    monkeypatch.setattr(buddies, "_PAUSES_SECONDS", (0.2,) * 200)
     size = sum(map(len, SMALL[0].values()))
     with nodes(tmp_path, 1) as (one,), nodes(tmp_path / "tight", 1, budget_bytes=size) as (tight,):
         one.tier.open_epoch(RUN, 1, 0, [tight.tier.address])
@@ -503,7 +503,7 @@ def test_room_that_is_made_in_time_is_used(
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 def test_a_tmpfs_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured before a part is taken; and nothing of what did not fit is left."""
-    monkeypatch.setattr(buddies, "_PAUSES", (0.1,))
+    monkeypatch.setattr(buddies, "_PAUSES_SECONDS", (0.1,))
     mount = tmp_path / "shm"
     mount.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(mount)], check=False).returncode:
@@ -560,7 +560,7 @@ def test_a_buddy_that_is_killed_in_the_middle(
     """One line, the other buddy gets its copy, and what the dead one left is removed by the next agent there."""
     manifest, files = sent_step(8_000_000)
     victim = started("hold", tmp_path / "victim")
-    monkeypatch.setattr(buddies, "_PAUSES", (0.1, 0.2))
+    monkeypatch.setattr(buddies, "_PAUSES_SECONDS", (0.1, 0.2))
     with nodes(tmp_path, 1, bytes_per_second=8e6) as (one,), nodes(tmp_path / "other", 1) as (other,):
         one.tier.open_epoch(RUN, 1, 0, [victim.line, other.tier.address])
         one.writes(manifest, 0, files)

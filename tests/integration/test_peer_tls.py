@@ -34,7 +34,7 @@ KNOWN = (b"zero" * 10, b"one" * 10)
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the tries of a buddy."""
-    monkeypatch.setattr(buddies, "_PAUSES", (0.1,))
+    monkeypatch.setattr(buddies, "_PAUSES_SECONDS", (0.1,))
 
 
 @contextmanager
@@ -262,7 +262,7 @@ def test_addresses_that_are_none(tmp_path: Path, address: str) -> None:
 @pytest.mark.parametrize("how", ["says nothing", "hangs up", "is not there"])
 def test_what_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """It may be there again later: it is asked again, and then the next holder."""
-    monkeypatch.setattr(identity, "_PATIENCE", 0.5)
+    monkeypatch.setattr(identity, "_PATIENCE_SECONDS", 0.5)
     with pair(tmp_path) as (one, two, manifest), socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         if how == "is not there":

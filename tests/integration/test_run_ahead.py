@@ -44,7 +44,7 @@ class Ahead:
         self.lifeline = Lifeline()
         self.warm = threading.Event()
         log = directory / "standby.log"
-        self.pool = StandbyPool(self.lifeline, 1, modules, log, self.warm.set, ahead_patience=patience)
+        self.pool = StandbyPool(self.lifeline, 1, modules, log, self.warm.set, ahead_patience_seconds=patience)
         self.environment = {**os.environ, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
     def assignment(self, **more: str) -> Assignment:

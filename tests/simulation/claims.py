@@ -211,7 +211,7 @@ class Agent:
             "job",
             world.plan.node_timeout,
             self._say,
-            patience=world.plan.patience,
+            patience_seconds=world.plan.patience,
             machine=SimMachine(world, self),
         )
         try:

@@ -55,7 +55,7 @@ class Threads:
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.world_size, self._meeting = rank, len(meeting.messages), meeting
 
-    def gather(self, message: Any, *, patience: float | None = None) -> list[Any]:
+    def gather(self, message: Any, *, patience_seconds: float | None = None) -> list[Any]:
         # As on the wire: nobody else has the same object.
         self._meeting.messages[self.rank] = json.dumps(message)
         self._meeting.meet()

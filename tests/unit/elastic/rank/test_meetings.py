@@ -22,8 +22,8 @@ class Others(Solo):
         self.answer = {"alike": {}, "problem": problem, "final": final}
         self.gone, self.patience = gone, list[float | None]()
 
-    def gather(self, message: Any, *, patience: float | None = None) -> list[Any]:
-        self.patience.append(patience)
+    def gather(self, message: Any, *, patience_seconds: float | None = None) -> list[Any]:
+        self.patience.append(patience_seconds)
         if self.gone:
             raise RuntimeError("timed out")
         return [message, self.answer]

@@ -28,7 +28,7 @@ class Table(Solo):
             {"alike": one, "problem": (problems or {}).get(rank, ""), "final": True} for rank, one in enumerate(told)
         ]
 
-    def gather(self, message: Any, *, patience: float | None = None) -> list[Any]:
+    def gather(self, message: Any, *, patience_seconds: float | None = None) -> list[Any]:
         return self.answers
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dalsegno.master.brain.durable import ASKED_AGAIN
+from dalsegno.master.brain.durable import ASKED_AGAIN_SECONDS
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2 as pb
 from tests.support.jobs.masters import Driven, Node
@@ -119,7 +119,7 @@ def test_a_node_that_cannot_write_is_replaced_by_who_has_its_part() -> None:
     for _ in range(2):
         nodes[1].durable("no space left on the device")
         assert orders(nodes) == [("step-10", [0], False), NOTHING, ("step-10", [1, 2], False)]
-        job.wait(ASKED_AGAIN + 1)
+        job.wait(ASKED_AGAIN_SECONDS + 1)
         assert orders(nodes)[1] == ("step-10", [1], False)
     assert job.notices.count("could not write step-10") == 1
     nodes[1].durable("no space left on the device")
@@ -130,7 +130,7 @@ def test_a_node_that_cannot_write_is_replaced_by_who_has_its_part() -> None:
     assert orders(nodes) == [NOTHING, NOTHING, ("step-10", [1, 2], False)]
     nodes[2].durable()
     assert steps(job) == []
-    job.wait(ASKED_AGAIN + 1)
+    job.wait(ASKED_AGAIN_SECONDS + 1)
     nodes[0].durable()
     nodes[0].durable()
     assert steps(job) == [10]
@@ -148,7 +148,7 @@ def test_a_disk_that_hangs_is_said_once_and_not_of_each_step() -> None:
         nodes[0].durable()
         assert step in steps(job)
         assert job.notices.count("the disk hangs") == 1
-    job.wait(ASKED_AGAIN + 1)
+    job.wait(ASKED_AGAIN_SECONDS + 1)
     wanted(job, nodes, 30)
     written(job, nodes, 30)
     wanted(job, nodes, 40)
@@ -445,13 +445,13 @@ def test_what_can_neither_be_fetched_nor_written_is_tried_again() -> None:
     for node in nodes:
         node.durable("no space left on the device")
     assert orders(nodes) == [NOTHING] * 2
-    job.wait(ASKED_AGAIN + 1)
+    job.wait(ASKED_AGAIN_SECONDS + 1)
     for node in nodes:
         node.durable()
     nodes[0].durable("the manifest cannot be written")
     assert orders(nodes) == [NOTHING, ("step-10", [1], False)], "what others have written is looked at again"
     nodes[1].durable()
-    job.wait(ASKED_AGAIN + 1)
+    job.wait(ASKED_AGAIN_SECONDS + 1)
     for _ in range(2):
         nodes[0].durable()
     assert nodes[0].directive.head.ref.name == made.ref.name

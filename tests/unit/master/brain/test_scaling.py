@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dalsegno.master.brain import brain
-from dalsegno.master.brain.announcements import SESSION_WITHIN
+from dalsegno.master.brain.announcements import SESSION_WITHIN_SECONDS
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import Driven, Node, all_join, settings
@@ -132,7 +132,7 @@ def test_a_script_without_a_session_restarts_with_fewer_nodes_and_a_warning() ->
     job = Driven()
     nodes = job.start(3)
     job.scale(2)
-    job.wait(SESSION_WITHIN - 2)
+    job.wait(SESSION_WITHIN_SECONDS - 2)
     assert job.phase is Phase.RUNNING, "its session may be on its way"
     job.wait(3)
     assert job.phase is Phase.FORMING

@@ -8,7 +8,7 @@ import pytest
 
 from dalsegno.agent.commands.status import status_lines
 from dalsegno.master.brain import views
-from dalsegno.master.brain.announcements import SESSION_WITHIN
+from dalsegno.master.brain.announcements import SESSION_WITHIN_SECONDS
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import Driven, Node, all_join, settings
 
@@ -120,7 +120,7 @@ def test_the_status_of_a_script_that_nobody_hears_has_no_numbers() -> None:
     job = Driven(settings(max_restarts=3))
     (a,) = job.start(1)
     assert "epoch 1, no steps heard" in shown(job)[0]
-    job.wait(SESSION_WITHIN + 1)
+    job.wait(SESSION_WITHIN_SECONDS + 1)
     first, _, last = shown(job)
     assert first.endswith("epoch 1, no steps heard")
     assert last.endswith("1 node, no steps heard")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dalsegno.master.brain.announcements import SESSION_WITHIN
+from dalsegno.master.brain.announcements import SESSION_WITHIN_SECONDS
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import Driven, all_join, settings, stored
@@ -17,7 +17,7 @@ def test_a_world_that_is_not_heard_of_is_presented_once() -> None:
     """Its nodes, its cause, where it starts, and why nothing more is known."""
     job = Driven()
     a, b = job.start(2)
-    job.wait(SESSION_WITHIN - 2)
+    job.wait(SESSION_WITHIN_SECONDS - 2)
     assert not lines(job, "epoch 1")
     job.wait(300)
     (line,) = lines(job, "epoch 1")
@@ -31,7 +31,7 @@ def test_a_script_with_a_session_is_not_presented_before_its_first_step() -> Non
     job = Driven(settings(stall_timeout=600))
     (a,) = job.start(1)
     a.step(0)
-    job.wait(SESSION_WITHIN + 100)
+    job.wait(SESSION_WITHIN_SECONDS + 100)
     assert not lines(job, "epoch 1")
 
 
@@ -39,7 +39,7 @@ def test_a_late_session_is_announced_with_its_first_step() -> None:
     """What was said before is not the last word, and the history has the world once."""
     job = Driven()
     (a,) = job.start(1)
-    job.wait(SESSION_WITHIN + 1)
+    job.wait(SESSION_WITHIN_SECONDS + 1)
     a.step(1)
     assert len(lines(job, "epoch 1")) == 2
     assert "session()" not in lines(job, "epoch 1")[1]
@@ -50,7 +50,7 @@ def test_the_worlds_after_a_silent_one_are_presented_when_they_open() -> None:
     """A node is killed: who goes on, and that it starts over, is said at once."""
     job = Driven()
     a, b = job.start(2)
-    job.wait(SESSION_WITHIN + 1)
+    job.wait(SESSION_WITHIN_SECONDS + 1)
     b.hang_up()
     job.wait(2)
     a.join()
@@ -63,7 +63,7 @@ def test_a_restart_for_a_newcomer_is_announced_before_and_when_it_comes() -> Non
     """When it will be, once; then that it is now, and the world it made."""
     job = Driven(settings(grow_wait=100))
     (a,) = job.start(1)
-    job.wait(SESSION_WITHIN + 1)
+    job.wait(SESSION_WITHIN_SECONDS + 1)
     late = job.node()
     late.join()
     job.wait(50)
@@ -108,7 +108,7 @@ def test_a_late_crash_of_a_script_that_is_not_heard_of_counts_as_a_failure() -> 
     """It may have made many steps, so it is tried again, --max-restarts times."""
     job = Driven(settings(max_restarts=1))
     (a,) = job.start(1)
-    job.wait(SESSION_WITHIN + 1)
+    job.wait(SESSION_WITHIN_SECONDS + 1)
     a.failed("out of memory")
     assert job.phase is Phase.FORMING
     a.join()
@@ -123,7 +123,7 @@ def test_a_node_that_keeps_coming_and_dying_is_held_although_no_step_is_heard() 
     """Each time everybody has to start over."""
     job = Driven(settings(grow_wait=2))
     (a,) = job.start(1)
-    job.wait(SESSION_WITHIN + 1)
+    job.wait(SESSION_WITHIN_SECONDS + 1)
     for _ in range(3):
         flaky = job.node(node="flaky")
         flaky.join()
@@ -141,7 +141,7 @@ def test_time_alone_restarts_nobody_whose_session_may_still_come() -> None:
     job = Driven(settings(grow_wait=20))
     a = job.node(expects_session=True)
     a.join()
-    job.wait(SESSION_WITHIN + 3)
+    job.wait(SESSION_WITHIN_SECONDS + 3)
     (line,) = lines(job, "epoch 1")
     assert "the script has not called session() yet, 30 s after its start" in line
     late = job.node()
@@ -169,7 +169,7 @@ def test_an_import_that_comes_to_light_late_undoes_what_was_concluded() -> None:
     """Said before, that all workers restart in so many seconds, it is said otherwise, and they do not."""
     job = Driven(settings(grow_wait=50))
     a, late = job.start(1)[0], job.node()
-    job.wait(SESSION_WITHIN + 1)
+    job.wait(SESSION_WITHIN_SECONDS + 1)
     late.join()
     job.wait(5)
     assert "in 50 s (--grow-wait)" in lines(job, f"{late.name} joined:")[0]
@@ -215,7 +215,7 @@ def test_where_nothing_could_be_resumed_nobody_is_restarted() -> None:
     """Its saves are adopted, and there is none yet: the first one is waited for, however long, and that is said."""
     job = Driven(settings(grow_wait=-1))
     a, late = job.start(1)[0], job.node()
-    job.wait(SESSION_WITHIN + 1)
+    job.wait(SESSION_WITHIN_SECONDS + 1)
     late.join()
     job.wait(1000)
     assert (job.phase, job.epoch) == (Phase.RUNNING, 1)
@@ -232,7 +232,7 @@ def test_what_can_be_resumed_is_waited_for_five_minutes() -> None:
     """There is a commit, and the next one may be far away."""
     job = Driven(settings(grow_wait=-1))
     a, late = job.start(1)[0], job.node()
-    job.wait(SESSION_WITHIN + 1)
+    job.wait(SESSION_WITHIN_SECONDS + 1)
     a.save(4)
     job.wait(10)
     late.join()
@@ -282,7 +282,7 @@ def test_the_first_nodes_last_save_is_waited_for() -> None:
     """Its script may save at its notice, and only its agent looks there. The others wait, but not beyond the notice."""
     job = Driven(settings(grow_wait=-1, drain_timeout=20))
     a, b = job.start(2)
-    job.wait(SESSION_WITHIN)
+    job.wait(SESSION_WITHIN_SECONDS)
     a.leave()
     b.join()
     job.wait(6)
@@ -301,14 +301,14 @@ def test_a_last_save_is_waited_for_until_the_notice_ends() -> None:
     """Nor is anybody else's: the checkpoints are looked for by the first node alone."""
     job = Driven(settings(grow_wait=-1, drain_timeout=20))
     a, b = job.start(2)
-    job.wait(SESSION_WITHIN)
+    job.wait(SESSION_WITHIN_SECONDS)
     a.leave()
     b.join()
     job.wait(21)
     assert job.phase is Phase.RUNNING
     job = Driven(settings(grow_wait=-1, drain_timeout=20))
     a, b = job.start(2)
-    job.wait(SESSION_WITHIN)
+    job.wait(SESSION_WITHIN_SECONDS)
     b.leave()
     a.join()
     assert job.phase is Phase.RUNNING
