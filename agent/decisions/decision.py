@@ -7,7 +7,7 @@ import math
 from dalsegno.protos import control_pb2
 
 from . import events as ev
-from .state import Admission, AgentState, Leave, Outcome, Workers
+from .state import Admission, AgentState, Errands, Leave, Outcome, Workers
 
 # Seconds from SIGKILL until workers count as gone, whatever is heard of them. Longer than the shell takes to report it,
 # even for processes stuck in the kernel, and longer than torchrun takes to end its own.
@@ -68,11 +68,7 @@ class Decision:
         state.fenced = True
         self.do(ev.Say(why, True))
         self.stop_conversion()
-        state.place = Admission()
-        state.reading = frozenset()
-        state.pruning = ()
-        # Answers that this incarnation has not sent yet are lost with it.
-        state.verified, state.sighting = 0, ""
+        state.place, state.errands = Admission(), Errands()
         if state.workers is Workers.RUNNING:
             self.kill_workers()
         elif state.workers is Workers.NONE:
@@ -115,12 +111,12 @@ class Decision:
                 saved_bytes=state.epoch.saved_bytes,
                 training_ended=bool(state.epoch.finished_ranks),
                 beats=sum(state.epoch.beats.values()),
-                written_bytes=max(state.epoch.written_bytes.values(), default=0),
+                written_bytes=max(state.epoch.saving.written_bytes.values(), default=0),
                 expects_session=state.epoch.expects_session,
                 saves_nothing=state.epoch.saves_nothing,
                 cold=not state.epoch.warm,
-                started_seconds=state.epoch.started_seconds,
-                loaded_seconds=state.epoch.loaded_seconds,
+                started_seconds=state.epoch.start.session_seconds,
+                loaded_seconds=state.epoch.start.loaded_seconds,
                 flash_step=state.epoch.flash_part.step if state.epoch.flash_part is not None else None,
             ),
         )

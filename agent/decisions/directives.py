@@ -7,7 +7,7 @@ from dalsegno.protos import control_pb2
 from . import events as ev
 from . import flash, keeping, leaving, memory
 from .decision import Decision
-from .state import Admission, DrainOrder, Epoch, Workers
+from .state import Admission, DrainOrder, Epoch, Start, Workers
 
 
 def directed(decision: Decision, directive: control_pb2.Directive) -> None:
@@ -60,7 +60,7 @@ def new_master(decision: Decision, directive: control_pb2.Directive) -> None:
     """Handles a new master, whose numbers of verifications and notices may begin with 1 again; repeats do no harm."""
     state = decision.state
     state.heard_generation = directive.generation
-    state.verified = 0
+    state.errands.verified = 0
     state.memory.wrote = None
     memory.tell_all(decision)
     if max((notice.sequence for notice in directive.notices), default=0) < state.notice:
@@ -77,14 +77,14 @@ def side_orders(decision: Decision, directive: control_pb2.Directive) -> None:
             state.lease = lease
             decision.call("ClaimConversion", control_pb2.ClaimRequest(caller=decision.caller(), lease=lease))
             decision.do(ev.StartConversion(directive.convert))
-    if directive.HasField("verify") and directive.verify.number > state.verified:
-        state.verified = directive.verify.number
+    if directive.HasField("verify") and directive.verify.number > state.errands.verified:
+        state.errands.verified = directive.verify.number
         decision.do(ev.Verify(directive.verify))
-    if directive.HasField("sight") and directive.sight.digest != state.sighting:
-        state.sighting = directive.sight.digest
+    if directive.HasField("sight") and directive.sight.digest != state.errands.sighting:
+        state.errands.sighting = directive.sight.digest
         decision.do(ev.Look(directive.sight))
-    if directive.prune and not state.pruning:
-        state.pruning = tuple(ref.name for ref in directive.prune)
+    if directive.prune and not state.errands.pruning:
+        state.errands.pruning = tuple(ref.name for ref in directive.prune)
         decision.do(ev.Prune(tuple(directive.prune)))
     if directive.HasField("head") and directive.head.ref.digest != state.head:
         state.head = directive.head.ref.digest
@@ -115,7 +115,7 @@ def start(decision: Decision, world: control_pb2.World) -> None:
     state.started = world.epoch
     state.workers = Workers.RUNNING
     step = world.resume.source.step if world.HasField("resume") else 0
-    state.epoch = Epoch(step=step, loss=state.epoch.loss, began=decision.now)
+    state.epoch = Epoch(step=step, loss=state.epoch.loss, start=Start(decision.now))
     state.place = Admission()
     decision.do(ev.StartWorkers(world))
 

@@ -111,7 +111,7 @@ def take(decision: Decision, event: ev.Event) -> None:
         case ev.HeldChanged() | ev.Doubted() | ev.MadeDurable():
             memory.told(decision, event)
         case ev.Pruned():
-            decision.state.pruning = ()
+            decision.state.errands.pruning = ()
             decision.call("ReportPruned", control_pb2.PrunedRequest(caller=decision.caller(), refs=event.refs))
         case ev.AddressChanged():
             address_changed(decision, event)
@@ -262,7 +262,7 @@ def prepare_join(decision: Decision) -> None:
     state = decision.state
     if state.workers is not Workers.NONE or state.leaving or state.fenced or state.door.registering:
         return
-    if state.epoch.outcome is Outcome.DRAINED and (state.reading or memory.awaits_its_part(decision)):
+    if state.epoch.outcome is Outcome.DRAINED and (state.errands.reading or memory.awaits_its_part(decision)):
         return  # The commit goes first.
     if keeping.awaits_word(decision) or flash.is_pending(decision):
         return
@@ -376,9 +376,9 @@ def join_prepared(decision: Decision, event: ev.JoinPrepared) -> None:
 def manifest_read(decision: Decision, event: ev.ManifestRead) -> None:
     """A seal can be recorded now, or its manifest cannot be read."""
     state = decision.state
-    state.reading = state.reading - {event.name}
+    state.errands.reading = state.errands.reading - {event.name}
     seconds = state.took_seconds.get(event.name, 0.0)
-    state.took_seconds = {name: took for name, took in state.took_seconds.items() if name in state.reading}
+    state.took_seconds = {name: took for name, took in state.took_seconds.items() if name in state.errands.reading}
     if event.checkpoint is None:
         decision.do(ev.Say(f"checkpoint {event.name} cannot be recorded: {event.message}", True))
         return
@@ -416,7 +416,7 @@ def conversion_update(decision: Decision, event: ev.ConversionUpdate) -> None:
 
 def verification_moved(decision: Decision, event: ev.VerificationMoved) -> None:
     """A verification goes on; one that was asked for earlier does not count."""
-    if event.number == decision.state.verified:
+    if event.number == decision.state.errands.verified:
         report = control_pb2.VerificationReport(
             caller=decision.caller(), number=event.number, bytes_done=event.bytes_done, working=True, inconclusive=True
         )
@@ -459,7 +459,7 @@ def settle(decision: Decision) -> None:
 def report_ended(decision: Decision) -> None:
     """Reports once that all ranks of this node drained or finished, after the commit of what they saved last."""
     state = decision.state
-    if state.workers is not Workers.NONE or state.reading or not state.epoch.exits:
+    if state.workers is not Workers.NONE or state.errands.reading or not state.epoch.exits:
         return
     if state.epoch.outcome is Outcome.DRAINED and memory.awaits_its_part(decision):
         return
@@ -482,7 +482,7 @@ def tell_workers(decision: Decision) -> None:
         return
     drain = state.leaving or state.drain is not None or state.contact.drain
     ending = state.drain.ending if state.drain is not None else control_pb2.ENDING_TOGETHER
-    keep = state.epoch.keep_until is not None
+    keep = state.epoch.survival.until is not None
     flags = (drain, state.contact.up, ending, drain and memory.to_memory(state), keep, state.save_order)
     if flags != state.epoch.told:
         state.epoch.told = flags

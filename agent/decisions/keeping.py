@@ -6,8 +6,10 @@ checkpoint like others, of which this node holds all parts; it is told before th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .decision import Decision
-from .state import Workers
+from .state import SealedInMemory, Workers
 
 __all__ = ["awaits_word", "check", "end_workers", "kept", "may_keep", "writes"]
 
@@ -23,33 +25,36 @@ WORD_SECONDS = 2.0
 def may_keep(decision: Decision, rank: int, may: bool) -> None:
     """A rank has said whether it may be able to save by itself."""
     epoch = decision.state.epoch
-    if (rank in epoch.keepers) is not may:
-        epoch.keepers = epoch.keepers | {rank} if may else epoch.keepers - {rank}
+    keepers = epoch.survival.keepers
+    if (rank in keepers) is not may:
+        epoch.survival = replace(epoch.survival, keepers=keepers | {rank} if may else keepers - {rank})
 
 
 def end_workers(decision: Decision) -> None:
     """The world has broken: its ranks end, at once or after they have saved what they can."""
     state, epoch = decision.state, decision.state.epoch
-    if state.workers is not Workers.RUNNING or epoch.keep_until is not None:
+    if state.workers is not Workers.RUNNING or epoch.survival.until is not None:
         return
     if not _left(decision):
         decision.kill_workers()
         return
-    epoch.keep_until = decision.now + (WRITE_SECONDS if epoch.writers else ANSWER_SECONDS)
-    decision.wake_at(epoch.keep_until)
+    until = decision.now + (WRITE_SECONDS if epoch.survival.writers else ANSWER_SECONDS)
+    epoch.survival = replace(epoch.survival, until=until)
+    decision.wake_at(until)
 
 
 def writes(decision: Decision, rank: int) -> None:
     """A rank saves what it holds."""
     epoch = decision.state.epoch
-    epoch.writers = epoch.writers | {rank}
-    if epoch.keep_until is not None:
-        epoch.keep_until = max(epoch.keep_until, decision.now + WRITE_SECONDS)
+    until = epoch.survival.until
+    if until is not None:
+        until = max(until, decision.now + WRITE_SECONDS)
+    epoch.survival = replace(epoch.survival, writers=epoch.survival.writers | {rank}, until=until)
 
 
 def check(decision: Decision) -> None:
     """Ends the ranks when all have gone that might save something, or when their time is over."""
-    state, until = decision.state, decision.state.epoch.keep_until
+    state, until = decision.state, decision.state.epoch.survival.until
     if until is None or state.workers is not Workers.RUNNING:
         return
     if decision.now >= until or not _left(decision):
@@ -61,21 +66,22 @@ def check(decision: Decision) -> None:
 def kept(decision: Decision, rank: int, digest: str) -> None:
     """A rank has sealed something in this node's memory, which is looked at before it counts as held."""
     epoch = decision.state.epoch
-    epoch.kept, epoch.kept_until = digest, None
-    if rank in epoch.writers:
-        epoch.keepers = epoch.keepers - {rank}  # It has nothing more to save.
+    epoch.sealed_in_memory = SealedInMemory(digest)
+    if rank in epoch.survival.writers:  # It has nothing more to save.
+        epoch.survival = replace(epoch.survival, keepers=epoch.survival.keepers - {rank})
 
 
 def awaits_word(decision: Decision) -> bool:
     """What was sealed here last is not known to be held yet: the master hears of that before this node joins."""
     state, epoch = decision.state, decision.state.epoch
-    if not epoch.kept or epoch.kept in state.memory.held:
+    sealed = epoch.sealed_in_memory
+    if sealed is None or not sealed.digest or sealed.digest in state.memory.held:
         return False
-    if epoch.kept_until is None:
-        epoch.kept_until = decision.now + WORD_SECONDS
-    if decision.now >= epoch.kept_until:
+    until = decision.now + WORD_SECONDS if sealed.until is None else sealed.until
+    epoch.sealed_in_memory = replace(sealed, until=until)
+    if decision.now >= until:
         return False
-    decision.wake_at(epoch.kept_until)
+    decision.wake_at(until)
     return True
 
 
@@ -86,4 +92,4 @@ def _left(decision: Decision) -> frozenset[int]:
     if world is None:
         return frozenset()
     ended = {int(world.place.first_rank) + local_rank for local_rank, _ in epoch.exits}
-    return epoch.keepers - ended
+    return epoch.survival.keepers - ended

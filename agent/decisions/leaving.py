@@ -105,7 +105,7 @@ def check_leave(decision: Decision) -> None:
     if leave is None:
         return
     if state.workers is Workers.NONE:
-        if (state.reading or is_pending(decision)) and decision.now < leave.deadline:
+        if (state.errands.reading or is_pending(decision)) and decision.now < leave.deadline:
             decision.wake_at(leave.deadline)
             return
         spill(decision)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dalsegno.protos import control_pb2, worker_pb2
 
 from . import events as ev
 from . import keeping, memory
 from .decision import Decision
-from .state import Outcome, Workers
+from .state import Outcome, SaveInFlight, Workers
 from .worker_checks import MOST
 
 # The most manifests read at the same time: one follows the other, unless the disk is very slow.
@@ -27,12 +29,12 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
             if event.epoch == state.started:
                 keeping.kept(decision, event.rank, message.sealed.digest)
             return
-        if len(state.reading) >= MOST_READING:
+        if len(state.errands.reading) >= MOST_READING:
             return  # no script seals so fast; what is sealed lies on the disk, and is found there
         if event.epoch == state.started:
             epoch.sealed_step = max(epoch.sealed_step, message.sealed.step)
         # Worth recording whatever became of these workers since; the master refuses what comes too late.
-        state.reading = state.reading | {message.sealed.name}
+        state.errands.reading = state.errands.reading | {message.sealed.name}
         state.took_seconds = {**state.took_seconds, message.sealed.name: message.sealed.seconds}
         decision.do(ev.ReadManifest(message.sealed.name, message.sealed.digest))
         return
@@ -41,10 +43,10 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
     match body:
         case "hello":
             epoch.has_session = state.session_known = True
-            epoch.started_seconds = decision.now - epoch.began
+            epoch.start = replace(epoch.start, session_seconds=decision.now - epoch.start.began)
             decision.report_progress()
         case "ready":
-            epoch.loaded_seconds = decision.now - epoch.began
+            epoch.start = replace(epoch.start, loaded_seconds=decision.now - epoch.start.began)
         case "keeping":
             keeping.writes(decision, event.rank)
         case "progress":
@@ -90,7 +92,7 @@ def progress(decision: Decision, rank: int, progress: worker_pb2.Progress) -> No
     epoch = decision.state.epoch
     if progress.step > epoch.step:
         # Before the first step nothing is saved, and a boundary that lies behind the ranks is not the end.
-        epoch.agreed, epoch.written_bytes = False, {}
+        epoch.agreed, epoch.saving = False, replace(epoch.saving, written_bytes={})
     if rank in epoch.refusals:
         # The script went on, so the refusal was not what it ends with.
         epoch.refusals = {other: why for other, why in epoch.refusals.items() if other != rank}
@@ -141,20 +143,20 @@ def steps_counted(decision: Decision, event: ev.StepsCounted) -> None:
 def saving(decision: Decision, rank: int, saving: worker_pb2.Saving) -> None:
     """Adds the growth of this rank's part of the save: the master gets one count that only grows in an epoch."""
     epoch = decision.state.epoch
-    if saving.name != epoch.saving:
-        epoch.saving, epoch.saving_parts = saving.name, {}
-    epoch.written_bytes = {**epoch.written_bytes, rank: saving.written}
-    known = epoch.saving_parts.get(rank, 0)
+    parts = epoch.saving.parts if saving.name == epoch.saving.name else {}
+    written_bytes = {**epoch.saving.written_bytes, rank: saving.written}
+    known = parts.get(rank, 0)
     if saving.bytes > known:
         # A script can report any number; the report to the master has 64 bits.
         epoch.saved_bytes = min(epoch.saved_bytes + saving.bytes - known, MOST)
-        epoch.saving_parts = {**epoch.saving_parts, rank: saving.bytes}
+        parts = {**parts, rank: saving.bytes}
+    epoch.saving = SaveInFlight(saving.name, parts, written_bytes)
     decision.report_progress()
 
 
 def save_ended(decision: Decision) -> None:
     """Resets the count: the next save starts from nothing, even under the same name."""
-    decision.state.epoch.saving, decision.state.epoch.saving_parts, decision.state.epoch.written_bytes = "", {}, {}
+    decision.state.epoch.saving = SaveInFlight()
 
 
 def save_failed(decision: Decision, failed: worker_pb2.SaveFailed) -> None:
@@ -195,7 +197,7 @@ def worker_exited(decision: Decision, event: ev.WorkerExited) -> None:
     if event.epoch != state.started or state.workers is not Workers.RUNNING:
         return
     epoch.exits = (*epoch.exits, (event.local_rank, event.code))
-    if epoch.keep_until is not None:
+    if epoch.survival.until is not None:
         return  # Why the world has broken is known.
     drained = event.code == ev.WORKER_DRAINED or (event.code == 0 and has_drained(decision, event.local_rank))
     refusal = epoch.refusals.get(global_rank(decision, event.local_rank))

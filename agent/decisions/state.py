@@ -206,6 +206,47 @@ class FlashPart:
     over: bool = False
 
 
+@dataclass(frozen=True)
+class SaveInFlight:
+    """How far the ranks have come with a save; made anew when it ends, even for the next one of the same name."""
+
+    name: str = ""
+    # Bytes of each rank's part of it.
+    parts: Mapping[int, int] = field(default_factory=dict)
+    # Bytes in its files, as each rank sees them; 0, or no entry: there is none.
+    written_bytes: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Start:
+    """How long the ranks took to start."""
+
+    # When the agent began to start them; seconds until the last had opened its session, and had loaded.
+    began: float = 0.0
+    session_seconds: float = 0.0
+    loaded_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Survival:
+    """What the ranks can save by themselves when their world has broken."""
+
+    # Ranks that may be able to save the last boundary, and those that have begun to.
+    keepers: frozenset[int] = frozenset()
+    writers: frozenset[int] = frozenset()
+    # The world has broken: until when these ranks have time for that.
+    until: float | None = None
+
+
+@dataclass(frozen=True)
+class SealedInMemory:
+    """A step that a rank has sealed in this node's memory."""
+
+    digest: str
+    # Until when it is waited for to be held; None: nobody has waited for that yet.
+    until: float | None = None
+
+
 @dataclass
 class Epoch:
     """What is known of the ranks that this agent started last; made anew with each start."""
@@ -243,19 +284,13 @@ class Epoch:
     counted: bool = False
     loss: float = 0.0
     longest_seconds: float = 0.0
-    # Bytes of all saves so far; the name of the one in flight, and the bytes of each rank's part of it.
+    # Bytes of all saves so far.
     saved_bytes: int = 0
-    saving: str = ""
-    saving_parts: Mapping[int, int] = field(default_factory=dict)
-    # Bytes in the files of the save in flight, as each rank sees them; 0, or no entry: there is none.
-    written_bytes: Mapping[int, int] = field(default_factory=dict)
+    saving: SaveInFlight = SaveInFlight()
     # Signs of life between steps, by rank.
     beats: Mapping[int, int] = field(default_factory=dict)
     has_session: bool = False
-    # When the agent began to start them, and seconds until the last had opened its session, and had loaded.
-    began: float = 0.0
-    started_seconds: float = 0.0
-    loaded_seconds: float = 0.0
+    start: Start = Start()
     # The script's loop saves nothing, at a drain either.
     saves_nothing: bool = False
     # A rank has imported session(), although its script's text did not say so.
@@ -269,16 +304,28 @@ class Epoch:
     refusals: Mapping[int, str] = field(default_factory=dict)
     # Ranks that reported that they end because a connection to another rank broke, and have made no step since.
     peer_lost: frozenset[int] = frozenset()
-    # Ranks that may be able to save the last boundary by themselves, and those that have begun to.
-    keepers: frozenset[int] = frozenset()
-    writers: frozenset[int] = frozenset()
-    # The world has broken: until when these ranks have time for that.
-    keep_until: float | None = None
-    # Digest of what was sealed in memory last, and until when it is waited for to be held.
-    kept: str = ""
-    kept_until: float | None = None
+    survival: Survival = Survival()
+    # What was sealed in memory last, until it is known to be held; None: nothing was.
+    sealed_in_memory: SealedInMemory | None = None
     # The flags as the workers were told last.
     told: tuple[bool, bool, int, bool, bool, int] = (False, False, 0, False, False, 0)
+
+
+@dataclass
+class Errands:
+    """What this incarnation does for the master beside its ranks; dropped whole with the incarnation.
+
+    Answers that it has not sent by then are lost with it, and its successor is asked anew.
+    """
+
+    # Manifests being read before their commit is sent; a drain is reported after them.
+    reading: frozenset[str] = frozenset()
+    # Number of the last verification that the master asked for; a new master may begin with 1 again.
+    verified: int = 0
+    # Names of the checkpoints that are being deleted; empty: none.
+    pruning: tuple[str, ...] = ()
+    # Digest of the last checkpoint that this node was asked to look for.
+    sighting: str = ""
 
 
 @dataclass
@@ -288,6 +335,7 @@ class AgentState:
     Attributes:
         door: the registration under way.
         epoch: the ranks that were started last.
+        errands: what this incarnation owes the master.
         place: the way to a place in the next world.
         drain: the master's order to save and stop; None: it has given none.
         memory: what is in the memory of this node.
@@ -320,15 +368,10 @@ class AgentState:
     wait_said: str = ""
     join_problem: str = ""
     warm: bool = False
-    # Manifests being read before their commit is sent; a drain is reported after them.
-    reading: frozenset[str] = frozenset()
-    # Seconds that they took to save, by name.
+    errands: Errands = field(default_factory=Errands)
+    # Seconds that the manifests being read took to save, by name.
     took_seconds: Mapping[str, float] = field(default_factory=dict)
     lease: int = 0
-    verified: int = 0
-    pruning: tuple[str, ...] = ()
-    # Digest of the last checkpoint that this node was asked to look for.
-    sighting: str = ""
     head: str = ""
     # The run has a committed checkpoint.
     has_head: bool = False
@@ -349,6 +392,7 @@ class AgentState:
         """A copy that later changes of this one do not affect."""
         other = copy.copy(self)
         other.door, other.epoch = copy.copy(self.door), copy.copy(self.epoch)
+        other.errands = copy.copy(self.errands)
         other.place, other.leave, other.memory = copy.copy(self.place), copy.copy(self.leave), copy.copy(self.memory)
         return other
 

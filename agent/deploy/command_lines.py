@@ -40,7 +40,7 @@ def node_line(job: JobSpec, master: str, checkpoints: str, files: SecretFiles, *
         f"--job-id={job.name}",
         f"--master={master}",
         f"--checkpoint-dir={checkpoints}",
-        f"--drain-timeout={job.drain_timeout_seconds}",
+        f"--drain-timeout={job.drain_timeout}",
         *_given(("token-file", files.token), ("tls-ca", files.tls_ca)),
         *more,
         *job.flags,

@@ -83,7 +83,10 @@ class Host:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job. `nnodes` is (least, most); `replicas` the nodes that are started; durations in seconds."""
+    """A job as its file says it: each field is a key, with the key's name.
+
+    `nnodes` is (least, most), `replicas` the nodes that are started; `drain_timeout` and `grace` are seconds.
+    """
 
     name: str
     namespace: str
@@ -99,8 +102,8 @@ class JobSpec:
     checkpoints: str
     secrets: Secrets
     etcd: tuple[str, ...]
-    drain_timeout_seconds: int
-    grace_seconds: int
+    drain_timeout: int
+    grace: int
     resources: Mapping[str, Mapping[str, str]]
     shm: str
     env: Mapping[str, str]
@@ -122,7 +125,7 @@ def job_of(values: Any) -> JobSpec:
     """The job in a document of our own format.
 
     Args:
-        values: The mapping, as `reading.documents` reads it.
+        values: The mapping, as `yaml_text.documents` reads it.
 
     Raises:
         InputRefused: Keys that there are not, or values that are not of their kind. What cannot work together is
@@ -146,8 +149,8 @@ def job_of(values: Any) -> JobSpec:
         checkpoints=table.path("checkpoints", "/checkpoints"),
         secrets=_secrets(table.below("secrets")),
         etcd=_endpoints(table),
-        drain_timeout_seconds=drain,
-        grace_seconds=table.whole("grace", drain + BEYOND_DRAIN_SECONDS),
+        drain_timeout=drain,
+        grace=table.whole("grace", drain + BEYOND_DRAIN_SECONDS),
         resources=_resources(table),
         shm=table.quantity("shm"),
         env=table.texts("env"),

@@ -199,7 +199,7 @@ def _trainer_pod(job: JobSpec, restart: str) -> Object:
         words = len(job.flags) + len(job.command)
         line[-words:] = [_literal(word) for word in line[-words:]]
     one = container(TRAINER, job.image, line, job.resources, env, mounts)
-    more: Object = {"restartPolicy": restart, "terminationGracePeriodSeconds": job.grace_seconds}
+    more: Object = {"restartPolicy": restart, "terminationGracePeriodSeconds": job.grace}
     if job.node_selector:
         more["nodeSelector"] = dict(job.node_selector)
     if job.tolerations:
@@ -213,7 +213,7 @@ def _as_variables(job: JobSpec, master: str, files: SecretFiles) -> list[Object]
         Variable.MASTER: master,
         f"{Variable.FLAG}JOB_ID": job.name,
         f"{Variable.FLAG}CHECKPOINT_DIR": job.checkpoints,
-        f"{Variable.FLAG}DRAIN_TIMEOUT": str(job.drain_timeout_seconds),
+        f"{Variable.FLAG}DRAIN_TIMEOUT": str(job.drain_timeout),
         f"{Variable.FLAG}TOKEN_FILE": files.token,
         f"{Variable.FLAG}TLS_CA": files.tls_ca,
         f"{Variable.FLAG}NODE_NAME": "$(POD_NAME)",

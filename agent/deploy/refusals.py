@@ -36,10 +36,10 @@ def _everywhere(job: JobSpec) -> Iterator[str]:
             f"replicas: {job.replicas} nodes are started, and nnodes {low}:{high} waits for {low}:"
             f" write replicas: {low} or more, or nnodes: {job.replicas}:{high}"
         )
-    drain_seconds = job.drain_timeout_seconds
-    if job.grace_seconds < drain_seconds + BEYOND_DRAIN_SECONDS:
+    drain_seconds = job.drain_timeout
+    if job.grace < drain_seconds + BEYOND_DRAIN_SECONDS:
         yield (
-            f"grace: after {job.grace_seconds} s a node is killed, and saving may take the {drain_seconds} s of"
+            f"grace: after {job.grace} s a node is killed, and saving may take the {drain_seconds} s of"
             f" drain_timeout: write grace: {drain_seconds + BEYOND_DRAIN_SECONDS} or more, or leave it out"
         )
     yield from _on_the_command_line(job)

@@ -32,7 +32,7 @@ def script(job: JobSpec) -> str:
         "array": f"0-{job.replicas - 1}",
         "nodes": "1",
         "open-mode": "append",
-        "signal": f"B:TERM@{job.grace_seconds}",
+        "signal": f"B:TERM@{job.grace}",
         **job.slurm,
     }
     line = node_line(job, job.host.master, checkpoints(job), files(job))

@@ -44,7 +44,7 @@ def _node(job: JobSpec) -> str:
             f"ExecStart={_line(job, line)}",
             "# The notice goes to the agent alone, and its workers follow it; after the time all are killed.",
             "KillMode=mixed",
-            f"TimeoutStopSec={job.grace_seconds}",
+            f"TimeoutStopSec={job.grace}",
             f"SuccessExitStatus={EXIT_LEFT}",
             "Restart=on-failure",
             f"RestartForceExitStatus={EXIT_LEFT} {EXIT_LEFT_UNSAVED}",

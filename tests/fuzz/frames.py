@@ -252,8 +252,8 @@ class Agent:
                 raise Broken(f"the agent believes that ranks {sorted(ranks)} {what}")
         if strangers := set(state.epoch.beats) - {*GOOD_RANKS, BAD_RANK}:
             raise Broken(f"the agent believes in ranks {sorted(strangers)}")
-        if state.reading:
-            raise Broken(f"the agent believes that {sorted(state.reading)[0]!r} was sealed, without rank 0")
+        if state.errands.reading:
+            raise Broken(f"the agent believes that {sorted(state.errands.reading)[0]!r} was sealed, without rank 0")
         if (most := max(state.epoch.step, state.epoch.saved_bytes, *state.epoch.beats.values(), 0)) > 2**53:
             raise Broken(f"the agent believes in {most} steps, bytes or beats")
         if not 0 <= state.epoch.longest_seconds < 1e8:

@@ -416,9 +416,9 @@ def ends_with_the_first_who_finishes(original: Any) -> Any:
 
 def reports_the_end_before_the_commit(original: Any) -> Any:
     def report_ended(self: Any) -> None:
-        reading, self.state.reading = self.state.reading, frozenset()
+        reading, self.state.errands.reading = self.state.errands.reading, frozenset()
         original(self)
-        self.state.reading = reading
+        self.state.errands.reading = reading
 
     return report_ended
 

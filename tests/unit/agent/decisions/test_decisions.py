@@ -12,7 +12,7 @@ from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions import handling, leaving
 from dalsegno.agent.decisions.decision import STOP_PATIENCE_SECONDS
 from dalsegno.agent.decisions.ranks import TOLD_AFTER_SECONDS
-from dalsegno.agent.decisions.state import Epoch
+from dalsegno.agent.decisions.state import Epoch, Start
 from dalsegno.protos import control_pb2, worker_pb2
 
 A = TypeVar("A")
@@ -1047,7 +1047,9 @@ def test_nothing_of_the_ranks_before_is_left_at_a_start() -> None:
     before = agent.state.epoch
     agent.running(epoch=2, resume=6, session=False)
     assert (
-        before != agent.state.epoch == Epoch(step=6, loss=2.0, began=agent.now, told=(False, True, 0, False, False, 0))
+        before
+        != agent.state.epoch
+        == Epoch(step=6, loss=2.0, start=Start(agent.now), told=(False, True, 0, False, False, 0))
     )
 
 
