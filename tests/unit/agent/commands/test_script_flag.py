@@ -10,7 +10,7 @@ import pytest
 
 from dalsegno.agent.commands import launch
 from dalsegno.agent.commands.arguments import parse
-from dalsegno.agent.script import Script, knows_us
+from dalsegno.agent.script import Script
 from dalsegno.agent.shell.elastic_agent import ElasticAgent
 from dalsegno.protos import control_pb2
 
@@ -38,26 +38,6 @@ def test_the_jobs_universal_checkpoint_flag_counts(
     world = control_pb2.World(epoch=2, resume=control_pb2.ResumePoint(form=form))
     arguments = ElasticAgent._arguments(agent, world)  # type: ignore[arg-type]
     assert arguments == (("--lr=1", "--universal-checkpoint") if given else ("--lr=1",))
-
-
-@pytest.mark.parametrize(
-    ("command", "text", "knows"),
-    [
-        (["train.py"], "from dalsegno.elastic import session", True),
-        (["train.py"], "from dalsegno.swift_plugin import hf", True),
-        (["train.py"], "import deepspeed", False),
-        (["-m", "swift.cli.sft"], "", True),
-        (["train.py", "--external_plugins", "a/dalsegno_swift_plugin.py"], "", True),
-        (["-m", "dalsegno.swift_plugin.sft"], "", False),
-    ],
-)
-def test_who_needs_no_flag(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], text: str, knows: bool
-) -> None:
-    """What reads the environment, and ms-swift, which takes no flag that it does not know; our entry knows it."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(text)
-    assert knows_us(Script(sys.executable, ("-u", *command))) is knows
 
 
 @pytest.mark.parametrize(

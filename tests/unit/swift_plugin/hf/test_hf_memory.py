@@ -16,7 +16,7 @@ from dalsegno.elastic.saving.tiers import Memory
 from dalsegno.elastic.training import entry
 from dalsegno.elastic.training.saves import Saves
 from dalsegno.swift_plugin.hf.options import Options, from_environment
-from tests.unit.swift_plugin import test_hf_trainer as hf
+from tests.unit.swift_plugin.hf import test_hf_trainer as hf
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 

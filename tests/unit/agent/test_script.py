@@ -1,0 +1,72 @@
+"""What the text of a user's script, and what it prints at its end, tells an agent."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from dalsegno.agent.script import Script, advice, knows_us, tells_of_a_peer
+
+
+@pytest.mark.parametrize(
+    ("line", "tells"),
+    [
+        ("RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:30646. This is", True),
+        (
+            "RuntimeError: [/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:63188: Connection reset by peer",
+            True,
+        ),
+        ("torch.distributed.DistBackendError: NCCL error: ncclRemoteError: A call failed possibly due to a", True),
+        ("Last error: socketPollConnect: remote process exited or there was a network error", True),
+        ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x2 and 3x4)", False),
+        ("torch.OutOfMemoryError: CUDA out of memory", False),
+    ],
+)
+def test_what_gloo_and_nccl_say_of_a_lost_peer_is_known(line: str, tells: bool) -> None:
+    """Of scripts without a session nothing else tells."""
+    assert bool(tells_of_a_peer(line)) is tells
+
+
+OTHER_SIZE = (
+    "[rank0]: deepspeed.runtime.zero.utils.ZeRORuntimeException: The checkpoint being loaded used a DP world size of 2 "
+    "but the current world size is 1. Automatic adjustment of ZeRO's optimizer state partitioning with a new world size"
+)
+NO_UNIVERSAL = "ValueError: Invalid for universal checkpoint: /c/e3/latest_universal does not exist (see x)"
+
+
+@pytest.mark.parametrize(
+    ("line", "helps"),
+    [
+        (OTHER_SIZE, "or start with --deepspeed-load-universal"),
+        (NO_UNIVERSAL, "needs none: put in "),
+        ("ValueError: the world size is 2", ""),
+    ],
+)
+def test_deepspeeds_errors_are_known(line: str, helps: str) -> None:
+    """Each tells what to put into its configuration, which is the same."""
+    text = advice(line)
+    assert helps in text
+    assert bool(text) == bool(helps)
+    assert not text or '"load_universal": os.environ.get("DALSEGNO_RESUME_FORM") == "universal"' in text
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "knows"),
+    [
+        (["train.py"], "from dalsegno.elastic import session", True),
+        (["train.py"], "from dalsegno.swift_plugin import hf", True),
+        (["train.py"], "import deepspeed", False),
+        (["-m", "swift.cli.sft"], "", True),
+        (["train.py", "--external_plugins", "a/dalsegno_swift_plugin.py"], "", True),
+        (["-m", "dalsegno.swift_plugin.sft"], "", False),
+    ],
+)
+def test_who_needs_no_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], text: str, knows: bool
+) -> None:
+    """What reads the environment, and ms-swift, which takes no flag that it does not know; our entry knows it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(text)
+    assert knows_us(Script(sys.executable, ("-u", *command))) is knows

@@ -1,0 +1,116 @@
+"""Why a worker ended, as the last lines of its errors tell it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dalsegno.agent.script import tells_of_a_peer
+from dalsegno.agent.workers.last_words import last_words
+
+
+def test_the_last_line_of_the_errors_is_the_reason(tmp_path: Path) -> None:
+    """Without torch's `@record` the traceback's last line says it, with the file that has the rest."""
+    path = tmp_path / "stderr.log"
+    path.write_text("Traceback (most recent call last):\n" + "x" * 20000 + "\nValueError: boom\n\n")
+    assert last_words(str(path), 1) == f"ValueError: boom (see {path})"
+    path.write_text("y" * 20000)
+    assert len(last_words(str(path), 1)) < 400
+    path.write_text("")
+    assert last_words(str(path), 1) == last_words(str(path), -9) == ""
+    assert last_words("", 1) == ""
+    assert last_words(str(tmp_path / "nothing"), 1) == ""
+
+
+@pytest.mark.parametrize(
+    ("errors", "reason"),
+    [
+        ("a.py:1: UserWarning: old\n  return func(*args, **kwargs)\n", ""),
+        ("INFO: loading\n", ""),
+        ("Traceback (most recent call last):\n  File x\nOSError: retried\nINFO 12:00 step 4 done\n", ""),
+        ("Traceback (most recent call last):\n  File x\nmy.Error: no luck\n", "my.Error: no luck"),
+        ("Traceback (most recent call last):\n  File x\nKeyboardInterrupt\n", "KeyboardInterrupt"),
+        ("Fatal Python error: Segmentation fault\n\nThread 0x1:\n  File x\n", "Fatal Python error: Segmentation fault"),
+    ],
+)
+def test_the_reason_of_a_signal_is_not_what_was_printed_last(tmp_path: Path, errors: str, reason: str) -> None:
+    """A killed process printed that long before; only an error of Python's counts. The file is named in any case."""
+    path = tmp_path / "stderr.log"
+    path.write_text(errors)
+    assert last_words(str(path), -9) == (f"{reason} (see {path})" if reason else f"see {path}")
+
+
+OWN = '  File "/tmp/it/train.py", line 10, in main\n    load(path)\n    ^^^^^^^^^^\n'
+LIBRARY = f'  File "{json.__file__}", line 346, in loads\n    return decode(s)\n'
+INSTALLED = '  File "/env/lib/python3.11/site-packages/torch/nn/module.py", line 5, in forward\n    return f(x)\n'
+
+
+@pytest.mark.parametrize(
+    ("errors", "reason"),
+    [
+        (f"{OWN}{LIBRARY}ValueError: boom\n", "ValueError: boom (train.py, line 10, in main)"),
+        (f"{OWN}{INSTALLED}ValueError: boom\n", "ValueError: boom (train.py, line 10, in main)"),
+        (f"{INSTALLED}ValueError: boom\n", "ValueError: boom"),
+        # The message has several lines, and a library says something at the end.
+        (f"{OWN}RuntimeError: CUDA error: x\nCompile with it.\n[W1 a.cpp:5] bye\n", "RuntimeError: CUDA error: x ("),
+        (f"{OWN}KeyboardInterrupt\n", "KeyboardInterrupt (train.py, line 10, in main)"),
+        ('  File "/tmp/it/train.py", line 3\n    = 1\n    ^\nSyntaxError: invalid\n', "invalid (train.py, line 3)"),
+        # The last of a chain.
+        (f"{OWN}OSError: a\n\nDuring it\n\nTraceback (most recent call last):\n{OWN}KeyError: 'b'\n", "KeyError: 'b'"),
+        (f"{OWN}it was cut off\n  in the mid", "in the mid"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "[rank3]: "])
+def test_an_exception_is_named_with_the_scripts_own_line(tmp_path: Path, errors: str, reason: str, prefix: str) -> None:
+    """Frames of Python and of installed packages are not the script's."""
+    path = tmp_path / "stderr.log"
+    lines = ["loading", "Traceback (most recent call last):", *errors.splitlines()]
+    path.write_text("\n".join(prefix + line for line in lines))
+    said = last_words(str(path), 1)
+    assert reason in said
+    assert said.endswith(f"(see {path})")
+    assert ("rank3" in said) == (bool(prefix) and "cut off" in errors)
+
+
+def test_what_a_lost_peer_makes_gloo_and_nccl_say_is_short(tmp_path: Path) -> None:
+    """It is the effect of something else, which is told, too."""
+    path = tmp_path / "stderr.log"
+    nccl = "DistBackendError: NCCL error in: work.cpp:90\nncclRemoteError: A call failed.\nLast error:\nsocket: closed"
+    path.write_text(f"Traceback (most recent call last):\n{OWN}torch.distributed.{nccl}\n")
+    assert last_words(str(path), 1) == f"it lost a peer (ncclRemoteError) (see {path})"
+    gloo = "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:30646. This is typically caused"
+    path.write_text(f"Traceback (most recent call last):\n{OWN}RuntimeError: {gloo} by a crash. Check the logs.\n")
+    said = last_words(str(path), 1)
+    assert said == f"it lost a peer (Connection closed by peer) (see {path})"
+    assert tells_of_a_peer(said)
+
+
+BARS = "\r  0%|          | 0/100 [00:00<?, ?it/s]\r 10%|█         | 10/100 [00:00<00:02, 44.1it/s, loss=0.1]"
+TRACEBACK = "Traceback (most recent call last):\n  File x\nValueError: boom\n"
+
+
+@pytest.mark.parametrize(
+    ("errors", "ended", "killed"),
+    [
+        # What was drawn last is older than the end, whether the bar ended its line or not.
+        (f"UserWarning: old\n{BARS}", "UserWarning: old", ""),
+        (f"{BARS}\n", "", ""),
+        ("Loading:  45%\rLoading:  50%", "", ""),
+        ("\x1b[2K\r\x1b[32m12it [00:01, 9.8it/s]\x1b[0m", "", ""),
+        # What comes behind it is what ended it, also on the bar's line.
+        (f"{BARS}\n{TRACEBACK}", "ValueError: boom", "ValueError: boom"),
+        (f"{BARS}{TRACEBACK}{BARS}\n", "ValueError: boom", "ValueError: boom"),
+        (f"{BARS}the data is wrong\n", "the data is wrong", ""),
+        # No bar: a log's time, an index, the line ends of another system.
+        ("[00:01] the data is wrong\r\n", "[00:01] the data is wrong", ""),
+        ("RuntimeError: no rows [3, 4]\n", "RuntimeError: no rows [3, 4]", ""),
+    ],
+)
+def test_a_progress_bar_is_no_reason(tmp_path: Path, errors: str, ended: str, killed: str) -> None:
+    """Its text has no line of its own, and stays at the end of the errors."""
+    path = tmp_path / "stderr.log"
+    path.write_text(errors, newline="")
+    assert last_words(str(path), 1) == (f"{ended} (see {path})" if ended else f"see {path}")
+    assert last_words(str(path), -9) == (f"{killed} (see {path})" if killed else f"see {path}")
