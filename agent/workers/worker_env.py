@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 from string import Template
 
 from dalsegno.protos import control_pb2
@@ -44,7 +44,7 @@ def place_of(world: control_pb2.World, incarnation: str) -> WorldPlace:
     return WorldPlace(place.group_rank, place.first_rank, place.nproc, world.nodes, world.world_size, place.node)
 
 
-def resume_environment(world: control_pb2.World, run_dir: Path, memory: Path | None = None) -> dict[str, str]:
+def resume_environment(world: control_pb2.World, run_dir: PurePath, memory: PurePath | None = None) -> dict[str, str]:
     """What to start from; empty for step 0."""
     if not world.HasField("resume"):
         return {}
@@ -83,10 +83,10 @@ def worker_environment(
     settings: control_pb2.Settings,
     generation: int,
     job_id: str,
-    run_dir: Path,
+    run_dir: PurePath,
     role: str,
     inherited: Mapping[str, str],
-    memory: Path | None = None,
+    memory: PurePath | None = None,
 ) -> list[dict[str, str]]:
     """Per local rank, the variables that differ from the agent's own environment.
 

@@ -1,7 +1,7 @@
 """Prints of samples: short texts that tell two readings of one sample from readings of two samples.
 
 Words, whole numbers and shapes must be equal. Other numbers are represented by a few sums, because their bits are not
-the same everywhere: processors round differently, and so do versions of a decoder. Pure but for a device's copy.
+the same everywhere: processors round differently, and so do versions of a decoder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Describes what trains a model in plain words, for comparing it over the ranks. Pure."""
+"""Describes what trains a model in plain words, for comparing it over the ranks."""
 
 from __future__ import annotations
 
