@@ -1,7 +1,7 @@
 """A process that runs its script before its place in a world is known, as its session sees it.
 
-Who started the process holds back what must wait for the place. The session is used only later, so what the script does
-between `session()` and that may be done ahead, too. Neither side imports the other.
+The agent that started the process holds back what must wait for the place. The session is used only later, so what the
+script does between `session()` and that may be done ahead, too. Neither side imports the other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How a worker waits for its place in the next world instead of ending.
 
-Who started the process knows how it hears of a place, and its session knows when it may wait for one. Neither imports
-the other, so the one leaves here what the other finds.
+The agent that started the process knows how it hears of a place, and its session knows when it may wait for one.
+Neither imports the other, so the one leaves here what the other finds.
 """
 
 from __future__ import annotations

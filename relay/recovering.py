@@ -119,7 +119,10 @@ def _gone(
 
 
 def _anew(shown: dict[str, Any], say: Say) -> str:
-    """What `--resume-step` says, if the Commander knows a checkpoint that is given up: else it waits for that one."""
+    """The argument of `--resume-step`; empty if the Commander knows no checkpoint, and so none is given up.
+
+    Without the argument the master would wait for a checkpoint that it knows and that is gone.
+    """
     head = shown.get("head")
     if head is None:
         return ""

@@ -44,7 +44,7 @@ class LockTimeout(Exception):
 
 @dataclass(frozen=True)
 class Claim:
-    """Who serves the job.
+    """The master that serves the job.
 
     Attributes:
         host, boot_id: the machine, and its present boot.

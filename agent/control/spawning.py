@@ -124,8 +124,8 @@ def start_master(
         *("--store", f"sqlite:///{directory / 'master.sqlite'}"),
         *("--token-file", str(directory / "token"), "--log-file", str(log), "--embedded"),
     ]
-    # It outlives this agent: no lifeline, no terminal, no output but its first line. Nor does it read the variables of
-    # a master that is a service.
+    # It outlives this agent: no lifeline, no terminal, no output but its first line. It does not read
+    # the variables of a master that is a service.
     ours = (Variable.LIFELINE, Variable.MASTER_FLAG)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     # From its first moment on it outlives a notice that all processes of the node are given.

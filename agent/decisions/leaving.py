@@ -27,7 +27,7 @@ def signalled(decision: Decision, number: int) -> None:
     state = decision.state
     name = signal.Signals(number).name
     if state.leave is not None and not state.leave.signalled:
-        # Who orders a node to go may well end its machine next.
+        # Whoever orders a node to go may well end its machine next.
         state.leave.signalled = True
         decision.do(ev.Say(f"{name}: this node is leaving already, by order"))
         return

@@ -246,7 +246,7 @@ def needed(state: AgentState) -> control_pb2.CheckpointRef | None:
 
 
 def spill_unheard(decision: Decision) -> None:
-    """Who stays writes what it has drained to the disk, too, while no master is heard.
+    """A node that stays writes what it has drained to the disk, too, while no master is heard.
 
     Leavers may each count on the copy that another leaver has. Whoever finds all parts on the disk seals them.
     """

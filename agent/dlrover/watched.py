@@ -35,7 +35,7 @@ def watch(lock: Any, died: Callable[[], None]) -> None:
 
 
 def _is_gone(connection: socket.socket) -> bool:
-    """Whether the other end has closed it. Who asks for a release waits for the answer."""
+    """Whether the other end has closed it. A process that asks for a release waits for the answer."""
     try:
         return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
     except BlockingIOError:

@@ -25,7 +25,7 @@ __all__ = ["OPEN_PORTS", "PeerError", "Peers", "SendPace"]
 # What to do where nobody answers.
 OPEN_PORTS = "nodes must reach each other's ports (is there a firewall between them?)"
 
-# Of what may be sent in a second, in one message; bytes.
+# The least bytes of one message, and how many messages the bytes of a second are cut into.
 _SMALLEST_PIECE, _PIECES_IN_A_SECOND = 4 << 10, 10
 
 

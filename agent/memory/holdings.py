@@ -192,7 +192,7 @@ class Holdings:
     # ---- what is here ----
 
     def manifest(self, run_id: str, name: str) -> Manifest | None:
-        """Of a step of which something is here."""
+        """The manifest of a step of which something is here; None: nothing is."""
         with self._lock:
             step = self._steps.get((run_id, name))
             return None if step is None else step.manifest
@@ -236,7 +236,7 @@ class Holdings:
             return [_held(run_id, step) for run_id, step in sorted(steps, key=_order)]
 
     def bytes(self) -> int:
-        """Of all parts that are here."""
+        """The size of all parts that are here."""
         with self._lock:
             return sum(step.bytes() for step in self._steps.values())
 

@@ -31,7 +31,7 @@ class StrangerError(Exception):
 
 @dataclass(frozen=True)
 class MemoryIdentity:
-    """Of this process, in memory only.
+    """The identity of this process, in memory only.
 
     Attributes:
         key, certificate: PEM.

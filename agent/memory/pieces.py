@@ -99,7 +99,7 @@ def read_part(part: StepPart, job_id: str, piece_bytes: int = PIECE_BYTES) -> It
 
 
 def _read_manifest(part: StepPart) -> bytes:
-    """As it lies there: making it anew takes longer."""
+    """The bytes of a manifest as they lie there: making them anew takes longer."""
     try:
         data = read_regular(part.place.files / MANIFEST, MAX_BYTES)
     except (FileNotFoundError, NotRegular, ValueError) as error:

@@ -11,7 +11,7 @@ from .place import HELP
 
 __all__ = ["NoSpaceError", "Space"]
 
-# Of what the machine or container has left, for all that trains there; bytes.
+# What stays free of the machine's or container's memory, for all that trains there; bytes.
 RESERVE = 256 << 20
 
 

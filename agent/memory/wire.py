@@ -28,7 +28,7 @@ _OPTIONS: list[tuple[str, int]] = [
 ]
 _OF_SERVER: list[tuple[str, int]] = [
     ("grpc.so_reuseport", 0),
-    # Who says nothing goes; each call of ours has a connection of its own.
+    # A stranger that says nothing is cut off; each call of ours has a connection of its own.
     ("grpc.server_handshake_timeout_ms", 5000),
     ("grpc.max_connection_idle_ms", 10_000),
     ("grpc.max_allowed_incoming_connections", 256),

@@ -323,7 +323,7 @@ def _create(params: RendezvousParameters) -> Rendezvous:
     named = {name: params.get(name) for name in ("token_file", "tls_ca", "tls_cert", "tls_key")}
     files = CredentialFiles.given(named, os.environ.get(Variable.TOKEN))
     files.check()
-    # Of what torchrun's workers save nothing is adopted. It tells its handler nothing of its --max-restarts.
+    # Nothing is adopted of what torchrun's workers save. It tells its handler nothing of its --max-restarts.
     chosen = JobSettings(
         min_nodes=params.min_nodes,
         max_nodes=params.max_nodes,

@@ -23,7 +23,7 @@ from .word import Word
 __all__ = ["Assignment", "become", "is_of_session", "run_to_end"]
 
 _SESSION_PACKAGE = "dalsegno.elastic"
-# Who imports it for torch.
+# The modules that import it for torch.
 _HANDLERS = ("torch.distributed.elastic.rendezvous", "dalsegno.agent.shell")
 # Its rooms that agents import, too.
 _OF_AGENTS = ("checkpoint", "universal")

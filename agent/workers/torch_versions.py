@@ -17,7 +17,7 @@ LIBUV_LISTENS = tuple(int(part) for part in torch.__version__.split("+")[0].spli
 
 
 def known(theirs: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """Of these options, those that a function or a data class of torch has in this version.
+    """Those of the options that a function or a data class of torch has in this version.
 
     Args:
         theirs: Torch's own.

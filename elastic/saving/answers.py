@@ -19,7 +19,7 @@ TOLD_OTHERWISE = "the ranks were told to save different things"
 
 
 class Answers:
-    """Of one group of ranks."""
+    """What the ranks of one group answer one another about a save."""
 
     def __init__(self, collective: Collective) -> None:
         self._collective = collective

@@ -33,7 +33,7 @@ def checked(every: int | str) -> int | str:
 
 
 class Cadence:
-    """Of one loop. All ranks ask and tell it the same, apart from `measure` and `began`.
+    """The cadence of one loop. All ranks ask and tell it the same, apart from `measure` and `began`.
 
     Args:
         every: Steps between two, or ``"auto"``.

@@ -21,7 +21,7 @@ Bests = tuple[Best | None, Best | None]
 
 
 class Names:
-    """Of one session: no two checkpoints of it, on the disk or in memory, have the same."""
+    """The names of one session's checkpoints: no two of them, on the disk or in memory, have the same."""
 
     def __init__(self, identity: Identity, collective: Collective) -> None:
         self._identity, self._collective = identity, collective

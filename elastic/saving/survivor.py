@@ -31,13 +31,13 @@ FIRST_ATTEMPT = 1000
 
 
 class Survivor:
-    """Of one session.
+    """What one session saves by itself after its world has broken.
 
     Args:
         identity: Who saves.
-        link: The agent, who is told.
+        link: The agent, which is told.
         resumed_from: The resume point of this epoch.
-        reports: With which the agent hears that this rank may do so.
+        reports: Tell the agent that this rank may do so.
 
     Attributes:
         peer_lost: Called when this rank ends because a peer is gone.

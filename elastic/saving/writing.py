@@ -23,7 +23,7 @@ AHEAD_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class _Sum:
-    """Of a file that was written here, and how it looked then."""
+    """The checksum of a file that was written here, and how the file looked then."""
 
     root: Path
     entry: FileEntry

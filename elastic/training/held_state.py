@@ -74,7 +74,7 @@ class HeldState:
         return {**saved, "state": {**state, "param_groups": groups}}
 
     def versions(self) -> tuple[int, ...]:
-        """Of the tensors that are watched."""
+        """How often torch has counted a change of each tensor that is watched."""
         return tuple([tensor._version for tensor in self._tensors])
 
     def plain(self, *, where: bool = True) -> Any:

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class MemorySaves:
-    """Of one loop. Collective: all ranks make it and call its methods alike.
+    """The memory checkpoints of one loop. Collective: all ranks make it and call its methods alike.
 
     Args:
         session: The process's.

@@ -115,13 +115,13 @@ class Saves:
     def has_memory(self) -> bool:
         """Whether all ranks have where memory checkpoints go. Collective the first time."""
         if self._memory is None:
-            # Who has no agent knows that the others have none either.
+            # A rank without an agent knows that the others have none either.
             lacks = self._identity.alone or bool(self._collective.max([int(self._identity.memory_dir is None)])[0])
             self._memory = not lacks
         return self._memory
 
     def largest(self, value: int) -> int:
-        """Of all ranks. Collective."""
+        """The largest value of all ranks. Collective."""
         return self._collective.max([value])[0]
 
     def await_best(self, step: int, busy: Callable[[], None], seconds: float) -> str:

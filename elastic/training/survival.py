@@ -44,7 +44,7 @@ class _Mark(NamedTuple):
 
 
 class Survival:
-    """Of one loop. Collective: all ranks make it alike. Main thread only.
+    """What the ranks of one loop may save by themselves. Collective: all ranks make it alike. Main thread only.
 
     Args:
         session: The process's.

@@ -72,7 +72,7 @@ _known: ContextVar[dict[tuple[int, ...], tuple[Any, list[Any]]] | None] = Contex
 def each_once() -> Iterator[None]:
     """While it lasts `load` reads a file that is mapped only once: torch goes through each tensor of it in Python.
 
-    Who loads one changes nothing of it.
+    The process that loads one changes nothing of it.
     """
     before = _known.set({})
     try:

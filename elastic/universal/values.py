@@ -141,7 +141,7 @@ class _Framed(NamedTuple):
 
 
 def _frame_of(content: Any) -> _Framed | None:
-    """Of a bare tensor, or of what DeepSpeed has around one; None: there is more to know of it."""
+    """The frame of a bare tensor, or of what DeepSpeed has around one; None: there is more to know of it."""
     value, about = content, {}
     if isinstance(content, Mapping):
         value, about = content.get(PARAM), {key: item for key, item in content.items() if key != PARAM}

@@ -70,7 +70,7 @@ def make(turn: Turn, held: Conversion, source: Checkpoint) -> None:
     able = [node for node in turn.job.nodes.values() if can_make(turn, node, source)]
     fresh = [node for node in in_rank_order(turn.job, able) if node.name not in held.failed]
     if fresh:
-        # Who has it in sight for certain goes first.
+        # A node that has it in sight for certain goes first.
         conversion.lend(turn, held, min(fresh, key=lambda node: not has_seen(turn, node, source)))
     elif held.failed:
         conversion.block(turn, held)

@@ -56,7 +56,7 @@ def want_in_parts(turn: Turn, record: Checkpoint) -> bool:
     step = turn.live.held.step(record)
     news, step.in_parts = not step.in_parts, True
     if news:
-        # Who could not write all of it could not fetch it.
+        # A node that could not write all of it could not fetch it.
         step.unable.clear()
     want_durable(turn, record)
     return news
@@ -117,7 +117,7 @@ def can_go_on(job: Job, step: HeldStep) -> bool:
 
 
 def orders(state: State) -> dict[str, WriteOrder]:
-    """Who writes what, by incarnation."""
+    """What each node writes, by incarnation."""
     whole = writer(state)
     if whole is not None:
         record, node = whole
@@ -214,7 +214,7 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
         if message.parts or sealing or not step.in_parts:
             cannot(turn, node, step, message.failure)
     elif message.parts:
-        # Of what the ranks wanted, and the run goes on from since, others write all of it.
+        # The ranks wanted it, and by now the run goes on from it: other nodes write all of it.
         turn.live.held.step(record).written.update(part for part in message.parts if part < record.parts)
         turn.live.held.version += 1
     else:
@@ -223,12 +223,12 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
 
 
 def heard_of_wanted(turn: Turn, node: Node, message: control_pb2.DurableRequest, step: HeldStep) -> None:
-    """Of a step that the ranks want on the disk."""
+    """A node has told how it got on with a step that the ranks want on the disk."""
     held, world = turn.live.held, turn.job.world
     if message.failure:
         if step.record.digest == held.writing:
             if not message.parts:
-                # Who could not seal it may have missed what others wrote: they look at it again.
+                # A node that could not seal it may have missed what others wrote: they look at it again.
                 step.written.clear()
             cannot(turn, node, step, message.failure)
     elif message.parts:

@@ -202,7 +202,7 @@ def say_who_is_missing(turn: Turn, waited_for: list[Node]) -> None:
 def awaits_witness(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
     """Whether nodes of the last world will still join, and nobody else can tell what of it counts.
 
-    One of them knows what it sealed without a master. Of what it held in memory each of them may have a part.
+    One of them knows what it sealed without a master. Each of them may have a part of what it held in memory.
     """
     members = turn.job.world.by_incarnation if turn.job.world is not None else {}
     if not any(node.incarnation in members for node in waited_for):

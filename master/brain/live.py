@@ -89,7 +89,8 @@ class EpochLife:
     is_taken_over: bool = False
     # When anybody last made progress.
     moved: float = 0.0
-    # Who advanced last, when, and when somebody else did. A step is a collective, so it proves the others alive.
+    # The node that advanced last, when it did, and when another one did. A step is a collective, so it proves the
+    # others alive.
     advanced_by: str = ""
     advanced: float = float("-inf")
     advanced_by_others: float = float("-inf")

@@ -156,7 +156,7 @@ def end_of_epoch(turn: Turn) -> bool:
 
 
 def still_at_work(turn: Turn) -> str:
-    """Who has finished, and who has not."""
+    """The members that have finished, and those that have not."""
     members, part = world_of(turn).members, turn.job.part
     done = names(member.node for member in members if part(member) is MemberState.FINISHED)
     others = names(member.node for member in members if part(member) is MemberState.RUNNING)

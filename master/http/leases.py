@@ -79,11 +79,11 @@ class Token:
 
     @property
     def incarnation(self) -> str:
-        """Whom it stands for in the brain."""
+        """The incarnation that it stands for in the brain."""
         return PREFIX + self.name.hex()
 
     def caller(self, node: str, epoch: int, protocol: int) -> pb.Caller:
-        """Who speaks in the calls that are made for its worker."""
+        """The caller in the calls that are made for its worker."""
         return pb.Caller(
             job_id=self.run_id,
             node=node,
@@ -95,7 +95,7 @@ class Token:
 
 
 def holder_of(status: pb.StatusReply) -> pb.NodeStatus | None:
-    """Who has the run: the node of the open world, or of the last one while it gathers for the next."""
+    """The node that has the run: that of the open world, or of the last one while it gathers for the next."""
     members = [node for node in status.nodes if node.role == "member"]
     if not members:
         # It may have been told to go. Foreign workers go by a word of theirs, and a spare never does.
@@ -126,7 +126,7 @@ def seconds_left(node: pb.NodeStatus, lease_seconds: float) -> float:
 
 
 def in_seconds(left: float) -> float:
-    """As it is told: to a tenth of a second."""
+    """The seconds as they are told: to a tenth."""
     return round(left, 1)
 
 

@@ -45,7 +45,7 @@ class Port:
         self._socket = Listener.open(host, port)
         bound = self._socket.getsockname()[1]
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
-        # uvicorn's loggers stay unconfigured: its errors reach the master's log, and requests are not logged. Nor are
+        # uvicorn's loggers stay unconfigured: its errors reach the master's log, and requests are not logged, not even
         # those that are no HTTP: a stranger without a token would fill the disk with lines about them.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         self._server = _Server(

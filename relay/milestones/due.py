@@ -62,7 +62,7 @@ class MilestonePace:
 
 
 def passed(pace: MilestonePace, seconds: float) -> MilestonePace:
-    """So much time has gone by."""
+    """The pace after so many more seconds."""
     waited = None if pace.waited_seconds is None else pace.waited_seconds + seconds
     return replace(pace, waited_seconds=waited, rest_seconds=max(0.0, pace.rest_seconds - seconds))
 

@@ -241,7 +241,7 @@ class Mirror:
         self._note()
         self._say(f"no milestone: {why}: training goes on, tried again in {self._pace.rest_seconds:.0f} s")
 
-    # Who hears of it.
+    # The Commander is told.
 
     def _tell_all(self) -> None:
         """Tells the Commander of each milestone that it has not heard of."""
