@@ -82,8 +82,8 @@ def doctor(options: argparse.Namespace) -> int:
         return _installation()
     if not options.module and not Path(options.script).is_file():
         raise ValueError(f"the script {options.script} does not exist (working directory: {os.getcwd()})")
-    ranks, timeout = (1 if value is None else value for value in (options.nproc_per_node, options.timeout))
-    if ranks < 1 or not timeout > 0:
+    ranks, timeout_seconds = (1 if value is None else value for value in (options.nproc_per_node, options.timeout))
+    if ranks < 1 or not timeout_seconds > 0:
         raise ValueError("--nproc-per-node is at least 1, and --timeout more than 0")
     if options.dlrover:
         if options.module:
@@ -155,7 +155,7 @@ def _dlrover(script: str) -> int:
 
 
 def _examine(options: argparse.Namespace) -> int:
-    timeout = _TIMEOUT_SECONDS if options.timeout is None else options.timeout
+    timeout_seconds = _TIMEOUT_SECONDS if options.timeout is None else options.timeout
     file = module_file(options.script) if options.module else Path(options.script)
     if options.timeout is None and file is not None and not reaches_session(file):
         print(
@@ -171,14 +171,14 @@ def _examine(options: argparse.Namespace) -> int:
         found = Path(directory) / "findings"
         values = {SAVE_DIR: str(Path(directory) / "saved"), RESUME_DIR: None, RESUME_PATH: None}
         command = _command(options, expand(options.arguments, values))
-        code = _run(command, {**os.environ, Variable.DOCTOR: str(found)}, timeout)
+        code = _run(command, {**os.environ, Variable.DOCTOR: str(found)}, timeout_seconds)
         lines = found.read_text(encoding="utf-8").splitlines() if found.is_file() else []
     for line in lines:
         print(printable(line))
     if lines and code == 0:
         return EXIT_FINISHED
     if code is None:
-        print(f"{options.script} made no step within {timeout:.0f} s (--timeout): it was ended")
+        print(f"{options.script} made no step within {timeout_seconds:.0f} s (--timeout): it was ended")
     elif code:
         alone = "" if options.nproc_per_node else "; if it lacks RANK, it needs torchrun: --nproc-per-node=1"
         print(f"{options.script} failed before its first step, with exit code {code}: its own lines say why{alone}")

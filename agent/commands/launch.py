@@ -29,7 +29,7 @@ from ..dlrover import scripts
 from ..processes.signals import SignalWatch
 from ..script import Script, asks_for_universal, expects_session, knows_us, runs_ahead, text_of, uses_dlrover
 from ..shell.config import AgentConfig
-from ..shell.console import Console, log_torch
+from ..shell.console import RunConsole, log_torch
 from ..shell.effects import Effects
 from ..shell.elastic_agent import ElasticAgent
 from ..shell.mailbox import Mailbox
@@ -46,7 +46,7 @@ __all__ = ["launch"]
 logger = logging.getLogger(__name__)
 
 
-def launch(options: argparse.Namespace, beginning: Beginning, watch: SignalWatch, console: Console) -> int:
+def launch(options: argparse.Namespace, beginning: Beginning, watch: SignalWatch, console: RunConsole) -> int:
     """Runs one agent to its end. Signals go to the agent as soon as it has a loop that can hear them.
 
     Raises:
@@ -177,7 +177,7 @@ def _fixes(script: Script) -> str:
 
 
 def _connect(
-    options: argparse.Namespace, token: str | None, directory: JobDirectory, console: Console, log_dir: Path
+    options: argparse.Namespace, token: str | None, directory: JobDirectory, console: RunConsole, log_dir: Path
 ) -> _Source:
     """Finds the master's address, starting an embedded master if there is to be one."""
     by_default = getattr(options, "job_id_is_default", False)
@@ -218,7 +218,7 @@ def _connect(
     return _Source((), embedded.credentials, embedded)
 
 
-def _hosted_elsewhere(address: str, directory: JobDirectory, console: Console, patience_seconds: float) -> _Source:
+def _hosted_elsewhere(address: str, directory: JobDirectory, console: RunConsole, patience_seconds: float) -> _Source:
     """The master that another node hosts; the job's token comes with the checkpoint directory that all nodes see.
 
     Raises:
@@ -239,7 +239,7 @@ def _run(
     torch_config: Any,
     script: Script,
     source: _Source,
-    console: Console,
+    console: RunConsole,
     watch: SignalWatch,
 ) -> Exit:
     mailbox: Mailbox[Event] = Mailbox()

@@ -482,7 +482,7 @@ def tell_workers(decision: Decision) -> None:
         return
     drain = state.leaving or state.drain is not None or state.contact.drain
     ending = state.drain.ending if state.drain is not None else control_pb2.ENDING_TOGETHER
-    keep = state.epoch.survival.until is not None
+    keep = state.epoch.own_save.until is not None
     flags = (drain, state.contact.up, ending, drain and memory.to_memory(state), keep, state.save_order)
     if flags != state.epoch.told:
         state.epoch.told = flags

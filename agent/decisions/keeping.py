@@ -25,36 +25,36 @@ WORD_SECONDS = 2.0
 def may_keep(decision: Decision, rank: int, may: bool) -> None:
     """A rank has said whether it may be able to save by itself."""
     epoch = decision.state.epoch
-    keepers = epoch.survival.keepers
+    keepers = epoch.own_save.keepers
     if (rank in keepers) is not may:
-        epoch.survival = replace(epoch.survival, keepers=keepers | {rank} if may else keepers - {rank})
+        epoch.own_save = replace(epoch.own_save, keepers=keepers | {rank} if may else keepers - {rank})
 
 
 def end_workers(decision: Decision) -> None:
     """The world has broken: its ranks end, at once or after they have saved what they can."""
     state, epoch = decision.state, decision.state.epoch
-    if state.workers is not Workers.RUNNING or epoch.survival.until is not None:
+    if state.workers is not Workers.RUNNING or epoch.own_save.until is not None:
         return
     if not _left(decision):
         decision.kill_workers()
         return
-    until = decision.now + (WRITE_SECONDS if epoch.survival.writers else ANSWER_SECONDS)
-    epoch.survival = replace(epoch.survival, until=until)
+    until = decision.now + (WRITE_SECONDS if epoch.own_save.writers else ANSWER_SECONDS)
+    epoch.own_save = replace(epoch.own_save, until=until)
     decision.wake_at(until)
 
 
 def writes(decision: Decision, rank: int) -> None:
     """A rank saves what it holds."""
     epoch = decision.state.epoch
-    until = epoch.survival.until
+    until = epoch.own_save.until
     if until is not None:
         until = max(until, decision.now + WRITE_SECONDS)
-    epoch.survival = replace(epoch.survival, writers=epoch.survival.writers | {rank}, until=until)
+    epoch.own_save = replace(epoch.own_save, writers=epoch.own_save.writers | {rank}, until=until)
 
 
 def check(decision: Decision) -> None:
     """Ends the ranks when all have gone that might save something, or when their time is over."""
-    state, until = decision.state, decision.state.epoch.survival.until
+    state, until = decision.state, decision.state.epoch.own_save.until
     if until is None or state.workers is not Workers.RUNNING:
         return
     if decision.now >= until or not _left(decision):
@@ -67,8 +67,8 @@ def kept(decision: Decision, rank: int, digest: str) -> None:
     """A rank has sealed something in this node's memory, which is looked at before it counts as held."""
     epoch = decision.state.epoch
     epoch.sealed_in_memory = SealedInMemory(digest)
-    if rank in epoch.survival.writers:  # It has nothing more to save.
-        epoch.survival = replace(epoch.survival, keepers=epoch.survival.keepers - {rank})
+    if rank in epoch.own_save.writers:  # It has nothing more to save.
+        epoch.own_save = replace(epoch.own_save, keepers=epoch.own_save.keepers - {rank})
 
 
 def awaits_word(decision: Decision) -> bool:
@@ -92,4 +92,4 @@ def _left(decision: Decision) -> frozenset[int]:
     if world is None:
         return frozenset()
     ended = {int(world.place.first_rank) + local_rank for local_rank, _ in epoch.exits}
-    return epoch.survival.keepers - ended
+    return epoch.own_save.keepers - ended

@@ -197,7 +197,7 @@ def worker_exited(decision: Decision, event: ev.WorkerExited) -> None:
     if event.epoch != state.started or state.workers is not Workers.RUNNING:
         return
     epoch.exits = (*epoch.exits, (event.local_rank, event.code))
-    if epoch.survival.until is not None:
+    if epoch.own_save.until is not None:
         return  # Why the world has broken is known.
     drained = event.code == ev.WORKER_DRAINED or (event.code == 0 and has_drained(decision, event.local_rank))
     refusal = epoch.refusals.get(global_rank(decision, event.local_rank))

@@ -228,7 +228,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Survival:
+class OwnSave:
     """What the ranks can save by themselves when their world has broken."""
 
     # Ranks that may be able to save the last boundary, and those that have begun to.
@@ -304,7 +304,7 @@ class Epoch:
     refusals: Mapping[int, str] = field(default_factory=dict)
     # Ranks that reported that they end because a connection to another rank broke, and have made no step since.
     peer_lost: frozenset[int] = frozenset()
-    survival: Survival = Survival()
+    own_save: OwnSave = OwnSave()
     # What was sealed in memory last, until it is known to be held; None: nothing was.
     sealed_in_memory: SealedInMemory | None = None
     # The flags as the workers were told last.

@@ -13,7 +13,7 @@ from dalsegno.protos.contract import JobSettings
 from dalsegno.protos.options import nnodes
 from dalsegno.protos.yaml_text import InputRefused
 
-from .table import Table
+from .table import YamlMapping
 
 __all__ = ("BEYOND_DRAIN_SECONDS", "Host", "JobSpec", "MasterSpec", "Secrets", "VolumeClaim", "job_of")
 
@@ -131,7 +131,7 @@ def job_of(values: Any) -> JobSpec:
         InputRefused: Keys that there are not, or values that are not of their kind. What cannot work together is
             `refusals.refusals`' matter.
     """
-    table = Table(values)
+    table = YamlMapping(values)
     low, high = _nnodes(table.text("nnodes", "1"))
     drain = table.whole("drain_timeout", int(JobSettings.drain_timeout), least=1)
     job = JobSpec(
@@ -180,7 +180,7 @@ def _nnodes(text: str) -> tuple[int, int]:
         raise InputRefused(f"nnodes: {error}") from error
 
 
-def _command(table: Table) -> tuple[str, ...]:
+def _command(table: YamlMapping) -> tuple[str, ...]:
     value = table.take("command")
     if not isinstance(value, str):
         return table.words("command")
@@ -190,7 +190,7 @@ def _command(table: Table) -> tuple[str, ...]:
         raise InputRefused(f"command: {value!r} cannot be cut into words: {error}") from error
 
 
-def _claim(table: Table) -> VolumeClaim:
+def _claim(table: YamlMapping) -> VolumeClaim:
     value = table.take("claim")
     if value is None or isinstance(value, str):
         return VolumeClaim(table.name("claim"))
@@ -205,13 +205,13 @@ def _claim(table: Table) -> VolumeClaim:
     return claim
 
 
-def _secrets(table: Table) -> Secrets:
+def _secrets(table: YamlMapping) -> Secrets:
     secrets = Secrets(table.name("token"), table.name("tls"), table.name("etcd"))
     table.done()
     return secrets
 
 
-def _endpoints(table: Table) -> tuple[str, ...]:
+def _endpoints(table: YamlMapping) -> tuple[str, ...]:
     found = table.words("etcd")
     for one in found:
         if not re.fullmatch(r"[A-Za-z0-9.-]+:[0-9]{1,5}", one):
@@ -219,7 +219,7 @@ def _endpoints(table: Table) -> tuple[str, ...]:
     return found
 
 
-def _master(table: Table) -> MasterSpec:
+def _master(table: YamlMapping) -> MasterSpec:
     master = MasterSpec(
         image=table.text("image"),
         port=table.whole("port", MasterSpec.port, 1, 65535),
@@ -233,7 +233,7 @@ def _master(table: Table) -> MasterSpec:
     return master
 
 
-def _host(table: Table) -> Host:
+def _host(table: YamlMapping) -> Host:
     host = Host(
         master=table.text("master"),
         directory=table.path("directory"),
@@ -249,7 +249,7 @@ def _host(table: Table) -> Host:
     return host
 
 
-def _resources(table: Table) -> dict[str, dict[str, str]]:
+def _resources(table: YamlMapping) -> dict[str, dict[str, str]]:
     """`limits` and `requests`. A flat mapping is both, so that nothing is taken away from a pod that trains."""
     value = table.take("resources")
     if value is None:

@@ -12,7 +12,7 @@ from dalsegno.protos.yaml_text import InputRefused
 __all__ = ("Table",)
 
 
-class Table:
+class YamlMapping:
     """The keys below one place of the document. Each is taken once; `done` refuses what was not taken.
 
     All methods raise `InputRefused` with the place (`master.port`) and what should stand there.
@@ -91,13 +91,13 @@ class Table:
         value = self.take(key)
         if value is None:
             return {}
-        inner = Table(value, f"{self._place}{key}")
+        inner = YamlMapping(value, f"{self._place}{key}")
         return {name: inner.text(name) for name in inner._values}
 
-    def below(self, key: str) -> Table:
+    def below(self, key: str) -> YamlMapping:
         """The mapping under a key; an empty one if there is none."""
         value = self.take(key)
-        return Table({} if value is None else value, f"{self._place}{key}")
+        return YamlMapping({} if value is None else value, f"{self._place}{key}")
 
     def done(self) -> None:
         """Refuses keys that nobody has asked for, with the nearest one that there is."""

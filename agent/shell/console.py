@@ -17,7 +17,7 @@ from dalsegno.protos.text import one_line
 
 from .outlet import Outlet
 
-__all__ = ["LARGEST_LOG_BYTES", "Console", "LogFile", "log_torch", "make_log_dir", "set_up_logging"]
+__all__ = ["LARGEST_LOG_BYTES", "LogFile", "RunConsole", "log_torch", "make_log_dir", "set_up_logging"]
 
 # Bytes of a log file; one older file is kept beside it.
 LARGEST_LOG_BYTES = 10_000_000
@@ -28,7 +28,7 @@ _LONGEST = 4000
 logger = logging.getLogger(__name__)
 
 
-class Console:
+class RunConsole:
     """Prints one line for each thing that happens to the run, on standard error: standard output is the script's own.
 
     Args:

@@ -177,8 +177,8 @@ class ElasticAgent(LocalElasticAgent):
             self._handle(ev.Started())
             while self._ending is None:
                 wake = self._state.wake
-                timeout = None if wake is None else max(0.0, wake - time.monotonic())
-                event = self._mailbox.get(timeout)
+                timeout_seconds = None if wake is None else max(0.0, wake - time.monotonic())
+                event = self._mailbox.get(timeout_seconds)
                 self._handle(ev.Tick() if event is None else event)
         failed = self._ending.code not in (ev.EXIT_FINISHED, ev.EXIT_LEFT)
         workers = self._worker_group.workers

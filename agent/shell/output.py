@@ -17,7 +17,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from ..processes.ready import first_readable
-from .console import Console, LogFile
+from .console import LogFile, RunConsole
 from .outlet import Outlet
 
 __all__ = ["Output"]
@@ -47,7 +47,7 @@ class Output:
         second = first if one else Outlet(None if 2 in self._closed else self._ours[2])
         self._outlets = {1: first, 2: second}
         self._pumps: dict[int, _Pump] = {}
-        self.console = Console(second)
+        self.console = RunConsole(second)
 
     def __enter__(self) -> Output:
         return self

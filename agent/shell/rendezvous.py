@@ -35,7 +35,7 @@ from ..processes.lifeline import Lifeline
 from ..storage.job_directory import JobDirectory, StorageError
 from ..workers.worker_env import WorldPlace, place_of
 from .config import AgentConfig
-from .console import Console, make_log_dir, set_up_logging
+from .console import RunConsole, make_log_dir, set_up_logging
 from .effects import Effects
 from .mailbox import Mailbox
 from .world_store import WorldStore, connect
@@ -131,7 +131,7 @@ class Rendezvous(RendezvousHandler):
         # torchrun handles torch's own log.
         set_up_logging(config.log_dir / "agent.log", self._where, names=("dalsegno",))
         connector = Connector(lambda: addresses, files.read, explain=mismatch)
-        self._console = console = Console(name="torchrun")
+        self._console = console = RunConsole(name="torchrun")
         self._effects = Effects(config, directory, connector, addresses, self._lifeline, self._mailbox, console.say)
         # Its workers have this process's environment.
         os.environ.update(self._effects.node_variables(os.environ))

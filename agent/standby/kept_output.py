@@ -52,9 +52,9 @@ class KeptOutput:
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         target = os.dup(console) if path is None else os.open(path, flags, 0o666)
-        patience = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + _PATIENCE_SECONDS
         _pass_on(self._reader, target)
-        while writes and time.monotonic() < patience and readable(self._reader, _QUIET_SECONDS):
+        while writes and time.monotonic() < deadline and readable(self._reader, _QUIET_SECONDS):
             _pass_on(self._reader, target)
         os.close(self._writer)
         for fd in _duplicates(self._reader):

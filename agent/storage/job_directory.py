@@ -397,7 +397,7 @@ class Storage:
         self._submit(self._quick, work)
 
     def mark_finished(
-        self, run_id: str, step: int, head: control_pb2.CheckpointRef | None, timeout: float = 10.0
+        self, run_id: str, step: int, head: control_pb2.CheckpointRef | None, timeout_seconds: float = 10.0
     ) -> None:
         """Writes `FINISHED.json`, and waits for that, because the agent is about to exit."""
 
@@ -409,8 +409,8 @@ class Storage:
                 logger.warning("FINISHED.json was not written: %s", error)
 
         future = self._submit(self._quick, work)
-        if future is not None and wait([future], timeout).not_done:
-            logger.warning("FINISHED.json was not written within %.0f s", timeout)
+        if future is not None and wait([future], timeout_seconds).not_done:
+            logger.warning("FINISHED.json was not written within %.0f s", timeout_seconds)
 
     def close(self) -> None:
         """Lets running work end by itself; what was not begun is dropped."""

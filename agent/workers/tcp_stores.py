@@ -34,7 +34,7 @@ class StoreServers:
 
     def __init__(self, address: str, timeout_seconds: float = 300.0) -> None:
         self.address = address
-        self._timeout_seconds = timedelta(seconds=timeout_seconds)
+        self._timeout = timedelta(seconds=timeout_seconds)
         self._waiting: dict[int, TCPStore] = {}
         self._used: TCPStore | None = None
 
@@ -57,7 +57,7 @@ class StoreServers:
                 port,
                 None,
                 True,
-                self._timeout_seconds,
+                self._timeout,
                 wait_for_workers=False,
                 master_listen_fd=listener.fileno(),
                 use_libuv=LIBUV_LISTENS,

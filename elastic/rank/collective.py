@@ -145,7 +145,7 @@ class GlooCollective:
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._epoch = f"{epoch}.{number}" if number else str(epoch)
-        self._timeout_seconds = timedelta(seconds=timeout)
+        self._timeout = timedelta(seconds=timeout)
         self._group: Any = None
         self._store: Any = None
         self._left = 0
@@ -216,7 +216,7 @@ class GlooCollective:
 
         self._connected()
         prefix = f"dalsegno/{self._epoch}/{self._left}/hurry"
-        return dist.PrefixStore(prefix, _another(self._store, self._timeout_seconds))  # type: ignore[attr-defined]
+        return dist.PrefixStore(prefix, _another(self._store, self._timeout))  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Leaves the group. Call ``barrier`` before, or a peer that is still in a collective sees its connection go.
@@ -251,7 +251,7 @@ class GlooCollective:
     def _wait(self, work: Any) -> None:
         gone, pause = self._gone, FIRST_LOOK_SECONDS
         if gone is None:
-            work.wait(self._timeout_seconds)
+            work.wait(self._timeout)
             return
         while not work.is_completed():
             if gone():
@@ -260,7 +260,7 @@ class GlooCollective:
             threading.Event().wait(pause)
             pause = min(2 * pause, LAST_LOOK_SECONDS)
         try:
-            work.wait(self._timeout_seconds)
+            work.wait(self._timeout)
         except RuntimeError as error:
             raise PeerLost(str(error).partition("\n")[0]) from error
 
@@ -272,14 +272,14 @@ class GlooCollective:
             from torch.distributed.rendezvous import rendezvous
 
             began = time.monotonic()
-            store, rank, world_size = next(iter(rendezvous("env://", timeout=self._timeout_seconds)))
+            store, rank, world_size = next(iter(rendezvous("env://", timeout=self._timeout)))
             if (rank, world_size) != (self.rank, self.world_size):
                 raise RuntimeError(f"rank {rank} of {world_size} in the environment, the session is {self.rank}")
             # After a run's end ranks may meet again, for a last sum; the store still has the addresses of the group
             # before.
             prefixed = dist.PrefixStore(f"dalsegno/{self._epoch}/{self._left}", store)  # type: ignore[attr-defined]
             self._store = store
-            self._group = dist.ProcessGroupGloo(prefixed, rank, world_size, self._timeout_seconds)
+            self._group = dist.ProcessGroupGloo(prefixed, rank, world_size, self._timeout)
             log.debug("the session's group of %d ranks stands after %.3f s", world_size, time.monotonic() - began)
         return self._group
 

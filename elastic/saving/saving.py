@@ -215,9 +215,9 @@ class Saver:
             return digest
 
         copied = self._buffers.wait
-        patience = PATIENCE_SHARE * identity.stall_timeout
+        patience_seconds = PATIENCE_SHARE * identity.stall_timeout
         seals = None if in_memory else seal_all
-        flight = Flight(path, identity.rank, identity.world_size, files, copied, seals, done, patience, reports)
+        flight = Flight(path, identity.rank, identity.world_size, files, copied, seals, done, patience_seconds, reports)
         self._under_way = UnderWay(own, drain, flight, began)
         return own.name
 

@@ -25,7 +25,7 @@ from ..training import session as lower
 from ..training.entry import open_session
 from ..training.loop import steps
 from .data import DataWish, batches_of
-from .state import State, Trained, Wrap, checked_beside, checked_parts
+from .state import ScriptState, Trained, Wrap, checked_beside, checked_parts
 from .worlds import through_worlds
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class Session(lower.BareSession):
         weights_only: bool = False,
         wrap: Wrap | None = None,
         **parts: Any,
-    ) -> State:
+    ) -> ScriptState:
         """What is trained, loaded where the run goes on: the same on every rank, saved by rank 0. Collective.
 
         Call it once the model is on its device, before or after ``DistributedDataParallel(model)``.
@@ -159,7 +159,7 @@ class Session(lower.BareSession):
                     "s.deepspeed_config(...) was called, so an engine trains the model: s.engine(engine), not s.state"
                 )
             checked_parts(model, parts, wrap)
-            found = State(self, model, wrap, **parts)
+            found = ScriptState(self, model, wrap, **parts)
         found.load(cast=cast, other_schedule=other_schedule, weights_only=weights_only)
         found.wrapped()
         self._trained = found
@@ -277,7 +277,7 @@ class Session(lower.BareSession):
         if wish is None:
             return loop()
         assert self._data is not None
-        assert isinstance(state, State)
+        assert isinstance(state, ScriptState)
         return through_worlds(self, self._data, wish, state, loop)
 
     def close(self) -> None:
@@ -314,7 +314,7 @@ class Session(lower.BareSession):
             )
 
     def _check_stay(self, data: Any, state: Any) -> DataWish:
-        if not isinstance(state, State) or not state.wraps:
+        if not isinstance(state, ScriptState) or not state.wraps:
             raise ValueError(
                 "stay=True is for a replicated model that is wrapped anew in each world: "
                 "state = s.state(model, optimizer, wrap=DistributedDataParallel), and state.model in the loop"
@@ -324,7 +324,7 @@ class Session(lower.BareSession):
         return self._wish
 
     def _check_without_state(self, data: Any, *, background: bool, save: Any) -> None:
-        if isinstance(data, State) or hasattr(data, "zero_optimization_stage"):
+        if isinstance(data, ScriptState) or hasattr(data, "zero_optimization_stage"):
             raise ValueError("s.steps(data, state): the data come first")
         if background:
             raise ValueError("background=True belongs to s.steps(data, state); otherwise save=background(...)")
@@ -340,7 +340,7 @@ class Session(lower.BareSession):
                 f"the training has ended at step {self.step}: s.steps goes through all data epochs by itself, so leave "
                 "out the loop over epochs around it; s.data(data_epochs=...) says how many there are"
             )
-        if isinstance(state, Batches) or isinstance(data, State):
+        if isinstance(state, Batches) or isinstance(data, ScriptState):
             raise ValueError("s.steps(data, state): the data come first, then the state")
         if not hasattr(state, "saving"):
             how = "s.engine(engine)" if hasattr(state, "zero_optimization_stage") else "s.state(model, optimizer)"

@@ -44,7 +44,7 @@ class Trained(Protocol):
         ...
 
 
-class State(TrainingState):
+class ScriptState(TrainingState):
     """A replicated training, loaded. Made by ``Session.state``.
 
     It follows its model into wrappers that are made later (DistributedDataParallel, ``torch.compile``), so that a step

@@ -17,7 +17,7 @@ from ..training.entry import reopen
 from ..training.session import BareSession
 from ..training.staying import wait_for_a_place
 from .data import DataWish, plan_of
-from .state import State
+from .state import ScriptState
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def through_worlds(
     session: BareSession,
     data: Batches[Any],
     wish: DataWish,
-    state: State,
+    state: ScriptState,
     loop: Callable[[], Iterator[Any]],
 ) -> Iterator[Any]:
     """The batches of ``loop()``, begun anew in each world.
@@ -53,13 +53,17 @@ def through_worlds(
     return batches()
 
 
-def _begun(session: BareSession, data: Batches[Any], state: State, loop: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+def _begun(
+    session: BareSession, data: Batches[Any], state: ScriptState, loop: Callable[[], Iterator[Any]]
+) -> Iterator[Any]:
     data.given_to(state.begin(data), state.scale)
     session.may_stay = state.may_stay
     return loop()
 
 
-def _move(session: BareSession, data: Batches[Any], wish: DataWish, state: State, held: Mapping[str, str]) -> None:
+def _move(
+    session: BareSession, data: Batches[Any], wish: DataWish, state: ScriptState, held: Mapping[str, str]
+) -> None:
     """Leaves the old world, waits, and enters the next one as those do that begin in it."""
     dist.destroy_process_group()
     BareSession.close(session)

@@ -128,8 +128,8 @@ def ends_in_vain(turn: Turn, stuck: bool) -> bool:
         gathering.vain_until = None
         return False
     if gathering.vain_until is None:
-        patience = settings.wait_for_nodes if settings.wait_for_nodes >= 0 else settings.node_timeout
-        gathering.vain_until = turn.now + patience
+        patience_seconds = settings.wait_for_nodes if settings.wait_for_nodes >= 0 else settings.node_timeout
+        gathering.vain_until = turn.now + patience_seconds
     if not turn.due(gathering.vain_until):
         return False
     end(turn, Phase.FAILED, missing(turn.state), notice=False)

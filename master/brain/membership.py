@@ -239,13 +239,13 @@ def check_liveness(turn: Turn) -> bool:
     """Declares dead all nodes that are. Returns whether anything changed."""
     if turn.job.phase.is_terminal:
         return False
-    nodes, timeout = turn.job.nodes, turn.job.settings.node_timeout
+    nodes, timeout_seconds = turn.job.nodes, turn.job.settings.node_timeout
     dead = []
-    for name in turn.live.nodes.suspects(turn.heard, timeout):
-        how = death_of(turn, nodes[name], timeout)
+    for name in turn.live.nodes.suspects(turn.heard, timeout_seconds):
+        how = death_of(turn, nodes[name], timeout_seconds)
         if how:
             dead.append((nodes[name], how))
-    look = turn.live.nodes.next_look(timeout)
+    look = turn.live.nodes.next_look(timeout_seconds)
     if look is not None:
         turn.overdue(look)
     lose(turn, sorted(dead, key=lambda one: one[0].order))

@@ -411,15 +411,15 @@ def draining(turn: Turn) -> bool:
     # If nobody leaves, it may take as long as ranks advance; a leaver's notice runs out regardless.
     deadline = turn.drain_life.deadline
     # The ranks agree between two steps.
-    patience = max(job.settings.drain_timeout, AGREE_FACTOR * epoch.longest_seconds)
+    patience_seconds = max(job.settings.drain_timeout, AGREE_FACTOR * epoch.longest_seconds)
     if drain.optional:
-        deadline = max(deadline, epoch.moved + patience)
+        deadline = max(deadline, epoch.moved + patience_seconds)
     if not turn.overdue(deadline):
         text = f"{drain.subject} waits for a step boundary of all ranks"
         waits.say(turn, "boundary", text, deadline - turn.heard, "--drain-timeout")
         return False
     if drain.optional:
-        withdraw(turn, f"the ranks did not agree on a boundary within {patience:.0f} s")
+        withdraw(turn, f"the ranks did not agree on a boundary within {patience_seconds:.0f} s")
     else:
         give_up_drain(turn, drain)
     return True

@@ -164,8 +164,8 @@ class Turn:
         if presence.closed is not None and self.overdue(presence.closed + CLOSED_GRACE_SECONDS):
             return False
         beat = heartbeat_of(self.job)
-        patience = 3 * beat if beat == HEARTBEAT_SECONDS else 2 * beat
-        return not self.overdue(presence.heard + max(patience, self.job.settings.node_timeout / 3))
+        patience_seconds = 3 * beat if beat == HEARTBEAT_SECONDS else 2 * beat
+        return not self.overdue(presence.heard + max(patience_seconds, self.job.settings.node_timeout / 3))
 
     def is_held(self, node: Node) -> bool:
         """Whether the node was lost too often lately, and is a spare for now."""

@@ -143,8 +143,10 @@ def state_of(status: pb.StatusReply) -> RunState:
 
 def settings_of(run: RunFile) -> JobSettings:
     """The settings of the run's job: one node, which may be silent as long as its lease lasts."""
-    timeout = max(LEAST_NODE_TIMEOUT_SECONDS, run.lease_seconds)
-    return JobSettings(min_nodes=1, max_nodes=1, node_timeout=timeout, quiet_time=0.0, keep_checkpoints=run.keep_last)
+    timeout_seconds = max(LEAST_NODE_TIMEOUT_SECONDS, run.lease_seconds)
+    return JobSettings(
+        min_nodes=1, max_nodes=1, node_timeout=timeout_seconds, quiet_time=0.0, keep_checkpoints=run.keep_last
+    )
 
 
 def lease_config(run: RunFile, status: pb.StatusReply) -> dict[str, Any]:

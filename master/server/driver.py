@@ -300,10 +300,10 @@ class Driver:
             return
         self._arrived.clear()
         wake = self._state.wake
-        timeout = None if wake is None else max(TICK_PAUSE_SECONDS, wake - self._clock())
+        timeout_seconds = None if wake is None else max(TICK_PAUSE_SECONDS, wake - self._clock())
         # A timeout is what this wait is for: the timer is due.
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._arrived.wait(), timeout)
+            await asyncio.wait_for(self._arrived.wait(), timeout_seconds)
 
     async def _rest(self) -> None:
         """Lets events gather; the longer turns take, the longer this lasts."""

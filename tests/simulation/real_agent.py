@@ -18,7 +18,7 @@ from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions import handling
 from dalsegno.agent.shell import effects
 from dalsegno.agent.shell.config import AgentConfig
-from dalsegno.agent.shell.console import Console
+from dalsegno.agent.shell.console import RunConsole
 from dalsegno.agent.shell.effects import Effects
 from dalsegno.agent.shell.elastic_agent import ElasticAgent
 from dalsegno.agent.shell.mailbox import Mailbox
@@ -448,7 +448,7 @@ class RealAgent:
             connect_timeout=self.sim.plan.connect_timeout,
         )
         mailbox = Box(self)
-        console = Console()
+        console = RunConsole()
         connector = Connector(lambda: ("master:1",), lambda: Credentials(self.endpoint))  # type: ignore[arg-type]
         self.effects = Effects(
             config,

@@ -11,7 +11,7 @@ import pytest
 from dalsegno.agent.commands import launch
 from dalsegno.agent.commands.arguments import ignored, parse
 from dalsegno.agent.commands.endpoint import answers, local_address, split, wait_for_name
-from dalsegno.agent.shell.console import Console
+from dalsegno.agent.shell.console import RunConsole
 from dalsegno.agent.storage.job_directory import JobDirectory
 from dalsegno.protos.options import UsageError
 
@@ -81,7 +81,7 @@ def test_the_others_wait_for_the_node_that_hosts_it(
         options = parse(["--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=j", SCRIPT], {})
         directory = JobDirectory(tmp_path, "j")
         directory.prepare()
-        source = launch._connect(options, None, directory, Console(), tmp_path)
+        source = launch._connect(options, None, directory, RunConsole(), tmp_path)
     assert source.addresses() == (address,)
     assert (f"waiting for the master at {address}" in caplog.text) != hosted
     connector = source.connector()
@@ -96,7 +96,7 @@ def test_credentials_mean_a_master_that_is_a_service(tmp_path: Path) -> None:
     """Nothing is started at the meeting point then."""
     options = parse(["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=j", SCRIPT], {})
     directory = JobDirectory(tmp_path, "j")
-    source = launch._connect(options, "sesame-sesame-sesame-sesame", directory, Console(), tmp_path)
+    source = launch._connect(options, "sesame-sesame-sesame-sesame", directory, RunConsole(), tmp_path)
     assert source.embedded is None
     assert source.connector().token() == "sesame-sesame-sesame-sesame"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dalsegno.agent.commands.status import status_lines
-from dalsegno.agent.shell.console import Console, set_up_logging
+from dalsegno.agent.shell.console import RunConsole, set_up_logging
 from dalsegno.agent.shell.outlet import Outlet
 from dalsegno.protos import control_pb2 as pb
 
@@ -18,7 +18,7 @@ def test_a_closed_terminal_harms_nobody(caplog: pytest.LogCaptureFixture) -> Non
     """The drain that follows its SIGHUP goes on; what would have been said is in the log."""
     reader, writer = os.pipe()
     os.close(reader)
-    console = Console(Outlet(writer))
+    console = RunConsole(Outlet(writer))
     with caplog.at_level("INFO"):
         console.say("saving at the next step boundary")
         console.flush(10)
@@ -28,7 +28,7 @@ def test_a_closed_terminal_harms_nobody(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_what_others_wrote_cannot_move_the_cursor(capfd: pytest.CaptureFixture[str]) -> None:
     """Escape sequences and line breaks in a reason or a name are shown, not obeyed: one line for each word."""
-    console = Console()
+    console = RunConsole()
     console.say("node a\x1b[2J left\ndlrover-run: the run finished\u202e")
     console.flush(10)
     assert capfd.readouterr().err == "dlrover-run: node a\\x1b[2J left dlrover-run: the run finished\\u202e\n"
