@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dalsegno.elastic.checkpoint import Manifest
+
 from ..hosts.namespaces import children_of
 from ..pages.sources import ROOT
 from .commander import TOKEN, Commander, commander, run_file
@@ -103,6 +105,11 @@ class Run:
             )
         self.pods.append(Pod(name, process, errors, mark, contained))
         return self.pods[-1]
+
+    def checkpoints(self) -> list[int]:
+        """Steps of the checkpoints that are sealed on the volume."""
+        sealed = self.root.glob("ckpt/.store/my-run/*/step-*/MANIFEST.json")
+        return sorted(Manifest.read(path.parent).step for path in sealed)
 
     def steps(self) -> list[Step]:
         """What the trainers made, in order."""
