@@ -23,6 +23,7 @@ from benchmarks import (
     sampler,
     saving,
     start,
+    upload,
 )
 
 BENCHMARKS: dict[str, Callable[[], int]] = {
@@ -42,6 +43,7 @@ BENCHMARKS: dict[str, Callable[[], int]] = {
     "rendezvous": rendezvous.main,
     "gpu": gpu.main,
     "start": start.main,
+    "upload": upload.main,
 }
 # Benchmarks that take flags of their own.
 WITH_FLAGS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -52,6 +54,7 @@ WITH_FLAGS: dict[str, Callable[[Sequence[str]], int]] = {
     "pause": pause.main,
     "rendezvous": rendezvous.main,
     "start": start.main,
+    "upload": upload.main,
 }
 
 

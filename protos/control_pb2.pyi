@@ -1855,6 +1855,27 @@ class PrunedRequest(google.protobuf.message.Message):
 global___PrunedRequest = PrunedRequest
 
 @typing.final
+class ShortageRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CALLER_FIELD_NUMBER: builtins.int
+    MISSING_BYTES_FIELD_NUMBER: builtins.int
+    missing_bytes: builtins.int
+    """What is lacking."""
+    @property
+    def caller(self) -> global___Caller: ...
+    def __init__(
+        self,
+        *,
+        caller: global___Caller | None = ...,
+        missing_bytes: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "missing_bytes", b"missing_bytes"]) -> None: ...
+
+global___ShortageRequest = ShortageRequest
+
+@typing.final
 class StatusRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

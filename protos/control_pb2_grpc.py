@@ -124,6 +124,11 @@ class ControlStub(object):
                 request_serializer=dalsegno_dot_protos_dot_control__pb2.PrunedRequest.SerializeToString,
                 response_deserializer=dalsegno_dot_protos_dot_control__pb2.Ack.FromString,
                 _registered_method=True)
+        self.ReportShortage = channel.unary_unary(
+                '/dalsegno.control.v1.Control/ReportShortage',
+                request_serializer=dalsegno_dot_protos_dot_control__pb2.ShortageRequest.SerializeToString,
+                response_deserializer=dalsegno_dot_protos_dot_control__pb2.Ack.FromString,
+                _registered_method=True)
         self.ReportHeld = channel.unary_unary(
                 '/dalsegno.control.v1.Control/ReportHeld',
                 request_serializer=dalsegno_dot_protos_dot_control__pb2.HeldRequest.SerializeToString,
@@ -298,6 +303,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportShortage(self, request, context):
+        """The checkpoint directory has no room for the next checkpoint. The oldest ones may be retired for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReportHeld(self, request, context):
         """Parts of a memory checkpoint that this node holds.
         """
@@ -455,6 +467,11 @@ def add_ControlServicer_to_server(servicer, server):
             'ReportPruned': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportPruned,
                     request_deserializer=dalsegno_dot_protos_dot_control__pb2.PrunedRequest.FromString,
+                    response_serializer=dalsegno_dot_protos_dot_control__pb2.Ack.SerializeToString,
+            ),
+            'ReportShortage': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportShortage,
+                    request_deserializer=dalsegno_dot_protos_dot_control__pb2.ShortageRequest.FromString,
                     response_serializer=dalsegno_dot_protos_dot_control__pb2.Ack.SerializeToString,
             ),
             'ReportHeld': grpc.unary_unary_rpc_method_handler(
@@ -988,6 +1005,33 @@ class Control(object):
             target,
             '/dalsegno.control.v1.Control/ReportPruned',
             dalsegno_dot_protos_dot_control__pb2.PrunedRequest.SerializeToString,
+            dalsegno_dot_protos_dot_control__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportShortage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dalsegno.control.v1.Control/ReportShortage',
+            dalsegno_dot_protos_dot_control__pb2.ShortageRequest.SerializeToString,
             dalsegno_dot_protos_dot_control__pb2.Ack.FromString,
             options,
             channel_credentials,

@@ -139,6 +139,12 @@ class ControlStub:
     ]
     """The files of these retired checkpoints were deleted."""
 
+    ReportShortage: grpc.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.ShortageRequest,
+        dalsegno.protos.control_pb2.Ack,
+    ]
+    """The checkpoint directory has no room for the next checkpoint. The oldest ones may be retired for it."""
+
     ReportHeld: grpc.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.HeldRequest,
         dalsegno.protos.control_pb2.Ack,
@@ -306,6 +312,12 @@ class ControlAsyncStub:
         dalsegno.protos.control_pb2.Ack,
     ]
     """The files of these retired checkpoints were deleted."""
+
+    ReportShortage: grpc.aio.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.ShortageRequest,
+        dalsegno.protos.control_pb2.Ack,
+    ]
+    """The checkpoint directory has no room for the next checkpoint. The oldest ones may be retired for it."""
 
     ReportHeld: grpc.aio.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.HeldRequest,
@@ -510,6 +522,14 @@ class ControlServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[dalsegno.protos.control_pb2.Ack, collections.abc.Awaitable[dalsegno.protos.control_pb2.Ack]]:
         """The files of these retired checkpoints were deleted."""
+
+    @abc.abstractmethod
+    def ReportShortage(
+        self,
+        request: dalsegno.protos.control_pb2.ShortageRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[dalsegno.protos.control_pb2.Ack, collections.abc.Awaitable[dalsegno.protos.control_pb2.Ack]]:
+        """The checkpoint directory has no room for the next checkpoint. The oldest ones may be retired for it."""
 
     @abc.abstractmethod
     def ReportHeld(

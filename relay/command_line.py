@@ -68,6 +68,7 @@ def agent_command(
         "--quiet-time=0",
         f"--drain-timeout={notice_seconds:g}",
         f"--keep-checkpoints={file.keep_last}",
+        "--make-room",
         "--keep-saves=1",
         # What it writes is seen here, too, as it would be without us.
         "--tee=3",

@@ -281,6 +281,7 @@ def _add_ours(group: _Group) -> None:
         **as_seconds,
     )
     group.value("--keep-checkpoints", type=count_of(0), metavar="N", help="0: all")
+    group.switch("--make-room", help="no room for the next checkpoint: the oldest of these go, but two")
     _add_memory(group)
     _add_dlrover(group)
     group.value("--max-restarts", type=count_of(0), metavar="N", help="failures without progress that the job survives")

@@ -152,6 +152,7 @@ def _agent_config(
         expects_session=expects_session(script),
         checkpoint_glob=options.checkpoint_glob,
         keep_saves=options.keep_saves,
+        make_room=options.make_room,
         save_signal=options.save_signal,
         self_fence=options.self_fence,
         initial=options.initial_checkpoint,

@@ -26,6 +26,19 @@ from .memory_events import KeepInMemory as KeepInMemory
 from .memory_events import MadeDurable as MadeDurable
 from .memory_events import MakeDurable as MakeDurable
 from .memory_events import StopWriting as StopWriting
+from .storage_events import Look as Look
+from .storage_events import ManifestRead as ManifestRead
+from .storage_events import MarkFinished as MarkFinished
+from .storage_events import Prune as Prune
+from .storage_events import Pruned as Pruned
+from .storage_events import ReadManifest as ReadManifest
+from .storage_events import RoomMissing as RoomMissing
+from .storage_events import Sighted as Sighted
+from .storage_events import Sweep as Sweep
+from .storage_events import VerificationDone as VerificationDone
+from .storage_events import VerificationMoved as VerificationMoved
+from .storage_events import Verify as Verify
+from .storage_events import WriteLatest as WriteLatest
 
 # ---- events ---------------------------------------------------------------------------------------------------------
 
@@ -209,15 +222,6 @@ class JoinFailed:
 
 
 @dataclass(frozen=True)
-class ManifestRead:
-    """A sealed checkpoint as its manifest describes it; None if it cannot be read."""
-
-    name: str
-    checkpoint: control_pb2.Checkpoint | None
-    message: str = ""
-
-
-@dataclass(frozen=True)
 class Remark:
     """Something that people must be told about what their script does."""
 
@@ -236,36 +240,6 @@ class ConversionUpdate:
     checkpoint: control_pb2.Checkpoint | None = None
     # Bytes read, written and synced so far.
     bytes_done: int = 0
-
-
-@dataclass(frozen=True)
-class VerificationMoved:
-    """A verification goes on: `bytes_done` bytes are read, including tries that the file system spoiled."""
-
-    number: int
-    bytes_done: int
-
-
-@dataclass(frozen=True)
-class VerificationDone:
-    """The verdict. `inconclusive`: this node's file system failed, so nothing is known about the checkpoint."""
-
-    number: int
-    intact: bool
-    message: str
-    inconclusive: bool = False
-
-
-@dataclass(frozen=True)
-class Pruned:
-    refs: tuple[control_pb2.CheckpointRef, ...]
-
-
-@dataclass(frozen=True)
-class Sighted:
-    """The checkpoint that `Look` names is in sight."""
-
-    ref: control_pb2.CheckpointRef
 
 
 @dataclass(frozen=True)
@@ -300,6 +274,7 @@ Event = (
     | VerificationMoved
     | VerificationDone
     | Pruned
+    | RoomMissing
     | Sighted
     | HeldChanged
     | Doubted
@@ -396,12 +371,6 @@ class TellWorkers:
 
 
 @dataclass(frozen=True)
-class ReadManifest:
-    name: str
-    digest: str
-
-
-@dataclass(frozen=True)
 class StartConversion:
     conversion: control_pb2.Conversion
 
@@ -409,49 +378,6 @@ class StartConversion:
 @dataclass(frozen=True)
 class StopConversion:
     lease: int
-
-
-@dataclass(frozen=True)
-class Verify:
-    verification: control_pb2.Verification
-
-
-@dataclass(frozen=True)
-class Look:
-    """Look for a checkpoint that another node has committed, for a bounded time; answer `Sighted` if it is there."""
-
-    ref: control_pb2.CheckpointRef
-
-
-@dataclass(frozen=True)
-class Prune:
-    refs: tuple[control_pb2.CheckpointRef, ...]
-
-
-@dataclass(frozen=True)
-class WriteLatest:
-    """Copy the newest commit to `latest.json` for people and foreign tools."""
-
-    head: control_pb2.Checkpoint
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """Delete what was begun to be saved before this step of `epoch` and never sealed: nobody will read it.
-
-    But of `converting`, a checkpoint's name, some node makes a later form now.
-    """
-
-    epoch: int
-    step: int
-    converting: str = ""
-
-
-@dataclass(frozen=True)
-class MarkFinished:
-    """Write `FINISHED.json` into the run's directory."""
-
-    run_id: str
 
 
 @dataclass(frozen=True)

@@ -106,19 +106,29 @@ def take(decision: Decision, event: ev.Event) -> None:
             verification_moved(decision, event)
         case ev.VerificationDone():
             verification_done(decision, event)
-        case ev.Sighted():
-            decision.call("ReportSighted", control_pb2.SightedRequest(caller=decision.caller(), ref=event.ref))
         case ev.HeldChanged() | ev.Doubted() | ev.MadeDurable():
             memory.told(decision, event)
-        case ev.Pruned():
-            decision.state.errands.pruning = ()
-            decision.call("ReportPruned", control_pb2.PrunedRequest(caller=decision.caller(), refs=event.refs))
+        case ev.Sighted() | ev.Pruned() | ev.RoomMissing():
+            disk_told(decision, event)
         case ev.AddressChanged():
             address_changed(decision, event)
         case ev.Tick():
             check_answer(decision)
     if not decision.state.ended:
         settle(decision)
+
+
+def disk_told(decision: Decision, event: ev.Sighted | ev.Pruned | ev.RoomMissing) -> None:
+    """The checkpoint directory was looked at, or checkpoints were deleted there."""
+    caller = decision.caller()
+    if isinstance(event, ev.Sighted):
+        decision.call("ReportSighted", control_pb2.SightedRequest(caller=caller, ref=event.ref))
+    elif isinstance(event, ev.Pruned):
+        decision.state.errands.pruning = ()
+        decision.call("ReportPruned", control_pb2.PrunedRequest(caller=caller, refs=event.refs))
+    elif decision.is_rank_zero():
+        missing = control_pb2.ShortageRequest(caller=caller, missing_bytes=event.missing_bytes)
+        decision.call("ReportShortage", missing)
 
 
 def registered(decision: Decision, event: ev.Registered) -> None:

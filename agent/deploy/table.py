@@ -9,7 +9,7 @@ from typing import Any
 
 from dalsegno.protos.yaml_text import InputRefused
 
-__all__ = ("Table",)
+__all__ = ("YamlMapping",)
 
 
 class YamlMapping:

@@ -30,6 +30,7 @@ class AgentConfig:
         expects_session: the script's text says that it may call `session()`, however late.
         checkpoint_glob: which files or directories below `${save_dir}` are checkpoints; empty: what looks like one.
         keep_saves: of how many epochs before the present one the script's own saves stay; 0: of all.
+        make_room: where the disk lacks room for the next checkpoint, the oldest ones go, except for the last two.
         save_signal: asks a script without a session to save before it is ended; empty: it is not asked.
         self_fence: seconds without a word of the master after which the workers save and stop; 0: they go on.
         initial: what such a script starts from while the run has no checkpoint; None: nothing.
@@ -64,6 +65,7 @@ class AgentConfig:
     tls: bool = False
     checkpoint_glob: str = ""
     keep_saves: int = 0
+    make_room: bool = False
     save_signal: str = ""
     self_fence: float = 0.0
     initial: Path | None = None

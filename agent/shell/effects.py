@@ -26,6 +26,7 @@ from ..decisions import events as ev
 from ..memory.tier import HeldParts, MemoryTier
 from ..processes.lifeline import Lifeline
 from ..storage.job_directory import JobDirectory, Storage, Survey
+from ..storage.room import RoomWatch
 from ..workers.conversion_job import ConversionJob
 from ..workers.own_address import AddressWatch, node_address, node_variables
 from ..workers.tcp_stores import StoreServers
@@ -82,6 +83,9 @@ class Effects:
         self._address, self._connector = find(), connector
         self.stores = StoreServers(self._address)
         self.storage = Storage(directory)
+        self._room = RoomWatch(
+            2 if config.adopts else 1, self.storage.deletion, lambda missing: mailbox.put(ev.RoomMissing(missing))
+        )
         self._token = connector.token
         self.memory = self._make_memory(lifeline)
         self.conversion = ConversionJob(lifeline, config.log_dir / "conversion.log", self._converting)
@@ -184,6 +188,7 @@ class Effects:
             logger.warning("%d calls were not answered before the agent ended", self.client.waiting())
         self._address_watch.close()
         self.conversion.stop()
+        self._room.close()
         self.storage.close()
         if self.memory is not None:
             self.memory.close()
@@ -263,6 +268,8 @@ class Effects:
         if directive.HasField("settings") and directive.settings != self._told:
             self._in_force(directive.settings)
         self._head = directive.head if directive.HasField("head") else None
+        if self._config.make_room and self._head is not None and not self._head.in_memory:
+            self._room.committed(self._directory.run(self.run_id), self._head)
         self._mailbox.put(ev.Directed(directive))
 
     def _mark_finished(self, run_id: str) -> None:

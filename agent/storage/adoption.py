@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged
@@ -91,8 +91,8 @@ class Adopter:
         self._resumed = dict(before.saved_as.numbers) if before is not None else {}
         self._numbers: dict[str, int | None] = {}
         self._slots = Slots(self._root, origin.world_size, self._resumed, self._known.values())
-        # What was complete at the last look, and since when nothing of it changes; the same of what was incomplete.
-        self._seen: tuple[tuple[FileState, ...], float] = ((), 0.0)
+        # What was complete at the last looks, and since when nothing of it changes; the same of what was incomplete.
+        self._stands: dict[str, tuple[tuple[FileState, ...], float]] = {}
         self._lacks: dict[str, tuple[object, float]] = {}
         self._since: float | None = None
         # Sizes of large files that are nobody's, as long as nothing else was found.
@@ -209,7 +209,8 @@ class Adopter:
             self._standing.check()
             found = survey(self._root, self._pattern)
             series = map(self._slots.arrange, found.series())
-            units = [one for members in series if (one := self._newest(members)) is not None]
+            stood, self._stands = self._stands, {}
+            units = [one for members in series if (one := self._newest(members, stood)) is not None]
             self._tell_of_others(found)
             self._took = time.monotonic() - began
             return self._consider(units, found) and self._calm
@@ -223,8 +224,16 @@ class Adopter:
             self._complain(".", str(error))
         return True
 
-    def _newest(self, members: list[Unit]) -> Complete | None:
-        """The newest of a series that is complete."""
+    def _newest(self, members: list[Unit], stood: Mapping[str, tuple[tuple[FileState, ...], float]]) -> Complete | None:
+        """The newest of a series that is complete; or the one before, which stands still already.
+
+        A script may save so often that its newest never stands still. Who waits now wants no other.
+
+        Args:
+            members: the newest come first.
+            stood: what was complete at the look before, and since when.
+        """
+        newest: Complete | None = None
         for number, unit in enumerate(members[:MOST_MEMBERS]):
             if self._is_behind(unit):
                 continue
@@ -240,10 +249,23 @@ class Adopter:
             else:
                 if isinstance(one, Complete):
                     self._lacks.pop(unit.path, None)
-                    return one
-                if number == 0:
+                    files, since = stood.get(unit.path, ((), 0.0))
+                    self._stands[unit.path] = (one.files, since if files == one.files else time.monotonic())
+                    if self._stands_still([one], one.sure):
+                        # What is newer is looked at again, at once.
+                        self._undecided = self._undecided or newest is not None
+                        return one
+                    newest = newest or one
+                    if unit.layout not in COUNTED or self._asked > self._answered or self._request is not None:
+                        break
+                elif number == 0:
                     self._lacking(unit, one)
-        return None
+        return newest
+
+    def _stands_still(self, units: Iterable[Complete], sure: bool) -> bool:
+        """Whether nothing of them has changed for so long that it is no longer being written."""
+        long_ago = time.monotonic() - (1 if sure else UNSURE_LOOKS) * LOOK_EVERY_SECONDS
+        return all(self._stands[one.unit.path][1] <= long_ago for one in units)
 
     def _is_behind(self, unit: Unit) -> bool:
         """Whether a checkpoint that counts steps in its name has nothing new; if it began anew, that is said."""
@@ -274,13 +296,8 @@ class Adopter:
         if self._interrupted and not self._trusting and not all(one.sure for one in piece.changed):
             return True
         now = time.monotonic()
-        before, since = self._seen
-        if before != piece.files:
-            self._seen = piece.files, now
-            since = now
         self._since = self._since if self._since is not None else now
-        looks = 1 if piece.sure else UNSURE_LOOKS
-        if before != piece.files or now - since < looks * LOOK_EVERY_SECONDS:
+        if not self._stands_still(piece.units, piece.sure):
             # A caller of `settle` makes the look come early, and waits for it no longer than that.
             self._undecided = now - self._since <= PATIENCE_LOOKS * LOOK_EVERY_SECONDS
             if not self._undecided:

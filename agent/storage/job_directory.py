@@ -199,6 +199,8 @@ class Storage:
         self._slow = ThreadPoolExecutor(2, thread_name_prefix="storage-slow")
         self._look = 0
         self._look_lock = threading.Lock()
+        # Held while checkpoints are being deleted, until that is told: a look at the free room waits for it.
+        self.deletion = threading.Lock()
 
     def survey(self, deliver: Callable[[Survey], None], failed: Callable[[str], None]) -> None:
         """Looks at the job's directory once."""
@@ -334,21 +336,21 @@ class Storage:
         """Deletes retired checkpoints with their later forms. Delivers those that are gone; the others stay."""
 
         def work() -> None:
-            gone = []
-            for ref in refs:
-                problems: Mapping[str, Exception]
-                try:
-                    store = CheckpointStore(self._own_run(run_id))
-                    problems = store.prune(self._with_forms(store.run_dir, ref))
-                except (OSError, ValueError) as error:
-                    problems = {ref.name: error}
-                for name, problem in problems.items():
-                    logger.warning("checkpoint %s cannot be deleted: %s", name, problem)
-                if not problems:
-                    gone.append(ref)
-            deliver(Pruned(tuple(gone)))
+            with self.deletion:
+                deliver(Pruned(tuple(ref for ref in refs if self._delete(run_id, ref))))
 
         self._submit(self._slow, work)
+
+    def _delete(self, run_id: str, ref: control_pb2.CheckpointRef) -> bool:
+        problems: Mapping[str, Exception]
+        try:
+            store = CheckpointStore(self._own_run(run_id))
+            problems = store.prune(self._with_forms(store.run_dir, ref))
+        except (OSError, ValueError) as error:
+            problems = {ref.name: error}
+        for name, problem in problems.items():
+            logger.warning("checkpoint %s cannot be deleted: %s", name, problem)
+        return not problems
 
     def sweep(self, run_id: str, epoch: int, step: int = 0, converting: str = "") -> None:
         """Deletes directories without a manifest that epochs before `epoch`, and its saves before `step`, left behind.

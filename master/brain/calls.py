@@ -21,6 +21,7 @@ from . import (
     milestones,
     orders,
     refusals,
+    room,
     running,
     saves,
     shapes,
@@ -30,7 +31,7 @@ from .events import Reply
 from .recollection import remember
 from .registration import proves, register
 from .scaling import scale
-from .state import Failure, Joined, MemberState, Node, Phase
+from .state import Failure, Job, Joined, MemberState, Node, Phase
 from .turn import Turn, pace_of
 from .views import status
 
@@ -435,12 +436,22 @@ def verification(turn: Turn, node: Node, message: control_pb2.VerificationReport
 
 def pruned(turn: Turn, node: Node, message: control_pb2.PrunedRequest) -> Answer:
     """The files of retired checkpoints are gone."""
-    world = turn.job.world
-    member = world.member(node.incarnation) if world is not None else None
-    # Only nodes that were told to delete them count; any other is told again.
-    if member is not None and member.group_rank == 0:
+    if has_rank_zero(turn.job, node):
         checkpoints.forget_pruned(turn, {ref.digest for ref in message.refs})
     return OK
+
+
+def short(turn: Turn, node: Node, message: control_pb2.ShortageRequest) -> Answer:
+    """There is no room for the next checkpoint."""
+    if has_rank_zero(turn.job, node):
+        room.make_room(turn, message.missing_bytes)
+    return OK
+
+
+def has_rank_zero(job: Job, node: Node) -> bool:
+    """Whether this is the node that deletes checkpoints and looks after the room for them. Others do not count."""
+    member = job.world.member(node.incarnation) if job.world is not None else None
+    return member is not None and member.group_rank == 0
 
 
 ORDERS: dict[type[Message], Callable[..., Reply]] = {
@@ -467,6 +478,7 @@ HANDLERS: dict[type[Message], Callable[..., Answer]] = {
     control_pb2.BadCheckpointRequest: bad_checkpoint,
     control_pb2.VerificationReport: verification,
     control_pb2.PrunedRequest: pruned,
+    control_pb2.ShortageRequest: short,
     control_pb2.SightedRequest: sighted,
     control_pb2.HeldRequest: memory.report,
     control_pb2.DurableRequest: durable.durable,

@@ -410,18 +410,24 @@ def has_gone_back(job: Job) -> bool:
 
 
 def retire_old(turn: Turn) -> None:
-    """Beyond the last N, retires what nothing can still choose or use. Recorded before any file is deleted.
+    """Beyond the last N, retires what nothing can still choose or use. Recorded before any file is deleted."""
+    keep = wanted(turn.job)
+    if keep > 0 and len(turn.job.checkpoints) - turn.job.checkpoints.retired_count > keep:
+        for record in beyond(turn.job, keep):
+            retire(turn.job, record, damaged=False)
 
-    A checkpoint that only its committer has seen may not exist, so it makes no older one retire.
-    """
-    job = turn.job
+
+def wanted(job: Job) -> int:
+    """How many checkpoints stay: as the script wished last, or else as the job's settings say. 0: all."""
     head = job.checkpoints.head
-    if head is None:
-        return
-    # The newest wish of the script counts, if it has any.
-    keep = job.settings.keep_checkpoints if head.keep is None else head.keep
-    if keep <= 0 or len(job.checkpoints) - job.checkpoints.retired_count <= keep:
-        return
+    return job.settings.keep_checkpoints if head is None or head.keep is None else head.keep
+
+
+def beyond(job: Job, keep: int) -> list[Checkpoint]:
+    """What is older than the last `keep`, and neither in use nor the best. The newest come first.
+
+    A checkpoint that only its committer has seen may not exist, so it does not count as one of the last.
+    """
     usable = sorted(job.checkpoints.usable, key=lambda record: record.age, reverse=True)
     in_use = in_use_digests(job)
     certain, kept = 0, []
@@ -431,9 +437,7 @@ def retire_old(turn: Turn) -> None:
         certain += not record.parts and (not record.unseen or not has_witness(job, record.unseen))
     best = bests(kept)
     spared = {record.digest for record in kept}
-    for record in usable:
-        if record.digest not in spared and record.name not in best:
-            retire(job, record, damaged=False)
+    return [record for record in usable if record.digest not in spared and record.name not in best]
 
 
 def has_witness(job: Job, committer: str) -> bool:

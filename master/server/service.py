@@ -156,6 +156,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def ReportPruned(self, request: pb.PrunedRequest, context: Context) -> pb.Ack:
         return await self._ack(request, context)
 
+    async def ReportShortage(self, request: pb.ShortageRequest, context: Context) -> pb.Ack:
+        return await self._ack(request, context)
+
     async def ReportHeld(self, request: pb.HeldRequest, context: Context) -> pb.Ack:
         return await self._ack(request, context)
 

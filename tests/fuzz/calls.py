@@ -172,6 +172,8 @@ def _sensible(rng: random.Random, scene: Scene, method: str) -> Any:
             return pb.SightedRequest(ref=_known(rng, scene))
         case "ReportPruned":
             return pb.PrunedRequest(refs=scene.commits)
+        case "ReportShortage":
+            return pb.ShortageRequest(missing_bytes=rng.choice((0, 1, 1 << 40, (1 << 64) - 1)))
         case "ReportHeld":
             known = _checkpoint(rng, scene)
             return pb.HeldRequest(checkpoint=known, parts=_parts(rng), make_durable=rng.random() < 0.5)

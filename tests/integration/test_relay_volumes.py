@@ -53,6 +53,44 @@ def test_a_full_volume_stops_no_training(tmp_path: Path) -> None:
         assert run.state()["status"] == "COMPLETED"
 
 
+def test_the_oldest_go_before_the_volume_is_full(tmp_path: Path) -> None:
+    """Ten are to stay, for which there is no room beside the trainer's own: each save is taken all the same."""
+    with (
+        mounted(tmp_path, 136) as disk,
+        relayed(tmp_path, "--pace=0.3", "--save-every=10", f"--size={8 << 20}", keep_last=10, steps=100) as run,
+    ):
+        pod = run.pod("a")
+        assert pod.process.wait(150) == 0, run.said()
+        assert [event["step"] for event in run.events("ckpt_saved")] == list(range(10, 101, 10))
+        assert "the checkpoint directory lacks " in pod.said
+        assert "although 10 were to stay" in pod.said
+        assert "is not saved" not in pod.said
+        kept = run.checkpoints()
+        assert 2 <= len(kept) < 10
+        assert kept[-1] == 100
+        assert disk.free > 0
+        run.assert_one_history(100)
+
+
+def test_the_oldest_go_where_others_fill_the_volume(tmp_path: Path) -> None:
+    """The trainer ends at the save that fails. Started again it finds room, because all but two have gone."""
+    with (
+        mounted(tmp_path, 300) as disk,
+        relayed(tmp_path, "--pace=0.3", "--save-every=10", f"--size={8 << 20}", keep_last=6, steps=150) as run,
+    ):
+        pod = run.pod("a")
+        saved = run.wait_saved(60)
+        assert len(run.checkpoints()) == 6
+        disk.fill()
+        run.wait_saved(saved + 1)
+        assert "although 6 were to stay" in pod.said
+        assert len(run.checkpoints()) in (2, 3), "two stay, and then there is another one"
+        disk.clear()
+        assert pod.process.wait(150) == 0, run.said()
+        run.assert_one_history(150)
+        assert len(run.checkpoints()) in (6, 7), "the last six, and what the world started from"
+
+
 def test_a_pod_that_dies_on_a_full_volume_leaves_what_it_had(tmp_path: Path) -> None:
     """The next one is told what to do before it starts; with room it goes on from the last commit."""
     with mounted(tmp_path) as disk, relayed(tmp_path, "--pace=0.1", "--go-on", "--size=200000") as run:

@@ -330,6 +330,20 @@ def disk_full(sim: Simulation) -> None:
     sim.clock.after(until, free_space, sim)
 
 
+def little_room(sim: Simulation) -> None:
+    """For a while the first node's looks at the disk, late ones among them, say that the next save has no room."""
+    until = sim.clock.now + sim.random.uniform(1.0, 15.0)
+
+    def look() -> None:
+        missing = sim.random.choice((1, 1000, 1 << 20, 1 << 60))
+        for agent in sim.living():
+            agent.deliver(ev.RoomMissing(missing))
+        if sim.clock.now < until:
+            sim.clock.after(sim.random.uniform(0.1, 3.0), look)
+
+    look()
+
+
 def unheard_failure(sim: Simulation) -> None:
     """The save of a growth's drain fails; one node cannot tell the master so before the growth is tried again."""
     sim.ledger.disturbed(60.0)
@@ -497,6 +511,7 @@ FAULTS: dict[str, Callable[[Simulation], None]] = {
         leave_while_away,
         lose_store,
         disk_full,
+        little_room,
         unheard_failure,
         damage_newest,
         damage_form,

@@ -37,6 +37,8 @@ MASTER = ("crash_master", "crash_handled", "crash_saved", "pause_master", "leave
 DAMAGE = ("damage_newest", "damage_form", "damage_source")
 DISK = (
     "disk_full",
+    "little_room",
+    "little_room",
     *DAMAGE,
     "blind_host",
     "lagging_host",

@@ -208,6 +208,7 @@ class Files:
         self._sim = agent.sim
         self._quick = Hands(agent.process, "storage")
         self._slow = Hands(agent.process, "storage-slow")
+        self.deletion = threads.Lock()
         self._look = 0
 
     def _later(self, low: float, high: float, hands: Hands, call: Callable[..., object], *args: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from dalsegno.agent.decisions import directives
 from dalsegno.agent.decisions.decision import Decision
-from dalsegno.master.brain import checkpoints, membership, running
+from dalsegno.master.brain import checkpoints, membership, room, running
 from dalsegno.master.brain.checkpoints import resume_point
 from dalsegno.master.brain.state import Checkpoint, Job, Node, Phase
 from dalsegno.master.brain.turn import Turn
@@ -104,6 +104,10 @@ def believes_that_all_see_it(original: Any) -> Any:
     return sees_resume
 
 
+def deletes_all_for_room(original: int) -> int:
+    return 0
+
+
 FILE_PLANTS: dict[str, Plant] = dict(
     [
         plant(checkpoints, "from_proto", records_what_nobody_sealed, "commits are sealed"),
@@ -126,6 +130,7 @@ FILE_PLANTS: dict[str, Plant] = dict(
             first=69,
         ),
         plant(membership, "check_liveness", declares_nodes_of_an_ended_job_dead, "one end"),
+        plant(room, "LEAST_KEPT", deletes_all_for_room, "committed steps grow", "resume point exists", kind="disk"),
         plant(checkpoints, "prunable", prunes_the_resume_point, "the resume point stays"),
         plant(checkpoints, "prunable", prunes_what_is_being_loaded, "what is loaded stays"),
         plant(

@@ -30,6 +30,10 @@ class Hub:
         self.port = 0
         self.start()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def start(self) -> None:
         """Starts it, on the port that it had."""
         self._process = subprocess.Popen(

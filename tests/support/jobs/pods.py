@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dalsegno.elastic.checkpoint import Manifest
+
 from ..hosts.namespaces import children_of
 from ..pages.sources import ROOT
 from .commander import TOKEN, Commander, commander, run_file
@@ -21,7 +23,9 @@ from .local_processes import carriers, send
 
 T = TypeVar("T")
 BLACK_BOX = ROOT / "examples" / "black_box.py"
+ENTRYPOINT = ROOT / "deploy" / "relay" / "entrypoint.sh"
 LEASE_SECONDS = 6.0
+_DALSEGNO = (sys.executable, "-m", "dalsegno.agent.commands.dalsegno")
 _CONTAINED = ("unshare", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
 _CONTAINED += ("sh", "-c", 'hostname "$1" && shift && exec "$@"', "sh")
 
@@ -83,18 +87,27 @@ class Run:
     def command(self) -> tuple[str, ...]:
         return "relay", str(self.file), "--no-mount-check"
 
-    def pod(self, name: str, *flags: str, contained: bool = False, **environment: str) -> Pod:
-        """Starts one; `contained`: with a host name, process numbers and mounts of its own, as its process 1."""
+    def pod(self, name: str, *flags: str, contained: bool = False, image: bool = False, **environment: str) -> Pod:
+        """Starts one.
+
+        Args:
+            contained: with a host name, process numbers and mounts of its own, as its process 1.
+            image: by the image's entry point.
+        """
         mark = f"DALSEGNO_TEST_POD={self.folder}/{name}"
         errors = self.folder / f"{name}.err"
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("DALSEGNO_", "PET_", "HF_"))}
         home = self.folder / f"home-{name}"
         home.mkdir()
+        if image:
+            # Where the image has it, too: beside the interpreter.
+            kept["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{kept.get('PATH', os.defpath)}"
         with open(errors, "wb") as stderr:
             process = subprocess.Popen(
                 [
                     *((*_CONTAINED, name) if contained else ()),
-                    *(sys.executable, "-m", "dalsegno.agent.commands.dalsegno", *self.command, *flags),
+                    *(("sh", str(ENTRYPOINT), *self.command[1:]) if image else (*_DALSEGNO, *self.command)),
+                    *flags,
                 ],
                 env={**kept, "HOME": str(home), "DALSEGNO_TOKEN": TOKEN, **dict([mark.split("=", 1)]), **environment},
                 stdout=subprocess.DEVNULL,
@@ -103,6 +116,11 @@ class Run:
             )
         self.pods.append(Pod(name, process, errors, mark, contained))
         return self.pods[-1]
+
+    def checkpoints(self) -> list[int]:
+        """Steps of the checkpoints that are sealed on the volume."""
+        sealed = self.root.glob("ckpt/.store/my-run/*/step-*/MANIFEST.json")
+        return sorted(Manifest.read(path.parent).step for path in sealed)
 
     def steps(self) -> list[Step]:
         """What the trainers made, in order."""

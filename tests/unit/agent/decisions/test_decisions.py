@@ -637,6 +637,14 @@ def test_pruning_is_one_at_a_time_and_reported() -> None:
     assert len(agent.calls("ReportPruned")) == 1
 
 
+@pytest.mark.parametrize("group_rank", [0, 1])
+def test_the_first_node_tells_of_a_disk_without_room(group_rank: int) -> None:
+    """All nodes have the same disk."""
+    agent = Agent().registered().running(rank=group_rank)
+    agent.hear(ev.RoomMissing(5000))
+    assert [call.missing_bytes for call in agent.calls("ReportShortage")] == ([5000] if group_rank == 0 else [])
+
+
 # ---- whose failure it was -------------------------------------------------------------------------------------------
 
 

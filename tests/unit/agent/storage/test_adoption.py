@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import threading
@@ -272,6 +273,33 @@ def test_the_newest_is_taken_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     states(tmp_path / "e1" / "global_step40", *ZERO_1)
     assert sealed_step(heard.get(timeout=20)) == 40
     taken.close()
+
+
+def test_a_script_that_saves_all_the_time_is_taken_while_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its newest is never older than a look; the one before stands still."""
+    taken, heard = begun(tmp_path, monkeypatch, world(1))
+    monkeypatch.setattr(adoption, "LOOK_EVERY_SECONDS", 0.3)
+    over = threading.Event()
+
+    def train() -> None:
+        for step in itertools.count(1):
+            states(tmp_path / "e1" / f"global_step{step}", *ZERO_1)
+            if over.wait(0.05):
+                return
+
+    script = threading.Thread(target=train)
+    script.start()
+    try:
+        steps = [sealed_step(heard.get(timeout=20)) for _ in range(3)]
+    finally:
+        over.set()
+        script.join()
+        taken.close()
+    assert steps == sorted(set(steps))
+    for step in steps:
+        verify(tmp_path / f"step-{step}.e1.1", Manifest.read(tmp_path / f"step-{step}.e1.1"))
 
 
 @pytest.mark.parametrize("engine", ["global_step30/", ""])

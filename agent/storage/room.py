@@ -1,0 +1,99 @@
+"""Whether the checkpoint directory has room for the next checkpoint, looked at beside everything else."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from dalsegno.protos import control_pb2
+
+__all__ = ["RoomWatch", "missing_bytes"]
+
+LOOK_EVERY_SECONDS = 3.0
+# A disk with less is full.
+FULL_BYTES = 16 << 20
+# What else is written beside a checkpoint: logs, notes, a larger one.
+SPARE_BYTES = 32 << 20
+SPARE_SHARE = 0.05
+
+logger = logging.getLogger(__name__)
+
+
+def missing_bytes(free_bytes: int, next_bytes: int, at_commit: bool) -> int:
+    """What is missing for the next checkpoint; 0: nothing.
+
+    Args:
+        free_bytes: free on the disk.
+        next_bytes: what the next checkpoint will need.
+        at_commit: no checkpoint is half written. At any other time one may be, and only a full disk is known to lack
+            room.
+    """
+    if not at_commit and free_bytes >= FULL_BYTES:
+        return 0
+    return max(0, next_bytes + int(next_bytes * SPARE_SHARE) + SPARE_BYTES - free_bytes)
+
+
+class RoomWatch:
+    """Looks after each commit, and every few seconds.
+
+    Args:
+        copies: how many copies of a checkpoint there are for a while: one, or two where a script's own is adopted.
+        deletion: held while checkpoints are being deleted, until that is told.
+        deliver: gets the missing bytes, each time that they are more than 0. Called on a thread of this object.
+    """
+
+    def __init__(self, copies: int, deletion: threading.Lock, deliver: Callable[[int], None]) -> None:
+        self._copies = copies
+        self._deletion = deletion
+        self._deliver = deliver
+        self._changed = threading.Condition()
+        self._directory: Path | None = None
+        self._head: control_pb2.Checkpoint | None = None
+        self._closed = False
+
+    def committed(self, directory: Path, head: control_pb2.Checkpoint) -> None:
+        """The newest commit of the run, which is in this directory; told as often as one likes."""
+        with self._changed:
+            if self._closed or (self._head is not None and self._head.ref.digest == head.ref.digest):
+                return
+            first = self._head is None
+            self._directory, self._head = directory, head
+            self._changed.notify()
+        if first:
+            threading.Thread(target=self._watch, name="storage-room", daemon=True).start()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _watch(self) -> None:
+        looked = ""
+        while True:
+            with self._changed:
+                if self._closed:
+                    return
+                directory, head = self._directory, self._head
+            assert directory is not None
+            assert head is not None
+            self._look(directory, head, at_commit=head.ref.digest != looked)
+            looked = head.ref.digest
+            with self._changed:
+                # No event tells of a disk that others fill.
+                if not self._closed and self._head is head:
+                    self._changed.wait(LOOK_EVERY_SECONDS)
+
+    def _look(self, directory: Path, head: control_pb2.Checkpoint, at_commit: bool) -> None:
+        with self._deletion:
+            try:
+                usage = shutil.disk_usage(directory)
+            except OSError as error:
+                logger.info("the room in %s is not known: %s", directory, error)
+                return
+            # A file system without a limit says that it has no size at all.
+            missing = missing_bytes(usage.free, self._copies * head.bytes, at_commit) if usage.total else 0
+            if missing:
+                self._deliver(missing)

@@ -1,0 +1,135 @@
+"""How much a milestone's upload slows a training loop down.
+
+Ranks of one thread each do a fixed amount of work per step, without an upload and during one, in turn. The mirror, the
+hub that it uploads to, and `huggingface_hub` are real; the hub has the lowest priority, because where people use one it
+is on another machine. The load of the machine counts: compare only what stands in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from benchmarks.results import report
+from tests.support.hub.scene import Scene
+
+# Work of one step: so many products of square matrices of this size. Some 30 ms.
+_PRODUCTS, _SIDE = 8, 384
+_CODE = """
+import sys, time
+import numpy
+products, side = map(int, sys.argv[1:])
+one = numpy.random.default_rng(0).standard_normal((side, side))
+while True:
+    begun = time.perf_counter()
+    for _ in range(products):
+        one @ one
+    ended = time.perf_counter()
+    print(time.time(), ended - begun, flush=True)
+"""
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+# Seconds within which an upload must be done.
+_PATIENCE_SECONDS = 300.0
+
+
+class Ranks:
+    """Trainers that note each step."""
+
+    def __init__(self, directory: Path, count: int) -> None:
+        self._logs = [directory / f"rank{number}" for number in range(count)]
+        self._processes = []
+        for log in self._logs:
+            with open(log, "wb") as output:
+                command = [sys.executable, "-c", _CODE, str(_PRODUCTS), str(_SIDE)]
+                self._processes.append(subprocess.Popen(command, stdout=output, env={**os.environ, **_ONE_THREAD}))
+
+    def steps(self, begin: float, end: float) -> list[float]:
+        """Seconds of each step that ended between two moments (Unix seconds), of all ranks."""
+        found = []
+        for log in self._logs:
+            for line in log.read_text(encoding="ascii").splitlines()[:-1]:
+                at, seconds = map(float, line.split())
+                if begin <= at <= end:
+                    found.append(seconds)
+        return found
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+def measured(options: argparse.Namespace) -> list[dict[str, float]]:
+    """One line for each upload: how long it took, and how much slower steps were than just before and behind it."""
+    lines = []
+    with tempfile.TemporaryDirectory(prefix="dalsegno-upload-") as name:
+        scene = Scene(Path(name), interval_seconds=1, upload_limit=options.megabytes_per_second * 1_000_000)
+        psutil.Process(scene.hub.pid).nice(19)
+        ranks = Ranks(Path(name), options.ranks)
+        try:
+            time.sleep(2.0)  # why: imports, and first steps
+            before = _quiet(ranks, options.seconds)
+            for number in range(1, options.runs + 1):
+                scene.commit(number, size=options.megabytes * 2_000_000 // 3, seed=number)
+                begun = time.time()
+                mirror = scene.mirror()
+                scene.wait_milestone(number, _PATIENCE_SECONDS)
+                during = ranks.steps(begun, time.time())
+                took = time.time() - begun
+                mirror.stop()
+                after = _quiet(ranks, options.seconds)
+                lines.append({"seconds": took, **_slower(during, before + after)})
+                print({key: round(value, 2) for key, value in lines[-1].items()}, flush=True)
+                before = after
+        finally:
+            ranks.close()
+            scene.close()
+    return lines
+
+
+def _quiet(ranks: Ranks, seconds: float) -> list[float]:
+    begun = time.time()
+    time.sleep(seconds)  # why: this is what is measured
+    return ranks.steps(begun, begun + seconds)
+
+
+def _slower(during: list[float], without: list[float]) -> dict[str, float]:
+    """In percent: of the median step, and of the mean one, in which a few long steps count, too."""
+    return {
+        "median step slower (%)": 100 * (statistics.median(during) / statistics.median(without) - 1),
+        "mean step slower (%)": 100 * (statistics.fmean(during) / statistics.fmean(without) - 1),
+    }
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Uploads some milestones, one after the other, and reports each, and medians."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks upload", description=__doc__)
+    parser.add_argument("--runs", type=int, default=5, metavar="N", help="uploads")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="trainers of one thread each")
+    parser.add_argument("--megabytes", type=int, default=100, metavar="N", help="of each upload")
+    parser.add_argument("--megabytes-per-second", type=int, default=5, metavar="N", help="upload_limit")
+    parser.add_argument("--seconds", type=float, default=15.0, help="without an upload, before and behind each")
+    options = parser.parse_args(arguments)
+    lines = measured(options)
+    rows = [{"upload": str(number), **line} for number, line in enumerate(lines, 1)]
+    rows.append({"upload": "median", **{key: statistics.median(line[key] for line in lines) for key in lines[0]}})
+    report(
+        "upload",
+        [{key: value if isinstance(value, str) else round(value, 2) for key, value in row.items()} for row in rows],
+        title="A training loop beside an upload",
+        settings=vars(options),
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

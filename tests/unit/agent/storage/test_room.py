@@ -1,0 +1,141 @@
+"""Whether there is room for the next checkpoint: after each commit, and where a disk becomes full."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dalsegno.agent.storage import room
+from dalsegno.protos import control_pb2 as pb
+
+MIB = 1 << 20
+GIB = 1 << 30
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.mark.parametrize(
+    ("free", "next_bytes", "at_commit", "missing"),
+    [
+        (2 * GIB, GIB, True, 0),
+        (GIB, GIB, True, GIB // 20 + 32 * MIB),
+        (GIB // 2, GIB, False, 0),  # half of it may be written
+        (16 * MIB, GIB, False, 0),
+        (16 * MIB - 1, 100 * MIB, False, 121 * MIB + 1),
+        (0, 0, True, 32 * MIB),
+    ],
+)
+def test_what_is_missing(free: int, next_bytes: int, at_commit: bool, missing: int) -> None:
+    """With what else is written beside it."""
+    assert room.missing_bytes(free, next_bytes, at_commit) == missing
+
+
+class Disk:
+    """As large as a test says."""
+
+    def __init__(self) -> None:
+        self.free = 10 * GIB
+        self.total = 20 * GIB
+
+    def usage(self, directory: Path) -> Usage:
+        if self.free < 0:
+            raise OSError(5, "it is away")
+        return Usage(self.total, 0, self.free)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    one = Disk()
+    monkeypatch.setattr(room.shutil, "disk_usage", one.usage)
+    monkeypatch.setattr(room, "LOOK_EVERY_SECONDS", 0.02)
+    return one
+
+
+Told = queue.Queue[int]
+
+
+@pytest.fixture
+def watch(disk: Disk) -> Iterator[tuple[room.RoomWatch, Told, threading.Lock]]:
+    told: Told = queue.Queue()
+    deletion = threading.Lock()
+    one = room.RoomWatch(2, deletion, told.put)
+    yield one, told, deletion
+    one.close()
+
+
+def head(digest: str, size: int = GIB) -> pb.Checkpoint:
+    return pb.Checkpoint(ref=pb.CheckpointRef(name="step-1", digest=digest), bytes=size)
+
+
+def nothing(told: Told) -> bool:
+    try:
+        told.get(timeout=0.3)
+    except queue.Empty:
+        return True
+    return False
+
+
+def test_each_commit_is_looked_at_once(
+    disk: Disk, watch: tuple[room.RoomWatch, Told, threading.Lock], tmp_path: Path
+) -> None:
+    """Two copies of it are needed. Afterwards less is free because the next one is being written."""
+    one, told, _ = watch
+    one.committed(tmp_path, head("a"))
+    assert nothing(told)
+    disk.free = GIB
+    one.committed(tmp_path, head("a"))
+    assert nothing(told)
+    one.committed(tmp_path, head("b"))
+    assert told.get(timeout=5) == GIB + 2 * GIB // 20 + 32 * MIB
+    assert nothing(told)
+
+
+def test_a_disk_that_others_fill(
+    disk: Disk, watch: tuple[room.RoomWatch, Told, threading.Lock], tmp_path: Path
+) -> None:
+    """It is told while it is full; one that does not answer tells nothing."""
+    one, told, _ = watch
+    one.committed(tmp_path, head("a"))
+    assert nothing(told)
+    disk.free = -1
+    assert nothing(told)
+    disk.free = 0
+    assert told.get(timeout=5) == told.get(timeout=5) == 2 * GIB + 2 * GIB // 20 + 32 * MIB
+
+
+def test_a_file_system_without_a_limit(
+    disk: Disk, watch: tuple[room.RoomWatch, Told, threading.Lock], tmp_path: Path
+) -> None:
+    """It says that it has no size, and nothing free."""
+    one, told, _ = watch
+    disk.total = disk.free = 0
+    one.committed(tmp_path, head("a"))
+    assert nothing(told)
+
+
+def test_a_look_waits_for_a_deletion(
+    disk: Disk, watch: tuple[room.RoomWatch, Told, threading.Lock], tmp_path: Path
+) -> None:
+    """What was free in its middle would make more go than need be."""
+    one, told, deletion = watch
+    with deletion:
+        disk.free = 0
+        one.committed(tmp_path, head("a"))
+        assert nothing(told)
+        disk.free = 10 * GIB
+    assert nothing(told)
+
+
+def test_a_closed_watch_looks_no_more(
+    disk: Disk, watch: tuple[room.RoomWatch, Told, threading.Lock], tmp_path: Path
+) -> None:
+    """Nor does it begin."""
+    one, told, _ = watch
+    one.close()
+    disk.free = 0
+    one.committed(tmp_path, head("a"))
+    assert nothing(told)
