@@ -222,6 +222,7 @@ SHELL_PLANTS: dict[str, Plant] = dict(
             signals_whom_it_found_alive_before,
             "who stopped is heard of",
             "a leave ends",
+            "ProcessLookupError",
             suits=lambda plan: plan.nproc > 1 and has("kill_node", "crash_worker", "kill_agent", "scale")(plan),
             seeds=60,
             first=270,
