@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,12 @@ def product_files() -> list[Path]:
     """Every hand-written Python file that a wheel would carry, relative to the checkout, sorted."""
     found = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     return sorted(path.relative_to(ROOT) for path in found if "_pb2" not in path.name)
+
+
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a file's text: several tests walk through the same."""
+    return ast.parse(source)
 
 
 def module_name(path: Path) -> str:

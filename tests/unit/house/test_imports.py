@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import functools
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages.sources import ROOT, imports, module_name, product_files
+from tests.support.pages.sources import ROOT, imports, module_name, parsed, product_files
 
 # Package -> prefixes of `dalsegno.` that it may import besides itself.
 ALLOWED: dict[str, tuple[str, ...]] = {
@@ -136,6 +137,7 @@ def distributions(listing: str) -> set[str]:
     return names
 
 
+@functools.cache
 def declared(package: str) -> set[str]:
     """Top-level names from outside that a package may import: declared in setup.cfg for it."""
     config = configparser.ConfigParser(interpolation=None)
@@ -150,7 +152,7 @@ def violations(path: Path, source: str) -> list[str]:
     """What is wrong with the imports of one product file (path relative to the checkout)."""
     package = path.parts[0]
     outside = declared(package)
-    tree = ast.parse(source)
+    tree = parsed(source)
     wrong = impure(path, tree)
     height, room = floor(package, module_name(path))
     for line, name, relative in imports(path, tree):
@@ -242,7 +244,7 @@ def test_what_calls_itself_pure_is_held_to_it() -> None:
 
 
 def docstring(path: Path) -> str:
-    return ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8"))) or ""
+    return ast.get_docstring(parsed((ROOT / path).read_text(encoding="utf-8"))) or ""
 
 
 LIGHT = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 
-from tests.support.pages.sources import ROOT, product_files
+from tests.support.pages.sources import ROOT, parsed, product_files
 
 # Names of one thing as two packages have it.
 SHARED = {
@@ -19,7 +19,7 @@ def same_names() -> dict[str, list[str]]:
     """Public classes at the top level of modules that several modules define, and where."""
     found = defaultdict(list)
     for path in product_files():
-        for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
+        for node in parsed((ROOT / path).read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].append(path.as_posix())
     return {name: places for name, places in found.items() if len(places) > 1}

@@ -15,7 +15,7 @@ from tests.support.pages import printed
 from tests.support.pages.printed import Block, Page
 from tests.support.pages.printed_code import CODE
 from tests.support.pages.printed_commands import COMMANDS, Elsewhere, Scene
-from tests.support.pages.sources import ROOT, product_files
+from tests.support.pages.sources import ROOT, parsed, product_files
 
 # Blocks that are neither commands nor code, by their first line.
 DRAWINGS = {
@@ -68,7 +68,7 @@ def test_every_scene_is_played() -> None:
 def test_what_covers_a_command_instead_exists(test: str) -> None:
     """Tests that stand for a command are there."""
     path, name = test.split("::")
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    tree = parsed((ROOT / path).read_text(encoding="utf-8"))
     assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 

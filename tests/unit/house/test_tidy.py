@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages.sources import ROOT, product_files
+from tests.support.pages.sources import ROOT, parsed, product_files
 
 LONGEST_FUNCTION = 70
 LONGEST_FILE = 500
@@ -26,10 +26,15 @@ def is_public(name: str) -> bool:
     return not name.startswith("_")
 
 
+def is_sleep(called: ast.expr) -> bool:
+    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    return name == "sleep" and ast.unparse(called) in ("time.sleep", "sleep")
+
+
 def sleeps(tree: ast.AST) -> Iterator[int]:
     """Lines of blocking sleeps; `asyncio.sleep` is a timer that others run beside."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "sleep"):
+        if isinstance(node, ast.Call) and is_sleep(node.func):
             yield node.lineno
 
 
@@ -64,7 +69,7 @@ def undocumented(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def untidy(source: str) -> list[str]:
     """What the house rules find in one product file, as `line: finding`."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     lines = source.splitlines()
     found = []
     if len(lines) >= LONGEST_FILE:
@@ -86,7 +91,7 @@ def untidy(source: str) -> list[str]:
             found.append(f"{node.lineno}: weights_only=False unpickles")
         if isinstance(node, ast.keyword) and node.arg == "shell" and getattr(node.value, "value", 0) is True:
             found.append(f"{node.lineno}: shell=True")
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "select.select":
+        if isinstance(node, ast.Attribute) and node.attr == "select" and ast.unparse(node) == "select.select":
             found.append(f"{node.lineno}: select.select refuses descriptors from 1024 on; see agent/processes/ready.py")
     for line in sleeps(tree):
         if "# why" not in lines[line - 1] and "# why" not in lines[line - 2]:

@@ -11,7 +11,7 @@ import pytest
 from dalsegno.agent.commands.arguments import build_parser
 from dalsegno.protos import contract, control_pb2
 from dalsegno.protos.contract import JobSettings, Variable
-from tests.support.pages.sources import ROOT, imports, product_files
+from tests.support.pages.sources import ROOT, imports, parsed, product_files
 
 CONTRACTS = (ROOT / "docs" / "contracts.md").read_text(encoding="utf-8")
 # ms-swift takes no flags of ours: two words of the plugin's own.
@@ -42,7 +42,7 @@ def test_no_variable_is_spelt_twice(path: object) -> None:
     """A name that two files spell is a name that one of them gets wrong one day."""
     if str(path) == "protos/contract.py":
         return
-    tree = ast.parse((ROOT / str(path)).read_text(encoding="utf-8"))
+    tree = parsed((ROOT / str(path)).read_text(encoding="utf-8"))
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     spelt = {text for text in texts if re.fullmatch(r"DALSEGNO_[A-Z_]+|DLROVER_MASTER_ADDR", text)}
     assert spelt <= PLUGIN

@@ -124,6 +124,7 @@ def test_a_secret_in_the_url_is_not_repeated(tmp_path: Path, url: str) -> None:
     assert "pa55w0rd" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_what_is_no_such_file(tmp_path: Path) -> None:
     """No file, no text, no mapping, two documents, a key twice."""
     path = tmp_path / "run.yaml"

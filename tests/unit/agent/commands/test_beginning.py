@@ -26,6 +26,7 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_it_needs_neither_torch_nor_grpc() -> None:
     """Else the nursery would wait for them, and gRPC would take its settings too early."""
     code = "import sys, dalsegno.agent.commands.beginning; print(sorted({'torch', 'grpc', 'numpy'} & set(sys.modules)))"

@@ -101,6 +101,7 @@ def test_credentials_mean_a_master_that_is_a_service(tmp_path: Path) -> None:
     assert source.connector().token() == "sesame-sesame-sesame-sesame"
 
 
+@pytest.mark.slow
 def test_a_name_that_comes_with_its_node_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nodes start together, the name of one may be known later than another one looks for it."""
     looks = 0

@@ -65,6 +65,7 @@ def test_a_job_that_nobody_runs_is_said_to_be_so(
     assert "UNAVAILABLE" not in said
 
 
+@pytest.mark.slow
 def test_a_finished_job_says_so_from_what_it_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its master is gone, and that is no failure; a limit can no longer be set."""
     claim(tmp_path, "job-1", gone())
@@ -83,6 +84,7 @@ def test_a_finished_job_says_so_from_what_it_left(tmp_path: Path, capsys: pytest
     assert "finished" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_of_several_jobs_the_one_that_runs_is_meant(
     tmp_path: Path, listener: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

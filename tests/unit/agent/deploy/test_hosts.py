@@ -72,6 +72,7 @@ def test_a_killed_agent_is_not_started_for_ever(tmp_path: Path, code: int, start
     assert (tmp_path / "requeued").exists() == again
 
 
+@pytest.mark.slow
 def test_the_batch_script_passes_a_notice_on(tmp_path: Path) -> None:
     """As SIGHUP, which agents never take for a second notice; it waits for the end, and asks for another start."""
     (tmp_path / "bin").mkdir()

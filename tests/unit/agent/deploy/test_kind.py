@@ -39,6 +39,7 @@ def test_it_says_what_is_missing(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
 def test_its_overlay_is_the_example_with_loaded_images() -> None:
     """Every image has the tag that the script builds and loads; the Job's claim is the one that is made for it."""

@@ -25,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {"plain": {}, "etcd": ETCD, "tls": TLS, "full
 SHELL = {"command": None, "shell": "cd /app && exec dalsegno-run --nnodes=1:$WORKER_NUM train.py", "env": {"A": "$(B)"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_objects_are_valid(version: str) -> None:
     """Every object of every kind of job, strictly: a key that the API server would drop is an error, too."""

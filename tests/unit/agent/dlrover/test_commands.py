@@ -21,6 +21,7 @@ def said(directory: Path, module: str, *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_doctor_reads_a_script(tmp_path: Path) -> None:
     """It neither runs nor imports it: this one would fail."""
     (tmp_path / "train.py").write_text(f"{IMPORT}raise SystemExit('it was run')\n", encoding="utf-8")
@@ -30,6 +31,7 @@ def test_the_doctor_reads_a_script(tmp_path: Path) -> None:
     assert "it was run" not in text
 
 
+@pytest.mark.slow
 def test_the_doctor_says_that_a_script_will_be_refused(tmp_path: Path) -> None:
     """With the line that the run would end with."""
     (tmp_path / "train.py").write_text(SHARDS, encoding="utf-8")

@@ -15,6 +15,7 @@ from dalsegno.agent.memory.line import Line
 from dalsegno.agent.memory.watch import StallWatch
 
 
+@pytest.mark.slow
 def test_only_what_does_not_move_is_ended() -> None:
     """However long it takes."""
     looking = StallWatch(0.4)
@@ -30,6 +31,7 @@ def test_only_what_does_not_move_is_ended() -> None:
     looking.close()
 
 
+@pytest.mark.slow
 def test_a_pause_of_this_process_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that slept, an agent that was stopped: peers had no chance to move anything."""
     state = SimpleNamespace(offset=0.0, looks=0)
@@ -108,6 +110,7 @@ def test_a_pace_holds_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [SendPace(rate).piece_bytes for rate in (None, 1e9, 1e6, 1.0)] == [1 << 20, 1 << 20, 100_000, 4096]
 
 
+@pytest.mark.slow
 def test_several_senders_share_a_pace() -> None:
     """It is the node's, however many buddies there are."""
     pace = SendPace(1e6)

@@ -35,6 +35,7 @@ def rendezvous(tmp_path: Path) -> Iterator[Rendezvous]:
     log.setLevel(level)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_decided_ends_the_node(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -79,6 +79,7 @@ def test_two_agents_meet(world: World) -> None:
     assert found == {0: [(0, 4), (1, 4)], 1: [(2, 4), (3, 4)]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nobody_waits_for_a_node_whose_world_is_over(world: World, rank: int) -> None:
     """The other died before it had said a word: this one starts its workers in their places, to be told to stop."""
@@ -87,6 +88,7 @@ def test_nobody_waits_for_a_node_whose_world_is_over(world: World, rank: int) ->
     assert not timer.is_alive(), "it waits as long as the world lasts"
 
 
+@pytest.mark.slow
 def test_the_stores_node_is_lost(world: World) -> None:
     """That is no error of this node's agent: the master hears of it, and the world is over."""
     store = world.store(1)
@@ -96,6 +98,7 @@ def test_the_stores_node_is_lost(world: World) -> None:
     assert not timer.is_alive()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wait", [lambda store: assign(store, 1), lambda store: store_util.barrier(store, 2, "end", 0.3)]
 )
@@ -108,6 +111,7 @@ def test_a_world_that_lasts_has_the_stores_patience(world: World, wait: Callable
     assert store.timeout == timedelta(seconds=0.3)
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_the_others_end_in_a_world_that_is_over(world: World) -> None:
     """torch's agent ends with its workers' success."""
     timer = soon(world)
@@ -122,6 +126,7 @@ def test_what_torch_does_not_ask_is_not_made_up(world: World) -> None:
         store.get("another key")
 
 
+@pytest.mark.slow
 def test_nobody_connects_to_the_store_of_a_world_that_is_over(world: World) -> None:
     """Its node was killed before anybody had connected."""
     world.lose_host()

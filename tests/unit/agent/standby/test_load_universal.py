@@ -50,6 +50,7 @@ def run(script: Path, *words: str, universal: str = "") -> subprocess.CompletedP
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("train.py",), ("-m", "train")])
 def test_a_fresh_interpreter_runs_the_script_as_it_would(script: Path, words: tuple[str, ...]) -> None:
     """Only DeepSpeed reads another configuration; its errors are its own."""

@@ -34,6 +34,7 @@ def test_torchs_own_imports_say_nothing() -> None:
     assert seen("import torch.distributed.checkpoint") == []
 
 
+@pytest.mark.slow
 def test_session_is_seen() -> None:
     """However it is imported."""
     assert seen("from dalsegno.elastic import session")[0] == "dalsegno.elastic.script"

@@ -144,6 +144,7 @@ def test_what_the_script_saves_is_sealed_once_under_our_name(tmp_path: Path, mon
     assert heard.empty()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_sealed_is_said_once_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adoption, "LOOK_EVERY_SECONDS", 0.02)
     plain, calls = adoption.adopt, 0
@@ -228,6 +229,7 @@ def test_what_changes_while_it_is_copied_is_looked_at_again(
     taken.close()
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_not_filled_with_what_was_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What did not fit is gone before it is tried again."""
     plain, tries = taking.describe, 0
@@ -275,6 +277,7 @@ def test_the_newest_is_taken_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     taken.close()
 
 
+@pytest.mark.slow
 def test_a_script_that_saves_all_the_time_is_taken_while_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +336,7 @@ def test_a_script_that_began_anew_is_named(tmp_path: Path, monkeypatch: pytest.M
     taken.close()
 
 
+@pytest.mark.slow
 def test_what_is_saved_last_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script ends in the moment after its last save; what it did not finish, or is taken already, holds nobody up."""
     taken, heard = begun(tmp_path, monkeypatch, world(1))
@@ -351,6 +355,7 @@ def test_what_is_saved_last_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mo
     taken.settle(20)
 
 
+@pytest.mark.slow
 def test_who_waits_does_not_make_it_be_taken_while_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +370,7 @@ def test_who_waits_does_not_make_it_be_taken_while_it_is_written(
     taken.close()
 
 
+@pytest.mark.slow
 def test_what_was_saved_right_before_the_workers_were_stopped_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,6 +384,7 @@ def test_what_was_saved_right_before_the_workers_were_stopped_is_taken(
     taken.close()
 
 
+@pytest.mark.slow
 def test_what_was_being_written_when_the_workers_were_stopped_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,6 +406,7 @@ def test_what_was_being_written_when_the_workers_were_stopped_is_not_taken(
     taken.close()
 
 
+@pytest.mark.slow
 def test_the_last_save_is_taken_however_often_it_changed_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,6 +424,7 @@ def test_the_last_save_is_taken_however_often_it_changed_before(
     taken.close()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("ends", [True, False])
 def test_what_was_saved_last_is_not_waited_for_without_end(

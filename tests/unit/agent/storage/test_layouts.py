@@ -166,6 +166,7 @@ def test_links_are_noted_and_not_followed(tmp_path: Path) -> None:
         whole(tmp_path)
 
 
+@pytest.mark.slow
 def test_thousands_of_files_are_looked_at_and_millions_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "step_1").mkdir()
     for number in range(3000):

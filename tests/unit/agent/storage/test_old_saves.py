@@ -45,6 +45,7 @@ def begin_next(run: Run) -> None:
     run.taken.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keep", "left"), [(0, 3), (1, 1), (2, 2), (9, 3)])
 def test_the_last_epochs_saves_stay(runs: Callable[[int], Run], keep: int, left: int) -> None:
     """Of older epochs what the run has goes, and nothing else: not the log. The run goes on from its own."""
@@ -57,6 +58,7 @@ def test_the_last_epochs_saves_stay(runs: Callable[[int], Run], keep: int, left:
     assert (run.out / "step_30" / "model.pt").exists(), "the copy of the resume point is in this epoch's directory"
 
 
+@pytest.mark.slow
 def test_what_was_not_adopted_or_has_changed_since_stays(runs: Callable[[int], Run]) -> None:
     """A save in the moment before the world changed, and one that was written over."""
     run = runs(1)
@@ -68,6 +70,7 @@ def test_what_was_not_adopted_or_has_changed_since_stays(runs: Callable[[int], R
     assert (saved[0].parents[1] / "step_11" / "model.pt").exists()
 
 
+@pytest.mark.slow
 def test_an_epoch_without_a_save_does_not_count(runs: Callable[[int], Run]) -> None:
     """What could be resumed from counts: of a world that failed at its start nothing could."""
     run = runs(1)

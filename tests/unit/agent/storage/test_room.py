@@ -79,6 +79,7 @@ def nothing(told: Told) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_each_commit_is_looked_at_once(
     disk: Disk, watch: tuple[room.RoomWatch, Told, threading.Lock], tmp_path: Path
 ) -> None:
@@ -94,6 +95,7 @@ def test_each_commit_is_looked_at_once(
     assert nothing(told)
 
 
+@pytest.mark.slow
 def test_a_disk_that_others_fill(
     disk: Disk, watch: tuple[room.RoomWatch, Told, threading.Lock], tmp_path: Path
 ) -> None:
@@ -107,6 +109,7 @@ def test_a_disk_that_others_fill(
     assert told.get(timeout=5) == told.get(timeout=5) == 2 * GIB + 2 * GIB // 20 + 32 * MIB
 
 
+@pytest.mark.slow
 def test_a_file_system_without_a_limit(
     disk: Disk, watch: tuple[room.RoomWatch, Told, threading.Lock], tmp_path: Path
 ) -> None:
@@ -117,6 +120,7 @@ def test_a_file_system_without_a_limit(
     assert nothing(told)
 
 
+@pytest.mark.slow
 def test_a_look_waits_for_a_deletion(
     disk: Disk, watch: tuple[room.RoomWatch, Told, threading.Lock], tmp_path: Path
 ) -> None:
@@ -130,6 +134,7 @@ def test_a_look_waits_for_a_deletion(
     assert nothing(told)
 
 
+@pytest.mark.slow
 def test_a_closed_watch_looks_no_more(
     disk: Disk, watch: tuple[room.RoomWatch, Told, threading.Lock], tmp_path: Path
 ) -> None:

@@ -118,6 +118,7 @@ def save(path: Path, **content: object) -> None:
     torch.save(content, path)
 
 
+@pytest.mark.slow
 def test_what_is_written_over_is_a_new_checkpoint_each_time(runs: Callable[..., Run]) -> None:
     """The step is its own count; without one it is one more than the last. The run's stay as they were."""
     run = runs()
@@ -133,6 +134,7 @@ def test_what_is_written_over_is_a_new_checkpoint_each_time(runs: Callable[..., 
     run.taken.close()
 
 
+@pytest.mark.slow
 def test_the_next_epoch_has_a_copy_that_may_be_written_over(runs: Callable[..., Run]) -> None:
     """Cut off where it lies, deleted, linked to: the run's own one stays as it was sealed."""
     run = runs("--init_from=${resume_dir:+resume}")
@@ -152,6 +154,7 @@ def test_the_next_epoch_has_a_copy_that_may_be_written_over(runs: Callable[..., 
     run.taken.close()
 
 
+@pytest.mark.slow
 def test_who_is_told_where_it_is_needs_no_copy(runs: Callable[..., Run]) -> None:
     """By a macro, which names it as the script had: Accelerate's examples read the step from the name. Or because it
     looks into its environment."""
@@ -172,6 +175,7 @@ def test_who_is_told_where_it_is_needs_no_copy(runs: Callable[..., Run]) -> None
     run.taken.close()
 
 
+@pytest.mark.slow
 def test_what_belongs_together_is_one_checkpoint(runs: Callable[..., Run]) -> None:
     """The newest of each series, with notes that name it; what did not change is not copied again."""
     run = runs()
@@ -202,6 +206,7 @@ def test_what_belongs_together_is_one_checkpoint(runs: Callable[..., Run]) -> No
     run.taken.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "key"), [("ckpt.pt", 10), ("step_10/model.pt", None), ("epoch_1.pt", None)])
 def test_a_script_that_begins_anew_is_told(runs: Callable[..., Run], name: str, key: int | None) -> None:
     """What it saves must not take the place of what the run has, whether its name or its file has the number."""
@@ -217,6 +222,7 @@ def test_a_script_that_begins_anew_is_told(runs: Callable[..., Run], name: str, 
     run.taken.close()
 
 
+@pytest.mark.slow
 def test_what_is_being_written_is_left_alone(runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks, with pauses longer than a look; and a format that nobody knows is waited for longer."""
     run = runs(pattern="*")
@@ -273,6 +279,7 @@ def test_files_that_count_themselves_need_not_wait_for_each_other(
     run.taken.close()
 
 
+@pytest.mark.slow
 def test_what_never_stops_changing_is_said(
     runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -313,6 +320,7 @@ def test_odd_names_are_names(runs: Callable[..., Run]) -> None:
     run.taken.close()
 
 
+@pytest.mark.slow
 def test_what_is_not_known_is_said_at_once(runs: Callable[..., Run]) -> None:
     """With what helps. Logs are nobody's checkpoint, and after a checkpoint nothing else is said."""
     run = runs()
@@ -333,6 +341,7 @@ def test_what_is_not_known_is_said_at_once(runs: Callable[..., Run]) -> None:
     run.taken.close()
 
 
+@pytest.mark.slow
 def test_what_stays_incomplete_is_said(runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that never writes its part keeps nothing of it; and the one before is kept."""
     monkeypatch.setattr(adoption, "PATIENCE_LOOKS", 5)
@@ -345,6 +354,7 @@ def test_what_stays_incomplete_is_said(runs: Callable[..., Run], monkeypatch: py
     run.taken.close()
 
 
+@pytest.mark.slow
 def test_a_script_that_deletes_at_once_loses_only_what_it_deleted(runs: Callable[..., Run]) -> None:
     """Rotation beside the looks, without an error."""
     run = runs()
@@ -377,6 +387,7 @@ def test_a_full_disk_is_said_and_nothing_is_left(runs: Callable[..., Run], tmp_p
     run.taken.close()
 
 
+@pytest.mark.slow
 def test_other_nodes_wait_for_the_copy(runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """One makes it, on the file system of all; who is not wanted any more does not wait."""
     run = runs()
@@ -411,6 +422,7 @@ def test_other_nodes_wait_for_the_copy(runs: Callable[..., Run], monkeypatch: py
         assert not thread.is_alive()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of others")
 def test_files_of_others_are_taken_where_they_can_be_read(runs: Callable[..., Run], tmp_path: Path) -> None:
     """Another user's file is copied, as it cannot be linked to everywhere; the copy is ours."""
@@ -427,6 +439,7 @@ def test_files_of_others_are_taken_where_they_can_be_read(runs: Callable[..., Ru
     run.taken.close()
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_read_is_said(runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """And the others of its directory do not wait for it longer than a look."""
     plain = adoption.complete
@@ -451,6 +464,7 @@ def test_a_macro_needs_its_directory() -> None:
     assert not Adoption(["${resume_path}"], lambda event: None).wanted
 
 
+@pytest.mark.slow
 def test_a_damaged_resume_point_is_found_before_the_script_starts(runs: Callable[..., Run]) -> None:
     """Each byte counts, whoever reads the checkpoint: the run's own, by a macro, or a copy of it."""
     for number, flags in enumerate(((), ("--from=${resume_dir}",))):
@@ -485,6 +499,7 @@ def test_a_run_without_a_checkpoint_starts_from_what_it_was_given(runs: Callable
     run.taken.close()
 
 
+@pytest.mark.slow
 def test_only_a_save_that_was_begun_later_answers(runs: Callable[..., Run]) -> None:
     """A script that is asked to save was perhaps just saving: that is taken, and is not what it was asked for."""
     run = runs()

@@ -61,6 +61,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
     made.taken.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [True, False])
 def test_files_that_are_written_in_turn(script: Script, counts: bool) -> None:
     """Each save is the run's from the second round on at the latest, whether it says its step or not."""

@@ -145,6 +145,7 @@ def test_a_survey_sees_sealed_checkpoints_of_unfinished_runs(directory: JobDirec
     assert survey.probe == directory.probe()
 
 
+@pytest.mark.slow
 def test_a_resume_point_that_comes_late_is_waited_for(directory: JobDirectory, storage: Storage) -> None:
     """A bounded look ends without it; a patient one goes on until it is there; a newer look ends an older."""
     run = directory.run("run-0001")
@@ -490,6 +491,7 @@ def conversions(
     one.close()
 
 
+@pytest.mark.slow
 def test_a_conversion_of_an_agent_with_many_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it hands to its nursery has large numbers then."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
@@ -501,6 +503,7 @@ def test_a_conversion_of_an_agent_with_many_open_files(tmp_path: Path, monkeypat
         conversions.close()
 
 
+@pytest.mark.slow
 def test_a_conversion_that_succeeds(conversions: Conversions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Progress comes, then READY with the sealed form's description."""
     aside = tmp_path / "aside"
@@ -518,6 +521,7 @@ def test_a_conversion_that_succeeds(conversions: Conversions, tmp_path: Path, mo
     assert (update.checkpoint.ref.name, update.checkpoint.form) == ("step-5.e2.1.universal.7", pb.FORM_UNIVERSAL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", [True, False])
 def test_a_conversion_beside_a_training_yields_to_it(
     conversions: Conversions, monkeypatch: pytest.MonkeyPatch, beside: bool
@@ -528,6 +532,7 @@ def test_a_conversion_beside_a_training_yields_to_it(
     assert conversions.end().files_done == (NICENESS if beside else 0)
 
 
+@pytest.mark.slow
 def test_bytes_of_a_conversion_are_told(conversions: Conversions, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two files too: the master can tell a large file from a stuck converter."""
     monkeypatch.setenv("HOW", "moving")
@@ -538,6 +543,7 @@ def test_bytes_of_a_conversion_are_told(conversions: Conversions, monkeypatch: p
     assert moved[0] == 0 < moved[1] < moved[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "state", "word"),
     [
@@ -568,6 +574,7 @@ def started_converter(pids: Path) -> tuple[int, int]:
     return parent, child
 
 
+@pytest.mark.slow
 def test_a_conversion_is_stopped_before_its_start_is_heard_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
@@ -594,6 +601,7 @@ def test_a_conversion_is_stopped_before_its_start_is_heard_of(
     late.join()
 
 
+@pytest.mark.slow
 def test_a_stopped_conversion_is_gone_and_silent(
     conversions: Conversions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,6 +142,7 @@ def test_a_join_tells_nothing_old_that_a_registration_leaves_out(tmp_path: Path,
     assert told(look_at(run, None, (epochs, 599), manifests)) <= known
 
 
+@pytest.mark.slow
 def test_a_registration_brings_the_best(directory: JobDirectory) -> None:
     """However long ago it was; and of older runs which epochs there were; and not more than the newest finished."""
     run = directory.run("run-0002")
@@ -226,6 +227,7 @@ def test_later_forms_that_are_no_good_are_told(directory: JobDirectory) -> None:
     assert len(directory.look("run-0001", resume.to_proto().ref, None).unusable) == MOST_UNUSABLE
 
 
+@pytest.mark.slow
 def test_a_patient_look_tells_of_damage_and_goes_on(directory: JobDirectory) -> None:
     """Once; and once more when the resume point is sound after all."""
     run = directory.run("run-0001")

@@ -42,6 +42,7 @@ def test_without_a_probe_nothing_is_known(tmp_path: Path) -> None:
     VolumeCheck(tmp_path / "job" / "run-0001").check()
 
 
+@pytest.mark.slow
 def test_a_copy_is_not_sealed_before_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A listing that lags behind shows only some files; how long that takes is remembered."""
     for name in ("a", "b"):

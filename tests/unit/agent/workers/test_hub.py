@@ -72,6 +72,7 @@ def test_silence_and_refused_connections_are_no_answer(silent: SilentHub) -> Non
     assert not answers("http://nobody.invalid")
 
 
+@pytest.mark.slow
 def test_whoever_answers_is_there(forbidding: str) -> None:
     """Also with an error, or with what is no TLS; and so is one that cannot be asked at all."""
     assert answers(forbidding)
@@ -79,6 +80,7 @@ def test_whoever_answers_is_there(forbidding: str) -> None:
     assert answers("strange://nobody")
 
 
+@pytest.mark.slow
 def test_workers_are_told_after_the_first_world_and_until_it_answers(tmp_path: Path, forbidding: str) -> None:
     """One line for each; the first world of a run asks as ever."""
     said: list[str] = []

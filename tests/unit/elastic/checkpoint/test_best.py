@@ -211,6 +211,7 @@ def test_best_resume_point_and_the_last_n_stay() -> None:
     assert retirable([], 1).old == ()
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=20), st.integers(0, 4))
 def test_the_newest_and_its_best_always_stay(saves: list[tuple[int, bool]], keep: int) -> None:
     """Whatever the history of saves and goings back: the head, what it names as best, and what is in use stay."""

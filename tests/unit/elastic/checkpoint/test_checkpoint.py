@@ -178,6 +178,7 @@ def test_verification_reads_several_files_at_once(tmp_path: Path) -> None:
     assert len(readers) == 2
 
 
+@pytest.mark.slow
 def test_verification_takes_no_more_memory_for_larger_files(tmp_path: Path) -> None:
     """It streams: a few MiB a thread, and progress as the bytes go by."""
     directory = tmp_path / "step-1.e1.0"

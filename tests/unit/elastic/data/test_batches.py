@@ -151,6 +151,7 @@ def test_slice_without_a_real_token_leaves_no_nan() -> None:
     assert weight.grad.item() == pytest.approx(3.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_position_is_what_was_trained_not_what_was_fetched(workers: int) -> None:
     """With prefetching workers too, a batch names its own position; going on from it repeats and misses nothing."""
@@ -170,6 +171,7 @@ def go_through(batch: Any) -> list[int]:
     return [sample for part in batch.micro_batches for sample in part.sample_ids]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_sampler_stands_where_the_training_stands(workers: int) -> None:
     """Its state between two steps goes on with the next batch, however much was fetched; iterating again does too."""
@@ -236,6 +238,7 @@ class Noisy(torch.utils.data.Dataset[Tensor]):
         return torch.tensor([index + random.random(), float(torch.rand(())), float(np.random.random())])
 
 
+@pytest.mark.slow
 def test_what_workers_draw_does_not_depend_on_when_they_were_started() -> None:
     """A run that resumes in the same world draws what the undisturbed one does."""
 
@@ -250,6 +253,7 @@ def test_what_workers_draw_does_not_depend_on_when_they_were_started() -> None:
     assert len({row[1] for batch in whole for micro in batch for row in micro}) > 30
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     length=st.integers(1, 90),

@@ -128,6 +128,7 @@ def wanted(length: int) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     length=st.integers(0, 40),

@@ -105,6 +105,7 @@ def test_every_pair_of_neighbours_comes_equally_often(length: int) -> None:
     assert abs(pair_score(sample(length))) < LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [2, 3, 4, 5, 6])
 def test_all_orders_of_a_few_samples_come_equally_often(length: int) -> None:
     """Nothing at all is preferred where that can be counted."""
@@ -137,6 +138,7 @@ def test_one_large_order_looks_like_a_shuffle(length: int, seed: int) -> None:
         assert abs(value) < LIMIT, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1000, 1024])
 def test_samples_that_stay_or_stay_together_are_as_rare_as_by_chance(length: int) -> None:
     """Fixed points, and samples followed by the next one of the data set, are one each on average."""
@@ -186,6 +188,7 @@ def test_a_network_of_two_rounds_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     assert pair_score(orders(64, 1000)) > 2 * LIMIT
 
 
+@pytest.mark.slow
 def test_the_network_alone_is_seen_at_tiny_lengths() -> None:
     """Why short orders are tables: a network over 16 numbers makes some orders of 6 more often than others."""
     assert whole_score(orders(6, 14_000, version=1)) > LIMIT

@@ -18,6 +18,7 @@ BATCHES = range(1, 513)
 MICRO = [1, 2, 3, 4, 7, 16, 64, 600]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro", MICRO)
 def test_every_world_and_batch_has_a_plan_with_fewest_micro_steps(micro: int) -> None:
     """W 1 to 64, G 1 to 512: a and b as designed, enough room, none too large, one micro-step less would not do."""
@@ -74,6 +75,7 @@ def check_slice(plan: BatchPlan, s: Slice, total: int, cuts: int) -> None:
         assert s.start == s.number * low + min(s.number, longer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro", MICRO)
 def test_slices_over_the_table(micro: int) -> None:
     """First, middle and last rank of every world, every tenth batch size: even slices, exact factors."""
@@ -82,6 +84,7 @@ def test_slices_over_the_table(micro: int) -> None:
             check_cut(BatchPlan(size, world, micro), size, {0, world // 2, world - 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 63, 64, 100, 511, 512])
 def test_slices_of_all_ranks_together(size: int) -> None:
     """Every world: each sample in one slice, in order, equal work on all ranks, factors that sum to exactly 1."""

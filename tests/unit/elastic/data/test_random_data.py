@@ -115,6 +115,7 @@ def masked(samples: list[Tensor]) -> Tensor:
     return data * (torch.rand(data.shape) + random.random() + np.random.rand())
 
 
+@pytest.mark.slow
 def test_random_data_are_the_same_at_every_world_size() -> None:
     """With fixed micro-batches augmentation and collate depend on seed, data epoch and samples; nothing else draws."""
 

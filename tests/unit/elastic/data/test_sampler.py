@@ -24,6 +24,7 @@ from dalsegno.elastic.data.sampler import STATE_VERSION, ElasticSampler
 RECORDED = Path(__file__).parents[2] / "recorded"
 
 
+@pytest.mark.slow
 @given(st.integers(1, 3000), st.integers(-5, 2**64), st.integers(0, 9))
 def test_permutation_is_one(length: int, seed: int, data_epoch: int) -> None:
     """Every index occurs exactly once, and one by one gives the same as all together."""
@@ -33,6 +34,7 @@ def test_permutation_is_one(length: int, seed: int, data_epoch: int) -> None:
     assert permutation[length // 2] == together[length // 2]
 
 
+@pytest.mark.slow
 @given(st.integers(10**12, 2**62), st.data())
 def test_permutation_of_huge_lengths_is_random_access(length: int, data: st.DataObject) -> None:
     """A trillion samples cost what one costs; neighbours do not collide."""
@@ -68,6 +70,7 @@ def test_order_versions_differ_only_where_orders_do() -> None:
             Permutation(20, 0, version=version)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 2000), st.data())
 def test_windows_are_the_slices_that_they_stand_for(length: int, data: st.DataObject) -> None:
     """What is asked of a lazy window is what a list of the same positions would have said."""
@@ -87,6 +90,7 @@ def test_windows_are_the_slices_that_they_stand_for(length: int, data: st.DataOb
         permutation.window(0, length + 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     length=st.integers(1, 400),

@@ -46,6 +46,7 @@ class Table(Solo):
         return Later()
 
 
+@pytest.mark.slow
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=2, max_size=4),
     seconds=st.sampled_from([0.0001, 0.004, 0.02, 0.2]),
@@ -239,6 +240,7 @@ def test_link_gives_up_on_an_agent_that_talks_nonsense(tmp_path: Path, nonsense:
     link.close()
 
 
+@pytest.mark.slow
 def test_agent_that_does_not_read_costs_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Progress is left out, important messages wait for a bounded time, and then the agent counts as gone."""
     monkeypatch.setattr("dalsegno.elastic.rank.link.SEND_SECONDS", 0.3)

@@ -93,6 +93,7 @@ def test_a_missing_part_is_never_sealed(tmp_path: Path) -> None:
     assert CheckpointStore(tmp_path).sealed() == []
 
 
+@pytest.mark.slow
 def test_ranks_of_the_same_node_may_still_be_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The master tells only nodes apart. Of other nodes nothing more is to come."""
     monkeypatch.setattr(apart, "OTHERS_SECONDS", 30.0)
@@ -208,6 +209,7 @@ def test_a_disk_that_is_stuck_fails_the_save_and_not_the_run(tmp_path: Path, mon
     assert (failed.drain, "the disk has not answered" in failed.reason) == (True, True)
 
 
+@pytest.mark.slow
 def test_a_disk_that_moves_is_waited_for() -> None:
     """Byte by byte, for longer than it may stand still."""
     count, more = Count(0), threading.Event()

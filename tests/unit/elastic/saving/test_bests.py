@@ -125,6 +125,7 @@ def waiting(directory: Path) -> Saves:
     return found
 
 
+@pytest.mark.slow
 def test_the_last_save_waits_until_the_best_is_on_the_disk(tmp_path: Path) -> None:
     found, looks = waiting(tmp_path), list[int]()
 
@@ -139,6 +140,7 @@ def test_the_last_save_waits_until_the_best_is_on_the_disk(tmp_path: Path) -> No
     assert saved(found.saver.bests, 9, None, awaits_disk=False) == (name(2), "")
 
 
+@pytest.mark.slow
 def test_the_last_save_waits_no_longer_than_it_says(tmp_path: Path) -> None:
     found: Any = waiting(tmp_path)
     assert found.await_best(9, lambda: None, 0.3) == name(2)

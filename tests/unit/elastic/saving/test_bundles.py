@@ -82,6 +82,7 @@ def test_whatever_torch_loads_comes_back_as_it_was(tmp_path: Path) -> None:
     assert written(Bundle({"tree": ["l", 1]}), tmp_path / "file") == {"tree": ["l", 1]}
 
 
+@pytest.mark.slow
 def test_many_tensors_lie_in_few_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full pools, and tensors that are larger than one; written in several pieces; a tensor that comes twice once."""
     monkeypatch.setattr(bundles, "POOL_BYTES", 1000)

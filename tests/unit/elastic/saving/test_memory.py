@@ -185,6 +185,7 @@ def test_a_save_on_the_disk_beside_it_has_another_name(tmp_path: Path, waits: bo
     assert [one.in_memory for one in job.agents[1].of("sealed")] == [True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
 def test_no_room_on_one_node_fails_on_all_and_leaves_nothing(
     tmp_path: Path, waits: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -215,6 +216,7 @@ def test_no_room_on_one_node_fails_on_all_and_leaves_nothing(
     assert not any(agent.of("save_failed") for agent in job.agents), "it is no durable save that has failed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
 @pytest.mark.parametrize("at", ["a file", "the manifest", "the note"])
 def test_memory_that_ends_in_the_middle_fails_on_all_and_leaves_nothing(
@@ -270,6 +272,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", directory], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
 def test_a_state_that_is_larger_than_the_memory_is_no_mistake(
     tmp_path: Path, small: Path, waits: bool, caplog: pytest.LogCaptureFixture

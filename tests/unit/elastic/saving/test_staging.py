@@ -237,6 +237,7 @@ def test_nothing_is_written_before_it_is_copied(tmp_path: Path) -> None:
     assert not (tmp_path / "other.pt").exists()
 
 
+@pytest.mark.slow
 def test_all_parts_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 seals once every rank has said what it wrote, and torn words are none; a cancelled one never seals."""
     from dalsegno.elastic.saving.background_save import Flight

@@ -79,6 +79,7 @@ def step_of(micros: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"background": True}])
 def test_it_is_exact_as_the_lower_layer(tmp_path: Path, options: dict[str, Any]) -> None:
     """Bit for bit, also through a restart; each may go on with what the other has saved."""
@@ -124,6 +125,7 @@ def test_a_stream_keeps_its_order_and_a_loader_has_workers() -> None:
     assert torch.equal(torch.cat(rows), ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["state", "wrapper"])
 def test_synchronisation_waits_for_the_last_micro_batch(first: str) -> None:
     """Whether the model is wrapped before or after the state is made, and compiled around that."""
@@ -145,6 +147,7 @@ def test_synchronisation_waits_for_the_last_micro_batch(first: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps", ["nothing", "the wrapper", "a group of its own"])
 def test_what_can_stay_for_the_next_world(keeps: str, caplog: pytest.LogCaptureFixture) -> None:
     """The loop makes and wraps nothing itself; who keeps something of this world cannot stay."""
@@ -200,6 +203,7 @@ def test_what_each_rank_has_of_its_own_is_loaded_where_it_stays(tmp_path: Path) 
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_several_runs_in_one_process(tmp_path: Path) -> None:
     """One after the other; each goes on by itself, and leaves its directory to others."""
     once = upper(tmp_path / "a", 4)
@@ -211,6 +215,7 @@ def test_several_runs_in_one_process(tmp_path: Path) -> None:
             session(tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_weights_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Another optimizer begins with the weights; once, so that a restart loses nothing of it."""
     upper(tmp_path, 4)

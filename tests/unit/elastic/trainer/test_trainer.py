@@ -164,6 +164,7 @@ def test_it_trains_as_a_plain_loop_does(clip: float | None) -> None:
     torch.testing.assert_close(weights(trainer), plain(STEPS, clip), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(
     tmp_path: Path, process: Callable[[], None], in_background: bool
@@ -184,6 +185,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(
     assert saved_steps(tmp_path / "b") == [2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "steps"),
     [({}, STEPS), ({"max_steps": None, "data_epochs": 2}, 8), ({"data_epochs": 1}, 4)],
@@ -330,6 +332,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, process: Call
         make(checkpoint_dir=tmp_path).fit()
 
 
+@pytest.mark.slow
 def test_the_best_is_saved_off_the_cadence_and_survives_restarts(tmp_path: Path, process: Callable[[], None]) -> None:
     """Larger is better, by 0.1 at least: steps 2 and 5 are saved beside 4 and the last; the restart knows 5."""
     track = Tracked("score", "max", 0.1)

@@ -91,6 +91,7 @@ def history(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [None, 37])
 @pytest.mark.parametrize(("world", "micro", "workers"), [(1, 4, 0), (1, 4, 2), (3, 2, 0), (3, 2, 2), (4, 12, 0)])
 def test_a_stream_is_dealt_alike_at_every_world_size(length: int | None, world: int, micro: int, workers: int) -> None:
@@ -111,6 +112,7 @@ def test_a_short_last_batch_can_be_dropped() -> None:
     assert [after for _, after, *_ in found] == [Position(*end) for end in ends]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [Stream(37), Skipping(37)], ids=["read again", "skip"])
 def test_a_stream_resumes_where_the_training_stood(data: Any) -> None:
     """Any number of times within a data epoch, at other world sizes, whether or not it can begin in the middle."""
@@ -194,6 +196,7 @@ def test_the_training_loop_ends_with_the_stream(length: int | None) -> None:
     assert [i for ids in seen for i in ids] == [*range(37), *range(37)]
 
 
+@pytest.mark.slow
 def test_the_position_moves_with_the_training() -> None:
     """As with map-style data sets: what workers read ahead does not count."""
     batches = make(Stream(100), 8, 1, 4, 0, loader_options={"num_workers": 2})
@@ -202,6 +205,7 @@ def test_the_position_moves_with_the_training() -> None:
     assert [list(b.sample_ids) for b in islice(batches, 1)] == [list(range(24, 32))]
 
 
+@pytest.mark.slow
 def test_padding_and_random_collate_work_on_streams_too() -> None:
     """Micro-batches have one shape; with fixed ones what collate draws is the same at every world size."""
 
@@ -254,6 +258,7 @@ def test_a_stream_is_not_shuffled() -> None:
             Batches(data, ElasticSampler(30, 8), BatchPlan(8, 1, 4), 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     length=st.integers(1, 60),

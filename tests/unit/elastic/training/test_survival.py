@@ -149,6 +149,7 @@ def test_a_part_that_fails_at_the_end_saves_nothing() -> None:
     assert not loop.saved
 
 
+@pytest.mark.slow
 def test_watching_that_takes_too_long_is_given_up() -> None:
     loop = Loop()
     loop.part.seconds = 0.005

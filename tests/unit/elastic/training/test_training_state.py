@@ -58,6 +58,7 @@ def train(session: BareSession, made: dict[str, Any], until: int, how: str) -> l
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["background", "waiting"])
 def test_an_interrupted_training_goes_on_bit_for_bit(tmp_path: Path, how: str) -> None:
     """Model with running statistics, optimizer, schedule, loss scale, and all generators."""
@@ -188,6 +189,7 @@ def test_what_torch_wrote_in_its_old_format_is_read(tmp_path: Path) -> None:
     assert read_tensors(tmp_path / "old.pt")["a"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, lambda model: nn.DataParallel(torch.compile(model))])
 def test_names_do_not_depend_on_what_is_around_the_model(tmp_path: Path, wrap: Any) -> None:
     """Nor those of a checkpoint that an earlier version saved with the wrapper's prefix."""

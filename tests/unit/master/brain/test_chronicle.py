@@ -54,6 +54,7 @@ def test_consoles_are_told_of_some() -> None:
     assert len(job.job.notices) == NOTICES
 
 
+@pytest.mark.slow
 def test_old_events_are_dropped_and_numbers_go_on() -> None:
     """Over a new master, too: what is stored is what was seen."""
     job = Driven()

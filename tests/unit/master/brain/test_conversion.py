@@ -112,6 +112,7 @@ def test_a_stalled_owner_is_replaced() -> None:
     assert nodes[1].lease
 
 
+@pytest.mark.slow
 def test_bytes_are_progress_too() -> None:
     """One file that takes an hour is no stall while its bytes move; saying the same again is one."""
     job, nodes = at_the_gate()
@@ -127,6 +128,7 @@ def test_bytes_are_progress_too() -> None:
     assert nodes[1].lease
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "limit"),
     [

@@ -111,6 +111,7 @@ def test_a_frozen_node_is_dead_at_once_where_a_survivor_reports_a_failure() -> N
     assert not b.is_known
 
 
+@pytest.mark.slow
 def test_a_node_that_ends_is_dead_within_seconds_among_rare_voices() -> None:
     """With many agents heartbeats are rare: the time since the last one is no silence."""
     job = Driven(settings(node_timeout=15.0, max_nodes=1000))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,6 +86,7 @@ WHAT = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(0.0, 50.0), WHAT), max_size=40))
 def test_it_never_runs_back_nor_ahead(happenings: list[tuple[float, tuple[str, float]]]) -> None:
     """Whatever happens: what it shows only grows, and no faster than real time."""

@@ -45,6 +45,7 @@ def until_gathering(job: Driven) -> None:
     raise AssertionError(job.phase)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "leaves", "silent"])
 def test_half_of_many_nodes_go_at_once(how: str) -> None:
     """One settling sees to all of them: the survivors form the next world, and are told in one line."""
@@ -68,6 +69,7 @@ def test_half_of_many_nodes_go_at_once(how: str) -> None:
     assert all(len(notice.text) < 400 for notice in job.job.notices)
 
 
+@pytest.mark.slow
 def test_a_power_cut_of_many_and_one_newcomer() -> None:
     """The master comes back alone: after a node-timeout all the dead fall in one move, and the newcomer goes on."""
     job, _nodes = large()
@@ -82,6 +84,7 @@ def test_a_power_cut_of_many_and_one_newcomer() -> None:
     assert (job.phase, job.members) == (Phase.RUNNING, [new.name])
 
 
+@pytest.mark.slow
 def test_a_restart_while_half_are_gone() -> None:
     """Those that come back form the next world; the others fall due together."""
     job, nodes = large()
@@ -97,6 +100,7 @@ def test_a_restart_while_half_are_gone() -> None:
     assert job.members == [node.name for node in left]
 
 
+@pytest.mark.slow
 def test_a_directive_is_as_long_with_many_nodes_as_with_few() -> None:
     """It names the place of who is told, and how many there are."""
     few, many = large(3), large(150)
@@ -106,6 +110,7 @@ def test_a_directive_is_as_long_with_many_nodes_as_with_few() -> None:
     assert (world.nodes, world.world_size, world.place.group_rank, world.place.first_rank) == (150, 150, 125, 125)
 
 
+@pytest.mark.slow
 def test_the_more_agents_the_rarer_they_speak() -> None:
     """A second for few; for more so that 150 words come in a second, as long as several fit into a node-timeout."""
     job, _ = large(3)
@@ -116,6 +121,7 @@ def test_the_more_agents_the_rarer_they_speak() -> None:
     assert heartbeat_of(job.job) == pytest.approx(5 / 2.25)
 
 
+@pytest.mark.slow
 def test_a_silent_node_is_found_among_many_rare_voices() -> None:
     """Within its node-timeout and a beat, although all speak rarely."""
     job, nodes = large(300, node_timeout=15.0)
@@ -146,6 +152,7 @@ def test_heartbeats_and_steps_ask_for_no_turn() -> None:
     assert noted(progress(6, draining=True, training_ended=True))
 
 
+@pytest.mark.slow
 def test_thousands_of_checkpoints_cost_a_turn_nothing() -> None:
     """With all of them kept: one commit stores few rows, and the newest is known without a search."""
     job = Driven(settings(keep_checkpoints=0))
@@ -237,6 +244,7 @@ def test_a_newcomer_that_crashes_again_and_again_does_not_hold_the_start_up(name
     assert job.members[:2] == [a.name, b.name]
 
 
+@pytest.mark.slow
 def test_what_one_change_names_is_bounded() -> None:
     """Of sixty nodes that left or were lost a few are named."""
     job, nodes = large()

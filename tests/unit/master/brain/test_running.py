@@ -683,6 +683,7 @@ def test_a_growing_save_is_no_stall() -> None:
     assert job.phase is Phase.RUNNING
 
 
+@pytest.mark.slow
 def test_signs_of_life_between_steps_are_no_stall() -> None:
     """An evaluation of half an hour, after steps of half a second; the same sign again is none."""
     job = Driven(settings(stall_timeout=600))

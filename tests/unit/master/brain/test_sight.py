@@ -181,6 +181,7 @@ def test_what_nobody_sees_for_a_minute_is_gone_back_from() -> None:
     assert a.directive.run.resume.source.ref == older.ref
 
 
+@pytest.mark.slow
 def test_what_nobody_sees_is_waited_for_where_there_is_none_before() -> None:
     """It never starts over for that: the directory may be mounted after all."""
     job, (a, b), (only,) = gathering(2, steps=(4,))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dalsegno.master.brain.running import GROW_WAIT_SECONDS
 from dalsegno.master.brain.state import Phase
 from tests.support.jobs.masters import Driven, Node, settings
@@ -26,6 +28,7 @@ def train(job: Driven, node: Node, first: int, seconds: int) -> int:
     return step
 
 
+@pytest.mark.slow
 def test_a_newcomer_waits_for_the_first_checkpoint() -> None:
     """However long that takes; one line says so, and what helps. With the commit it comes in at once."""
     job = Driven(settings(grow_wait=-1))

@@ -127,6 +127,7 @@ def test_a_wait_for_a_verification_can_be_limited() -> None:
     assert "nobody can verify" in job.job.message
 
 
+@pytest.mark.slow
 def test_a_verifier_that_reads_nothing_counts_as_one_that_cannot_tell() -> None:
     """Ten minutes each, and the job waits, with the reason."""
     job, nodes, made = reloading(2)
@@ -140,6 +141,7 @@ def test_a_verifier_that_reads_nothing_counts_as_one_that_cannot_tell() -> None:
     assert "nothing read for 600 s" in nodes[0].directive.gather.missing
 
 
+@pytest.mark.slow
 def test_a_verification_that_moves_may_take_its_time() -> None:
     """Hours are no stall while bytes are read, and conclude nothing; ten minutes without one are."""
     job, nodes, made = reloading(3)

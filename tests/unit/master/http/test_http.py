@@ -280,6 +280,7 @@ def test_a_refusal_has_its_reason(code: str, expected: int) -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_orders_need_the_token_and_come_from_no_other_page() -> None:
     """A page that a browser of this machine shows could send them, too; nothing of them reaches the brain."""
 
@@ -381,6 +382,7 @@ def test_events_are_read_on_from_where_one_was() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_a_request_for_events_may_wait_for_one() -> None:
     """It is answered as soon as there is one, and else when its time is over."""
 
@@ -419,6 +421,7 @@ async def ids(reader: asyncio.StreamReader, count: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_stream_brings_events_as_they_come_and_goes_on_where_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that connects again with the last number loses none."""
     monkeypatch.setattr(stream, "LONGEST_STREAM_SECONDS", 1.0)
@@ -442,6 +445,7 @@ def test_a_stream_brings_events_as_they_come_and_goes_on_where_it_ended(monkeypa
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_a_reader_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others, and the loop, go on meanwhile."""
     monkeypatch.setattr(stream, "SLOWEST_READER_SECONDS", 0.5)
@@ -468,6 +472,7 @@ def test_a_reader_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch)
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_only_so_many_wait_for_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those who do not want to wait are answered all the same."""
     monkeypatch.setattr(stream, "MOST_READERS", 2)
@@ -499,6 +504,7 @@ def test_what_json_does_not_have_becomes_null() -> None:
     assert finite({"a": [math.nan, (1.0, math.inf)], "b": "NaN"}) == {"a": [None, [1.0, None]], "b": "NaN"}
 
 
+@pytest.mark.slow
 def test_idle_connections_keep_nobody_out() -> None:
     """Far more than are kept: the oldest go, and whoever asks is answered."""
 
@@ -515,6 +521,7 @@ def test_idle_connections_keep_nobody_out() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_no_connection_stays_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that sends its request a byte at a time."""
     monkeypatch.setattr(listener, "LONGEST_CONNECTION_SECONDS", 1.0)

@@ -118,6 +118,7 @@ def text(browser: Browser, of: str) -> str:
     return str(browser.tell(f"document.getElementById('{of}').textContent"))
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_job(shown: tuple[Served, Browser]) -> None:
     """Its name, numbers, nodes, epochs, checkpoints and events; names are text, never markup."""
     _, browser = shown
@@ -135,6 +136,7 @@ def test_the_page_shows_the_job(shown: tuple[Served, Browser]) -> None:
     assert "2026-11-18" in text(browser, "events")
 
 
+@pytest.mark.slow
 def test_the_pictures_have_axes_and_legends(shown: tuple[Served, Browser]) -> None:
     """Each part of each change is drawn, as long as it took; changes are marked in the curve."""
     served, browser = shown
@@ -159,6 +161,7 @@ def test_the_pictures_have_axes_and_legends(shown: tuple[Served, Browser]) -> No
     assert "steps done again" in text(browser, "worlds-legend")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [480, 320, 1600])
 def test_the_page_fits(shown: tuple[Served, Browser], width: int, tmp_path: Path) -> None:
     """Nothing makes the page itself wider than the window; wide tables scroll by themselves."""
@@ -176,6 +179,7 @@ def test_the_page_fits(shown: tuple[Served, Browser], width: int, tmp_path: Path
     assert browser.tell(outside) == []
 
 
+@pytest.mark.slow
 def test_warnings_can_be_seen_alone(shown: tuple[Served, Browser]) -> None:
     """New events come by themselves; the box leaves the warnings."""
     served, browser = shown
@@ -189,6 +193,7 @@ def test_warnings_can_be_seen_alone(shown: tuple[Served, Browser]) -> None:
     browser.tell("document.getElementById('warnings').click()")
 
 
+@pytest.mark.slow
 def test_a_master_that_is_away_is_said_to_be(shown: tuple[Served, Browser]) -> None:
     """What was known stays; with the master it goes on."""
     served, browser = shown
@@ -199,6 +204,7 @@ def test_a_master_that_is_away_is_said_to_be(shown: tuple[Served, Browser]) -> N
     browser.until("document.title", lambda title: title == "vision: step 250")
 
 
+@pytest.mark.slow
 def test_without_the_token_the_page_says_what_to_do(shown: tuple[Served, Browser]) -> None:
     """And nothing of the job is seen."""
     served, browser = shown

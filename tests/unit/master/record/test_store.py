@@ -75,6 +75,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Store
             store.close()
 
 
+@pytest.mark.slow
 def test_a_new_store_is_empty_and_gives_back_what_was_saved(pair: tuple[Store, Store]) -> None:
     """Load gives no rows first, then each row as it was saved last, without those that are gone."""
     store, other = pair
@@ -110,6 +111,7 @@ def test_the_generation_goes_above_what_agents_have_seen(pair: tuple[Store, Stor
     assert store.raise_generation(above=7) == 43
 
 
+@pytest.mark.slow
 def test_kill_between_any_two_writes_leaves_a_whole_record(tmp_path: Path) -> None:
     """SIGKILL of a writing process, at many moments: the record is the last one acknowledged, or the one after."""
     path = tmp_path / "s.sqlite"
@@ -296,6 +298,7 @@ def test_urls_name_relative_and_absolute_files(tmp_path: Path, monkeypatch: pyte
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.sqlite", "b.sqlite"]
 
 
+@pytest.mark.slow
 def test_one_changed_row_costs_one_row(tmp_path: Path) -> None:
     """Of ten thousand rows one is written: the file does not grow, and the rest is as it was."""
     path = tmp_path / "s.sqlite"

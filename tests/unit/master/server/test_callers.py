@@ -289,6 +289,7 @@ class Starved(MemoryStore):
         super().save(*arguments)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_starved_store_is_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Longer than for one that fails: a new process would have no more descriptors. It is said once."""
     monkeypatch.setattr(driver_module, "SAVE_TIMEOUT_SECONDS", 0.05)

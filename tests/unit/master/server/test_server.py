@@ -176,6 +176,7 @@ def test_scaling_needs_no_registration_and_the_right_job() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_no_effect_leaves_before_it_is_durable() -> None:
     """While the store cannot be written neither a reply nor a directive goes out; then one write serves all."""
 
@@ -335,6 +336,7 @@ def test_an_unknown_incarnation_is_told_that_it_is_fenced() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_the_brain_is_woken_when_it_asked_for_it() -> None:
     """A Tick comes at the time that the state names, once."""
 
@@ -355,6 +357,7 @@ def test_the_brain_is_woken_when_it_asked_for_it() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_a_master_that_was_held_up_tells_the_brain_first() -> None:
     """The loop stands still past a deadline: the brain hears of it before the Tick and before what was queued."""
 
@@ -377,6 +380,7 @@ def test_a_master_that_was_held_up_tells_the_brain_first() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_status_and_heartbeats_do_not_wait_for_the_store() -> None:
     """While it cannot be written, both are answered: an agent must not take a slow disk for a dead master."""
 
@@ -396,6 +400,7 @@ def test_status_and_heartbeats_do_not_wait_for_the_store() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_status_shows_nothing_that_a_crash_takes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked while a decision is being stored, it is answered once that is stored."""
     monkeypatch.setattr(driver_module, "STATUS_PATIENCE_SECONDS", 30.0)
@@ -564,6 +569,7 @@ def test_a_stopping_master_says_so_to_its_streams() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_an_embedded_master_ends_when_it_is_alone() -> None:
     """Not while a stream is open; status questions of people do not keep it."""
 
@@ -581,6 +587,7 @@ def test_an_embedded_master_ends_when_it_is_alone() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("connected", [True, False])
 def test_an_embedded_master_ends_with_its_job(connected: bool) -> None:
     """Soon after the last agent left, and after a while even if one stays."""

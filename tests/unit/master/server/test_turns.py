@@ -49,6 +49,7 @@ def join(driver: Driver, request: int) -> asyncio.Future[Any]:
     return asyncio.ensure_future(driver.call(pb.JoinRequest(caller=caller)))
 
 
+@pytest.mark.slow
 def test_what_comes_after_a_long_turn_shares_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_module, "MOST_REST", REST)
 

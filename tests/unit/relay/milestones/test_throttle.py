@@ -83,6 +83,7 @@ def _put(proxy: str, origin: HTTPServer, size: int, tunnel: bool) -> int:
     return status
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tunnel", [False, True])
 def test_what_goes_out_keeps_to_the_rate(origin: HTTPServer, tunnel: bool) -> None:
     """Through a tunnel, as TLS goes, or not. No answer is held up, and the password stays here."""
@@ -93,6 +94,7 @@ def test_what_goes_out_keeps_to_the_rate(origin: HTTPServer, tunnel: bool) -> No
     assert "proxy-authorization" not in {key.lower() for key in _Origin.seen[0][1]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tunnel", [False, True])
 def test_a_proxy_that_was_set_before_is_used(origin: HTTPServer, tunnel: bool) -> None:
     """It gets its own credentials, and the hosts that `no_proxy` names are reached without it."""
@@ -106,6 +108,7 @@ def test_a_proxy_that_was_set_before_is_used(origin: HTTPServer, tunnel: bool) -
     assert len(_Origin.seen) == 2
 
 
+@pytest.mark.slow
 def test_nobody_else_may_use_it(origin: HTTPServer) -> None:
     """Another user of the machine does not get out by it."""
     proxy = ThrottlingProxy(1e9, {})
