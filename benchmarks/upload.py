@@ -1,13 +1,15 @@
 """How much a milestone's upload slows a training loop down.
 
-Ranks of one thread each do a fixed amount of work per step, without an upload and during one, in turn. The mirror, the
-hub that it uploads to, and `huggingface_hub` are real; the hub has the lowest priority, because where people use one it
-is on another machine. The load of the machine counts: compare only what stands in one line.
+Ranks of one thread each do a fixed amount of work per step, without an upload and during one, in turn. The mirror and
+`huggingface_hub` are real. The hub is the tests' own, with the lowest priority, because where people use one it is on
+another machine. So is its processor time told apart from the mirror's, which is all that an upload takes from a
+training. The load of the machine counts: compare only what stands in one line.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import subprocess
@@ -36,6 +38,7 @@ while True:
     ended = time.perf_counter()
     print(time.time(), ended - begun, flush=True)
 """
+_USED = ("mirror (CPU s)", "hub (CPU s)")
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 # Seconds within which an upload must be done.
 _PATIENCE_SECONDS = 300.0
@@ -50,7 +53,10 @@ class Ranks:
         for log in self._logs:
             with open(log, "wb") as output:
                 command = [sys.executable, "-c", _CODE, str(_PRODUCTS), str(_SIDE)]
-                self._processes.append(subprocess.Popen(command, stdout=output, env={**os.environ, **_ONE_THREAD}))
+                environment = {**os.environ, **_ONE_THREAD}
+                self._processes.append(
+                    subprocess.Popen(command, stdout=output, env=environment, start_new_session=True)
+                )
 
     def steps(self, begin: float, end: float) -> list[float]:
         """Seconds of each step that ended between two moments (Unix seconds), of all ranks."""
@@ -73,27 +79,37 @@ def measured(options: argparse.Namespace) -> list[dict[str, float]]:
     lines = []
     with tempfile.TemporaryDirectory(prefix="dalsegno-upload-") as name:
         scene = Scene(Path(name), interval_seconds=1, upload_limit=options.megabytes_per_second * 1_000_000)
-        psutil.Process(scene.hub.pid).nice(19)
+        hub = psutil.Process(scene.hub.pid)
+        hub.nice(19)
+        with contextlib.suppress(OSError):  # as `yield_to_others`
+            Path(f"/proc/{hub.pid}/autogroup").write_text("19")
         ranks = Ranks(Path(name), options.ranks)
         try:
-            time.sleep(2.0)  # why: imports, and first steps
+            mirror = psutil.Process(scene.mirror().process.pid)
+            time.sleep(5.0)  # why: imports, and first steps
             before = _quiet(ranks, options.seconds)
             for number in range(1, options.runs + 1):
                 scene.commit(number, size=options.megabytes * 2_000_000 // 3, seed=number)
-                begun = time.time()
-                mirror = scene.mirror()
+                begun, used = time.time(), [_processor_seconds(one) for one in (mirror, hub)]
                 scene.wait_milestone(number, _PATIENCE_SECONDS)
                 during = ranks.steps(begun, time.time())
                 took = time.time() - begun
-                mirror.stop()
+                used = [_processor_seconds(one) - past for one, past in zip((mirror, hub), used, strict=True)]
                 after = _quiet(ranks, options.seconds)
-                lines.append({"seconds": took, **_slower(during, before + after)})
+                line = {"seconds": took, **dict(zip(_USED, used, strict=True))}
+                lines.append({**line, **_slower(during, before + after)})
                 print({key: round(value, 2) for key, value in lines[-1].items()}, flush=True)
                 before = after
         finally:
             ranks.close()
             scene.close()
     return lines
+
+
+def _processor_seconds(process: psutil.Process) -> float:
+    """Its own, and those of its ended children."""
+    times = process.cpu_times()
+    return float(times.user + times.system + times.children_user + times.children_system)
 
 
 def _quiet(ranks: Ranks, seconds: float) -> list[float]:

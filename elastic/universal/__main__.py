@@ -29,6 +29,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from dalsegno.protos.priority import yield_to_others
+
 from ..checkpoint.files import Meter
 from .conversion import Watch, Wish, convert
 from .effort import MEMORY_BYTES, THREADS, Effort
@@ -67,8 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     if options.nice:
-        # Of the calling thread; those that it starts from now on inherit it.
-        os.nice(options.nice)
+        yield_to_others(options.nice)
     say = _Lines()
     _end_with_parent()
     if options.standby and not _receive_order(options, say):

@@ -46,6 +46,7 @@ class Transfer:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env={**os.environ, **(environment or {})},
+            start_new_session=True,  # an upload yields, see `priority`
         )
         assert self._process.stdin is not None
         try:

@@ -13,6 +13,7 @@ import threading
 from functools import partial
 from typing import Any
 
+from dalsegno.protos.priority import yield_to_others
 from dalsegno.protos.text import one_line
 
 from .throttle import ThrottlingProxy
@@ -35,7 +36,8 @@ def main() -> None:
     tell = partial(_tell, os.dup(1))
     os.dup2(2, 1)
     threading.Thread(target=_end_with_the_input, name="life-line", daemon=True).start()
-    os.nice(job.get("nice", 0))
+    if niceness := job.get("nice", 0):
+        yield_to_others(niceness)
     os.environ.update(_QUIET)
     token = os.environ.get("HF_TOKEN", "").strip()
     if job.get("upload_limit"):

@@ -130,7 +130,7 @@ FILE_PLANTS: dict[str, Plant] = dict(
             first=69,
         ),
         plant(membership, "check_liveness", declares_nodes_of_an_ended_job_dead, "one end"),
-        plant(room, "LEAST_KEPT", deletes_all_for_room, "committed steps grow", "resume point exists", kind="disk"),
+        plant(room, "LEAST_KEPT", deletes_all_for_room, "committed steps grow", kind="disk", first=113),
         plant(checkpoints, "prunable", prunes_the_resume_point, "the resume point stays"),
         plant(checkpoints, "prunable", prunes_what_is_being_loaded, "what is loaded stays"),
         plant(

@@ -37,7 +37,11 @@ class Hub:
     def start(self) -> None:
         """Starts it, on the port that it had."""
         self._process = subprocess.Popen(
-            [*self._arguments, "--port", str(self.port)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+            [*self._arguments, "--port", str(self.port)],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            start_new_session=True,
         )
         assert self._process.stdout is not None
         self.port = int(self._process.stdout.readline())
