@@ -264,7 +264,7 @@ def test_fewer_than_the_minimum_wait(clusters: Clusters, undisturbed: Undisturbe
     end(job, undisturbed, {third: any_number(job)})
 
 
-@pytest.mark.parametrize("victim", ["unfinished", "finished"])
+@pytest.mark.parametrize("victim", ["unfinished", pytest.param("finished", marks=pytest.mark.full)])
 def test_a_node_dies_before_the_end_is_agreed(clusters: Clusters, undisturbed: Undisturbed, victim: str) -> None:
     """One node's ranks have finished, the other's are about to: whoever dies now, the run is a success."""
     job = clusters(nnodes="2:2")

@@ -232,7 +232,7 @@ USES = {
 
 
 @pytest.mark.parametrize(
-    "use", [pytest.param(use, marks=[pytest.mark.full] if use not in ("called", "a file") else []) for use in USES]
+    "use", [pytest.param(use, marks=[pytest.mark.full] if use != "called" else []) for use in USES]
 )
 def test_a_session_opens_when_it_is_used(make: Make, caplog: pytest.LogCaptureFixture, use: str) -> None:
     """Or first of all when the script needs its place for something else, as where nothing runs ahead."""

@@ -159,7 +159,7 @@ def test_changes_of_the_world(
 
 def test_a_join_and_a_kill(clusters: Clusters, undisturbed: Undisturbed, made: Path) -> None:
     """The shortest of these: ZeRO-1 on one node, on two, and on one again."""
-    training = Swift(steps=40, save_every=10, made=made, options=(("deepspeed", "zero1"),))
+    training = Swift(steps=20, save_every=5, made=made, options=(("deepspeed", "zero1"),))
     job = clusters(training=training, nnodes="1:2")
     second = grow_to_two(job)
     job.kill_node(job.node("b"))
