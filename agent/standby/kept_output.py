@@ -7,8 +7,10 @@ import fcntl
 import os
 import threading
 import time
+from collections.abc import Callable
 
 from ..processes.ready import readable, writable
+from .stillness import stillness
 
 __all__ = ["KeptOutput"]
 
@@ -52,9 +54,25 @@ class KeptOutput:
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         target = os.dup(console) if path is None else os.open(path, flags, 0o666)
+        with stillness(writes) as is_still:
+            ended = self._move(target, is_still)
+        if ended:
+            os.close(self._reader)
+            os.close(target)
+            return
+        # A process that native code has started has the pipe, too.
+        threading.Thread(target=_pass_all_on, args=(self._reader, target), name="kept-output", daemon=True).start()
+
+    def _move(self, target: int, is_still: Callable[[], bool]) -> bool:
+        """What the script writes goes to `target` from now on, behind what it wrote before. Returns whether that ended.
+
+        Only while the script is still does nothing overtake what is in the pipe.
+        """
         deadline = time.monotonic() + _PATIENCE_SECONDS
         _pass_on(self._reader, target)
-        while writes and time.monotonic() < deadline and readable(self._reader, _QUIET_SECONDS):
+        while not is_still() and time.monotonic() < deadline and readable(self._reader, _QUIET_SECONDS):
+            _pass_on(self._reader, target)
+        while time.monotonic() < deadline and readable(self._reader, 0):
             _pass_on(self._reader, target)
         os.close(self._writer)
         for fd in _duplicates(self._reader):
@@ -62,11 +80,8 @@ class KeptOutput:
         # A write under way still has the pipe, and must not be cut off. Nobody can begin another one.
         while readable(self._reader, _PAUSE_SECONDS):
             if _pass_on(self._reader, target):
-                os.close(self._reader)
-                os.close(target)
-                return
-        # A process that native code has started has the pipe, too.
-        threading.Thread(target=_pass_all_on, args=(self._reader, target), name="kept-output", daemon=True).start()
+                return True
+        return False
 
 
 def _duplicates(reader: int) -> list[int]:

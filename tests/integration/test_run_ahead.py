@@ -585,6 +585,22 @@ def test_much_output_waits_with_its_script(make: Make) -> None:
     assert ahead.finish().split() == [str(number) for number in range(300_000)]
 
 
+def test_who_never_stops_writing_is_read_in_order(make: Make) -> None:
+    """It gets its place in the midst of it: what was kept, and what is under way, come first."""
+    ahead = make(patience=600.0)
+    ahead.script.write_text(
+        "import os, time\nnumber = 0\n"
+        "while time.process_time() < 3.5:\n    os.write(1, b'%d' % number)\n    print(flush=True)\n    number += 1\n"
+    )
+    ahead.pool.fill(low_priority=False, ahead=[ahead.assignment()])
+    deadline = time.monotonic() + 60
+    while ahead.pool.warm() == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)  # why: there is no event for the imports alone
+    lines = ahead.finish().splitlines()
+    assert lines == [str(number) for number in range(len(lines))]
+
+
 STREAMS = {
     "kept under another number": "import os\nsaved = os.dup(1)\n{wait}\nos.write(saved, b'saved\\n')",
     "silenced": (
