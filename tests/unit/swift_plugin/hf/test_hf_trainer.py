@@ -264,7 +264,7 @@ def test_a_log_over_several_steps_spans_a_drain(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", [pytest.param("steps", marks=pytest.mark.full), "epoch"])
-@pytest.mark.parametrize("step", [4, 8])
+@pytest.mark.parametrize("step", [4, pytest.param(8, marks=pytest.mark.full)])
 def test_an_evaluation_that_a_drain_leaves_out_is_made_by_what_resumes(tmp_path: Path, step: int, unit: str) -> None:
     """Due at the step of the drain, or at the data epoch's end that it is: once, with the same result; the best too."""
     often = {"eval_strategy": unit, "save_strategy": unit, "eval_steps": 4, "save_steps": 4}
@@ -305,7 +305,7 @@ class Predicting(TrainerCallback):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("unit", ["steps", pytest.param("epoch", marks=pytest.mark.full)])
-@pytest.mark.parametrize("step", [4, 8, pytest.param(12, marks=pytest.mark.full)])
+@pytest.mark.parametrize("step", [4, *(pytest.param(step, marks=pytest.mark.full) for step in (8, 12))])
 def test_a_leave_cuts_an_evaluation_short(tmp_path: Path, step: int, unit: str) -> None:
     """It takes longer than a notice: the step is saved at once, and evaluated where the run goes on."""
     often = {"eval_strategy": unit, "save_strategy": unit, "eval_steps": 4, "save_steps": 4}
@@ -585,7 +585,7 @@ class Hears(Counted):
     """Counts for nobody."""
 
 
-@pytest.mark.parametrize("step", [3, 4, 5])
+@pytest.mark.parametrize("step", [3, *(pytest.param(step, marks=pytest.mark.full) for step in (4, 5))])
 def test_a_callback_that_counts_saves_counts_those_that_were_due(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
