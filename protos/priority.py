@@ -10,6 +10,8 @@ __all__ = ["yield_to_others"]
 
 # Without privileges the kernel takes one change per tenth of a second, of all processes together.
 _TRIES, _PAUSE_SECONDS = 10, 0.1
+# A session is a tenth of another one then. With less it would stand still beside several that are busy.
+_MOST_FOR_A_SESSION = 10
 
 
 def yield_to_others(niceness: int) -> None:
@@ -24,7 +26,7 @@ def yield_to_others(niceness: int) -> None:
     """
     os.nice(niceness)
     if os.getsid(0) == os.getpid():
-        _lower_session(niceness)
+        _lower_session(min(niceness, _MOST_FOR_A_SESSION))
 
 
 def _lower_session(niceness: int) -> None:

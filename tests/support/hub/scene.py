@@ -144,7 +144,7 @@ class Scene:
         self.mirrors.append(one)
         return one
 
-    def wait(self, what: Callable[[], object], seconds: float = 40.0) -> Any:
+    def wait(self, what: Callable[[], object], seconds: float = 90.0) -> Any:
         """What it returns once it is true.
 
         Raises:
@@ -162,7 +162,7 @@ class Scene:
     def lines(self) -> list[str]:
         return self.log.read_text().splitlines() if self.log.exists() else []
 
-    def wait_milestone(self, count: int = 1, seconds: float = 40.0) -> dict[str, Any]:
+    def wait_milestone(self, count: int = 1, seconds: float = 90.0) -> dict[str, Any]:
         """The newest, once there are so many."""
         self.wait(lambda: len(self.commander.milestones) >= count, seconds)
         return self.commander.milestones[0]
