@@ -91,7 +91,9 @@ def measured(options: argparse.Namespace) -> list[dict[str, float]]:
             for number in range(1, options.runs + 1):
                 scene.commit(number, size=options.megabytes * 2_000_000 // 3, seed=number)
                 begun, used = time.time(), [_processor_seconds(one) for one in (mirror, hub)]
-                took = _wait(scene, number) - begun
+                # To look more often takes from what is measured.
+                scene.wait_milestone(number, _PATIENCE_SECONDS, every_seconds=0.25)
+                took = time.time() - begun
                 during = ranks.steps(begun, begun + took)
                 used = [_processor_seconds(one) - past for one, past in zip((mirror, hub), used, strict=True)]
                 after = _quiet(ranks, options.seconds)
@@ -103,16 +105,6 @@ def measured(options: argparse.Namespace) -> list[dict[str, float]]:
             ranks.close()
             scene.close()
     return lines
-
-
-def _wait(scene: Scene, count: int) -> float:
-    """Until the hub has so many milestones; when that was seen (Unix seconds)."""
-    until = time.monotonic() + _PATIENCE_SECONDS
-    while len(scene.commander.milestones) < count:
-        if time.monotonic() > until:
-            raise TimeoutError("\n".join(scene.lines()[-5:]))
-        time.sleep(0.25)  # why: to look more often takes from what is measured
-    return time.time()
 
 
 def _processor_seconds(process: psutil.Process) -> float:

@@ -80,7 +80,7 @@ class EmbeddedMaster:
             10 seconds, which is a few moves of its counter.
         say: prints one line for people.
         command: starts a master.
-        patience: seconds after which this agent gives up, for this time, a living master that does not answer.
+        patience_seconds: seconds after which this agent gives up, for this time, a living master that does not answer.
         machine: stands for the kernel.
         listen: where a master that this agent starts serves.
     """

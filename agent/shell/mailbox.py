@@ -23,7 +23,7 @@ class Mailbox(Generic[T]):
 
     Args:
         capacity: the most unread items.
-        patience: seconds that `put` waits for room before it raises `MailboxFull`.
+        patience_seconds: seconds that `put` waits for room before it raises `MailboxFull`.
     """
 
     def __init__(self, capacity: int = 4096, patience_seconds: float = 30.0) -> None:

@@ -61,7 +61,7 @@ class WorldStore:
     Args:
         store: the store itself.
         place: this node's place in its world.
-        timeout: seconds that an operation may take while the world lasts.
+        timeout_seconds: seconds that an operation may take while the world lasts.
         is_over: whether the world is over.
     """
 

@@ -27,7 +27,7 @@ class AheadWorkers:
 
     Args:
         on_settled: called on any thread when one of them waits for its place, or has ended.
-        patience: seconds until those that still run are given up.
+        patience_seconds: seconds until those that still run are given up.
         take_patience_seconds: seconds that a worker may take to take its place.
     """
 

@@ -72,8 +72,6 @@ class KeptOutput:
         _pass_on(self._reader, target)
         while not is_still() and time.monotonic() < deadline and readable(self._reader, _QUIET_SECONDS):
             _pass_on(self._reader, target)
-        while time.monotonic() < deadline and readable(self._reader, 0):
-            _pass_on(self._reader, target)
         os.close(self._writer)
         for fd in _duplicates(self._reader):
             os.dup2(target, fd, inheritable=os.get_inheritable(fd))

@@ -37,7 +37,7 @@ class Placing:
     """Gives places, and replaces workers that do not take theirs.
 
     Args:
-        patience: seconds that a worker may take to take its place.
+        patience_seconds: seconds that a worker may take to take its place.
     """
 
     def __init__(self, patience_seconds: float) -> None:

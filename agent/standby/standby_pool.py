@@ -42,7 +42,7 @@ class StandbyPool:
         python: the interpreter.
         fork: one nursery that forks; False: a process per worker. It falls back to that by itself.
         ahead_patience_seconds: seconds that a script may run ahead before it is given up.
-        patience: seconds that imports may take before a nursery is given up. Its workers then start cold.
+        patience_seconds: seconds that imports may take before a nursery is given up. Its workers then start cold.
         notices: signals that a nursery ignores, because they may be sent to all processes of the node.
         early: a nursery that was started before; it is used if it was started as this pool would have done it.
     """

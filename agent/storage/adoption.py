@@ -84,7 +84,7 @@ class Adopter:
         self._keep = keep
         self._run_dir, self._world, self._origin, self._deliver = run_dir, world, origin, deliver
         self._root, self._pattern = save_directory(run_dir, world.epoch), pattern
-        self._standing = VolumeCheck(run_dir)
+        self._volume = VolumeCheck(run_dir)
         self._resumed_step = self._step = world.resume.source.step if world.HasField("resume") else 0
         self._before = before
         self._known: dict[str, FileState] = dict(before.files) if before is not None else {}
@@ -172,7 +172,7 @@ class Adopter:
         pause, asked = LOOK_EVERY_SECONDS, 0
         self._note(self._known.values())
         self._remove_old()
-        self._standing.measure()
+        self._volume.measure()
         while True:
             before, asked = asked, self._wait(pause, asked)
             if self._closing:
@@ -181,7 +181,7 @@ class Adopter:
                 self._since = None  # who waits now has not waited before
             calm = self._look()
             # What they saved last may not be listed yet.
-            listed = time.monotonic() > self._asked_at + 2 * self._standing.lag
+            listed = time.monotonic() > self._asked_at + 2 * self._volume.lag
             if not (calm and (self._undecided or not listed)):
                 with self._news:
                     self._answered = asked
@@ -206,7 +206,7 @@ class Adopter:
         self._undecided, self._calm = False, True
         began = time.monotonic()
         try:
-            self._standing.check()
+            self._volume.check()
             found = survey(self._root, self._pattern)
             series = map(self._slots.arrange, found.series())
             stood, self._stands = self._stands, {}
@@ -314,7 +314,7 @@ class Adopter:
         try:
             saved_as = piece.saved_as(found.links)
             manifest = adopt(
-                piece, saved_as, self._run_dir, self._world, self._origin, notes, self._before, self._standing
+                piece, saved_as, self._run_dir, self._world, self._origin, notes, self._before, self._volume
             )
         except (Changed, FileNotFoundError):
             raise

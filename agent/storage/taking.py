@@ -77,7 +77,7 @@ def adopt(
     origin: Origin,
     notes: Iterable[FileState] = (),
     before: Before | None = None,
-    standing: VolumeCheck | None = None,
+    volume: VolumeCheck | None = None,
 ) -> Manifest:
     """Seals a copy of it among the run's checkpoints. A copy that cannot be finished is removed again.
 
@@ -86,7 +86,7 @@ def adopt(
         run_dir, world, origin: see `Adopter`.
         notes: small files that belong to it.
         before: files that did not change since then are taken from there.
-        standing: the volume as it was when the epoch began; None: as it is now.
+        volume: the volume as it was when the epoch began; None: as it is now.
 
     Raises:
         Changed: it is being written again.
@@ -95,12 +95,12 @@ def adopt(
     """
     name = str(CheckpointStore(run_dir).next_name(piece.step, world.epoch))
     target = run_dir / name
-    standing = standing or VolumeCheck(run_dir)
+    volume = volume or VolumeCheck(run_dir)
     target.mkdir()
     try:
         every = (*piece.files, *notes)
         _take(save_directory(run_dir, world.epoch), every, target, saved_as.below, before)
-        standing.wait_listed(target, {_inside(file.name, saved_as.below) for file in every})
+        volume.wait_listed(target, {_inside(file.name, saved_as.below) for file in every})
         resumed = world.resume.source.ref if world.HasField("resume") else None
         manifest = Manifest(
             name=name,
@@ -121,7 +121,7 @@ def adopt(
             files=describe(target),
             saved_as=saved_as,
         )
-        standing.check()
+        volume.check()
         seal(target, manifest)
     except BaseException:
         # Removed, because it would take room until the epoch is over, and the next try makes another one.

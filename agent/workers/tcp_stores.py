@@ -26,7 +26,7 @@ class StoreServers:
 
     Args:
         address: where to bind; never all interfaces.
-        timeout: seconds that an operation on a store may take.
+        timeout_seconds: seconds that an operation on a store may take.
 
     Attributes:
         address: Where the next one is bound.

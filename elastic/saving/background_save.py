@@ -120,7 +120,7 @@ class Flight:
         seal: Rank 0: called on its thread when all parts are there; returns the digest. None: it goes to memory. Then
             nothing is synced, and no rank says in a file what it wrote: others would not see that.
         done: The bytes that the thread has written.
-        patience: Seconds without a byte after which this rank's part has failed; 0: never.
+        patience_seconds: Seconds without a byte after which this rank's part has failed; 0: never.
         reports: A context that is entered while the thread is at work.
     """
 

@@ -157,12 +157,7 @@ def verified(source: Path, digest: str | None, moved: Moved) -> Manifest:
 
 
 def produce(
-    source: Path,
-    entries: Mapping[str, FileEntry],
-    target: Path,
-    journal: Journal,
-    wish: Wish,
-    watch: Watch,
+    source: Path, entries: Mapping[str, FileEntry], target: Path, journal: Journal, wish: Wish, watch: Watch
 ) -> tuple[FileEntry, ...]:
     """Makes what ``journal`` does not list yet, and checks that nothing is missing.
 

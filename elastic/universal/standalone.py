@@ -26,12 +26,7 @@ VERSION = 1
 
 
 def convert_directory(
-    source: Path,
-    target: Path,
-    *,
-    wish: Wish | None = None,
-    watch: Watch | None = None,
-    latest: bool = True,
+    source: Path, target: Path, *, wish: Wish | None = None, watch: Watch | None = None, latest: bool = True
 ) -> tuple[FileEntry, ...]:
     """Makes the universal form of a sharded ZeRO checkpoint in ``target``.
 

@@ -58,6 +58,14 @@ class Ahead:
         self.pool.fill(low_priority=False, ahead=[self.assignment()])
         assert self.warm.wait(60)
 
+    def begin(self) -> None:
+        """Until the script that is there may run; how far it is does not matter."""
+        self.pool.fill(low_priority=False, ahead=[self.assignment()])
+        deadline = time.monotonic() + 60
+        while self.pool.warm() == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)  # why: there is no event for the imports alone
+
     def place(self, place: Mapping[str, str] = PLACE) -> StandbyProcess:
         wanted = self.assignment(**place)
         files = {"stdout": str(self.out), "stderr": str(self.errors)}
@@ -459,16 +467,13 @@ def test_a_place_may_come_while_the_script_still_runs(make: Make, tmp_path: Path
         f"fifo = plain({str(go_on)!r}, os.O_RDWR)\nselect.select([fifo], [], [])\n"
         "print('two', os.environ['RANK'])\n"
     )
-    ahead.pool.fill(low_priority=False, ahead=[ahead.assignment()])
-    deadline = time.monotonic() + 60
-    while ahead.pool.warm() == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)  # why: there is no event for the imports alone
+    ahead.begin()
     worker = ahead.place()
+    deadline = time.monotonic() + 60
     while not worker.taken:
         assert time.monotonic() < deadline
         assert worker.returncode is None
-        time.sleep(0.02)  # why: the same
+        time.sleep(0.02)  # why: nothing tells when it took its place
     with open(go_on, "wb", buffering=0) as fifo:
         fifo.write(b"x")
         assert worker.wait(60) == 0
@@ -577,11 +582,7 @@ def test_much_output_waits_with_its_script(make: Make) -> None:
     """More than is kept: the script goes on when it has its place, and nothing of it is lost."""
     ahead = make(patience=600.0)
     ahead.script.write_text("for number in range(300_000):\n    print(number)\n")
-    ahead.pool.fill(low_priority=False, ahead=[ahead.assignment()])
-    deadline = time.monotonic() + 60
-    while ahead.pool.warm() == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)  # why: there is no event for the imports alone
+    ahead.begin()
     assert ahead.finish().split() == [str(number) for number in range(300_000)]
 
 
@@ -592,11 +593,7 @@ def test_who_never_stops_writing_is_read_in_order(make: Make) -> None:
         "import os, time\nnumber = 0\n"
         "while time.process_time() < 3.5:\n    os.write(1, b'%d' % number)\n    print(flush=True)\n    number += 1\n"
     )
-    ahead.pool.fill(low_priority=False, ahead=[ahead.assignment()])
-    deadline = time.monotonic() + 60
-    while ahead.pool.warm() == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)  # why: there is no event for the imports alone
+    ahead.begin()
     lines = ahead.finish().splitlines()
     assert lines == [str(number) for number in range(len(lines))]
 
@@ -630,11 +627,7 @@ def test_no_variable_is_missing_to_a_script_that_still_runs(make: Make) -> None:
         "os.putenv = slow\nbegun.wait()\n"
         "print(os.environ.get('TORCHELASTIC_RESTART_COUNT'), dict(os.environ)['RANK'])\n"
     )
-    ahead.pool.fill(low_priority=False, ahead=[ahead.assignment()])
-    deadline = time.monotonic() + 60
-    while ahead.pool.warm() == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)  # why: there is no event for the imports alone
+    ahead.begin()
     assert ahead.finish() == "1 3\n"
 
 

@@ -51,9 +51,9 @@ class Box(Mailbox[ev.Event]):
         super().__init__()
         self._agent = agent
 
-    def get(self, timeout: float | None) -> ev.Event | None:
+    def get(self, timeout_seconds: float | None) -> ev.Event | None:
         self._agent.at_work_since = None
-        event = super().get(timeout)
+        event = super().get(timeout_seconds)
         self._agent.at_work_since = self._agent.sim.clock.now
         self._agent.held_before = self._agent.main.held
         return event

@@ -144,7 +144,7 @@ class Scene:
         self.mirrors.append(one)
         return one
 
-    def wait(self, what: Callable[[], object], seconds: float = 90.0) -> Any:
+    def wait(self, what: Callable[[], object], seconds: float = 90.0, every_seconds: float = 0.02) -> Any:
         """What it returns once it is true.
 
         Raises:
@@ -153,7 +153,7 @@ class Scene:
         until = time.monotonic() + seconds
         while not (found := what()):
             assert time.monotonic() < until, self.lines()
-            time.sleep(0.02)  # why: what is waited for is in another process
+            time.sleep(every_seconds)  # why: what is waited for is in another process
         return found
 
     def wait_line(self, text: str, seconds: float = 40.0) -> str:
@@ -162,9 +162,9 @@ class Scene:
     def lines(self) -> list[str]:
         return self.log.read_text().splitlines() if self.log.exists() else []
 
-    def wait_milestone(self, count: int = 1, seconds: float = 90.0) -> dict[str, Any]:
+    def wait_milestone(self, count: int = 1, seconds: float = 90.0, every_seconds: float = 0.02) -> dict[str, Any]:
         """The newest, once there are so many."""
-        self.wait(lambda: len(self.commander.milestones) >= count, seconds)
+        self.wait(lambda: len(self.commander.milestones) >= count, seconds, every_seconds)
         return self.commander.milestones[0]
 
     def close(self) -> None:
