@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from dalsegno.agent.processes.lifeline import Lifeline
+from dalsegno.agent.processes.ready import readable
 from dalsegno.agent.script import modules_of
 from dalsegno.agent.standby.nursery_client import StandbyProcess
 from dalsegno.agent.standby.standby_pool import StandbyPool
@@ -618,16 +619,20 @@ def test_streams_are_where_the_script_has_put_them(make: Make, caplog: pytest.Lo
     assert ahead.finish() == f"{long}saved\n"
 
 
-def test_no_variable_is_missing_to_a_script_that_still_runs(make: Make) -> None:
+def test_no_variable_is_missing_to_a_script_that_still_runs(make: Make, tmp_path: Path) -> None:
     """It asks while it is given its place, one variable after the other: it waits until it has all of them."""
     ahead = make()
+    ready = tmp_path / "ready"
+    os.mkfifo(ready)
     ahead.script.write_text(
-        "import os, threading, time\nput, begun = os.putenv, threading.Event()\n"
+        "import os, threading, time\nfrom posix import open as plain\nput, begun = os.putenv, threading.Event()\n"
         "def slow(name, value):\n    begun.set()\n    time.sleep(0.1)\n    put(name, value)\n"
-        "os.putenv = slow\nbegun.wait()\n"
+        f"os.putenv = slow\nos.write(plain({str(ready)!r}, os.O_RDWR), b'x')\nbegun.wait()\n"
         "print(os.environ.get('TORCHELASTIC_RESTART_COUNT'), dict(os.environ)['RANK'])\n"
     )
-    ahead.begin()
+    with open(os.open(ready, os.O_RDWR), "rb", buffering=0) as fifo:
+        ahead.begin()
+        assert readable(fifo.fileno(), 60), "it never came to its wait"
     assert ahead.finish() == "1 3\n"
 
 
