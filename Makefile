@@ -159,11 +159,11 @@ simulate: $(VENV)/.installed
 fuzz: $(VENV)/.installed
 	for what in calls frames directives damages; do $(PY) -m tests.fuzz $$what --seed $(SEED) --count $(COUNT); done
 
-# mypy has one core, and pip the other.
+# mypy needs one core for as long as pip and the first schedules need the other.
 test: $(VENV)/.installed
-	@$(MAKE) --no-print-directory lint & linted=$$!; $(MAKE) --no-print-directory wheel tools && wait $$linted || \
+	@$(MAKE) --no-print-directory lint & linted=$$!; $(MAKE) --no-print-directory wheel tools && \
+		$(MAKE) --no-print-directory simulate SIMULATOR=$(WHEEL_VENV)/bin/python && wait $$linted || \
 		{ kill $$linted 2>/dev/null; exit 1; }
-	$(MAKE) --no-print-directory simulate SIMULATOR=$(WHEEL_VENV)/bin/python
 	$(PYTEST)
 
 # The schedules were all run by `simulate`: the test of the simulator itself needs few.

@@ -42,11 +42,11 @@ def main() -> int:
         "--kind", action="append", help=f"of calls: {', '.join(FAMILIES)}; of damages: {', '.join(KINDS)}; else all"
     )
     parser.add_argument("--first", type=int, help="the number of one damage, to have it alone in this process")
-    parser.add_argument("--lines", action="store_true", help="only the lines of damages, for the process that watches")
     options = parser.parse_args()
     if options.first is not None:
-        failed = sum(run_damages(kind, options.seed, options.first, options.count) for kind in options.kind)
-        return 1 if failed and not options.lines else 0
+        told = [one for kind in options.kind for one in run_damages(kind, options.seed, options.first, options.count)]
+        print("\n".join(f"{number} {wrong}" for number, wrong in told))
+        return 1 if any(wrong for _, wrong in told) else 0
     began = time.monotonic()
     failures = [failure for failure in _failures(options) if failure]
     print("\n".join(failures) or "everything held")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import resource
-import selectors
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
 
-from tests.conftest import ROOT
+from tests.support.forks.forked import Forked
 
 from .damage_checks import check_one
 from .damages import Template
@@ -29,20 +27,16 @@ _START_TIMEOUT = 120.0
 _NOTHING = "nothing came back"
 
 
-def run_damages(kind: str, seed: int, first: int, count: int) -> int:
-    """Tries damages in this process; one line for each: its number, and what did not hold."""
+def run_damages(kind: str, seed: int, first: int, count: int) -> Iterator[tuple[int, str]]:
+    """Tries damages in this process; the number of each, and what did not hold."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     logging.disable(logging.CRITICAL)
     # Nothing here is meant to last: memory instead of a disk, where there is one.
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    failed = 0
     with tempfile.TemporaryDirectory(dir=shared) as place:
         template = Template.make(Path(place) / "template")
         for number in range(first, first + count):
-            wrong = check_one(Path(place), template, kind, seed, number)
-            print(number, wrong.encode("unicode_escape").decode()[:1000], flush=True)
-            failed += bool(wrong)
-    return failed
+            yield number, check_one(Path(place), template, kind, seed, number)
 
 
 def fuzz_damages(kind: str, seed: int, count: int) -> list[str]:
@@ -66,31 +60,26 @@ def fuzz_damages(kind: str, seed: int, count: int) -> list[str]:
 
 def _watched(kind: str, seed: int, first: int, count: int) -> Iterator[tuple[int, str]]:
     """Runs damages in a child; a number that it does not come back from is one that hangs or kills it."""
-    command = [sys.executable, "-m", "tests.fuzz", "damages", "--kind", kind, "--seed", str(seed), "--lines"]
-    command += ["--first", str(first), "--count", str(count)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as child:
-        assert child.stdout is not None
-        assert child.stderr is not None
-        try:
-            number, patience = first, _START_TIMEOUT
-            while number < first + count:
-                line = _next_line(child.stdout, patience)
-                if line is None:
-                    yield number, f"{_NOTHING} for {patience:g} s"
-                    return
-                if not line:
-                    child.wait(10)
-                    yield number, f"the process ended with {child.returncode}: {child.stderr.read()[-500:]}"
-                    return
-                said, _, wrong = line.rstrip("\n").partition(" ")
-                yield int(said), wrong
-                number, patience = int(said) + 1, HANG
-        finally:
-            child.kill()
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    child = Forked(_tell, writer, kind, seed, first, count)
+    writer.close()
+    number, patience = first, _START_TIMEOUT
+    try:
+        while number < first + count:
+            if not reader.poll(patience):
+                yield number, f"{_NOTHING} for {patience:g} s"
+                return
+            said, wrong = reader.recv()
+            yield said, wrong
+            number, patience = said + 1, HANG
+    except EOFError:
+        yield number, f"the process ended with {child.wait(10)}"
+    finally:
+        child.kill()
+        child.wait(10)
+        reader.close()
 
 
-def _next_line(stream: IO[str], patience: float) -> str | None:
-    # Each line is flushed by itself and read at once, so that nothing waits in the buffer of this side.
-    with selectors.DefaultSelector() as selector:
-        selector.register(stream, selectors.EVENT_READ)
-        return stream.readline() if selector.select(patience) else None
+def _tell(writer: Connection, kind: str, seed: int, first: int, count: int) -> None:
+    for told in run_damages(kind, seed, first, count):
+        writer.send(told)

@@ -6,11 +6,12 @@ import json
 
 import pytest
 
-from tests.gpu.scenes import share_one_card
+from tests.gpu.scenes import long_without_card, share_one_card
 
 pytestmark = pytest.mark.timeout(200)
 
 
+@long_without_card
 def test_two_ranks_on_one_card_find_out_and_take_gloo() -> None:
     """NCCL would refuse it, after a while and in its own words: both ranks are told before, and rank 0 says it."""
     outputs = share_one_card()

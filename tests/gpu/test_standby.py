@@ -15,7 +15,7 @@ from dalsegno.agent.script import modules_of
 from dalsegno.agent.standby.standby_pool import StandbyPool
 from dalsegno.agent.standby.worker_main import Assignment
 from tests.gpu import scenes
-from tests.gpu.scenes import DEVICE, environment, needs_card, needs_deepspeed, touches_card
+from tests.gpu.scenes import DEVICE, environment, long_without_card, needs_card, needs_deepspeed, touches_card
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -33,7 +33,7 @@ print(json.dumps({"before": before, "opened": opened, "device": str(device), "to
 """
 
 
-@pytest.fixture(params=["torch", pytest.param("deepspeed", marks=needs_deepspeed)])
+@pytest.fixture(params=["torch", pytest.param("deepspeed", marks=[needs_deepspeed, long_without_card])])
 def pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StandbyPool]:
     """Warm, with what the script imports."""
     (tmp_path / "train.py").write_text(f"import {request.param}\n{SCRIPT}")

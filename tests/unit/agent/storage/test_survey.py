@@ -124,7 +124,7 @@ def test_a_join_tells_what_the_master_may_not_know(directory: JobDirectory) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3, 10))])
 def test_a_join_tells_nothing_old_that_a_registration_leaves_out(tmp_path: Path, seed: int) -> None:
     """A master that has lost its store would take it for what the run has left, and have it deleted."""
     chance = random.Random(seed)

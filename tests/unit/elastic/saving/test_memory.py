@@ -217,7 +217,7 @@ def test_no_room_on_one_node_fails_on_all_and_leaves_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
+@pytest.mark.parametrize("waits", [pytest.param(True, marks=pytest.mark.full), False], ids=["waiting", "background"])
 @pytest.mark.parametrize("at", ["a file", "the manifest", "the note"])
 def test_memory_that_ends_in_the_middle_fails_on_all_and_leaves_nothing(
     tmp_path: Path, waits: bool, at: str, monkeypatch: pytest.MonkeyPatch

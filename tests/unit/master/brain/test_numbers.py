@@ -193,7 +193,7 @@ def seconds_of_a_turn(count: int) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [10_000, 20_000])
+@pytest.mark.parametrize("count", [10_000, pytest.param(20_000, marks=pytest.mark.full)])
 def test_a_turn_costs_with_thousands_of_checkpoints_what_it_costs_with_a_hundred(count: int) -> None:
     """10,000 cost 566 ms a turn, thousands of times as much. (A few pointers are copied for each, in microseconds.)"""
     few, many = seconds_of_a_turn(100), seconds_of_a_turn(count)
