@@ -21,7 +21,9 @@ __all__ = ("Bucket", "ThrottlingProxy", "is_direct")
 # An upload has the lowest priority: where the training has the cores, what it missed for so long it may catch up.
 SAVED_SECONDS = 0.4
 _HEAD_BYTES = 64 << 10
-_PIECE_BYTES = 16 << 10
+# What goes at once: so much that pieces cost little, and less where that would come in bursts.
+_PIECE_BYTES, _PIECE_SECONDS = 64 << 10, 0.02
+_LEAST_PIECE_BYTES = 4 << 10
 _CONNECT_SECONDS = 20.0
 # What the kernel may hold of what was sent: with more of it the rate at the other end would come in bursts.
 _SENDING_BYTES = 64 << 10
@@ -59,6 +61,7 @@ class ThrottlingProxy:
 
     def __init__(self, rate: float, environment: dict[str, str]) -> None:
         self._bucket = Bucket(rate)
+        self._piece_bytes = min(_PIECE_BYTES, max(_LEAST_PIECE_BYTES, int(rate * _PIECE_SECONDS)))
         self._upstream = {
             key: environment.get(f"{key}_proxy") or environment.get(f"{key.upper()}_PROXY")
             for key in ("http", "https", "all")
@@ -110,7 +113,7 @@ class ThrottlingProxy:
                 else:
                     self._pass(self._for_upstream(head, scheme) if upstream else _without_credentials(head), far)
                 threading.Thread(target=_pump, args=(far, near), daemon=True).start()
-                while piece := near.recv(_PIECE_BYTES):
+                while piece := near.recv(self._piece_bytes):
                     self._pass(piece, far)
                 with contextlib.suppress(OSError):
                     far.shutdown(socket.SHUT_WR)
@@ -171,7 +174,7 @@ def _without_credentials(head: bytes) -> bytes:
 
 def _pump(source: socket.socket, target: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        while piece := source.recv(_PIECE_BYTES * 4):
+        while piece := source.recv(_PIECE_BYTES):
             target.sendall(piece)
     with contextlib.suppress(OSError):
         target.shutdown(socket.SHUT_RDWR)
