@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -282,7 +283,7 @@ class Epoch:
     flash_part: FlashPart | None = None
     # Whether `step` is exactly the last one made, because it was read after a rank's end.
     counted: bool = False
-    loss: float = 0.0
+    loss: float = math.nan
     longest_seconds: float = 0.0
     # Bytes of all saves so far.
     saved_bytes: int = 0

@@ -7,6 +7,7 @@ of them begins to write into memory. Once they are gone, it writes what they lef
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -130,5 +131,5 @@ class DlroverSupport:
             self._saver.close()
 
     def _heard(self, epoch: int, step: int) -> None:
-        progress = worker_pb2.Progress(step=step)
+        progress = worker_pb2.Progress(step=step, loss=math.nan)
         self._deliver(ev.WorkerSaid(epoch, 0, worker_pb2.ToAgent(progress=progress)))

@@ -208,9 +208,9 @@ class Adopter:
         try:
             self._volume.check()
             found = survey(self._root, self._pattern)
-            series = map(self._slots.arrange, found.series())
+            series = [*map(self._slots.arrange, found.series())]
             stood, self._stands = self._stands, {}
-            units = [one for members in series if (one := self._newest(members, stood)) is not None]
+            units = [one for members in series if (one := self._newest(members, stood, len(series) == 1)) is not None]
             self._tell_of_others(found)
             self._took = time.monotonic() - began
             return self._consider(units, found) and self._calm
@@ -224,14 +224,17 @@ class Adopter:
             self._complain(".", str(error))
         return True
 
-    def _newest(self, members: list[Unit], stood: Mapping[str, tuple[tuple[FileState, ...], float]]) -> Complete | None:
-        """The newest of a series that is complete; or the one before, which stands still already.
+    def _newest(
+        self, members: list[Unit], stood: Mapping[str, tuple[tuple[FileState, ...], float]], alone: bool
+    ) -> Complete | None:
+        """The newest of a series that is complete; or the newest that stands still already, where each is a step.
 
         A script may save so often that its newest never stands still. Who waits now wants no other.
 
         Args:
             members: the newest come first.
             stood: what was complete at the look before, and since when.
+            alone: there is no other series, whose newest would belong to the newest of this one.
         """
         newest: Complete | None = None
         for number, unit in enumerate(members[:MOST_MEMBERS]):
@@ -256,7 +259,8 @@ class Adopter:
                         self._undecided = self._undecided or newest is not None
                         return one
                     newest = newest or one
-                    if unit.layout not in COUNTED or self._asked > self._answered or self._request is not None:
+                    is_step = unit.layout in COUNTED or (alone and unit.number is not None)
+                    if not is_step or self._asked > self._answered or self._request is not None:
                         break
                 elif number == 0:
                     self._lacking(unit, one)

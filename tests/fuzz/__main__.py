@@ -12,7 +12,7 @@ from pathlib import Path
 from .arena import fuzz
 from .calls import FAMILIES
 from .damage_checks import KINDS
-from .damage_runs import fuzz_damages, run_damages
+from .damage_runs import damages_place, fuzz_damages, run_damages
 from .directives import fuzz_directives
 from .frames import fuzz_frames
 
@@ -44,7 +44,8 @@ def main() -> int:
     parser.add_argument("--first", type=int, help="the number of one damage, to have it alone in this process")
     options = parser.parse_args()
     if options.first is not None:
-        told = [one for kind in options.kind for one in run_damages(kind, options.seed, options.first, options.count)]
+        with damages_place() as place:
+            told = list(run_damages(place, options.kind[0], options.seed, options.first, options.count))
         print("\n".join(f"{number} {wrong}" for number, wrong in told))
         return 1 if any(wrong for _, wrong in told) else 0
     began = time.monotonic()

@@ -16,7 +16,7 @@ from tests.support.forks.forked import Forked
 from .damage_checks import check_one
 from .damages import Template
 
-__all__ = ["fuzz_damages", "run_damages"]
+__all__ = ["damages_place", "fuzz_damages", "run_damages"]
 
 # Seconds that one damage may take, with all that is looked at. A hang is far longer, and other tests share the cores.
 HANG = 15.0
@@ -27,16 +27,18 @@ _START_TIMEOUT = 120.0
 _NOTHING = "nothing came back"
 
 
-def run_damages(kind: str, seed: int, first: int, count: int) -> Iterator[tuple[int, str]]:
-    """Tries damages in this process; the number of each, and what did not hold."""
+def damages_place() -> tempfile.TemporaryDirectory[str]:
+    """A directory for them. Nothing there is meant to last: it is in memory where that can be."""
+    return tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+
+
+def run_damages(place: str, kind: str, seed: int, first: int, count: int) -> Iterator[tuple[int, str]]:
+    """Tries damages in this process and this directory; the number of each, and what did not hold."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     logging.disable(logging.CRITICAL)
-    # Nothing here is meant to last: memory instead of a disk, where there is one.
-    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=shared) as place:
-        template = Template.make(Path(place) / "template")
-        for number in range(first, first + count):
-            yield number, check_one(Path(place), template, kind, seed, number)
+    template = Template.make(Path(place) / "template")
+    for number in range(first, first + count):
+        yield number, check_one(Path(place), template, kind, seed, number)
 
 
 def fuzz_damages(kind: str, seed: int, count: int) -> list[str]:
@@ -45,23 +47,25 @@ def fuzz_damages(kind: str, seed: int, count: int) -> list[str]:
     first = 0
     while first < count and len(failures) < _MOST_FAILURES:
         begun = first
-        for number, wrong in _watched(kind, seed, first, count - first):
-            first = number + 1
-            if wrong:
-                again = f"python -m tests.fuzz damages --kind {kind} --seed {seed} --first {number} --count 1"
-                failures.append(f"{wrong}\n  {again}")
-            if wrong.startswith(_NOTHING):
-                return failures
+        # Here, because a child that is killed removes nothing.
+        with damages_place() as place:
+            for number, wrong in _watched(place, kind, seed, first, count - first):
+                first = number + 1
+                if wrong:
+                    again = f"python -m tests.fuzz damages --kind {kind} --seed {seed} --first {number} --count 1"
+                    failures.append(f"{wrong}\n  {again}")
+                if wrong.startswith(_NOTHING):
+                    return failures
         if first == begun:
             failures.append(f"{kind}: damages cannot be tried at all")
             break
     return failures[:_MOST_FAILURES]
 
 
-def _watched(kind: str, seed: int, first: int, count: int) -> Iterator[tuple[int, str]]:
+def _watched(place: str, kind: str, seed: int, first: int, count: int) -> Iterator[tuple[int, str]]:
     """Runs damages in a child; a number that it does not come back from is one that hangs or kills it."""
     reader, writer = multiprocessing.Pipe(duplex=False)
-    child = Forked(_tell, writer, kind, seed, first, count)
+    child = Forked(_tell, writer, place, kind, seed, first, count)
     writer.close()
     number, patience = first, _START_TIMEOUT
     try:
@@ -80,6 +84,6 @@ def _watched(kind: str, seed: int, first: int, count: int) -> Iterator[tuple[int
         reader.close()
 
 
-def _tell(writer: Connection, kind: str, seed: int, first: int, count: int) -> None:
-    for told in run_damages(kind, seed, first, count):
+def _tell(writer: Connection, place: str, kind: str, seed: int, first: int, count: int) -> None:
+    for told in run_damages(place, kind, seed, first, count):
         writer.send(told)

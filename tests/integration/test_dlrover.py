@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -54,6 +55,8 @@ def test_a_crash_resumes_from_memory(flash: Callable[..., Cluster]) -> None:
     job = flash()
     (node,) = job.start("a")
     users.wait_steps(job, 0)
+    heard = job.wait_status(lambda status: status.step > 0 and not status.unheard, "a step in memory")
+    assert math.isnan(heard.loss), "nobody has told it"
     users.crash(job, 0)
     users.wait_steps(job, 1)
     made = max(step for step in users.sums(job) if step <= users.worlds(job)[1].first + 1)

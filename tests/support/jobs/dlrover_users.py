@@ -26,7 +26,7 @@ class FlashTraining(Training):
 
     def environment(self, step_log: Path) -> dict[str, str]:
         step_log.mkdir(exist_ok=True)
-        return {"PYTHONPATH": str(installed(*DLROVER))}
+        return {"PYTHONPATH": f"{installed(*DLROVER)}{os.pathsep}{ROOT}"}
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,13 @@ def sums(job: Cluster) -> dict[int, set[str]]:
 
 
 def crash(job: Cluster, rank: int) -> None:
-    """Kills the worker of this rank."""
+    """Kills the worker of this rank between two steps: while it writes, it would leave torn memory."""
+    gate, stands = job.step_log / f"stand-{rank}", job.step_log / f"stands-{rank}"
+    gate.touch()
+    job.wait_for(stands.exists, f"rank {rank} between two steps")
     os.kill(int((job.step_log / f"rank-{rank}").read_text(encoding="ascii")), signal.SIGKILL)
+    gate.unlink()
+    stands.unlink()
 
 
 def left_behind(job: Cluster) -> list[str]:

@@ -21,6 +21,8 @@ from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageT
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
+from tests.support.workers.standing import stand_while_told
+
 # 4 nodes of 5 make a global batch of 20; the last one of a data epoch has 1.
 LENGTH, MICRO_BATCH, SEED, LR = 101, 5, 3, 0.05
 
@@ -99,6 +101,7 @@ def main() -> None:
                 total = sum(float(value.double().sum()) for value in plain.parameters())
                 note("notes", f"step {step} {total:.6f} {epoch}")
             time.sleep(options.step_time)
+            stand_while_told(options.directory, rank)
         over = torch.tensor([float((options.directory / "over").exists())])
         dist.all_reduce(over, dist.ReduceOp.MAX)
         if over:

@@ -20,6 +20,8 @@ from dlrover.trainer.torch.flash_checkpoint.fsdp import FsdpShardCheckpointer
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.workers.standing import stand_while_told
+
 ROWS = 12
 
 
@@ -104,6 +106,7 @@ def main() -> None:
         total = training.sum()
         note(f"step {step} {total:.6f}")
         time.sleep(options.step_time)
+        stand_while_told(options.directory, rank)
     dist.barrier()
     note(f"over {step}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import signal
 from typing import Any, TypeVar
 
@@ -120,6 +121,13 @@ def test_the_master_hears_whether_the_next_standby_workers_are_ready() -> None:
     agent.hear(ev.WorkersStopped(3))
     agent.running(epoch=4)
     assert agent.calls("ReportProgress")[-1].cold
+
+
+def test_a_loss_that_nobody_told_is_no_number() -> None:
+    """It would be shown as 0.0000, the best that there is."""
+    agent = Agent().registered().running()
+    agent.hear(ev.StandbyWarm())
+    assert math.isnan(agent.calls("ReportProgress")[-1].loss)
 
 
 @pytest.mark.parametrize("code", ["ALREADY_EXISTS", "INVALID_ARGUMENT"])

@@ -278,8 +278,22 @@ def test_the_newest_is_taken_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
+def deepspeeds(directory: Path, step: int) -> None:
+    states(directory / f"global_step{step}", *ZERO_1)
+
+
+def flash(directory: Path, step: int) -> None:
+    states(directory / str(step), "rank_0.pt")
+    (directory / "dlrover_latest.txt").write_text(str(step), encoding="ascii")
+
+
+def numbered(directory: Path, step: int) -> None:
+    states(directory, f"model_{step}.pt")
+
+
+@pytest.mark.parametrize("save", [deepspeeds, flash, numbered])
 def test_a_script_that_saves_all_the_time_is_taken_while_it_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[[Path, int], None]
 ) -> None:
     """Its newest is never older than a look; the one before stands still."""
     taken, heard = begun(tmp_path, monkeypatch, world(1))
@@ -288,7 +302,7 @@ def test_a_script_that_saves_all_the_time_is_taken_while_it_goes_on(
 
     def train() -> None:
         for step in itertools.count(1):
-            states(tmp_path / "e1" / f"global_step{step}", *ZERO_1)
+            save(tmp_path / "e1", step)
             if over.wait(0.05):
                 return
 
