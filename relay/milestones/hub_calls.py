@@ -48,7 +48,8 @@ class RefusedMilestone(Exception):
 
 
 def _client() -> httpx.Client:
-    return httpx.Client(follow_redirects=True, timeout=TIMEOUT)
+    # One context: else httpx reads all certificates anew for each proxy that the environment names.
+    return httpx.Client(follow_redirects=True, timeout=TIMEOUT, verify=httpx.create_ssl_context())
 
 
 def _api(token: str) -> HfApi:
