@@ -7,9 +7,10 @@ in seconds, in `stalls` beside the step log.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
-import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,13 +23,24 @@ from examples.common import StepLog
 WIDTH = 512
 
 
+@contextlib.contextmanager
+def _turn(file: Path | None) -> Iterator[None]:
+    """Alone with the file, if there is one. Ranks of one job would wait for each other in the save, and here."""
+    if file is None:
+        yield
+        return
+    with open(file, "ab") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        yield
+
+
 def main() -> None:
     """Trains until it is killed."""
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--step-log", type=Path, required=True)
     flags.add_argument("--checkpoint-dir")
     flags.add_argument("--megabytes", type=float, default=1.0, help="of weights (%(default)s)")
-    flags.add_argument("--turn", type=Path, default=os.devnull, help="saves of all who name this file come one by one")
+    flags.add_argument("--turn", type=Path, help="saves of all who name this file come one by one; of one rank each")
     flags.add_argument("--step-time", type=float, default=0.1)
     options = flags.parse_args()
     dist.init_process_group("gloo")
@@ -53,8 +65,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             dist.barrier()
-            with open(options.turn, "ab") as turn:
-                fcntl.flock(turn, fcntl.LOCK_EX)
+            with _turn(options.turn):
                 before = time.perf_counter()
                 checkpointer.save_checkpoint(
                     step, {"model": plain.state_dict(), "step": step}, storage_type=StorageType.MEMORY
