@@ -38,7 +38,8 @@ def run_damages(place: str, kind: str, seed: int, first: int, count: int) -> Ite
     logging.disable(logging.CRITICAL)
     template = Template.make(Path(place) / "template")
     for number in range(first, first + count):
-        yield number, check_one(Path(place), template, kind, seed, number)
+        wrong = check_one(Path(place), template, kind, seed, number)
+        yield number, wrong.encode("unicode_escape").decode()[:1000]
 
 
 def fuzz_damages(kind: str, seed: int, count: int) -> list[str]:

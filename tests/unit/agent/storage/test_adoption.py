@@ -277,7 +277,6 @@ def test_the_newest_is_taken_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     taken.close()
 
 
-@pytest.mark.slow
 def deepspeeds(directory: Path, step: int) -> None:
     states(directory / f"global_step{step}", *ZERO_1)
 
@@ -291,6 +290,7 @@ def numbered(directory: Path, step: int) -> None:
     states(directory, f"model_{step}.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", [deepspeeds, flash, numbered])
 def test_a_script_that_saves_all_the_time_is_taken_while_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[[Path, int], None]
