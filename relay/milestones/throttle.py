@@ -22,11 +22,11 @@ __all__ = ("Bucket", "ThrottlingProxy", "is_direct")
 SAVED_SECONDS = 0.4
 _HEAD_BYTES = 64 << 10
 # What goes at once: so much that pieces cost little, and less where that would come in bursts.
-_PIECE_BYTES, _PIECE_SECONDS = 64 << 10, 0.02
+_PIECE_BYTES, _PIECE_SECONDS = 256 << 10, 0.05
 _LEAST_PIECE_BYTES = 4 << 10
 _CONNECT_SECONDS = 20.0
 # What the kernel may hold of what was sent: with more of it the rate at the other end would come in bursts.
-_SENDING_BYTES = 64 << 10
+_SENDING_BYTES = 256 << 10
 
 
 class Bucket:
