@@ -20,6 +20,10 @@ import torch.distributed as dist
 from torch import nn
 
 from dalsegno.elastic import background, session
+from dalsegno.elastic.checkpoint import CheckpointName
+from dalsegno.elastic.checkpoint.files import list_files
+from dalsegno.elastic.checkpoint.parts import parts_directory
+from dalsegno.elastic.checkpoint.spares import keep_spares
 from dalsegno.elastic.training.session import BareSession
 
 LAYERS = 48
@@ -101,10 +105,19 @@ class Saves:
         """What the agents do; not part of what is measured."""
         self._session.settle()
         dist.barrier()
-        for directory in (self._memory, self._session.run_dir if self._session.rank == 0 else None):
-            for path in [] if directory is None else sorted(directory.glob("step-*")):
-                shutil.rmtree(path)
+        self.replace(0)
+        for path in sorted(self._session.run_dir.glob("step-*")) if self._session.rank == 0 else ():
+            shutil.rmtree(path)
         dist.barrier()
+
+    def replace(self, stay: int) -> None:
+        """The agents keep the files of the last step that was replaced, and delete the others."""
+        assert self._memory is not None
+        steps = sorted(self._memory.glob("step-*[0-9]"), key=lambda path: CheckpointName.parse(path.name).age)
+        for path in steps[: len(steps) - stay]:
+            keep_spares(self._memory, path, list_files(path))
+            shutil.rmtree(path)
+            shutil.rmtree(parts_directory(path), ignore_errors=True)
 
 
 def saved(task: dict[str, Any], saves: Saves, write: Any, state: Any) -> dict[str, list[float]]:
@@ -143,16 +156,18 @@ def trained(task: dict[str, Any], saves: Saves, what: Any) -> dict[str, list[tup
     Of each how long it took, and what processors this process took for it, with what writes in the background.
     """
     a = torch.randn(400, 400)
+    # A new result each time would be memory that is given back and asked for again: what that costs changes.
+    b = torch.empty_like(a)
     # Of a processor: how long a step takes on a machine that others load says nothing about its work.
     began, products = time.process_time(), 0
     while time.process_time() - began < 2.0:
-        torch.mm(a, a)
+        torch.mm(a, a, out=b)
         products += 1
     each = max(1, int(products * task["step"] / 2.0))
 
     def work() -> None:
         for _ in range(each):
-            torch.mm(a, a)
+            torch.mm(a, a, out=b)
 
     taken: dict[str, list[tuple[float, float]]] = {"without": [], "with": []}
     for _ in range(task["stretches"]):
@@ -162,6 +177,7 @@ def trained(task: dict[str, Any], saves: Saves, what: Any) -> dict[str, list[tup
             for number in range(task["steps"]):
                 saves.step(work)
                 if way == "with" and number % 10 == 0:
+                    saves.replace(1)
                     saves.save(what, in_memory=True, wait=False)
             saves.settled()
             times.append((time.perf_counter() - began, time.process_time() - busy))
@@ -175,6 +191,7 @@ def main() -> None:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     torch.manual_seed(1)
+    torch.set_num_threads(1)  # why: the ranks share the cores, and what a rank is forked from read no variable
     write, state, tensors = {"ddp": ddp, "zero1": zero1}[task["strategy"]](task["megabytes"], s)
     s.compare({})
     s.meet(1)

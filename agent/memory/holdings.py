@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from dalsegno.elastic.checkpoint.parts import (
     write_part,
 )
 from dalsegno.elastic.checkpoint.reading import NotRegular, read_regular
+from dalsegno.elastic.checkpoint.spares import clear_spares, keep_spares, spare_bytes
 from dalsegno.protos import control_pb2
 
 __all__ = ["HeldParts", "Holdings", "StepPart", "StepPlace"]
@@ -170,6 +172,8 @@ class Holdings:
         self._steps: dict[tuple[str, str], _Step] = {}
         # Steps that something is at work on: they are not deleted.
         self._busy: dict[tuple[str, str], int] = {}
+        # Runs that have spares, and the epoch that wrote them.
+        self._spares: dict[str, int] = {}
 
     def place(self, run_id: str, name: str) -> StepPlace:
         """Raises ValueError: `name` is not a sharded checkpoint's."""
@@ -236,9 +240,10 @@ class Holdings:
             return [_held(run_id, step) for run_id, step in sorted(steps, key=_order)]
 
     def bytes(self) -> int:
-        """The size of all parts that are here."""
+        """The size of all parts that are here, and of what the next ones may be written over."""
         with self._lock:
-            return sum(step.bytes() for step in self._steps.values())
+            parts = sum(step.bytes() for step in self._steps.values())
+        return parts + sum(spare_bytes(self._root / run_id) for run_id in list(self._spares))
 
     # ---- what comes ----
 
@@ -290,7 +295,7 @@ class Holdings:
         """Deletes steps up to `epoch` that are neither in `digests` nor among its `newest` of which a part is here.
 
         What something is at work on stays as well, and what may still be written: of `epoch`, not older than those.
-        Returns what was deleted, with no parts, as far as it was held.
+        Returns what was deleted, with no parts, as far as it was held. The next step may be written over its files.
 
         Raises:
             OSError: the run's directory cannot be read.
@@ -306,10 +311,29 @@ class Holdings:
             stay |= {name for name in here - set(known) if ages[name] >= oldest}
             stay |= {name for run, name in self._busy if run == run_id}
             gone = {name: self._steps.pop((run_id, name), None) for name in sorted(set(ages) - stay)}
-            aside = [path for name in gone for path in self._put_aside(run_id, name)]
-        for path in aside:
+            aside = {name: list(self._put_aside(run_id, name)) for name in gone}
+        self._keep_spares(run_id, epoch, {name: known[name] for name in gone if name in of_epoch}, aside)
+        for path in itertools.chain(*aside.values()):
             shutil.rmtree(path, ignore_errors=True)
         return [HeldParts(run_id, _held(run_id, step).checkpoint, ()) for step in gone.values() if step is not None]
+
+    def _keep_spares(self, run_id: str, epoch: int, gone: Mapping[str, _Step], aside: Mapping[str, list[Path]]) -> None:
+        """Keeps the files of the last step that newer ones of its epoch have replaced."""
+        if self._spares.get(run_id, epoch) != epoch:
+            # Another world writes other files, and perhaps none in memory.
+            self.clear_spares()
+        if gone:
+            last = max(gone, key=lambda name: CheckpointName.parse(name).age)
+            self._spares[run_id] = epoch
+            for directory in aside[last][-1:]:
+                paths = itertools.chain(*gone[last].parts.values())
+                keep_spares(self._root / run_id, directory, paths)
+
+    def clear_spares(self) -> None:
+        """Deletes what is kept to be written over."""
+        for run_id in list(self._spares):
+            clear_spares(self._root / run_id)
+            self._spares.pop(run_id, None)
 
     def _put_aside(self, run_id: str, name: str) -> Iterator[Path]:
         """Takes a step's names away: what is deleted takes long, and another part of it may come meanwhile."""

@@ -16,6 +16,7 @@ import xxhash
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, FileEntry, Manifest
 from dalsegno.elastic.checkpoint.manifest import MAX_BYTES
+from dalsegno.elastic.checkpoint.spares import LEAST_BYTES, take_spare
 from dalsegno.protos import peer_pb2
 
 from .holdings import HeldParts, Holdings, checked_paths, manifest_of
@@ -183,13 +184,22 @@ class Incoming:
     def _open_next(self) -> None:
         """Opens the next file that has bytes; empty ones are done at once."""
         while self._count < len(self._entries):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._descriptor = os.open(f"{self._aside}/{self._count}", flags, 0o644)
+            self._descriptor = self._new_file(self._entries[self._count])
             self._digest = xxhash.xxh3_128()
             self._left = self._entries[self._count].size
             if self._left:
                 return
             self._end_file()
+
+    def _new_file(self, entry: FileEntry) -> int:
+        aside = f"{self._aside}/{self._count}"
+        if entry.size >= LEAST_BYTES:
+            taken = take_spare(self._place.files.parent, entry.path, Path(aside))
+            if taken is not None:
+                os.ftruncate(taken, entry.size)
+                return taken
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(aside, flags, 0o644)
 
     def _to_file(self, data: memoryview) -> memoryview:
         if self._count == len(self._entries):

@@ -30,6 +30,7 @@ class Space:
         held: bytes that are here by now.
         free: bytes that the file system has left.
         available: bytes of memory that can still be had.
+        make_room: deletes what is here without need.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class Space:
         held: Callable[[], int],
         free: Callable[[], int],
         available: Callable[[], int] = available_bytes,
+        make_room: Callable[[], None] = lambda: None,
     ) -> None:
         self._budget, self._held, self._free, self._available = budget, held, free, available
+        self._make_room = make_room
         self._lock = threading.Lock()
         self._coming = 0
 
@@ -51,7 +54,9 @@ class Space:
             NoSpaceError: there is none.
         """
         with self._lock:
-            problem = self._problem(size)
+            if problem := self._problem(size):
+                self._make_room()
+                problem = self._problem(size)
             if problem:
                 raise NoSpaceError(f"there is no room for {what} ({_megabytes(size)}): {problem}")
             self._coming += size

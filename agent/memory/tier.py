@@ -107,7 +107,8 @@ class MemoryTier:
     def _start(self, job_id: str, host: str, wire: Wire, budget: int | None, stall_seconds: float) -> None:
         self._holdings = Holdings(self._place.path)
         self._fence = Fence(job_id)
-        self._space = Space(budget, self._holdings.bytes, self._place.free_bytes)
+        holdings = self._holdings
+        self._space = Space(budget, holdings.bytes, self._place.free_bytes, make_room=holdings.clear_spares)
         self._watch = StallWatch(stall_seconds)
         service = PeerService(
             job_id, self._holdings, self._fence, self._space, self._watch, self._changed, self._found_bad

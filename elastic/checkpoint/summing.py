@@ -17,7 +17,7 @@ WRITE_BYTES = 128 << 10
 
 
 class SummingWriter:
-    """What is appended to an open, empty file. For one thread; it does not close the file.
+    """What is written to an open file, from its beginning. For one thread; it does not close the file.
 
     Args:
         descriptor: The file, open for writing.

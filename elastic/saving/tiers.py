@@ -17,6 +17,7 @@ from ..checkpoint import CheckpointStore, FileEntry, Manifest, Ref, seal
 from ..checkpoint.files import list_files, write_exclusive
 from ..checkpoint.layout import MANIFEST
 from ..checkpoint.parts import delete_parts, write_part
+from ..checkpoint.spares import clear_spares
 from ..rank.identity import Identity
 
 # What a memory checkpoint takes besides its files: their names, the manifest.
@@ -100,11 +101,17 @@ class Memory(Disk):
             self.store.path(name).mkdir(exist_ok=True)
 
     def _check_room(self) -> None:
-        there = os.statvfs(self.store.run_dir)
-        free, wanted = there.f_bavail * there.f_frsize, self._bytes + SPARE_BYTES
+        free, wanted = self._free(), self._bytes + SPARE_BYTES
+        if free < wanted:
+            clear_spares(self.store.run_dir)
+            free = self._free()
         if free < wanted:
             line = f"{free >> 20} MiB are free in memory, and a checkpoint takes {wanted >> 20} MiB on this node"
             raise OSError(errno.ENOSPC, line, str(self.store.run_dir))
+
+    def _free(self) -> int:
+        there = os.statvfs(self.store.run_dir)
+        return there.f_bavail * there.f_frsize
 
     def dealt(self, listed: Sequence[Sequence[str]]) -> list[str]:
         """A file that ranks of several nodes have written counts as the first one's, as on the disk the last one's."""

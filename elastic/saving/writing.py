@@ -13,6 +13,7 @@ import torch
 
 from ..checkpoint import FileEntry
 from ..checkpoint.durability import begin_to_write
+from ..checkpoint.spares import take_spare_of
 from ..checkpoint.summing import SummingWriter
 from ..universal.recording import without_crc32
 from .bundles import Bundle, pieces
@@ -80,8 +81,11 @@ class SummedFile:
         self._told = 0
 
     def __enter__(self) -> SummedFile:
-        how = os.O_TRUNC if self._anew else os.O_EXCL
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | how, 0o644)
+        descriptor = take_spare_of(self._path)
+        self._is_spare = descriptor is not None
+        if descriptor is None:
+            how = os.O_TRUNC if self._anew else os.O_EXCL
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | how, 0o644)
         self._file = SummingWriter(descriptor, self._moved)
         return self
 
@@ -121,6 +125,8 @@ class SummedFile:
         """
         if self._error is not None:
             raise self._error
+        if self._is_spare:
+            os.ftruncate(self._file.descriptor, self.size)
         if lasting:
             os.fsync(self._file.descriptor)
         return self._file.digest

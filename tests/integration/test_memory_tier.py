@@ -21,7 +21,8 @@ from dalsegno.agent.memory.calls import PeerError, SendPace
 from dalsegno.agent.memory.holdings import Holdings
 from dalsegno.agent.memory.pieces import read_part
 from dalsegno.agent.memory.wire import SERVICE
-from dalsegno.elastic.checkpoint import FileEntry, Manifest, read_sealed, verify
+from dalsegno.elastic.checkpoint import FileEntry, Manifest, read_sealed, verify, verify_files
+from dalsegno.elastic.checkpoint.spares import FOLDER
 from dalsegno.protos import control_pb2
 from tests.support.checkpoints.memory import JOB, RUN, SMALL, Node, manifest_of, nodes, write_own
 from tests.support.checkpoints.power import Power, only_whole_checkpoints, sealed
@@ -227,6 +228,25 @@ def test_what_is_not_needed_goes(tmp_path: Path) -> None:
         two.tier.keep(RUN, 2, [], 0)
         two.wait_for(lambda: not two.tier.held())
         assert os.listdir(two.memory()) == []
+
+
+def test_a_replica_is_written_over_an_older_one(tmp_path: Path) -> None:
+    """Step after step; each is whole, and what is being sent at the moment is another file."""
+    with nodes(tmp_path, 2) as (one, two):
+        folder = one.memory() / FOLDER
+        for number in range(1, 7):
+            manifest = world([one, two], step=f"step-{number}0.e1.1")
+            for node in (one, two):
+                verify_files(node.memory() / manifest.name, manifest.files)
+                node.tier.keep(RUN, 1, [], 2)
+                node.wait_for(lambda node=node: len(node.tier.held()) <= 2)  # type: ignore[misc]
+            if number >= 3:
+                one.wait_for(lambda: "=rank1.pt" in os.listdir(folder))
+            if number == 3:
+                os.chmod(folder / "=rank1.pt", 0o604)
+        kept = [one.memory() / f"step-{number}0.e1.1" / "rank1.pt" for number in (5, 6)]
+        modes = [os.stat(path).st_mode & 0o777 for path in (*kept, folder / "=rank1.pt")]
+        assert modes.count(0o604) == 1
 
 
 # ---- who is let in ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from dalsegno.agent.memory.holdings import Holdings
-from dalsegno.elastic.checkpoint import MANIFEST, CheckpointDamaged, Manifest
+from dalsegno.agent.memory.space import Space
+from dalsegno.elastic.checkpoint import MANIFEST, CheckpointDamaged, Manifest, spares
 from dalsegno.elastic.checkpoint.parts import write_part
 from tests.support.checkpoints.memory import RUN, SMALL, manifest_of, write_own
 
@@ -88,8 +89,47 @@ def test_the_newest_of_the_epoch_and_what_is_named_are_kept(tmp_path: Path, memo
     assert [(held.checkpoint.ref.name, held.parts) for held in gone] == [("step-10.e2.1", ()), ("step-8.e1.1", ())]
     assert names(holdings) == ["step-4.e1.1", "step-12.e2.1", "step-14.e2.1", "step-16.e3.1"]
     kept = {*names(holdings), *(f"{name}.parts" for name in names(holdings))}
-    assert set(os.listdir(memory)) == kept | {"step-18.e2.1.parts", "not-a-checkpoint"}
+    assert set(os.listdir(memory)) == kept | {"step-18.e2.1.parts", "not-a-checkpoint", spares.FOLDER}
     assert holdings.keep("another", 2, frozenset(), 2) == []
+
+
+def test_the_next_step_is_written_over_the_last_that_was_replaced(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step's files, of the epoch that is open; they count as memory that is used, and go where there is no room."""
+    monkeypatch.setattr(spares, "LEAST_BYTES", 1000)
+    holdings, folder = Holdings(tmp_path), memory / spares.FOLDER
+    size = sum(map(len, SMALL[0].values()))
+    large = len(SMALL[0]["rank0.pt"])
+    for number in range(1, 5):
+        put(holdings, memory, f"step-{number}.e1.1")
+    holdings.keep(RUN, 1, frozenset(), 2)
+    assert os.listdir(folder) == ["=rank0.pt"]
+    assert holdings.bytes() == 2 * size + large
+    descriptor = spares.take_spare(memory, "rank0.pt", memory / "taken")
+    assert descriptor is not None
+    os.close(descriptor)
+    assert holdings.bytes() == 2 * size
+    put(holdings, memory, "step-5.e1.1")
+    holdings.keep(RUN, 1, frozenset(), 2)
+    holdings.keep(RUN, 1, frozenset(), 2)
+    assert os.listdir(folder) == ["=rank0.pt"]
+    with Space(2 * size + 1, holdings.bytes, lambda: 1 << 40, lambda: 1 << 40, holdings.clear_spares).promised(1, "it"):
+        assert not folder.exists()
+
+
+def test_another_world_has_no_spares_of_this_one(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are others, and a world that drains only saves once: nothing is held back for that."""
+    monkeypatch.setattr(spares, "LEAST_BYTES", 1000)
+    holdings, folder = Holdings(tmp_path), memory / spares.FOLDER
+    for number in range(1, 4):
+        put(holdings, memory, f"step-{number}.e1.1")
+    holdings.keep(RUN, 1, frozenset(), 2)
+    assert os.listdir(folder)
+    put(holdings, memory, "step-4.e2.1")
+    holdings.keep(RUN, 2, frozenset(), 2)
+    assert names(holdings) == ["step-4.e2.1"]
+    assert not folder.exists()
 
 
 def test_nothing_at_work_and_nothing_that_may_be_written_is_deleted(tmp_path: Path, memory: Path) -> None:

@@ -19,6 +19,7 @@ from dalsegno.agent.memory.incoming import PartRefusedError
 from dalsegno.agent.memory.pieces import PIECE_BYTES, decode, encode, read_part
 from dalsegno.agent.memory.space import RESERVE, NoSpaceError, Space
 from dalsegno.elastic.checkpoint import MANIFEST, CheckpointDamaged, Manifest, verify_files
+from dalsegno.elastic.checkpoint.spares import keep_spares
 from dalsegno.protos import peer_pb2
 from tests.support.checkpoints.memory import JOB, RUN, SMALL, manifest_of, write_own
 
@@ -82,6 +83,20 @@ def test_a_part_arrives_as_it_was_sealed(part: StepPart, holdings: Holdings, tmp
     verify_files(tmp_path / "here" / RUN / NAME, part.entries)
     assert sorted(os.listdir(tmp_path / "here" / RUN / f"{NAME}.parts")) == ["1.json"]
     assert Manifest.read(tmp_path / "here" / RUN / NAME) == part.manifest
+
+
+def test_a_part_is_written_over_an_older_one(part: StepPart, holdings: Holdings, tmp_path: Path) -> None:
+    """Of which more bytes were there, and others."""
+    run_dir = tmp_path / "here" / RUN
+    older = run_dir / "step-1.e3.1"
+    older.mkdir(parents=True)
+    (older / "rank1.pt").write_bytes(b"older" * 600_000)
+    os.chmod(older / "rank1.pt", 0o604)
+    keep_spares(run_dir, older, ["rank1.pt"])
+    receive(holdings, read_part(part, JOB))
+    verify_files(run_dir / NAME, part.entries)
+    assert os.stat(run_dir / NAME / "rank1.pt").st_mode & 0o777 == 0o604
+    assert sorted(os.listdir(run_dir / f"{NAME}.parts")) == ["1.json"]
 
 
 def header(messages: list[bytes], **changes: Any) -> list[bytes]:
