@@ -33,7 +33,7 @@ __all__ = ["EmbeddedMaster", "MasterError"]
 _LOCK_TIMEOUT_SECONDS = 90.0
 _ANSWER_TIMEOUT_SECONDS = 2.0
 # How long a living master may be silent before people are told.
-_SILENCE_SECONDS = 6.0
+_SILENCE_SECONDS = 5.0
 _RENEWAL_SECONDS = 2.0
 # The least time for which a claim is watched if its master cannot be seen: over NFS its counter moves late.
 _LEAST_WATCH_SECONDS = 10.0

@@ -47,6 +47,7 @@ from ..workers.workers import WorkersContext
 from .config import AgentConfig
 from .effects import Effects
 from .mailbox import Mailbox
+from .slow import said_while_slow
 from .stopping import Stopping
 from .telling import Teller
 
@@ -125,6 +126,7 @@ class ElasticAgent(LocalElasticAgent):
             config.keep_saves,
             looks=reads_resume_point(script),
             initial=config.initial,
+            slow=partial(said_while_slow, effects.say),
         )
         self._beside = DlroverSupport(
             config.dlrover,
@@ -401,8 +403,9 @@ class ElasticAgent(LocalElasticAgent):
         def exited(rank: int, code: int, message: str) -> None:
             if code == 0:
                 self._mailbox.put(ev.EndedWell(epoch, first_rank + rank))
-                self._beside.settle()
-                self._adoption.settle()
+                with said_while_slow(self._effects.say, "waiting until what the script saved last is the run's"):
+                    self._beside.settle()
+                    self._adoption.settle()
             if (step := self._link.last_step(epoch, first_rank + rank)) is not None:
                 self._mailbox.put(ev.StepsCounted(epoch, step))
             self._mailbox.put(_Exited(epoch, rank, code, message, bool(tells_of_a_peer(message)), start))

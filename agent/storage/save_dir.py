@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest, SavedAs, read_sealed, verify
@@ -31,6 +32,7 @@ from .taking import Before, Origin, save_directory
 __all__ = ["Adoption", "Then", "place", "prepare"]
 
 Then = Callable[[str, worker_pb2.BadCheckpoint | None], None]
+Slow = Callable[[str], AbstractContextManager[None]]
 logger = logging.getLogger(__name__)
 
 # In an epoch's directory: the resume point is there. No layout has such a name.
@@ -141,6 +143,7 @@ class Adoption:
         keep: `--keep-saves`; 0: all.
         looks: the script reads `DALSEGNO_RESUME_DIR` itself, and needs no copy of the resume point.
         initial: what it starts from while the run has no checkpoint; None: nothing.
+        slow: tells people what is waited for within a context, where that takes long.
     """
 
     def __init__(
@@ -152,8 +155,9 @@ class Adoption:
         *,
         looks: bool = False,
         initial: Path | None = None,
+        slow: Slow = lambda what: nullcontext(),
     ) -> None:
-        self._initial = initial
+        self._initial, self._slow = initial, slow
         self._macros = macros_of(arguments)
         self.wanted = SAVE_DIR in self._macros
         self._places = self.wanted and not looks and not {RESUME_DIR, RESUME_PATH} & self._macros
@@ -196,7 +200,7 @@ class Adoption:
             target = prepare(run_dir, world, manifest.saved_as)
         if target is None and not first:
             return False
-        self._placing = _Placing(source, manifest, world.resume, target, then, first=first)
+        self._placing = _Placing(source, manifest, world.resume, target, then, self._slow, first=first)
         return True
 
     def begin(
@@ -319,9 +323,11 @@ class _Placing:
         resume: control_pb2.ResumePoint,
         target: Path | None,
         then: Then,
+        slow: Slow,
         *,
         first: bool,
     ) -> None:
+        self._slow = slow
         self._source, self._manifest, self._target, self._then, self._first = source, manifest, target, then, first
         self._resume = resume
         self._over = threading.Event()
@@ -337,10 +343,11 @@ class _Placing:
         problem, damage = "", None
         try:
             if not self._first:
-                problem = self._wait()
-            elif (damage := self._damage()) is None and self._target is not None:
-                self.files = place(self._source, self._manifest, self._target, self._over.is_set)
-                replace_file(self._target / _PLACED, b"", lasting=False)
+                with self._slow("waiting for the first node, which verifies and copies the last checkpoint"):
+                    problem = self._wait()
+            else:
+                with self._slow(f"verifying and copying the last checkpoint, {self._source.name}"):
+                    damage = self._put()
         except OSError as error:
             problem = (
                 f"the last checkpoint cannot be put into the script's new directory: {error.strerror or error}; "
@@ -348,6 +355,14 @@ class _Placing:
             )
         if not self._over.is_set():
             self._then(problem, damage)
+
+    def _put(self) -> worker_pb2.BadCheckpoint | None:
+        """Verifies, and copies what is sound."""
+        damage = self._damage()
+        if damage is None and self._target is not None:
+            self.files = place(self._source, self._manifest, self._target, self._over.is_set)
+            replace_file(self._target / _PLACED, b"", lasting=False)
+        return damage
 
     def _damage(self) -> worker_pb2.BadCheckpoint | None:
         """What is wrong with the form of it that the script is going to load."""

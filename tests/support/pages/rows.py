@@ -16,8 +16,11 @@ ROWS: dict[str, tuple[str, ...]] = {
         "test_hf_trainer.py::test_ddp_through_changes_of_the_world",
         "test_bring_your_script.py::test_trls_trainers",
     ),
-    "ms-swift": ("test_swift.py::test_changes_of_the_world",),
-    "DLRover's classes": ("test_dlrover.py::test_growth_crash_leave_and_kill",),
+    "ms-swift": ("test_swift.py::test_changes_of_the_world", "test_swift.py::test_a_join_and_a_kill"),
+    "DLRover's classes": (
+        "test_dlrover.py::test_growth_crash_leave_and_kill",
+        "test_dlrover.py::test_a_crash_resumes_from_memory",
+    ),
     "nanoGPT": ("test_adoption.py::test_scripts_of_other_layouts_go_on",),
     "Accelerate": ("test_adoption.py::test_scripts_of_other_layouts_go_on",),
     "Lightning": ("test_adoption.py::test_a_script_of_lightnings_goes_on",),

@@ -11,11 +11,24 @@ PAGE = (ROOT / "docs" / "bring-your-script.md").read_text(encoding="utf-8")
 SCRIPTS = [line.split("|")[1].strip() for line in PAGE.splitlines() if line.startswith("| ")][1:]
 
 
+def is_full(test: str) -> bool:
+    """Whether a mark right above it keeps it out of `make test`."""
+    file, _, name = test.partition("::")
+    above = (ROOT / "tests" / "integration" / file).read_text(encoding="utf-8").split(f"\ndef {name}(")[0]
+    return "pytest.mark.full" in above.rpartition("\n\n\n")[2]
+
+
 def test_every_row_has_its_tests() -> None:
     """And no test is named for a row that is gone."""
     found = {script: [start for start in ROWS if script.startswith(start)] for script in SCRIPTS}
     assert {script: starts for script, starts in found.items() if len(starts) != 1} == {}
     assert {start for starts in found.values() for start in starts} == set(ROWS)
+
+
+def test_the_gate_plays_three_rows_at_least() -> None:
+    """By tests that no mark keeps for `make test-all`."""
+    played = {start for start, tests in ROWS.items() for test in tests if not is_full(test)}
+    assert len(played) >= 3
 
 
 @pytest.mark.parametrize("test", sorted({test for tests in ROWS.values() for test in tests}))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
+import queue
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 
 from dalsegno.agent.dlrover import companion as module
 from dalsegno.agent.dlrover.companion import Companion
+from dalsegno.elastic.checkpoint.files import replace_file
 
 
 @dataclass
@@ -131,6 +135,22 @@ def companion(monkeypatch: pytest.MonkeyPatch) -> Companion:
     made = Companion(lambda answer: None)
     enter(made, 1)
     return made
+
+
+def test_steps_that_elastic_trainer_notes_are_heard(
+    companion: Companion, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From its file, where there is no Flash Checkpoint; what is no step is none."""
+    told: queue.Queue[dict[str, Any]] = queue.Queue()
+    monkeypatch.setattr(companion, "_say", told.put)
+    monkeypatch.setattr(module, "_HEAR_EVERY_SECONDS", 0.01)
+    noted = tmp_path / "metrics.json"
+    noted.write_text("{", encoding="utf-8")
+    monkeypatch.setenv("RUNTIME_METRICS_PATH", str(noted))
+    threading.Thread(target=companion._hear, daemon=True).start()
+    for step in (3, 7):
+        replace_file(noted, json.dumps({"step": step, "timestamp": 1}).encode(), lasting=False)
+        assert told.get(timeout=30) == {"heard": step, "epoch": 1}
 
 
 def enter(

@@ -137,6 +137,27 @@ def test_the_page_shows_the_job(shown: tuple[Served, Browser]) -> None:
 
 
 @pytest.mark.slow
+def test_of_steps_that_nobody_hears_there_is_no_number(shown: tuple[Served, Browser]) -> None:
+    """Of a script that tells nothing: no pause of 0 s, no 0 lost steps, no step 0."""
+    served, browser = shown
+    quiet = told(0)
+    quiet.unheard = True
+    for epoch in quiet.history:
+        epoch.unheard, epoch.resumed_step, epoch.lost_steps, epoch.paused = True, 0, 0, 0.0
+    served.do(lambda: setattr(served.master, "answer", Reply("OK", "", quiet)))
+    browser.until("document.title", lambda title: title == "vision")
+    numbers = text(browser, "numbers")
+    for name in ("step-", "paused-", "lost steps-"):
+        assert name in numbers
+    rows = "[...document.querySelectorAll('#history tr')].slice(1)"
+    cells = f"{rows}.map((row) => [...row.cells].slice(4).map((cell) => cell.textContent))"
+    assert browser.tell(f"JSON.stringify({cells})") == '[["-","-","-"],["-","-","-"],["-","-","-"]]'
+    quiet.history[2].unheard = False
+    quiet.history[2].paused = 1.5
+    browser.until("document.getElementById('numbers').textContent", lambda shown: "paused1.5 s" in shown)
+
+
+@pytest.mark.slow
 def test_the_pictures_have_axes_and_legends(shown: tuple[Served, Browser]) -> None:
     """Each part of each change is drawn, as long as it took; changes are marked in the curve."""
     served, browser = shown
