@@ -1354,8 +1354,11 @@ class LeaveRequest(google.protobuf.message.Message):
 
     CALLER_FIELD_NUMBER: builtins.int
     NOTICE_FIELD_NUMBER: builtins.int
+    GONE_FIELD_NUMBER: builtins.int
     notice: builtins.float
     """Seconds until this node is gone."""
+    gone: builtins.bool
+    """The agent ends now: its workers have ended, and nothing more comes of this incarnation."""
     @property
     def caller(self) -> global___Caller: ...
     def __init__(
@@ -1363,9 +1366,10 @@ class LeaveRequest(google.protobuf.message.Message):
         *,
         caller: global___Caller | None = ...,
         notice: builtins.float = ...,
+        gone: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "notice", b"notice"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "gone", b"gone", "notice", b"notice"]) -> None: ...
 
 global___LeaveRequest = LeaveRequest
 

@@ -128,6 +128,7 @@ class Decision:
     def exit_left(self) -> None:
         """Exits with the code that says whether everything is saved."""
         unsaved, leave = what_is_unsaved(self.state), self.state.leave
+        self.say_goodbye()
         if leave is not None and leave.stop:
             # Not the code of a node that left: no supervisor is to start what somebody has stopped.
             self.exit(
@@ -137,6 +138,13 @@ class Decision:
             self.exit(ev.EXIT_LEFT_UNSAVED, f"{how_it_left(leave)}; {unsaved}")
         else:
             self.exit(ev.EXIT_LEFT, f"{how_it_left(leave)}; {what_is_safe(self.state)}")
+
+    def say_goodbye(self) -> None:
+        """Tells the master that this node is gone, so that nobody waits for a node-timeout to be sure of that."""
+        state = self.state
+        ours = bool(state.incarnation) and not (state.door.registering or state.fenced)
+        if ours and state.contact.up and state.workers is Workers.NONE:
+            self.call("Leave", control_pb2.LeaveRequest(caller=self.caller(), gone=True))
 
     def exit(self, code: int, message: str, *, final: bool = False) -> None:
         """The last action of this agent. `final`: see `ev.Exit`."""

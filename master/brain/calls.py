@@ -162,7 +162,10 @@ def counted(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> None:
 
 
 def leave(turn: Turn, node: Node, message: control_pb2.LeaveRequest) -> Answer:
-    """A leave notice: the node goes as soon as the run is saved, at the latest when the notice ends."""
+    """A leave notice: the node goes as soon as the run is saved, at the latest when the notice ends. Or its last word."""
+    if message.gone:
+        membership.lose(turn, [(turn.update(node, leaving=True), "it left")])
+        return OK
     if not node.leaving:
         turn.note(Kind.LEAVING, f"{node.name} leaves", nodes=(node.name,))
         membership.give_notice(turn, node, message.notice or turn.job.settings.drain_timeout)

@@ -281,7 +281,9 @@ def take_up_again(turn: Turn) -> None:
     job.settled = job.fixed_nnodes
     turn.live.pause = None
     turn.update_run(budget=Budget(last_step=job.run.budget.last_step))
+    counted = turn.live.gathering.counted  # what the last world lost stays as well known as it was
     turn.gather_anew()
+    turn.live.gathering.counted = counted
     turn.enter(Phase.WAITING)
 
 

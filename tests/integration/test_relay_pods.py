@@ -51,6 +51,22 @@ def test_the_next_pod_goes_on_where_the_one_before_was_told_to_go(tmp_path: Path
         assert (run.root / "ckpt" / "step_00000060").resolve() == latest
 
 
+def test_a_pod_that_leaves_gives_its_lease_back(tmp_path: Path) -> None:
+    """Also where nobody waits for it: whoever comes next has it at once, not when it would be over."""
+    with relayed(tmp_path, "--end-when-asked", "--save-every=1000", "--pace=0.1", lease_seconds=60) as run:
+        a = run.pod("a")
+        run.wait_step(5)
+        a.notice()
+        assert a.process.wait(60) == 75, run.said()
+        left = time.monotonic()
+        run.wait(lambda: run.commander.run()["state"] == "PREEMPTED" and not run.commander.run()["holder"], "it", 5.0)
+        b = run.pod("b")
+        run.wait(lambda: run.events("resume")[1:], "b resumes", 40.0)
+        assert time.monotonic() - left < 40.0
+        assert b.process.wait(120) == 0, run.said()
+        run.assert_one_history(200)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("waiting", [True, False])
 def test_the_next_pod_goes_on_when_the_one_before_has_vanished(tmp_path: Path, waiting: bool) -> None:

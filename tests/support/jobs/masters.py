@@ -172,6 +172,10 @@ class Node:
     def leave(self, notice: float = 10.0) -> Reply:
         return self.job.call(control_pb2.LeaveRequest(caller=self.caller(), notice=notice))
 
+    def goodbye(self) -> Reply:
+        """The agent ends."""
+        return self.job.call(control_pb2.LeaveRequest(caller=self.caller(), gone=True))
+
     def step(self, step: int, epoch: int | None = None, **said: int) -> Reply:
         """`said`: of the report's other fields."""
         report = control_pb2.ProgressRequest(caller=self.caller(epoch, 0), step=step, has_session=True, longest=0.5)

@@ -304,6 +304,47 @@ def test_a_stop_ends_under_a_new_master_that_hears_nobody() -> None:
     assert job.phase is Phase.STOPPED
 
 
+def test_a_leaver_that_says_goodbye_is_gone_at_once() -> None:
+    """Nobody waits for its node-timeout, although nobody else is there whose word would prove it silent."""
+    job, nodes = trained(1)
+    nodes[0].leave()
+    saved(job, nodes, 4)
+    assert list(job.job.nodes) == [nodes[0].name]
+    assert nodes[0].goodbye().code == "OK"
+    assert not job.job.nodes
+    assert f"{nodes[0].name} was lost" not in job.notices
+    late = job.node()
+    assert late.register().code == "OK"
+
+
+def test_a_goodbye_of_a_member_lets_the_others_go_on() -> None:
+    """Of a script without a session there is nothing to wait for: the world forms anew, and no loss is counted."""
+    job = Driven()
+    nodes = job.start(2)
+    nodes[1].leave()
+    assert nodes[1].goodbye().code == "OK"
+    assert [node.name for node in job.job.nodes.values()] == [nodes[0].name]
+    assert job.phase is Phase.FORMING
+    assert not job.job.losses
+
+
+def test_what_a_stop_has_cost_is_told_as_exactly_as_it_is_known() -> None:
+    """Behind a save nothing; where nothing was saved, nobody knows the last steps of ranks that were killed."""
+    for saves in (True, False):
+        job, nodes = trained(1, drain_timeout=5)
+        stop(job)
+        if saves:
+            saved(job, nodes, 3)
+        job.wait(6)
+        nodes[0].goodbye()
+        job.wait(2)
+        assert job.phase is Phase.STOPPED
+        assert start(job)[0] == "OK"
+        new = job.start(1)
+        new[0].step(4)
+        assert job.job.history[-1].lost_more is not saves
+
+
 def test_a_stop_waits_for_nodes_that_are_connected() -> None:
     """One that is still saving is not given up because the other one has gone."""
     job, nodes = trained(2, drain_timeout=60)
