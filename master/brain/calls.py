@@ -162,7 +162,7 @@ def counted(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> None:
 
 
 def leave(turn: Turn, node: Node, message: control_pb2.LeaveRequest) -> Answer:
-    """A leave notice: the node goes as soon as the run is saved, at the latest when the notice ends. Or its last word."""
+    """A leave notice: the node goes as soon as the run is saved, at the latest when the notice ends. Or its goodbye."""
     if message.gone:
         membership.lose(turn, [(turn.update(node, leaving=True), "it left")])
         return OK
