@@ -97,6 +97,9 @@ def lose(turn: Turn, dead: Sequence[tuple[Node, str]]) -> None:
                 gone.setdefault(how, []).append(node.name)
             continue
         if not breaks_world(turn, member):
+            if node.leaving and job.phase.has_workers and job.part(member) is MemberState.DRAINED:
+                # The end of this world finds it no more, and would not name it.
+                turn.cause(f"{node.name} left")
             continue
         saves_on = node.leaving and turn.is_working(node) and job.drain is not None and job.drain.agreed
         turn.set_part(member, MemberState.LEFT if saves_on else MemberState.LOST)

@@ -328,6 +328,27 @@ def test_a_goodbye_of_a_member_lets_the_others_go_on() -> None:
     assert not job.job.losses
 
 
+def test_a_leaver_that_is_gone_before_the_others_have_saved_is_named() -> None:
+    """As the cause of the next world, once."""
+    for early in (True, False):
+        job, nodes = trained(2)
+        nodes[1].leave()
+        nodes[0].step(4, draining=True)
+        nodes[0].save(4)
+        nodes[1].drained(4)
+        if early:
+            nodes[1].goodbye()
+        nodes[0].drained(4)
+        if not early:
+            nodes[1].goodbye()
+        all_join([nodes[0]])
+        if nodes[0].lease:
+            nodes[0].convert()
+        assert job.phase is Phase.RUNNING
+        assert job.job.world is not None
+        assert job.job.world.causes == (f"{nodes[1].name} left",)
+
+
 def test_what_a_stop_has_cost_is_told_as_exactly_as_it_is_known() -> None:
     """Behind a save nothing; where nothing was saved, nobody knows the last steps of ranks that were killed."""
     for saves in (True, False):
