@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from dalsegno.protos.yaml_text import InputRefused
+
+from .table import mappings_of
 
 __all__ = ("is_elastic_job", "translated")
 
@@ -54,7 +56,7 @@ def translated(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         raise InputRefused(f"{place}replicas: {number!r} is no number of nodes")
     place += "template.spec."
     pod = _mapping(_mapping(worker, "template", ""), "spec", "spec.replicaSpecs.worker.template.")
-    containers = pod.get("containers") or []
+    containers = mappings_of(pod.get("containers"), f"{place}containers")
     if len(containers) != 1:
         raise InputRefused(
             f"{place}containers: {len(containers)} of them: the one with the training is what can be run"
@@ -69,7 +71,7 @@ def translated(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         "nnodes": f"{low}:{high}",
         "replicas": number,
         "resources": main.get("resources"),
-        "env": {name: str(number) for name in NUMBERS} | _env(main.get("env") or (), place),
+        "env": {name: str(number) for name in NUMBERS} | _env(main, f"{place}containers[0].env"),
         "mounts": _mounts(pod, main, place, notes),
         "node_selector": pod.get("nodeSelector"),
         "tolerations": pod.get("tolerations"),
@@ -95,7 +97,12 @@ def _mapping(values: Mapping[str, Any], key: str, place: str) -> Mapping[str, An
 
 def _shell(main: Mapping[str, Any], number: int, place: str) -> tuple[str, int, int]:
     """The command for a shell, which becomes the agent, and the least and the largest number of nodes."""
-    words = [str(word) for word in [*(main.get("command") or ()), *(main.get("args") or ())]]
+    words: list[str] = []
+    for key in ("command", "args"):
+        some = main.get(key) or []
+        if not isinstance(some, list):
+            raise InputRefused(f"{place}{key}: {some!r} is no list: write [one, another]")
+        words += map(str, some)
     is_shell = len(words) == 3 and words[0].rpartition("/")[2] in ("bash", "sh") and words[1] in ("-c", "-lc", "-ec")
     text = words[2] if is_shell else shlex.join(words)
     run = re.search(r"(?<![\w./-])(dlrover-run|dalsegno-run)(?![\w./-])", text)
@@ -134,25 +141,26 @@ def _nnodes(text: str, number: int, place: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or match[1])
 
 
-def _env(entries: Iterable[Mapping[str, Any]], place: str) -> dict[str, str]:
+def _env(main: Mapping[str, Any], place: str) -> dict[str, str]:
     found = {}
-    for entry in entries:
+    for entry in mappings_of(main.get("env"), place):
         if "valueFrom" in entry:
-            raise InputRefused(
-                f"{place}containers[0].env: {entry.get('name')} has a valueFrom: mount a file, or write a value"
-            )
+            raise InputRefused(f"{place}: {entry.get('name')} has a valueFrom: mount a file, or write a value")
         found[str(entry.get("name"))] = str(entry.get("value", ""))
     return found
 
 
 def _mounts(pod: Mapping[str, Any], main: Mapping[str, Any], place: str, notes: list[str]) -> dict[str, str]:
     """Claims and where they are mounted; a volume of memory for /dev/shm is there anyway."""
-    volumes = {volume.get("name"): volume for volume in pod.get("volumes") or ()}
+    volumes = {str(volume.get("name")): volume for volume in mappings_of(pod.get("volumes"), f"{place}volumes")}
     found = {}
-    for mount in main.get("volumeMounts") or ():
-        volume = volumes.get(mount.get("name"), {})
+    for mount in mappings_of(main.get("volumeMounts"), f"{place}containers[0].volumeMounts"):
+        volume = volumes.get(str(mount.get("name")), {})
         path = str(mount.get("mountPath"))
-        if claim := (volume.get("persistentVolumeClaim") or {}).get("claimName"):
+        claimed = volume.get("persistentVolumeClaim") or {}
+        if not isinstance(claimed, Mapping):
+            raise InputRefused(f"{place}volumes: {mount.get('name')}: persistentVolumeClaim is no mapping")
+        if claim := claimed.get("claimName"):
             found[str(claim)] = path
         elif "emptyDir" in volume and path in ("/dev/shm", "/tmp"):
             notes.append(f"{place}volumes: {mount.get('name')}: left out: {path} is there anyway")

@@ -139,7 +139,7 @@ def job_of(values: Any) -> JobSpec:
         namespace=table.name("namespace"),
         image=table.text("image"),
         command=_command(table),
-        shell=str(table.take("shell") or ""),
+        shell=_shell(table),
         flags=table.words("flags"),
         nnodes=(low, high),
         replicas=table.whole("replicas", high, least=1),
@@ -157,7 +157,7 @@ def job_of(values: Any) -> JobSpec:
         mounts=table.texts("mounts"),
         user=table.whole("user", 1000, least=1),
         node_selector=table.texts("node_selector"),
-        tolerations=tuple(table.take("tolerations") or ()),
+        tolerations=table.mappings("tolerations"),
         master=_master(table.below("master")),
         host=_host(table.below("host")),
         slurm=table.texts("slurm"),
@@ -188,6 +188,13 @@ def _command(table: YamlMapping) -> tuple[str, ...]:
         return tuple(shlex.split(value))
     except ValueError as error:
         raise InputRefused(f"command: {value!r} cannot be cut into words: {error}") from error
+
+
+def _shell(table: YamlMapping) -> str:
+    value = table.take("shell")
+    if value is not None and not isinstance(value, str):
+        raise InputRefused(f"shell: {value!r} is no text: put it into quotes (a list of words is `command`)")
+    return value or ""
 
 
 def _claim(table: YamlMapping) -> VolumeClaim:
@@ -230,6 +237,8 @@ def _master(table: YamlMapping) -> MasterSpec:
         resources=_resources(table),
     )
     table.done()
+    if master.port == master.http_port:
+        raise InputRefused(f"master.http_port: {master.port} is master.port, too: agents and HTTP need one each")
     return master
 
 

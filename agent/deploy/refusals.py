@@ -19,7 +19,10 @@ OURS = {
     **{"--master": "host.master", "--node-name": "the pod's name", "--local-addr": "the pod's address"},
 }
 # Words that carry a secret itself. Not every word with "token" in it: `--eos-token=</s>` is none.
-SECRET_FLAGS = ("token", "hf-token", "hub-token", "push-to-hub-token", "api-key", "password", "wandb-key")
+# A pad or eos token is none.
+SECRET_FLAGS = re.compile(
+    r"((hf|hub|push-to-hub|auth|access|api)-)?token|(.+-)?(api-key|password|wandb-key|secret-key|access-key)"
+)
 SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{20,}")
 SECRET_VARIABLES = re.compile(r"(TOKEN|PASSWORD|SECRET|API_KEY|ACCESS_KEY)$")
 
@@ -64,12 +67,12 @@ def _on_the_command_line(job: JobSpec) -> Iterator[str]:
     for word in words:
         name = word.partition("=")[0]
         plain = name.lstrip("-").replace("_", "-").lower()
-        if name.startswith("-") and plain in SECRET_FLAGS:
+        if name.startswith("-") and SECRET_FLAGS.fullmatch(plain):
             yield f"command: {name} puts a secret on the command line, where everybody reads it: use a file of a secret"
         elif SECRET_VALUE.search(word) or name in (Variable.TOKEN, Variable.ADMIN_TOKEN):
             yield f"command: a secret stands in {name[:24]!r}, where everybody reads it: use a file of a secret"
-    for name in job.env:
-        if SECRET_VARIABLES.search(name.upper()):
+    for name, value in job.env.items():
+        if SECRET_VARIABLES.search(name.upper()) or SECRET_VALUE.search(value):
             yield (
                 f"env.{name}: a secret would stand in the manifest, where everybody reads it:"
                 f" mount it as a file{' (secrets.token does)' if name == Variable.TOKEN else ''}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from dalsegno.protos.yaml_text import InputRefused
 
-__all__ = ("YamlMapping",)
+__all__ = ("YamlMapping", "line_of", "mappings_of")
 
 
 class YamlMapping:
@@ -86,6 +86,10 @@ class YamlMapping:
             raise InputRefused(f"{self._place}{key}: {_shown(value)} is no list: write [one, another]")
         return tuple(line_of(item, f"{self._place}{key}") for item in value)
 
+    def mappings(self, key: str) -> tuple[Mapping[str, Any], ...]:
+        """A list of mappings, as they stand."""
+        return mappings_of(self.take(key), f"{self._place}{key}")
+
     def texts(self, key: str) -> dict[str, str]:
         """A mapping of names to text."""
         value = self.take(key)
@@ -110,6 +114,18 @@ class YamlMapping:
             meant = f"did you mean {self._place}{near[0]}?" if near else f"there are {', '.join(sorted(self._known))}"
             lines.append(f"{self._place}{key}: no such key: {meant}")
         raise InputRefused(*lines)
+
+
+def mappings_of(value: Any, place: str) -> tuple[Mapping[str, Any], ...]:
+    """A list of mappings; none if there is no value. Raises InputRefused."""
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise InputRefused(f"{place}: {_shown(value)} is no list: write `- key: value` lines")
+    for one in value:
+        if not isinstance(one, Mapping):
+            raise InputRefused(f"{place}: {_shown(one)} is no mapping: write `- key: value` lines")
+    return tuple(value)
 
 
 def line_of(value: Any, place: str) -> str:

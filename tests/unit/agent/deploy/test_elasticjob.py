@@ -100,6 +100,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"command": ["bash", "-c", "dlrover-run --nnodes=$N a.py"]}, "command: --nnodes=$N is not N or MIN:MAX"),
     ({"env": [{"name": "A", "valueFrom": {"secretKeyRef": {}}}]}, "containers[0].env: A has a valueFrom"),
     ({"volumeMounts": [{"name": "x", "mountPath": "/x"}]}, "volumes: x is nothing: only volume claims are read"),
+    ({"volumeMounts": {"name": "x"}}, "containers[0].volumeMounts: {'name': 'x'} is no list"),
+    ({"env": {"A": "b"}}, "containers[0].env: {'A': 'b'} is no list"),
+    ({"env": ["A=b"]}, "containers[0].env: 'A=b' is no mapping"),
+    ({"command": "dlrover-run a.py"}, "containers[0].command: 'dlrover-run a.py' is no list"),
 ]
 
 
@@ -108,6 +112,26 @@ def test_what_cannot_be_taken_over_is_refused(changes: dict[str, Any], line: str
     """Rather than left out: such a job would do something else here."""
     with pytest.raises(InputRefused) as said:
         translated(elastic_job(**changes))
+    (found,) = said.value.lines
+    assert line in found
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("containers", ["x"], "template.spec.containers: 'x' is no mapping"),
+        ("containers", {"name": "main"}, "template.spec.containers: {'name': 'main'} is no list"),
+        ("volumes", "x", "template.spec.volumes: 'x' is no list"),
+        ("tolerations", "foo", "tolerations: 'foo' is no list"),
+        ("tolerations", [3], "tolerations: 3 is no mapping"),
+    ],
+)
+def test_what_is_of_another_kind_is_refused(key: str, value: Any, line: str) -> None:
+    """By its place; nothing ends in Python's own words."""
+    document = elastic_job()
+    document["spec"]["replicaSpecs"]["worker"]["template"]["spec"][key] = value
+    with pytest.raises(InputRefused) as said:
+        job_of({**translated(document)[0], "claim": "c"})
     (found,) = said.value.lines
     assert line in found
 
