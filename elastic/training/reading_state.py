@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -10,12 +11,14 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dalsegno.protos.text import few
 
 from ..saving.bundles import unpacked
+from ..universal.archive import Packed, refuse_packed
+from ..universal.mapping import NotPlainError, open_mapped
 from .parts import Stateful
 
 
@@ -92,6 +95,77 @@ def _as_saved(loaded: Any, saved: Any, cast: bool) -> Any:
     return loaded.clone() if shared else loaded
 
 
+def load_weights(model: nn.Module, weights: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Loads a model's weights, each copied once to where it is used.
+
+    Args:
+        model: Where no module of it has a way of its own, values go to their places by their names: torch goes through
+            each module in Python, which costs more than the values.
+        weights: What ``read_tensors`` returned, of the same names.
+        wanted: The model's ``state_dict()``.
+
+    Raises:
+        RuntimeError: Something does not fit, in torch's words.
+    """
+    places = _places(model, weights, wanted)
+    if places is not None:
+        with torch.no_grad():
+            torch._foreach_copy_(places, [weights[name] for name in wanted])
+        return
+    # What is no tensor of the model's is kept as it comes.
+    model.load_state_dict(
+        {name: value if isinstance(wanted[name], Tensor) else owned(value) for name, value in weights.items()}
+    )
+
+
+def _places(model: nn.Module, weights: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Tensor] | None:
+    """The model's tensors in the order of ``wanted``; None: torch's own way may do something else than to copy."""
+    if not wanted or not all(map(_loads_plainly, model.modules())):
+        return None
+    own = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    places = []
+    for name, value in wanted.items():
+        place, saved = own.get(name), weights.get(name)
+        plain = type(place) in (Tensor, nn.Parameter) and type(saved) is Tensor and isinstance(value, Tensor)
+        if not plain or not _is_for(place, value, saved):
+            return None
+        places.append(place)
+    return places  # type: ignore[return-value]  # each is a tensor
+
+
+def _is_for(place: Any, value: Tensor, saved: Any) -> bool:
+    """Whether ``value`` shows what lies in ``place``, and ``saved`` can be copied there without being changed."""
+    shown = place.device.type != "meta" and place.data_ptr() == value.data_ptr()
+    return bool(shown and place.shape == value.shape == saved.shape and place.dtype == saved.dtype)
+
+
+def _loads_plainly(module: nn.Module) -> bool:
+    """A module that gives and takes its tensors by their names, as `nn.Module` does."""
+    kind = type(module)
+    return not any(getattr(module, hooks, True) for hooks in _STATE_HOOKS) and all(
+        _is_torchs(getattr(kind, method, None), method) and method not in vars(module) for method in _STATE_METHODS
+    )
+
+
+_STATE_HOOKS = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+_STATE_METHODS = (
+    *("state_dict", "_save_to_state_dict", "load_state_dict", "_load_from_state_dict"),
+    *("get_extra_state", "set_extra_state"),
+)
+
+
+def _is_torchs(found: Any, method: str) -> bool:
+    # BatchNorm's own way is for checkpoints that lack a buffer, and all names are there.
+    own = getattr(nn.modules.batchnorm._NormBase, method)
+    return found is getattr(nn.Module, method) or found is own
+
+
 def owned(value: Any) -> Any:
     """The same with tensors that share nothing with a file, so that they may be kept."""
     if type(value) is Tensor:
@@ -112,16 +186,26 @@ def read_tensors(path: Path) -> Any:
         ValueError: It is not there, or has something else in it.
     """
     try:
-        # What torch wrote in its old format cannot be mapped.
-        content = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
+        content = _opened(path)
     except FileNotFoundError as error:
         raise ValueError(f"{path.parent.name} has no {path.name}: it was not saved by TrainingState") from error
+    except Packed as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
     except UnpicklingError as error:
         raise ValueError(f"{path} has more than plain values and tensors: {str(error).splitlines()[0]}") from error
     try:
         return unpacked(content)
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _opened(path: Path) -> Any:
+    with contextlib.suppress(NotPlainError):
+        records = refuse_packed(path)
+        if records is not None:
+            return open_mapped(path, records)[0]
+    # What torch wrote in its old format cannot be mapped.
+    return torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
 
 
 def check_same_dtypes(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -17,8 +17,8 @@ class Packed(RuntimeError):
     """The file claims to hold more than it can."""
 
 
-def refuse_packed(path: Path) -> None:
-    """Reads only the archive's directory. Files of torch's older formats, which are no archives, may pass.
+def refuse_packed(path: Path) -> list[zipfile.ZipInfo] | None:
+    """Reads only the archive's directory, and returns its records. None: it is of an older format of torch's.
 
     Raises:
         Packed: Records are compressed, or together larger than the file.
@@ -27,7 +27,7 @@ def refuse_packed(path: Path) -> None:
     """
     with open(path, "rb") as file:
         if file.read(len(_ZIP)) != _ZIP:
-            return
+            return None
         size = os.fstat(file.fileno()).st_size
         try:
             with zipfile.ZipFile(file) as archive:
@@ -43,3 +43,4 @@ def refuse_packed(path: Path) -> None:
     claimed = sum(info.file_size for info in listed)
     if claimed > size:
         raise Packed(f"its {len(listed)} records are of {claimed} bytes together, and the file has {size}")
+    return listed

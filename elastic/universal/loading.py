@@ -1,11 +1,12 @@
 """Reading DeepSpeed's files without running what is in them.
 
 ``torch.load(weights_only=True)`` with a closed list of classes. Measured for DeepSpeed 0.19: optimizer files need the
-classes below, model states and parameter files need none.
+classes below, model states and parameter files need none. Those are opened by `mapping`, several times faster.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -23,6 +24,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from .archive import refuse_packed
 from .errors import EnvironmentFailed
+from .mapping import NotPlainError, open_mapped
 
 SAFE_CLASSES: tuple[type, ...] = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, SubparamShape)
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
@@ -53,7 +55,10 @@ def load(path: Path, *, mmap: bool = False, seen: Callable[[torch.UntypedStorage
 
 
 def _read(path: Path, mmap: bool) -> tuple[Any, list[Any]]:
-    refuse_packed(path)
+    records = refuse_packed(path)
+    if mmap and records is not None:
+        with contextlib.suppress(NotPlainError):
+            return open_mapped(path, records)
     storages: list[Any] = []
 
     def stay(storage: Any, location: str) -> Any:

@@ -67,6 +67,26 @@ def undocumented(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield item.lineno, item.name
 
 
+def closed(tree: ast.Module, imported: ast.Import | ast.ImportFrom) -> bool:
+    """Whether all that is used of ``pickle`` are its errors, and unpicklers whose ``find_class`` decides alone."""
+    if ast.unparse(imported) != "import pickle":
+        return False
+    kinds = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    readers = [kind for kind in kinds if "pickle.Unpickler" in map(ast.unparse, kind.bases)]
+    decides = [any(isinstance(item, Function) and item.name == "find_class" for item in kind.body) for kind in readers]
+    asks = [node for kind in readers for node in ast.walk(kind) if ast.unparse(node).endswith(".find_class")]
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "pickle"]
+    used = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.value in names]
+    others = [name for name in used if name not in ("pickle.Unpickler", "pickle.UnpicklingError")]
+    return (
+        all(decides)
+        and not asks
+        and not others
+        and len(used) == len(names)
+        and used.count("pickle.Unpickler") == len(readers)
+    )
+
+
 def untidy(source: str) -> list[str]:
     """What the house rules find in one product file, as `line: finding`."""
     tree = parsed(source)
@@ -85,7 +105,7 @@ def untidy(source: str) -> list[str]:
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [name.name for name in node.names]
             # The exception by itself loads nothing: torch.load(weights_only=True) raises it.
             only_error = isinstance(node, ast.ImportFrom) and [name.name for name in node.names] == ["UnpicklingError"]
-            if not only_error and PICKLES & {module.split(".")[0] for module in modules}:
+            if not only_error and PICKLES & {module.split(".")[0] for module in modules} and not closed(tree, node):
                 found.append(f"{node.lineno}: no pickle")
         if isinstance(node, ast.keyword) and node.arg == "weights_only" and getattr(node.value, "value", 0) is False:
             found.append(f"{node.lineno}: weights_only=False unpickles")
@@ -117,8 +137,13 @@ def _function(lines: int) -> str:
         _function(70),
         '"""m"""\n' + "x = 1\n" * 499,
         "x = 1",
-        '"""m"""\nimport pickle',
         '"""m"""\nfrom pickle import loads',
+        '"""m"""\nimport pickle\npickle.loads(b)',
+        '"""m"""\nimport pickle\nread(pickle)',
+        '"""m"""\nimport pickle as p',
+        '"""m"""\nimport pickle\nclass _R(pickle.Unpickler): ...',
+        '"""m"""\nimport pickle\nclass R(pickle.Unpickler):\n    def find_class(self, *n): super().find_class(*n)',
+        '"""m"""\nimport pickle\nclass R(pickle.Unpickler):\n    def find_class(self, *n): 1\npickle.Unpickler(f)',
         '"""m"""\ntime.sleep(1)',
         '"""m"""\nfrom time import sleep\nsleep(1)',
         '"""m"""\ntry:\n    f()\nexcept:\n    g()',
@@ -141,6 +166,8 @@ def test_what_is_tidy_passes() -> None:
     head = '"""m"""\nfrom pickle import UnpicklingError\ndef _f():\n'
     source = head + "    # why: the kernel has no event for this\n    time.sleep(1)\n" + "    x = 1\n" * 60
     assert untidy(source) == []
+    reader = "class _R(pickle.Unpickler):\n    def find_class(self, *names): raise pickle.UnpicklingError"
+    assert untidy(f'"""m"""\nimport pickle\n{reader}') == []
 
 
 def _tracked() -> list[Path]:
