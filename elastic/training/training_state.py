@@ -31,7 +31,7 @@ from ..saving.resuming import ResumePoint
 from ..saving.schedules import check_factors, factors, has_moved, left_out, place_of, rates_of, unchanged
 from ..saving.writing import write_files
 from .parts import Stateful, check_same, kept_of, kind
-from .reading_state import check_same_dtypes, check_same_names, load_part, owned, read_tensors
+from .reading_state import check_same_dtypes, check_same_names, load_part, load_weights, read_tensors
 from .session import BareSession
 from .unlisted import Unlisted
 from .wrappers import frozen, tell_frozen
@@ -272,10 +272,7 @@ class TrainingState:
         else:
             self._check_parts(resume.ref.name, kept)
         try:
-            # What is no tensor of the model's is kept as it comes.
-            self._model.load_state_dict(
-                {name: value if isinstance(wanted[name], Tensor) else owned(value) for name, value in weights.items()}
-            )
+            load_weights(self._model, weights, wanted)
         except RuntimeError as error:
             raise ValueError(f"{resume.ref.name} is of another model: {error}") from error
         self._load_unlisted(resume)

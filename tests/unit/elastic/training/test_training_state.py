@@ -148,10 +148,10 @@ def test_what_was_loaded_has_nothing_of_the_file(tmp_path: Path) -> None:
     """Files are mapped, so that each rank reads what it copies; afterwards they may be deleted or cut."""
     saved(tmp_path, {**parts(width=400), "average": Average()})
     held: list[Any] = []
-    real = torch.Tensor.copy_
+    real = torch._foreach_copy_
     with start(tmp_path) as session, pytest.MonkeyPatch.context() as patch:
         made = {**parts(width=400), "average": Average()}
-        patch.setattr(torch.Tensor, "copy_", lambda *a, **o: held.append(mapped("model.pt")) or real(*a, **o))
+        patch.setattr(torch, "_foreach_copy_", lambda *a, **o: held.append(mapped("model.pt")) or real(*a, **o))
         assert TrainingState(session, **made).load()
     assert True in held, "it was read as a whole"
     gc.collect()
