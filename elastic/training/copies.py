@@ -1,8 +1,8 @@
 """Compares over the ranks what each of them has a copy of: before the first step, and right after it.
 
 A script that forgets DistributedDataParallel, or gives one rank another optimizer, fails nowhere: each rank trains a
-model of its own, and rank 0's is saved for all. So the ranks compare a number (`digest`) for each tensor of which all
-have a copy: the parameters and optimizer states of a replicated model, the unsharded tensors of a sharded one. They
+model of its own, and rank 0's is saved for all. So the ranks compare a few letters (`digest`) for each tensor of which
+all have a copy: the parameters and optimizer states of a replicated model, the unsharded tensors of a sharded one. They
 also compare the hyperparameters. Buffers may differ (BatchNorm's), and so may tensors that the session does not know.
 """
 
@@ -259,7 +259,7 @@ def _told(values: Sequence[CopiedValue]) -> Any:
     if not values:
         return None
     try:
-        found = [repr(number) for number in digest.numbers([value.tensor for value in values])]
+        found = digest.digests([value.tensor for value in values])
     except (RuntimeError, TypeError, NotImplementedError) as error:  # the device cannot compute this, or lacks memory
         log.warning("the ranks' weights are not compared: %s", error)
         return None

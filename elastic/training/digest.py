@@ -1,8 +1,9 @@
-"""A number for each tensor, with which ranks compare tensors without sending them.
+"""A few letters for each tensor, with which ranks compare tensors without sending them; and how far two are apart.
 
-The number is a weighted sum of all values in double precision, with a different weight for each value. Equal tensors
-have equal numbers on every kind of device, up to rounding in double precision. The distance of two numbers says how far
-the tensors are apart. (The weights have random signs, so scattered differences of rounding do not add up.)
+On CPUs the letters are a checksum of the bytes, elsewhere they are a number. That is a weighted sum of all values in
+double precision, with a different weight for each value. Equal tensors have equal numbers on every kind of device, up
+to rounding in double precision. The distance of two numbers says how far the tensors are apart. (The weights have
+random signs, so scattered differences of rounding do not add up.)
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_64_hexdigest
 
 _COLUMNS = 1024
 # How many values are handled at a time, and so the memory that it takes: what fits a CPU's cache, or one call on a
@@ -32,6 +34,22 @@ def is_plain(value: object) -> bool:
         and not value.is_quantized
         and value.device.type != "meta"
     )
+
+
+def digests(tensors: Sequence[Tensor]) -> list[str]:
+    """Letters for each plain tensor, in order: equal tensors on devices of one kind have the same ones.
+
+    Tensors on CPUs whose letters differ may be equal as numbers are (0.0 and -0.0): `numbers` has the last word.
+    """
+    elsewhere = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+    found = iter(numbers(elsewhere) if elsewhere else [])
+    return [_checksum(tensor) if tensor.device.type == "cpu" else repr(next(found)) for tensor in tensors]
+
+
+def _checksum(tensor: Tensor) -> str:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    flat = (torch.view_as_real(plain) if plain.is_complex() else plain).reshape(-1)
+    return xxh3_64_hexdigest(flat.view(torch.uint8).numpy())  # numpy knows no bfloat16
 
 
 def numbers(tensors: Sequence[Tensor]) -> list[float]:

@@ -147,6 +147,28 @@ def test_tensors_of_one_size_together_have_the_numbers_that_each_has_alone() -> 
     assert list(map(repr, together)) == list(map(repr, digest.numbers([tensor.clone() for tensor in tensors])))
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64], ids=str
+)
+@pytest.mark.parametrize("shape", [(), (1,), (1025,), (3, 5, 7)], ids=str)
+def test_one_changed_value_changes_the_letters(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """On CPUs they are of the bytes; how a tensor lies in memory is not seen."""
+    one = (torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 100).to(dtype)
+    other = one.clone()
+    flat = other.view(-1)
+    flat[-1] = 1 - flat[-1].to(torch.int64) if dtype in (torch.int64, torch.bool) else flat[-1] * 1.5 + 1
+    turned = one.t().contiguous().t() if one.dim() == 2 else one.transpose(0, -1).contiguous().transpose(0, -1)
+    first, same, changed = digest.digests([one, turned if one.dim() else one.clone(), other])
+    assert first == same != changed
+
+
+def test_letters_of_views_that_are_computed() -> None:
+    """A conjugate or a negative that torch has not written down yet."""
+    one = torch.randn(5, dtype=torch.complex64)
+    assert digest.digests([one.conj()]) == digest.digests([one.conj().resolve_conj()]) != digest.digests([one])
+    assert digest.digests([torch.empty(0, 3)]) == digest.digests([torch.empty(0)])
+
+
 def test_what_is_no_plain_tensor_is_left_out() -> None:
     class Packed(Tensor):
         pass
