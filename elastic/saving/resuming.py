@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,13 @@ class Damaged:
 
 
 def handed_out(
-    order: ResumeOrder, run_dir: Path, collective: Collective, *, verify: bool = True, identity: Identity | None = None
+    order: ResumeOrder,
+    run_dir: Path,
+    collective: Collective,
+    *,
+    verify: bool = True,
+    identity: Identity | None = None,
+    unread: Collection[str] = (),
 ) -> ResumePoint | Damaged:
     """The resume point that the agent named, verified by all ranks together. Collective.
 
@@ -115,6 +122,7 @@ def handed_out(
         collective: The session's group.
         verify: Read its files, and compare their checksums.
         identity: Who reads. Of a checkpoint in memory each node has a copy of its own, and verifies all of it.
+        unread: Files that this rank will not read. What nobody reads of those that share a directory is not verified.
 
     Raises:
         OSError: It could not be read, for a reason that says nothing about the checkpoint. Raised on all ranks.
@@ -127,11 +135,12 @@ def handed_out(
     source: Manifest | None = None
     manifest: Manifest | None = None
     error: Exception | None = None
+    left_out = _read_by_nobody(unread if form == SHARDED else (), directory, collective, identity) if verify else set()
     try:
         source = read_sealed(saved, order.source.digest)
         manifest = source if order.universal is None else read_sealed(directory, digest)
         if verify:
-            _verify_part(directory, manifest, *_share_of(directory, collective, identity))
+            _verify_part(directory, manifest, left_out, *_share_of(directory, collective, identity))
     except (CheckpointDamaged, OSError) as caught:
         error = caught
     damaged = _compare(collective, directory, error, order)
@@ -234,9 +243,20 @@ def _share_of(directory: Path, collective: Collective, identity: Identity | None
     return collective.rank, collective.world_size
 
 
-def _verify_part(directory: Path, manifest: Manifest, number: int, ranks: int) -> None:
+def _read_by_nobody(
+    unread: Collection[str], directory: Path, collective: Collective, identity: Identity | None
+) -> set[str]:
+    """What none of those that verify the same directory together will read. Collective."""
+    alone = identity is not None and identity.in_memory(directory)
+    mine = identity.group_rank if identity is not None and alone else -1
+    answers = collective.gather([mine, sorted(unread)])
+    return set.intersection(*(set(names) for node, names in answers if node == mine))
+
+
+def _verify_part(directory: Path, manifest: Manifest, left_out: set[str], number: int, ranks: int) -> None:
     # Large files first, so that dealing them out in turn gives every rank about as many bytes.
-    entries = sorted(manifest.files, key=lambda entry: (-entry.size, entry.path))
+    read = [entry for entry in manifest.files if entry.path not in left_out]
+    entries = sorted(read, key=lambda entry: (-entry.size, entry.path))
     if number == 0:
         verify_listing(directory, manifest)
     verify_files(directory, entries[number::ranks])

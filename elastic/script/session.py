@@ -160,8 +160,8 @@ class Session(lower.BareSession):
                 )
             checked_parts(model, parts, wrap)
             found = ScriptState(self, model, wrap, **parts)
-        found.load(cast=cast, other_schedule=other_schedule, weights_only=weights_only)
-        found.wrapped()
+        loaded = found.load(cast=cast, other_schedule=other_schedule, weights_only=weights_only)
+        found.wrapped(alike=loaded)
         self._trained = found
         return found
 

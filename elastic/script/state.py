@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..data.batches import Batches
@@ -79,12 +82,16 @@ class ScriptState(TrainingState):
         """Whether the model is wrapped for each world."""
         return self._wrap is not None
 
-    def wrapped(self) -> None:
-        """Wraps the model, if `wrap` says how, in the default process group. Collective."""
+    def wrapped(self, *, alike: bool = False) -> None:
+        """Wraps the model, if `wrap` says how, in the default process group. Collective.
+
+        Args:
+            alike: All ranks have loaded the same weights, or kept what the others have loaded.
+        """
         if self._wrap is None:
             return
         init_process_group(next((p.device for p in self._bare.parameters()), torch.device("cpu")))
-        self.model = self._wrap(self._bare)
+        self.model = (_sending_nothing(self._wrap, self._bare) if alike else self._wrap)(self._bare)
         if not isinstance(self.model, nn.Module):
             raise ValueError(f"s.state(wrap=...) made a {type(self.model).__name__} of the model, which is no module")
         if self.model is not self._bare:
@@ -167,6 +174,20 @@ class _Wrapped:
             if callable(getattr(parent, "no_sync", None)):
                 return parent
         return self._given
+
+
+def _sending_nothing(wrap: Wrap, model: nn.Module) -> Wrap:
+    """The same without rank 0's weights being sent to all, where that is known of ``wrap``.
+
+    Before the first step the ranks compare what they have, and which parameters they train (`Copies`).
+    """
+    called, given = (wrap.func, wrap.keywords) if isinstance(wrap, partial) and not wrap.args else (wrap, {})
+    known = "init_sync" in inspect.signature(DistributedDataParallel.__init__).parameters  # not in older versions
+    if called is not DistributedDataParallel or not known or "init_sync" in given:
+        return wrap
+    # Buffers that are in no checkpoint are sent here once, or else with each step.
+    ours = any(module._non_persistent_buffers_set for module in model.modules())
+    return wrap if ours and not given.get("broadcast_buffers", True) else partial(wrap, init_sync=False)
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:

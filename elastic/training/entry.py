@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -67,17 +67,20 @@ def open_session(kind: type[S], checkpoint_dir: str | Path | None = None, *, kee
     return found
 
 
-def _begin(kind: Callable[..., S], directory: Path | None, keep: int, verify: bool) -> S:
+def _begin(kind: Callable[..., S], directory: Path | None, keep: int, verify: bool, unread: Collection[str] = ()) -> S:
     mark("session")
-    found = _open(kind, from_environment(checkpoint_dir=directory), keep, verify)
+    found = _open(kind, from_environment(checkpoint_dir=directory), keep, verify, unread)
     mark("verified")
     return found
 
 
-def reopen(session: BareSession) -> None:
+def reopen(session: BareSession, unread: Collection[str] = ()) -> None:
     """Opens the session of this process for another world, in the same object. Collective with those that begin.
 
     This process's variables tell its place there. What the script has told the session before stays with it.
+
+    Args:
+        unread: Files of the resume point that this process will not read, because it has what is in them.
 
     Raises:
         OSError, RuntimeError, BadResumePoint: As with ``open_session``.
@@ -88,7 +91,7 @@ def reopen(session: BareSession) -> None:
         session.__init__(*arguments, **options)  # type: ignore[misc]  # everything in it is of one world
         return session
 
-    _begin(again, None, session.saves.keep, _verifies[0])
+    _begin(again, None, session.saves.keep, _verifies[0], unread)
     if tracked is not None:
         session.tracking.track(tracked)
 
@@ -115,16 +118,18 @@ def _check_may_follow(before: BareSession) -> None:
         )
 
 
-def _open(kind: Callable[..., S], identity: Identity, keep: int, verify: bool) -> S:
+def _open(kind: Callable[..., S], identity: Identity, keep: int, verify: bool, unread: Collection[str] = ()) -> S:
     notice = Notice()
     try:
-        return _open_with(kind, notice, identity, keep, verify)
+        return _open_with(kind, notice, identity, keep, verify, unread)
     except BaseException:
         notice.release()
         raise
 
 
-def _open_with(kind: Callable[..., S], notice: Notice, identity: Identity, keep: int, verify: bool) -> S:
+def _open_with(
+    kind: Callable[..., S], notice: Notice, identity: Identity, keep: int, verify: bool, unread: Collection[str]
+) -> S:
     collective: Collective = Solo()
     if identity.world_size > 1:
         # All ranks open their sessions in the same order, so these have numbers.
@@ -136,7 +141,9 @@ def _open_with(kind: Callable[..., S], notice: Notice, identity: Identity, keep:
         notice.watch(noticed())
         link = Link(identity.socket, hello(identity))
         if identity.resume is not None and identity.run_dir is not None:
-            point = handed_out(identity.resume, identity.run_dir, collective, verify=verify, identity=identity)
+            point = handed_out(
+                identity.resume, identity.run_dir, collective, verify=verify, identity=identity, unread=unread
+            )
             if isinstance(point, Damaged):
                 refuse(link, point)
             try:

@@ -59,6 +59,8 @@ class TrainingState:
         self._session, self._model = session, unwrapped(model)
         self._parts = {name: part for name, part in parts.items() if part is not None}
         self._loaded = False
+        # Whether this rank has given what is saved, and goes on in another world with what it has.
+        self._gave = self._stays = False
         self._had_frozen: list[str] | None = None
         self._first: dict[str, list[str]] = {}
         self._make_known()
@@ -87,7 +89,9 @@ class TrainingState:
         if self._session.rank != 0:
             check_whole(self._model)
             return {}
-        return self.copy()
+        found = self.copy()
+        self._gave = True
+        return found
 
     def copy(self) -> dict[str, Any]:
         """What this rank holds of what rank 0 saves, see `files`, on whichever rank it is asked."""
@@ -138,6 +142,8 @@ class TrainingState:
         resume = self._session.resume
         if resume is not None and self._session.step == resume.step and not self._loaded:
             raise ValueError(f"the run goes on from {resume.ref.name}: call TrainingState.load() before the first step")
+        if self._stays and self._gave:
+            return  # The run goes on from what this very process has saved.
         self._look_for_schedules()
         files = self.files()
         if self._session.rank == 0 and resume is not None and self._session.step == resume.step:
@@ -203,13 +209,19 @@ class TrainingState:
             ValueError: On all ranks: something cannot be loaded.
         """
         self._make_known()
-        self._loaded = True
+        self._loaded = self._stays = True
         # As after a load: gradients of the step before are nobody's.
         for parameter in self._model.parameters():
             parameter.grad = None
         with self._session.meetings.together(), paused():
             if self._session.resume is not None:
                 self._load_own(self._session.resume)
+
+    def unread(self) -> list[str]:
+        """Names of files that `go_on` does not read: what is in them this process has."""
+        own = any(not hasattr(part, "param_groups") for part in self._parts.values())
+        buffers = next(self._model.buffers(), None) is not None
+        return [name for name, read in ((MODEL_FILE, buffers), (TRAINING_FILE, own)) if not read]
 
     def _load_own(self, resume: ResumePoint) -> None:
         buffers = dict(self._model.named_buffers())

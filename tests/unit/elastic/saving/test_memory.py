@@ -410,6 +410,40 @@ def test_each_node_verifies_its_own_copy(tmp_path: Path, monkeypatch: pytest.Mon
     assert any(one.found_here for one in found[2:])
 
 
+def test_what_nobody_of_a_node_reads_is_not_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On node 0 both ranks have what is in two files, on node 1 one of them; in a shared directory all must."""
+    writer = Job(tmp_path, 2)
+    manifest = writer.run(lambda saver, group: save(saver, group, waits=True))[0]
+    whole = writer.gather(manifest.name)
+    job = Job(tmp_path / "next", 2, 2, epoch=4)
+    for node in range(2):
+        shutil.copytree(whole, job.memory(node) / manifest.name)
+    both = {"shards/0.pt", "shards/1.pt"}
+    told = [both, both, both, {"shards/1.pt"}]
+    read: set[tuple[str, str]] = set()
+    plain = handed_out.__globals__["verify_files"]
+
+    def counted(directory: Path, entries: Any) -> None:
+        read.update((directory.parent.name, entry.path) for entry in entries)
+        plain(directory, entries)
+
+    def one(group: Threads, directory: Path | None, unread: Any) -> Any:
+        identity = job.identity(group.rank)
+        assert identity.memory_dir is not None
+        order = ResumeOrder(manifest.ref, SHARDED, None, directory or identity.memory_dir / manifest.name)
+        return handed_out(order, tmp_path, group, identity=identity, unread=unread[group.rank])
+
+    monkeypatch.setitem(handed_out.__globals__, "verify_files", counted)
+    every = {entry.path for entry in manifest.files}
+    assert all(isinstance(p, ResumePoint) for p in together(job.world, lambda group: one(group, None, told)))
+    assert {path for node, path in read if node == "memory-0"} == every - both
+    assert {path for node, path in read if node == "memory-1"} == every - {"shards/1.pt"}
+    for unread, left_out in ((told, {"shards/1.pt"}), ([both, both, both, set()], set())):
+        read.clear()
+        together(job.world, lambda group, unread=unread: one(group, whole, unread))  # type: ignore[misc]
+        assert {path for _, path in read} == every - left_out
+
+
 def test_the_environment_says_where_to_resume_from(tmp_path: Path) -> None:
     """Also outside the run's directory; without the variable it is there, under its name."""
     environment = {

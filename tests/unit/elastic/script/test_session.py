@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 from dalsegno.elastic import Accumulation, Batches, BatchPlan, CheckpointStore, ElasticSampler, TrainingState, session
 from dalsegno.elastic.rank.process_group import init_alone
+from dalsegno.elastic.script.state import _sending_nothing
 from dalsegno.elastic.training import entry
 
 ROWS = torch.randn(40, 5, generator=torch.Generator().manual_seed(5))
@@ -169,6 +171,81 @@ def test_what_can_stay_for_the_next_world(keeps: str, caplog: pytest.LogCaptureF
         dist.destroy_process_group()
 
 
+def test_a_process_that_stays_reads_only_what_may_be_its_own() -> None:
+    """Without buffers and further parts it has all that is in the files."""
+    model, optimizer = made()
+    with session() as s:
+        assert s.state(model, optimizer).unread() == ["model.pt", "training.pt"]
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        assert TrainingState(s, model=model, optimizer=optimizer, scheduler=schedule).unread() == ["model.pt"]
+        assert TrainingState(s, model=nn.BatchNorm1d(2)).unread() == ["training.pt"]
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_what_this_process_has_just_saved_is_not_rehearsed(stays: bool, tmp_path: Path) -> None:
+    """Before the first step of the next world; a new process puts it all together once more."""
+    looked = []
+    with session(tmp_path) as s:
+        model, optimizer = made()
+        state = TrainingState(s, model=model, optimizer=optimizer)
+        state.load()
+        state.files()
+        if stays:
+            state.go_on()
+        state.copy = lambda: looked.append(1) or {}  # type: ignore[assignment, func-returns-value]
+        state.rehearse()
+    assert bool(looked) != stays
+
+
+class Masked(nn.Linear):
+    """Has a buffer that is in no checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("mask", torch.ones(2), persistent=False)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "model", "sends"),
+    [
+        (DistributedDataParallel, nn.Linear(2, 2), False),
+        (partial(DistributedDataParallel, static_graph=True), nn.Linear(2, 2), False),
+        (partial(DistributedDataParallel, broadcast_buffers=False), nn.Linear(2, 2), False),
+        (DistributedDataParallel, Masked(), False),
+        (partial(DistributedDataParallel, broadcast_buffers=False), Masked(), True),
+        (partial(DistributedDataParallel, init_sync=True), nn.Linear(2, 2), True),
+        (partial(DistributedDataParallel, nn.Linear(2, 2)), nn.Linear(2, 2), True),
+        (lambda model: DistributedDataParallel(model), nn.Linear(2, 2), True),
+        (type("OwnWrapper", (DistributedDataParallel,), {}), nn.Linear(2, 2), True),
+    ],
+)
+def test_a_wrapper_that_is_known_sends_nothing_that_all_have_loaded(wrap: Any, model: nn.Module, sends: bool) -> None:
+    """Whatever else somebody wraps with is left as it is."""
+    found = _sending_nothing(wrap, model)
+    assert (found is wrap) == sends
+    assert sends or (isinstance(found, partial) and found.keywords["init_sync"] is False)
+
+
+def test_rank_0s_weights_are_sent_only_where_nothing_was_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first session starts from what each rank has made, the second one from what all have loaded."""
+    sent = []
+    known = torch.nn.parallel.distributed._sync_module_states
+    monkeypatch.setattr(torch.nn.parallel.distributed, "_sync_module_states", lambda **o: sent.append(1) or known(**o))
+    try:
+        for count in (1, 2):
+            with session(tmp_path) as s:
+                model, optimizer = made()
+                state = s.state(model, optimizer, wrap=DistributedDataParallel)
+                assert len(sent) == 1
+                data = s.data(ROWS, global_batch=16, micro_batch=4)
+                for batch in s.steps(data, state, max_steps=2 * count):
+                    step_of(batch, state.model, optimizer)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_what_each_rank_has_of_its_own_is_loaded_where_it_stays(tmp_path: Path) -> None:
     """Rank 0 saves its buffers and schedules for all; weights and optimizer are alike, and stay as they are."""
 
@@ -197,6 +274,7 @@ def test_what_each_rank_has_of_its_own_is_loaded_where_it_stays(tmp_path: Path) 
     scheduler.last_epoch = 99
     entry._sessions[0].meetings.over = False
     state.go_on()
+    assert state.unread() == []
     assert all(torch.equal(saved[name], value) for name, value in [*model.state_dict().items(), ("own", model.own)])
     assert scheduler.last_epoch == 3
     assert all(torch.equal(was, value["exp_avg"]) for was, value in zip(moments, optimizer.state.values(), strict=True))
