@@ -187,7 +187,8 @@ def _sending_nothing(wrap: Wrap, model: nn.Module) -> Wrap:
         return wrap
     # Buffers that are in no checkpoint are sent here once, or else with each step.
     ours = any(module._non_persistent_buffers_set for module in model.modules())
-    return wrap if ours and not given.get("broadcast_buffers", True) else partial(wrap, init_sync=False)
+    unsent = ours and not given.get("broadcast_buffers", True)
+    return wrap if unsent else partial(wrap, **{"init_sync": False})
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,8 @@ def digests(tensors: Sequence[Tensor]) -> list[str]:
 def _checksum(tensor: Tensor) -> str:
     plain = tensor.detach().resolve_conj().resolve_neg()
     flat = (torch.view_as_real(plain) if plain.is_complex() else plain).reshape(-1)
-    return xxh3_64_hexdigest(flat.view(torch.uint8).numpy())  # numpy knows no bfloat16
+    array: Any = flat.view(torch.uint8).numpy()  # numpy knows no bfloat16
+    return xxh3_64_hexdigest(array)
 
 
 def numbers(tensors: Sequence[Tensor]) -> list[float]:
