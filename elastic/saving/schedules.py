@@ -87,6 +87,10 @@ def rates_of(values: Iterable[Any]) -> list[float]:
 
 
 def _acting(optimizer: Any, held: list[Any]) -> list[Any]:
+    # In most trainings nothing does. A schedule's attributes are a dictionary, or lie in the schedule itself.
+    of_it = gc.get_referrers(optimizer)
+    if not any(isinstance(one, LRScheduler) or (type(one) is dict and "last_epoch" in one) for one in of_it):
+        return []
     known = set(map(id, held))
     return [
         one
