@@ -6,6 +6,7 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,45 @@ def test_what_is_more_is_left_to_torch(tmp_path: Path, content: Any) -> None:
     """It knows it, or says why not."""
     with pytest.raises(NotPlainError):
         opened(saved(tmp_path / "file.pt", content))
+
+
+class Plain:
+    """Something small."""
+
+    def __init__(self, size: int = 0) -> None:
+        self.size = size
+
+
+class Stage(IntEnum):
+    """A number with a name."""
+
+    ONE = 1
+
+
+def test_objects_of_listed_classes_are_made(tmp_path: Path) -> None:
+    """As torch makes them; of another class none is."""
+    path = saved(tmp_path / "file.pt", {"a": [Plain(3), Plain(4)], "stage": Stage.ONE, "shape": torch.Size([2, 3])})
+    records = refuse_packed(path)
+    assert records is not None
+    found = open_mapped(path, records, (Plain, Stage))[0]
+    assert [(type(one), vars(one)) for one in found["a"]] == [(Plain, {"size": 3}), (Plain, {"size": 4})]
+    assert found["stage"] is Stage.ONE
+    assert type(found["shape"]) is torch.Size
+    assert found["shape"] == (2, 3)
+    with pytest.raises(NotPlainError, match="Stage"):
+        open_mapped(path, records, (Plain,))
+
+
+def test_a_listed_class_is_not_changed(tmp_path: Path) -> None:
+    """A description that sets something on it is refused, and so is one that calls what is in it."""
+    path = saved(tmp_path / "file.pt", torch.ones(1))
+    here = f"c{Plain.__module__}\nPlain\n".encode()
+    for described in (here + b"(N}S'size'\nI1\nstb.", here + b"}S'size'\nI1\nsb."):
+        records = refuse_packed(remade(path, described))
+        assert records is not None
+        with pytest.raises(NotPlainError):
+            open_mapped(path, records, (Plain,))
+    assert not hasattr(Plain, "size")
 
 
 class _Runs:
