@@ -43,7 +43,7 @@ from ..saving.optimizers import source_of_step
 from ..saving.replicas import loadable
 from ..saving.schedules import check_factors, factors, unchanged
 from ..training.entry import refused_together
-from ..training.reading_state import owned
+from ..training.reading_state import copied_by_name, owned
 from ..universal.errors import ConversionError
 from ..universal.forms import Form
 from ..universal.layout import engine_directory
@@ -413,7 +413,12 @@ def _load(engine: Any, resume: Resume, strict: bool) -> dict[str, Any]:
             check_groups(engine, saved)
     with _opened(resume, saved, int(engine.zero_optimization_stage())) as (view, values):
         with model_states_once(engine), nullcontext() if values is None else own_loading(engine, values, view):
-            loaded, client_state = engine.load_checkpoint(str(view.parent), tag=view.name, load_module_strict=strict)
+            loaded, client_state = engine.load_checkpoint(
+                str(view.parent),
+                tag=view.name,
+                load_module_strict=strict,
+                custom_load_fn=_module_loader(engine, strict),
+            )
         if loaded is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {directory}")
         if values is not None:
@@ -426,6 +431,18 @@ def _load(engine: Any, resume: Resume, strict: bool) -> dict[str, Any]:
         with sharded_view(saved) as view:
             engine.module.load_state_dir(str(view), engine.checkpoint_engine)
     return {key: owned(value) for key, value in (client_state or {}).items() if key != PARTS}
+
+
+def _module_loader(engine: Any, strict: bool) -> Callable[..., None] | None:
+    """Copies weights by name where DeepSpeed has torch go through each module; None: parts of them lie elsewhere."""
+    if int(engine.zero_optimization_stage()) == 3 or getattr(engine, "has_moe_layers", False):
+        return None
+
+    def load_module(src: Mapping[str, Any], dst: Any) -> None:
+        if not copied_by_name(dst, src):
+            dst.load_state_dict(src, strict=strict)
+
+    return load_module
 
 
 @contextmanager

@@ -95,27 +95,42 @@ def _as_saved(loaded: Any, saved: Any, cast: bool) -> Any:
     return loaded.clone() if shared else loaded
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
     """Loads a model's weights, each copied once to where it is used.
 
     Args:
-        model: Where no module of it has a way of its own, values go to their places by their names: torch goes through
-            each module in Python, which costs more than the values.
+        model: See `copied_by_name`.
         weights: What ``read_tensors`` returned, of the same names.
-        wanted: The model's ``state_dict()``.
 
     Raises:
         RuntimeError: Something does not fit, in torch's words.
     """
-    places = _places(model, weights, wanted)
-    if places is not None:
-        with torch.no_grad():
-            torch._foreach_copy_(places, [weights[name] for name in wanted])
-        return
-    # What is no tensor of the model's is kept as it comes.
-    model.load_state_dict(
-        {name: value if isinstance(wanted[name], Tensor) else owned(value) for name, value in weights.items()}
-    )
+    wanted = model.state_dict()
+    if not copied_by_name(model, weights, wanted):
+        # What is no tensor of the model's is kept as it comes.
+        model.load_state_dict(
+            {name: value if isinstance(wanted[name], Tensor) else owned(value) for name, value in weights.items()}
+        )
+
+
+def copied_by_name(model: nn.Module, weights: Mapping[str, Any], wanted: Mapping[str, Any] | None = None) -> bool:
+    """Copies values to their places by their names: torch goes through each module in Python, which costs more.
+
+    Args:
+        model: Where a module of it has a way of its own, or something does not fit, nothing is done.
+        weights: Tensors by name.
+        wanted: The model's ``state_dict()``, if it is known.
+
+    Returns:
+        Whether it was done.
+    """
+    shown = model.state_dict() if wanted is None else wanted
+    places = _places(model, weights, shown) if weights.keys() == shown.keys() else None
+    if places is None:
+        return False
+    with torch.no_grad():
+        torch._foreach_copy_(places, [weights[name] for name in shown])
+    return True
 
 
 def _places(model: nn.Module, weights: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Tensor] | None:
