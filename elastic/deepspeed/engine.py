@@ -55,7 +55,6 @@ from .checks import can_reshard, tell, why_not_reshard
 from .loading import (
     TRAINED_NOTE,
     check_groups,
-    count_duplicates,
     load_parameters,
     load_whole_model,
     model_states_once,
@@ -66,6 +65,7 @@ from .loading import (
     torch_optimizer,
     trained,
 )
+from .making import count_duplicates
 from .view import ZERO, resharded_view, sharded_view, universal_view
 from .writers import collected, errors_after_collectives, why_not_collected
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import safe_set_local_fp32_param
 from torch import Tensor, nn
 
@@ -117,24 +115,6 @@ class _Mapped:
         # It adds to what it gets.
         found = load(Path(path), mmap=True)
         return {key: copy.copy(value) if isinstance(value, dict) else value for key, value in found.items()}
-
-
-def count_duplicates() -> None:
-    """Has DeepSpeed 0.19 look for parameters that an optimizer has twice in one pass.
-
-    It lists all of the optimizer's for each of the model's: a second and more at 2,400 of them.
-    """
-    if hasattr(DeepSpeedEngine, "_check_for_duplicates"):
-        DeepSpeedEngine._check_for_duplicates = _check_for_duplicates
-
-
-def _check_for_duplicates(engine: Any, optimizer: Any) -> None:
-    found = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    for name, parameter in engine.module.named_parameters():
-        assert found[id(parameter)] <= 1, (
-            f"Parameter with name: {name} occurs multiple times in optimizer.param_groups. Make sure it only appears "
-            "once to prevent undefined behavior."
-        )
 
 
 def _loader(engine: Any) -> str:

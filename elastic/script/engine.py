@@ -11,6 +11,7 @@ from ..data.batches import Batches
 from ..data.plan import BatchPlan
 from ..deepspeed import engine as ours
 from ..deepspeed.beside import BesideEngine
+from ..deepspeed.making import send_nothing
 from ..saving.background_save import background
 from ..training.parts import Stateful
 from ..training.session import BareSession
@@ -32,7 +33,10 @@ def config_for(session: BareSession, config: Mapping[str, Any] | str | Path, dat
                 f"the DeepSpeed config has {key} {base[key]}, and s.data has {_SIZES[key]}={value}: leave {key} out"
             )
     ours.prepare()
-    return ours.config(base, plan, session.resume)
+    made = ours.config(base, plan, session.resume)
+    if session.resume is not None:
+        send_nothing(made)  # s.engine loads it.
+    return made
 
 
 def _read(path: str | Path) -> Any:
