@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
-__all__ = ("LONGEST_NAME", "few", "name_problem", "one_line", "text_problem")
+__all__ = ("LONGEST_NAME", "few", "name_problem", "one_line", "same_failure", "text_problem")
 
 # Characters of a line. A longer reason helps nobody; a traceback's last line fits.
 LONGEST_LINE = 1000
@@ -12,6 +13,9 @@ LONGEST_LINE = 1000
 LONGEST_NAME = 256
 # How many names of a list are printed.
 _NAMED = 3
+# What may differ between two tellings of one failure: the file with the rest; numbers of ranks, processes, ports.
+_ITS_FILE = re.compile(r" \(see [^)]*\)")
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 def one_line(text: str, longest: int = LONGEST_LINE) -> str:
@@ -33,6 +37,15 @@ def few(names: Iterable[str]) -> str:
     listed = list(names)
     more = len(listed) - _NAMED
     return ", ".join(listed[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def same_failure(told: str, text: str) -> bool:
+    """Whether two lines tell of the same failure: they differ in numbers, and in the files that they name, at most."""
+    return bool(told) and _bare(told) == _bare(text)
+
+
+def _bare(text: str) -> str:
+    return _NUMBER.sub("0", _ITS_FILE.sub("", text))
 
 
 def text_problem(value: str | bytes, longest: int = LONGEST_NAME) -> str:

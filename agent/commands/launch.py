@@ -63,19 +63,28 @@ def launch(options: argparse.Namespace, beginning: Beginning, watch: SignalWatch
         source.close()
     message = ending.message
     if ending.code == EXIT_FAILED and not ending.final:
-        message = verdict(message, log_dir)
+        message = verdict(message, log_dir, said=console.last)
     if message:
         expected = ending.final or ending.code in (EXIT_FINISHED, EXIT_LEFT, EXIT_USAGE)
         console.say(message, warning=not expected)
     return ending.code
 
 
-def verdict(reason: str, log_dir: Path) -> str:
-    """The last line of a failed job: why it failed, where to find more, and what to do."""
-    reason = without_file(reason)  # it was named when it happened
+def verdict(reason: str, log_dir: Path, *, said: str = "") -> str:
+    """The last line of a failed job: why it failed, where to find more, and what to do.
+
+    Args:
+        said: the line right before it. If that said in full why, this one does not say it again.
+    """
+    reason, said = without_file(reason), without_file(said)  # it was named when it happened
+    if said and reason.startswith(said):
+        why = reason.removeprefix(said)  # how often it failed, if it was tried again
+        text = f"the job failed, for the reason above{why}"
+    else:
+        text = f"the job failed: {reason}"
     return (
-        f"the job failed: {reason}; logs in {log_dir}; the same command tries again, from the newest checkpoint if"
-        " there is one, --new-run starts over"
+        f"{text}; logs in {log_dir}; the same command tries again, from the newest checkpoint if there is one,"
+        " --new-run starts over"
     )
 
 

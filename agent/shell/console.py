@@ -53,6 +53,12 @@ class RunConsole:
             self._outlet.put(f"{self._name}: {mark}{text}\n".encode(errors="replace"))
         logging.getLogger("dalsegno.agent.shell.console").log(logging.WARNING if warning else logging.INFO, "%s", text)
 
+    @property
+    def last(self) -> str:
+        """The text of the line that was said last."""
+        with self._lock:
+            return self._last
+
     def flush(self, timeout_seconds: float) -> None:
         """Waits until everything is shown, at most `timeout_seconds`."""
         self._outlet.flush(timeout_seconds)

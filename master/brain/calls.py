@@ -332,7 +332,8 @@ def failure(turn: Turn, node: Node, message: control_pb2.FailureRequest) -> Answ
     reached(turn, node, message.step)
     if says_why:
         turn.cause(f"a worker failed on {node.name}")
-        turn.notice(f"{node.name}: {message.message}", True, Kind.FAILED, nodes=(node.name,), step=message.step)
+        text = failures.as_told(turn, node, message.message)
+        turn.notice(text, True, Kind.FAILED, nodes=(node.name,), step=message.step)
     elif refused and refusals.may_be_resharding(job):
         turn.cause("the ranks refused what they re-sharded")
     # A peer's damage is reported before its node joins again, which clears this.

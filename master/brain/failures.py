@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dalsegno.protos.contract import COUNTED_BY_TORCHRUN
+from dalsegno.protos.text import same_failure
 
 from . import running, shapes
 from .membership import counts, has_answered, may_call_session
@@ -42,7 +43,7 @@ def count(turn: Turn) -> bool:
     running.end(
         turn,
         Phase.FAILED,
-        f"{failure.node}: {failure.message}; {budget.failures} failures without progress (--max-restarts "
+        f"{failure.node}: {failure.message}; {of_failures(budget.failures)} without progress (--max-restarts "
         f"{job.settings.max_restarts})",
         notice=False,
     )
@@ -60,6 +61,21 @@ def put_off_restart(turn: Turn, failure: Failure, budget: Budget) -> None:
     survived = f"; {left or 'no'} more {'is' if left == 1 else 'are'} survived (--max-restarts)"
     counted = turn.job.settings.max_restarts != COUNTED_BY_TORCHRUN
     turn.notice(f"{text} {pause:.0f} s{survived if counted else ''}")
+
+
+def as_told(turn: Turn, node: Node, message: str) -> str:
+    """The line about a failure: in full the first time; in a few words if it is the one before without progress."""
+    budget, limit = turn.job.run.budget, turn.job.settings.max_restarts
+    if budget.failures and same_failure(budget.told, message):
+        attempt = f", attempt {budget.failures + 1} of {limit + 1}" if limit != COUNTED_BY_TORCHRUN else ""
+        return f"{node.name}: failed as before{attempt}"
+    turn.update_run(budget=replace(budget, told=message))
+    return f"{node.name}: {message}"
+
+
+def of_failures(count: int) -> str:
+    """A number of failures, for a person."""
+    return f"{count} failure{'s' if count != 1 else ''}"
 
 
 def pauses(turn: Turn) -> bool:

@@ -306,6 +306,8 @@ class Budget:
     pending: Failure | None = None
     # Incarnations that had not answered when the world after a failure opened: were they lost, or only slow?
     doubtful: tuple[str, ...] = ()
+    # The failure that people were told of in full last.
+    told: str = ""
 
 
 @dataclass(frozen=True)

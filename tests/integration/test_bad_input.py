@@ -131,11 +131,13 @@ def test_script_that_fails_at_once(shell: Shell) -> None:
     ended = shell.run("--checkpoint-dir=checkpoints", "--log-dir=logs", "fails.py")
     assert ended.code == 1
     assert "no such column: price" in ended.text
-    assert any("exited with code 1" in line for line in ended.said), ended.text
+    # The cause is told once, and once more at the end.
+    cause, last = (line for line in ended.said if "no such column: price" in line)
+    assert "exited with code 1" in cause, ended.text
+    assert [line for line in ended.said if "failed as before, attempt 4 of 4" in line], ended.text
     # The last word is the verdict, and what to do.
-    last = ended.said[-1]
+    assert ended.said[-1] == last
     assert last.startswith("dlrover-run: warning: the job failed: "), ended.text
-    assert "no such column: price" in last
     assert f"logs in {shell.directory / 'logs'}" in last
     assert "the same command tries again" in last
     # The traceback is the script's; none is ours.

@@ -7,6 +7,7 @@ import pytest
 from dalsegno.master.brain.membership import FORGIVEN_AFTER_SECONDS, HOLD_BASE_SECONDS, LOSS_LIMIT, LOSS_WINDOW_SECONDS
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2
+from dalsegno.protos.contract import COUNTED_BY_TORCHRUN
 from tests.support.jobs.masters import Driven, Node, all_join, settings
 
 
@@ -62,6 +63,35 @@ def test_a_member_that_was_lost_after_all_is_no_failure_of_the_script() -> None:
     a.join()
     job.wait(3)
     assert job.phase is Phase.RUNNING, job.job.message
+
+
+def test_a_failure_that_repeats_is_told_in_full_once() -> None:
+    """Then in a few words, until it is another one, or until the run has come further."""
+    job = Driven(settings(max_restarts=9))
+    a, b = job.start(2)
+    a.step(1)
+    for cause in ("no data", "no data", "no room", "no room"):
+        a.failed(cause, step=1)
+        all_join([a, b])
+        job.wait(10)
+    a.step(2)
+    a.save(2)
+    a.failed("no room", step=2)
+    told = [notice.text.removeprefix(f"{a.name}: ") for notice in job.job.notices if notice.warning]
+    again = "failed as before, attempt"
+    assert told == ["no data", f"{again} 2 of 10", "no room", f"{again} 4 of 10", "no room"]
+
+
+def test_attempts_are_not_counted_where_another_agent_counts_them() -> None:
+    """Under torchrun's own agent the budget is torchrun's."""
+    job = Driven(settings(max_restarts=COUNTED_BY_TORCHRUN))
+    (a,) = job.start(1)
+    for _ in range(2):
+        a.failed("no data")
+        a.join()
+        job.wait(10)
+    assert job.notices.count("no data") == 1
+    assert f"{a.name}: failed as before\n" in job.notices
 
 
 # ---- whose failure it was --------------------------------------------------------------------------------------------

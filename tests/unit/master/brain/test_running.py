@@ -756,13 +756,16 @@ def test_a_script_without_a_session_that_fails_at_its_start_is_tried_again() -> 
     began = job.now
     for epoch in (1, 2, 3):
         assert (job.phase, job.epoch) == (Phase.RUNNING, epoch)
-        a.failed("no module named train")
+        a.failed(f"no module named train (see attempt_{epoch})")
         b.failed("no module named train")
         all_join([a, b])
         job.wait(1.1)
     assert job.phase is Phase.FAILED
     assert "3 failures without progress" in job.job.message
-    assert job.job.message not in job.notices, "the agents' last line says it, and each failure had a line of its own"
+    assert job.job.message not in job.notices, "the agents' last line says it"
+    told = [notice.text for notice in job.job.notices if notice.warning]
+    as_before = f"{a.name}: failed as before, attempt"
+    assert told == [f"{a.name}: no module named train (see attempt_1)", f"{as_before} 2 of 3", f"{as_before} 3 of 3"]
     assert job.now - began < 5
 
 

@@ -213,9 +213,8 @@ def test_every_value_of_a_job_is_stored() -> None:
     conversion, failure = job.conversion, job_at("failed_once").run.budget.pending
     shapes = Shapes((1, 2), (FailedShape(3, 2, ("k",), 4, True, "it"),))
     back = (GoneBack(8, 2, 9),)
-    job.run = Run(
-        2, True, 3, True, True, Budget(1, 2, failure, ("i",)), 4, 5, 6.0, 7, back, shapes, (Milestone("r", "a", 1),)
-    )
+    budget = Budget(1, 2, failure, ("i",), "x")
+    job.run = Run(2, True, 3, True, True, budget, 4, 5, 6.0, 7, back, shapes, (Milestone("r", "a", 1),))
     job.next = NextWorld(("a",), True, True, conversion, job_at("verifying").verification)
     job.recollection = Recollection(True, 3, 2)
     for inside in (job.run, job.run.budget, shapes, job.next, job.recollection):
