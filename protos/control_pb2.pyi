@@ -547,6 +547,7 @@ class RegisterRequest(google.protobuf.message.Message):
     PEER_ADDRESS_FIELD_NUMBER: builtins.int
     RESUME_STEP_FIELD_NUMBER: builtins.int
     RESUME_TIME_FIELD_NUMBER: builtins.int
+    DLROVER_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     incarnation: builtins.str
     protocol: builtins.int
@@ -577,6 +578,8 @@ class RegisterRequest(google.protobuf.message.Message):
     """Where the run is to resume instead of at its newest checkpoint: a step that has one. Once: the record remembers it."""
     resume_time: builtins.int
     """Asks for that step for the second, third, ... time; 0 and 1: for the first."""
+    dlrover: builtins.bool
+    """The script uses DLRover's trainer classes: it has no session, and its steps are heard in other ways."""
     @property
     def settings(self) -> global___Settings: ...
     @property
@@ -621,9 +624,10 @@ class RegisterRequest(google.protobuf.message.Message):
         peer_address: builtins.str = ...,
         resume_step: builtins.int | None = ...,
         resume_time: builtins.int = ...,
+        dlrover: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_resume_step", b"_resume_step", "known_settings", b"known_settings", "process", b"process", "resume_step", b"resume_step", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_resume_step", b"_resume_step", "epoch", b"epoch", "expects_session", b"expects_session", "finished_runs", b"finished_runs", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "inventory", b"inventory", "job_id", b"job_id", "known_settings", b"known_settings", "new_run", b"new_run", "node", b"node", "nproc", b"nproc", "peer_address", b"peer_address", "previous_incarnation", b"previous_incarnation", "probe", b"probe", "process", b"process", "protocol", b"protocol", "resume_step", b"resume_step", "resume_time", b"resume_time", "secret", b"secret", "settings", b"settings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_resume_step", b"_resume_step", "dlrover", b"dlrover", "epoch", b"epoch", "expects_session", b"expects_session", "finished_runs", b"finished_runs", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "inventory", b"inventory", "job_id", b"job_id", "known_settings", b"known_settings", "new_run", b"new_run", "node", b"node", "nproc", b"nproc", "peer_address", b"peer_address", "previous_incarnation", b"previous_incarnation", "probe", b"probe", "process", b"process", "protocol", b"protocol", "resume_step", b"resume_step", "resume_time", b"resume_time", "secret", b"secret", "settings", b"settings"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_resume_step", b"_resume_step"]) -> typing.Literal["resume_step"] | None: ...
 
 global___RegisterRequest = RegisterRequest

@@ -220,6 +220,7 @@ class Effects:
                     previous_incarnation=previous,
                     known_settings=self._told,
                     expects_session=self._config.expects_session,
+                    dlrover=self._config.dlrover,
                     process=control_pb2.Process(**dataclasses.asdict(own_process())),
                     peer_address=self.memory.address if self.memory is not None else "",
                     resume_step=None if back is None else back[0],

@@ -26,7 +26,7 @@ def first_step(turn: Turn, world: World) -> None:
     turn.update_run(ever_stepped=True)
     if job.told.first_step:
         return
-    turn.update_told(first_step=True)
+    turn.update_told(first_step=True, start=False)
     world = as_heard(turn, world)
     exactly = turn.open.lost_exactly and job.has_session
     paused = turn.now - live.pause.since if live.pause is not None else 0.0
@@ -108,12 +108,39 @@ def without_steps(turn: Turn, world: World) -> None:
     presented when they open.
     """
     live, told = turn.live, turn.job.told
-    if turn.job.has_session or told.unheard:
+    if turn.job.has_session or told.unheard or told.first_step:
         return
     turn.update_told(unheard=True, start=told.start or not may_call_session(turn))
-    turn.notice(f"{headline(world, heard=False)}; no steps are heard: {not_yet(turn)}")
+    turn.notice(f"{headline(world, heard=False)}; no steps are heard{why_unheard(turn, world)}")
     paused = live.phase_since - live.pause.since if live.pause is not None else 0.0
     record(turn, world, max(0.0, paused), 0, heard=False)
+
+
+def why_unheard(turn: Turn, world: World) -> str:
+    """Why no steps are heard, by all that has been heard of the script; or what is heard instead."""
+    saved = resume_point(turn.job)
+    if saved is not None:
+        return ", but what the script saves is taken" + (f": step {saved.step}" if saved.digest != world.resume else "")
+    if is_of_dlrover(turn):
+        return " yet: DLRover's classes tell of them with a save to memory, or every 15 s"
+    return f": {not_yet(turn)}"
+
+
+def no_session(turn: Turn) -> str:
+    """Says that the ranks cannot be asked for anything: the script has no session, or has not called it yet."""
+    if not may_call_session(turn):
+        if is_of_dlrover(turn):
+            return "the script uses DLRover's classes"
+        if turn.job.told.first_step or resume_point(turn.job) is not None:
+            return "the script has no session"
+    return not_yet(turn)
+
+
+def is_of_dlrover(turn: Turn) -> bool:
+    """Whether the open world's script uses DLRover's classes."""
+    members = turn.job.world.members if turn.job.world is not None else ()
+    nodes = (turn.job.node_by(member.incarnation) for member in members)
+    return any(node is not None and node.dlrover for node in nodes)
 
 
 def not_yet(turn: Turn) -> str:
@@ -134,7 +161,8 @@ def perhaps_stalled(turn: Turn, world: World) -> None:
         others = [member.node for member in world.members if job.part(member) is not MemberState.FINISHED]
         what = f"{names(finished)} finished, {names(others)} did not for {limit}"
     else:
-        what = f"no rank called session() for {limit}"
+        heard = job.told.first_step or resume_point(job) is not None or is_of_dlrover(turn)
+        what = f"no step and no save was heard of for {limit}" if heard else f"no rank called session() for {limit}"
     turn.notice(f"{what}: whether the script is at work or stuck cannot be told; it is left alone", True)
 
 
@@ -174,7 +202,7 @@ def waiting_to_grow(turn: Turn, new: list[Node], until: float | None, since: flo
             f", so it cannot be drained: all workers restart in {until - turn.heard:.0f} s (--grow-wait), and go on"
             " from what the script itself has saved"
         )
-    turn.notice(f"{names(sorted(who))} joined: {not_yet(turn)}{what}")
+    turn.notice(f"{names(sorted(who))} joined: {no_session(turn)}{what}")
 
 
 def unsaved_growth(turn: Turn, new: list[Node], until: float | None) -> None:

@@ -54,6 +54,8 @@ class Node:
     remark: str = ""
     # Its workers import dalsegno.elastic: they may call session(), however late.
     expects_session: bool = False
+    # Its workers use DLRover's trainer classes.
+    dlrover: bool = False
     # None if an older agent did not say.
     process: Process | None = None
     # HOST:PORT where other agents reach what it holds in memory; empty: it holds nothing for others.

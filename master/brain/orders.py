@@ -10,7 +10,7 @@ from typing import Any
 
 from dalsegno.protos import control_pb2
 
-from . import membership, memory, running
+from . import announcements, membership, memory, running
 from .checkpoints import newest_on_disk, resume_point
 from .chronicle import Kind
 from .events import Reply
@@ -173,7 +173,7 @@ def save_now(turn: Turn, message: control_pb2.SaveNowRequest) -> Reply:
         kept = f"the newest checkpoint is {head.name}" if head is not None else "nothing is saved"
         return refusal(f"no ranks are at work that could save ({job.phase.value}): {kept}")
     if not job.has_session or turn.open.saves_nothing:
-        why = "the script's loop saves nothing" if job.has_session else "the script has not called session()"
+        why = "the script's loop saves nothing" if job.has_session else announcements.no_session(turn)
         return refusal(f"{why}: the ranks save nothing by order")
     after = running.last_step(turn)
     if job.save_order is None or job.save_order.after != after:

@@ -120,6 +120,7 @@ def admit(turn: Turn, message: control_pb2.RegisterRequest, remark: str) -> Node
         probe=message.probe,
         remark=remark,
         expects_session=message.expects_session,
+        dlrover=message.dlrover,
         process=process_of(message),
         peer_address=message.peer_address,
     )

@@ -100,7 +100,7 @@ def shrink(turn: Turn) -> None:
         start_drain(turn, text, shrink=True)
         return
     go_on_unheard(turn)
-    turn.notice(f"all workers restart, {text}: the script has not called session() and cannot be drained", True)
+    turn.notice(f"all workers restart, {text}: {announcements.no_session(turn)} and cannot be drained", True)
     regroup(turn)
 
 
@@ -109,7 +109,7 @@ def go_on_unheard(turn: Turn) -> None:
 
     A world that has not reached its session() yet proves nothing: it has made no step, and the next one may be heard.
     """
-    if not may_call_session(turn):
+    if not may_call_session(turn) and not turn.job.told.first_step:
         turn.update_told(start=True)
 
 
@@ -213,7 +213,7 @@ def stalled(turn: Turn) -> bool:
         return False
     if not job.has_session:
         # Nobody hears of steps, so their absence proves nothing.
-        if turn.overdue(max(epoch.moved, turn.live.phase_heard) + limit):
+        if turn.overdue(max(epoch.moved, turn.live.phase_heard, turn.live.committed) + limit):
             announcements.perhaps_stalled(turn, world_of(turn))
         return False
     ended = bool(epoch.ended) or MemberState.FINISHED in job.parts.values()

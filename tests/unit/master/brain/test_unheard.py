@@ -5,7 +5,7 @@ from __future__ import annotations
 from dalsegno.master.brain.announcements import SESSION_WITHIN_SECONDS
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2
-from tests.support.jobs.masters import Driven, all_join, settings, stored
+from tests.support.jobs.masters import Driven, Node, all_join, settings, stored
 
 
 def lines(job: Driven, word: str) -> list[str]:
@@ -259,19 +259,81 @@ def test_a_newcomer_hears_at_once_when_it_is_taken_in() -> None:
     assert len(job.members) == 2
 
 
+def heard(job: Driven, node: Node, step: int) -> None:
+    """DLRover's saver tells of a step."""
+    job.note(control_pb2.ProgressRequest(caller=node.caller(job.epoch, 0), step=step))
+
+
+def test_a_world_whose_steps_were_heard_is_not_told_to_call_session() -> None:
+    """Nor are its next worlds, which its first step presents like any other."""
+    job = Driven(settings(grow_wait=5))
+    (a,) = job.start(1, dlrover=True)
+    heard(job, a, 1)
+    job.wait(SESSION_WITHIN_SECONDS + 10)
+    (line,) = lines(job, "epoch 1")
+    assert line.endswith("1 node, from step 0")
+    b = job.node(dlrover=True)
+    b.join()
+    heard(job, a, 2)
+    assert lines(
+        job, f"{b.name} joined: the script uses DLRover's classes, so it cannot be drained: all workers restart"
+    )
+    job.wait(6)
+    all_join([a, b])
+    assert not lines(job, "epoch 2")
+    heard(job, a, 3)
+    assert lines(job, "epoch 2")
+    assert "session()" not in job.notices
+
+
+def test_a_script_of_dlrovers_is_presented_as_one() -> None:
+    """Its first save to memory may be minutes away, and the next world knows what this one has shown."""
+    job = Driven()
+    a, b = job.start(2, dlrover=True)
+    job.wait(SESSION_WITHIN_SECONDS + 100)
+    (line,) = lines(job, "epoch 1")
+    assert "no steps are heard yet: DLRover's classes tell of them with a save to memory, or every 15 s" in line
+    heard(job, a, 50)
+    assert lines(job, "epoch 1")[1:] == ["epoch 1: steps are heard"]
+    b.hang_up()
+    job.wait(2)
+    a.join()
+    assert not lines(job, "epoch 2")
+    heard(job, a, 51)
+    (line,) = lines(job, "epoch 2")
+    assert "no steps" not in line
+    assert "session()" not in job.notices
+
+
+def test_a_script_whose_saves_are_taken_is_not_told_to_call_session() -> None:
+    """What is known of it by then: its saves."""
+    job = Driven(settings(stall_timeout=60))
+    (a,) = job.start(1)
+    job.wait(SESSION_WITHIN_SECONDS - 10)
+    a.save(4)
+    job.wait(20)
+    (line,) = lines(job, "epoch 1")
+    assert line.endswith("1 node; no steps are heard, but what the script saves is taken: step 4")
+    job.wait(25)
+    assert not lines(job, "--stall-timeout"), "the save is as good as a step"
+    job.wait(30)
+    assert lines(job, "no step and no save was heard of for 60 s (--stall-timeout): whether")
+    a.failed()
+    a.join()
+    (line,) = lines(job, "epoch 2")
+    assert line.endswith("no steps are heard, but what the script saves is taken")
+    assert "session()" not in job.notices
+
+
 def test_steps_without_a_session_tell_where_a_world_went_on() -> None:
     """DLRover's saver tells of them. The script loads what it finds itself, so the record does not know the step."""
     job = Driven(settings())
     a, b = job.start(2)
-
-    def heard(step: int, epoch: int) -> None:
-        job.note(control_pb2.ProgressRequest(caller=a.caller(epoch, 0), step=step))
-
-    heard(1, 1)
-    heard(14, 1)
+    heard(job, a, 1)
+    heard(job, a, 14)
     b.failed()
     all_join([a, b])
-    heard(16, 2)
+    heard(job, a, 16)
     assert "epoch 1: " in job.notices
     assert "from step 0" in job.notices.splitlines()[0]
     assert "2 nodes, from step 15 or before" in job.notices.splitlines()[-1]
