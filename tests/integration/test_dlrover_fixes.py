@@ -81,6 +81,25 @@ def wait_over(job: Cluster) -> None:
 
 
 @pytest.mark.full
+def test_defects_are_named_once_at_the_start(fixed: Callable[..., Cluster]) -> None:
+    """On the console, before anything of the run, and not again with the next world."""
+    job = fixed(flags=())
+    (node,) = job.start("a")
+    users.wait_steps(job, 0, 3)
+    users.crash(job, 0)
+    users.wait_steps(job, 1, 3)
+    wait_over(job)
+    said = node.said()
+    named = [number for number, line in enumerate(said) if "--dlrover-fixes mends it" in line]
+    assert len(named) == 2, said
+    assert "different numbers of micro-batches with 3 of 4 nodes" in said[named[0]]
+    assert "ElasticDistributedSampler counts from the last resume" in said[named[1]]
+    first = next(number for number, line in enumerate(said) if "epoch 1" in line)
+    assert max(named) < first, said
+    assert not [line for line in said if "session()" in line], "a script of DLRover's has none"
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("extra", [(), ("--zero-first",)], ids=["zeroed behind", "zeroed before"])
 def test_worlds_of_one_two_and_three_of_four(fixed: Callable[..., Cluster], extra: tuple[str, ...]) -> None:
     """Growths, a crash, a leave: several resumes in a data epoch, and a world that does not divide the batch."""
