@@ -88,3 +88,9 @@ def test_systemds_unit_is_one(tmp_path: Path) -> None:
     assert not said
     stop = int(re.search(r"TimeoutStopSec=(\d+)", unit)[1])  # type: ignore[index]
     assert stop >= JobSettings().drain_timeout + 15
+
+
+def test_rays_script_is_the_one_that_lies_here() -> None:
+    """The page prints it whole; `test_ray.py` plays it."""
+    (printed,) = re.findall(r"```text\n(\"\"\"One dlrover-run.*?)```", PAGE, re.DOTALL)
+    assert printed == (ROOT / "deploy" / "ray" / "train_on_ray.py").read_text(encoding="utf-8")

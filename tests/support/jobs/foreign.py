@@ -14,6 +14,11 @@ from .cluster import ROOT
 
 # With what they import, as far as it is not there anyway; never torch.
 DLROVER = ("dlrover==0.6.1", "deprecated", "wrapt", "nvidia-ml-py")
+RAY = ("ray==2.60.0",)
+IPYTHON = (
+    *("ipython==9.18.1", "ipython-pygments-lexers", "jedi", "parso", "matplotlib-inline", "pexpect", "ptyprocess"),
+    *("prompt-toolkit", "wcwidth", "stack-data", "executing", "asttokens", "pure-eval", "traitlets"),
+)
 LIGHTNING = ("lightning==2.6.6", "lightning-utilities==0.15.3", "torchmetrics==1.9.0")
 
 
