@@ -70,7 +70,7 @@ def as_trl_has_it(line: dict[str, object]) -> dict[str, object]:
     return {"prompt": [asked], "chosen": [answered], "rejected": [worse]}
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
 def test_trls_trainers(clusters: Clusters, undisturbed: Undisturbed, made: Path, kind: str) -> None:
     """Data epochs of 10 steps, the last of which is short: 152 samples, 16 at a time."""
     flags = ("--max-micro-batch-size=3", f"--kind={kind}", f"--made={made}")

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from dalsegno.swift_plugin import hf
 
@@ -19,7 +19,11 @@ sys.path += [str(ROOT), str(ROOT / "examples")]
 import common  # noqa: E402
 import hf_trainer  # noqa: E402
 
-KINDS = {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig)}
+KINDS = {
+    "sft": (SFTTrainer, SFTConfig, "sft.jsonl"),
+    "dpo": (DPOTrainer, DPOConfig, "dpo.jsonl"),
+    "reward": (RewardTrainer, RewardConfig, "dpo.jsonl"),
+}
 
 
 def parsed() -> argparse.Namespace:
@@ -31,13 +35,17 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     flags = parsed()
-    trainer_class, config_class = KINDS[flags.kind]
+    trainer_class, config_class, data = KINDS[flags.kind]
     steps = hf_trainer.StepLog(flags.step_log)
+    if flags.kind == "reward":
+        model = AutoModelForSequenceClassification.from_pretrained(flags.made / "model", num_labels=1)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(flags.made / "model")
     trainer = trainer_class(
-        model=AutoModelForCausalLM.from_pretrained(flags.made / "model"),
+        model=model,
         processing_class=AutoTokenizer.from_pretrained(flags.made / "model"),
         train_dataset=load_dataset(
-            "json", data_files=str(flags.made / f"{flags.kind}.jsonl"), split="train", cache_dir=os.environ["TRL_CACHE"]
+            "json", data_files=str(flags.made / data), split="train", cache_dir=os.environ["TRL_CACHE"]
         ),
         args=config_class(
             output_dir="out",
