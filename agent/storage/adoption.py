@@ -91,6 +91,8 @@ class Adopter:
         self._resumed = dict(before.saved_as.numbers) if before is not None else {}
         self._numbers: dict[str, int | None] = {}
         self._slots = Slots(self._root, origin.world_size, self._resumed, self._known.values())
+        # The ranks that a checkpoint of this epoch has named: of a worker that is itself a launcher.
+        self._ranks = 0
         # What was complete at the last looks, and since when nothing of it changes; the same of what was incomplete.
         self._stands: dict[str, tuple[tuple[FileState, ...], float]] = {}
         self._lacks: dict[str, tuple[object, float]] = {}
@@ -241,7 +243,7 @@ class Adopter:
             if self._is_behind(unit):
                 continue
             try:
-                one = complete(self._root, unit, self._origin.world_size)
+                one = complete(self._root, unit, self._origin.world_size, self._ranks)
             except FileNotFoundError:
                 self._undecided = True
             except (CheckpointDamaged, ValueError) as error:
@@ -334,6 +336,7 @@ class Adopter:
         new = [file for unit in piece.changed for file in unit.files if self._known.get(file.name) != file]
         self._known = {file.name: file for file in piece.files}
         self._slots.took(piece.files)
+        self._ranks = max(self._ranks, *(one.ranks for one in piece.changed))
         changed = {one.unit.series for one in piece.changed}
         self._numbers |= {series: number for series, number in piece.numbers if series in changed}
         self._before = Before(self._run_dir / manifest.name, self._known, saved_as)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -61,6 +61,7 @@ class Complete:
         files: all its files.
         links: links in it, and where they lead, both relative to the script's directory.
         sure: its framework's rule says that nothing is missing; otherwise only that nothing changes any more says so.
+        ranks: how many ranks its files name; 0: none.
     """
 
     unit: Unit
@@ -69,6 +70,7 @@ class Complete:
     files: tuple[FileState, ...]
     links: tuple[tuple[str, str], ...] = ()
     sure: bool = True
+    ranks: int = 0
 
     @property
     def written(self) -> int:
@@ -76,8 +78,40 @@ class Complete:
         return max((file.written for file in self.files), default=0)
 
 
-def complete(root: Path, unit: Unit, world_size: int) -> Complete | str:
+@dataclass(frozen=True)
+class _Savers:
+    """Who has saved, or must have.
+
+    A worker alone may be a launcher (torchrun, accelerate) with ranks of its own, which only their files show: at first
+    nobody knows how many there are.
+
+    Attributes:
+        world_size: our workers.
+        seen: ranks that earlier checkpoints of the same workers have named.
+    """
+
+    world_size: int
+    seen: int = 0
+
+    def everybody(self, named: Iterable[int]) -> set[int]:
+        """All ranks that must have saved where files name these ones."""
+        if self.world_size > 1:
+            return set(range(self.world_size))
+        return set(range(max(1, self.seen, *(rank + 1 for rank in named))))
+
+    def known(self, named: Collection[int]) -> bool:
+        """Whether nobody else can be missing."""
+        return self.world_size > 1 or len(named) < 2 or len(named) <= self.seen
+
+
+def complete(root: Path, unit: Unit, world_size: int, seen: int = 0) -> Complete | str:
     """A unit below the script's directory, if all of it is there; else what is missing.
+
+    Args:
+        root: the script's directory.
+        unit: what it may be.
+        world_size: our workers.
+        seen: where there is one worker: the ranks that its earlier checkpoints have named.
 
     Raises:
         CheckpointDamaged: it holds something that is no file.
@@ -87,13 +121,14 @@ def complete(root: Path, unit: Unit, world_size: int) -> Complete | str:
     if unit.layout == FILES:
         _check_names(unit.names)
         return _of_files(root, unit, world_size)
+    savers = _Savers(world_size, seen)
     path = root / unit.path
     names, links = (list_files(path), ()) if unit.layout in COUNTED else _tree(root, unit.path)
     _check_names((unit.path, *names))
     if unit.layout in (DEEPSPEED, TRANSFORMERS):
-        found = (_of_deepspeed if unit.layout == DEEPSPEED else _of_transformers)(path, names, world_size)
+        found = (_of_deepspeed if unit.layout == DEEPSPEED else _of_transformers)(path, names, savers)
     elif unit.layout == ACCELERATE:
-        found = _of_accelerate(path, names, world_size)
+        found = _of_accelerate(path, names, savers)
     elif unit.layout == DISTCP:
         found = _of_distcp(path, names)
     else:
@@ -102,7 +137,14 @@ def complete(root: Path, unit: Unit, world_size: int) -> Complete | str:
         return found
     strategy, anywhere, sure = found
     files = state_of(root, [f"{unit.path}/{name}" for name in names])
-    return Complete(unit, strategy, anywhere, files, links, sure)
+    return Complete(unit, strategy, anywhere, files, links, sure, len(_named(names)))
+
+
+def _named(names: Iterable[str]) -> set[int]:
+    """The ranks that files of these frameworks name, in whichever directory they lie."""
+    patterns = (_OPTIMIZER, _MODEL_OF_RANK, _RNG_OF_RANK, _RANDOM_OF_RANK)
+    plain = [name.rpartition("/")[2] for name in names]
+    return {int(match[1]) for name in plain for one in patterns if (match := one.fullmatch(name))}
 
 
 def _check_names(names: Iterable[str]) -> None:
@@ -148,13 +190,13 @@ def _links(root: Path, path: str) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def _of_deepspeed(path: Path, names: list[str], world_size: int) -> _Verdict | str:
-    partitioned = _engine(path, names, world_size)
+def _of_deepspeed(path: Path, names: list[str], savers: _Savers) -> _Verdict | str:
+    partitioned = _engine(path, names, savers)
     if isinstance(partitioned, str):
         return partitioned
     if not partitioned and _latest(path.parent) != path.name:
         return "`latest` does not name it yet"
-    return "deepspeed", not partitioned, True
+    return "deepspeed", not partitioned, savers.known(_named(names))
 
 
 def _latest(directory: Path) -> str:
@@ -165,36 +207,39 @@ def _latest(directory: Path) -> str:
         return ""
 
 
-def _of_transformers(path: Path, names: list[str], world_size: int) -> _Verdict | str:
+def _of_transformers(path: Path, names: list[str], savers: _Savers) -> _Verdict | str:
     """A Trainer's own files and, if DeepSpeed trains, those of its engine in a directory below."""
     ranks = {int(match[1]) for name in names if (match := _RNG_OF_RANK.fullmatch(name))}
     if _TRAINER_STATE not in names:
         return f"{_TRAINER_STATE} is missing"
-    if ranks and ranks != set(range(world_size)):
-        return f"rng_state_….pth of some of {world_size} ranks are missing"
+    # A Trainer alone gives its file no number.
+    everybody = savers.everybody(ranks | {1} if ranks else ())
+    if ranks and ranks != everybody:
+        return f"rng_state_….pth of some of {len(everybody)} ranks are missing"
     # Files of other ranks, which the Trainer's state does not mention.
     if torn := [name for name in names if _RNG_OF_RANK.fullmatch(name) and not is_archive(path / name)]:
         return f"{torn[0]} is not written to its end"
     engines = {name.partition("/")[0] for name in names if _ENGINE.fullmatch(name.partition("/")[0])}
     for engine in engines:
         inner = [name.removeprefix(f"{engine}/") for name in names if name.startswith(f"{engine}/")]
-        if isinstance(missing := _engine(path / engine, inner, world_size), str):
+        if isinstance(missing := _engine(path / engine, inner, savers), str):
             return missing
-    return "transformers-deepspeed" if engines else "transformers", not engines, True
+    sure = savers.known(_named(names))
+    return "transformers-deepspeed" if engines else "transformers", not engines, sure
 
 
-def _engine(path: Path, names: list[str], world_size: int) -> bool | str:
+def _engine(path: Path, names: list[str], savers: _Savers) -> bool | str:
     """Whether DeepSpeed's states are partitioned by rank; or what is still missing.
 
     Raises:
         ValueError: nobody can tell which files must be there.
     """
-    everybody = set(range(world_size))
     if other := next(filter(_NOT_ONLY_DATA.fullmatch, names), ""):
         raise ValueError(f"{printable(other)}: tensor or pipeline parallelism, or experts: this is not taken over")
     optimizer = {int(match[1]) for name in names if (match := _OPTIMIZER.fullmatch(name))}
     model = {int(match[1]) for name in names if (match := _MODEL_OF_RANK.fullmatch(name))}
-    missing = f"files of some of {world_size} ranks are missing"
+    everybody = savers.everybody(optimizer | model)
+    missing = f"files of some of {len(everybody)} ranks are missing"
     if model and (model != everybody or optimizer != everybody):
         return missing  # stage 3
     if not model and (_MODEL not in names or optimizer not in (set(), everybody)):
@@ -204,22 +249,22 @@ def _engine(path: Path, names: list[str], world_size: int) -> bool | str:
     return f"{torn[0]} is not written to its end" if torn else bool(optimizer)
 
 
-def _of_accelerate(path: Path, names: list[str], world_size: int) -> _Verdict | str:
+def _of_accelerate(path: Path, names: list[str], savers: _Savers) -> _Verdict | str:
     """Each rank writes its random states after all that is common."""
     ranks = {int(match[1]) for name in names if (match := _RANDOM_OF_RANK.fullmatch(name))}
-    if lacking := sorted(set(range(world_size)) - ranks):
+    if lacking := sorted(savers.everybody(ranks) - ranks):
         return f"random_states_{lacking[0]}.pkl is missing"
     if torn := _torn(path, names):
         return torn
     anywhere = True
     for engine in sorted({name.rpartition("/")[0] for name in names if name.endswith("_states.pt")}):
         inner = [name.removeprefix(f"{engine}/") for name in names if name.startswith(f"{engine}/")]
-        partitioned = _engine(path / engine, inner, world_size)
+        partitioned = _engine(path / engine, inner, savers)
         if isinstance(partitioned, str):
             return partitioned
         anywhere = anywhere and not partitioned
     # FSDP's LOCAL_STATE_DICT.
-    return "accelerate", anywhere and len(ranks_of(names)) < 2, True
+    return "accelerate", anywhere and len(ranks_of(names)) < 2, savers.known(ranks)
 
 
 def _of_distcp(path: Path, names: list[str]) -> _Verdict | str:

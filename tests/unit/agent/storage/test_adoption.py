@@ -97,6 +97,43 @@ def test_transformers_is_complete_with_the_state_of_the_trainer_and_of_all_ranks
     assert found(tmp_path) == [("checkpoint-30", 30, "transformers-deepspeed", False)]
 
 
+@pytest.mark.parametrize(
+    ("where", "names"),
+    [
+        ("checkpoint-30", ["trainer_state.json", *(f"rng_state_{rank}.pth" for rank in range(3))]),
+        ("global_step30", [ZERO_1[0], *(f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in range(3))]),
+        ("step_30", ["model.safetensors", *(f"random_states_{rank}.pkl" for rank in range(3))]),
+    ],
+    ids=["transformers", "deepspeed", "accelerate"],
+)
+def test_a_worker_that_is_a_launcher_has_ranks_of_its_own(tmp_path: Path, where: str, names: list[str]) -> None:
+    """How many, its files say: at first they must stand still, and from then on all of them must be there."""
+    states(tmp_path / where, *names[:-1])
+    if where == "step_30":
+        (tmp_path / where / names[0]).write_bytes((4).to_bytes(8, "little") + b"{}  ")
+    (unit,) = [unit for series in survey(tmp_path).series() for unit in series]
+    one = complete(tmp_path, unit, 1)
+    assert isinstance(one, Complete)
+    assert (one.sure, one.ranks) == (False, 2)
+    assert isinstance(complete(tmp_path, unit, 1, 2), Complete)
+    assert isinstance(complete(tmp_path, unit, 1, 3), str)
+    assert isinstance(complete(tmp_path, unit, 3), str)
+    states(tmp_path / where, names[-1])
+    for seen, sure in ((0, False), (2, False), (3, True)):
+        one = complete(tmp_path, unit, 1, seen)
+        assert isinstance(one, Complete)
+        assert (one.sure, one.ranks) == (sure, 3)
+
+
+def test_a_trainers_numbered_file_is_not_its_only_one(tmp_path: Path) -> None:
+    """A Trainer alone gives it no number."""
+    path = tmp_path / "checkpoint-30"
+    states(path, "trainer_state.json", "rng_state_0.pth")
+    assert found(tmp_path, 1) == []
+    (path / "rng_state_0.pth").rename(path / "rng_state.pth")
+    assert found(tmp_path, 1) == [("checkpoint-30", 30, "transformers", True)]
+
+
 def world(epoch: int, resume: str = "", universal: str = "") -> control_pb2.World:
     made = control_pb2.World(epoch=epoch, run_id="run-0001")
     if resume:
@@ -169,19 +206,29 @@ def test_what_cannot_be_sealed_is_said_once_and_tried_again(tmp_path: Path, monk
 
 
 def begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: control_pb2.World
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: control_pb2.World, origin: Origin = ORIGIN
 ) -> tuple[Adoption, queue.Queue[ev.Event]]:
     """Looks, quickly, at what is below ``e<epoch>``."""
     monkeypatch.setattr(adoption, "LOOK_EVERY_SECONDS", 0.02)
     heard: queue.Queue[ev.Event] = queue.Queue()
     taken = Adoption(["${save_dir}"], heard.put)
-    taken.begin(tmp_path, world, ORIGIN, [], first=True)
+    taken.begin(tmp_path, world, origin, [], first=True)
     return taken, heard
 
 
 def sealed_step(event: ev.Event) -> int:
     assert isinstance(event, ev.WorkerSaid), event
     return event.message.sealed.step
+
+
+def test_what_a_launchers_ranks_save_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent has one worker, and two ranks below it save; the second time without waiting for long."""
+    taken, heard = begun(tmp_path, monkeypatch, world(2), Origin("job", 1, 1, 1, 1))
+    for step, looks in ((30, adoption.UNSURE_LOOKS), (60, 10**6)):
+        monkeypatch.setattr(adoption, "UNSURE_LOOKS", looks)
+        states(tmp_path / "e2" / f"checkpoint-{step}", "trainer_state.json", "rng_state_0.pth", "rng_state_1.pth")
+        assert sealed_step(heard.get(timeout=20)) == step
+    taken.close()
 
 
 def test_what_is_written_over_where_it_lies_stays_as_it_was_sealed(

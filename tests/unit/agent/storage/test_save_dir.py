@@ -444,7 +444,7 @@ def test_a_file_that_cannot_be_read_is_said(runs: Callable[..., Run], monkeypatc
     """And the others of its directory do not wait for it longer than a look."""
     plain = adoption.complete
 
-    def refuses(root: Path, unit: adoption.Unit, world_size: int) -> object:
+    def refuses(root: Path, unit: adoption.Unit, world_size: int, seen: int = 0) -> object:
         if unit.number == 9:
             raise PermissionError(13, "Permission denied", unit.path)
         return plain(root, unit, world_size)
