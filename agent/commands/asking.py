@@ -6,7 +6,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..control.claim import Claim, ClaimFile
 from ..control.connection import RETRIED, Credentials, code_of, detail_of, leader_of
 from ..control.credentials import CredentialFiles
 from ..control.handshake import mismatch
+from ..control.places import MasterPlaces
 from ..control.spawning import read_token
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
 from ..storage.survey import runs_in_order
@@ -72,19 +74,27 @@ class AskedMaster:
         `more_seconds`: how long the call may wait by itself.
         """
         request.job_id = self._options.job_id or ""
-        left, asked = list(self._addresses), set[str]()
+        ways, asked = self._ways(), set[tuple[str, str]]()
+        way = next(ways)
         while True:
-            address = left.pop(0)
-            asked.add(address)
-            with self._credentials.channel(address) as channel:
+            asked.add(way)
+            with self._credentials.channel(*way) as channel:
                 try:
                     call = getattr(control_pb2_grpc.ControlStub(channel), method)
                     return call(request, timeout=TIMEOUT_SECONDS + more_seconds, metadata=self._credentials.metadata)
                 except grpc.RpcError as error:
-                    leader = leader_of(error)
-                    left = [one for one in ([leader] if leader else []) + left if one not in asked]
-                    if not left or code_of(error) not in RETRIED:
-                        raise NoAnswer(address, error) from error
+                    said = NoAnswer(way[0], error)
+                    # Whoever is named comes first, unless that one was asked.
+                    named = (leader_of(error), "")
+                    way = next((one for one in chain([named], ways) if one[0] and one not in asked), ("", ""))
+                    if not way[0] or code_of(error) not in RETRIED:
+                        raise said from error
+
+    def _ways(self) -> Iterator[tuple[str, str]]:
+        """Whom to ask: each name that was given, at each of its addresses."""
+        for address in self._addresses:
+            for target in MasterPlaces().targets(address):
+                yield address, target
 
     def why(self, said: NoAnswer) -> str:
         """Why there is no answer, for a person."""

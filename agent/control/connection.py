@@ -12,7 +12,10 @@ from pathlib import Path
 import grpc
 
 from dalsegno.protos import control_pb2_grpc
+from dalsegno.protos.addresses import host_and_port
 from dalsegno.protos.contract import LEADER_METADATA
+
+from .places import MasterPlaces
 
 __all__ = ["RETRIED", "Connector", "Credentials", "MasterLink", "channel_options", "code_of", "detail_of", "leader_of"]
 
@@ -123,19 +126,28 @@ class Credentials:
         """Metadata that is sent with every call."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
-    def channel(self, address: str) -> grpc.Channel:
+    def channel(self, address: str, target: str = "") -> grpc.Channel:
         """Opens a channel; it connects when it is first used.
+
+        Args:
+            address: HOST:PORT, whose name the other side's certificate must have.
+            target: where to connect, as gRPC writes it; empty: it looks the name up.
 
         Raises:
             OSError: a file cannot be read.
         """
+        options = channel_options()
+        if target:
+            options.append(("grpc.default_authority", address))
         if not self.tls:
-            return grpc.insecure_channel(address, options=channel_options())
+            return grpc.insecure_channel(target or address, options=options)
+        if target:
+            options.append(("grpc.ssl_target_name_override", host_and_port(address)[0]))
         roots, key, cert = (
             None if path is None else path.read_bytes() for path in (self.tls_ca, self.tls_key, self.tls_cert)
         )
         secure = grpc.ssl_channel_credentials(roots, key, cert)
-        return grpc.secure_channel(address, secure, options=channel_options())
+        return grpc.secure_channel(target or address, secure, options=options)
 
 
 @dataclass(frozen=True)
@@ -156,6 +168,7 @@ class Connector:
             file system that is away), the last credentials are used.
         on_missing: called whenever a link was found broken (an embedded master may have to be started).
         explain: says why credentials cannot work with an address, "" if that is not known; may block.
+        places: chooses among the addresses of one name; may block.
     """
 
     def __init__(
@@ -164,14 +177,18 @@ class Connector:
         credentials: Callable[[], Credentials],
         on_missing: Callable[[], None] = lambda: None,
         explain: Callable[[str, Credentials], str] = lambda address, credentials: "",
+        places: MasterPlaces | None = None,
     ) -> None:
         self._explain = explain
+        self._places = MasterPlaces() if places is None else places
         # The last result of `hopeless`, and how often in a row it came.
         self._found, self._looks = "", 0
         self._locate = locate
         self._credentials = credentials
         self._on_missing = on_missing
         self._lock = threading.Lock()
+        # Held while a link is opened, which takes seconds where names are looked up in vain. Taken before `_lock`.
+        self._opening = threading.Lock()
         self._turn = 0
         # Which address to go to instead of the next one in turn; empty: none.
         self._leader = ""
@@ -198,15 +215,19 @@ class Connector:
 
     def get(self) -> MasterLink | None:
         """The present link, opened if need be; None if it cannot be opened now, or this is closed."""
-        with self._lock:
-            if self._link is None and not self._closed:
+        with self._opening:
+            with self._lock:
+                if self._link is not None or self._closed:
+                    return self._link
                 addresses = self._locate()
-                if addresses:
-                    address = self._leader or addresses[self._turn % len(addresses)]
-                    channel = self._open(address)
-                    if channel is not None:
-                        self._link = MasterLink(channel, control_pb2_grpc.ControlStub(channel), address)
-            return self._link
+                if not addresses:
+                    return None
+                address = self._leader or addresses[self._turn % len(addresses)]
+            target = self._places.target(address)
+            with self._lock:
+                if not self._closed and (channel := self._open(address, target)) is not None:
+                    self._link = MasterLink(channel, control_pb2_grpc.ControlStub(channel), address)
+                return self._link
 
     def hopeless(self) -> str:
         """Why none of the addresses will ever answer, once several looks in a row have found the same reason.
@@ -223,7 +244,7 @@ class Connector:
         self._found = found
         return found if self._looks >= _LOOKS else ""
 
-    def _open(self, address: str) -> grpc.Channel | None:
+    def _open(self, address: str, target: str) -> grpc.Channel | None:
         """Opens a channel with the newest credentials available; the caller holds the lock."""
         try:
             self._last = self._credentials()
@@ -234,7 +255,7 @@ class Connector:
         else:
             self._unreadable = False
         try:
-            return self._last.channel(address)
+            return self._last.channel(address, target)
         except OSError as error:
             self._complain(error)
             return None

@@ -456,7 +456,7 @@ class World:
             def __init__(self, token: str) -> None:
                 self.token, self.metadata = token, ()
 
-            def channel(self, address: str) -> Channel:
+            def channel(self, address: str, target: str = "") -> Channel:
                 return Channel(world, address, self.token)
 
         others: list[tuple[Any, str, Any]] = [

@@ -450,7 +450,8 @@ class RealAgent:
         )
         mailbox = Box(self)
         console = RunConsole()
-        connector = Connector(lambda: ("master:1",), lambda: Credentials(self.endpoint))  # type: ignore[arg-type]
+        # An address, so that no name is looked up.
+        connector = Connector(lambda: ("127.0.0.1:1",), lambda: Credentials(self.endpoint))  # type: ignore[arg-type]
         self.effects = Effects(
             config,
             JobDirectory(config.checkpoint_dir, "job"),

@@ -194,5 +194,5 @@ class Credentials:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
 
-    def channel(self, address: str) -> Channel:
+    def channel(self, address: str, target: str = "") -> Channel:
         return Channel(self._endpoint)
