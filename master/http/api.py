@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query
+from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Response
 from google.protobuf.message import Message
 from pydantic import BaseModel, Field
 
@@ -13,9 +13,10 @@ from dalsegno.protos.contract import CONTROL_PROTOCOL
 
 from ..brain.chronicle import EVENTS
 from ..brain.door import ShapeError, admit
+from .encoded import EncodedEvents
 from .guard import Guard
 from .looking import Looking, Master
-from .stream import EventStream, Readers, as_json
+from .stream import EventStream, Readers
 
 __all__ = ("Api",)
 
@@ -30,6 +31,7 @@ STATUS_OF = {
 }
 # Seconds that a request for events may wait for one; less than a connection lasts.
 LONGEST_WAIT_SECONDS = 20.0
+_JSON = "application/json"
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     401: {"description": "The token is missing or wrong"},
     403: {"description": "The order comes from a page of another site"},
@@ -79,6 +81,7 @@ class Api:
 
     def __init__(self, master: Master, guard: Guard, looking: Looking, prefix: str = "/api/v1") -> None:
         self._master, self._looking, self._readers = master, looking, Readers()
+        self._encoded = EncodedEvents(master.feed)
         self.router = router = APIRouter(prefix=prefix, responses=_REFUSALS)
         reads, orders = [Depends(guard.reads)], [Depends(guard.orders)]
         add = router.add_api_route
@@ -95,7 +98,7 @@ class Api:
             add(path, act, methods=["POST"], dependencies=orders, summary=text)
 
     async def _job(self) -> Any:
-        return await self._looking.as_json()
+        return Response(await self._looking.as_json(), media_type=_JSON)
 
     async def _events(
         self,
@@ -109,19 +112,21 @@ class Api:
         await self._looking.now()
         streams, feed = "text/event-stream" in accept, self._master.feed
         if not streams and not wait:
-            return self._answer(after, limit)
+            return await self._answer(after, limit)
         if self._readers.full:
             raise HTTPException(429, "too many readers wait for events already: ask without `wait`, or later")
         if streams:
-            return EventStream(feed, after if last_event_id is None else last_event_id, self._readers)
+            return EventStream(feed, after if last_event_id is None else last_event_id, self._readers, self._encoded)
         with self._readers.one():
             await feed.wait(after, wait)
-        return self._answer(after, limit)
+        return await self._answer(after, limit)
 
-    def _answer(self, after: int, limit: int) -> Events:
+    async def _answer(self, after: int, limit: int) -> Response:
+        """`Events`, put together from the texts of each: a model would look at every value again."""
         feed = self._master.feed
-        found = [as_json(event) for event in feed.after(after, limit)]
-        return Events(events=found, oldest=feed.oldest, newest=feed.newest)
+        found, oldest, newest = feed.after(after, limit), feed.oldest, feed.newest
+        texts = b",".join(await self._encoded.of(found))
+        return Response(b'{"events":[%s],"oldest":%d,"newest":%d}' % (texts, oldest, newest), media_type=_JSON)
 
     async def _drain(self, name: Annotated[str, Path(max_length=256)]) -> Ordered:
         return await self._order(pb.DrainNodeRequest(protocol=CONTROL_PROTOCOL, node=name))

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import deque
-from typing import Any, Protocol
+from typing import Protocol
 
 from fastapi import HTTPException
-from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
 
 from ..brain.events import Reply
 from ..server.feed import Feed
+from .encoded import message_json
 
-__all__ = ("Curve", "Looking", "Master", "finite")
+__all__ = ("Curve", "Looking", "Master")
 
 # The most points of the page's curve, and the seconds for which one look serves all who ask.
 CURVE_POINTS = 1000
@@ -68,6 +67,9 @@ class Looking:
         self._look: asyncio.Task[Reply] | None = None
         # The turns that had ended when the last look began.
         self._turns = -1
+        # The look that was encoded last, and its text.
+        self._encoded: control_pb2.StatusReply | None = None
+        self._encoding: asyncio.Task[bytes] | None = None
 
     async def now(self) -> control_pb2.StatusReply:
         """The status. Raises HTTPException (503) if this master cannot tell."""
@@ -91,18 +93,14 @@ class Looking:
             self.curve.see(reply.message)
         return reply
 
-    async def as_json(self) -> dict[str, Any]:
-        """The status with what this master has seen of the loss. Raises HTTPException."""
+    async def as_json(self) -> bytes:
+        """The status with what this master has seen of the loss, encoded once for each look. Raises HTTPException."""
         status = await self.now()
-        plain = MessageToDict(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-        plain["goodput"] = status.goodput if status.HasField("goodput") else None
-        return dict(finite(plain | {"curve": list(self.curve.points)}))
-
-
-def finite(value: Any) -> Any:
-    """The value with None in place of NaN and infinities, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        if self._encoding is None or self._encoded is not status:
+            more = {
+                "goodput": status.goodput if status.HasField("goodput") else None,
+                "curve": list(self.curve.points),
+            }
+            self._encoding, self._encoded = asyncio.create_task(message_json(status, more)), status
+        # As with a look.
+        return await asyncio.shield(self._encoding)

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from fastapi.responses import Response
-from google.protobuf.json_format import MessageToDict
 
 from ..brain.chronicle import JobEvent
-from ..brain.views import event_proto
 from ..server.feed import Feed
+from .encoded import EncodedEvents
 from .guard import Receive, Scope, Send
 
-__all__ = ("EventStream", "Readers", "as_json")
+__all__ = ("EventStream", "Readers")
 
 # Seconds: how long a stream lasts, less than any connection does; between two signs of life; in which a reader must
 # have taken what was sent; after which it connects again.
@@ -31,16 +29,6 @@ AGAIN_SECONDS = 1.0
 # The most events that are sent at once, and the most that wait for some.
 AT_ONCE = 100
 MOST_READERS = 64
-
-
-def as_json(event: JobEvent) -> dict[str, Any]:
-    """An event as JSON, with all its fields. Numbers of 64 bits are numbers here: none of them comes near 2**53."""
-    proto = event_proto(event)
-    plain = MessageToDict(proto, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    for name in ("sequence", "epoch", "step", "lost_steps"):
-        if name in plain:
-            plain[name] = int(plain[name])
-    return plain
 
 
 class Readers:
@@ -71,14 +59,15 @@ class EventStream(Response):
         feed: The events.
         after: The number of the last event that the reader knows.
         readers: Counts it.
+        encoded: The texts of events.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, feed: Feed, after: int, readers: Readers) -> None:
+    def __init__(self, feed: Feed, after: int, readers: Readers, encoded: EncodedEvents) -> None:
         super().__init__(b"", headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._feed, self._after, self._readers = feed, after, readers
+        self._feed, self._after, self._readers, self._encoded = feed, after, readers, encoded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends until the stream's time is over, or the reader has gone or is too slow."""
@@ -97,20 +86,21 @@ class EventStream(Response):
         until = loop.time() + LONGEST_STREAM_SECONDS
         with contextlib.suppress(asyncio.TimeoutError):
             await _sent(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._put(send, f"retry: {AGAIN_SECONDS * 1000:.0f}\n\n")
+            await self._put(send, b"retry: %.0f\n\n" % (AGAIN_SECONDS * 1000))
             while (left := until - loop.time()) > 0:
                 found = self._feed.after(self._after, AT_ONCE)
                 if found:
-                    await self._put(send, "".join(map(_block, found)))
+                    texts = await self._encoded.of(found)
+                    await self._put(send, b"".join(map(_block, found, texts)))
                     self._after = found[-1].sequence
                     continue
                 await self._feed.wait(self._after, min(left, ALIVE_EVERY_SECONDS))
                 if self._feed.newest == self._after:
-                    await self._put(send, ": alive\n\n")
+                    await self._put(send, b": alive\n\n")
             await _sent(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _put(self, send: Send, text: str) -> None:
-        await _sent(send, {"type": "http.response.body", "body": text.encode(), "more_body": True})
+    async def _put(self, send: Send, text: bytes) -> None:
+        await _sent(send, {"type": "http.response.body", "body": text, "more_body": True})
 
 
 async def _sent(send: Send, message: dict[str, Any]) -> None:
@@ -123,5 +113,5 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-def _block(event: JobEvent) -> str:
-    return f"id: {event.sequence}\nevent: {event.kind.value}\ndata: {json.dumps(as_json(event))}\n\n"
+def _block(event: JobEvent, text: bytes) -> bytes:
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (event.sequence, event.kind.value.encode(), text)

@@ -20,8 +20,9 @@ from dalsegno.master.brain.chronicle import JobEvent, Kind, PausePart
 from dalsegno.master.brain.events import Reply
 from dalsegno.master.http import stream
 from dalsegno.master.http.edge import Edge
+from dalsegno.master.http.encoded import finite
 from dalsegno.master.http.guard import LARGEST_BODY_BYTES
-from dalsegno.master.http.looking import CURVE_POINTS, Curve, Looking, finite
+from dalsegno.master.http.looking import CURVE_POINTS, Curve, Looking
 from dalsegno.master.http.metrics import metrics
 from dalsegno.master.http.page import PAGE
 from dalsegno.master.record.descriptors import HTTP_CONNECTIONS
