@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 pytest.importorskip("aetcd")
 
 from dalsegno.master.record import etcd_calls
-from dalsegno.master.record.chunks import decoded
+from dalsegno.master.record.chunks import decoded, encoded
 from dalsegno.master.record.etcd_calls import Change, Etcd, EtcdFiles
 from dalsegno.master.record.store import StoreDamaged, StoreError, StoreUnavailable, open_store
 from tests.support.jobs.etcd_members import ETCD, MISSING, Members, etcd_members
@@ -29,7 +30,7 @@ _jobs = count()
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Members]:
-    with etcd_members(tmp_path_factory.mktemp("etcd")) as members:
+    with etcd_members(tmp_path_factory.mktemp("etcd"), unread="its tests damage records") as members:
         yield members
 
 
@@ -281,3 +282,27 @@ def test_another_job_s_head_is_not_overwritten(pair: Owners) -> None:
     with pytest.raises(StoreError, match=f"is of job '{pair.job}'"):
         copy.load()
     copy.close()
+
+
+def test_a_history_that_breaks_is_found(tmp_path: Path, job: str) -> None:
+    """What every scene over etcd is asked in the end, also with its members gone."""
+    with etcd_members(tmp_path / "etcd", unread="this is the test of it") as members:
+        owners = Owners(members, job)
+        owners.store.save({"a": b"one"}, owners.store.raise_generation())
+        found = owners.etcd.get(f"/dalsegno/{job}/head")
+        assert found is not None
+        members.send(0, signal.SIGKILL)
+        members.assert_histories()
+        head = decoded(found.data)
+        for wrong, said in (
+            (replace(head, number=head.number + 2), "the chain of heads breaks"),
+            (replace(head, number=head.number + 1, owner="other"), "two writers of one generation"),
+            (replace(head, number=head.number + 1, generation=0), "generations fall"),
+        ):
+            owners.put("head", encoded(wrong))
+            with pytest.raises(AssertionError, match=said):
+                members.assert_histories()
+            # Its history begins anew.
+            owners.put("head", None)
+            owners.put("head", found.data)
+        owners.close()

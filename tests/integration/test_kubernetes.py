@@ -258,6 +258,7 @@ def test_masters_over_etcd(tmp_path: Path, undisturbed: Undisturbed) -> None:
             run.wait_world(2, after=first)
             complete(run, undisturbed)
             assert run.lost() == {}
+            made[0].assert_histories()
     finally:
         for members in made:
             members.close()

@@ -13,11 +13,10 @@ import pytest
 
 pytest.importorskip("aetcd")
 
-from dalsegno.master.record.chunks import decoded
 from tests.support.jobs.cluster import Training, Undisturbed
 from tests.support.jobs.etcd_members import ETCD, MISSING, etcd_members
 from tests.support.jobs.proxy import Proxy
-from tests.support.jobs.schedules import Stage, assert_one_history, play, schedule, stage
+from tests.support.jobs.schedules import Stage, play, schedule, stage
 from tests.support.jobs.several_masters import Several
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(ETCD is None, reason=MISSING)]
@@ -164,7 +163,6 @@ def test_real_ranks_through_a_partition(tmp_path: Path, undisturbed: Undisturbed
             job.finish()
             job.assert_lost({})
             job.assert_undisturbed(undisturbed)
-        assert_one_history([decoded(data) for data in members.history(f"/dalsegno/{job.job}/head")])
         for way in [way for its in ways.values() for way in its]:
             way.close()
 

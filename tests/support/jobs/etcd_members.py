@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,6 +17,10 @@ from pathlib import Path
 
 import grpc
 
+with contextlib.suppress(ImportError):  # who uses them asks for aetcd first
+    from aetcd.rpc import rpc_pb2, rpc_pb2_grpc
+
+from dalsegno.master.record.chunks import Head, decoded
 from tests.support.hosts.hosts import Host
 from tests.support.hosts.namespaces import Inside
 from tests.support.jobs.ports import free_port
@@ -153,18 +158,43 @@ class Members:
         return max(found)[1] if found else None
 
     def history(self, key: str) -> Iterator[bytes]:
-        """All values that a key has had, in order, as long as etcd was not compacted."""
-        from aetcd.rpc import rpc_pb2, rpc_pb2_grpc
-
+        """All values that a key has had since it is there, in order; where etcd was compacted, those since then."""
         with grpc.insecure_channel(self._reached[0]) as channel:
             stub = rpc_pb2_grpc.KVStub(channel)
             now = stub.Range(rpc_pb2.RangeRequest(key=key.encode()), timeout=10)
             seen = 0
             for revision in range(now.kvs[0].create_revision, now.header.revision + 1):
-                found = stub.Range(rpc_pb2.RangeRequest(key=key.encode(), revision=revision), timeout=10).kvs
+                try:
+                    found = stub.Range(rpc_pb2.RangeRequest(key=key.encode(), revision=revision), timeout=10).kvs
+                except grpc.RpcError as error:
+                    if seen or error.code() is not grpc.StatusCode.OUT_OF_RANGE:
+                        raise
+                    continue
                 if found and found[0].mod_revision > seen:
                     seen = found[0].mod_revision
                     yield found[0].value
+
+    def heal(self) -> None:
+        """All members are there again, and reach each other."""
+        if self._wires is not None:
+            self._wires.heal()
+        for number in range(len(self._names)):
+            if self.gone(number):
+                self.start(number)
+            else:
+                self.send(number, signal.SIGCONT)
+        for number in range(len(self._names)):
+            self.wait(number)
+
+    def assert_histories(self) -> None:
+        """Reads back all that the head of each job's record has been; for the end of a scene."""
+        self.heal()
+        with grpc.insecure_channel(self._reached[0]) as channel:
+            asked = rpc_pb2.RangeRequest(key=b"/dalsegno/", range_end=b"/dalsegno0", keys_only=True)
+            keys = [one.key.decode() for one in rpc_pb2_grpc.KVStub(channel).Range(asked, timeout=10).kvs]
+        for key in keys:
+            if key.endswith("/head"):
+                assert_one_history([decoded(data) for data in self.history(key)])
 
     def send(self, number: int, signum: signal.Signals) -> None:
         """Signals a member; after SIGKILL it is gone."""
@@ -184,14 +214,35 @@ class Members:
             self._wires.close()
 
 
+def assert_one_history(heads: Sequence[Head]) -> None:
+    """None was written over unseen, generations never fall, and each has one writer."""
+    numbers = [head.number for head in heads]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers))), f"the chain of heads breaks: {numbers}"
+    generations = [head.generation for head in heads]
+    assert generations == sorted(generations), f"generations fall: {generations}"
+    writers = {(head.generation, head.owner) for head in heads}
+    assert len(writers) == len(set(generations)), f"two writers of one generation: {sorted(writers)}"
+
+
 @contextmanager
 def etcd_members(
-    directory: Path, count: int = 1, hosts: Sequence[Host] = (), *, flags: Sequence[str] = (), wired: bool = False
+    directory: Path,
+    count: int = 1,
+    hosts: Sequence[Host] = (),
+    *,
+    flags: Sequence[str] = (),
+    wired: bool = False,
+    unread: str = "",
 ) -> Iterator[Members]:
-    """An etcd of so many members within this; see `Members`."""
+    """An etcd of so many members within this; see `Members`.
+
+    In the end all revisions of each job's head are read back, whatever was killed or cut. `unread`: why that cannot be.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     members = Members(directory, count, hosts, flags, wired)
     try:
         yield members
+        if not unread:
+            members.assert_histories()
     finally:
         members.close()

@@ -21,7 +21,7 @@ from dalsegno.master.record.chunks import Head, decoded
 from dalsegno.master.record.codec import JobCodec
 from dalsegno.master.record.store import open_store
 from dalsegno.protos import control_pb2
-from tests.support.jobs.etcd_members import Members, etcd_members
+from tests.support.jobs.etcd_members import Members, assert_one_history, etcd_members
 from tests.support.jobs.light import Crew, Light
 from tests.support.jobs.master_process import settings
 from tests.support.jobs.proxy import Proxy
@@ -198,16 +198,6 @@ class Stage:
         known = {node.incarnation for node in record.nodes.values()}
         assert all(agent.incarnation in known for agent in agents), "a registration is forgotten"
         assert record.epoch >= max(epoch for agent in agents for _, epoch, _ in agent.told), "an epoch is forgotten"
-
-
-def assert_one_history(heads: Sequence[Head]) -> None:
-    """None was written over unseen, generations never fall, and each has one writer."""
-    numbers = [head.number for head in heads]
-    assert numbers == list(range(numbers[0], numbers[0] + len(numbers))), f"the chain of heads breaks: {numbers}"
-    generations = [head.generation for head in heads]
-    assert generations == sorted(generations), f"generations fall: {generations}"
-    writers = {(head.generation, head.owner) for head in heads}
-    assert len(writers) == len(set(generations)), f"two writers of one generation: {sorted(writers)}"
 
 
 def assert_nothing_forgotten(agents: Sequence[Light]) -> None:

@@ -55,7 +55,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real one, as `--store` names it."""
     if ETCD is None:
         pytest.skip(MISSING)
-    with etcd_members(tmp_path_factory.mktemp("etcd")) as members:
+    with etcd_members(tmp_path_factory.mktemp("etcd"), unread="its tests damage records") as members:
         yield members.url
 
 
