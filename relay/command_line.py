@@ -65,6 +65,8 @@ def agent_command(
         f"--checkpoint-dir={volume.store}",
         f"--log-dir={logs}",
         f"--node-timeout={max(LEAST_NODE_TIMEOUT_SECONDS, file.lease_seconds):g}",
+        # A token that is refused is borne as long as silence is.
+        f"--master-outage-timeout={file.lease_seconds:g}",
         "--quiet-time=0",
         f"--drain-timeout={notice_seconds:g}",
         f"--keep-checkpoints={file.keep_last}",

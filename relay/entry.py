@@ -45,6 +45,8 @@ _STATES = {
     EXIT_FINISHED: RunState.COMPLETED,
     EXIT_LEFT: RunState.PREEMPTED,
     EXIT_LEFT_UNSAVED: RunState.PREEMPTED,
+    # Whoever knows what this pod lacked, such as the present token, carries the run on.
+    EXIT_USAGE: RunState.PREEMPTED,
 }
 
 
@@ -146,6 +148,10 @@ class _Pod:
             return EXIT_FAILED
         except CannotStartError:
             raise
+        except UsageError:
+            if self._epoch:  # it has trained, and so it has something to say
+                self._ended(EXIT_USAGE)
+            raise
         except OSError as error:
             self._say(f"error: the volume {self._file.l1_root} fails: {error}: mount it again, and start this anew")
             return EXIT_FAILED
@@ -185,6 +191,8 @@ class _Pod:
             ask(self._file, self._access)
         except Away:
             return True
+        except UsageError:
+            pass  # it answers that it does not want us, as the agent has said
         return False
 
     # ---- training ---------------------------------------------------------------------------------------------------

@@ -155,6 +155,7 @@ def _agent_config(
         master_outage_timeout=options.master_outage_timeout,
         connect_timeout=options.connect_timeout,
         addresses=options.master or options.meet or "embedded",
+        token_file=str(options.token_file or ""),
         # With the other flag its configuration says what this one would tell it.
         script_flag=not (knows_us(script) or options.deepspeed_load_universal),
         deepspeed_load_universal=options.deepspeed_load_universal,

@@ -11,7 +11,17 @@ from dataclasses import dataclass
 
 from dalsegno.protos import control_pb2
 
-__all__ = ["FIRST_BACKOFF_SECONDS", "LAST_BACKOFF_SECONDS", "Backoff", "ClientCallbacks", "OutboxFull", "kept_up"]
+from ..decisions.contact import AWAY_AFTER_SECONDS
+
+__all__ = [
+    "FIRST_BACKOFF_SECONDS",
+    "LAST_BACKOFF_SECONDS",
+    "Backoff",
+    "ClientCallbacks",
+    "Hearing",
+    "OutboxFull",
+    "kept_up",
+]
 
 # Seconds.
 FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.05, 1.0
@@ -36,7 +46,8 @@ class ClientCallbacks:
             answered, because master and agent do not agree on TLS (code "TLS").
         directed: a directive of at least the highest generation seen.
         failed: (method, code, detail): a call was answered with an error. Also for the stream ("Watch").
-        link: whether the master is heard (again), or no longer.
+        link: (up, refused): whether the master is heard (again), or no longer; and if not, whether it answers, but does
+            not take the token.
         postponed: (detail): `register` was answered "not yet"; it is repeated.
         broken: (detail): a bug of ours keeps one of the client's threads from its work for good.
     """
@@ -45,9 +56,42 @@ class ClientCallbacks:
     refused: Callable[[str, str], None]
     directed: Callable[[control_pb2.Directive], None]
     failed: Callable[[str, str, str], None]
-    link: Callable[[bool], None]
+    link: Callable[[bool, bool], None]
     postponed: Callable[[str], None] = lambda detail: None
     broken: Callable[[str], None] = lambda detail: None
+
+
+class Hearing:
+    """Whether the master is heard, and whether it takes our token. Not thread-safe.
+
+    Attributes:
+        heard_at: seconds at which it answered last; None: it never has.
+        contact: (up, refused), as found.
+        told: the same, as somebody was last told.
+    """
+
+    def __init__(self) -> None:
+        self.heard_at: float | None = None
+        self.contact = self.told = (True, False)
+        self._refused_on: object = None
+
+    def heard(self, now: float) -> bool:
+        """Notes an answer. True: that is news."""
+        before, self.contact, self.heard_at, self._refused_on = self.contact, (True, False), now, None
+        return before != self.contact
+
+    def unheard(self, now: float, link: object, *, refused: bool) -> bool:
+        """Notes a call without an answer, or one with our token refused. True: that is news.
+
+        It is refused once a second link has met that, too: each reads the token anew, which may have been changed here.
+        """
+        before, (up, known) = self.contact, self.contact
+        if refused:
+            known = known or self._refused_on not in (None, id(link))
+            self._refused_on = self._refused_on or id(link)
+        away = self.heard_at is not None and now - self.heard_at > AWAY_AFTER_SECONDS
+        self.contact = (up and not (away or known), known)
+        return before != self.contact
 
 
 class Backoff:

@@ -26,8 +26,7 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import CONTROL_PROTOCOL, HEARTBEAT_SECONDS
 from dalsegno.protos.trace import mark
 
-from ..decisions.leaving import AWAY_AFTER_SECONDS as _AWAY_AFTER_SECONDS
-from .client_threads import Backoff, ClientCallbacks, OutboxFull, kept_up
+from .client_threads import Backoff, ClientCallbacks, Hearing, OutboxFull, kept_up
 from .connection import RETRIED, Connector, MasterLink, code_of, detail_of, leader_of
 from .master_checks import MOST
 from .pace import ReportPace
@@ -89,9 +88,7 @@ class MasterClient:
         self._request = 0
         self._epoch = 0
         self._generation = 0
-        self._heard_at: float | None = None
-        # Whether the master is heard: as found, and as the listener was last told.
-        self._up = self._told_up = True
+        self._hearing = Hearing()
         self._stream: grpc.Call | None = None
         self._threads = [
             threading.Thread(
@@ -229,10 +226,10 @@ class MasterClient:
         """Tells the listener whether the master is heard, if that is news; the last call is the present state."""
         with self._telling:
             with self._changed:
-                news, self._told_up = self._up != self._told_up, self._up
-                up = self._up
-            if news:
-                self._listener.link(up)
+                contact, told = self._hearing.contact, self._hearing.told
+                self._hearing.told = contact
+            if contact != told:
+                self._listener.link(*contact)
 
     def _heard(self, generation: int) -> bool:
         """Notes an answer; False if it comes from a superseded master, or from something that is no master."""
@@ -245,21 +242,18 @@ class MasterClient:
                 logger.warning("a master of generation %d answers, %d is known: refused", generation, self._generation)
                 return False
             self._generation = generation
-            self._heard_at = self._clock()
-            changed, self._up = not self._up, True
+            changed = self._hearing.heard(self._clock())
         if changed:
             self._tell_link()
         return True
 
-    def _unheard(self, link: MasterLink | None, why: str, leader: str = "") -> None:
-        """Notes a call or stream without an answer, or with the address of the master to go to."""
+    def _unheard(self, link: MasterLink | None, why: str, leader: str = "", *, refused: bool = False) -> None:
+        """Notes a call or stream without an answer, or with the leader's address, or `refused` for our token."""
         self._connector.failed(link, leader)
         with self._changed:
             if self._closing.is_set():
                 return
-            away = self._heard_at is not None and self._clock() - self._heard_at > _AWAY_AFTER_SECONDS
-            changed = away and self._up
-            self._up = self._up and not away
+            changed = self._hearing.unheard(self._clock(), link, refused=refused)
         if changed:
             logger.warning("the master is not heard any more: %s", why)
             self._tell_link()
@@ -318,12 +312,12 @@ class MasterClient:
             # gRPC raises ValueError for a channel that another thread closed.
             return False
         code, detail = code_of(error), detail_of(error)
-        if code in RETRIED:
+        if (refused := self._is_refusal(code)) or code in RETRIED:
             logger.info("%s: %s: %s; it is repeated", waiting.method, code.name, detail)
             if waiting.method == "Register" and code is grpc.StatusCode.ABORTED:
                 self._tell(waiting.session, partial(self._listener.postponed, detail))
                 return False
-            self._unheard(link, detail, backoff.led(leader_of(error)))
+            self._unheard(link, detail, backoff.led(leader_of(error)), refused=refused)
             return self._can_never_register(waiting)
         if code in _INTERNAL and waiting.internal_errors < _MOST_INTERNAL_ERRORS:
             waiting.internal_errors += 1
@@ -336,9 +330,13 @@ class MasterClient:
             self._tell(waiting.session, partial(self._listener.failed, waiting.method, code.name, detail))
         return True
 
+    def _is_refusal(self, code: grpc.StatusCode) -> bool:
+        """Whether a master that took our token before takes it no more: somebody may give the old one back."""
+        return code is grpc.StatusCode.UNAUTHENTICATED and self._hearing.heard_at is not None
+
     def _can_never_register(self, waiting: _Waiting) -> bool:
         """Whether the first registration is hopeless. A master that was heard once is waited for: it may be mended."""
-        if waiting.method != "Register" or self._heard_at is not None:
+        if waiting.method != "Register" or self._hearing.heard_at is not None:
             return False
         why = self._connector.hopeless()
         if why:
@@ -413,9 +411,10 @@ class MasterClient:
         self, progress: control_pb2.ProgressRequest | None, link: MasterLink, session: int, error: Exception
     ) -> None:
         code = code_of(error) if isinstance(error, grpc.RpcError) else grpc.StatusCode.CANCELLED
-        retried = code in RETRIED or code in _INTERNAL
-        if retried:
-            self._unheard(link, str(error), leader_of(error) if isinstance(error, grpc.RpcError) else "")
+        refused = self._is_refusal(code)
+        if refused or code in RETRIED or code in _INTERNAL:
+            leader = leader_of(error) if isinstance(error, grpc.RpcError) else ""
+            self._unheard(link, str(error), leader, refused=refused)
             self._again(progress, session)
             return
         if isinstance(error, grpc.RpcError):
@@ -483,9 +482,10 @@ class MasterClient:
         if not isinstance(error, grpc.RpcError):
             return False
         code = code_of(error)
-        if code in RETRIED or code in _INTERNAL:
+        refused = self._is_refusal(code)
+        if refused or code in RETRIED or code in _INTERNAL:
             logger.info("the stream of directives broke: %s: %s", code.name, detail_of(error))
-            self._unheard(link, detail_of(error), backoff.led(leader_of(error)))
+            self._unheard(link, detail_of(error), backoff.led(leader_of(error)), refused=refused)
             return False
         self._tell(session, partial(self._listener.failed, "Watch", code.name, detail_of(error)))
         return True

@@ -134,6 +134,9 @@ class Decision:
             self.exit(
                 ev.EXIT_FAILED, f"the job was stopped by order; {unsaved or what_is_safe(self.state)}", final=True
             )
+        elif leave is not None and leave.refused:
+            why = "the master refuses this token; start this again with the present one"
+            self.exit(ev.EXIT_USAGE, f"{why}; {unsaved or what_is_safe(self.state)}")
         elif unsaved:
             self.exit(ev.EXIT_LEFT_UNSAVED, f"{how_it_left(leave)}; {unsaved}")
         else:

@@ -89,9 +89,10 @@ class CallFailed:
 
 @dataclass(frozen=True)
 class LinkChanged:
-    """The master is heard (again), or no longer."""
+    """The master is heard (again), or no longer. `refused`: it answers, but does not take our token."""
 
     up: bool
+    refused: bool = False
 
 
 @dataclass(frozen=True)

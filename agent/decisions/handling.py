@@ -10,6 +10,7 @@ What happens on which failure:
   moment for it, see `keeping`), the master is told, the agent waits;
 - the master is away: the workers go on; calls are kept and repeated; past the outage timeout the node drains if another
   node still reaches the master;
+- the master has another token now: the workers go on for as long, save, and this node ends;
 - with --self-fence the workers end after a save when nobody has heard the master for that long;
 - the agent was declared dead ("fenced"): its workers are killed at once, and it registers anew as a new incarnation;
 - the node has another address: its connections are dead, so its workers are killed and it registers anew, too;
@@ -22,10 +23,10 @@ from dataclasses import replace
 
 from dalsegno.protos import control_pb2
 
-from . import directives, flash, keeping, leaving, memory, ranks
+from . import contact, directives, flash, keeping, leaving, memory, ranks
 from . import events as ev
 from .decision import Decision
-from .state import Admission, AgentSettings, AgentState, Door, Join, MasterContact, Outcome, Workers, fresh
+from .state import Admission, AgentSettings, AgentState, Door, Join, Outcome, Workers, fresh
 
 # Seconds until a Join is tried again: if its store could not be opened, and if it did not see the directory.
 JOIN_PAUSE_SECONDS = 1.0
@@ -69,7 +70,7 @@ def take(decision: Decision, event: ev.Event) -> None:
         case ev.CallFailed():
             call_failed(decision, event)
         case ev.LinkChanged():
-            link_changed(decision, event.up)
+            contact.changed(decision, event)
         case ev.Broken():
             decision.kill_workers()
             decision.exit(ev.EXIT_LEFT_UNSAVED, f"{event.detail}; its log has more; the same command joins again")
@@ -224,24 +225,10 @@ def call_failed(decision: Decision, event: ev.CallFailed) -> None:
         decision.become_fenced(event.detail)
     elif event.code == "FAILED_PRECONDITION" and event.method == "ReportDrained":
         decision.state.epoch.refused = True
-    elif event.code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"):
+    elif event.code in ("PERMISSION_DENIED", "UNIMPLEMENTED"):
         decision.kill_workers()
         decision.exit(ev.EXIT_USAGE, event.detail)
     # Other errors are about a closed epoch or a lost lease: the next directive says what is wanted instead.
-
-
-def link_changed(decision: Decision, up: bool) -> None:
-    """The master is heard again, or no longer."""
-    state = decision.state
-    if up == state.contact.up:
-        return
-    state.contact = MasterContact(up, None if up else decision.now)
-    if up:
-        decision.do(ev.Say("the master is back"))
-    elif state.workers is Workers.RUNNING:
-        decision.do(ev.Say("the master cannot be reached; training goes on, and what it must know is kept", True))
-    else:
-        decision.do(ev.Say("the master cannot be reached; this node waits for it", True))
 
 
 def address_changed(decision: Decision, event: ev.AddressChanged) -> None:
@@ -460,7 +447,7 @@ def settle(decision: Decision) -> None:
         return  # a fenced leaver that waited only for its workers
     prepare_join(decision)
     memory.spill_unheard(decision)
-    leaving.check_outage(decision)
+    contact.check(decision)
     leaving.check_leave(decision)
     if not decision.state.ended:
         tell_workers(decision)

@@ -1,10 +1,9 @@
-"""Leaving: on a signal, by an order, or because only this node is cut off from the master."""
+"""Leaving: on a signal, by an order, or because the master lets this node in no more."""
 
 from __future__ import annotations
 
 import math
 import signal
-from dataclasses import replace
 
 from dalsegno.protos import control_pb2
 
@@ -16,8 +15,6 @@ from .state import Leave, Outcome, Workers
 
 # Seconds that a leaver whose notice has run out still waits for the processes that it has killed.
 KILL_PATIENCE_SECONDS = 2.0
-# Seconds without an answer after which the master counts as away.
-AWAY_AFTER_SECONDS = 3.0
 # Seconds without a write after which workers without a session, which have had their signal, are not waited for.
 STILL_SECONDS = 5.0
 
@@ -142,42 +139,3 @@ def await_release(decision: Decision, leave: Leave) -> float:
         if leaves_it_to_others(decision.state):
             leave.release_deadline = max(leave.release_deadline, leave.deadline)
     return leave.release_deadline
-
-
-def check_outage(decision: Decision) -> None:
-    """Drains a node that alone is cut off from the master. If nobody hears the master, training goes on."""
-    state = decision.state
-    if state.contact.lost_at is None or state.workers is not Workers.RUNNING or state.contact.drain:
-        return
-    fence(decision, state.contact.lost_at)
-    if state.contact.drain:
-        return
-    due = state.contact.lost_at + state.settings.master_outage_timeout
-    if decision.now < due:
-        decision.wake_at(due)
-    elif state.epoch.anyone_sees_master:
-        state.contact = replace(state.contact, drain=True)
-        decision.do(ev.Say("only this node is cut off from the master: it drains and waits", True))
-
-
-def fence(decision: Decision, lost_at: float) -> None:
-    """Stops workers when the master has not been heard for so long that it may have given their place away.
-
-    They save first. What they save counts only if the master, when it is heard again, says so.
-    """
-    state = decision.state
-    silence = state.settings.self_fence
-    if not silence or state.leaving:
-        return
-    due = lost_at - AWAY_AFTER_SECONDS + silence
-    if decision.now < due:
-        decision.wake_at(due)
-        return
-    state.contact = replace(state.contact, drain=True)
-    why = f"the master was not heard for {silence:g} s (--self-fence)"
-    if state.epoch.has_session:
-        decision.do(ev.Say(f"{why}: this node saves at the next step boundary, stops, and waits for it", True))
-        return
-    state.epoch.self_fenced = True
-    decision.do(ev.Say(f"{why}: the workers stop, and start again when it is", True))
-    decision.stop_workers(state.settings.drain_timeout, ask=state.settings.save_signal)

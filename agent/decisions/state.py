@@ -48,8 +48,9 @@ class AgentSettings:
     # Silence of the master after which this node's workers stop, even if nobody hears it; 0: they go on.
     self_fence: float = 0.0
     master_outage_timeout: float = MASTER_OUTAGE_TIMEOUT_SECONDS
-    # Where the master was looked for, for a person.
+    # Where the master was looked for, for a person; and the file that the token comes from, if it is one.
     addresses: str = ""
+    token_file: str = ""
     # How long the first registration may go without any answer.
     connect_timeout: float = CONNECT_TIMEOUT_SECONDS
     # How long a leaver whose part is safe still waits for the master's word.
@@ -126,6 +127,8 @@ class Leave:
     # A signal has come; before that it was an order of the master's. Then the whole job may be stopped.
     signalled: bool = True
     stop: bool = False
+    # The master refuses this node's token.
+    refused: bool = False
     # Workers were running when it came: without their save the run goes back to its last commit.
     unsaved: bool = False
     # Until when this node waits for the master's word, once its part is safe.
@@ -155,6 +158,8 @@ class MasterContact:
     lost_at: float | None = None
     # This node drains because it alone has lost the master.
     drain: bool = False
+    # It answers, and refuses this node's token.
+    refused: bool = False
 
 
 @dataclass(frozen=True)

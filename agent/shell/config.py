@@ -24,6 +24,7 @@ class AgentConfig:
         resume_step: go back to this step, for the how manieth time; None: go on from the newest checkpoint.
         connect_timeout: how long the first registration may take.
         addresses: where the master was looked for, for people.
+        token_file: the file that the token comes from; empty: it is none.
         script_flag: if the job uses `--universal-checkpoint`, add the flag to the script's own arguments when it
             resumes from universal files.
         deepspeed_load_universal: DeepSpeed loads universal files in the script's workers where it resumes from them.
@@ -57,6 +58,7 @@ class AgentConfig:
     master_outage_timeout: float = MASTER_OUTAGE_TIMEOUT_SECONDS
     connect_timeout: float = CONNECT_TIMEOUT_SECONDS
     addresses: str = ""
+    token_file: str = ""
     script_flag: bool = False
     deepspeed_load_universal: bool = False
     expects_session: bool = False

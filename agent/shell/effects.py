@@ -97,7 +97,7 @@ class Effects:
                 refused=lambda code, detail: mailbox.put(ev.Refused(code, detail)),
                 directed=self._directed,
                 failed=lambda method, code, detail: mailbox.put(ev.CallFailed(method, code, detail)),
-                link=lambda up: mailbox.put(ev.LinkChanged(up)),
+                link=lambda up, refused: mailbox.put(ev.LinkChanged(up, refused)),
                 postponed=lambda detail: mailbox.put(ev.Postponed(detail)),
                 broken=lambda detail: mailbox.put(ev.Broken(detail)),
             ),

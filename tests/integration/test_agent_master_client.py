@@ -112,7 +112,7 @@ class Agent:
                 refused=lambda code, detail: self.events.put(("refused", (code, detail))),
                 directed=lambda directive: self.events.put(("directed", directive)),
                 failed=lambda method, code, detail: self.events.put(("failed", (method, code, detail))),
-                link=lambda up: self.events.put(("link", up)),
+                link=lambda up, refused: self.events.put(("link", "refused" if refused else up)),
                 broken=lambda detail: self.events.put(("broken", detail)),
             ),
         )
@@ -413,13 +413,25 @@ def test_a_superseded_master_is_not_listened_to(master: Master) -> None:
 def test_a_master_that_hangs_is_noticed(master: Master, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped process keeps its connections open: silence counts, not only errors."""
     monkeypatch.setattr(master_client, "_HEARTBEAT_TIMEOUT_SECONDS", 0.5)
-    monkeypatch.setattr(master_client, "_AWAY_AFTER_SECONDS", 1.0)
+    monkeypatch.setattr(client_threads, "AWAY_AFTER_SECONDS", 1.0)
     agent.register()
     agent.expect("directed")
     master.servicer.hold.clear()
     assert agent.expect("link") is False
     master.servicer.hold.set()
     assert agent.expect("link") is True
+
+
+def test_a_token_that_is_refused_in_mid_run_is_tried_again(master: Master, agent: Agent) -> None:
+    """Every call is kept, and comes through when the token is taken again; nothing counts as failed."""
+    agent.register()
+    agent.expect("directed")
+    refusal = (grpc.StatusCode.UNAUTHENTICATED, "missing or wrong token")
+    master.servicer.errors["ReportWarm"] = [refusal] * 3
+    agent.client.call("ReportWarm", pb.WarmRequest())
+    assert agent.client.flush(10)
+    assert not master.servicer.errors["ReportWarm"]
+    assert set(agent.told()) <= {"link", "directed"}
 
 
 def test_a_stream_that_is_refused_is_told_and_not_reopened(master: Master, agent: Agent) -> None:

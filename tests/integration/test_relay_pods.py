@@ -157,6 +157,38 @@ def test_the_commander_is_lost_in_mid_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("given_back", [False, True])
+def test_a_commander_under_a_new_token(tmp_path: Path, given_back: bool) -> None:
+    """The pod says so, trains on for its lease, and saves before it ends; with the old token it goes on."""
+    steps = 300
+    lease = 25.0 if given_back else LEASE_SECONDS
+    trainer = ("--end-when-asked", "--save-every=1000", "--pace=0.1")
+    with relayed(tmp_path, *trainer, steps=steps, lease_seconds=lease) as run:
+        a = run.pod("a")
+        run.wait_step(5)
+        old = dict(run.commander.environment)
+        run.commander.environment = {**old, "DALSEGNO_TOKEN": "another-token-0123456789"}
+        run.commander.again()
+        run.wait(lambda: "the master refuses this token: it was changed there; training goes on" in a.said, "the line")
+        if given_back:
+            run.commander.environment = old
+            run.commander.again()
+            run.wait(lambda: "the master takes this token again" in a.said, "the old one")
+            assert a.process.wait(120) == 0, run.said()
+            assert len(run.epochs()) == 1, "the same trainer"
+        else:
+            assert a.process.wait(90) == 2, run.said()
+            assert a.said.count("refuses this token: it was changed there") == 1, a.said
+            assert run.state()["status"] == "PREEMPTED"
+            assert run.events("released")[-1]["code"] == 2
+            b = run.pod("b", DALSEGNO_TOKEN="another-token-0123456789")
+            assert b.process.wait(150) == 0, run.said()
+            first, second = run.epochs().values()
+            assert second[0].step == first[-1].step + 1, "what a saved when it was asked is the run's"
+        run.assert_one_history(steps)
+
+
+@pytest.mark.full
 def test_a_commander_that_is_away_at_the_start_is_waited_for(tmp_path: Path) -> None:
     """Nothing is started, a line says so, and the run begins when it answers. SIGTERM ends the wait."""
     with relayed(tmp_path, steps=20) as run:

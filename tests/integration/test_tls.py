@@ -216,6 +216,29 @@ def test_a_token_that_is_changed(tmp_path: Path, keys: Keys, undisturbed: Undist
 
 
 @pytest.mark.full
+def test_a_token_that_is_changed_at_the_master_alone(tmp_path: Path) -> None:
+    """The agent says so, trains on for --master-outage-timeout, saves and ends; with the new one the run goes on."""
+    job = Service(
+        tmp_path / "job",
+        TRAINING,
+        agent_flags=("--master-outage-timeout=4",),
+        agent_environment={"DALSEGNO_TOKEN": "the-first-token-0123"},
+        master_environment={"DALSEGNO_TOKEN": "the-first-token-0123"},
+        credentials=Credentials("the-first-token-0123"),
+    )
+    with job:
+        job.start_master()
+        (a,) = job.start("a")
+        job.wait_world(1, 3)
+        job.masters[-1].kill()
+        job.master_environment = {"DALSEGNO_TOKEN": "the-second-token-012"}
+        job.start_master()
+        job.wait_line("the master refuses this token: it was changed there; training goes on for", a)
+        assert a.process.wait(90) == 2, a.text()
+        assert "start this again with the present one; everything is saved" in a.text()
+
+
+@pytest.mark.full
 def test_plain_torchrun(shell: Shell, keys: Keys, others: Keys) -> None:
     """Our rendezvous takes the same files through --rdzv-conf, and ends as soon when they are wrong."""
     script = shell.directory / "script.py"

@@ -175,3 +175,28 @@ def test_a_child_whose_parent_is_gone_already_ends() -> None:
         command = [sys.executable, "-c", f"{begin}\n{code}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
         assert (done.returncode, done.stdout) == (ended, "" if ended else "on\n"), done.stderr
+
+
+def test_a_pod_whose_agent_is_refused_in_mid_run_says_that_it_is_gone(pod: Any) -> None:
+    """The token was changed, for instance: somebody who has the present one carries the run on."""
+    pod.agent.told, pod.agent.code = (STARTS,), 2
+    assert pod.run() == 2
+    assert json.loads(pod.volume.state.read_text())["status"] == "PREEMPTED"
+
+
+def test_a_pod_that_the_commander_lets_in_no_more_says_that_it_is_gone(
+    pod: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was away when the agent ended, and answers under another token."""
+    answers: list[Any] = [{"grpc_port": 1}, entry.Away("no answer"), entry.UsageError("401: check the token")]
+
+    def ask(file: object, access: object) -> Any:
+        if isinstance(answers[0], Exception):
+            raise answers.pop(0)
+        return answers.pop(0)
+
+    monkeypatch.setattr(entry, "ask", ask)
+    pod.agent.told, pod.agent.code = (STARTS,), 2
+    with pytest.raises(entry.UsageError):
+        pod.run()
+    assert json.loads(pod.volume.state.read_text())["status"] == "PREEMPTED"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dalsegno.agent.decisions import events as ev
-from dalsegno.agent.decisions.leaving import AWAY_AFTER_SECONDS
+from dalsegno.agent.decisions.contact import AWAY_AFTER_SECONDS
 from dalsegno.agent.decisions.state import Workers
 from dalsegno.agent.decisions.told import told
 from dalsegno.protos import control_pb2, worker_pb2

@@ -1033,10 +1033,10 @@ def test_a_node_that_alone_is_cut_off_drains_after_the_outage_timeout() -> None:
     assert not agent.did(ev.TellWorkers)[-1].drain
 
 
-def test_a_wrong_token_ends_it() -> None:
+def test_a_call_that_nobody_may_make_ends_it() -> None:
     """Exit code 2, workers killed."""
     agent = Agent().registered().running()
-    agent.hear(ev.CallFailed("Heartbeat", "UNAUTHENTICATED", "missing token"))
+    agent.hear(ev.CallFailed("Heartbeat", "PERMISSION_DENIED", "not yours"))
     assert agent.did(ev.Exit)[0].code == ev.EXIT_USAGE
     assert agent.did(ev.StopWorkers)
 
