@@ -24,6 +24,7 @@ from benchmarks import (
     sampler,
     saving,
     start,
+    successor,
     upload,
 )
 
@@ -45,6 +46,7 @@ BENCHMARKS: dict[str, Callable[[], int]] = {
     "rendezvous": rendezvous.main,
     "gpu": gpu.main,
     "start": start.main,
+    "successor": successor.main,
     "upload": upload.main,
 }
 # Benchmarks that take flags of their own.
@@ -56,6 +58,7 @@ WITH_FLAGS: dict[str, Callable[[Sequence[str]], int]] = {
     "pause": pause.main,
     "rendezvous": rendezvous.main,
     "start": start.main,
+    "successor": successor.main,
     "upload": upload.main,
 }
 

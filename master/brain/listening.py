@@ -5,7 +5,8 @@ uses this clock. It stands still
 
 - while the master's own loop stood still (`held_up`);
 - while nobody at all is heard, or every stream is closed: then the master, or its network, is the one that is away;
-- for a short time after an outage, in which agents come back one by one.
+- for a short time after an outage, in which agents come back one by one; not where the only node of the world has
+  closed its stream itself, which no outage does, and a newcomer is what is heard.
 
 It never runs backwards and never faster than real time. At least half of the time that was really listened counts, so
 that a master which is held up again and again still finds out who is dead.
@@ -60,15 +61,20 @@ class ListeningClock:
         """The real time at which it will show `shows` if it runs from now on."""
         return self.missed + shows if shows > self.at(now) else now
 
-    def word(self, now: float, node_timeout: float, beat: float = HEARTBEAT_SECONDS) -> bool:
-        """Somebody is heard; agents speak every `beat` seconds. Returns whether the clock stood still until now."""
+    def word(self, now: float, node_timeout: float, beat: float = HEARTBEAT_SECONDS, *, left: bool = False) -> bool:
+        """Somebody is heard; agents speak every `beat` seconds. Returns whether the clock stood still until now.
+
+        `left`: all that were here before have closed their streams themselves.
+        """
         stood = now - self._end(now)
+        left = left and self.shut_at is not None
         shown = self.at(now)
         self.last_word, self.shut_at, self.expects = now, None, True
         self.slack = min(DEAF_AFTER * beat, max(DEAF_LEAST * beat, node_timeout / 2))
         if stood > 0.0:
             self.missed = now - shown
-            self._after_outage(stood, node_timeout)
+            if not left:
+                self._after_outage(stood, node_timeout)
         self.word_shown = self.at(now)
         return stood > 0.0
 

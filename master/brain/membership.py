@@ -303,6 +303,20 @@ def was_silent_before(turn: Turn, presence: Presence) -> bool:
     return presence.closed is not None and silence >= max(PINGED_SECONDS, 1.5 * heartbeat_of(turn.job))
 
 
+def have_closed(turn: Turn) -> bool:
+    """Whether everybody who was here has closed its stream, as a process's end does.
+
+    Where one node is a world, nobody then is on the way back from an outage of the master's. So the usual grace is all
+    that there is to wait for.
+    """
+    presences, shut_at = turn.live.nodes, turn.live.clock.shut_at
+    if shut_at is None:
+        return False
+    # The clock stands still soon after a lone node falls silent, so this is asked of real time.
+    latest = shut_at - turn.live.stood_seconds - max(PINGED_SECONDS, 1.5 * heartbeat_of(turn.job))
+    return all(presence.closed is not None and presence.at > latest for presence in presences.values())
+
+
 def spoke_since(presence: Presence) -> bool:
     """Whether it was heard after its stream had closed, by a new message: the stream broke, not the node."""
     return presence.closed is not None and presence.heard > presence.closed + HEARTBEAT_SECONDS / 2

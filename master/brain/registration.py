@@ -45,10 +45,12 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
     wrong = settings_from(message.settings).problem
     if wrong:
         return Reply("INVALID_ARGUMENT", wrong)
-    # Even a refused agent proves that the master can be heard.
-    turn.live.clock.word(turn.now, job.settings.node_timeout, heartbeat_of(job))
-    turn.heard = turn.live.clock.at(turn.now)
     known = job.node_by(message.incarnation)
+    # Even a refused agent proves that the master can be heard.
+    new = known is None and not message.previous_incarnation
+    left = new and job.settings.max_nodes == 1 and membership.have_closed(turn)
+    turn.live.clock.word(turn.now, job.settings.node_timeout, heartbeat_of(job), left=left)
+    turn.heard = turn.live.clock.at(turn.now)
     if known is not None:
         if not proves(known, message.secret):
             return Reply("FAILED_PRECONDITION", f"incarnation {message.incarnation!r} is another agent's")

@@ -513,6 +513,51 @@ def test_connections_that_break_after_an_outage_are_no_deaths() -> None:
     assert not b.is_known
 
 
+@pytest.mark.parametrize(("most", "seconds"), [(1, 1.2), (2, 6.2)])
+def test_the_next_node_waits_only_the_grace_where_one_node_is_a_world(most: int, seconds: float) -> None:
+    """It had closed its stream itself. Where several made a world, they may be coming back one by one."""
+    job = Driven(settings(max_nodes=most, node_timeout=180))
+    (a,) = job.start(1)
+    a.step(1)
+    job.wait(0.5)
+    a.hang_up()
+    job.wait(30)
+    assert a.is_known, "nobody else is there"
+    job.node()
+    job.wait(seconds - 0.4)
+    assert a.is_known
+    job.wait(0.4)
+    assert not a.is_known
+
+
+def test_a_lone_node_that_was_silent_before_its_stream_broke_has_its_time() -> None:
+    """It may be frozen, or cut off, and on its way back: no process has ended."""
+    job = Driven(settings(max_nodes=1, node_timeout=60))
+    (a,) = job.start(1)
+    job.silent.add(a.incarnation)
+    job.wait(30)
+    a.hang_up()
+    job.wait(30)
+    job.node()
+    job.wait(5)
+    assert a.is_known
+
+
+def test_a_lone_node_that_comes_back_first_has_its_time() -> None:
+    """No newcomer, but one that was there: then something between them and the master was away."""
+    job = Driven(settings(max_nodes=1, node_timeout=180))
+    a, b = job.node(), job.node()
+    a.join()
+    b.join()
+    job.wait(2)
+    a.hang_up()
+    b.hang_up()
+    job.wait(30)
+    b.beat()
+    job.wait(4)
+    assert a.is_known
+
+
 def test_a_node_that_speaks_after_its_stream_broke_is_alive() -> None:
     """Its heartbeats go on: the stream broke, not the node."""
     job = Driven()
