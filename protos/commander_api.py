@@ -7,11 +7,23 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ("ACQUIRE_PATH", "MILESTONES", "RELEASE", "RENEW_PATH", "REPORT_PATH", "RUNS_PATH", "RunState", "run_path")
+__all__ = (
+    "ACQUIRE_PATH",
+    "EXPIRE",
+    "MILESTONES",
+    "RELEASE",
+    "RENEW_PATH",
+    "REPORT_PATH",
+    "RUNS_PATH",
+    "RunState",
+    "run_path",
+)
 
-# The runs; and below a run's own path its milestones, and the order that fences whoever holds it.
+# The runs; and below a run's own path its milestones, and the orders that fence whoever holds it: a holder that is
+# known dead, and any holder, for good.
 RUNS_PATH = "/api/relay"
 MILESTONES = "/milestones"
+EXPIRE = "/expire"
 RELEASE = "/release"
 # For workers that are not ours.
 ACQUIRE_PATH = "/api/lease/acquire"

@@ -98,7 +98,10 @@ def _verify(options: argparse.Namespace) -> int:
 ACTIONS: dict[str, Action] = {
     "status": Action("shows how a run stands", looking.add_status, looking.status),
     "events": Action("shows what happened to a run", looking.add_events, looking.events),
-    "release": Action("fences whoever holds a run, with the admin's token", looking.add_release, looking.release),
+    "expire": Action(
+        "ends the lease of a holder that is gone, with the admin's token", looking.add_order, looking.expire
+    ),
+    "release": Action("fences whoever holds a run, with the admin's token", looking.add_order, looking.release),
     "verify": Action("compares every checkpoint on the volume with its checksums", _add_verify, _verify),
     "export": Action("copies the least from which the run can go on to another place", _add_export, _export),
 }

@@ -1,4 +1,4 @@
-"""The commands `relay status`, `relay events` and `relay release`: a run as its Commander sees it."""
+"""The commands `relay status`, `relay events`, `relay expire` and `relay release`: a run as its Commander sees it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from dalsegno.protos.commander_api import RELEASE
+from dalsegno.protos.commander_api import EXPIRE, RELEASE
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED
 from dalsegno.protos.text import one_line
 
 from .asked_run import AskedRun, add_arguments
 from .milestones.commander_client import Away
 
-__all__ = ("add_events", "add_release", "add_status", "events", "release", "status", "status_lines")
+__all__ = ("add_events", "add_order", "add_status", "events", "expire", "release", "status", "status_lines")
 
 # Seconds for which an answer may wait for events.
 EVENTS_SECONDS = 15
@@ -36,8 +36,8 @@ def add_events(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--follow", "-f", action="store_true", help="go on as they come")
 
 
-def add_release(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `release`."""
+def add_order(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `expire` and `release`."""
     add_arguments(parser)
 
 
@@ -70,12 +70,21 @@ def events(options: argparse.Namespace) -> int:
 
 def release(options: argparse.Namespace) -> int:
     """Fences whoever holds a run. Returns the exit code; raises UsageError."""
+    return _order(options, RELEASE, "is fenced")
+
+
+def expire(options: argparse.Namespace) -> int:
+    """Ends the lease of a holder that is known dead. Returns the exit code; raises UsageError."""
+    return _order(options, EXPIRE, "has lost its lease")
+
+
+def _order(options: argparse.Namespace, path: str, done: str) -> int:
     asked = AskedRun(options, admin=True)
     try:
-        said = asked.post(RELEASE)
+        said = asked.post(path)
     except Away as error:
         return _failed(error)
-    text = f"{said.get('holder')} is fenced: {asked.run_id} is free for the next one"
+    text = f"{said.get('holder')} {done}: {asked.run_id} is free for the next one"
     _show([json.dumps(said)] if options.json else [text])
     return EXIT_FINISHED
 

@@ -33,7 +33,9 @@ __all__ = ("Answer", "Lessor", "RelayedRun", "Report", "Served", "say")
 OPEN_WITHIN_SECONDS = 10.0
 # The pause between two looks for it: most often it is open at once.
 LOOK_EVERY_SECONDS = 0.1
-HELD, FENCED, RELEASED = "held", "fenced", "released"
+HELD, FENCED, RELEASED, EXPIRED = "held", "fenced", "released", "expired"
+# Whoever was heard so many seconds ago is alive; for a short lease, within half of it.
+ALIVE_SECONDS = 5.0
 
 
 class Served(Master, Protocol):
@@ -173,6 +175,19 @@ class Lessor:
                 return say(409, f"nobody holds {self._file.run_id}")
             await self._fence(holder, "released by the admin", for_good=True)
             return Answer(200, {"status": RELEASED, "holder": holder.node})
+
+    async def expire(self) -> Answer:
+        """Ends the lease of a holder that somebody knows to be gone. Raises LeaseRefused."""
+        async with self._lock:
+            holder = leases.holder_of(await self.status())
+            if holder is None:
+                return say(409, f"nobody holds {self._file.run_id}")
+            if holder.silent_seconds < min(ALIVE_SECONDS, self._file.lease_seconds / 2):
+                ago = leases.in_seconds(holder.silent_seconds)
+                line = f"{holder.node} lives: it was heard {ago:g} s ago; a release takes {self._file.run_id} from it"
+                return say(409, line, status=HELD, by=holder.node)
+            await self._fence(holder, "gone, says the admin")
+            return Answer(200, {"status": EXPIRED, "holder": holder.node})
 
     async def milestone(self, made: pb.Milestone) -> Answer:
         """Notes a milestone of a committed checkpoint. Raises LeaseRefused."""

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos.commander_api import (
     ACQUIRE_PATH,
+    EXPIRE,
     MILESTONES,
     RELEASE,
     RENEW_PATH,
@@ -170,6 +171,7 @@ class RelayEdge:
         add(f"{one}/metrics", self._metrics, dependencies=reads, summary="Prometheus' text format")
         for path, act, whose, text in (
             (one + MILESTONES, self._milestone, orders, "A committed checkpoint was published"),
+            (one + EXPIRE, self._expire, rules, "Ends the lease of a holder that is known dead"),
             (one + RELEASE, self._release, rules, "Fences whoever holds the run"),
             (ACQUIRE_PATH, self._acquire, orders, "A worker takes a run, if nobody holds it"),
             (RENEW_PATH, self._renew, orders, "A worker keeps it"),
@@ -214,6 +216,9 @@ class RelayEdge:
 
     async def _release(self, run_id: str) -> JSONResponse:
         return _answer(await self._lessor(run_id).release())
+
+    async def _expire(self, run_id: str) -> JSONResponse:
+        return _answer(await self._lessor(run_id).expire())
 
     async def _acquire(self, wanted: Acquire, request: Request) -> JSONResponse:
         if wanted.force:

@@ -81,6 +81,7 @@ NONSENSE: list[tuple[str, object, int, str]] = [
     ("relay/my-run/milestones", {**MADE, "repo": "a\x1bb"}, 400, "repo"),
     ("relay/my-run/milestones", MADE, 409, "step-3.e1.0 was never committed"),
     ("relay/other/milestones", MADE, 404, "no run is called 'other'"),
+    ("relay/my-run/expire", None, 403, "only the admin's token"),
     ("relay/other/release", None, 403, "only the admin's token"),
 ]
 
@@ -105,7 +106,8 @@ def test_nonsense_is_answered_with_one_line(tmp_path: Path) -> None:
 
 def test_nobody_is_let_in_without_the_token(tmp_path: Path) -> None:
     """Reads, leases, reports and milestones: none of it without, and nothing of others' pages."""
-    posts = ["lease/acquire", "lease/renew", "job/report", "relay/my-run/milestones", "relay/my-run/release"]
+    posts = ["lease/acquire", "lease/renew", "job/report", "relay/my-run/milestones"]
+    posts += ["relay/my-run/release", "relay/my-run/expire"]
     with commander(tmp_path / "c.db", [run_file(tmp_path)]) as one:
         for token in (None, "wrong", "\u00e9"):
             for path in ("relay", "relay/my-run", "relay/my-run/events", "relay/my-run/metrics"):

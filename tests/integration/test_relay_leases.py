@@ -106,6 +106,29 @@ def test_a_silent_holder_loses_the_lease(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_a_lease_whose_holder_is_known_dead_is_ended(tmp_path: Path) -> None:
+    """By the admin alone, and not while the holder is heard; the next one is let in at once, the old one no more."""
+    with commander(tmp_path / "c.db", [run_file(tmp_path, lease_seconds=60)]) as one:
+        first, second = (Worker(one, name) for name in ("w1", "w2"))
+        path = "/api/relay/my-run/expire"
+        assert one.ask("POST", path, token=ADMIN_TOKEN)[0] == 409, "nobody holds it"
+        first.acquire()
+        assert one.ask("POST", path)[0] == 403
+        code, said = one.ask("POST", path, token=ADMIN_TOKEN)
+        assert (code, said["by"], "w1 lives: it was heard" in said["detail"]) == (409, "w1", True)
+        assert second.acquire()[0] == 409
+        deadline = time.monotonic() + 30.0
+        while (code := one.ask("POST", path, token=ADMIN_TOKEN)[0]) == 409 and time.monotonic() < deadline:
+            time.sleep(0.2)  # why: silence is what it waits for
+        assert code == 200
+        assert one.run()["state"] == "PREEMPTED"
+        assert second.acquire()[0] == 200, "long before the lease would have been over"
+        assert first.renew()[1]["status"] == "fenced"
+        said = one.ask("GET", "/api/relay/my-run/events")[1]
+        assert any("gone, says the admin" in event["text"] for event in said["events"])
+
+
+@pytest.mark.full
 def test_a_late_holder_keeps_what_nobody_wants(tmp_path: Path) -> None:
     """The end of a lease by itself takes nothing from anybody."""
     with commander(tmp_path / "c.db", [run_file(tmp_path)]) as one:

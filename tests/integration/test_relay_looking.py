@@ -1,4 +1,4 @@
-"""`dalsegno relay status|events|release` against a real Commander."""
+"""`dalsegno relay status|events|expire|release` against a real Commander."""
 
 from __future__ import annotations
 
@@ -116,6 +116,6 @@ def test_whoever_may_not_ask_is_told_so(
     monkeypatch.setenv("DALSEGNO_ADMIN_TOKEN", "another-token-0123456789")
     with commander(tmp_path / "c.db", [run_file(tmp_path)]) as one:
         person = Person(file_of(one, tmp_path), capfd)
-        for action in ("status", "events", "release"):
+        for action in ("status", "events", "expire", "release"):
             code, _, err = person.types(action)
             assert (code, "missing or wrong token" in err) == (1, True)

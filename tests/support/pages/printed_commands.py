@@ -142,6 +142,7 @@ COMMANDS: dict[str, How] = {
     "dalsegno relay verify run.yaml --at=/backup": Elsewhere(_RUN, "tests/integration/test_relay_export.py"),
     "dalsegno relay status": Elsewhere(_RUN, _LOOKING),
     "dalsegno relay events": Elsewhere(_RUN, _LOOKING),
+    "dalsegno relay expire": Elsewhere(_RUN, _LOOKING),
     "dalsegno relay release": Elsewhere(_RUN, _LOOKING),
     "torchrun --rdzv-backend=dalsegno --rdzv-endpoint=HOST:PORT --rdzv-id=JOB": Elsewhere(
         "a node of a job with a master, under torchrun",
