@@ -1,0 +1,76 @@
+"""Real trainers that know nothing of us, below relay: one curve over two pods, and what a machine's loss costs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs.pods import relayed
+from tests.support.pages.sources import ROOT
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def made(path: Path, key: str) -> list[tuple[int, float]]:
+    """Steps and values that a trainer has noted."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [(one["step"], one[key]) for one in map(json.loads, text[: text.rfind("\n") + 1].splitlines())]
+
+
+def assert_one_curve(noted: list[tuple[int, float]], saved: int, last: int, within: float) -> None:
+    """The second pod begins behind what was saved, makes again what the first had made, and ends the run."""
+    begin = next(n for n, (one, other) in enumerate(pairwise(noted), 1) if other[0] <= one[0])
+    first, second = dict(noted[:begin]), noted[begin:]
+    assert [step for step, _ in second] == list(range(second[0][0], last + 1))
+    assert second[0][0] - 1 >= saved
+    assert second[0][0] - 1 in first
+    again = [(value, first[step]) for step, value in second if step in first]
+    assert again, "the first pod was further than its last save"
+    assert all(abs(one - other) <= within for one, other in again)
+
+
+@pytest.mark.full
+def test_a_hugging_face_trainer_of_two_ranks_in_each_pod(tmp_path: Path) -> None:
+    """Its launcher is the agent's one worker; both ranks' files are taken, and the next pod's ranks go on from them."""
+    pytest.importorskip("transformers")
+    noted = tmp_path / "noted"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = [str(ROOT / "examples/relay_sft.py"), "--output_dir", "${save_dir}", "--steps_file", str(noted)]
+    command = [*launch, *script, "--max_steps=60", "--save_steps=15", "--pace=0.5"]
+    more = {"save_signal": None, "checkpoint_glob": "checkpoint-*", "lease_seconds": 8}
+    with relayed(tmp_path, command=command, **more) as run:
+        a = run.pod("a")
+        saved = run.wait_saved()
+        ahead = lambda: [step for step, _ in made(noted, "loss") if step > saved + 2]  # noqa: E731
+        run.wait(ahead, "it is further than its save")
+        a.vanish()
+        saved = run.checkpoints()[-1]
+        b = run.pod("b")
+        assert b.process.wait(200) == 0, run.said()
+        assert_one_curve(made(noted, "loss"), saved, 60, 1e-6)
+        (kept,) = {path.parent for path in run.root.glob("ckpt/.store/my-run/*/step-60*/rng_state_1.pth")}
+        assert (kept / "rng_state_0.pth").exists()
+        assert run.state()["status"] == "COMPLETED"
+
+
+@pytest.mark.full
+def test_reinforcement_learning_in_plain_torch(tmp_path: Path) -> None:
+    """Its files are of no framework; the next pod finds them by ${resume_dir}, and makes the same episodes."""
+    noted = tmp_path / "noted"
+    script = [sys.executable, str(ROOT / "examples/relay_rl.py"), "--out", "${save_dir}", "--from", "${resume_dir:-}"]
+    command = [*script, "--metrics", str(noted), "--episodes=150", "--save-every=30", "--pace=0.1"]
+    with relayed(tmp_path, command=command, resume_flag=None, lease_seconds=8) as run:
+        a = run.pod("a")
+        saved = run.wait_saved()
+        ahead = lambda: [step for step, _ in made(noted, "mean_reward") if step > saved + 2]  # noqa: E731
+        run.wait(ahead, "it is further than its save")
+        a.vanish()
+        saved = run.checkpoints()[-1]
+        b = run.pod("b")
+        assert b.process.wait(200) == 0, run.said()
+        assert_one_curve(made(noted, "mean_reward"), saved, 150, 0.0)
+        assert run.state()["status"] == "COMPLETED"
