@@ -95,11 +95,16 @@ class Hearing:
 
 
 class Backoff:
-    """Growing pauses with jitter, cut short by `event`."""
+    """Growing pauses with jitter, cut short by `event`.
+
+    A try that took longer than the longest pause is followed by the shortest: a standby has had it wait already.
+    """
 
     def __init__(self, event: threading.Event) -> None:
         self._event = event
         self._next = FIRST_BACKOFF_SECONDS
+        # When the last pause was over.
+        self._since = time.monotonic()
 
     def reset(self) -> None:
         self._next = FIRST_BACKOFF_SECONDS
@@ -111,8 +116,11 @@ class Backoff:
         return leader
 
     def wait(self) -> None:
+        if time.monotonic() - self._since > LAST_BACKOFF_SECONDS:
+            self.reset()
         self._event.wait(self._next * random.uniform(0.7, 1.3))
         self._next = min(self._next * 2, LAST_BACKOFF_SECONDS)
+        self._since = time.monotonic()
 
 
 def kept_up(name: str, loop: Callable[[], None], closing: threading.Event, broken: Callable[[str], None]) -> None:

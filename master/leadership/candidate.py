@@ -54,8 +54,8 @@ class Serving(Protocol):
     def stop(self) -> None:
         """Ends `run` after the present turn."""
 
-    def stand_by(self, leader: str) -> None:
-        """Sends agents to this address from now on; empty: who leads is not known."""
+    def stand_by(self, leader: str | None) -> None:
+        """Sends agents to this address from now on; empty: nobody is known to; None: this one ends."""
 
 
 class Key(Protocol):
@@ -162,7 +162,7 @@ class Candidate:
             if self._named != self._state.named:
                 self._named = self._state.named
                 log.info("standing by: %s", f"{self._named} leads" if self._named else "nobody is known to lead")
-            self._server.stand_by(self._named)
+            self._server.stand_by(self._elsewhere)
         elif self._term is None:
             self._named = ""
             self._term = asyncio.create_task(self._lead())
@@ -174,8 +174,13 @@ class Candidate:
         if term is not None:
             self._server.stop()
             # Agents go at once: the last turn may wait for etcd.
-            self._server.stand_by(self._state.named)
+            self._server.stand_by(self._elsewhere)
             await term
+
+    @property
+    def _elsewhere(self) -> str | None:
+        """Where agents go while this master does not lead: one that ends must not have them wait here."""
+        return self._state.named or (None if self._state.standing is Standing.RESIGNING else "")
 
     async def _lead(self) -> None:
         """Takes the record over and serves, as long as this master leads. Raises StoreError."""

@@ -203,6 +203,8 @@ class ControlServer:
 
     async def close(self) -> None:
         """Ends streams and calls, then lets go of port and store; safe after a failed start."""
+        # Nobody waits here for a leader any more.
+        self.stand_by(None)
         self.watchers.end_all(End.STOPPING)
         if self._server is not None:
             await self._server.stop(STOP_GRACE_SECONDS)

@@ -283,8 +283,8 @@ class SimServer:
     def stop(self) -> None:
         self._stopping = True
 
-    def stand_by(self, leader: str) -> None:
-        self.leader = leader
+    def stand_by(self, leader: str | None) -> None:
+        self.leader = leader or ""
 
 
 class SimMaster:

@@ -14,6 +14,7 @@ import grpc.aio
 import pytest
 
 from dalsegno.master.record.store import MemoryStore, Rows, StoreUnavailable, Superseded
+from dalsegno.master.server import desk
 from dalsegno.master.server import driver as driver_module
 from dalsegno.master.server import server as server_module
 from dalsegno.master.server.auth import AuthError, read_token
@@ -608,8 +609,50 @@ def test_an_embedded_master_ends_with_its_job(connected: bool) -> None:
     asyncio.run(scene())
 
 
-def test_who_stands_by_names_who_leads() -> None:
+def test_calls_wait_a_moment_for_a_leader() -> None:
+    """As soon as one is known they go there, or are answered here; one that ends has nobody wait."""
+
+    async def scene() -> None:
+        server = ControlServer("job", FakeBrain(), MemoryStore(), ServerOptions())
+        await server.listen()
+        master = Master(server, MemoryStore(), asyncio.create_task(asyncio.sleep(0)))
+        try:
+            for leader, says in (("other:1", "the master at other:1 leads"), (None, "stopping or starting")):
+                server.stand_by("")
+                calls = [asyncio.ensure_future(call) for call in (master.register(), anext(master.watch()))]
+                done, _ = await asyncio.wait(calls, timeout=0.3)
+                assert not done
+                server.stand_by(leader)
+                for call in calls:
+                    await fails(call, grpc.StatusCode.UNAVAILABLE, says)
+            server.stand_by("")
+            assert await server.lead() == 1
+            registers = asyncio.ensure_future(master.register())
+            done, _ = await asyncio.wait([registers], timeout=0.3)
+            assert not done
+            running = asyncio.create_task(server.run())
+            await registers
+            await anext(master.watch())
+            server.stop()
+            await running
+            # Streams wait, too.
+            watches = asyncio.ensure_future(anext(master.watch()))
+            await asyncio.sleep(0.1)
+            await server.lead()
+            running = asyncio.create_task(server.run())
+            assert (await watches).generation == 2
+            server.stop()
+            await running
+        finally:
+            await server.close()
+            await master.channel.close()
+
+    asyncio.run(scene())
+
+
+def test_who_stands_by_names_who_leads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call learns the address, and gRPC does not try again; then this one leads, and after that it stands by."""
+    monkeypatch.setattr(desk, "HOLD_SECONDS", 0.2)
 
     async def scene() -> None:
         server = ControlServer("job", FakeBrain(), MemoryStore(), ServerOptions())
