@@ -174,6 +174,8 @@ def _restored(milestones: list[Milestone], volume: Volume, say: Say) -> Manifest
         else:
             if found is not None:
                 say(f"restored: {found.manifest.name} (step {found.manifest.step})")
+                revisions = [one.revision for one in milestones if one.digest == found.manifest.digest]
+                volume.note("restored", checkpoint=found.manifest.name, step=found.manifest.step, revision=revisions[0])
                 return found.manifest
             raise Stuck("no milestone holds what it should: --allow-baseline begins anew")
         # why: no event tells when a server far away answers again

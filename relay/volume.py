@@ -159,7 +159,8 @@ class Volume:
             return found
         whole = text[: text.rfind(b"\n") + 1]
         for event in _events(whole):
-            if event.get("event") == "hf_synced":
+            # A new volume knows no milestone but the one that was restored to it.
+            if event.get("event") in ("hf_synced", "restored"):
                 found = str(event.get("revision"))
         self._read = at + len(whole), found
         return found

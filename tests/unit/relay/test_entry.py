@@ -200,3 +200,36 @@ def test_a_pod_that_the_commander_lets_in_no_more_says_that_it_is_gone(
     with pytest.raises(entry.UsageError):
         pod.run()
     assert json.loads(pod.volume.state.read_text())["status"] == "PREEMPTED"
+
+
+def test_what_state_json_says_of_each_part_of_a_run(pod: Any) -> None:
+    """At the start, after a save, on a notice, when it was fenced, and at the end."""
+    states: list[dict[str, Any]] = []
+
+    def told() -> Iterator[dict[str, Any]]:
+        for event in (
+            {**STARTS, "resume": "step-2.e1.1", "step": 2, "epoch": 3},
+            {"event": "committed", "epoch": 3, "name": "step-5.e3.1", "step": 5},
+            {"event": "committed", "epoch": 2, "name": "step-4.e2.1", "step": 4},
+            {"event": "fenced"},
+        ):
+            yield event
+            states.append({})
+            states[-1].update(json.loads(pod.volume.state.read_text()))
+        interrupt()
+        states.append(json.loads(pod.volume.state.read_text()))
+
+    pod.volume.note("restored", checkpoint="step-2.e1.1", step=2, revision="abc")
+    pod.agent.events, pod.agent.told = (lambda self: told()), (STARTS,)
+    assert pod.run() == 0
+    states.append(json.loads(pod.volume.state.read_text()))
+    assert [(one["status"], one["last_ok_step"], one["epoch"]) for one in states] == [
+        ("RUNNING", 2, 3),
+        *[("RUNNING", 5, 3)] * 3,
+        ("PREEMPTED", 5, 3),
+        ("COMPLETED", 5, 3),
+    ]
+    assert {one["last_hf_revision"] for one in states} == {"abc"}
+    assert states[0]["last_ckpt_path"].endswith("run-0001/step-2.e1.1")
+    assert states[-1]["last_ckpt_path"].endswith("run-0001/step-5.e3.1")
+    assert {one["run_id"] for one in states} == {"my-run"}

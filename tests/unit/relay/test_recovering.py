@@ -11,7 +11,11 @@ import pytest
 
 pytest.importorskip("yaml", reason="needs the extra relay")
 
+from dalsegno.elastic.checkpoint import Manifest
 from dalsegno.protos.run_file import read_run_file
+from dalsegno.relay import recovering
+from dalsegno.relay.milestones import restore
+from dalsegno.relay.milestones.commander_client import Milestone
 from dalsegno.relay.recovering import Stuck, prepared
 from dalsegno.relay.volume import Volume
 from tests.support.hub import scene
@@ -23,6 +27,7 @@ NEW: dict[str, Any] = {"state": "WAITING", "head": None, "milestones": [], "epoc
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "cut off": lambda path: (path / "model.bin").write_bytes(b"x"),
     "a file is gone": lambda path: (path / "config.json").unlink(),
+    "a file more": lambda path: (path / "extra.pt").write_bytes(b"whose is this?"),
     "another byte": lambda path: (path / "tokenizer.json").write_text("[]"),
     "its manifest is gone": lambda path: (path / "MANIFEST.json").unlink(),
     "its manifest is cut off": lambda path: (path / "MANIFEST.json").write_text("{"),
@@ -69,3 +74,17 @@ def test_what_was_never_finished_is_no_damage(tmp_path: Path) -> None:
     lines: list[str] = []
     assert prepared(file, volume, NEW, lines.append, allowed=False) == (None, "")
     assert lines == ["the run has no checkpoint, no milestone and no baseline: it begins"]
+
+
+def test_what_was_restored_to_a_new_volume_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its revision, which nothing else there names."""
+    volume = volume_with(tmp_path, 40)
+    (manifest,) = (one for one in volume.manifests() if isinstance(one, Manifest))
+    listed = [
+        Milestone("me/it", revision, 40, manifest.name, digest)
+        for revision, digest in (("newer", "another"), ("older", manifest.digest))
+    ]
+    found = restore.Restored(volume.job / "r1" / manifest.name, manifest)
+    monkeypatch.setattr(restore, "restore_newest", lambda *_: found)
+    assert recovering._restored(listed, volume, lambda text: None) == manifest
+    assert volume.last_revision() == "older"

@@ -44,6 +44,15 @@ def test_the_last_revision_is_read_once(volume: Volume) -> None:
     assert volume.last_revision() == "c"
 
 
+def test_a_new_volume_knows_the_revision_that_was_restored_to_it(volume: Volume) -> None:
+    """Until another milestone is made."""
+    volume.note("restored", checkpoint="step-5.e1.1", step=5, revision="old")
+    assert volume.last_revision() == "old"
+    with open(volume.events, "ab") as file:
+        file.write(synced("new"))
+    assert volume.last_revision() == "new"
+
+
 def test_a_line_that_was_cut_off_does_not_spoil_the_next(volume: Volume) -> None:
     """A full volume takes half a line."""
     volume.note("acquire")
