@@ -165,7 +165,7 @@ class RunFile(_Part):
         command: the trainer; `${save_dir}` in it, and `${resume_dir}` where it needs that.
         resume_flag: flag that the trainer gets with the resume point's directory where there is one; None: none.
         checkpoint_glob: what a checkpoint is called below `${save_dir}`; None: as known layouts have it.
-        interval_seconds: how often the trainer is to save, as foreign workers are told.
+        interval_seconds: how often the trainer is to save: foreign workers are told so; people, if ours does not.
         keep_last: checkpoints that are kept, besides the best and what is being uploaded.
         save_signal: asks the trainer to save before an announced end; None: it is not asked.
         lease_seconds: how long a holder that is not heard keeps the lease. It renews three times as often.

@@ -32,6 +32,7 @@ from .logs import Logs
 from .milestones.access import Access, secret
 from .preflight import Away, ask
 from .recovering import Stuck, prepared
+from .saves import SaveWatch
 from .volume import Volume
 
 __all__ = ("carry_on",)
@@ -103,6 +104,7 @@ class _Pod:
         self._access, self._tls, self._ahead = access, tls, ahead
         self._logs: Logs | None = None
         self._mirror = MirrorProcess(options.file, volume, access.flags())
+        self._saves = SaveWatch(file.interval_seconds, self._say)
         self._before: dict[int, Any] = {}
         self._signalled = 0
         # The agent is just being started; it has told something, so it handles signals by now.
@@ -114,6 +116,7 @@ class _Pod:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._saves.end()
         self._mirror.end()
         self._ahead.close()
         if self._logs is not None:
@@ -252,8 +255,10 @@ class _Pod:
                 if self._file.hf is not None:
                     self._mirror.start()
             case "started":
+                self._saves.begin()
                 self._volume.note("started", **more, seconds=round(_age_seconds(), 3))
             case "committed" if event["epoch"] == self._epoch:
+                self._saves.begin()
                 self._step, self._path = event["step"], str(self._volume.job / self._run / event["name"])
                 self._volume.note("ckpt_saved", **more, checkpoint=event["name"], step=event["step"])
                 self._volume.show(self._run, event["name"], event["step"], self._epoch)
@@ -267,6 +272,7 @@ class _Pod:
                 self._volume.note("fenced", **more)
                 self._mirror.end()
             case "stops" | "stopped":
+                self._saves.end()
                 self._volume.note(event["event"], **more)
 
     def _write(self, state: RunState) -> None:
