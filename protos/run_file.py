@@ -84,6 +84,12 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _file_below(path: Path) -> Path:
+    if not path.name or ".." in path.parts:
+        raise ValueError(f"{str(path)!r} is no file below {SAVE_DIR}, nor an absolute path without '..'")
+    return path
+
+
 class Improvement(_Part):
     """A milestone whenever a metric of the trainer's improves.
 
@@ -102,9 +108,7 @@ class Improvement(_Part):
     @field_validator("metrics_file")
     @classmethod
     def _a_file(cls, path: Path) -> Path:
-        if not path.name or ".." in path.parts:
-            raise ValueError(f"{str(path)!r} is no file below {SAVE_DIR}, nor an absolute path without '..'")
-        return path
+        return _file_below(path)
 
 
 class Hub(_Part):
@@ -116,6 +120,7 @@ class Hub(_Part):
         on_improve: when else; None: only by time.
         upload_limit: bytes per second; None: no limit.
         private: a repository that is made is private.
+        metrics_file: goes with each milestone, as in `on_improve`; None: the one of `on_improve`, if there is one.
     """
 
     repo: str
@@ -123,11 +128,32 @@ class Hub(_Part):
     on_improve: Improvement | None = None
     upload_limit: int | None = Field(None, ge=1024, le=2**62, strict=True)
     private: bool = True
+    metrics_file: AnyPath | None = None
 
     @field_validator("repo")
     @classmethod
     def _owner_and_name(cls, repo: str) -> str:
         return _repository(repo)
+
+    @field_validator("metrics_file")
+    @classmethod
+    def _a_file(cls, path: Path | None) -> Path | None:
+        return None if path is None else _file_below(path)
+
+    @model_validator(mode="after")
+    def _one_file(self) -> Hub:
+        improve = self.on_improve
+        named = improve is not None and "metrics_file" in improve.model_fields_set
+        if named and improve is not None and self.metrics_file not in (None, improve.metrics_file):
+            raise ValueError("metrics_file and on_improve.metrics_file name two files: say it once")
+        return self
+
+    @property
+    def metrics(self) -> Path | None:
+        """The trainer's metrics file; None: none is named."""
+        if self.metrics_file is not None:
+            return self.metrics_file
+        return None if self.on_improve is None else self.on_improve.metrics_file
 
 
 class Baseline(_Part):

@@ -79,7 +79,8 @@ class Mirror:
         improve = file.hf.on_improve
         tracked = None if improve is None else Tracked(improve.metric, improve.mode, improve.min_delta)
         self._rules = due.Rules(file.hf.interval_seconds, tracked)
-        self._metrics = None if improve is None else MetricsFile(improve.metrics_file, improve.metric)
+        metrics = file.hf.metrics
+        self._metrics = None if metrics is None else MetricsFile(metrics, "" if improve is None else improve.metric)
         self._root = places.hf / "snapshots"
         self._pace, self._last, self._looked = self._noted()
         self._at = self._noted_at = time.monotonic()
@@ -130,7 +131,7 @@ class Mirror:
         self._pace, self._at = due.passed(self._pace, now - self._at), now
         before = self._pace
         self._newest = _newest(self._places.checkpoints)
-        if self._metrics is not None and self._newest is not None:
+        if self._metrics is not None and self._newest is not None and self._rules.tracked is not None:
             values = self._metrics.news(self._newest[0].parent)
             self._pace = due.observed(self._pace, self._rules, values)
         if self._newest is not None and self._newest[0].name != self._looked:

@@ -36,7 +36,10 @@ def scenes(tmp_path: Path) -> Iterator[Scenes]:
 
 def test_a_milestone_is_one_commit_that_the_commander_hears_of(scenes: Scenes) -> None:
     """One commit adds payload and manifest; its SHA is what is reported; the snapshot goes, the event stays."""
-    scene = scenes()
+    scene = scenes(metrics_file="loss.jsonl")
+    metrics = scene.volume.run_dir / "e1" / "loss.jsonl"
+    metrics.parent.mkdir()
+    metrics.write_text('{"step": 40, "loss": 2.0}\n')
     sealed = scene.commit(40)
     scene.mirror()
     told = scene.wait_milestone()
@@ -51,6 +54,7 @@ def test_a_milestone_is_one_commit_that_the_commander_hears_of(scenes: Scenes) -
     assert own["manifest"] == {"git_sha": "abc", "hyperparameters": {"lr": 1e-4}}
     titles = [one["title"] for one in scene.hub.commits(REPO)]
     assert [title.split()[0] for title in titles] == ["initial", "Milestone"]
+    assert "metrics.jsonl" in scene.hub.commits(REPO)[-1]["files"]
     scene.wait(lambda: scene.volume.events() and not scene.volume.snapshots)
     assert scene.volume.events() == [{"event": "hf_synced", **told}]
 

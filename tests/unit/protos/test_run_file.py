@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dalsegno.protos.run_file import read_run_file
+from dalsegno.protos.run_file import Hub, read_run_file
 from dalsegno.protos.yaml_text import InputRefused, printed
 
 LEAST: dict[str, Any] = {
@@ -47,6 +47,21 @@ def test_the_least_and_all_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("hf", "metrics"),
+    [
+        ({}, None),
+        ({"metrics_file": "/m/loss"}, "/m/loss"),
+        ({"on_improve": {"metric": "x"}}, "metrics.jsonl"),
+        ({"metrics_file": "a", "on_improve": {"metric": "x"}}, "a"),
+        ({"metrics_file": "a", "on_improve": {"metric": "x", "metrics_file": "a"}}, "a"),
+    ],
+)
+def test_one_metrics_file_is_for_both(hf: dict[str, Any], metrics: str | None) -> None:
+    """What goes with a milestone, and what says that one is due."""
+    assert Hub.model_validate({"repo": "me/m", **hf}).metrics == (None if metrics is None else Path(metrics))
+
+
+@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"run_id": "a/b"}, "run_id: 'a/b' is no name for a directory"),
@@ -82,6 +97,11 @@ def test_the_least_and_all_of_it(tmp_path: Path) -> None:
         ({"hf": {"repo": "me/m.git"}}, "hf.repo: 'me/m.git' is no OWNER/NAME of the hub"),
         ({"hf": {"repo": "me/m", "on_improve": {"metric": "x", "metrics_file": "../m"}}}, "'../m' is no file below"),
         ({"hf": {"repo": "me/m", "on_improve": {"metric": "x", "metrics_file": ""}}}, "'.' is no file below"),
+        ({"hf": {"repo": "me/m", "metrics_file": "../m"}}, "hf.metrics_file: '../m' is no file below"),
+        (
+            {"hf": {"repo": "me/m", "metrics_file": "a", "on_improve": {"metric": "x", "metrics_file": "b"}}},
+            "hf: metrics_file and on_improve.metrics_file name two files: say it once",
+        ),
         ({"baseline": {"hf": "a/b@../c"}}, "baseline: 'a/b@../c' is no OWNER/NAME@REVISION"),
         ({"baseline": {"hf": "a/b--c@main"}}, "baseline: 'a/b--c' is no OWNER/NAME of the hub"),
         ({"manifest": {1: 2}}, "manifest.1: a key is text: put it in quotes"),
