@@ -261,7 +261,7 @@ SHELL_PLANTS: dict[str, Plant] = dict(
             "who is told knows",
             suits=lambda plan: plan.holds[0] > 0,
             seeds=30,
-            first=147,
+            first=804,
             also=((MasterClient, "_tell", tells_at_once),),
         ),
         _plant(
