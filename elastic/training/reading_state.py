@@ -95,17 +95,17 @@ def _as_saved(loaded: Any, saved: Any, cast: bool) -> Any:
     return loaded.clone() if shared else loaded
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
+def load_weights(model: nn.Module, weights: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Loads a model's weights, each copied once to where it is used.
 
     Args:
         model: See `copied_by_name`.
         weights: What ``read_tensors`` returned, of the same names.
+        wanted: The model's ``state_dict()``.
 
     Raises:
         RuntimeError: Something does not fit, in torch's words.
     """
-    wanted = model.state_dict()
     if not copied_by_name(model, weights, wanted):
         # What is no tensor of the model's is kept as it comes.
         model.load_state_dict(

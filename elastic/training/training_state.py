@@ -284,7 +284,7 @@ class TrainingState:
         else:
             self._check_parts(resume.ref.name, kept)
         try:
-            load_weights(self._model, weights)
+            load_weights(self._model, weights, wanted)
         except RuntimeError as error:
             raise ValueError(f"{resume.ref.name} is of another model: {error}") from error
         self._load_unlisted(resume)

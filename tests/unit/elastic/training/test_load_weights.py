@@ -103,7 +103,7 @@ def test_it_is_what_torch_would_load(name: str, monkeypatch: pytest.MonkeyPatch)
     if by_name:
         monkeypatch.setattr(nn.Module, "load_state_dict", lambda *_: pytest.fail("torch was asked"))
         monkeypatch.setattr(type(ours), "load_state_dict", nn.Module.load_state_dict)
-    load_weights(ours, saved)
+    load_weights(ours, saved, ours.state_dict())
     one, other = values_of(theirs), values_of(ours)
     assert all(torch.equal(one[key], other[key]) or "own" in key for key in one)
     assert getattr(ours, "more", 7) == 7
@@ -112,7 +112,7 @@ def test_it_is_what_torch_would_load(name: str, monkeypatch: pytest.MonkeyPatch)
 def test_what_is_loaded_shares_nothing_with_the_file() -> None:
     """What is mapped goes away."""
     model, saved = nn.Linear(2, 2), nn.Linear(2, 2).state_dict()
-    load_weights(model, saved)
+    load_weights(model, saved, model.state_dict())
     before = model.weight.detach().clone()
     saved["weight"].zero_()
     assert torch.equal(model.weight, before)
@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_left_to_torch(change: Callable[[Tensor], Tensor]) 
     saved = {**nn.Linear(3, 3).state_dict()}
     saved["weight"] = change(saved["weight"])
     said = []
-    for load in (theirs.load_state_dict, lambda state: load_weights(ours, state)):
+    for load in (theirs.load_state_dict, lambda state: load_weights(ours, state, ours.state_dict())):
         try:
             load(saved)
             said.append("")
