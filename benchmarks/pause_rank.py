@@ -144,11 +144,14 @@ def elastic(flags: argparse.Namespace) -> None:
         staying(flags)
         return
     s = session()
-    plan = BatchPlan(GLOBAL_BATCH, s.world_size, GLOBAL_BATCH)
+    # Before the first need of a place, so that a newcomer has it when the others stop.
+    model = make_model(flags).to(device())
+    mark("model built")
     rows = Rows(flags.width)
     sampler = ElasticSampler(len(rows), GLOBAL_BATCH, seed=SEED)
+    plan = BatchPlan(GLOBAL_BATCH, s.world_size, GLOBAL_BATCH)
     zero = flags.framework.startswith("zero")
-    train, accumulate, options = (_elastic_zero if zero else _elastic_torch)(flags, s, plan)
+    train, accumulate, options = (_elastic_zero if zero else _elastic_torch)(flags, s, plan, model)
     scale = "deepspeed" if zero else "ddp"
     batches: Batches[Tensor] = Batches(rows, sampler, plan, s.rank, scale=scale, resume=s.resume)
     log = common.StepLog(flags.step_log, rank=s.rank, world_size=s.world_size, epoch=s.epoch)
@@ -165,11 +168,11 @@ def elastic(flags: argparse.Namespace) -> None:
         _note_step(log, batch.step, loss)
 
 
-def _elastic_torch(flags: argparse.Namespace, s: Any, plan: BatchPlan) -> tuple[Any, Any, dict[str, Any]]:
+def _elastic_torch(
+    flags: argparse.Namespace, s: Any, plan: BatchPlan, model: nn.Sequential
+) -> tuple[Any, Any, dict[str, Any]]:
     where = device()
     join()
-    model: Any = make_model(flags).to(where)
-    mark("model built")
     if flags.framework == "ddp":
         optimizer = make_optimizer(model)
         state = TrainingState(s, model=model, optimizer=optimizer)
@@ -217,14 +220,14 @@ class _Stepping:
         self._optimizer.zero_grad()
 
 
-def _elastic_zero(flags: argparse.Namespace, s: Any, plan: BatchPlan) -> tuple[Any, Any, dict[str, Any]]:
+def _elastic_zero(
+    flags: argparse.Namespace, s: Any, plan: BatchPlan, model: nn.Sequential
+) -> tuple[Any, Any, dict[str, Any]]:
     import deepspeed
 
     from dalsegno.elastic import deepspeed as elastic_deepspeed
 
     elastic_deepspeed.prepare()
-    model = make_model(flags)
-    mark("model built")
     config = elastic_deepspeed.config(configuration(flags), plan, s.resume)
     engine, *_ = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=config)
     elastic_deepspeed.restore(engine, s.resume)
