@@ -17,8 +17,6 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import xxhash
-
 from dalsegno.elastic.checkpoint import (
     MANIFEST,
     CheckpointDamaged,
@@ -35,6 +33,7 @@ from dalsegno.elastic.checkpoint.durability import FileSystem, at_once, unwritte
 from dalsegno.elastic.checkpoint.files import BUFFER_BYTES, THREADS, checksum
 from dalsegno.elastic.checkpoint.marks import marked
 from dalsegno.elastic.checkpoint.reading import NotRegular, size_of_regular
+from dalsegno.elastic.checkpoint.summing import SummingWriter
 
 from .pieces import open_sealed
 
@@ -258,20 +257,17 @@ def _is_there(target: Path, entry: FileEntry) -> bool:
 
 def _copy(source: Path, entry: FileEntry, path: Path, stopped: Callable[[], str]) -> None:
     """Writes one file aside, and sums it on the way."""
-    digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(min(BUFFER_BYTES, entry.size) or 1))
     with (
         open(open_sealed(source, entry), "rb", buffering=0) as reader,
-        open(path, "xb", buffering=0) as writer,
+        open(path, "xb", buffering=0) as file,
     ):
+        writer = SummingWriter(file.fileno())
         while count := reader.readinto(buffer):
             if why := stopped():
                 raise _Stopped(why)
-            digest.update(buffer[:count])
-            rest = buffer[:count]
-            while rest:
-                rest = rest[writer.write(rest) :]
-    if digest.hexdigest() != entry.xxh3_128:
+            writer.write(buffer[:count])
+    if writer.digest != entry.xxh3_128:
         raise CheckpointDamaged(source, entry.path, Damage.WRONG_CHECKSUM)
 
 

@@ -12,11 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
-import xxhash
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, FileEntry, Manifest
 from dalsegno.elastic.checkpoint.manifest import MAX_BYTES
 from dalsegno.elastic.checkpoint.spares import LEAST_BYTES, take_spare
+from dalsegno.elastic.checkpoint.summing import SummingWriter
 from dalsegno.protos import peer_pb2
 
 from .holdings import HeldParts, Holdings, checked_paths, manifest_of
@@ -104,9 +104,9 @@ class Incoming:
         self._entries: list[FileEntry] = []
         # As text: there may be ten thousand files, and paths cost more than these.
         self._aside = str(self._place.parts / f".in-{header.group_rank}-{secrets.token_hex(8)}")
-        # The file that is being written: how many came before it, its descriptor, its sum so far, bytes to come.
-        self._count, self._descriptor, self._left = 0, -1, 0
-        self._digest = xxhash.xxh3_128()
+        # The file that is being written: how many came before it, and its writer.
+        self._count = 0
+        self._writer: SummingWriter | None = None
 
     def feed(self, data: memoryview) -> None:
         """The next bytes.
@@ -139,9 +139,9 @@ class Incoming:
 
     def close(self) -> None:
         """Takes away what was not put in its place."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self._writer is not None:
+            os.close(self._writer.descriptor)
+            self._writer = None
         shutil.rmtree(self._aside, ignore_errors=True)
         self._open.close()
 
@@ -184,12 +184,11 @@ class Incoming:
     def _open_next(self) -> None:
         """Opens the next file that has bytes; empty ones are done at once."""
         while self._count < len(self._entries):
-            self._descriptor = self._new_file(self._entries[self._count])
-            self._digest = xxhash.xxh3_128()
-            self._left = self._entries[self._count].size
-            if self._left:
+            entry = self._entries[self._count]
+            self._writer = SummingWriter(self._new_file(entry))
+            if entry.size:
                 return
-            self._end_file()
+            self._end_file(self._writer)
 
     def _new_file(self, entry: FileEntry) -> int:
         aside = f"{self._aside}/{self._count}"
@@ -202,23 +201,22 @@ class Incoming:
         return os.open(aside, flags, 0o644)
 
     def _to_file(self, data: memoryview) -> memoryview:
-        if self._count == len(self._entries):
+        if self._writer is None:
             raise PartRefusedError(
                 grpc.StatusCode.INVALID_ARGUMENT, f"{named(self._header)} has more bytes than its manifest says"
             )
-        count = os.write(self._descriptor, data[: self._left])
-        self._digest.update(data[:count])
-        self._left -= count
-        if not self._left:
-            self._end_file()
+        left = self._entries[self._count].size - self._writer.size
+        self._writer.write(data[:left])
+        if len(data) >= left:
+            self._end_file(self._writer)
             self._open_next()
-        return data[count:]
+        return data[left:]
 
-    def _end_file(self) -> None:
-        os.close(self._descriptor)
-        self._descriptor = -1
+    def _end_file(self, writer: SummingWriter) -> None:
+        os.close(writer.descriptor)
+        self._writer = None
         entry = self._entries[self._count]
-        if self._digest.hexdigest() != entry.xxh3_128:
+        if writer.digest != entry.xxh3_128:
             raise PartRefusedError(
                 grpc.StatusCode.DATA_LOSS, f"{self._header.name}/{entry.path} did not arrive as it was sealed"
             )

@@ -13,13 +13,15 @@ import grpc
 import pytest
 
 from dalsegno.agent.memory import incoming
+from dalsegno.agent.memory.durable import make_durable
 from dalsegno.agent.memory.fence import Fence
 from dalsegno.agent.memory.holdings import Holdings, StepPart
 from dalsegno.agent.memory.incoming import PartRefusedError
 from dalsegno.agent.memory.pieces import PIECE_BYTES, decode, encode, read_part
 from dalsegno.agent.memory.space import RESERVE, NoSpaceError, Space
-from dalsegno.elastic.checkpoint import MANIFEST, CheckpointDamaged, Manifest, verify_files
+from dalsegno.elastic.checkpoint import MANIFEST, CheckpointDamaged, Manifest, summing, verify_files
 from dalsegno.elastic.checkpoint.spares import keep_spares
+from dalsegno.elastic.checkpoint.summing import WRITE_BYTES
 from dalsegno.protos import peer_pb2
 from tests.support.checkpoints.memory import JOB, RUN, SMALL, manifest_of, write_own
 
@@ -97,6 +99,31 @@ def test_a_part_is_written_over_an_older_one(part: StepPart, holdings: Holdings,
     verify_files(run_dir / NAME, part.entries)
     assert os.stat(run_dir / NAME / "rank1.pt").st_mode & 0o777 == 0o604
     assert sorted(os.listdir(run_dir / f"{NAME}.parts")) == ["1.json"]
+
+
+def test_a_part_is_written_as_the_page_cache_likes_it(
+    part: StepPart, holdings: Holdings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In writes that are small enough, on its way into memory and from there to the disk."""
+    counts: list[int] = []
+    write = os.write
+
+    def counted(descriptor: int, data: memoryview) -> int:
+        counts.append(len(data))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(summing.os, "write", counted)
+    assert max(map(len, SMALL[1].values())) > WRITE_BYTES
+    receive(holdings, read_part(part, JOB))
+    paths = {entry.path for entry in part.entries}
+    assert sum(counts) >= sum(entry.size for entry in part.entries)
+    assert max(counts) <= WRITE_BYTES
+    counts.clear()
+    (tmp_path / "disk").mkdir()
+    run_dir = tmp_path / "here" / RUN
+    assert not make_durable(run_dir / NAME, part.manifest, paths, tmp_path / "disk" / RUN, lambda: "", seals=False)
+    assert sum(counts) >= sum(entry.size for entry in part.entries)
+    assert max(counts) <= WRITE_BYTES
 
 
 def header(messages: list[bytes], **changes: Any) -> list[bytes]:
