@@ -24,6 +24,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.utils import safe_set_local_fp32_param
 from torch import Tensor, nn
 
+from ..rank.threads import shared_out
 from ..saving.optimizers import check_parameters
 from ..universal.forms import NUMBERS
 from ..universal.loading import load
@@ -249,9 +250,12 @@ def load_groups(
         flat = group["params"][0]
         state = optimizer.optimizer.state[flat]
         _make_states(values, names[0], flat, state, common)
-        for name, parameter in zip(names, parameters, strict=True):
-            if parameter._hp_mapping is not None:
-                _load_fragment(parameter, values, name, state)
+        own = [pair for pair in zip(names, parameters, strict=True) if pair[1]._hp_mapping is not None]
+        load_fragments = functools.partial(_load_fragments, values, state)
+        if flat.device.type == "cpu":
+            shared_out(load_fragments, own)
+        else:
+            load_fragments(own)
         group.update({key: value for key, value in saved.items() if key != "params"})
 
 
@@ -271,10 +275,17 @@ def _check_states(values: Values, names: Sequence[str], wanted: set[str]) -> Non
 
 
 def _make_states(values: Values, name: str, flat: Tensor, state: dict[str, Any], common: Mapping[str, Any]) -> None:
-    """Creates an optimizer's states to be filled: flat like the partition, with the saved dtype."""
+    """An optimizer's states to be filled: flat like the partition, zeros, with the saved dtype.
+
+    DeepSpeed has made them as a rule, and memory that is new costs more than zeros.
+    """
     saved = values.states(name)
     for key in sorted(saved - {FP32, STEP}):
-        state[key] = torch.zeros_like(flat, dtype=values.dtype(name, key))
+        made, dtype = state.get(key), values.dtype(name, key)
+        if type(made) is Tensor and (made.shape, made.dtype, made.device) == (flat.shape, dtype, flat.device):
+            made.zero_()
+        else:
+            state[key] = torch.zeros_like(flat, dtype=dtype)
     if STEP in saved:
         state[STEP] = values.step(name)
     elif NESTED in common:  # made by stage 3
@@ -282,6 +293,11 @@ def _make_states(values: Values, name: str, flat: Tensor, state: dict[str, Any],
         state.update({STEP: counted[STEP]} if STEP in counted else {})
     for key, number in common.get(NUMBERS, {}).get(name, {}).items():
         state[key] = number.clone() if isinstance(number, Tensor) else number
+
+
+def _load_fragments(values: Values, state: Mapping[str, Any], share: Sequence[tuple[str, Any]]) -> None:
+    for name, parameter in share:
+        _load_fragment(parameter, values, name, state)
 
 
 def _load_fragment(parameter: Any, values: Values, name: str, state: Mapping[str, Any]) -> None:

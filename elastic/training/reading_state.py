@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,13 @@ from torch.optim import Optimizer
 
 from dalsegno.protos.text import few
 
+from ..rank.threads import shared_out
 from ..saving.bundles import unpacked
 from ..universal.archive import Packed, refuse_packed
 from ..universal.mapping import NotPlainError, open_mapped
 from .parts import Stateful
+
+Item = TypeVar("Item")
 
 
 def load_part(part: Stateful, state: Any, *, cast: bool = False) -> None:
@@ -69,17 +72,22 @@ def _only_tensors(state: Mapping[str, Any]) -> bool:
 
 def _fill(part: Any, state: Mapping[str, Any]) -> None:
     """Puts each parameter's state where torch would put it, with the dtype that was saved, and copied once."""
+    moved: list[tuple[dict[str, Any], str, torch.device]] = []
     for saved, group in zip(state["param_groups"], part.param_groups, strict=True):
         on_device = group.get("capturable") or group.get("fused")
         for number, parameter in zip(saved["params"], group["params"], strict=True):
             if number in state["state"]:
-                own = {}
-                for key, value in state["state"][number].items():
-                    if key != "step":
-                        own[key] = value.to(parameter.device, copy=True)
-                    else:
-                        own[key] = value.to(parameter.device, torch.float32, copy=True) if on_device else value.clone()
-                part.state[parameter] = own
+                own = part.state[parameter] = dict(state["state"][number])
+                if "step" in own:
+                    step = own["step"]
+                    own["step"] = step.to(parameter.device, torch.float32, copy=True) if on_device else step.clone()
+                moved += [(own, key, parameter.device) for key in own if key != "step"]
+    _each(_copied_there, moved, all(device.type == "cpu" for _, _, device in moved))
+
+
+def _copied_there(share: Sequence[tuple[dict[str, Any], str, torch.device]]) -> None:
+    for own, key, device in share:
+        own[key] = own[key].to(device, copy=True)
 
 
 def _as_saved(loaded: Any, saved: Any, cast: bool) -> Any:
@@ -128,9 +136,22 @@ def copied_by_name(model: nn.Module, weights: Mapping[str, Any], wanted: Mapping
     places = _places(model, weights, shown) if weights.keys() == shown.keys() else None
     if places is None:
         return False
-    with torch.no_grad():
-        torch._foreach_copy_(places, [weights[name] for name in shown])
+    pairs = list(zip(places, (weights[name] for name in shown), strict=True))
+    _each(_copied, pairs, all(place.device.type == "cpu" for place in places))
     return True
+
+
+def _copied(share: Sequence[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():  # of this thread
+        torch._foreach_copy_([place for place, _ in share], [value for _, value in share])
+
+
+def _each(work: Callable[[Sequence[Item]], None], items: Sequence[Item], on_cpu: bool) -> None:
+    """Copies to a card are one thread's, whose current card and stream they use."""
+    if on_cpu:
+        shared_out(work, items)
+    else:
+        work(items)
 
 
 def _places(model: nn.Module, weights: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Tensor] | None:
