@@ -76,9 +76,12 @@ class Hearing:
         self._refused_on: object = None
 
     def heard(self, now: float) -> bool:
-        """Notes an answer. True: that is news."""
-        before, self.contact, self.heard_at, self._refused_on = self.contact, (True, False), now, None
-        return before != self.contact
+        """Notes an answer. True: somebody has to be told that it is heard, before all else that it said.
+
+        So it stays until that was told: another thread may have heard it first, and not yet come to tell.
+        """
+        self.contact, self.heard_at, self._refused_on = (True, False), now, None
+        return self.contact != self.told
 
     def unheard(self, now: float, link: object, *, refused: bool) -> bool:
         """Notes a call without an answer, or one with our token refused. True: that is news.

@@ -375,6 +375,31 @@ def test_the_master_is_killed_and_comes_back(master: Master, agent: Agent) -> No
     assert agent.client.generation == 2
 
 
+def test_that_the_master_is_back_is_told_before_what_it_says(master: Master, agent: Agent) -> None:
+    """Also where the thread that heard it first comes to tell that last."""
+    agent.register()
+    agent.expect("directed")
+    master.stop()
+    agent.client.call("Join", join(9))
+    assert agent.expect("link") is False
+    tell, first, told = agent.client._tell_link, iter([True]), threading.Event()
+
+    def late() -> None:
+        if next(first, False):
+            told.wait(1.0)
+        tell()
+        told.set()
+
+    agent.client._tell_link = late  # type: ignore[method-assign]
+    # The stream is opened behind the answer to the call.
+    master.servicer.errors["Watch"] = [(grpc.StatusCode.UNAVAILABLE, "not yet")] * 2
+    master.start()
+    kinds = []
+    while not kinds or kinds[-1] != "directed":
+        kinds.append(agent.events.get(timeout=15.0)[0])
+    assert "link" in kinds
+
+
 def test_the_next_address_is_tried(master: Master) -> None:
     """With several masters, one that is away costs little."""
     with socket.socket() as unused:
