@@ -80,8 +80,8 @@ class Hearing:
 
         So it stays until that was told: another thread may have heard it first, and not yet come to tell.
         """
-        self.contact, self.heard_at, self._refused_on = (True, False), now, None
-        return self.contact != self.told
+        before, self.contact, self.heard_at, self._refused_on = self.contact, (True, False), now, None
+        return before != self.contact or self.told != self.contact
 
     def unheard(self, now: float, link: object, *, refused: bool) -> bool:
         """Notes a call without an answer, or one with our token refused. True: that is news.
