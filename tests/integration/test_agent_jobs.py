@@ -110,6 +110,8 @@ def test_workers_do_not_see_the_master(programs: Programs) -> None:
     environment = json.loads(line.removeprefix("ENVIRONMENT "))
     assert environment["DALSEGNO_JOB_ID"] == job
     assert "DLROVER_MASTER_ADDR" not in environment
+    # Else the threads of nodes on one machine would take its cores from each other.
+    assert environment["GOMP_SPINCOUNT"] == "1000"
     assert not [name for name, value in environment.items() if "sesame" in value or master.address in value]
     assert f"dlrover-run: job {job} (from user, script and arguments" in text
 

@@ -12,7 +12,7 @@ import pytest
 
 from dalsegno.agent.commands import launch
 from dalsegno.agent.commands.arguments import parse
-from dalsegno.agent.commands.beginning import nursery_spec, script_of
+from dalsegno.agent.commands.beginning import nursery_spec, script_of, spin_little
 from dalsegno.agent.script import modules_of
 from dalsegno.agent.shell import console
 
@@ -73,6 +73,16 @@ def test_its_threads_are_those_of_torch(
     assert spec.environment.get("OMP_NUM_THREADS") == threads
     launch._torch_config(options, tmp_path)
     assert os.environ.get("OMP_NUM_THREADS") == threads
+
+
+@pytest.mark.parametrize(
+    ("chosen", "spins"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_wait_asleep_unless_somebody_chose_otherwise(chosen: dict[str, str], spins: str | None) -> None:
+    environment = dict(chosen)
+    spin_little(environment)
+    assert environment == {**chosen, **({} if spins is None else {"GOMP_SPINCOUNT": spins})}
 
 
 def test_cards_are_counted_as_torch_would(script: str) -> None:
