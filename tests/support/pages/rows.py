@@ -16,6 +16,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "test_hf_trainer.py::test_ddp_through_changes_of_the_world",
         "test_bring_your_script.py::test_trls_trainers",
     ),
+    "an unchanged `Trainer`": ("test_adoption.py::test_a_script_of_hugging_faces_goes_on",),
     "ms-swift": ("test_swift.py::test_changes_of_the_world", "test_swift.py::test_a_join_and_a_kill"),
     "DLRover's classes": (
         "test_dlrover.py::test_growth_crash_leave_and_kill",
