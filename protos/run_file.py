@@ -105,6 +105,13 @@ class Improvement(_Part):
     min_delta: float = Field(0.0, ge=0, allow_inf_nan=False, strict=True)
     metrics_file: AnyPath = Path("metrics.jsonl")
 
+    @field_validator("metric")
+    @classmethod
+    def _a_name(cls, metric: str) -> str:
+        if not metric.isprintable():
+            raise ValueError(f"{metric!r} has characters that cannot be printed")
+        return metric
+
     @field_validator("metrics_file")
     @classmethod
     def _a_file(cls, path: Path) -> Path:

@@ -81,6 +81,10 @@ def agent_command(
         flags.append(f"--save-signal={file.save_signal}")
     if file.checkpoint_glob is not None:
         flags.append(f"--checkpoint-glob={file.checkpoint_glob}")
+    improve = None if file.hf is None else file.hf.on_improve
+    if file.hf is not None and improve is not None:
+        best = f"--best={improve.metric}:{improve.mode}", f"--best-min-delta={improve.min_delta!r}"
+        flags += [*best, f"--metrics-file={file.hf.metrics}"]
     if initial is not None:
         flags.append(f"--initial-checkpoint={initial}")
     if back:

@@ -19,12 +19,15 @@ from .endpoint import meeting_point
 from .values import (
     address,
     bandwidth,
+    best_metric,
     bytes_of,
     commas,
     count_of,
     directory,
     glob,
+    least_gain,
     log_level,
+    metrics_file,
     more_than_none,
     node_name,
     node_timeout,
@@ -194,6 +197,19 @@ def _add_for_plain_scripts(group: _Group) -> None:
         type=save_signal,
         metavar="NAME",
         help="asks a script without a session to save before it is ended (SIGUSR1); default: it only gets SIGTERM",
+    )
+    group.value(
+        "--best",
+        type=best_metric,
+        metavar="METRIC:min|max",
+        help="a script without a session: the checkpoint with its best value of this metric is kept, too",
+    )
+    group.value("--best-min-delta", type=least_gain, metavar="X", help="how much better counts; default: anything")
+    group.value(
+        "--metrics-file",
+        type=metrics_file,
+        metavar="FILE",
+        help="its metrics, as lines of JSON with a step; below '${save_dir}' unless absolute; default: metrics.jsonl",
     )
     group.value(
         "--initial-checkpoint",
@@ -399,6 +415,22 @@ def ignored(options: argparse.Namespace) -> list[str]:
     return lines
 
 
+def _check_best(options: argparse.Namespace) -> None:
+    """Checks that `--best` and its flags go together.
+
+    Raises:
+        UsageError: they do not fit.
+    """
+    if options.best is None:
+        given = [name for name in ("best_min_delta", "metrics_file") if getattr(options, name) is not None]
+        if given:
+            raise UsageError(f"--{given[0].replace('_', '-')} says more about --best=METRIC:min|max: give that, too")
+    elif SAVE_DIR not in macros_of(options.training_script_args):
+        raise UsageError(
+            "--best is for a script that gets '${save_dir}': a session says itself which is best (session.improved)"
+        )
+
+
 def parse(arguments: Sequence[str] | None, environ: Mapping[str, str] = os.environ) -> argparse.Namespace:
     """Parses the command line, and checks what can be checked without torch, the network or the disk.
 
@@ -420,6 +452,7 @@ def parse(arguments: Sequence[str] | None, environ: Mapping[str, str] = os.envir
     own = options.training_script_args
     if has_macros(own) and SAVE_DIR not in macros_of(own):
         raise UsageError("'${resume_dir}' without '${save_dir}': only what the script saves there can be resumed from")
+    _check_best(options)
     if options.module and options.no_python:
         raise UsageError("--module and --no-python exclude each other: drop one")
     options.min_nodes, options.max_nodes = options.nnodes

@@ -13,6 +13,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.metrics import initialize_metrics
 from torch.distributed.elastic.metrics.api import MetricsConfig
 
+from dalsegno.elastic.checkpoint import Tracked
 from dalsegno.protos import control_pb2
 from dalsegno.protos.addresses import addresses_of, host_and_port
 from dalsegno.protos.contract import GROW_SOON_SECONDS, JobSettings
@@ -34,6 +35,7 @@ from ..shell.effects import Effects
 from ..shell.elastic_agent import ElasticAgent
 from ..shell.mailbox import Mailbox
 from ..shell.rendezvous import NamedRendezvous
+from ..storage.best_save import BestRule
 from ..storage.job_directory import JobDirectory
 from ..storage.macros import SAVE_DIR, macros_of
 from ..workers.last_words import without_file
@@ -165,6 +167,7 @@ def _agent_config(
         make_room=options.make_room,
         save_signal=options.save_signal,
         self_fence=options.self_fence,
+        best=_best_rule(options),
         initial=options.initial_checkpoint,
         tell_fd=options.tell_fd,
         run_ahead=runs_ahead(script, options.run_ahead),
@@ -178,6 +181,13 @@ def _agent_config(
         # A job that has its name from us is presented before, as one may be looking for it.
         announcement="" if getattr(options, "job_id_is_default", False) else f"job {options.job_id}; logs in {log_dir}",
     )
+
+
+def _best_rule(options: argparse.Namespace) -> BestRule | None:
+    if options.best is None:
+        return None
+    metric, mode = options.best
+    return BestRule(Tracked(metric, mode, options.best_min_delta or 0.0), options.metrics_file or "metrics.jsonl")
 
 
 def _fixes(script: Script) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS
 from dalsegno.protos.options import seconds
-from dalsegno.protos.text import name_problem
+from dalsegno.protos.text import LONGEST_NAME, name_problem
 
 from ..processes.signals import number_of, signals_of
 from ..storage.naming import is_pattern
@@ -91,6 +92,35 @@ def glob(text: str) -> str:
     """A pattern for files below `${save_dir}`."""
     if text and not is_pattern(text):
         raise argparse.ArgumentTypeError(f"{text!r} must be relative to '${{save_dir}}', and lead to what is below it")
+    return text
+
+
+def best_metric(text: str) -> tuple[str, str]:
+    """A metric, and which way is better: eval_loss:min."""
+    metric, _, mode = text.rpartition(":")
+    if not metric or mode not in ("min", "max"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not METRIC:min or METRIC:max, for example eval_loss:min")
+    if len(metric) > LONGEST_NAME or not metric.isprintable():
+        raise argparse.ArgumentTypeError(f"a metric's name has up to {LONGEST_NAME} printable characters")
+    return metric, mode
+
+
+def least_gain(text: str) -> float:
+    """How much better a value must be: a number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 0, for example 0.001")
+    return value
+
+
+def metrics_file(text: str) -> str:
+    """A file below `${save_dir}`, or an absolute path."""
+    path = Path(text)
+    if not path.name or ".." in path.parts:
+        raise argparse.ArgumentTypeError(f"{text!r} is no file below '${{save_dir}}', nor an absolute path")
     return text
 
 

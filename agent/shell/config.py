@@ -8,6 +8,8 @@ from pathlib import Path
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import CONNECT_TIMEOUT_SECONDS, MASTER_OUTAGE_TIMEOUT_SECONDS, JobSettings
 
+from ..storage.best_save import BestRule
+
 __all__ = ["AgentConfig", "differences"]
 
 
@@ -34,6 +36,7 @@ class AgentConfig:
         make_room: where the disk lacks room for the next checkpoint, the oldest ones go, except for the last two.
         save_signal: asks a script without a session to save before it is ended; empty: it is not asked.
         self_fence: seconds without a word of the master after which the workers save and stop; 0: they go on.
+        best: what makes a checkpoint of such a script's the best one, which is kept; None: its age alone counts.
         initial: what such a script starts from while the run has no checkpoint; None: nothing.
         tell_fd: file descriptor on which a supervisor is told what happens; None: nobody is.
         tls: the master is spoken to over TLS, and so are other agents.
@@ -70,6 +73,7 @@ class AgentConfig:
     make_room: bool = False
     save_signal: str = ""
     self_fence: float = 0.0
+    best: BestRule | None = None
     initial: Path | None = None
     tell_fd: int | None = None
     memory_budget_bytes: int | None = None

@@ -108,8 +108,7 @@ class ElasticAgent(LocalElasticAgent):
         self._mailbox = mailbox
         self._effects = effects
         self._lifeline = lifeline
-        self._watch = watch
-        self._teller = Teller(config.tell_fd)
+        self._watch, self._teller = watch, Teller(config.tell_fd)
         self._ending: ev.Exit | None = None
         self._context: WorkersContext | None = None
         self._place: WorldPlace | None = None
@@ -126,6 +125,7 @@ class ElasticAgent(LocalElasticAgent):
             config.keep_saves,
             looks=reads_resume_point(script),
             initial=config.initial,
+            best=config.best,
             slow=partial(said_while_slow, effects.say),
         )
         self._beside = DlroverSupport(

@@ -24,6 +24,8 @@ from dalsegno.protos import control_pb2, worker_pb2
 from ..decisions import events as ev
 from . import old_saves
 from .asked import Request, request
+from .best_save import BestRule
+from .best_watch import BestWatch
 from .foreign import COUNTED, NOTE_BYTES, FoundUnits, Unit, shown, survey
 from .layouts import Complete, FileState, complete, number_of_file, state_of
 from .naming import is_log
@@ -69,6 +71,7 @@ class Adopter:
         pattern: `--checkpoint-glob`; empty: none.
         before: the resume point, if it was adopted, and its files where they were put into this epoch's directory.
         keep: see `old_saves.remove`.
+        best: what makes a checkpoint the best one; None: none is.
     """
 
     def __init__(
@@ -80,8 +83,11 @@ class Adopter:
         pattern: str = "",
         before: Before | None = None,
         keep: int = 0,
+        best: BestRule | None = None,
     ) -> None:
         self._keep = keep
+        self._rule = best
+        self._best: BestWatch | None = None
         self._run_dir, self._world, self._origin, self._deliver = run_dir, world, origin, deliver
         self._root, self._pattern = save_directory(run_dir, world.epoch), pattern
         self._volume = VolumeCheck(run_dir)
@@ -172,6 +178,8 @@ class Adopter:
 
     def _run(self) -> None:
         pause, asked = LOOK_EVERY_SECONDS, 0
+        if self._rule is not None:
+            self._best = BestWatch(self._rule, self._run_dir, self._world)
         self._note(self._known.values())
         self._remove_old()
         self._volume.measure()
@@ -319,9 +327,8 @@ class Adopter:
         notes = () if piece.below else self._notes(piece, found)
         try:
             saved_as = piece.saved_as(found.links)
-            manifest = adopt(
-                piece, saved_as, self._run_dir, self._world, self._origin, notes, self._before, self._volume
-            )
+            own = (piece, saved_as, self._run_dir, self._world, self._origin, notes, self._before, self._volume)
+            manifest = adopt(*own) if self._best is None else adopt(*own, self._best.judged)
         except (Changed, FileNotFoundError):
             raise
         except OSError as error:

@@ -24,6 +24,7 @@ from dalsegno.protos.shortage import starting
 from ..decisions import events as ev
 from ..script import FLAG
 from .adoption import Adopter
+from .best_save import BestRule
 from .foreign import NOTE_BYTES, OURS
 from .layouts import state_of
 from .macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand, macros_of
@@ -143,6 +144,7 @@ class Adoption:
         keep: `--keep-saves`; 0: all.
         looks: the script reads `DALSEGNO_RESUME_DIR` itself, and needs no copy of the resume point.
         initial: what it starts from while the run has no checkpoint; None: nothing.
+        best: see `Adopter`.
         slow: tells people what is waited for within a context, where that takes long.
     """
 
@@ -155,9 +157,10 @@ class Adoption:
         *,
         looks: bool = False,
         initial: Path | None = None,
+        best: BestRule | None = None,
         slow: Slow = lambda what: nullcontext(),
     ) -> None:
-        self._initial, self._slow = initial, slow
+        self._initial, self._best, self._slow = initial, best, slow
         self._macros = macros_of(arguments)
         self.wanted = SAVE_DIR in self._macros
         self._places = self.wanted and not looks and not {RESUME_DIR, RESUME_PATH} & self._macros
@@ -235,7 +238,8 @@ class Adoption:
             if resume is not None and saved_as is not None:
                 placed = self._placed[1] if self._placed[0] == world.epoch else ()
                 before = Before(resume, {file.name: file for file in state_of(directory, placed)}, saved_as)
-            self._adopter = Adopter(run_dir, world, origin, self._deliver, self._pattern, before, self._keep)
+            more = (self._pattern, before, self._keep, self._best)
+            self._adopter = Adopter(run_dir, world, origin, self._deliver, *more)
         values = {
             SAVE_DIR: str(directory),
             RESUME_DIR: None if newest is None else str(newest if newest.is_dir() else newest.parent),

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint import (
     SHARDED,
+    Best,
     CheckpointStore,
     Manifest,
     Position,
@@ -31,7 +32,14 @@ from .layouts import FileState, state_of
 from .slices import SaveSlice
 from .volume_check import VolumeCheck
 
-__all__ = ["Before", "Changed", "Origin", "adopt", "save_directory"]
+__all__ = ["Before", "Changed", "Judge", "Origin", "adopt", "save_directory"]
+
+# A new checkpoint's value of the metric, and the best one as of it: of its name, its step and its series' numbers.
+Judge = Callable[[str, int, Mapping[str, int | None]], tuple[float | None, Best | None]]
+
+
+def _no_metric(name: str, step: int, numbers: Mapping[str, int | None]) -> tuple[float | None, Best | None]:
+    return None, None
 
 
 def save_directory(run_dir: Path, epoch: int) -> Path:
@@ -78,6 +86,7 @@ def adopt(
     notes: Iterable[FileState] = (),
     before: Before | None = None,
     volume: VolumeCheck | None = None,
+    judge: Judge = _no_metric,
 ) -> Manifest:
     """Seals a copy of it among the run's checkpoints. A copy that cannot be finished is removed again.
 
@@ -87,6 +96,7 @@ def adopt(
         notes: small files that belong to it.
         before: files that did not change since then are taken from there.
         volume: the volume as it was when the epoch began; None: as it is now.
+        judge: says which is the best one. It is asked late, as the script may note a value while its files are copied.
 
     Raises:
         Changed: it is being written again.
@@ -102,6 +112,7 @@ def adopt(
         _take(save_directory(run_dir, world.epoch), every, target, saved_as.below, before)
         volume.wait_listed(target, {_inside(file.name, saved_as.below) for file in every})
         resumed = world.resume.source.ref if world.HasField("resume") else None
+        metric, best = judge(name, piece.step, dict(piece.numbers))
         manifest = Manifest(
             name=name,
             job_id=origin.job_id,
@@ -117,7 +128,8 @@ def adopt(
             resumed_from=None if resumed is None else Ref(resumed.name, resumed.digest),
             min_nodes=origin.min_nodes,
             max_nodes=origin.max_nodes,
-            metric=None,
+            metric=metric,
+            best=best,
             files=describe(target),
             saved_as=saved_as,
         )

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from dalsegno.elastic.checkpoint import Best, Tracked
+from dalsegno.elastic.checkpoint.metrics import Record
 
-__all__ = ("MilestonePace", "Record", "Rules", "begun", "done", "due", "failed", "observed", "passed", "reported")
+__all__ = ("MilestonePace", "Rules", "begun", "done", "due", "failed", "observed", "passed", "reported")
 
 INTERVAL, IMPROVEMENT, REPORT = "interval", "improvement", "report"
 # Between two tries where no interval says so.
@@ -31,14 +32,6 @@ class Rules:
     def retry_seconds(self) -> float:
         """From the beginning of a try that failed to the next one."""
         return RETRY_SECONDS if self.interval_seconds is None else self.interval_seconds
-
-
-@dataclass(frozen=True)
-class Record:
-    """A value of the metric, and the step that it was measured at; None: not known."""
-
-    value: float
-    step: int | None
 
 
 @dataclass(frozen=True)

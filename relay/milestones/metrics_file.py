@@ -1,4 +1,4 @@
-"""Reads what is new in the trainer's metrics file, whichever epoch's it is."""
+"""Finds the trainer's metrics file, whichever epoch's it is, and reads what is new there."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import os
 import re
 from pathlib import Path
 
-from dalsegno.elastic.checkpoint.reading import open_regular
-
-from .due import Record
-from .records import records
+from dalsegno.elastic.checkpoint.metrics import Record
+from dalsegno.elastic.checkpoint.metrics_reader import MetricsReader
 
 __all__ = ("MetricsFile",)
 
 _EPOCH = re.compile(r"e([0-9]{1,18})", re.ASCII)
-# What is read at once; a file that grew by more is read in several turns.
-_PIECE_BYTES = 4 << 20
 
 
 class MetricsFile:
@@ -27,8 +23,7 @@ class MetricsFile:
     """
 
     def __init__(self, name: Path, metric: str) -> None:
-        self._name, self._metric = name, metric
-        self._read: dict[Path, tuple[int, int]] = {}
+        self._name, self._reader = name, MetricsReader(metric)
 
     def path(self, run_dir: Path) -> Path | None:
         """The newest epoch's file; None: there is none yet."""
@@ -45,20 +40,4 @@ class MetricsFile:
     def news(self, run_dir: Path) -> list[Record]:
         """Values that were noted since the last call, oldest first. A file that was made anew is read anew."""
         path = self.path(run_dir)
-        if path is None:
-            return []
-        try:
-            with open(open_regular(path), "rb") as file:
-                status = os.fstat(file.fileno())
-                inode, start = self._read.get(path, (status.st_ino, 0))
-                if inode != status.st_ino or start > status.st_size:
-                    start = 0
-                file.seek(start)
-                text = file.read(_PIECE_BYTES)
-                found, count = records(text, self._metric)
-                if len(text) == _PIECE_BYTES and not count:
-                    count = len(text)  # no line of metrics is as long as that
-        except OSError:
-            return []
-        self._read[path] = (status.st_ino, start + count)
-        return found
+        return [] if path is None else self._reader.news(path)

@@ -140,12 +140,17 @@ class Mirror:
             self._note()
 
     def _look(self, path: Path) -> None:
-        """A new checkpoint: its session may have reported it as the best one."""
+        """A new checkpoint: its session may have reported it as the best one.
+
+        Of a script without one the metrics file says so (`_observe`).
+        """
         try:
             manifest = Manifest.read(path)
         except (CheckpointDamaged, OSError):
             return  # the agent names it, and the next one comes
         self._looked, self._ask_at = path.name, 0.0
+        if manifest.saved_as is not None:
+            return
         tracked, best = self._rules.tracked, manifest.best
         if tracked is not None and best is not None and best.name == path.name and best.metric == tracked.metric:
             self._pace = due.reported(self._pace, manifest.step)

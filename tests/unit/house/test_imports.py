@@ -65,11 +65,13 @@ PURE = (
     "agent/control/pace.py",
     "agent/dlrover/names.py",
     "agent/dlrover/scripts.py",
+    "agent/storage/best_save.py",
     "agent/storage/macros.py",
     "agent/storage/naming.py",
     "agent/storage/slices.py",
     "agent/workers/worker_env.py",
     "elastic/checkpoint/best.py",
+    "elastic/checkpoint/metrics.py",
     "elastic/checkpoint/retention.py",
     "elastic/data/permutation.py",
     "elastic/data/plan.py",
@@ -84,7 +86,6 @@ PURE = (
     "master/record/chunks.py",
     "relay/recovery.py",
     "relay/milestones/due.py",
-    "relay/milestones/records.py",
     "relay/milestones/run_manifest.py",
 )
 IMPURE = {

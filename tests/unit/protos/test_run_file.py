@@ -95,6 +95,7 @@ def test_one_metrics_file_is_for_both(hf: dict[str, Any], metrics: str | None) -
         ({"hf": "me/m"}, "hf: keys and values belong there"),
         ({"hf": {"repo": "me/m..n"}}, "hf.repo: 'me/m..n' is no OWNER/NAME of the hub"),
         ({"hf": {"repo": "me/m.git"}}, "hf.repo: 'me/m.git' is no OWNER/NAME of the hub"),
+        ({"hf": {"repo": "me/m", "on_improve": {"metric": "a\nb"}}}, r"'a\nb' has characters that cannot be printed"),
         ({"hf": {"repo": "me/m", "on_improve": {"metric": "x", "metrics_file": "../m"}}}, "'../m' is no file below"),
         ({"hf": {"repo": "me/m", "on_improve": {"metric": "x", "metrics_file": ""}}}, "'.' is no file below"),
         ({"hf": {"repo": "me/m", "metrics_file": "../m"}}, "hf.metrics_file: '../m' is no file below"),

@@ -15,6 +15,7 @@ import torch
 
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.storage import adoption, save_dir
+from dalsegno.agent.storage.best_save import BestRule
 from dalsegno.agent.storage.macros import expand, macros_of
 from dalsegno.agent.storage.save_dir import Adoption
 from dalsegno.elastic.checkpoint import Manifest, verify
@@ -52,12 +53,18 @@ class Run:
     """One run of a script, epoch after epoch, as an agent sees it."""
 
     def __init__(
-        self, directory: Path, *flags: str, pattern: str = "", looks: bool = False, initial: Path | None = None
+        self,
+        directory: Path,
+        *flags: str,
+        pattern: str = "",
+        looks: bool = False,
+        initial: Path | None = None,
+        best: BestRule | None = None,
     ) -> None:
         self.directory = directory
         self.heard: Heard = queue.Queue()
         self.flags = ("--out=${save_dir}", *flags)
-        self.taken = Adoption(self.flags, self.heard.put, pattern, looks=looks, initial=initial)
+        self.taken = Adoption(self.flags, self.heard.put, pattern, looks=looks, initial=initial, best=best)
         self.epoch = 0
         self.resume: Manifest | None = None
         self.problem = ""

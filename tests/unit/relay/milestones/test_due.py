@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dalsegno.elastic.checkpoint import Tracked
+from dalsegno.elastic.checkpoint.metrics import Record
 from dalsegno.relay.milestones import due
-from dalsegno.relay.milestones.due import MilestonePace, Record, Rules
+from dalsegno.relay.milestones.due import MilestonePace, Rules
 
 HOURLY = Rules(3600.0, None)
 LOSS = Tracked("loss", "min", 0.1)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 
-from .due import Record
-
-__all__ = ("records",)
+__all__ = ("Record", "records")
 
 # A line that is longer is no line of metrics.
 LONGEST_LINE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Record:
+    """A value of the metric, and the step that it was measured at; None: not known."""
+
+    value: float
+    step: int | None
 
 
 def records(text: bytes, metric: str) -> tuple[list[Record], int]:

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dalsegno.relay.milestones.due import Record
+from dalsegno.elastic.checkpoint.metrics import Record, records
 from dalsegno.relay.milestones.metrics_file import MetricsFile
-from dalsegno.relay.milestones.records import records
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,114 @@
+"""Knows the best of a script's checkpoints in one epoch: reads its metrics, and looks which are still there."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from dalsegno.elastic.checkpoint import Best, CheckpointDamaged, CheckpointName, Manifest, is_checkpoint_name
+from dalsegno.elastic.checkpoint.layout import MANIFEST
+from dalsegno.elastic.checkpoint.metrics_reader import MetricsReader
+from dalsegno.protos import control_pb2
+
+from .best_save import BestRule, best_step, has_own_number
+
+__all__ = ["BestWatch"]
+
+# Of how many checkpoints of the epoch before a value may still come to light.
+_EARLIER = 16
+
+logger = logging.getLogger(__name__)
+
+
+class BestWatch:
+    """The best checkpoint of a run whose script has no session, as each of its manifests names it.
+
+    Values of the run's earlier checkpoints are read at the beginning: a step that is made again may get another one.
+
+    Args:
+        rule: what is the best.
+        run_dir: the run's directory.
+        world: the epoch's world.
+    """
+
+    def __init__(self, rule: BestRule, run_dir: Path, world: control_pb2.World) -> None:
+        self._rule, self._run_dir = rule, run_dir
+        self._path = run_dir / f"e{world.epoch}" / rule.metrics_file
+        self._reader = MetricsReader(rule.tracked.metric)
+        self._standing: Best | None = None
+        # Checkpoints with a step of the script's own, and values, by step.
+        self._saves: dict[int, str] = {}
+        self._values: dict[int, float] = {}
+        if world.HasField("resume"):
+            self._look_back(world.resume.source.ref.name)
+        elif os.path.isabs(rule.metrics_file):
+            self._read(self._path)
+            self._values.clear()  # another run's
+
+    def judged(self, name: str, step: int, numbers: Mapping[str, int | None]) -> tuple[float | None, Best | None]:
+        """For the manifest of a new checkpoint: its own value, and the best one as of it, which may be itself.
+
+        Args:
+            name, step: its own.
+            numbers: of its series.
+
+        Raises:
+            OSError: the file system says no.
+        """
+        self._read(self._path)
+        if has_own_number(step, numbers):
+            self._saves[step] = name
+        self._saves = {at: one for at, one in self._saves.items() if one == name or self._is_there(one)}
+        standing = self._standing
+        if standing is not None and standing.name != name and not self._is_there(standing.name):
+            standing = None
+        pairs = [(at, self._values[at]) for at in self._saves if at in self._values]
+        tracked = self._rule.tracked
+        before = None if standing is None else (CheckpointName.parse(standing.name).step, standing.value)
+        best = best_step(pairs, tracked, before)
+        # What is neither there nor to come is never asked for.
+        self._values = {at: value for at, value in self._values.items() if at > step or at in self._saves}
+        if best is None:
+            self._standing = None
+        else:
+            held = standing.name if standing is not None and before is not None and before[0] == best[0] else ""
+            self._standing = Best(held or self._saves[best[0]], tracked.metric, tracked.mode, best[1])
+        return self._values.get(step) if step in self._saves else None, self._standing
+
+    def _look_back(self, resume: str) -> None:
+        """What the resume point knows, and what came to light of that epoch's checkpoints since."""
+        try:
+            manifest = Manifest.read(self._run_dir / resume)
+            names = [CheckpointName.parse(name) for name in os.listdir(self._run_dir) if is_checkpoint_name(name)]
+        except (CheckpointDamaged, OSError) as error:
+            logger.warning("the best checkpoint until %s is not known: %s", resume, error)
+            return
+        tracked = self._rule.tracked
+        if manifest.best is not None and (manifest.best.metric, manifest.best.mode) == (tracked.metric, tracked.mode):
+            self._standing = manifest.best
+        of_epoch = [one for one in names if one.lease is None and one.epoch == manifest.epoch]
+        earlier = sorted((one for one in of_epoch if one.step <= manifest.step), key=lambda one: one.age)
+        for one in earlier[-_EARLIER:]:
+            try:
+                saved_as = Manifest.read(self._run_dir / str(one)).saved_as
+            except (CheckpointDamaged, OSError) as error:
+                logger.debug("%s is not the best one: %s", one, error)
+                continue
+            if saved_as is not None and has_own_number(one.step, dict(saved_as.numbers)):
+                self._saves[one.step] = str(one)
+        self._read(self._run_dir / f"e{manifest.epoch}" / self._rule.metrics_file)
+        self._values = {step: value for step, value in self._values.items() if step <= manifest.step}
+
+    def _read(self, path: Path) -> None:
+        for record in self._reader.all_news(path):
+            if record.step is not None:
+                self._values[record.step] = record.value
+
+    def _is_there(self, name: str) -> bool:
+        try:
+            os.stat(self._run_dir / name / MANIFEST)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
