@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dalsegno.agent.commands.arguments import parse
 from dalsegno.protos.run_file import Baseline, Hub, Improvement, RunFile, read_run_file
 from dalsegno.relay.command import ACTIONS, pod_parser
 from dalsegno.relay.command_line import agent_command
@@ -26,6 +28,20 @@ def test_a_printed_run_is_one(path: object) -> None:
     assert f"--job-id={file.run_id}" in words
     assert any("${resume_dir" in word for word in words)
     assert words[-1] != file.resume_flag
+
+
+def test_the_agent_keeps_the_best_by_the_metric_of_the_milestones() -> None:
+    """What `hf.on_improve` says becomes flags that the agent takes; without it there are none."""
+    file = read_run_file(ROOT / "deploy" / "relay" / "run.yaml")
+
+    def told(run: RunFile) -> argparse.Namespace:
+        words = agent_command(run, Volume(run.l1_root, run.run_id), "localhost:1", 30.0, logs=Path("/logs"))
+        return parse(words, {})
+
+    options = told(file)
+    assert options.best == ("eval_loss", "min")
+    assert (options.best_min_delta, options.metrics_file) == (0.001, "metrics.jsonl")
+    assert told(file.model_copy(update={"hf": None})).best is None
 
 
 def test_the_files_are_found() -> None:
