@@ -34,9 +34,13 @@ def scenes(tmp_path: Path) -> Iterator[Scenes]:
         one.close()
 
 
-def test_a_milestone_is_one_commit_that_the_commander_hears_of(scenes: Scenes) -> None:
-    """One commit adds payload and manifest; its SHA is what is reported; the snapshot goes, the event stays."""
-    scene = scenes(metrics_file="loss.jsonl")
+@pytest.mark.parametrize("private", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_a_milestone_is_one_commit_that_the_commander_hears_of(scenes: Scenes, private: bool) -> None:
+    """One commit adds payload and manifest; its SHA is what is reported; the snapshot goes, the event stays.
+
+    The repository that is made for it is private where `hf.private` says so.
+    """
+    scene = scenes(metrics_file="loss.jsonl", private=private)
     metrics = scene.volume.run_dir / "e1" / "loss.jsonl"
     metrics.parent.mkdir()
     metrics.write_text('{"step": 40, "loss": 2.0}\n')
@@ -44,6 +48,7 @@ def test_a_milestone_is_one_commit_that_the_commander_hears_of(scenes: Scenes) -
     scene.mirror()
     told = scene.wait_milestone()
     (own,) = milestones_on(scene.hub, scene.root)
+    assert scene.hub.is_private(REPO) == private
     assert told == {
         "repo": REPO,
         "revision": own["revision"],

@@ -36,7 +36,9 @@ def create(
 ) -> Answer:
     asked = json.loads(b"".join(body))
     name = f"{asked.get('organization') or 'somebody'}/{asked['name']}"
-    if not state.repos.create(name, bool(asked.get("private"))):
+    # Older clients say `private`.
+    private = asked["visibility"] == "private" if "visibility" in asked else bool(asked.get("private"))
+    if not state.repos.create(name, private):
         return answer({"error": "You already created this model repo", "url": f"{state.url}/{name}"}, 409)
     return answer({"url": f"{state.url}/{name}", "name": name, "id": name})
 

@@ -96,3 +96,7 @@ class Hub:
     def commits(self, repo: str) -> list[dict[str, Any]]:
         """Oldest first; [] where there is no such repository."""
         return list(self._ask("repos").get(repo, {"commits": []})["commits"])
+
+    def is_private(self, repo: str) -> bool:
+        """Whether a repository was made a private one."""
+        return bool(self._ask("repos")[repo]["private"])
