@@ -108,7 +108,7 @@ def test_a_script_of_lightnings_goes_on(clusters: Clusters, undisturbed: Undistu
 
 @pytest.mark.full
 def test_a_script_of_hugging_faces_goes_on(clusters: Clusters) -> None:
-    """An unchanged `Trainer`. Each rank keeps its batch, so that of all ranks grows with them, as docs/scripts.md says."""
+    """An unchanged `Trainer`. Each rank keeps its batch, as docs/scripts.md says."""
     training = Training(script=WORKERS / "hf_plain_worker.py", steps=400, save_every=10)
     job = clusters(training=training, hooked=False, universal="", step_time=0.2, agent_flags=["--grow-wait=60"])
     job.script_flags = ["--output_dir=${save_dir}", "--resume_from_checkpoint", "${resume_dir}"]
