@@ -167,7 +167,7 @@ class Connector:
         credentials: called for every channel, so that a token can be changed. While it raises OSError or ValueError (a
             file system that is away), the last credentials are used.
         on_missing: called whenever a link was found broken (an embedded master may have to be started).
-        explain: says why credentials cannot work with an address, "" if that is not known; may block.
+        explain: says why credentials cannot work with an address, "" if that is not known; may block. None: nobody can.
         places: chooses among the addresses of one name; may block.
     """
 
@@ -176,7 +176,7 @@ class Connector:
         locate: Callable[[], Sequence[str]],
         credentials: Callable[[], Credentials],
         on_missing: Callable[[], None] = lambda: None,
-        explain: Callable[[str, Credentials], str] = lambda address, credentials: "",
+        explain: Callable[[str, Credentials], str] | None = None,
         places: MasterPlaces | None = None,
     ) -> None:
         self._explain = explain
@@ -202,6 +202,11 @@ class Connector:
         """Sent with every call on the present link."""
         with self._lock:
             return () if self._last is None else self._last.metadata
+
+    @property
+    def explains(self) -> bool:
+        """Whether `hopeless` can ever find a reason."""
+        return self._explain is not None
 
     def token(self) -> str | None:
         """The job's, as it was read last; None where there is none, or it cannot be read."""
@@ -236,7 +241,7 @@ class Connector:
         """
         with self._lock:
             credentials = self._last
-        if credentials is None:
+        if credentials is None or self._explain is None:
             return ""
         reasons = [self._explain(address, credentials) for address in self._locate()]
         found = reasons[0] if reasons and all(reasons) else ""

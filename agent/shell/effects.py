@@ -20,6 +20,7 @@ from dalsegno.protos.shortage import CannotStartError, shortage
 from dalsegno.protos.trace import mark
 
 from ..control.connection import Connector
+from ..control.link_cause import LinkCause
 from ..control.master_checks import problem_of, problem_of_reply
 from ..control.master_client import ClientCallbacks, MasterClient, OutboxFull
 from ..decisions import events as ev
@@ -89,6 +90,7 @@ class Effects:
         self._token = connector.token
         self.memory = self._make_memory(lifeline)
         self.conversion = ConversionJob(lifeline, config.log_dir / "conversion.log", self._converting)
+        self._cause = LinkCause(connector.hopeless, lambda cause: say(cause, True))
         self.client = MasterClient(
             connector,
             config.job_id,
@@ -97,7 +99,7 @@ class Effects:
                 refused=lambda code, detail: mailbox.put(ev.Refused(code, detail)),
                 directed=self._directed,
                 failed=lambda method, code, detail: mailbox.put(ev.CallFailed(method, code, detail)),
-                link=lambda up, refused: mailbox.put(ev.LinkChanged(up, refused)),
+                link=self._link_changed,
                 postponed=lambda detail: mailbox.put(ev.Postponed(detail)),
                 broken=lambda detail: mailbox.put(ev.Broken(detail)),
             ),
@@ -193,7 +195,13 @@ class Effects:
         if self.memory is not None:
             self.memory.close()
         self.client.close()
+        self._cause.close()
         self.stores.close()
+
+    def _link_changed(self, up: bool, refused: bool) -> None:
+        self._mailbox.put(ev.LinkChanged(up, refused))
+        if self._connector.explains:
+            self._cause.changed(up, refused)
 
     # ---- registration -----------------------------------------------------------------------------------------------
 

@@ -216,6 +216,35 @@ def test_a_token_that_is_changed(tmp_path: Path, keys: Keys, undisturbed: Undist
 
 
 @pytest.mark.full
+def test_a_certificate_that_is_changed(tmp_path: Path, keys: Keys, others: Keys, undisturbed: Undisturbed) -> None:
+    """The master comes back with one that agents do not know: they say what is wrong, and the run goes on behind it."""
+    job = Service(
+        tmp_path / "job",
+        TRAINING,
+        master_flags=as_flags(keys.server()),
+        agent_flags=as_flags(keys.client()),
+        credentials=Credentials(keys.token, keys.ca),
+    )
+    with job:
+        job.start_master()
+        (a,) = job.start("a")
+        epoch = job.wait_world(1, 3)
+        job.masters[-1].kill()
+        job.wait_line("the master cannot be reached; training goes on", a)
+        job.master_flags = as_flags({**others.server(), "token-file": str(keys.token_file)})
+        job.start_master()
+        job.wait_line(f"a certificate that --tls-ca {keys.ca} does not accept", a)
+        job.masters[-1].kill()
+        job.master_flags = as_flags(keys.server())
+        job.start_master()
+        job.wait_line("the master is back", a)
+        assert job.epoch() == epoch
+        job.finish()
+        job.assert_undisturbed(undisturbed)
+        assert a.text().count("does not accept") == 1
+
+
+@pytest.mark.full
 def test_a_token_that_is_changed_at_the_master_alone(tmp_path: Path) -> None:
     """The agent says so, trains on for --master-outage-timeout, saves and ends; with the new one the run goes on."""
     job = Service(
