@@ -59,6 +59,15 @@ def serve_again(job: HostedJob, undisturbed: Undisturbed, host: str, epoch: int)
 # ---- who is where ----------------------------------------------------------------------------------------------------
 
 
+def test_a_host_loses_its_power(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """The other one goes on alone, and the curve stays the same. The gate plays this one scene of all here."""
+    with hosted_job(tmp_path, training=TRAINING, agent_flags=(SOON,)) as job:
+        both = start_all(job, "h1", "h2")
+        job.power_cut(job.node("h2"))
+        alone = job.wait_world(1, steps=3, after=both)
+        finish(job, undisturbed, alone)
+
+
 @pytest.mark.full
 def test_hosts_come_and_go(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """Names that nobody resolves: hosts join, one loses its power, one leaves, and the curve stays the same."""
