@@ -189,17 +189,21 @@ def test_an_embedded_master_is_not_meant(shell: Shell, keys: Keys) -> None:
     assert ended.code == 0, ended.text
 
 
-@pytest.mark.full
-def test_a_token_that_is_changed(tmp_path: Path, keys: Keys, undisturbed: Undisturbed) -> None:
-    """The token file is read for every connection: with a new token the master comes back to the same workers."""
-    job = Service(
+def over_tls(tmp_path: Path, keys: Keys) -> Service:
+    """A job whose programs are told of token and certificates by flags."""
+    return Service(
         tmp_path / "job",
         TRAINING,
         master_flags=as_flags(keys.server()),
         agent_flags=as_flags(keys.client()),
         credentials=Credentials(keys.token, keys.ca),
     )
-    with job:
+
+
+@pytest.mark.full
+def test_a_token_that_is_changed(tmp_path: Path, keys: Keys, undisturbed: Undisturbed) -> None:
+    """The token file is read for every connection: with a new token the master comes back to the same workers."""
+    with over_tls(tmp_path, keys) as job:
         job.start_master()
         (a,) = job.start("a")
         epoch = job.wait_world(1, 3)
@@ -218,14 +222,7 @@ def test_a_token_that_is_changed(tmp_path: Path, keys: Keys, undisturbed: Undist
 @pytest.mark.full
 def test_a_certificate_that_is_changed(tmp_path: Path, keys: Keys, others: Keys, undisturbed: Undisturbed) -> None:
     """The master comes back with one that agents do not know: they say what is wrong, and the run goes on behind it."""
-    job = Service(
-        tmp_path / "job",
-        TRAINING,
-        master_flags=as_flags(keys.server()),
-        agent_flags=as_flags(keys.client()),
-        credentials=Credentials(keys.token, keys.ca),
-    )
-    with job:
+    with over_tls(tmp_path, keys) as job:
         job.start_master()
         (a,) = job.start("a")
         epoch = job.wait_world(1, 3)
