@@ -55,3 +55,42 @@ def test_what_the_master_warns_of_is_on_the_page() -> None:
     quoted = re.findall(r"`([^`]+)`", rows)
     assert len(worded) > 5
     assert [part for part in worded if not any(one in part for one in quoted if len(one.split()) > 2)] == []
+
+
+def texts_of(node: ast.expr) -> list[str]:
+    """What an expression says, with "{}" for what is filled in; empty where that stands elsewhere."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return [text]
+        case ast.JoinedStr(values=values):
+            return ["".join(str(one.value) if isinstance(one, ast.Constant) else "{}" for one in values)]
+        case ast.IfExp(body=body, orelse=other):
+            return [*texts_of(body), *texts_of(other)]
+    return []
+
+
+def shown_as_warnings() -> Iterator[str]:
+    """The texts that agents print as warnings, and those of the master's events."""
+    for room, names in (("agent", ("Say", "say")), ("master", ("notice", "note"))):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if not isinstance(node, ast.Call) or ast.unparse(node.func).rpartition(".")[2] not in names:
+                    continue
+                named = {given.arg: given.value for given in node.keywords}
+                words = node.args[1:] if ast.unparse(node.func).endswith(".note") else node.args
+                level = named.get("warning", words[1] if len(words) > 1 else None)
+                if level is not None and ast.unparse(level) != "False":
+                    yield from texts_of(words[0])
+
+
+def test_what_consoles_and_events_warn_of_is_on_the_page() -> None:
+    """Each of them has a row, whose first column quotes a part of it."""
+    rows = PAGE.partition("And of the lines")[2].partition("And of those that stand")[0]
+    quoted = [
+        line
+        for cell in re.findall(r"^\| (`.*?) \| ", rows, flags=re.MULTILINE)
+        for line in re.findall(r"`([^`]+)`", cell)
+    ]
+    shown = list(shown_as_warnings())
+    assert len(shown) > 30
+    assert [text for text in shown if not any(part in text for part in quoted)] == []
