@@ -142,6 +142,22 @@ class Etcd:
         (one,) = found.kvs
         return Value(one.value, one.mod_revision, found.header.revision, one.lease)
 
+    def get_all(self, keys: Sequence[str], at: int = 0) -> list[Value | None]:
+        """What each of these keys has, as of one revision, in one request; see `get`.
+
+        Raises:
+            EtcdUnavailable: see there; also for more keys than etcd takes in a transaction (128).
+        """
+        messages = self._messages
+        asked = [messages.RangeRequest(key=key.encode(), revision=at) for key in keys]
+        request = messages.TxnRequest(success=[messages.RequestOp(request_range=one) for one in asked])
+        reply = self._call("Txn", request)
+        found = [one.response_range.kvs for one in reply.responses]
+        return [
+            Value(kvs[0].value, kvs[0].mod_revision, reply.header.revision, kvs[0].lease) if kvs else None
+            for kvs in found
+        ]
+
     def names(self, prefix: str) -> list[str]:
         """All keys with this prefix. Raises EtcdUnavailable."""
         start = prefix.encode()

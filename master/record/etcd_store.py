@@ -25,6 +25,8 @@ __all__ = ["PREFIX", "EtcdStore", "open_client", "open_etcd"]
 PREFIX = "/dalsegno"
 # The most bytes, and changes, of one transaction: etcd's own limits are 1.5 MiB and 128.
 MOST_BYTES, MOST_CHANGES = 1 << 20, 100
+# How many chunks are read at once: few requests for a record of usual size, and 8 MiB at most for one.
+CHUNKS_AT_ONCE = 8
 # How often something is read again that others change meanwhile.
 MOST_TRIES = 10
 
@@ -214,24 +216,30 @@ class EtcdStore:
 
     def _read(self, head: Head, at: int) -> list[dict[str, bytes]]:
         """The rows that a head names, as they were in this revision."""
-        found = []
-        for number, digests in enumerate(head.chunks):
-            if digests == self._head.chunks[number]:
-                found.append(self._rows[number])
-                continue
-            chunks = [self._client.get(self._chunk(digest), at) for digest in digests]
-            if None in chunks:
-                raise WrongChunk("chunks that its head names are gone")
-            data = [chunk.data for chunk in chunks if chunk is not None]
-            if [chunk_digest(chunk) for chunk in data] != list(digests):
-                raise WrongChunk("a chunk is not what its name says")
-            found.append(unpacked(data))
+        changed = [number for number in range(BUCKETS) if head.chunks[number] != self._head.chunks[number]]
+        chunks = self._chunks([digest for number in changed for digest in head.chunks[number]], at)
+        found = list(self._rows)
+        for number in changed:
+            found[number] = unpacked([chunks[digest] for digest in head.chunks[number]])
         total = 0
         for rows in found:
             for key, value in rows.items():
                 total ^= digest_of(key, value)
         if f"{total:064x}" != head.total:
             raise WrongChunk("the record's checksum is wrong")
+        return found
+
+    def _chunks(self, digests: list[str], at: int) -> dict[str, bytes]:
+        """These chunks, as they were in this revision."""
+        found: dict[str, bytes] = {}
+        for first in range(0, len(digests), CHUNKS_AT_ONCE):
+            some = digests[first : first + CHUNKS_AT_ONCE]
+            for digest, chunk in zip(some, self._client.get_all([self._chunk(one) for one in some], at), strict=True):
+                if chunk is None:
+                    raise WrongChunk("chunks that its head names are gone")
+                if chunk_digest(chunk.data) != digest:
+                    raise WrongChunk("a chunk is not what its name says")
+                found[digest] = chunk.data
         return found
 
     def _chunk(self, digest: str) -> str:

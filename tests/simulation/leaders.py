@@ -160,6 +160,10 @@ class SimClient:
         found: Value | None = self._call(lambda: self._etcd.get(key, at))
         return found
 
+    def get_all(self, keys: Sequence[str], at: int = 0) -> list[Value | None]:
+        found: list[Value | None] = self._call(lambda: [self._etcd.get(key, at) for key in keys])
+        return found
+
     def names(self, prefix: str) -> list[str]:
         return self._call(lambda: [key for key in self._etcd.keys if key.startswith(prefix)])
 
