@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import traceback
 from collections.abc import Iterator
@@ -83,5 +84,11 @@ def simulate_all(seeds: range, processes: int, mode: str = DECISIONS) -> Iterato
     if processes == 1:
         yield from map(one, seeds)
         return
-    with ProcessPoolExecutor(processes) as pool:
-        yield from pool.map(one, seeds, chunksize=20 if mode == DECISIONS else 4)
+    # What is garbage here must not be collected in the forked processes: where the last object of grpc.aio goes, gRPC
+    # waits for a thread of its own, which they do not have, and waits forever.
+    gc.freeze()
+    try:
+        with ProcessPoolExecutor(processes) as pool:
+            yield from pool.map(one, seeds, chunksize=20 if mode == DECISIONS else 4)
+    finally:
+        gc.unfreeze()

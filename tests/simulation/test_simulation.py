@@ -44,6 +44,34 @@ def test_every_schedule_keeps_the_invariants() -> None:
     assert failures == []
 
 
+AFTER_GRPC = """
+import asyncio, gc, grpc
+from tests.simulation.run import simulate_all
+
+class Garbage:
+    pass
+
+async def call():
+    garbage = Garbage()
+    garbage.itself, garbage.channel = garbage, grpc.aio.insecure_channel("127.0.0.1:1")
+    garbage.channel.get_state(try_to_connect=True)
+    await asyncio.sleep(0.1)
+
+gc.disable()
+asyncio.run(call())
+gc.enable()
+print([one.failure for one in simulate_all(range(1, 41), 2)])
+"""
+
+
+def test_schedules_run_beside_what_grpc_left_behind() -> None:
+    """Its objects must not be collected in processes without its threads: they would wait for those forever."""
+    done = subprocess.run(
+        [sys.executable, "-c", AFTER_GRPC], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, str([""] * 40)), done.stderr
+
+
 def test_schedules_that_broke_once_keep_the_invariants() -> None:
     """What was mended stays so."""
     failures = [f"seed {o.seed}: {o.failure}" for o in map(simulate, BROKE_ONCE) if o.failure]
