@@ -27,6 +27,8 @@ from dalsegno.elastic.checkpoint.spares import keep_spares
 from dalsegno.elastic.training.session import BareSession
 
 LAYERS = 48
+# From the third save on each is written over the files of an older one, as in all of a long run.
+PRIMING_SAVES = 2
 # Model and the two moments of Adam, four bytes each.
 BYTES_PER_PARAMETER = 12
 
@@ -91,6 +93,11 @@ class Saves:
 
     def save(self, write: Any, *, in_memory: bool, wait: bool = True) -> None:
         self._session.save(write, in_memory=in_memory, wait=wait, strategy=self._strategy)
+
+    def save_over(self, what: Any) -> None:
+        """To memory, in the background, over the files of the step before the last one: the agents keep two steps."""
+        self.replace(1)
+        self.save(what, in_memory=True, wait=False)
 
     def settled(self) -> float:
         """Seconds that it takes to settle a save in the background, once it is over on all ranks."""
@@ -173,12 +180,15 @@ def trained(task: dict[str, Any], saves: Saves, what: Any) -> dict[str, list[tup
     for _ in range(task["stretches"]):
         for way, times in taken.items():
             saves.tidy()
+            for _ in range(PRIMING_SAVES if way == "with" else 0):
+                saves.step()
+                saves.save_over(what)
+                saves.settled()
             began, busy = time.perf_counter(), time.process_time()
             for number in range(task["steps"]):
                 saves.step(work)
                 if way == "with" and number % 10 == 0:
-                    saves.replace(1)
-                    saves.save(what, in_memory=True, wait=False)
+                    saves.save_over(what)
             saves.settled()
             times.append((time.perf_counter() - began, time.process_time() - busy))
     saves.tidy()
