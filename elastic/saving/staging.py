@@ -126,7 +126,9 @@ class HostBuffers:
         self._used.append((from_card, buffer))
         source = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (count,), (1,))
         if not from_card:
-            buffer.copy_(source)
+            # By words: byte by byte torch takes a sixth longer.
+            word = torch.int64 if count % 8 == 0 and storage.data_ptr() % 8 == 0 else torch.uint8
+            buffer.view(word).copy_(source.view(word))
             return buffer.untyped_storage()
         stream = self._stream(device)
         with torch.cuda.stream(stream):
