@@ -112,7 +112,7 @@ class Peers:
 
         with self._holdings.at_work(part.run_id, part.manifest.name), self._channel(address) as channel:
             hold: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(f"/{SERVICE}/Hold")
-            call = hold.future(messages(), metadata=self._metadata())
+            call = hold.future(messages(), metadata=self._metadata(address))
             with self._watch.over(call.cancel) as transfer:
                 started.append(transfer)
                 begun.set()
@@ -144,7 +144,7 @@ class Peers:
         )
         with self._channel(address) as channel:
             ask: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/{SERVICE}/Fetch")
-            call = ask(request.SerializeToString(), metadata=self._metadata())
+            call = ask(request.SerializeToString(), metadata=self._metadata(address))
             with self._watch.over(call.cancel, stopped) as transfer:
                 try:
                     return self._take(call, request, transfer, stopped)
@@ -185,9 +185,9 @@ class Peers:
         except OSError as error:
             raise PeerError(grpc.StatusCode.UNAVAILABLE, f"it cannot be reached: {error.strerror or error}") from error
 
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
+    def _metadata(self, address: str) -> tuple[tuple[str, str], ...]:
         try:
-            return self._wire.metadata()
+            return self._wire.metadata(address)
         except (OSError, ValueError) as error:
             raise PeerError(grpc.StatusCode.UNAUTHENTICATED, f"no token: {error}", ours=True) from error
 

@@ -9,9 +9,10 @@ it has that digest, and then trusts this one alone.
 from __future__ import annotations
 
 import hashlib
+import secrets
 import socket
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from dalsegno.protos.addresses import host_and_port
@@ -35,10 +36,12 @@ class MemoryIdentity:
 
     Attributes:
         key, certificate: PEM.
+        secret: See `PeerAddress`.
     """
 
     key: bytes
     certificate: bytes
+    secret: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
     @property
     def digest(self) -> str:

@@ -1,4 +1,4 @@
-"""How agents reach each other: channels, servers, and the job's token on every call.
+"""How agents reach each other: channels, servers, and the job's token, or the callee's secret, on every call.
 
 Where the master speaks TLS they do, too, and never anything else: what would be plaintext is neither sent nor taken.
 """
@@ -61,7 +61,8 @@ class Wire:
     """The token of this moment, and what is opened with it. Thread-safe.
 
     Args:
-        token: None: the job has none, and the master lets everybody in, too. While it raises OSError or ValueError (a
+        token: None: the job has none. With TLS a caller then shows the callee's secret, which it has from the master;
+            without, everybody is let in, as the master does. While it raises OSError or ValueError (a
             file system that is away) the last one counts.
         identity: this agent's own, and whoever is called must have one, too. None: agents speak plaintext.
     """
@@ -83,24 +84,30 @@ class Wire:
                 logger.warning("the token cannot be read now: %s", error)
             return self._last
 
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Sent with every call. Raises as `token`."""
+    def metadata(self, address: str) -> tuple[tuple[str, str], ...]:
+        """Sent with every call to an address that `channel` has opened. Raises as `token`."""
         token = self.token()
-        return () if token is None else (("authorization", f"Bearer {token}"),)
+        shown = PeerAddress.parse(address).secret if token is None else token
+        return (("authorization", f"Bearer {shown}"),) if shown else ()
 
     def admits(self, metadata: Any) -> bool:
-        """Whether a call with these has the token."""
+        """Whether a call with these has the token, or the secret in its place."""
         try:
-            token = self.token()
+            wanted = self._wanted()
         except (OSError, ValueError) as error:
             logger.warning("a peer is refused, as the token cannot be read: %s", error)
             return False
-        if token is None:
+        if wanted is None:
             return True
         given = [value for key, value in metadata or () if key == "authorization"]
         encoded = [value if isinstance(value, bytes) else value.encode() for value in given]
         # Constant time: an early mismatch must not be told from a late one.
-        return any(hmac.compare_digest(value, f"Bearer {token}".encode()) for value in encoded)
+        return any(hmac.compare_digest(value, f"Bearer {wanted}".encode()) for value in encoded)
+
+    def _wanted(self) -> str | None:
+        """What callers have to show. Raises as `token`."""
+        token = self.token()
+        return self._identity.secret if token is None and self._identity is not None else token
 
     def channel(self, address: str) -> grpc.Channel:
         """Opens a channel; it connects when it is first used. With TLS it looks at the other side first, see below.
@@ -143,11 +150,20 @@ class Wire:
             port = server.add_secure_port(f"{shown}:0", grpc.ssl_server_credentials([(own.key, own.certificate)]))
         if not port:
             raise RuntimeError(f"cannot listen on {host}")
-        return str(PeerAddress(f"{shown}:{port}", own.digest if own is not None else ""))
+        target = f"{shown}:{port}"
+        if own is None:
+            return str(PeerAddress(target))
+        return str(PeerAddress(target, own.digest, "" if self._has_token() else own.secret))
+
+    def _has_token(self) -> bool:
+        try:
+            return self.token() is not None
+        except (OSError, ValueError):  # it has one, which cannot be read now
+            return True
 
 
 class TokenGate(grpc.ServerInterceptor):
-    """Lets a call through only with the job's token; of any other no message is read."""
+    """Lets a call through only with the job's token, or the secret in its place; of any other no message is read."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -164,4 +180,4 @@ class TokenGate(grpc.ServerInterceptor):
 
 
 def _refuse(requests: Any, context: grpc.ServicerContext) -> Any:
-    context.abort(grpc.StatusCode.UNAUTHENTICATED, "missing or wrong token: not an agent of this job")
+    context.abort(grpc.StatusCode.UNAUTHENTICATED, "missing or wrong token, or secret: not an agent of this job")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -219,7 +220,7 @@ def test_a_caller_in_plaintext_is_not_heard(tmp_path: Path) -> None:
     """Also one with the token, who knows where."""
     with pair(tmp_path) as (one, two, manifest):
         request = peer_pb2.FetchRequest(job_id=JOB, run_id=RUN, name=STEP, digest=manifest.digest, group_rank=1)
-        metadata = wire(None).metadata()
+        metadata = wire(None).metadata(two.tier.address)
         with grpc.insecure_channel(shown(two.tier.address)) as channel:
             answers = channel.unary_stream(f"/{SERVICE}/Fetch")(request.SerializeToString(), metadata=metadata)
             with pytest.raises(grpc.RpcError) as error:
@@ -237,6 +238,29 @@ def test_a_caller_without_the_token(tmp_path: Path, token: str | None) -> None:
         stranger.wait_for(lambda: stranger.said)
         assert "not an agent of this job" in stranger.said[0]
         assert "not an agent of this job" in str(stranger.gathers(manifest, {1: [two.tier.address]}))
+        assert two.parts(STEP) == (1,)
+        works(one, two, manifest)
+
+
+@pytest.mark.parametrize("secret", ["", "f" * 32])
+def test_a_job_without_a_token(tmp_path: Path, secret: str) -> None:
+    """Agents then show the secret of whom they call. Who has only seen its certificate has none, and is not let in."""
+
+    def no_token() -> str | None:
+        return None
+
+    made = [nodes(tmp_path / where, 2, tls=True, token=no_token) for where in ("job", "others")]
+    with made[0] as (one, two), made[1] as (stranger, _):
+        manifest = manifest_of(STEP, {rank: SMALL[rank] for rank in range(2)})
+        for rank, node in enumerate((one, two)):
+            node.tier.open_epoch(RUN, 1, rank, [])
+        two.writes(manifest, 1, SMALL[1])
+        two.holds(STEP, 1)
+        seen = str(replace(PeerAddress.parse(two.tier.address), secret=secret))
+        sends(stranger, manifest, seen)
+        stranger.wait_for(lambda: stranger.said)
+        assert "not an agent of this job" in stranger.said[0]
+        assert "not an agent of this job" in str(stranger.gathers(manifest, {1: [seen]}))
         assert two.parts(STEP) == (1,)
         works(one, two, manifest)
 

@@ -111,8 +111,15 @@ def test_a_second_node_joins_and_the_master_comes_back(job: Service, undisturbed
 
 
 @pytest.mark.full
-def test_a_killed_nodes_run_goes_on_from_memory(tmp_path: Path, keys: Keys, undisturbed: Undisturbed) -> None:
+@pytest.mark.parametrize("shown", ["a token", "certificates alone"])
+def test_a_killed_nodes_run_goes_on_from_memory(
+    tmp_path: Path, keys: Keys, shown: str, undisturbed: Undisturbed
+) -> None:
     """The other agent got its part over TLS; nothing was on the disk, and no agent speaks anything else."""
+    mutual = shown == "certificates alone"
+    server, client = keys.server(mutual), keys.client(mutual)
+    if mutual:
+        server, client = without(server, "token-file"), without(client, "token-file")
     training = Training(steps=40, save_every=1000)
     service = Service(
         tmp_path / "job",
@@ -122,17 +129,21 @@ def test_a_killed_nodes_run_goes_on_from_memory(tmp_path: Path, keys: Keys, undi
         script_flags=("--memory-every=5",),
         # Each world stands still three steps after the half: step 20 is held then.
         agent_environment={"DALSEGNO_TEST_STEPS": "3"},
-        master_flags=as_flags(keys.server()),
-        agent_flags=("--memory-replicas=1", "--memory-bandwidth=50MB", "--quiet-time=60", *as_flags(keys.client())),
-        credentials=Credentials(keys.token, keys.ca),
+        master_flags=as_flags(server),
+        agent_flags=("--memory-replicas=1", "--memory-bandwidth=50MB", "--quiet-time=60", *as_flags(client)),
+        credentials=Credentials(None, keys.ca, keys.agent.path, keys.agent.key)
+        if mutual
+        else Credentials(keys.token, keys.ca),
     )
     with service as job:
         job.start_master()
         first = job.open("a", "b")
         job.wait_step(23)
         stored = b"".join(path.read_bytes() for path in job.directory.glob("job.sqlite*"))
-        addresses = {PeerAddress.parse(text.decode()) for text in re.findall(rb"[0-9a-f]{64}@127[.0-9]+:\d+", stored)}
+        found = re.findall(rb"[0-9a-f]{64}(?:\.[0-9a-f]{32})?@127[.0-9]+:\d+", stored)
+        addresses = {PeerAddress.parse(text.decode()) for text in found}
         assert len(addresses) == 2
+        assert {bool(address.secret) for address in addresses} == {mutual}
         for address in addresses:
             # It is the one that is shown there.
             assert b"BEGIN CERTIFICATE" in certificate_at(address)
