@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -189,6 +190,9 @@ class SqliteStore:
             )
         if path.is_dir():
             raise StoreError(f"cannot open the store {path}: it is a directory, name a file in it")
+        with contextlib.suppress(OSError):  # it is there, or SQLite says why not
+            # Nobody else's: by an agent's address in it one may ask for what the agent has in memory.
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         with self._errors("open"):
             # Statements outside `_transaction` commit by themselves (isolation_level None).
             self._db = sqlite3.connect(

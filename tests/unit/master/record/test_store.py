@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import sqlite3
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -85,6 +86,17 @@ def test_a_new_store_is_empty_and_gives_back_what_was_saved(pair: tuple[Store, S
     store.save({"a": b"\x00two", "c": b"3"}, generation)
     store.save({"b": None, "never": None}, generation)
     assert store.load() == other.load() == {"a": b"\x00two", "c": b"3"}
+
+
+def test_only_its_user_reads_the_record(tmp_path: Path) -> None:
+    """It has the secrets that agents ask each other for; nor the journal beside it, which has the file's mode."""
+    before = os.umask(0o002)
+    try:
+        store = opened(tmp_path / "job.sqlite")
+    finally:
+        os.umask(before)
+    store.save({"row": b"data"}, store.raise_generation())
+    assert [stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()] == [0o600]
 
 
 def test_a_superseded_owner_never_writes_again(pair: tuple[Store, Store]) -> None:
