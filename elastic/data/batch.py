@@ -32,6 +32,9 @@ class Batch(Generic[T]):
         abandoned: The loop over ``micro_batches`` was left before its end.
         trained: All of its micro-batches were computed, and the sampler stands behind it.
         scaled: The ``loss_scale`` of one of its micro-batches was asked for.
+        begun: Numbers of the micro-batches whose loss `MicroBatch.scale` was given.
+        computed: Those whose backward pass is through, or whose `loss_scale` was asked for.
+        silent: Those that count for nothing.
         trained_by: The `Accumulation` that goes through it; None: there is none.
         through: What ``for micro in batch`` calls, see ``Batches.given_to``; None: nothing does.
     """
@@ -46,6 +49,9 @@ class Batch(Generic[T]):
     abandoned: bool = False
     trained: bool = False
     scaled: bool = False
+    begun: set[int] = field(default_factory=set, repr=False)
+    computed: set[int] = field(default_factory=set, repr=False)
+    silent: set[int] = field(default_factory=set, repr=False)
     trained_by: Any = field(default=None, repr=False)
     through: Callable[[Any], Iterator[MicroBatch[T]]] | None = field(default=None, repr=False)
     _parts: list[tuple[PlannedMicroBatch, T]] = field(default_factory=list, repr=False)
@@ -118,6 +124,13 @@ class Batch(Generic[T]):
             )
         if self._owner is not None:
             self._owner.trained(self)
+            self._owner.say_uncomputed(self)
+
+    def uncomputed(self) -> list[int]:
+        """Numbers of the micro-batches whose gradient is missing, as far as the others show how the script computes."""
+        if not self.begun and not self.computed:
+            return []
+        return sorted({part.slice.number for part, _ in self._parts} - self.computed - self.silent)
 
 
 def batch_in(item: Any) -> Batch[Any] | None:

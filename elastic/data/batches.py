@@ -126,7 +126,7 @@ class Batches(Generic[T]):
         maker = Maker(collate, self._seed, sampler.order.seed)
         self._make_loading = functools.partial(Loading, dataset, sampler, maker=maker, options=options)
         self._through: Callable[[Any], Iterator[MicroBatch[T]]] | None = None
-        self._said = False
+        self._said = self._said_uncomputed = False
         self.go_on(plan, rank, resume)
 
     def go_on(self, plan: BatchPlan, rank: int, resume: Any) -> None:
@@ -330,6 +330,8 @@ class Batches(Generic[T]):
                 padded=self._plan.pad,
                 batch=batch,
             )
+            if micro.silent:
+                batch.silent.add(micro.number)
             try:
                 yield micro
             except GeneratorExit:
@@ -356,6 +358,21 @@ class Batches(Generic[T]):
             batch.step,
             plan.accumulation,
             plan.world_size,
+        )
+
+    def say_uncomputed(self, batch: Batch[T]) -> None:
+        """Warns once where a script has swallowed an error, or has left out a micro-batch by itself."""
+        missing = [] if self._said_uncomputed else batch.uncomputed()
+        if not missing:
+            return
+        self._said_uncomputed = True
+        which = ", ".join(str(number) for number in missing)
+        remark(
+            "step %d has no gradient, or a part of one, from micro-batch %s of its global batch: no backward pass of "
+            "micro.scale(loss) came to its end there. An error that is caught inside the loop leaves the step without "
+            "these samples: let it through, and the run goes on from its last save",
+            batch.step,
+            which,
         )
 
     def trained(self, batch: Batch[T]) -> None:

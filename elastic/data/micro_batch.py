@@ -26,7 +26,7 @@ class MicroBatch(Generic[T]):
         rows: Rows in ``data``; more than n in a filler, and in a short micro-batch of a plan with ``pad``.
         tokens: With token means: its real tokens; else None.
         padded: The plan pads: `scale` then takes the loss of each row, unless it is a mean over tokens.
-        batch: The batch that it is a part of. The batch notes that a `loss_scale` was asked for.
+        batch: The batch that it is a part of. It notes that a `loss_scale` was asked for, and what was computed.
     """
 
     data: T
@@ -53,9 +53,30 @@ class MicroBatch(Generic[T]):
         computes. Ask for it after that pass, as `scale` does.
         """
         self._note_scaled()
+        self._note_computed()  # the script does the rest by itself
+        return self._known_factor()
+
+    def _known_factor(self) -> float:
         if callable(self.factor):
             self.factor = self.factor()
         return self.factor
+
+    def _note_computed(self) -> None:
+        if self.batch is not None:
+            self.batch.computed.add(self.number)
+
+    def _watch(self, loss: Tensor) -> Tensor:
+        """Has the batch note it once all of the backward pass from this loss is through."""
+        if not loss.requires_grad or torch.compiler.is_compiling():
+            self._note_computed()  # or nobody can tell
+        elif self.batch is not None:
+            self.batch.begun.add(self.number)
+            loss.register_hook(self._at_the_end)  # type: ignore[no-untyped-call]
+        return loss
+
+    def _at_the_end(self, _: Tensor) -> None:
+        # What DDP and FSDP use, too: autograd calls it behind the last node, and never behind an error.
+        torch.autograd.Variable._execution_engine.queue_callback(self._note_computed)
 
     @property
     def silent(self) -> bool:
@@ -122,7 +143,7 @@ class MicroBatch(Generic[T]):
         self._check(loss)
         self._note_scaled()
         if not self.silent:
-            return (self.mean(loss) if loss.dim() else loss) * self.loss_scale
+            return self._watch((self.mean(loss) if loss.dim() else loss) * self._known_factor())
         self.zero_gradients(parameters)
         return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0).sum() * 0.0
 

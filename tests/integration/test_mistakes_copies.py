@@ -90,6 +90,7 @@ CASES = {
     ),
     "unscaled": Told("looped", {"scale": False}),
     "unscaled, without Accumulation": Told("looped", {"scale": False, "accumulate": False}),
+    "swallowed": Told("looped", {"swallow": [False, True]}),
     "each its own": Told("looped", {"strange": "each", "state": False}),
     "generator": Told("looped", {"around": "generator", "max_steps": 2}),
     "generator again": Told("looped", {"around": "generator"}, after="generator"),
@@ -215,6 +216,21 @@ def test_a_scale_that_is_not_used(came: dict[str, Came], name: str) -> None:
     (line,) = came[name].ranks[0]["warnings"]
     assert line.startswith("micro.scale(loss) was not used in step 1, which is cut into 2 micro-batches on each of 2")
     assert came[name].ranks[1]["warnings"] == []
+
+
+@brings(
+    "an error that is caught inside the loop over micro-batches (out of memory), or a `continue` there",
+    Comes.SAID,
+    "the step is made without these samples, also in DDP, where only a last micro-batch waits for others. "
+    "Said before the optimizer's step; it may be meant (a loss that is no number)",
+    "let the error through: the run goes on from its last save",
+)
+def test_a_micro_batch_that_is_left_out(came: dict[str, Came]) -> None:
+    """One line, on the rank that left it out."""
+    assert ended(came["swallowed"]) == ("", [4, 4])
+    assert came["swallowed"].ranks[0]["warnings"] == []
+    (line,) = came["swallowed"].ranks[1]["warnings"]
+    assert line.startswith("step 2 has no gradient, or a part of one, from micro-batch 1 of its global batch")
 
 
 @brings(

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
@@ -456,3 +457,76 @@ def test_a_shuffled_stream_of_hugging_face_goes_on_in_its_order() -> None:
     assert sorted(chain(*whole[:5])) == sorted(chain(*whole[5:])) == list(range(20))
     assert whole[:5] != whole[5:], "the epochs should have orders of their own"
     assert taken(3, Position(1, 8)) == whole[7:]
+
+
+class Failing(torch.autograd.Function):
+    """Its backward pass fails, as one does that finds no memory."""
+
+    @staticmethod
+    def forward(_: Any, values: Tensor) -> Tensor:
+        return values * 1.0
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise RuntimeError("out of memory")
+
+
+def _swallow(batches: Iterator[Any], where: str, steps: int, at: tuple[int, int]) -> None:
+    """Trains, and catches the error of one micro-batch, the `at[1]`-th of step `at[0]`."""
+    weight = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    for batch in islice(batches, steps):
+        for place, micro in enumerate(batch.micro_batches):
+            fails = where if (batch.step, place) == at else ""
+            with contextlib.suppress(RuntimeError):
+                if fails == "forward":
+                    raise RuntimeError("out of memory")
+                loss = micro.scale(mean_loss(weight * 2.0, micro.data))
+                (Failing.apply(weight) * loss if fails == "backward" else loss).backward()
+        batch.check_complete()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", ""])
+def test_an_error_that_the_script_swallows_is_said(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, by step and micro-batch, on the rank that it happens on; nothing where there was no error."""
+    _swallow(iter(make(16, 2, 2, 1)), where, 4, (2, 1))
+    said = [record.getMessage() for record in caplog.records]
+    wanted = ["step 2 has no gradient, or a part of one, from micro-batch 3 of its global batch"] if where else []
+    assert [line.partition(":")[0] for line in said] == wanted
+
+
+@pytest.mark.parametrize("size", [5, 6])
+def test_a_step_of_one_micro_batch_whose_backward_fails_is_said(size: int, caplog: pytest.LogCaptureFixture) -> None:
+    """With fillers beside it, too, which count for nothing."""
+    _swallow(iter(make(size, 4, 4, 0)), "backward", 3, (2, 0))
+    assert [record.getMessage()[:35] for record in caplog.records] == ["step 2 has no gradient, or a part o"]
+
+
+def test_other_ways_to_compute_a_gradient_are_not_blamed(caplog: pytest.LogCaptureFixture) -> None:
+    """One backward pass for all; autograd.grad; by the factor alone; several losses; slices without tokens."""
+
+    def sums(losses: list[Tensor], weight: Tensor) -> None:
+        sum(losses, torch.zeros(())).backward()  # type: ignore[no-untyped-call]
+
+    def by_function(losses: list[Tensor], weight: Tensor) -> None:
+        for loss in losses:
+            torch.autograd.grad(loss, weight, retain_graph=True)
+
+    for finish in (sums, by_function):
+        for batch in islice(make(16, 2, 4, 0), 3):
+            weight = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+            finish([micro.scale(mean_loss(weight, micro.data)) for micro in batch.micro_batches], weight)
+            batch.check_complete()
+    for batch in islice(make(16, 2, 4, 0), 2):
+        weight = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+        for micro in batch.micro_batches:
+            (mean_loss(weight, micro.data) * micro.loss_scale).backward()  # type: ignore[no-untyped-call]
+        batch.check_complete()
+    empty = make(16, 2, 4, 0, count_tokens=lambda data: int(data[0, 1] > 2), reduce=lambda value: value)
+    for batch in islice(empty, 4):
+        for micro in batch.micro_batches:
+            if not micro.silent:
+                (micro.scale(mean_loss(weight, micro.data)) + micro.scale(weight)).backward()
+        batch.check_complete()
+    for _ in range(2):
+        _swallow(iter(make(16, 2, 4, 0)), "", 2, (0, 0))
+    assert caplog.records == []
