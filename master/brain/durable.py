@@ -82,13 +82,18 @@ def tend(turn: Turn) -> None:
             if turn.due(at):
                 del step.unable[incarnation]
                 held.version += 1
-    under_way = held.steps.get(held.writing)
-    if under_way is not None and is_wanted(turn.job, under_way) and can_go_on(turn.job, under_way):
+    job, under_way = turn.job, held.steps.get(held.writing)
+    goes_on = under_way is not None and is_wanted(job, under_way) and can_go_on(job, under_way)
+    if under_way is not None and goes_on and not is_stuck(job, under_way):
         return
-    able_now = [step for step in held.newest_first() if is_wanted(turn.job, step) and can_begin(turn.job, step)]
-    # A candidate of an older epoch, then this one's newest candidate, then what is newest.
-    able_now.sort(key=lambda step: (is_candidate(turn.job, step), step.record.epoch < turn.job.epoch), reverse=True)
+    able_now = [step for step in held.newest_first() if is_wanted(job, step) and can_begin(job, step)]
+    # What nobody can write just now comes last. A candidate of an older epoch, this one's newest one, what is newest.
+    able_now.sort(
+        key=lambda step: (not is_stuck(job, step), is_candidate(job, step), step.record.epoch < job.epoch), reverse=True
+    )
     chosen = next(iter(able_now), None)
+    if goes_on and (chosen is None or is_stuck(job, chosen)):
+        return
     writing = chosen.record.digest if chosen is not None else ""
     if writing != held.writing:
         held.writing = writing
@@ -112,8 +117,17 @@ def can_begin(job: Job, step: HeldStep) -> bool:
 
 
 def can_go_on(job: Job, step: HeldStep) -> bool:
-    """Somebody has each part that is not written yet."""
-    return all(part in step.written or holders(job, step, part) for part in range(step.record.parts))
+    """Somebody has each part that is not written yet, and somebody has one to seal it by."""
+    there = [bool(holders(job, step, part)) for part in range(step.record.parts)]
+    return any(there) and all(here or part in step.written for part, here in enumerate(there))
+
+
+def is_stuck(job: Job, step: HeldStep) -> bool:
+    """Of some part all holders have just failed to write it, or all of them to seal it: others need not wait for it."""
+    if not step.unable:
+        return False
+    can = [bool(able(step, holders(job, step, part))) for part in range(step.record.parts)]
+    return not any(can) or not all(here or part in step.written for part, here in enumerate(can))
 
 
 def orders(state: State) -> dict[str, WriteOrder]:

@@ -347,6 +347,56 @@ def test_a_best_that_went_with_its_node_holds_nothing_up() -> None:
     assert steps(job) == [12, 13]
 
 
+def test_a_best_that_is_written_and_went_before_its_seal_holds_nothing_up() -> None:
+    """All of it was on the disk, and nobody is left who could say what it is."""
+    job, (leaver,) = started(1)
+    leaver.step(12)
+    made = in_memory(job, 10, any_size=True)
+    made.best = made.ref.name
+    leaver.holds(made, 0, wanted=True)
+    other = newcomer(job)
+    leaver.leave()
+    later = job.seal(12, any_size=True)
+    later.candidate = made.ref.name
+    leaver.commit(later)
+    leaver.drained(12, digest=later.ref.digest)
+    joins(job, other)
+    job.wait(1.5)
+    other.step(13)
+    leaver.durable()
+    assert orders([leaver]) == [("step-10", [], True)]
+    leaver.hang_up()
+    job.wait(1.5)
+    wanted(job, [other], 13)
+    written(job, [other], 13)
+
+
+def test_a_best_that_its_only_holder_cannot_write_holds_nothing_up() -> None:
+    """It is tried again behind what others can write."""
+    job, nodes = started(2)
+    nodes[0].step(32)
+    made = in_memory(job, 10, any_size=True)
+    made.best = made.ref.name
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank, wanted=True)  # Nobody has a copy.
+    nodes[0].durable()
+    assert orders(nodes) == [NOTHING, ("step-10", [1], False)]
+    nodes[1].durable("Input/output error")
+    wanted(job, nodes, 20)
+    assert orders(nodes) == [("step-20", [0], False), ("step-20", [1], False)]
+    nodes[0].durable()
+    nodes[1].durable("Input/output error")
+    assert orders(nodes) == [("step-20", [1], False), NOTHING]
+    nodes[0].durable()
+    nodes[0].durable()
+    assert steps(job) == [20]
+    job.wait(ASKED_AGAIN_SECONDS)
+    assert orders(nodes) == [NOTHING, ("step-10", [1], False)]
+    for node in (nodes[1], nodes[0]):
+        node.durable()
+    assert sorted(steps(job)) == [10, 20]
+
+
 def test_a_best_that_the_run_went_on_from_comes_to_the_disk_behind_a_newer_commit() -> None:
     job, nodes = started(2)
     nodes[0].step(12)
