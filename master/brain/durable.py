@@ -238,7 +238,7 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
 
 def heard_of_wanted(turn: Turn, node: Node, message: control_pb2.DurableRequest, step: HeldStep) -> None:
     """A node has told how it got on with a step that the ranks want on the disk."""
-    held, world = turn.live.held, turn.job.world
+    held = turn.live.held
     if message.failure:
         if step.record.digest == held.writing:
             if not message.parts:
@@ -248,9 +248,16 @@ def heard_of_wanted(turn: Turn, node: Node, message: control_pb2.DurableRequest,
     elif message.parts:
         step.written.update(part for part in message.parts if part < step.record.parts)
         held.version += 1
-    elif world is not None and world.member(node.incarnation) is not None:
+    elif may_seal(turn, node, step):
         checkpoints.record_written(turn, step.record, node.name, candidate=is_candidate(turn.job, step))
         held.version += 1
+
+
+def may_seal(turn: Turn, node: Node, step: HeldStep) -> bool:
+    """A member, or who was asked to: what is left of an older world's candidate may be with a spare alone."""
+    world, order = turn.job.world, orders(turn.state).get(node.incarnation)
+    asked = order is not None and order.seal and order.record.digest == step.record.digest
+    return asked or (world is not None and world.member(node.incarnation) is not None)
 
 
 def cannot(turn: Turn, node: Node, step: HeldStep, failure: str) -> None:

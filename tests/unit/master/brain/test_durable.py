@@ -371,6 +371,34 @@ def test_a_best_that_is_written_and_went_before_its_seal_holds_nothing_up() -> N
     written(job, [other], 13)
 
 
+def test_a_spare_that_alone_has_the_best_seals_it() -> None:
+    """It was asked to, though it is no member of the world any more. Nobody else who is none is believed."""
+    job, (spare,) = started(1, max_nodes=2)
+    spare.step(12)
+    made = in_memory(job, 10, any_size=True)
+    made.best = made.ref.name
+    spare.holds(made, 0, wanted=True)
+    later = job.seal(12, any_size=True)
+    later.candidate = made.ref.name
+    spare.commit(later)
+    others = [newcomer(job) for _ in range(2)]
+    job.scale(1)
+    spare.leave()
+    spare.drained(12, digest=later.ref.digest)
+    joins(job, *others)
+    job.wait(1.5)
+    others[0].step(13)
+    assert job.members == [others[0].name]
+    spare.durable()
+    assert orders([spare]) == [("step-10", [], True)]
+    job.call(pb.DurableRequest(caller=others[1].caller(), ref=made.ref))
+    assert steps(job) == [12]
+    spare.durable()
+    assert sorted(steps(job)) == [10, 12]
+    wanted(job, others[:1], 13)
+    written(job, others[:1], 13)
+
+
 def test_a_best_that_its_only_holder_cannot_write_holds_nothing_up() -> None:
     """It is tried again behind what others can write."""
     job, nodes = started(2)
