@@ -82,7 +82,7 @@ class Mirror:
         metrics = file.hf.metrics
         self._metrics = None if metrics is None else MetricsFile(metrics, "" if improve is None else improve.metric)
         self._root = places.hf / "snapshots"
-        self._pace, self._last, self._looked = self._noted()
+        self._pace, self._last, self._looked, self._reported = self._noted()
         self._at = self._noted_at = time.monotonic()
         self._ask_at = self._tell_at = 0.0
         self._said, self._reason = "", due.INTERVAL
@@ -140,7 +140,7 @@ class Mirror:
             self._note()
 
     def _look(self, path: Path) -> None:
-        """A new checkpoint: its session may have reported it as the best one.
+        """A new checkpoint: its session may have reported it as the best one, or one before it that was not seen here.
 
         Of a script without one the metrics file says so (`_observe`).
         """
@@ -152,8 +152,12 @@ class Mirror:
         if manifest.saved_as is not None:
             return
         tracked, best = self._rules.tracked, manifest.best
-        if tracked is not None and best is not None and best.name == path.name and best.metric == tracked.metric:
-            self._pace = due.reported(self._pace, manifest.step)
+        if tracked is None or best is None or best.metric != tracked.metric or not is_checkpoint_name(best.name):
+            return
+        name = CheckpointName.parse(best.name)
+        if not self._reported or name.age > CheckpointName.parse(self._reported).age:
+            self._reported = best.name
+            self._pace = due.reported(self._pace, name.step)
 
     def _chosen(self) -> Snapshot | None:
         """The snapshot to upload now; None: nothing is due, or nothing can be done about it."""
@@ -285,16 +289,19 @@ class Mirror:
 
     # What the next process goes on with.
 
-    def _noted(self) -> tuple[due.MilestonePace, str, str]:
+    def _noted(self) -> tuple[due.MilestonePace, str, str, str]:
         try:
             raw = json.loads((self._places.hf / "mirror.json").read_bytes())
-            return due.MilestonePace(**raw["pace"]), str(raw["last"]), str(raw["looked"])
+            reported = str(raw.get("reported", ""))
+            known = reported if is_checkpoint_name(reported) else ""
+            return due.MilestonePace(**raw["pace"]), str(raw["last"]), str(raw["looked"]), known
         except (OSError, ValueError, KeyError, TypeError):
-            return due.MilestonePace(), "", ""  # the first one; or it was cut in two: a milestone more does no harm
+            return due.MilestonePace(), "", "", ""  # the first one; or it was cut in two: a milestone more does no harm
 
     def _note(self) -> None:
         self._noted_at = time.monotonic()
-        text = json.dumps({"pace": asdict(self._pace), "last": self._last, "looked": self._looked})
+        noted = {"pace": asdict(self._pace), "last": self._last, "looked": self._looked, "reported": self._reported}
+        text = json.dumps(noted)
         replace_file(self._places.hf / "mirror.json", text.encode() + b"\n")
 
 

@@ -27,8 +27,7 @@ def mirrors(pod: Pod) -> list[psutil.Process]:
 
 def test_a_mirror_that_was_killed_is_started_again(tmp_path: Path, hub: Hub) -> None:
     """As by a machine without memory: training goes on, and so do milestones. After a notice none is started."""
-    every = hub.environment(tmp_path / "hub-home")
-    environment = {key: value for key, value in every.items() if key.startswith("HF_")} | {"HF_HUB_DISABLE_XET": "1"}
+    environment = hub.pod_environment(tmp_path / "hub-home")
     with relayed(tmp_path, "--pace=0.2", steps=1000, hf={"repo": REPO, "interval_seconds": 3}) as run:
         pod = run.pod("a", **environment)
         first = run.wait(lambda: run.events("hf_synced"), "a milestone", 120.0)[-1]

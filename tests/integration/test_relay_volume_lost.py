@@ -17,8 +17,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(280)]
 
 def test_a_lost_volume_is_filled_from_the_last_milestone(tmp_path: Path, hub: Hub) -> None:
     """While the hub is away the pod waits, with a line. Then the run goes back to the milestone, on the same curve."""
-    every = hub.environment(tmp_path / "hub-home")
-    environment = {key: value for key, value in every.items() if key.startswith("HF_")} | {"HF_HUB_DISABLE_XET": "1"}
+    environment = hub.pod_environment(tmp_path / "hub-home")
     with relayed(tmp_path, "--pace=0.15", hf={"repo": REPO, "interval_seconds": 5}, keep_last=2) as run:
         a = run.pod("a", **environment)
         synced = run.wait(lambda: run.events("hf_synced"), "a milestone", 120.0)[-1]

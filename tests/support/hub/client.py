@@ -68,6 +68,11 @@ class Hub:
         }
         return {**kept, "HF_ENDPOINT": self.url, "HF_TOKEN": TOKEN, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
 
+    def pod_environment(self, home: Path) -> dict[str, str]:
+        """What a pod is told so that it talks to it, by Git LFS."""
+        named = {key: value for key, value in self.environment(home).items() if key.startswith("HF_")}
+        return {**named, "HF_HUB_DISABLE_XET": "1"}
+
     def _ask(self, what: str, given: object = None) -> Any:
         data = None if given is None else json.dumps(given).encode()
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -306,9 +306,7 @@ def stage(plan: Schedule, directory: Path) -> Iterator[Stage]:
             (directory / "hub").mkdir()
             hub = Hub(directory / "hub")
             stack.callback(hub.close)
-            every = hub.environment(directory / "hub-home")
-            environment = {key: value for key, value in every.items() if key.startswith("HF_")}
-            environment["HF_HUB_DISABLE_XET"] = "1"
+            environment = hub.pod_environment(directory / "hub-home")
             more["hf"] = {"repo": REPO, "interval_seconds": 5}
         run = stack.enter_context(relayed(directory, *trainer, steps=STEPS, **more))
         on = Stage(plan, run, random.Random(f"play {plan.seed}"), environment)
