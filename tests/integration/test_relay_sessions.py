@@ -35,8 +35,8 @@ def wait_step(run: Run, log: Path, step: int, epoch: int = 1) -> int:
 def test_a_script_with_a_session_over_three_pods(tmp_path: Path, undisturbed: Undisturbed, script: str) -> None:
     """The first vanishes, and costs what it had not saved; the second is told to go, and costs nothing."""
     training, log = SCRIPTS[script], tmp_path / "log"
-    place = "--output-dir" if script == "hf" else "--checkpoint-dir"
-    command = [sys.executable, str(training.script), *training.flags(log), *training.pace(0.3), f"{place}=${{save_dir}}"]
+    saves = "--output-dir=${save_dir}" if script == "hf" else "--checkpoint-dir=${save_dir}"
+    command = [sys.executable, str(training.script), *training.flags(log), *training.pace(0.3), saves]
     with relayed(tmp_path, command=command, resume_flag=None, save_signal=None, lease_seconds=8) as run:
         a = run.pod("a")
         saved = run.wait_saved()
