@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -10,7 +11,8 @@ import psutil
 import pytest
 
 from tests.support.hub.client import Hub
-from tests.support.hub.scene import REPO
+from tests.support.hub.scene import REPO, milestones_on
+from tests.support.jobs.local_processes import is_alive
 from tests.support.jobs.pods import Pod, relayed
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(280)]
@@ -43,3 +45,37 @@ def test_a_mirror_that_was_killed_is_started_again(tmp_path: Path, hub: Hub) -> 
             assert later == []
             time.sleep(0.1)  # why: what must not happen has no event
         assert pod.process.wait(60) in (75, 76), run.said()
+
+
+def test_a_notice_while_the_hub_holds_an_upload(tmp_path: Path, hub: Hub) -> None:
+    """The upload is cancelled before the trainer has saved, and nobody waits for the hub; the next pod goes on with it."""
+    environment = hub.pod_environment(tmp_path / "hub-home")
+    more = {"hf": {"repo": REPO, "interval_seconds": 3600}}
+    with relayed(tmp_path, "--end-when-asked", "--pace=0.1", "--save-every=20", steps=150, **more) as run:
+        hub.fault("PUT /_lfs/", "hold", times=-1)
+        a = run.pod("a", **environment)
+        run.wait(lambda: [one for one in hub.asked("PUT /_lfs/") if not one.get("status")], "an upload that is held")
+        (mirror,) = mirrors(a)
+        uploads = [mirror, *mirror.children(recursive=True)]
+        assert len(uploads) > 1
+        begun = [one.name for one in (run.root / "hf" / "snapshots").iterdir()]
+        trainer = run.steps()[-1].pid
+        # What it takes to cancel the upload does not hide behind the trainer's end.
+        os.kill(trainer, signal.SIGSTOP)
+        a.notice()
+        run.wait(lambda: run.state()["status"] == "PREEMPTED", "state.json", 1.0)
+        run.wait(lambda: not any(is_alive(one.pid) for one in uploads), "the end of the upload", 10.0)
+        assert a.process.poll() is None, "the trainer has not saved yet"
+        os.kill(trainer, signal.SIGCONT)
+        assert a.process.wait(20) == 75, run.said()
+        assert not run.events("hf_synced")
+        run.wait(lambda: run.commander.run()["state"] == "PREEMPTED" and not run.commander.run()["holder"], "it", 5.0)
+        hub.clear()
+        b = run.pod("b", **environment)
+        assert b.process.wait(120) == 0, run.said()
+        first, second = run.epochs().values()
+        assert second[0].step == first[-1].step + 1, "a step was lost on notice"
+        run.assert_one_history(150)
+        synced = run.events("hf_synced")
+        assert [one["revision"] for one in milestones_on(hub, tmp_path)] == [one["revision"] for one in synced]
+        assert [one["checkpoint"] for one in synced] == begun, "it was not the one that a had begun"
