@@ -48,7 +48,7 @@ def test_a_mirror_that_was_killed_is_started_again(tmp_path: Path, hub: Hub) -> 
 
 
 def test_a_notice_while_the_hub_holds_an_upload(tmp_path: Path, hub: Hub) -> None:
-    """The upload is cancelled before the trainer has saved, and nobody waits for the hub; the next pod goes on with it."""
+    """The upload is cancelled at once, and nobody waits for the hub; the next pod goes on with it."""
     environment = hub.pod_environment(tmp_path / "hub-home")
     more = {"hf": {"repo": REPO, "interval_seconds": 3600}}
     with relayed(tmp_path, "--end-when-asked", "--pace=0.1", "--save-every=20", steps=150, **more) as run:
