@@ -297,6 +297,7 @@ class _Pod:
         state = _STATES.get(code, RunState.FAILED)
         if self._epoch:
             self._write(state)
+            self._volume.tidy()  # the last prune came behind the last commit
         self._volume.note("released", pod=self._name, epoch=self._epoch, status=state, code=code)
         return code
 

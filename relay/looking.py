@@ -91,13 +91,15 @@ def _order(options: argparse.Namespace, path: str, done: str) -> int:
 
 def status_lines(run: dict[str, Any]) -> Iterator[str]:
     """How a run stands, for a person."""
-    yield f"{run.get('run_id')}: {run.get('state')}" + (f", step {run['step']}" if run.get("step") else "")
+    head = run.get("head")
+    # Of a script without a session only the saves are heard of.
+    step = max(run.get("step") or 0, head.get("step") or 0 if head else 0)
+    yield f"{run.get('run_id')}: {run.get('state')}" + (f", step {step}" if step else "")
     if run.get("holder"):
         left = run.get("expires_in_sec")
         yield f"  held by {run['holder']} in epoch {run.get('epoch')}; its lease lasts {left:g} s if it falls silent"
     elif run.get("detail"):
         yield f"  {run['detail']}"
-    head = run.get("head")
     if head:
         yield f"  newest commit: {head.get('name')} (step {head.get('step')})"
     made = run.get("milestones") or []

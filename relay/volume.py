@@ -175,6 +175,10 @@ class Volume:
         target = os.path.join(".store", self.run_id, run, name)
         self._try("ckpt/latest", lambda: self._point(self.ckpt / f"step_{step:08d}", target))
         self._try("ckpt/latest", lambda: self._point(self.ckpt / "latest", target))
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Removes pointers to checkpoints that are gone."""
         self._try("ckpt/step_*", self._unlink_dangling)
 
     def _unlink_dangling(self) -> None:

@@ -26,6 +26,7 @@ def assert_whole(run: Run) -> None:
     assert directories
     for one in directories:
         verify(one, Manifest.read(one))
+    assert all(link.exists() for link in run.root.glob("ckpt/step_*")), "people are shown what is gone"
     saved = run.events("ckpt_saved")
     for resume in run.events("resume"):
         before = [one for one in saved if CheckpointName.parse(one["checkpoint"]).epoch < resume["epoch"]]
