@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from dalsegno.elastic.checkpoint import CheckpointName, Manifest, verify
 from tests.support.jobs.held_phases import Phase, agent_of
-from tests.support.jobs.local_processes import send
+from tests.support.jobs.local_processes import is_alive, send
 from tests.support.jobs.pods import Run, relayed
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(280)]
@@ -78,7 +77,8 @@ def test_a_kill_while_a_pod_recovers(tmp_path: Path, phase: str, victim: str) ->
             b.vanish()
         else:
             assert phase == "recovering" or pid == agent_of(b), "another one is held"
-            send([agent_of(b)])
+            send([agent := agent_of(b)])
+            run.wait(lambda: not is_alive(agent), "the agent's end", 10.0)
         held.release()
         if victim == "agent" and phase == "recovering":
             assert b.process.wait(120) == 0, "it had not begun: another agent is started"
@@ -102,7 +102,6 @@ def test_a_pod_that_stood_still_beyond_its_lease_while_it_took_a_save(tmp_path: 
         run.wait(lambda: "is a spare" in b.said, "b waits")
         held.arm()
         held.wait_held(run)
-        os.kill(a.process.pid, 0)
         a.all(signal.SIGSTOP)
         run.wait_step(1, epoch=2)
         second = run.events("resume")[1]
