@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import secrets
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest, verify
+from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest, is_checkpoint_name, verify
 from dalsegno.elastic.checkpoint.files import CANNOT, fsync_directory, fsync_tree, place_file, write_exclusive
 from dalsegno.elastic.checkpoint.layout import MANIFEST
 from dalsegno.elastic.checkpoint.marks import mark
@@ -22,6 +26,10 @@ from .run_manifest import FOLDER, MANIFEST_PATH, MAX_BYTES, RunManifest
 __all__ = ("RevisionRefused", "Unreachable", "baseline", "restore", "restore_newest")
 
 _DOWNLOADED = ".downloaded"
+_PAUSES_SECONDS = (0.5, 2.0, 8.0, 30.0)
+# This process's name, and where it has begun.
+_OWN = secrets.token_hex(4)
+_BEGUN: set[Path] = set()
 # A download has no known size before it begins.
 _ASSUMED_BYTES = 1 << 36
 
@@ -86,25 +94,84 @@ def restore(milestone: Milestone, checkpoints: Path, hf: Path) -> Restored:
         Unreachable: the hub does not answer.
         OSError: the volume says no.
     """
-    incoming = hf / "incoming" / _safe(f"{milestone.repo}@{milestone.revision}")
+    # Not all volumes let machines see each other's locks: another pod may do the same.
+    for pause in (*_PAUSES_SECONDS, None):
+        if (found := _found(milestone, checkpoints)) is not None:
+            return found
+        try:
+            return _restore(milestone, checkpoints, hf / "incoming")
+        except (FileNotFoundError, FileExistsError):
+            if pause is None:
+                raise
+            time.sleep(pause)  # why: nothing tells when a pod far away is through
+    raise AssertionError("the last try returns or raises")
+
+
+def _found(milestone: Milestone, checkpoints: Path) -> Restored | None:
+    """Where another pod has brought it."""
+    if not is_checkpoint_name(milestone.checkpoint):
+        return None
+    for manifest in checkpoints.glob(f"*/{milestone.checkpoint}/{MANIFEST}"):
+        with contextlib.suppress(CheckpointDamaged, OSError):
+            found = Manifest.read(manifest.parent)
+            if found.digest == milestone.digest:
+                verify(manifest.parent, found)
+                return Restored(manifest.parent, found)
+    return None
+
+
+def _restore(milestone: Milestone, checkpoints: Path, root: Path) -> Restored:
+    """One try. Raises FileNotFoundError, too, if another pod has taken over what came, and FileExistsError."""
     name = f"{milestone.repo}@{milestone.revision}"
-    _download({"repo": milestone.repo, "revision": milestone.revision, "milestone": True}, incoming)
+    incoming = _own(root, _safe(name))
+    begun = _identity(incoming)
+    try:
+        _download({"repo": milestone.repo, "revision": milestone.revision, "milestone": True}, incoming)
+        restored = _checked(milestone, name, incoming, checkpoints)
+    except (RevisionRefused, Unreachable) as error:
+        if _identity(incoming) != begun:
+            raise FileNotFoundError(errno.ENOENT, "another pod has taken it over", str(incoming)) from error
+        if isinstance(error, RevisionRefused):
+            shutil.rmtree(incoming, ignore_errors=True)
+        raise
+    for left in _tries(root, _safe(name)):
+        shutil.rmtree(left, ignore_errors=True)
+    return restored
+
+
+def _own(root: Path, name: str) -> Path:
+    """This process's place for a revision; what a pod left that was killed is taken over, once.
+
+    No two processes share one: what one of them removes, or moves to its place, would be the other's, too.
+    """
+    mine = root / f"{name}.{_OWN}"
+    root.mkdir(parents=True, exist_ok=True)
+    for left in () if mine in _BEGUN else _tries(root, name):
+        with contextlib.suppress(OSError):  # another pod was faster, or the mount cannot rename
+            os.rename(left, mine)
+            break
+    _BEGUN.add(mine)
+    mine.mkdir(exist_ok=True)
+    return mine
+
+
+def _tries(root: Path, name: str) -> list[Path]:
+    return [one for one in root.iterdir() if one.name == name or one.name.startswith(f"{name}.")]
+
+
+def _checked(milestone: Milestone, name: str, incoming: Path, checkpoints: Path) -> Restored:
     try:
         own = RunManifest.from_bytes(read_regular(incoming / MANIFEST_PATH, MAX_BYTES))
     except (ValueError, OSError) as error:
         raise RevisionRefused(f"{name}: {MANIFEST_PATH}: {one_line(str(error), 200)}") from error
     if (own.checkpoint, own.digest) != (milestone.checkpoint, milestone.digest):
-        shutil.rmtree(incoming, ignore_errors=True)
         raise RevisionRefused(
             f"{name} holds {own.checkpoint} with another digest than {milestone.checkpoint} has on record"
         )
     try:
-        restored = _place(incoming / FOLDER, own, checkpoints)
+        return _place(incoming / FOLDER, own, checkpoints)
     except (CheckpointDamaged, ValueError) as error:
-        shutil.rmtree(incoming, ignore_errors=True)
         raise RevisionRefused(f"{name}: {one_line(str(error), 200)}") from error
-    shutil.rmtree(incoming, ignore_errors=True)
-    return restored
 
 
 def _place(source: Path, own: RunManifest, checkpoints: Path) -> Restored:
@@ -116,17 +183,20 @@ def _place(source: Path, own: RunManifest, checkpoints: Path) -> Restored:
         raise ValueError(f"{manifest.run_id!r} is no run's id")
     verify(source, manifest)
     target = checkpoints / manifest.run_id / manifest.name
+    before = _identity(target)
     if _is_there(target, manifest):
         return Restored(target, manifest)
     target.parent.mkdir(parents=True, exist_ok=True)
     fsync_tree(source)
-    if os.path.lexists(target):
+    if before is not None and _identity(target) == before:
         # What is damaged there stays for a person, under a name that nobody takes for a checkpoint.
         _set_aside(target)
     try:
         os.rename(source, target)
         fsync_directory(target.parent)
     except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise FileExistsError(error.errno, error.strerror, str(target)) from error  # another pod has brought it
         if error.errno not in CANNOT:
             raise
         target.mkdir(exist_ok=True)
@@ -137,6 +207,14 @@ def _place(source: Path, own: RunManifest, checkpoints: Path) -> Restored:
         fsync_directory(target)
     mark(target)
     return Restored(target, manifest)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _is_there(target: Path, manifest: Manifest) -> bool:
@@ -179,10 +257,15 @@ def baseline(name: str, hf: Path) -> Path:
     repo, _, revision = name.partition("@")
     target = hf / "baseline" / _safe(name)
     if not (target / _DOWNLOADED).exists():
-        _download({"repo": repo, "revision": revision, "milestone": False}, target)
+        try:
+            _download({"repo": repo, "revision": revision, "milestone": False}, target)
+        except RevisionRefused:
+            shutil.rmtree(target, ignore_errors=True)
+            raise
         shutil.rmtree(target / ".cache", ignore_errors=True)
         fsync_tree(target)
-        write_exclusive(target / _DOWNLOADED, b"")
+        with contextlib.suppress(FileExistsError):  # another pod has done the same
+            write_exclusive(target / _DOWNLOADED, b"")
         fsync_directory(target)
     return target
 
@@ -198,7 +281,6 @@ def _download(job: Outcome, target: Path) -> None:
         if not outcome.get("xet"):
             break
     if "refused" in outcome:
-        shutil.rmtree(target, ignore_errors=True)
         raise RevisionRefused(str(outcome["refused"]))
     if "failed" in outcome:
         raise Unreachable(f"{job['repo']}@{job['revision']}: {outcome['failed']}")

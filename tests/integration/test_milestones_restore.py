@@ -249,3 +249,45 @@ def test_a_baseline_needs_no_manifest_of_ours(scenes: Scenes, monkeypatch: pytes
     scene.hub.start()
     with pytest.raises(RevisionRefused):
         baseline(f"{REPO}@{'1' * 40}", elsewhere.hf)
+
+
+_NEWEST = """
+import json, sys, time
+from pathlib import Path
+from dalsegno.relay.milestones.commander_client import Milestone
+from dalsegno.relay.milestones.restore import Unreachable, restore_newest
+listed, checkpoints, hf = sys.argv[1:]
+sys.stdin.readline()
+every = [Milestone(**one) for one in json.loads(listed)]
+for _ in range(5):
+    try:
+        found = restore_newest(every, Path(checkpoints), Path(hf), lambda line: print(line, file=sys.stderr))
+        break
+    except Unreachable as error:
+        print(error, file=sys.stderr)
+        time.sleep(2)
+print(found.manifest.step)
+"""
+
+
+@pytest.mark.full
+def test_two_pods_restore_it_at_once(scenes: Scenes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a volume whose locks other machines do not see: each has the newest, whatever the other one moves away."""
+    scene = scenes()
+    milestones(scene, 40, 80)
+    Elsewhere(scene, monkeypatch)
+    told = json.dumps(scene.commander.milestones)
+    for number in range(6):
+        root = scene.root / f"volume-{number}"
+        words = [sys.executable, "-c", _NEWEST, told, str(root / "ckpt"), str(root / "hf")]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pods = [subprocess.Popen(words, text=True, **pipes) for _ in range(3)]
+        for pod in pods:
+            assert pod.stdin is not None
+            pod.stdin.write("\n")
+            pod.stdin.flush()
+        for out, err in [pod.communicate(timeout=120) for pod in pods]:
+            assert out == "80\n", err
+            assert "refused" not in err
+        (found,) = inventory(root / "ckpt" / "r1")
+        verify(root / "ckpt" / "r1" / found.name, Manifest.read(root / "ckpt" / "r1" / found.name))
