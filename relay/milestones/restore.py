@@ -129,8 +129,10 @@ def _restore(milestone: Milestone, checkpoints: Path, root: Path) -> Restored:
         _download({"repo": milestone.repo, "revision": milestone.revision, "milestone": True}, incoming)
         restored = _checked(milestone, name, incoming, checkpoints)
     except (RevisionRefused, Unreachable) as error:
-        if _identity(incoming) != begun:
+        if begun is None or _identity(incoming) != begun:
             raise FileNotFoundError(errno.ENOENT, "another pod has taken it over", str(incoming)) from error
+        if (found := _found(milestone, checkpoints)) is not None:
+            return found  # and whoever brought it removes what has come here
         if isinstance(error, RevisionRefused):
             shutil.rmtree(incoming, ignore_errors=True)
         raise
