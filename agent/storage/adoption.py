@@ -8,6 +8,7 @@ script never writes into ours, because the next epoch has another directory (`sa
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -23,7 +24,7 @@ from dalsegno.protos import control_pb2, worker_pb2
 
 from ..decisions import events as ev
 from . import old_saves
-from .asked import Request, request
+from .asked import Growth, Request, request
 from .best_save import BestRule
 from .best_watch import BestWatch
 from .foreign import COUNTED, NOTE_BYTES, FoundUnits, Unit, shown, survey
@@ -118,7 +119,10 @@ class Adopter:
         self._asked_at = 0.0
         # The script was asked to save, and what it saved then is taken.
         self._request: Request | None = None
+        self._growth: Growth | None = None
         self._met = False
+        # Of what was begun behind the request there is more than was taken, says the last look; and nothing more is.
+        self._coming = self._at_rest = False
         self._news = threading.Condition()
         threading.Thread(target=self._run, name="adoption", daemon=True).start()
 
@@ -136,18 +140,21 @@ class Adopter:
         """
         asked = request(self._root)
         with self._news:
+            self._growth = Growth(asked, LARGE_BYTES, UNSURE_LOOKS * LOOK_EVERY_SECONDS)
             self._request = asked
             self._news.notify_all()
 
     def wait_met(self, timeout_seconds: float, over: Callable[[], bool]) -> bool:
         """Waits until what the script saved when it was asked is taken, for at most `timeout_seconds`.
 
+        That may be a save which was due anyway. If the script is writing another one by then, that is waited for, too.
+
         Args:
             over: whether it is not worth waiting any more.
         """
         deadline = time.monotonic() + timeout_seconds
         with self._news:
-            while not self._met and not self._closing and (left := deadline - time.monotonic()) > 0 and not over():
+            while not self._at_rest and not self._closing and (left := deadline - time.monotonic()) > 0 and not over():
                 # why: the end of a process is no event here.
                 self._news.wait(min(left, _LOOK_WHEN_ASKED_SECONDS))
             return self._met
@@ -189,7 +196,11 @@ class Adopter:
                 return
             if asked > before:
                 self._since = None  # who waits now has not waited before
+            met = self._met
             calm = self._look()
+            with self._news:
+                self._at_rest = self._at_rest or (met and not self._coming)
+                self._news.notify_all()
             # What they saved last may not be listed yet.
             listed = time.monotonic() > self._asked_at + 2 * self._volume.lag
             if not (calm and (self._undecided or not listed)):
@@ -199,6 +210,8 @@ class Adopter:
             # Not every second, because each try may first fill the disk.
             pause = max(LOOK_EVERY_SECONDS, SHARE * self._took) if calm else 2 * pause
             pause = min(pause, LONGEST_PAUSE_SECONDS if self._request is None else _LOOK_WHEN_ASKED_SECONDS)
+            if self._met > met:
+                pause = 0.0
 
     def _wait(self, pause: float, asked: int) -> int:
         """Waits for the next look; not if somebody waits for it. Returns how many ever waited, `asked` before."""
@@ -213,7 +226,7 @@ class Adopter:
         Returns:
             Whether the file system allowed it.
         """
-        self._undecided, self._calm = False, True
+        self._undecided, self._calm, self._coming = False, True, False
         began = time.monotonic()
         try:
             self._volume.check()
@@ -222,11 +235,12 @@ class Adopter:
             stood, self._stands = self._stands, {}
             units = [one for members in series if (one := self._newest(members, stood, len(series) == 1)) is not None]
             self._tell_of_others(found)
+            self._coming = self._is_growing(found)
             self._took = time.monotonic() - began
             return self._consider(units, found) and self._calm
         except (FileNotFoundError, Changed):
             # The script deletes old ones during the look, or writes one again.
-            self._undecided = True
+            self._undecided = self._coming = True
         except OSError as error:
             self._complain(".", str(error))
             return False
@@ -288,6 +302,13 @@ class Adopter:
         if unit.number < self._resumed_step:
             self._complain(unit.path, _BEGAN_ANEW)
         return unit.number <= self._step
+
+    def _is_growing(self, found: FoundUnits) -> bool:
+        """Whether the script was asked, and writes something newer than was taken."""
+        if self._growth is None:
+            return False
+        data = [file for unit in found.units for file in _files(self._root, unit)]
+        return self._growth.goes_on(data, _there(self._root, found.other), self._known.values(), time.monotonic())
 
     def _lacking(self, unit: Unit, missing: str) -> None:
         """Names what stays incomplete though nothing of it changes."""
@@ -352,9 +373,11 @@ class Adopter:
         sealed = worker_pb2.Sealed(name=manifest.name, digest=manifest.digest, step=manifest.step)
         self._deliver(ev.WorkerSaid(self._world.epoch, 0, worker_pb2.ToAgent(sealed=sealed)))
         with self._news:
+            # One behind the answer is enough: some scripts save all the time.
+            self._at_rest = self._met
             if self._request is not None and not self._met:
                 self._met = self._request.is_answered_by(new)
-                self._news.notify_all()
+            self._news.notify_all()
         return True
 
     def _note(self, files: Iterable[FileState]) -> None:
@@ -433,7 +456,24 @@ def _size(path: Path) -> int:
 
 def _extent(root: Path, unit: Unit) -> tuple[int, int]:
     """Files and bytes of a unit."""
-    if unit.names:
-        return len(unit.names), sum(_size(root / name) for name in unit.names)
-    every = [os.path.join(where, name) for where, _, names in os.walk(root / unit.path) for name in names]
-    return len(every), sum(_size(Path(name)) for name in every)
+    every = _files(root, unit)
+    return len(every), sum(file.size for file in every)
+
+
+def _files(root: Path, unit: Unit) -> list[FileState]:
+    """Files of a unit that are there, whether or not it is complete."""
+    names: Iterable[str] = unit.names or (
+        os.path.relpath(os.path.join(where, name), root)
+        for where, _, names in os.walk(root / unit.path)
+        for name in names
+    )
+    return _there(root, names)
+
+
+def _there(root: Path, names: Iterable[str]) -> list[FileState]:
+    """How those are that are there."""
+    found: list[FileState] = []
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            found += state_of(root, [name])
+    return found

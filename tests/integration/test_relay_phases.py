@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from dalsegno.elastic.checkpoint import CheckpointName, Manifest, verify
 from tests.support.jobs.held_phases import Phase, agent_of
 from tests.support.jobs.local_processes import is_alive, send
 from tests.support.jobs.pods import Run, relayed
+from tests.support.pages.sources import ROOT
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(280)]
 STEPS = 120
+BUSY_SAVER = ROOT / "tests" / "support" / "workers" / "busy_saver.py"
 
 
 def assert_whole(run: Run) -> None:
@@ -116,3 +119,23 @@ def test_a_pod_that_stood_still_beyond_its_lease_while_it_took_a_save(tmp_path: 
         assert not late, late
         assert [one["checkpoint"] for one in run.events("resume")] == [None, second["checkpoint"]]
         assert_whole(run)
+
+
+def test_a_save_that_was_due_comes_before_the_one_that_was_asked_for(tmp_path: Path) -> None:
+    """Asked in an evaluation: the due save is being taken when the next step's is begun. That is waited for, too."""
+    held = Phase.below(tmp_path, "copying")
+    worker = [sys.executable, str(BUSY_SAVER), "${save_dir}", str(tmp_path / "steps"), "${resume_dir}"]
+    with relayed(tmp_path, command=worker, resume_flag=None, lease_seconds=20) as run:
+        held.arm()
+        a = run.pod("a", **held.environment)
+        run.wait_step(20)
+        a.notice()
+        held.wait_held(run)
+        run.wait(lambda: [*run.root.glob("ckpt/.store/my-run/*/e1/checkpoint-21/model.safetensors")], "the next save")
+        held.release()
+        assert a.process.wait(60) == 75, run.said()
+        b = run.pod("b")
+        assert b.process.wait(120) == 0, run.said()
+        first, second = run.epochs().values()
+        assert (first[-1].step, second[0].step) == (21, 22), "a step was lost on notice"
+        run.assert_one_history(60)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -522,7 +523,55 @@ def test_only_a_save_that_was_begun_later_answers(runs: Callable[..., Run]) -> N
     assert run.sealed().step == 20
     assert not run.taken.wait_met(0.3, lambda: False)
     save(run.out / "step_21" / "model.pt")
-    assert run.taken.wait_met(20, lambda: False)
+    begun = time.monotonic()
+    assert run.taken.wait_met(60, lambda: False)
+    assert time.monotonic() - begun < 40, "nothing more was under way"
     assert run.sealed().step == 21
     assert run.taken.met
+    run.taken.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_the_next_save_may_be_the_one_that_was_asked_for(
+    runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    """One that was due is taken first; what is written meanwhile is waited for. Not all that a script ever saves."""
+    plain, over = adoption.adopt, threading.Event()
+    run = runs()
+    run.next()
+    save(run.out / "step_10" / "model.pt")
+    run.sealed()
+
+    def write(step: int) -> None:
+        """It takes a few looks, or until the test's end."""
+        path, until = run.out / f"step_{step}" / "model.pt", time.monotonic() + (100 if step == 22 else 0.5)
+        save(path)
+        while time.monotonic() < until and not over.wait(0.1):
+            with open(path, "ab"):
+                os.utime(path)
+
+    writers = []
+
+    def adopt(piece: Any, *rest: Any) -> Manifest:
+        if piece.step == 20 or (goes_on and piece.step == 21):
+            writers.append(threading.Thread(target=write, args=(piece.step + 1,)))
+            writers[-1].start()
+            while not (run.out / f"step_{piece.step + 1}" / "model.pt").exists():
+                time.sleep(0.01)
+        return plain(piece, *rest)
+
+    monkeypatch.setattr(adoption, "adopt", adopt)
+    run.taken.request()
+    save(run.out / "step_20" / "model.pt")
+    try:
+        begun = time.monotonic()
+        assert run.taken.wait_met(60, lambda: False)
+        assert time.monotonic() - begun < 40
+        assert run.heard.qsize() > 1, "what was being written was not waited for"
+        assert [run.sealed().step for _ in range(2)] == [20, 21]
+    finally:
+        over.set()
+        for writer in writers:
+            writer.join()
     run.taken.close()
