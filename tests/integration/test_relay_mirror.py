@@ -80,3 +80,37 @@ def test_a_notice_while_the_hub_holds_an_upload(tmp_path: Path, hub: Hub) -> Non
         run.assert_one_history(second[-1].step)
         assert [one["revision"] for one in milestones_on(hub, tmp_path)] == [one["revision"] for one in synced]
         assert [one["checkpoint"] for one in synced] == begun, "it was not the one that a had begun"
+
+
+@pytest.mark.parametrize(
+    ("request_line", "word"),
+    [
+        pytest.param("PUT /_lfs/", "PUT /_lfs/", id="uploading"),
+        pytest.param("GET .*/tree/", "/tree/", id="between payload and manifest"),
+        pytest.param("POST .*/commit/main", "/commit/main", id="committing"),
+    ],
+)
+def test_a_pod_that_is_killed_in_an_upload(tmp_path: Path, hub: Hub, request_line: str, word: str) -> None:
+    """The next one makes the same milestone, once and whole, and trains on from the last save."""
+    environment = hub.pod_environment(tmp_path / "hub-home")
+    more = {"hf": {"repo": REPO, "interval_seconds": 3600}}
+    with relayed(tmp_path, "--end-when-asked", "--pace=0.1", "--save-every=20", steps=5000, **more) as run:
+        hub.fault(request_line, "hold", times=-1)
+        a = run.pod("a", **environment)
+        run.wait(lambda: [one for one in hub.asked(word) if not one.get("status")], "a request that is held")
+        begun = [one.name for one in (run.root / "hf" / "snapshots").iterdir()]
+        a.vanish()
+        saved = run.checkpoints()[-1]
+        assert milestones_on(hub, tmp_path) == []
+        hub.clear()
+        b = run.pod("b", **environment)
+        (synced,) = run.wait(lambda: run.events("hf_synced"), "the milestone", 120.0)
+        assert [synced["checkpoint"]] == begun
+        run.wait_step(saved + 3, epoch=2)
+        b.notice()
+        assert b.process.wait(30) == 75, run.said()
+        assert [one["revision"] for one in milestones_on(hub, tmp_path)] == [synced["revision"]]
+        assert [one["revision"] for one in run.commander.run()["milestones"]] == [synced["revision"]]
+        _, second = run.epochs().values()
+        assert second[0].step == saved + 1
+        run.assert_one_history(second[-1].step)
