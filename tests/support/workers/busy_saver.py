@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 
 # The longest evaluation, a step once it was asked, and the save then.
 EVALUATION_SECONDS, STEP_SECONDS, SAVE_SECONDS = 90.0, 4.0, 2.0
@@ -19,13 +18,8 @@ EVALUATION_SECONDS, STEP_SECONDS, SAVE_SECONDS = 90.0, 4.0, 2.0
 
 def main() -> None:
     save_dir, log, *resume = (Path(word) for word in sys.argv[1:])
-    asked = False
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-
-    signal.signal(signal.SIGUSR1, ask)
+    asked: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, _: asked.append(number))
     step, state = 0, 1.0
     if resume:
         found = json.loads((resume[0] / "trainer_state.json").read_text())
