@@ -10,7 +10,7 @@ from dalsegno.protos import control_pb2
 from . import events as ev
 from .decision import Decision, awaits_its_commit, is_saved, leaves_it_to_others
 from .flash import is_pending
-from .memory import is_safe, spill
+from .memory import awaits_its_part, is_safe, spill
 from .state import Leave, Outcome, Workers
 
 # Seconds that a leaver whose notice has run out still waits for the processes that it has killed.
@@ -102,7 +102,8 @@ def check_leave(decision: Decision) -> None:
     if leave is None:
         return
     if state.workers is Workers.NONE:
-        if (state.errands.reading or is_pending(decision)) and decision.now < leave.deadline:
+        owed = bool(state.errands.reading) or is_pending(decision) or awaits_its_part(decision)
+        if owed and decision.now < leave.deadline:
             decision.wake_at(leave.deadline)
             return
         spill(decision)

@@ -229,7 +229,7 @@ def awaits_its_part(decision: Decision) -> bool:
     """The ranks have drained into memory, and what they left there is not known yet."""
     state = decision.state
     digest = drained_into(state)
-    if not digest or digest in state.memory.held:
+    if not digest or state.world is None or has_own_part(state, digest):
         return False
     if state.epoch.part_deadline is None:
         state.epoch.part_deadline = decision.now + PART_PATIENCE_SECONDS
@@ -237,6 +237,12 @@ def awaits_its_part(decision: Decision) -> bool:
         return False
     decision.wake_at(state.epoch.part_deadline)
     return True
+
+
+def has_own_part(state: AgentState, digest: str) -> bool:
+    """Whether the part of this node's own ranks is held here. Those of its buddies may come in earlier."""
+    held = state.memory.held.get(digest)
+    return held is not None and state.world is not None and state.world.place.group_rank in held.parts
 
 
 def needed(state: AgentState) -> control_pb2.CheckpointRef | None:
@@ -255,7 +261,7 @@ def spill_unheard(decision: Decision) -> None:
         state.contact.up
         or state.leave is not None
         or state.workers is not Workers.NONE
-        or digest not in state.memory.held
+        or not has_own_part(state, digest)
     ):
         return
     ref = state.epoch.drained

@@ -80,6 +80,42 @@ def test_what_is_held_is_told_before_the_drain_is() -> None:
     ]
 
 
+def test_what_buddies_left_here_is_not_the_part_of_its_ranks() -> None:
+    """A drain that is reported before that part looks lost: no world goes on from it, and the leaver is let go."""
+    agent = drained(leaving=True)
+    agent.hear(ev.HeldChanged(STEP, (1,)))
+    assert not agent.calls("ReportDrained")
+    assert not agent.did(ev.MakeDurable), "only the buddy's part would be written"
+    agent.hear(ev.HeldChanged(STEP, (0, 1)))
+    assert kinds([action for action in agent.actions if isinstance(action, ev.Call)])[-2:] == [
+        "ReportHeld",
+        "ReportDrained",
+    ]
+    assert agent.did(ev.MakeDurable) == [ev.MakeDurable(REF)]
+
+
+@pytest.mark.parametrize("parts", [(), (1,)])
+def test_without_a_master_a_leaver_waits_for_its_part_too(parts: tuple[int, ...]) -> None:
+    agent = drained(leaving=True)
+    agent.hear(ev.LinkChanged(False))
+    if parts:
+        agent.hear(ev.HeldChanged(STEP, parts, copies=1))
+    assert not agent.did(ev.Exit)
+    agent.hear(ev.HeldChanged(STEP, (0, *parts), copies=1))
+    assert agent.did(ev.MakeDurable) == [ev.MakeDurable(REF)]
+    agent.hear(ev.MadeDurable(REF, "other parts are elsewhere"))
+    (left,) = agent.did(ev.Exit)
+    assert left.code == ev.EXIT_LEFT
+
+
+def test_who_stays_writes_its_own_part_where_no_master_is_heard() -> None:
+    agent = drained()
+    agent.hear(ev.LinkChanged(False), ev.HeldChanged(STEP, (1,)))
+    assert not agent.did(ev.MakeDurable)
+    agent.hear(ev.HeldChanged(STEP, (0, 1)))
+    assert agent.did(ev.MakeDurable) == [ev.MakeDurable(REF)]
+
+
 def test_a_part_that_never_shows_itself_holds_nobody_up_for_ever() -> None:
     agent = drained()
     assert agent.state.wake is not None
