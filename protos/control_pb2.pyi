@@ -1190,9 +1190,20 @@ global___Fenced = Fenced
 class Release(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    RESUMED_EPOCH_FIELD_NUMBER: builtins.int
+    RESUMED_STEP_FIELD_NUMBER: builtins.int
+    resumed_epoch: builtins.int
+    """The checkpoint from which the open world started, if this node has no place in that: by this it may know that what
+    its own ranks saved last counts. 0: there is none, or it is not known.
+    """
+    resumed_step: builtins.int
     def __init__(
         self,
+        *,
+        resumed_epoch: builtins.int = ...,
+        resumed_step: builtins.int = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["resumed_epoch", b"resumed_epoch", "resumed_step", b"resumed_step"]) -> None: ...
 
 global___Release = Release
 

@@ -52,7 +52,7 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
         case "finish":
             ordered_finish(decision, directive.finish)
         case "release":
-            ordered_release(decision)
+            ordered_release(decision, directive.release)
     memory.directed(decision, directive)
 
 
@@ -156,9 +156,12 @@ def ordered_finish(decision: Decision, finish: control_pb2.Finish) -> None:
     decision.exit(ev.EXIT_FINISHED if finish.success else ev.EXIT_FAILED, finish.message, final=stopped)
 
 
-def ordered_release(decision: Decision) -> None:
+def ordered_release(decision: Decision, release: control_pb2.Release) -> None:
     """Handles the permission for a leaver to go."""
     state = decision.state
+    if release.resumed_epoch and release.resumed_epoch == state.started:
+        # What another world started from counts as a commit of this node's ranks.
+        state.epoch.committed_step = max(state.epoch.committed_step, release.resumed_step)
     if state.leave is not None and state.workers is Workers.NONE:
         state.leave.released = True
         if not flash.is_pending(decision):

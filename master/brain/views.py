@@ -14,7 +14,7 @@ from .forming import missing
 from .live import State
 from .milestones import milestones_proto
 from .registration import settings_proto
-from .state import Checkpoint, Job, MemberState, Node, Phase, World
+from .state import Checkpoint, Job, Member, MemberState, Node, Phase, World
 from .turn import of_nodes
 
 __all__ = ("Common", "event_proto", "status", "view")
@@ -173,6 +173,7 @@ def order(common: Common, node: Node, directive: control_pb2.Directive) -> None:
             directive.wait.reason = f"{node.name} stays until the others have completed the save"
         else:
             directive.release.SetInParent()
+            tell_where_others_resumed(job, member, directive.release)
     elif member is not None and job.world is not None and job.phase.has_workers:
         if job.phase is Phase.DRAINING or node.leaving:
             directive.drain.epoch = job.epoch
@@ -185,6 +186,13 @@ def order(common: Common, node: Node, directive: control_pb2.Directive) -> None:
             directive.run.CopyFrom(common.world(job.world, node))
     else:
         stand_by_or_gather(common.state, node, directive)
+
+
+def tell_where_others_resumed(job: Job, member: Member | None, release: control_pb2.Release) -> None:
+    """For a leaver that the open world does without: the newest commit may be that world's own by now."""
+    record = job.checkpoint(job.world.resume) if job.world is not None and member is None else None
+    if record is not None:
+        release.resumed_epoch, release.resumed_step = record.epoch, record.step
 
 
 def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directive) -> None:

@@ -144,6 +144,18 @@ def test_behind_its_drain_a_leaver_hears_whether_that_counts(recorded: bool) -> 
     assert left.code == (ev.EXIT_LEFT if recorded else ev.EXIT_LEFT_UNSAVED)
 
 
+@pytest.mark.parametrize(("epoch", "step", "code"), [(1, 6, ev.EXIT_LEFT), (1, 4, ev.EXIT_LEFT_UNSAVED)])
+def test_it_hears_so_when_the_next_world_has_commits_already(epoch: int, step: int, code: int) -> None:
+    """Its agent stood still for a while: the newest commit is another world's, and tells nothing of this one."""
+    agent = drained(leaving=True)
+    agent.hear(ev.HeldChanged(STEP, (0,)))
+    newer = control_pb2.Checkpoint(ref=control_pb2.CheckpointRef(digest="d9"), step=9, epoch=2)
+    release = control_pb2.Release(resumed_epoch=epoch, resumed_step=step)
+    agent.directed(release=release, phase=control_pb2.PHASE_RUNNING, epoch=2, head=newer)
+    (left,) = agent.did(ev.Exit)
+    assert left.code == code
+
+
 def test_a_leaver_whose_part_nobody_took_does_not_say_that_it_is_saved() -> None:
     agent = drained(leaving=True)
     agent.hear(ev.HeldChanged(STEP, (0,)))

@@ -237,6 +237,25 @@ def test_a_leaver_stays_until_another_node_has_its_part() -> None:
     assert nodes[0].directive.run.resume.source.step == 7
 
 
+def test_who_is_let_go_late_hears_from_where_the_others_went_on() -> None:
+    """Its own drain may be that: the newest commit does not tell, once the next world has some."""
+    job, nodes = started(2)
+    nodes[0].step(6)
+    nodes[1].leave()
+    made = in_memory(job, 7)
+    for node in nodes:
+        node.holds(made, 0, 1)
+    for node in nodes:
+        node.drained(7, digest=made.ref.digest)
+    assert (nodes[1].order, nodes[1].directive.release.resumed_epoch) == ("release", 0)
+    joins(job, nodes[0], sees=made)
+    job.wait(1)
+    nodes[0].save(9)
+    assert (nodes[1].order, nodes[1].directive.head.step) == ("release", 9)
+    told = nodes[1].directive.release
+    assert (told.resumed_epoch, told.resumed_step) == (1, 7)
+
+
 def test_a_leaver_stays_while_parts_of_its_drain_are_on_their_way() -> None:
     """Released before, it would take for saved what another node may still lose."""
     job, nodes = started(3)
