@@ -13,6 +13,7 @@ pytest.importorskip("fastapi", reason="needs the extra http")
 from dalsegno.master.http.metrics import metrics
 from dalsegno.protos import control_pb2 as pb
 from tests.support.pages.sources import ROOT
+from tests.support.pages.warnings import Rooms
 
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 
@@ -57,40 +58,42 @@ def test_what_the_master_warns_of_is_on_the_page() -> None:
     assert [part for part in worded if not any(one in part for one in quoted if len(one.split()) > 2)] == []
 
 
-def texts_of(node: ast.expr) -> list[str]:
-    """What an expression says, with "{}" for what is filled in; empty where that stands elsewhere."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return [text]
-        case ast.JoinedStr(values=values):
-            return ["".join(str(one.value) if isinstance(one, ast.Constant) else "{}" for one in values)]
-        case ast.IfExp(body=body, orelse=other):
-            return [*texts_of(body), *texts_of(other)]
-    return []
-
-
-def shown_as_warnings() -> Iterator[str]:
-    """The texts that agents print as warnings, and those of the master's events."""
-    for room, names in (("agent", ("Say", "say")), ("master", ("notice", "note"))):
-        for path in sorted((ROOT / room).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if not isinstance(node, ast.Call) or ast.unparse(node.func).rpartition(".")[2] not in names:
-                    continue
-                named = {given.arg: given.value for given in node.keywords}
-                words = node.args[1:] if ast.unparse(node.func).endswith(".note") else node.args
-                level = named.get("warning", words[1] if len(words) > 1 else None)
-                if level is not None and ast.unparse(level) != "False":
-                    yield from texts_of(words[0])
+# What shows a text that it gets from elsewhere, where that is found.
+FROM_ELSEWHERE = {
+    "ending.message": "Exit, in the master or the agent: `end`, `exit`",
+    "why": "`start_anew`",
+    "notice.text": "an event of the master's",
+    "event.detail": "an exception of Python's, or a reply of the master's that ends this node with exit code 2 or 76",
+    "event.message": "`JoinFailed`, `StartFailed`, or an error of a rank's",
+    "event.reply.remark": "`reopen` and `go_back`, which say it as events, too",
+    "event.text": "`Remark`",
+    "refusal": "what a session says of its script: docs/what-is-exact.md",
+    "action.text": "`Say`",
+    "cause": "`mismatch`",
+    "str(error)": "an exception of Python's",
+    "message": "`end`, or the error of a rank",
+}
+# Found beside warnings, in the same variable or function, and said without a warning, or with more words.
+NO_WARNINGS = {
+    "left on notice",
+    "left by order",
+    "{} left",
+    "{} {} gone ({})",
+    "{} was stopped: {} takes it up again from {}",
+}
 
 
 def test_what_consoles_and_events_warn_of_is_on_the_page() -> None:
-    """Each of them has a row, whose first column quotes a part of it."""
+    """Each of them has a row, whose first column quotes a part of it; wherever its text is put together."""
     rows = PAGE.partition("And of the lines")[2].partition("And of those that stand")[0]
     quoted = [
         line
         for cell in re.findall(r"^\| (`.*?) \| ", rows, flags=re.MULTILINE)
         for line in re.findall(r"`([^`]+)`", cell)
     ]
-    shown = list(shown_as_warnings())
-    assert len(shown) > 30
-    assert [text for text in shown if not any(part in text for part in quoted)] == []
+    rooms = Rooms(ROOT, ("agent", "master"))
+    shown = {one.text for one in rooms.warnings()}
+    assert len(shown) > 90
+    assert shown >= NO_WARNINGS
+    assert [text for text in shown - NO_WARNINGS if not any(part in text for part in quoted)] == []
+    assert {expression for _, expression in rooms.unknown} == set(FROM_ELSEWHERE)
