@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import signal
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.jobs.certificates import Authority
 from tests.support.jobs.cluster import LEFT, Training, Undisturbed
 from tests.support.jobs.etcd_members import ETCD, Members
 from tests.support.jobs.etcd_members import MISSING as NO_ETCD
@@ -32,6 +34,7 @@ QUICK = ["--grow-interval=0"]
 # Seconds of silence after which a node is dead, for scenes that wait for it.
 NODE_TIMEOUT = "--node-timeout=5"
 DEPLOYMENT = OVERLAYS / "deployment" / "job.yaml"
+TLS_JOB = OVERLAYS / "tls" / "job.yaml"
 ETCD_JOB = OVERLAYS / "etcd" / "job.yaml"
 # The goal is 5 s on a quiet machine; here others share two cores.
 START_LIMIT = 90.0
@@ -226,6 +229,50 @@ def test_a_masters_machine_is_lost(tmp_path: Path, undisturbed: Undisturbed) -> 
         assert before >= min(line.step for line in run.poll() if line.epoch == first)
         assert run.lost() == {}
         assert {span.epoch for span in run.spans()} == {first}
+
+
+@pytest.mark.full
+def test_certificates_are_renewed(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """The overlay with TLS: the secret gets a new certificate, and a rollout of the master brings it into use.
+
+    The nodes train meanwhile, hear the next master, and take another node in. No step is lost.
+    """
+    authority = Authority(tmp_path / "authority")
+
+    def renewed(name: str) -> bytes:
+        """Puts another certificate into the secret; returns it."""
+        made = authority.issue(name, "DNS:ddp-master")
+        files = {"tls.crt": made.path.read_bytes(), "tls.key": made.key.read_bytes()}
+        run.cluster.secret("ddp-tls", {**files, "ca.crt": authority.path.read_bytes()})
+        return files["tls.crt"]
+
+    with Run(tmp_path / "run", TRAINING, TLS_JOB, replicas=1, nnodes="1:2", flags=QUICK) as run:
+        before = renewed("first")
+        run.apply()
+        first = run.wait_world(1)
+        (master,) = run.cluster.wait_ready("StatefulSet", "ddp-master", 1)
+        assert shown(master) == before
+        after = renewed("second")
+        run.cluster.restart("StatefulSet", "ddp-master")
+        gone(run, master)
+        (master,) = run.cluster.wait_ready("StatefulSet", "ddp-master", 1)
+        assert shown(master) == after != before
+        assert run.wait_world(1) == first
+        run.cluster.scale("Job", "ddp", 2)
+        run.wait_world(2, after=first)
+        complete(run, undisturbed)
+        assert run.lost() == {}
+
+
+def shown(master: Kubelet) -> bytes:
+    """The certificate with which a master answers (PEM)."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    with master.host.connect((master.host.address, 29400), 10.0) as plain, context.wrap_socket(plain) as secured:
+        found = secured.getpeercert(binary_form=True)
+    assert found is not None
+    return ssl.DER_cert_to_PEM_cert(found).encode("ascii")
 
 
 @pytest.mark.full
