@@ -6,7 +6,9 @@ store that nobody has used. The world that opens uses the one of its group rank 
 
 from __future__ import annotations
 
+import logging
 import socket
+from collections import deque
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -17,6 +19,7 @@ from .torch_versions import LIBUV_LISTENS
 
 __all__ = ["StoreServers"]
 
+logger = logging.getLogger(__name__)
 # The most open offers of a node that joins again and again without getting a place; only the newest can be meant.
 _MOST_OFFERED = 8
 
@@ -37,6 +40,8 @@ class StoreServers:
         self._timeout = timedelta(seconds=timeout_seconds)
         self._waiting: dict[int, TCPStore] = {}
         self._used: TCPStore | None = None
+        # The last offers that are over: port, and what ended them.
+        self._closed: deque[tuple[int, str]] = deque(maxlen=2 * _MOST_OFFERED)
 
     def open(self) -> tuple[str, int]:
         """Opens a fresh store and returns where it listens.
@@ -46,6 +51,16 @@ class StoreServers:
         Raises:
             OSError: the address cannot be bound.
         """
+        store, port = self._serve()
+        self._waiting[port] = store
+        while len(self._waiting) > _MOST_OFFERED:
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            self._closed.append((oldest, "for newer ones"))
+        return self.address, port
+
+    def _serve(self) -> tuple[TCPStore, int]:
+        """A store that listens at this port. Raises OSError."""
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -67,14 +82,20 @@ class StoreServers:
             raise
         # The store owns the descriptor now.
         listener.detach()
-        self._waiting[port] = store
-        while len(self._waiting) > _MOST_OFFERED:
-            del self._waiting[next(iter(self._waiting))]
-        return self.address, port
+        return store, port
 
     def use(self, world: control_pb2.World, mine: bool) -> TCPStore | None:
         """The store of a world if this node serves it (`mine`), else None. Closes stores that are no longer needed."""
         self._used = self._waiting.pop(world.store_port, None) if mine else None
+        if mine and self._used is None:
+            # Seen once, and not explained: what was offered tells who is wrong.
+            open_ones, closed = sorted(self._waiting), list(self._closed)
+            logger.error(
+                "epoch %d wants port %d; open: %s; closed: %s", world.epoch, world.store_port, open_ones, closed
+            )
+        if self._used is not None:
+            self._closed.append((world.store_port, f"used by epoch {world.epoch}"))
+        self._closed += [(port, f"for epoch {world.epoch}") for port in self._waiting]
         self._waiting.clear()
         return self._used
 

@@ -25,6 +25,7 @@ from dalsegno.agent.shell.mailbox import Mailbox
 from dalsegno.agent.shell.telling import Teller
 from dalsegno.agent.storage.job_directory import JobDirectory, Survey
 from dalsegno.agent.workers import workers
+from dalsegno.agent.workers.tcp_stores import StoreServers
 from dalsegno.agent.workers.workers import WorkersContext
 from dalsegno.protos import control_pb2, worker_pb2
 
@@ -309,20 +310,21 @@ class Files:
     def close(self) -> None: ...
 
 
-class Stores:
-    """The product's `StoreServers`: ports that nobody has used."""
+class Stores(StoreServers):
+    """The product's, over stores that nobody serves, at ports that nobody has used."""
 
     def __init__(self, agent: RealAgent) -> None:
+        super().__init__(agent.host)
         self._agent = agent
-        self.address = agent.host
 
-    def open(self) -> tuple[str, int]:
-        return self._agent.host, self._agent.sim.fresh_port()
+    def _serve(self) -> tuple[Any, int]:
+        return object(), self._agent.sim.fresh_port()
 
-    def use(self, world: control_pb2.World, mine: bool) -> object:
-        return self
-
-    def close(self) -> None: ...
+    def use(self, world: control_pb2.World, mine: bool) -> Any:
+        found = super().use(world, mine)
+        why = f"{self._agent.label} is told to serve port {world.store_port}"
+        self._agent.sim.ledger.require(found is not None or not mine, "the store of a world is open", why)
+        return found
 
 
 class Converting:

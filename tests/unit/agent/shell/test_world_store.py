@@ -133,3 +133,17 @@ def test_nobody_connects_to_the_store_of_a_world_that_is_over(world: World) -> N
     soon(world)
     assert connect(world.host, world.port, 30.0, world.over.is_set) is None
     assert connect(world.host, world.port, 0.2, lambda: False) is None, "nor for ever"
+
+
+def test_a_store_that_is_gone_is_explained(caplog: pytest.LogCaptureFixture) -> None:
+    """Which ports were offered, and what became of them: it was seen once, and nobody could tell why."""
+    servers = StoreServers("127.0.0.1")
+    try:
+        _, first = servers.open()
+        assert servers.use(control_pb2.World(epoch=2, store_port=first), mine=True) is not None
+        _, second = servers.open()
+        assert servers.use(control_pb2.World(epoch=3, store_port=first), mine=True) is None
+    finally:
+        servers.close()
+    (record,) = caplog.records
+    assert f"epoch 3 wants port {first}; open: [{second}]; closed: [({first}, 'used by epoch 2')]" in record.message
