@@ -279,7 +279,9 @@ def take_up_again(turn: Turn) -> None:
     job.opened = None
     job.next = NextWorld(quiet=True, conversion=beside.still_owed(job))
     turn.live.conversion = ConversionLife()
-    job.recollection = Recollection()
+    if not job.recollection.listening:
+        # Stopped while a lost store was being read back: what was heard so far still has to count.
+        job.recollection = Recollection()
     job.message = ""
     job.settled = job.fixed_nnodes
     turn.live.pause = None

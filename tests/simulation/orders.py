@@ -30,7 +30,7 @@ AGAIN, COME = 2.0, 12.0
 def orders_of(plan: Plan) -> None:
     """Adds some, drawn apart from everything else of the seed."""
     random = Random(f"orders {plan.seed}")
-    if random.random() >= ORDERED or plan.silent or plan.kind == "store":
+    if random.random() >= ORDERED or plan.silent:
         return
     names = random.choices(ORDERS, k=random.randint(1, 3))
     # One of them ends the schedule's picture of who is there; twice would be the same.

@@ -208,3 +208,23 @@ def test_a_survivor_tells_what_it_cost() -> None:
     """It has told of its steps since the master is back."""
     assert cost_of_a_loss(heard=8, counted=8).endswith("s, lost 8 steps")
     assert cost_of_a_loss(heard=0, counted=9).endswith("s, lost 9 steps (the master was away)")
+
+
+@pytest.mark.parametrize("embedded", [False, True], ids=["a service", "embedded"])
+def test_a_job_that_is_stopped_while_its_past_is_read_back_forgets_nothing(embedded: bool) -> None:
+    """`dalsegno start`, or the next agent, takes it up above the epochs that agents and manifests remember."""
+    job = Driven(embedded=embedded)
+    node = job.node(epoch=4, generation=5, inventory=[sealed(3, 1, 4)])
+    assert job.job.recollection.listening
+    assert job.call(control_pb2.StopRequest(job_id="job")).code == "OK"
+    node.goodbye()
+    job.wait(1)
+    assert job.phase is Phase.STOPPED
+    if not embedded:
+        assert job.call(control_pb2.StartRequest(job_id="job")).code == "OK"
+    late = job.node()
+    assert job.job.recollection.listening
+    job.wait(job.settings.node_timeout + 1)
+    late.join(sees=[sealed(3, 1, 4)])
+    job.wait(job.settings.quiet_time + 1)
+    assert (job.phase, job.epoch, late.directive.run.resume.source.step) == (Phase.RUNNING, 5, 30)
