@@ -65,6 +65,8 @@ class SimAgent:
         self.group: Group | None = None
         # Its workers that were running when it was told to leave.
         self.group_at_notice: Group | None = None
+        # Their world had broken by then: what it lost it would have lost without the notice.
+        self.broken_at_notice = False
         self.seen_epoch = 0
         self.registrations = 0
         self._offset = sim.random.uniform(0.0, 5000.0)

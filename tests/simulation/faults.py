@@ -11,7 +11,7 @@ from dalsegno.master.brain.events import Called, Reply
 from dalsegno.protos import control_pb2
 
 from .flights import late_seal
-from .orders import order_leave, order_save, stop_and_start
+from .orders import at_notice, order_leave, order_save, stop_and_start
 from .plan import HOSTS
 from .publishing import publish
 from .refusals import changed_script, refusing_node
@@ -30,8 +30,8 @@ def leave(sim: Simulation, agent: SimAgent | None = None) -> None:
     agent = agent or sim.pick(sim.living())
     if agent is not None and not agent.frozen:
         sim.trace(agent.label, "gets SIGTERM")
-        if agent.group is not None and agent.group.alive and not agent.state.leaving:
-            agent.group_at_notice = agent.group
+        if not agent.state.leaving:
+            at_notice(agent)
         agent.noticed = True
         agent.noticed_at = sim.clock.now
         agent.deliver(ev.Signalled(signal.SIGTERM))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions import handling
-from dalsegno.agent.decisions.decision import what_is_unsaved
+from dalsegno.agent.decisions.decision import is_saved, what_is_unsaved
 from dalsegno.master.brain.checkpoints import in_use_digests, resume_point
 from dalsegno.master.brain.forming import LEAST_QUIET_SECONDS, QUIET_TIMES
 from dalsegno.master.brain.state import Checkpoint, Job, Phase, SaveOrder, Settings, World
@@ -426,7 +426,8 @@ class Ledger:
             or not record.reshards  # It did not work: what is needed instead the gate sees to.
             or bool(record.universal_digest)
             or (bool(record.parts) and not self._is_whole(job, record.digest, record.epoch))
-            or self.sim.conversions.failed[last.resume] > 0,
+            or self.sim.conversions.failed[last.resume] > 0
+            or (job.phase.is_terminal and all(node.leaving for node in job.nodes.values())),  # Nobody stays for them.
             "universal files at each change",
             f"{what}, and nobody has made those of {last.resume}",
         )
@@ -630,6 +631,7 @@ class Ledger:
                 sealed = (self.sim.disk.ever[digest].message for digest in self.committed)
                 # Its ranks may be gone before they have settled what a thread has sealed behind their steps.
                 committed = any((entry.epoch, entry.step) == (run.epoch, run.step) for entry in sealed)
+                committed = committed or (agent.broken_at_notice and not is_saved(state))
                 self.require(
                     run.saved_step == run.step or committed,
                     "left with everything saved",

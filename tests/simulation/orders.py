@@ -50,6 +50,12 @@ def _give(sim: Simulation, message: Message, what: str) -> list[Reply]:
     return got
 
 
+def at_notice(agent: SimAgent) -> None:
+    """Keeps in mind which workers an agent has when it is told to go."""
+    if agent.group is not None and agent.group.alive:
+        agent.group_at_notice, agent.broken_at_notice = agent.group, agent.group.collective.is_broken
+
+
 def order_leave(sim: Simulation) -> None:
     """One node is told to go."""
     agent = sim.pick([one for one in sim.living() if one.state.node and not one.frozen])
@@ -57,8 +63,7 @@ def order_leave(sim: Simulation) -> None:
         return
     # What is ordered may happen before the person has the answer.
     agent.noticed, agent.noticed_at = True, sim.clock.now
-    if agent.group is not None and agent.group.alive:
-        agent.group_at_notice = agent.group
+    at_notice(agent)
     got = _give(sim, control_pb2.DrainNodeRequest(job_id="job", node=agent.state.node), f"drain {agent.label}")
 
     def heard() -> None:
@@ -112,7 +117,8 @@ def stop_and_start(sim: Simulation) -> None:
     sim.ledger.stops += 1
     for agent in sim.living():
         agent.noticed, agent.noticed_at = True, sim.clock.now
-        agent.group_at_notice = agent.group if agent.group is not None and agent.group.alive else None
+        agent.group_at_notice = None
+        at_notice(agent)
     _give(sim, control_pb2.StopRequest(job_id="job"), "stop")
     sim.clock.after(COME, start, sim)
 

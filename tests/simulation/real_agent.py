@@ -371,6 +371,7 @@ class RealAgent:
         self.warm = False
         self.group: Group | None = None
         self.group_at_notice: Group | None = None
+        self.broken_at_notice = False
         # Its worker processes, by local rank.
         self.ranks: dict[int, Worker] = {}
         # Since when its loop has been at work on one event (seconds); None: it waits for the next one.
