@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.limits import MOST
 
 from . import announcements, membership, memory, running
 from .checkpoints import newest_on_disk, resume_point
@@ -24,6 +25,8 @@ __all__ = ("drain_node", "fence", "look_at_stop", "save_now", "start", "stop")
 # Seconds after which the nodes of a job that stops have gone, if not one of them has a connection. An agent that lost
 # its own connects again sooner.
 DESERTED_SECONDS = 8.0
+# Bits of a number of an order below those of the generation.
+GENERATION_SHIFT = 24
 # The most incarnations whose agents are not let in again; the oldest are forgotten.
 MOST_SHUT_OUT = 64
 
@@ -178,13 +181,22 @@ def save_now(turn: Turn, message: control_pb2.SaveNowRequest) -> Reply:
     after = running.last_step(turn)
     if job.save_order is None or job.save_order.after != after:
         # Ranks follow an order once. If one still stands, their save may have failed, or the run went back since.
-        job.save_order = SaveOrder(job.sequence + 1, after)
+        job.save_order = SaveOrder(order_number(job), after)
         turn.notice("the ranks save at the next boundary, by order", kind=Kind.ORDERED, step=after)
     text = f"the ranks save behind step {after}, and train on"
     if memory.to_memory(turn.state, somebody_stays=True):
         text += "; agents write it from memory to the disk"
     before, order = newest_on_disk(job), job.save_order
     return done(turn, text, step=order.after, number=order.number, before=before.name if before is not None else "")
+
+
+def order_number(job: Job) -> int:
+    """A number above all that ranks know, which follow no other. A master that lost its store counts events from 1.
+
+    Its generation is above the one that agents knew; where one is as large as no job's, agents still take the number.
+    """
+    generation = min(job.generation, (MOST >> GENERATION_SHIFT) - 1)
+    return (generation << GENERATION_SHIFT) + job.sequence + 1
 
 
 def done(turn: Turn, text: str, **more: Any) -> Reply:

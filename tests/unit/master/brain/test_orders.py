@@ -5,6 +5,7 @@ from __future__ import annotations
 from dalsegno.master.brain import views
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2 as pb
+from dalsegno.protos.limits import MOST
 from tests.support.jobs.masters import Driven, Node, all_join, settings
 
 
@@ -403,6 +404,27 @@ def test_a_save_is_ordered_again_if_the_first_one_failed() -> None:
     assert job.job.save_order.after == 9
     nodes[0].save(10)
     assert job.job.save_order is None
+
+
+def test_a_save_by_order_is_new_to_ranks_that_know_one_of_a_lost_store() -> None:
+    """They follow only numbers above those that they know; a master that lost its store counts from 1 again."""
+    job, nodes = trained(1)
+    for step in range(2, 40, 2):
+        nodes[0].step(step)
+        save_now(job)
+    known, generation = nodes[0].directive.save_order, job.job.generation
+    job.restart(keep_store=False)
+    again = job.node(epoch=1, generation=generation)
+    job.wait(job.settings.node_timeout + 1)
+    again.join()
+    job.wait(job.settings.quiet_time + 1)
+    again.step(1)
+    assert save_now(job)[0] == "OK"
+    assert again.directive.save_order > known
+    job.job.generation = 1 << 60
+    again.step(2)
+    assert save_now(job)[0] == "OK"
+    assert known < again.directive.save_order <= MOST
 
 
 def test_a_run_that_went_back_fulfils_an_order_by_its_next_save() -> None:
