@@ -241,6 +241,9 @@ class ControlServer:
                 ("grpc.max_receive_message_length", MESSAGE_BYTES),
                 ("grpc.max_send_message_length", ANSWER_LIMIT_BYTES),
                 ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION),
+                # Calls that came while the loop was busy wait: gRPC would cancel some of them above 1,000.
+                ("grpc.server.max_pending_requests", MOST_CALLS),
+                ("grpc.server.max_pending_requests_hard_limit", MOST_CALLS),
                 *_connections(),
                 ("grpc.max_allowed_incoming_connections", self._most_connections),
             ],

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -224,6 +226,32 @@ def test_the_queue_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
             await fails(master.join(9), grpc.StatusCode.RESOURCE_EXHAUSTED, "try again")
             store.writable = True
             await asyncio.gather(*calls)
+
+    asyncio.run(scene())
+
+
+def test_calls_of_many_nodes_wait_while_the_master_is_busy() -> None:
+    """gRPC would cancel some as soon as 1,000 wait, and all from 3,000 on: a change of a large world brings more."""
+    count = 3_500
+
+    def ask(address: str, asked: threading.Event) -> Counter[str]:
+        own = [("grpc.use_local_subchannel_pool", 1)]
+        channels = [grpc.insecure_channel(address, options=own) for _ in range(50)]
+        stubs: list[Any] = [control_pb2_grpc.ControlStub(channel) for channel in channels]
+        calls = [stubs[n % len(stubs)].GetStatus.future(pb.StatusRequest(), timeout=50) for n in range(count)]
+        asked.set()
+        codes = Counter(call.code().name for call in calls)
+        for channel in channels:
+            channel.close()
+        return codes
+
+    async def scene() -> None:
+        async with serving() as master:
+            asked = threading.Event()
+            codes = asyncio.get_running_loop().run_in_executor(None, ask, master.server.address, asked)
+            assert asked.wait(30), "nothing of this runs on the master's loop, which stands still meanwhile"
+            time.sleep(1.0)  # why: what was sent arrives, and nobody takes it
+            assert await codes == {"OK": count}
 
     asyncio.run(scene())
 
