@@ -13,6 +13,8 @@ wait for.
   come back (*... back*): from the last newcomer's Join to the world of all.
 - *half closed, master killed*: both at the same moment; counted from when the next master serves, because agents must
   first come back to it.
+- *... by order*: from the order until the master says that it is carried out: a checkpoint is committed; a world without
+  the drained node, or of half of the nodes, trains; all have gone. Then all come back.
 - *progress*: 50 nodes report ten steps a second, one node calls every 50 ms and commits a checkpoint every 2 s.
 
 Nodes that fall silent together are not found out together, because each had spoken at another moment. So with half of
@@ -37,6 +39,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.cluster import PATIENCE, Cluster, SceneFailed, World
+from benchmarks.orders import Person
 from benchmarks.results import report
 from dalsegno.master.brain.listening import RECONNECT_SECONDS
 from dalsegno.protos import control_pb2 as pb
@@ -143,6 +146,23 @@ class Scenes:
             told = self.cluster.answers(asked, REPORT_SECONDS)
         self._calls(f"progress, the {reporters} that report", "half", told)
         self._calls("progress, a good agent", "one", probe)
+
+    def ordered(self) -> None:
+        """Somebody saves, drains one node, makes the job smaller, and stops it; after each the world is whole again."""
+        few = max(self.nodes // 2, self.cluster.settings.min_nodes)
+        with Person(self.cluster.address) as person:
+            with self._row("saved by order") as row:
+                row["formed (s)"] = person.saves()
+            with self._row("one drained by order") as row:
+                row["formed (s)"] = person.drains(self._whole)
+            with self._row("scaled by order") as row:
+                row["formed (s)"] = person.scales(few, self.nodes, self._whole)
+            with self._row("stopped by order") as row:
+                row["formed (s)"] = person.stops(self._whole)
+
+    def _whole(self, since: float) -> None:
+        """Waits until all nodes are one world again."""
+        self.epoch = self.cluster.world(ROLES, since=since).epoch
 
     # ---- parts of them ----------------------------------------------------------------------------------------------
 
@@ -259,6 +279,7 @@ def measure(results: Results, nodes: int, options: Options) -> None:
         Scenes.half_silent,
         Scenes.restart,
         Scenes.progress,
+        Scenes.ordered,
     ]
     while waiting:
         with Cluster(settings(nodes, options)) as cluster:

@@ -33,7 +33,7 @@ __all__ = ("Node", "Observer")
 
 SERVICE = "/dalsegno.control.v1.Control/"
 METHODS = ("Register", "Join", "Heartbeat", "ReportProgress", "ReportWarm", "ReportDrained")
-METHODS += ("ReportPruned", "ReportSighted", "CommitCheckpoint")
+METHODS += ("Leave", "ReportPruned", "ReportSighted", "CommitCheckpoint")
 HEARTBEAT_TIMEOUT = 3.0
 FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
 # Seconds until it asks again for a name that its predecessor still holds.
@@ -104,6 +104,11 @@ class Node:
         self._pruned: tuple[str, ...] = ()
         self._sighted = ""
         self._fenced = False
+        # Whether it has the first rank, which saves for all; the last order to save, and the save.
+        self._first = False
+        self._ordered = 0
+        self._saving: asyncio.Task[bool] | None = None
+        self._goodbye: asyncio.Task[None] | None = None
         self._beat = b""
         # When agents speak, in the event loop's seconds.
         self._pace = ReportPace(0.0, 0.0)
@@ -200,6 +205,13 @@ class Node:
         if self._stream is not None:
             self._stream.cancel()
 
+    async def _leave(self) -> None:
+        own = self.incarnation
+        request = pb.LeaveRequest(caller=self._next_caller(), gone=True)
+        await self.call("Leave", request.SerializeToString(), CALL_TIMEOUT_SECONDS)
+        if self.incarnation == own:
+            self._set_fenced()
+
     def _set_epoch(self, epoch: int, nodes: int) -> None:
         if self.epoch and epoch != self.epoch:
             self.observer.left(self.epoch)
@@ -233,6 +245,12 @@ class Node:
                 self._drain(directive.drain)
             case "fenced":
                 self._set_fenced()
+            case "release":
+                # It goes, and its supervisor starts it again.
+                self._goodbye = asyncio.create_task(self._leave())
+        if order == "run" and self._first and directive.save_order > self._ordered:
+            self._ordered = directive.save_order
+            self._saving = asyncio.create_task(self.commit(1 + self.newest))
         self._prune(directive)
         self._sight(directive)
 
@@ -257,6 +275,7 @@ class Node:
         if world.epoch == self.epoch:
             return
         self.step = world.resume.source.step
+        self._first = world.HasField("place") and not world.place.group_rank
         # Older masters name all members but no numbers.
         self._set_epoch(world.epoch, world.nodes or len(world.members))
         self._joined = None

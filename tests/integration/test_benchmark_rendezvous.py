@@ -19,6 +19,7 @@ SCENES = {
     *("half closed", "half closed, back", "half silent", "half silent, back"),
     *("half closed, master killed", "half closed, master killed, back"),
     "progress",
+    *("saved by order", "one drained by order", "scaled by order", "stopped by order"),
 }
 NODE_TIMEOUT = 5.0
 
