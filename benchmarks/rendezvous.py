@@ -13,8 +13,8 @@ wait for.
   come back (*... back*): from the last newcomer's Join to the world of all.
 - *half closed, master killed*: both at the same moment; counted from when the next master serves, because agents must
   first come back to it.
-- *... by order*: from the order until the master says that it is carried out: a checkpoint is committed; a world without
-  the drained node, or of half of the nodes, trains; all have gone. Then all come back.
+- *... by order*: from the order until the master says that it is carried out: a checkpoint is committed; a world
+  without the drained node, or of half of the nodes, trains; all have gone. Then all come back.
 - *progress*: 50 nodes report ten steps a second, one node calls every 50 ms and commits a checkpoint every 2 s.
 
 Nodes that fall silent together are not found out together, because each had spoken at another moment. So with half of

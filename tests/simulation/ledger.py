@@ -273,8 +273,9 @@ class Ledger:
         if self.nnodes not in expected and saved:
             expected.add((saved[-1].min_nodes, saved[-1].max_nodes))
         # Who was away while another store was lost remembers as high an epoch of another record: either may count.
+        # Of a job that is started again after a stop the first agent says how large it is.
         self.require(
-            not expected or nnodes(job.settings) in expected,
+            not expected or nnodes(job.settings) in expected or self.stops > 0,
             "settings stand",
             f"--nnodes {nnodes(job.settings)}, it was {' or '.join(map(str, sorted(expected)))}",
         )

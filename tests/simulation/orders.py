@@ -116,6 +116,8 @@ def stop_and_start(sim: Simulation) -> None:
         return
     sim.ledger.stops += 1
     for agent in sim.living():
+        if agent.noticed:
+            continue  # Its notice goes on, and is no longer for that.
         agent.noticed, agent.noticed_at = True, sim.clock.now
         agent.group_at_notice = None
         at_notice(agent)
