@@ -43,6 +43,8 @@ NAME_PAUSE_SECONDS = 0.5
 BUSY_EVERY = 10
 # Seconds of the longest step, as a node claims.
 STEP_SECONDS = 0.1
+# A save by order is so many steps behind the newest one that this node knows: others have reported steps of their own.
+AHEAD = 1000
 
 
 class Fenced(Exception):
@@ -250,7 +252,7 @@ class Node:
                 self._goodbye = asyncio.create_task(self._leave())
         if order == "run" and self._first and directive.save_order > self._ordered:
             self._ordered = directive.save_order
-            self._saving = asyncio.create_task(self.commit(1 + self.newest))
+            self._saving = asyncio.create_task(self.commit(AHEAD + self.newest))
         self._prune(directive)
         self._sight(directive)
 

@@ -2374,6 +2374,7 @@ class OrderReply(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     NUMBER_FIELD_NUMBER: builtins.int
     BEFORE_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
     generation: builtins.int
     text: builtins.str
     """What follows, in one line for a person."""
@@ -2382,6 +2383,8 @@ class OrderReply(google.protobuf.message.Message):
     number: builtins.int
     """SaveNow: the order's number, see StatusReply, and the name of the newest commit on the disk before it; "": none."""
     before: builtins.str
+    incarnation: builtins.str
+    """DrainNode: of the node that goes. Another one under its name was started behind it."""
     def __init__(
         self,
         *,
@@ -2390,8 +2393,9 @@ class OrderReply(google.protobuf.message.Message):
         step: builtins.int = ...,
         number: builtins.int = ...,
         before: builtins.str = ...,
+        incarnation: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["before", b"before", "generation", b"generation", "number", b"number", "step", b"step", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["before", b"before", "generation", b"generation", "incarnation", b"incarnation", "number", b"number", "step", b"step", "text", b"text"]) -> None: ...
 
 global___OrderReply = OrderReply
 

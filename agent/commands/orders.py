@@ -29,11 +29,20 @@ Done = Callable[[pb.StatusReply, pb.OrderReply], str]
 def drain(options: argparse.Namespace) -> int:
     """Tells a node to save and go, and waits until it has gone. Returns the exit code; raises as `AskedMaster`."""
 
-    def gone(status: pb.StatusReply, _: pb.OrderReply) -> str:
-        there = any(node.node == options.node for node in status.nodes)
-        return "" if there else f"{options.node} has gone"
+    def gone(status: pb.StatusReply, order: pb.OrderReply) -> str:
+        return _gone(status, order, options.node)
 
     return _order(options, "DrainNode", pb.DrainNodeRequest(protocol=CONTROL_PROTOCOL, node=options.node), gone)
+
+
+def _gone(status: pb.StatusReply, order: pb.OrderReply, name: str) -> str:
+    """What has become of an order to go, for a person; empty: the node is still there."""
+    there = next((node for node in status.nodes if node.node == name), None)
+    if there is None:
+        return f"{name} has gone"
+    if not order.incarnation or there.incarnation == order.incarnation:
+        return ""
+    return f"{name} has gone, and was started again: to keep it away, have its supervisor start it no more"
 
 
 def stop(options: argparse.Namespace) -> int:

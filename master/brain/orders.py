@@ -41,11 +41,11 @@ def drain_node(turn: Turn, message: control_pb2.DrainNodeRequest) -> Reply:
         there = f"it has {names(sorted(job.nodes))}" if len(job.nodes) else "it has none just now"
         return Reply("NOT_FOUND", f"no node of the job is called {message.node!r}: {there}")
     if node.leaving:
-        return done(turn, f"{node.name} is leaving already")
+        return done(turn, f"{node.name} is leaving already", incarnation=node.incarnation)
     order_to_go(turn, node)
     text = f"{node.name} goes by order"
     turn.notice(text, kind=Kind.ORDERED, nodes=(node.name,))
-    return done(turn, f"{text}, as soon as the run is saved{then(turn)}")
+    return done(turn, f"{text}, as soon as the run is saved{then(turn)}", incarnation=node.incarnation)
 
 
 def then(turn: Turn) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -38,13 +39,14 @@ def orders_of(plan: Plan) -> None:
     plan.happenings = sorted([*plan.happenings, *((random.uniform(3.0, plan.fault_time), name) for name in names)])
 
 
-def _give(sim: Simulation, message: Message, what: str) -> list[Reply]:
+def _give(sim: Simulation, message: Message, what: str, heard: Callable[[Reply], None] = lambda _: None) -> list[Reply]:
     """Gives an order; the list gets the answer when there is one."""
     got: list[Reply] = []
 
     def answered(reply: Reply) -> None:
         sim.trace("person", "{}: {} {}", what, reply.code, reply.detail)
         got.append(reply)
+        heard(reply)
 
     sim.master.receive(Called(message), answered)
     return got
@@ -64,7 +66,15 @@ def order_leave(sim: Simulation) -> None:
     # What is ordered may happen before the person has the answer.
     agent.noticed, agent.noticed_at = True, sim.clock.now
     at_notice(agent)
-    got = _give(sim, control_pb2.DrainNodeRequest(job_id="job", node=agent.state.node), f"drain {agent.label}")
+
+    def answered(reply: Reply) -> None:
+        # A master that was held up answers later than anybody waits.
+        if reply.code == "OK" and not agent.noticed:
+            agent.noticed, agent.noticed_at = True, sim.clock.now
+            at_notice(agent)
+
+    request = control_pb2.DrainNodeRequest(job_id="job", node=agent.state.node)
+    got = _give(sim, request, f"drain {agent.label}", answered)
 
     def heard() -> None:
         # Refused, or lost on the way: it may be told later, or never, and its ranks may be others by then.

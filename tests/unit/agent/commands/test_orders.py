@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dalsegno.agent.commands.orders import _saved
+from dalsegno.agent.commands.orders import _gone, _saved
 from dalsegno.protos import control_pb2 as pb
 
 
@@ -43,6 +43,28 @@ def test_a_save_by_order_is_over_when_the_master_says_so(
     """Not by its step alone: the run may have gone back since."""
     found = _saved(pb.StatusReply(checkpoints=commits, save_order=standing), ORDER)
     assert (found.ref.name if found is not None else "") == saved
+
+
+@pytest.mark.parametrize(
+    ("there", "became"),
+    [
+        ([], "b has gone"),
+        ([("a", "1")], "b has gone"),
+        ([("a", "1"), ("b", "2")], ""),
+        ([("b", "3")], "b has gone, and was started again: to keep it away, have its supervisor start it no more"),
+    ],
+)
+def test_a_node_that_its_supervisor_starts_again_has_gone_all_the_same(
+    there: list[tuple[str, str]], became: str
+) -> None:
+    """It may be back before anybody looks: the order is carried out, and the person hears what happened."""
+    nodes = [pb.NodeStatus(node=name, incarnation=incarnation) for name, incarnation in there]
+    assert _gone(pb.StatusReply(nodes=nodes), pb.OrderReply(incarnation="2"), "b") == became
+
+
+def test_a_master_that_does_not_say_who_goes() -> None:
+    """An older one names no incarnation: whoever has the name is waited for."""
+    assert _gone(pb.StatusReply(nodes=[pb.NodeStatus(node="b", incarnation="3")]), pb.OrderReply(), "b") == ""
 
 
 def test_a_master_that_numbers_no_orders() -> None:
