@@ -1541,11 +1541,17 @@ class SaveFailedRequest(google.protobuf.message.Message):
     CALLER_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    REGULAR_FIELD_NUMBER: builtins.int
     reason: builtins.str
     step: builtins.int
     """The step boundary at which the ranks had agreed to stop; 0: an older agent. It identifies the drain: a report may
     be late, and a drain that began at an agent has no other name that the master knows.
     """
+    name: builtins.str
+    """What was to be saved."""
+    regular: builtins.bool
+    """It was no drain's: nothing follows from it, but people hear of it."""
     @property
     def caller(self) -> global___Caller: ...
     def __init__(
@@ -1554,9 +1560,11 @@ class SaveFailedRequest(google.protobuf.message.Message):
         caller: global___Caller | None = ...,
         reason: builtins.str = ...,
         step: builtins.int = ...,
+        name: builtins.str = ...,
+        regular: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "reason", b"reason", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "name", b"name", "reason", b"reason", "regular", b"regular", "step", b"step"]) -> None: ...
 
 global___SaveFailedRequest = SaveFailedRequest
 

@@ -167,8 +167,14 @@ def save_failed(decision: Decision, failed: worker_pb2.SaveFailed) -> None:
         decision.do(
             ev.Say(f"saving {failed.name} failed ({failed.reason}); training goes on, the last commit stands", True)
         )
-    if failed.drain:
-        request = control_pb2.SaveFailedRequest(caller=decision.caller(), reason=failed.reason, step=failed.step)
+    if failed.drain or decision.is_rank_zero():
+        request = control_pb2.SaveFailedRequest(
+            caller=decision.caller(),
+            reason=failed.reason,
+            step=failed.step,
+            name=failed.name,
+            regular=not failed.drain,
+        )
         decision.call("ReportSaveFailed", request)
 
 

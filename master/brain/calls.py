@@ -286,9 +286,14 @@ def drained(turn: Turn, node: Node, message: control_pb2.DrainedRequest) -> Answ
 
 
 def save_failed(turn: Turn, node: Node, message: control_pb2.SaveFailedRequest) -> Answer:
-    """The drain's save failed on all ranks alike. A report of an earlier drain has no effect."""
+    """A save failed on all ranks alike. If it was the drain's, that goes on; an earlier drain's has no effect."""
     job = turn.job
-    if membership.member_of(turn, node, message.caller.epoch) is None or not job.phase.has_workers:
+    member = membership.member_of(turn, node, message.caller.epoch)
+    if member is None or not job.phase.has_workers:
+        return OK
+    if not member.group_rank:
+        saves.note_failure(turn, message)
+    if message.regular:
         return OK
     drain = job.drain
     # Noted as a step, so that the next drain knows other nodes' late reports of this boundary for old ones.

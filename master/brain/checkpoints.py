@@ -207,6 +207,7 @@ def put_newer(turn: Turn, record: Checkpoint) -> None:
     turn.note(Kind.COMMITTED, f"{record.name} is committed{where}", step=record.step, checkpoint=record.name)
     if not record.parts:
         fulfil_order(turn, record)
+    turn.open.failure_told = ""
     turn.update_run(ever_stepped=True)
     budget = turn.job.run.budget
     if record.step > budget.last_step:

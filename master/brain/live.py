@@ -76,8 +76,9 @@ class EpochLife:
     flash: dict[str, int] = field(default_factory=dict)
     # Nodes whose ranks have no step left to make: what the script still does makes no steps.
     ended: set[str] = field(default_factory=set)
-    # People know that a full disk cannot be helped here.
+    # People know that a full disk cannot be helped here, and why the last save failed: told anew behind a commit.
     shortage_told: bool = False
+    failure_told: str = ""
     top_step: int = 0
     # Loss of the last step; NaN: nobody has reported one.
     loss: float = math.nan

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dalsegno.protos import control_pb2
 
 from . import memory
+from .chronicle import Kind
 from .live import AwaitedSave, State
 from .state import Job, Member, MemberState, Node
 from .turn import Turn, names
@@ -37,6 +38,21 @@ def await_save(turn: Turn, what: str) -> None:
     if save.written_bytes:
         far = f"{amount(save.written_bytes)} written in {seconds:.0f} s ({amount(save.written_bytes / seconds)}/s)"
     turn.notice(f"{what} waits for the save of step {turn.open.top_step}: {far}")
+
+
+def note_failure(turn: Turn, message: control_pb2.SaveFailedRequest) -> None:
+    """Keeps among the events why a save failed, once for each reason until something is committed.
+
+    The agent of the first rank has told its console.
+    """
+    if turn.open.failure_told == message.reason:
+        return
+    turn.open.failure_told = message.reason
+    order = turn.job.save_order
+    ordered = "; the order to save still stands" if order is not None and message.step > order.after else ""
+    what = message.name or f"step {message.step}"
+    text = f"saving {what} failed ({message.reason}); training goes on, the last commit stands{ordered}"
+    turn.note(Kind.REMARK, text, warning=True, step=message.step)
 
 
 def note_written(turn: Turn) -> None:

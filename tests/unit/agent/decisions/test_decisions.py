@@ -539,6 +539,17 @@ def test_a_failed_drain_save_is_reported_and_training_goes_on() -> None:
     assert not agent.state.epoch.agreed
 
 
+@pytest.mark.parametrize(("rank", "told"), [(0, 1), (1, 0)])
+def test_the_master_hears_once_of_a_failed_save(rank: int, told: int) -> None:
+    """All ranks know it; the node of the first one says so, and that it was no drain's."""
+    agent = Agent().registered().running(rank=rank)
+    agent.said(save_failed=worker_pb2.SaveFailed(name="step-4", reason="disk full", step=4))
+    reports = agent.calls("ReportSaveFailed")
+    assert [(report.name, report.reason, report.regular) for report in reports] == [
+        ("step-4", "disk full", True)
+    ] * told
+
+
 def test_a_drain_that_was_withdrawn_is_not_agreed_any_more() -> None:
     """The ranks have saved, and made another step: what they say of it does not speak of the next drain."""
     agent = Agent().registered().running()

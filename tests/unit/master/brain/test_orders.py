@@ -427,6 +427,40 @@ def test_a_save_by_order_is_new_to_ranks_that_know_one_of_a_lost_store() -> None
     assert known < again.directive.save_order <= MOST
 
 
+def test_why_a_save_by_order_failed_is_among_the_events() -> None:
+    """The command that waits for it points there. Once for each reason, and consoles have heard it already."""
+    job, nodes = trained(2)
+    nodes[0].step(5)
+    save_now(job)
+    before = len(job.job.events)
+    for node, step, reason in ((0, 6, "disk full"), (1, 6, "disk full"), (0, 8, "disk full"), (0, 9, "no such place")):
+        request = pb.SaveFailedRequest(caller=nodes[node].caller(), name=f"step-{step}", reason=reason, step=step)
+        request.regular = True
+        assert job.call(request).code == "OK"
+    told = job.job.events[before:]
+    assert [(event.warning, event.said, event.step) for event in told] == [(True, False, 6), (True, False, 9)]
+    assert "saving step-6 failed (disk full)" in told[0].text
+    assert told[0].text.endswith("the order to save still stands")
+    assert (job.phase, job.job.save_order is None) == (Phase.RUNNING, False)
+    nodes[0].save(10)
+    nodes[0].step(11)
+    request = pb.SaveFailedRequest(caller=nodes[0].caller(), name="step-12", reason="no such place", step=12)
+    request.regular = True
+    job.call(request)
+    assert job.job.events[-1].text == "saving step-12 failed (no such place); training goes on, the last commit stands"
+
+
+def test_a_failed_save_that_is_no_drains_leaves_the_drain_alone() -> None:
+    """It may have begun before."""
+    job, nodes = trained(2)
+    drain(job, nodes[1].name)
+    nodes[0].step(5, draining=True)
+    request = pb.SaveFailedRequest(caller=nodes[0].caller(), name="step-4", reason="disk full", step=4, regular=True)
+    assert job.call(request).code == "OK"
+    assert job.job.drain is not None
+    assert job.job.drain.agreed
+
+
 def test_a_run_that_went_back_fulfils_an_order_by_its_next_save() -> None:
     """What it saves then is newer than the order, although its step is a lower one."""
     job, nodes = trained(2)
