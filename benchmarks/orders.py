@@ -1,4 +1,4 @@
-"""Somebody who gives orders to a job of many nodes, as `dalsegno drain|scale|stop|checkpoint` do it."""
+"""Somebody who gives orders to a job of many nodes, as the commands do it."""
 
 from __future__ import annotations
 

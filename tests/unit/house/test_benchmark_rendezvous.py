@@ -56,7 +56,7 @@ def test_every_node_has_a_role() -> None:
 def test_after_a_failed_scene_the_next_has_a_new_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """What broke one scene must not spoil the others, and each is run once."""
     seen: list[str] = []
-    scenes = ["steady", "one_silent", "one_closed", "half_closed", "half_silent", "restart", "progress"]
+    scenes = ["steady", "one_silent", "one_closed", "half_closed", "half_silent", "restart", "progress", "ordered"]
 
     @contextlib.contextmanager
     def cluster(settings: object) -> Iterator[None]:
