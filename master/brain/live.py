@@ -157,6 +157,8 @@ class Gathering:
     vain_until: float | None = None
     # The last steps of the previous world are known: counted on some node after their end, or drained at a boundary.
     counted: bool = False
+    # A world has ended in which nobody was heard: it may have made steps all the same.
+    unheard: bool = False
     # The workers failed without progress again: when they are started next.
     restart_at: float | None = None
 

@@ -276,6 +276,7 @@ def take_up_again(turn: Turn) -> None:
     job = turn.job
     for node in list(job.nodes.values()):
         membership.drop(turn, node)
+    unheard = job.world is not None
     job.opened = None
     job.next = NextWorld(quiet=True, conversion=beside.still_owed(job))
     turn.live.conversion = ConversionLife()
@@ -288,7 +289,7 @@ def take_up_again(turn: Turn) -> None:
     turn.update_run(budget=Budget(last_step=job.run.budget.last_step))
     counted = turn.live.gathering.counted  # what the last world lost stays as well known as it was
     turn.gather_anew()
-    turn.live.gathering.counted = counted
+    turn.live.gathering.counted, turn.live.gathering.unheard = counted, unheard
     turn.enter(Phase.WAITING)
 
 

@@ -367,6 +367,21 @@ def test_what_a_stop_has_cost_is_told_as_exactly_as_it_is_known() -> None:
         assert job.job.history[-1].lost_more is not saves
 
 
+def test_a_world_of_which_no_master_heard_may_have_made_steps() -> None:
+    """Its master died before the first report, its nodes before the next one: what a stop cost is unknown."""
+    job = Driven(settings())
+    nodes = job.start(2)
+    job.restart()
+    job.silent.update(node.incarnation for node in nodes)
+    stop(job)
+    job.wait(30)
+    assert job.phase is Phase.STOPPED
+    start(job)
+    (new,) = job.start(1)
+    new.step(1)
+    assert job.job.history[-1].lost_more
+
+
 def test_a_stop_waits_for_nodes_that_are_connected() -> None:
     """One that is still saving is not given up because the other one has gone."""
     job, nodes = trained(2, drain_timeout=60)
