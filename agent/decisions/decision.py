@@ -177,6 +177,8 @@ def is_saved(state: AgentState) -> bool:
     epoch = state.epoch
     if epoch.refused:
         return False
+    if epoch.drained is not None and 0 < epoch.step <= epoch.durable_step:
+        return True
     if epoch.drained is not None and epoch.drained_in_memory:
         held, leave = state.memory.held.get(epoch.drained.digest), state.leave
         copied = held is not None and held.copies > 0 and not state.contact.up

@@ -24,6 +24,8 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
         new_master(decision, directive)
     if state.has_head and directive.head.epoch == state.started:
         state.epoch.committed_step = max(state.epoch.committed_step, directive.head.step)
+        if not directive.head.in_memory:
+            state.epoch.durable_step = max(state.epoch.durable_step, directive.head.step)
     for notice in directive.notices:
         # What happened before this node came is no news to it.
         if notice.sequence > state.notice and state.directed:

@@ -282,6 +282,8 @@ class Epoch:
     # The last step of this epoch that a rank of this node has sealed, and the last that the master says is committed.
     sealed_step: int = 0
     committed_step: int = 0
+    # The last of these that is on the disk, and not in memory alone.
+    durable_step: int = 0
     step: int = 0
     # The step that Flash Checkpoint's saver has brought to the disk after the end of these ranks.
     flash_step: int = 0

@@ -156,6 +156,19 @@ def test_it_hears_so_when_the_next_world_has_commits_already(epoch: int, step: i
     assert left.code == code
 
 
+@pytest.mark.parametrize(("in_memory", "code"), [(False, ev.EXIT_LEFT), (True, ev.EXIT_LEFT_UNSAVED)])
+def test_what_is_recorded_on_the_disk_is_saved_whoever_lets_it_go(in_memory: bool, code: int) -> None:
+    """A leaver may stay for something else, and its notice end: another node has written its step meanwhile."""
+    agent = drained(leaving=True)
+    agent.hear(ev.HeldChanged(STEP, (0,)), ev.MadeDurable(REF, "other parts are elsewhere"))
+    head = control_pb2.Checkpoint(ref=REF, step=6, epoch=1, in_memory=in_memory)
+    wait = control_pb2.Wait(reason="stays until another node has what it alone holds in memory")
+    agent.directed(wait=wait, phase=control_pb2.PHASE_RUNNING, epoch=2, head=head)
+    agent.waits(11)
+    (left,) = agent.did(ev.Exit)
+    assert left.code == code
+
+
 def test_a_leaver_whose_part_nobody_took_does_not_say_that_it_is_saved() -> None:
     agent = drained(leaving=True)
     agent.hear(ev.HeldChanged(STEP, (0,)))

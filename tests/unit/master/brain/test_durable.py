@@ -464,6 +464,35 @@ def test_a_leaver_stays_until_the_best_is_elsewhere_too() -> None:
     assert nodes[1].order == "release"
 
 
+def test_leavers_that_are_outside_of_the_world_bring_the_best_to_the_disk() -> None:
+    """They alone hold it: what they were asked to write counts, and then they go."""
+    job, nodes = started(2)
+    nodes[0].step(12)
+    made = best(job, nodes, 10)
+    for node in nodes:
+        node.leave(notice=60.0)
+    others = [newcomer(job) for _ in range(2)]
+    later = in_memory(job, 12, any_size=True)
+    later.candidate = made.ref.name
+    for node in nodes:
+        node.holds(later, 0, 1)
+        node.drained(12, digest=later.ref.digest)
+    for other in others:
+        other.holds(later, 0, 1)
+    joins(job, *others, sees=later)
+    job.wait(1)
+    assert job.members == [other.name for other in others]
+    others[0].step(13)
+    others[0].durable()
+    assert [node.order for node in nodes] == ["wait", "wait"]
+    for _ in range(3):
+        for node in nodes:
+            if node.directive.make_durable.ref.digest == made.ref.digest:
+                node.durable()
+    assert job.job.checkpoint(made.ref.digest) is not None
+    assert [node.order for node in nodes] == ["release", "release"]
+
+
 # ---- what nodes cannot fetch from each other ----
 
 
