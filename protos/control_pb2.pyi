@@ -548,6 +548,7 @@ class RegisterRequest(google.protobuf.message.Message):
     RESUME_STEP_FIELD_NUMBER: builtins.int
     RESUME_TIME_FIELD_NUMBER: builtins.int
     DLROVER_FIELD_NUMBER: builtins.int
+    ADOPTS_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     incarnation: builtins.str
     protocol: builtins.int
@@ -580,6 +581,8 @@ class RegisterRequest(google.protobuf.message.Message):
     """Asks for that step for the second, third, ... time; 0 and 1: for the first."""
     dlrover: builtins.bool
     """The script uses DLRover's trainer classes: it has no session, and its steps are heard in other ways."""
+    adopts: builtins.bool
+    """The script saves below ${save_dir}: this agent can do what `Gather.take` asks for."""
     @property
     def settings(self) -> global___Settings: ...
     @property
@@ -625,9 +628,10 @@ class RegisterRequest(google.protobuf.message.Message):
         resume_step: builtins.int | None = ...,
         resume_time: builtins.int = ...,
         dlrover: builtins.bool = ...,
+        adopts: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_resume_step", b"_resume_step", "known_settings", b"known_settings", "process", b"process", "resume_step", b"resume_step", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_resume_step", b"_resume_step", "dlrover", b"dlrover", "epoch", b"epoch", "expects_session", b"expects_session", "finished_runs", b"finished_runs", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "inventory", b"inventory", "job_id", b"job_id", "known_settings", b"known_settings", "new_run", b"new_run", "node", b"node", "nproc", b"nproc", "peer_address", b"peer_address", "previous_incarnation", b"previous_incarnation", "probe", b"probe", "process", b"process", "protocol", b"protocol", "resume_step", b"resume_step", "resume_time", b"resume_time", "secret", b"secret", "settings", b"settings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_resume_step", b"_resume_step", "adopts", b"adopts", "dlrover", b"dlrover", "epoch", b"epoch", "expects_session", b"expects_session", "finished_runs", b"finished_runs", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "inventory", b"inventory", "job_id", b"job_id", "known_settings", b"known_settings", "new_run", b"new_run", "node", b"node", "nproc", b"nproc", "peer_address", b"peer_address", "previous_incarnation", b"previous_incarnation", "probe", b"probe", "process", b"process", "protocol", b"protocol", "resume_step", b"resume_step", "resume_time", b"resume_time", "secret", b"secret", "settings", b"settings"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_resume_step", b"_resume_step"]) -> typing.Literal["resume_step"] | None: ...
 
 global___RegisterRequest = RegisterRequest
@@ -949,6 +953,7 @@ class Gather(google.protobuf.message.Message):
     RESUME_FIELD_NUMBER: builtins.int
     MISSING_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
+    TAKE_FIELD_NUMBER: builtins.int
     round: builtins.int
     """The epoch that will be opened."""
     missing: builtins.str
@@ -961,6 +966,12 @@ class Gather(google.protobuf.message.Message):
     def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HeldPart]:
         """Where the parts of `resume` are, if it is in memory: it is in sight once this agent has all of them."""
 
+    @property
+    def take(self) -> global___World:
+        """The last world, whose first node is gone. This agent, though it was not the first, now takes over what the script
+        saved in it last, and joins again (`JoinRequest.took`). No places, and no store.
+        """
+
     def __init__(
         self,
         *,
@@ -968,9 +979,10 @@ class Gather(google.protobuf.message.Message):
         resume: global___CheckpointRef | None = ...,
         missing: builtins.str = ...,
         parts: collections.abc.Iterable[global___HeldPart] | None = ...,
+        take: global___World | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["resume", b"resume"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["missing", b"missing", "parts", b"parts", "resume", b"resume", "round", b"round"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["resume", b"resume", "take", b"take"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["missing", b"missing", "parts", b"parts", "resume", b"resume", "round", b"round", "take", b"take"]) -> None: ...
 
 global___Gather = Gather
 
@@ -1299,6 +1311,7 @@ class JoinRequest(google.protobuf.message.Message):
     INVENTORY_FIELD_NUMBER: builtins.int
     UNUSABLE_FIELD_NUMBER: builtins.int
     LAST_STEP_FIELD_NUMBER: builtins.int
+    TOOK_FIELD_NUMBER: builtins.int
     round: builtins.int
     store_host: builtins.str
     """Address of a store that this agent serves and that no world has used yet."""
@@ -1308,6 +1321,8 @@ class JoinRequest(google.protobuf.message.Message):
     """The last step that a rank of this node made in the caller's epoch, read after the workers had ended; absent: not
     known. Progress reports come too seldom to tell.
     """
+    took: builtins.int
+    """The epoch of `Gather.take`, if this agent has looked for what was saved in it; 0: it has not."""
     @property
     def caller(self) -> global___Caller: ...
     @property
@@ -1336,9 +1351,10 @@ class JoinRequest(google.protobuf.message.Message):
         inventory: collections.abc.Iterable[global___Checkpoint] | None = ...,
         unusable: collections.abc.Iterable[global___UnusableCheckpoint] | None = ...,
         last_step: builtins.int | None = ...,
+        took: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_last_step", b"_last_step", "caller", b"caller", "last_step", b"last_step", "resume", b"resume"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_step", b"_last_step", "caller", b"caller", "inventory", b"inventory", "last_step", b"last_step", "probe", b"probe", "resume", b"resume", "round", b"round", "store_host", b"store_host", "store_port", b"store_port", "unusable", b"unusable"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_last_step", b"_last_step", "caller", b"caller", "inventory", b"inventory", "last_step", b"last_step", "probe", b"probe", "resume", b"resume", "round", b"round", "store_host", b"store_host", "store_port", b"store_port", "took", b"took", "unusable", b"unusable"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_last_step", b"_last_step"]) -> typing.Literal["last_step"] | None: ...
 
 global___JoinRequest = JoinRequest

@@ -211,6 +211,8 @@ class JoinPrepared:
     unusable: tuple[control_pb2.UnusableCheckpoint, ...] = ()
     # It could not be fetched from the memory of nodes.
     lacks: bool = False
+    # The epoch of `PrepareJoin.take`; 0: there was none.
+    took: int = 0
 
 
 @dataclass(frozen=True)
@@ -324,6 +326,8 @@ class PrepareJoin:
     parts: tuple[control_pb2.HeldPart, ...] = ()
     # The answer is JoinPrepared, although it cannot be fetched: the master has to know.
     anyway: bool = False
+    # First take over what the script saved last in this world, whose first node is gone.
+    take: control_pb2.World | None = None
 
 
 @dataclass(frozen=True)

@@ -281,7 +281,8 @@ def prepare_join(decision: Decision) -> None:
     state.place.join = replace(wanted, failures=failures)
     parts = tuple(state.place.order.parts) if state.place.order is not None else ()
     anyway = bool(parts) and failures >= FETCHES - 1
-    decision.do(ev.PrepareJoin(wanted.round, resume, patient=wanted.patient, parts=parts, anyway=anyway))
+    take = state.place.order.take if wanted.takes and isinstance(state.place.order, control_pb2.Gather) else None
+    decision.do(ev.PrepareJoin(wanted.round, resume, wanted.patient, parts, anyway, take))
 
 
 def wanted_join(place: Admission, nowhere: bool) -> tuple[control_pb2.CheckpointRef | None, Join | None]:
@@ -292,7 +293,8 @@ def wanted_join(place: Admission, nowhere: bool) -> tuple[control_pb2.Checkpoint
     order = place.order
     if isinstance(order, control_pb2.Gather):
         resume = order.resume if order.HasField("resume") else None
-        return resume, Join(order.round, resume.digest if resume else "", gathers=bool(order.parts))
+        takes = order.take.epoch if order.HasField("take") else 0
+        return resume, Join(order.round, resume.digest if resume else "", gathers=bool(order.parts), takes=takes)
     if order is None or not (order.round or order.HasField("look_for")):
         return None, None
     resume = order.look_for if order.HasField("look_for") else None
@@ -308,7 +310,8 @@ def answers(place: Admission, join: Join, wanted: Join) -> bool:
     What is fetched from memory is not looked for any more; but what is on its way comes, also if it is on the disk now.
     """
     patient = join.patient == wanted.patient or (join.patient and isinstance(place.order, control_pb2.Wait))
-    return patient and (join.gathers or not wanted.gathers) and join.answers(wanted.round, wanted.resume)
+    more = (join.gathers or not wanted.gathers) and wanted.takes in (0, join.takes)
+    return patient and more and join.answers(wanted.round, wanted.resume)
 
 
 def is_blind(decision: Decision) -> bool:
@@ -345,7 +348,7 @@ def join_failed(decision: Decision, event: ev.JoinFailed) -> None:
 def join_prepared(decision: Decision, event: ev.JoinPrepared) -> None:
     """Store, inventory and probe are ready: joins, unless the order has changed meanwhile."""
     state, join = decision.state, decision.state.place.join
-    if join is None or not join.answers(event.round, event.resume_digest):
+    if join is None or not join.answers(event.round, event.resume_digest) or event.took != join.takes:
         return
     if state.leaving or state.fenced or state.door.registering:
         return
@@ -366,6 +369,7 @@ def join_prepared(decision: Decision, event: ev.JoinPrepared) -> None:
             inventory=event.inventory,
             unusable=event.unusable,
             last_step=state.epoch.step if state.epoch.counted else None,
+            took=event.took,
         ),
     )
 

@@ -91,6 +91,8 @@ class Join:
     lacks: bool = False
     # When the same Join is prepared again.
     again_at: float | None = None
+    # In this epoch it first takes over what the script saved last; 0: nobody has asked for that.
+    takes: int = 0
 
     def answers(self, round: int, resume: str) -> bool:
         """Whether it answers this order."""

@@ -84,6 +84,8 @@ class Effects:
         self._address, self._connector = find(), connector
         self.stores = StoreServers(self._address)
         self.storage = Storage(directory)
+        # Takes over what the script saved last in a world whose first node is gone; blocks.
+        self.take: Callable[[control_pb2.World], None] = lambda world: None
         self._room = RoomWatch(
             2 if config.adopts else 1, self.storage.deletion, lambda missing: mailbox.put(ev.RoomMissing(missing))
         )
@@ -229,6 +231,7 @@ class Effects:
                     known_settings=self._told,
                     expects_session=self._config.expects_session,
                     dlrover=self._config.dlrover,
+                    adopts=self._config.adopts,
                     process=control_pb2.Process(**dataclasses.asdict(own_process())),
                     peer_address=self.memory.address if self.memory is not None else "",
                     resume_step=None if back is None else back[0],

@@ -25,6 +25,7 @@ from . import (
     running,
     saves,
     shapes,
+    taking,
 )
 from .chronicle import Kind
 from .events import Reply
@@ -126,6 +127,7 @@ def join(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> Answer:
     durable.on_disk(turn, message.inventory, node)
     if job.phase in (Phase.WAITING, Phase.FORMING):
         checkpoints.adopt_sealed(turn, message.inventory, node)
+        taking.took(turn, node, message.took)
     digests = {entry.ref.digest for entry in message.inventory}
     checkpoints.seen(turn, digests, node.name)
     known = frozenset(digest for digest in digests if job.checkpoint(digest) is not None)

@@ -56,6 +56,8 @@ class Node:
     expects_session: bool = False
     # Its workers use DLRover's trainer classes.
     dlrover: bool = False
+    # It takes over what its script saves, see `taking`.
+    adopts: bool = False
     # None if an older agent did not say.
     process: Process | None = None
     # HOST:PORT where other agents reach what it holds in memory; empty: it holds nothing for others.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import announcements, beside, conversion, durable, failures, memory, refusals, sight, waits
+from . import announcements, beside, conversion, durable, failures, memory, refusals, sight, taking, waits
 from .checkpoints import give_up_resharding, loads_now, resharded, resume_point, same_shape
 from .chronicle import Kind
 from .live import EpochLife, Missing, State
@@ -142,7 +142,7 @@ def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
     The quiet time has an end of its own, so that agents that come, crash and come again hold nobody up for ever.
     """
     settings, gathering = turn.job.settings, turn.live.gathering
-    if awaits_last_save(turn):
+    if awaits_last_save(turn) or taking.awaits(turn, waited_for):
         return False
     chosen = len(select(turn, ready))
     full = len(ready) >= turn.job.most_nodes and chosen == max(counts(turn, ready), default=0)

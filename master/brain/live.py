@@ -161,6 +161,10 @@ class Gathering:
     unheard: bool = False
     # The workers failed without progress again: when they are started next.
     restart_at: float | None = None
+    # Who looks for what a script without a session saved last, until when, and whether that is done. See `taking`.
+    taker: str = ""
+    take_by: float = 0.0
+    took: bool = False
 
     def is_crash_looping(self, name: str, now: float) -> bool:
         """Whether the name was lost in this very round, lately, and more than once."""

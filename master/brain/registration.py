@@ -123,6 +123,7 @@ def admit(turn: Turn, message: control_pb2.RegisterRequest, remark: str) -> Node
         remark=remark,
         expects_session=message.expects_session,
         dlrover=message.dlrover,
+        adopts=message.adopts,
         process=process_of(message),
         peer_address=message.peer_address,
     )

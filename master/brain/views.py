@@ -62,6 +62,7 @@ class Common:
                 job.message,
                 job.limit,
                 state.live.missing.text,
+                state.live.gathering.taker,
                 self.witnesses,
             ),
             frozenset(record.digest for record in prunable(job)),
@@ -232,6 +233,8 @@ def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directiv
         directive.wait.reason = f"{node.name} does not see checkpoint {resume.name}: a spare that keeps looking"
         return
     directive.gather.round = job.round
+    if job.world is not None and node.name == state.live.gathering.taker:
+        directive.gather.take.CopyFrom(world_proto(job, job.world))
     if job.phase is Phase.WAITING:
         directive.gather.missing = state.live.missing.text
     if resume is not None:
