@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -291,7 +292,26 @@ class Effects:
     # ---- joining ----------------------------------------------------------------------------------------------------
 
     def _prepare_join(self, action: ev.PrepareJoin) -> None:
-        digest = action.resume.digest if action.resume is not None else ""
+        if action.take is None:
+            self._open_and_look(action)
+            return
+
+        def take(world: control_pb2.World) -> None:
+            try:
+                self.take(world)
+            except Exception:
+                # This node joins all the same.
+                logger.exception("what the script saved last in epoch %d is not taken", world.epoch)
+            self._open_and_look(action)
+
+        # On a thread, because it may copy a large checkpoint.
+        try:
+            threading.Thread(target=take, args=(action.take,), name="take", daemon=True).start()
+        except RuntimeError as error:
+            self._mailbox.put(ev.JoinFailed(action.round, _digest(action.resume), shortage(error) or str(error)))
+
+    def _open_and_look(self, action: ev.PrepareJoin) -> None:
+        digest, took = _digest(action.resume), action.take.epoch if action.take is not None else 0
         try:
             host, port = self.stores.open()
         except (OSError, RuntimeError) as error:
@@ -304,8 +324,9 @@ class Effects:
 
         def seen(survey: Survey, *fetched: control_pb2.Checkpoint, lacks: bool = False) -> None:
             inventory = (*survey.inventory, *fetched)
+            unusable = survey.unusable
             self._mailbox.put(
-                ev.JoinPrepared(action.round, digest, host, port, survey.probe, inventory, survey.unusable, lacks)
+                ev.JoinPrepared(action.round, digest, host, port, survey.probe, inventory, unusable, lacks, took)
             )
 
         newest = (self._head.epoch, self._head.step) if self._head is not None else None
@@ -407,3 +428,7 @@ class Effects:
                     message=text,
                 )
             )
+
+
+def _digest(ref: control_pb2.CheckpointRef | None) -> str:
+    return ref.digest if ref is not None else ""

@@ -140,6 +140,7 @@ class ElasticAgent(LocalElasticAgent):
             mailbox.put,
             effects.say,
         )
+        effects.take = self._take_late
         self._pool = self._make_pool(early)
         if self._pool is not None:
             effects.conversion.nursery = self._pool.start_helper
@@ -353,14 +354,8 @@ class ElasticAgent(LocalElasticAgent):
                 environment[Variable.LOAD_UNIVERSAL] = "1"
             set_local_rank(self, environment, local, spec)
             envs[local] = environment
-        low, high = self._effects.settings.min_nodes, self._effects.settings.max_nodes
-        arguments = self._adoption.begin(
-            self._effects.run_dir(),
-            world,
-            Origin(self._config.job_id, self._state.generation, place.world_size, low, high),
-            self._arguments(world),
-            first=place.group_rank == 0,
-        )
+        of_run = self._effects.run_dir(), world, self._origin(place.world_size)
+        arguments = self._adoption.begin(*of_run, self._arguments(world), first=place.group_rank == 0)
         if not self._config.deepspeed_load_universal and (hint := self._adoption.hint(world, arguments)):
             self._effects.perform(ev.Say(hint, True))
         self._starts += 1
@@ -392,6 +387,14 @@ class ElasticAgent(LocalElasticAgent):
         for worker in worker_group.workers:
             worker.id = pids[worker.local_rank]
         return dict(pids)
+
+    def _take_late(self, world: control_pb2.World) -> None:
+        of_run = self._effects.run_dir(), world, self._origin(world.world_size)
+        self._adoption.take_late(*of_run, self._effects.settings.join_timeout)
+
+    def _origin(self, world_size: int) -> Origin:
+        low, high = self._effects.settings.min_nodes, self._effects.settings.max_nodes
+        return Origin(self._config.job_id, self._state.generation, world_size, low, high)
 
     def _arguments(self, world: control_pb2.World) -> tuple[str, ...]:
         universal = world.HasField("resume") and world.resume.form == control_pb2.FORM_UNIVERSAL

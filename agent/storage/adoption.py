@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged
@@ -28,14 +29,14 @@ from .asked import Growth, Request, request
 from .best_save import BestRule
 from .best_watch import BestWatch
 from .foreign import COUNTED, NOTE_BYTES, FoundUnits, Unit, shown, survey
-from .layouts import Complete, FileState, complete, number_of_file, state_of
+from .layouts import Complete, FileState, complete, damaged, number_of_file, state_of
 from .naming import is_log
 from .slices import Behind, SaveSlice, choose, names_it
 from .slots import Slots
 from .taking import Before, Changed, Origin, adopt, save_directory
 from .volume_check import VolumeCheck
 
-__all__ = ["Adopter", "Before", "Origin", "adopt", "save_directory"]
+__all__ = ["Adopter", "Before", "Late", "Origin", "adopt", "save_directory"]
 
 # Seconds between two looks; what has not changed between them is no longer being written.
 LOOK_EVERY_SECONDS = 1.0
@@ -61,6 +62,19 @@ _BEGAN_ANEW = (
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Late:
+    """What the first node of a world had taken until it was lost.
+
+    Attributes:
+        step: the last step; of the resume point, if it had taken nothing.
+        numbers: see `SavedAs`; empty, if it had taken nothing.
+    """
+
+    step: int
+    numbers: Mapping[str, int | None]
+
+
 class Adopter:
     """Looks at one epoch's directory until it is closed, on a thread of its own.
 
@@ -73,6 +87,7 @@ class Adopter:
         before: the resume point, if it was adopted, and its files where they were put into this epoch's directory.
         keep: see `old_saves.remove`.
         best: what makes a checkpoint the best one; None: none is.
+        late: the first node of that world is lost; None: it is this one.
     """
 
     def __init__(
@@ -85,6 +100,7 @@ class Adopter:
         before: Before | None = None,
         keep: int = 0,
         best: BestRule | None = None,
+        late: Late | None = None,
     ) -> None:
         self._keep = keep
         self._rule = best
@@ -107,13 +123,18 @@ class Adopter:
         # Sizes of large files that are nobody's, as long as nothing else was found.
         self._others: dict[str, int] | None = {}
         self._said: set[str] = set()
+        self._is_late = late is not None
+        if late is not None:
+            self._step, self._numbers = late.step, dict(late.numbers)
+            # The first node has said so.
+            self._others, self._said = None, {_BEGAN_ANEW}
         # Something is new, or has changed: the next look decides.
         self._undecided = False
         # The file system has allowed all of the last look.
         self._calm = True
         # Seconds that the last look took, without copying.
         self._took = 0.0
-        self._closing = self._interrupted = False
+        self._closing, self._interrupted = False, self._is_late
         self._asked = self._answered = self._trusting = 0
         # When somebody last began to wait.
         self._asked_at = 0.0
@@ -274,7 +295,9 @@ class Adopter:
                 self._complain(unit.path, str(error))
                 self._calm = False
             else:
-                if isinstance(one, Complete):
+                if isinstance(one, Complete) and self._is_late and (torn := damaged(self._root, one.files)):
+                    self._complain(unit.path, f"{torn} is not whole: its node was lost while it was written")
+                elif isinstance(one, Complete):
                     self._lacks.pop(unit.path, None)
                     files, since = stood.get(unit.path, ((), 0.0))
                     self._stands[unit.path] = (one.files, since if files == one.files else time.monotonic())

@@ -16,7 +16,7 @@ from dalsegno.elastic.checkpoint.reading import open_regular
 
 from .naming import LARGEST
 
-__all__ = ["is_archive", "number_in", "was_ended"]
+__all__ = ["is_archive", "is_sound", "number_in", "was_ended"]
 
 _ZIP = b"PK\x03\x04"
 # Torch's old format, whose tensors come behind the pickles.
@@ -62,6 +62,18 @@ def is_archive(path: Path) -> bool:
     try:
         return zipfile.is_zipfile(path)
     except zipfile.BadZipFile:
+        return False
+
+
+def is_sound(path: Path) -> bool:
+    """Whether an archive holds what its checksums say. Reads all of it.
+
+    What a machine had not written when it was lost may be missing in the middle, though the end is there.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError):
         return False
 
 

@@ -17,10 +17,10 @@ from dalsegno.elastic.checkpoint.files import list_files
 from dalsegno.elastic.checkpoint.reading import read_regular
 
 from .foreign import ACCELERATE, COUNTED, DEEPSPEED, DISTCP, FILES, NOTE_BYTES, TRANSFORMERS, Unit
-from .headers import is_archive, number_in, was_ended
+from .headers import is_archive, is_sound, number_in, was_ended
 from .naming import ranks_of
 
-__all__ = ["Complete", "FileState", "complete", "is_torn", "number_of_file", "state_of"]
+__all__ = ["Complete", "FileState", "complete", "damaged", "is_torn", "number_of_file", "state_of"]
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_00_optim_states\.pt")
 _MODEL_OF_RANK = re.compile(r"zero_pp_rank_([0-9]{1,9})_mp_rank_00_model_states\.pt")
@@ -337,6 +337,16 @@ def _ended(path: Path) -> bool | None:
 def _was_ended(path: Path, *state: int) -> bool | None:
     """Remembered for as long as the file stays the same, because all files are looked at every second."""
     return was_ended(path)
+
+
+def damaged(root: Path, files: Iterable[FileState]) -> str:
+    """The first of these archives whose contents are not what their checksums say; empty if there is none."""
+    return next((file.name for file in files if _is_damaged(root / file.name, file)), "")
+
+
+@lru_cache(maxsize=1024)
+def _is_damaged(path: Path, *state: FileState) -> bool:
+    return is_archive(path) and not is_sound(path)
 
 
 def number_of_file(path: Path) -> int | None:

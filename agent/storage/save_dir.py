@@ -26,6 +26,7 @@ from ..script import FLAG
 from .adoption import Adopter
 from .best_save import BestRule
 from .foreign import NOTE_BYTES, OURS
+from .late import take_late
 from .layouts import state_of
 from .macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand, macros_of
 from .taking import Before, Origin, save_directory
@@ -296,6 +297,23 @@ class Adoption:
         """
         if (adopter := self._adopter) is not None:
             adopter.settle(max(min(_PART_OF_JOINING * join_timeout, _MOST_SECONDS), given), ended_well=False)
+
+    def take_late(self, run_dir: Path, world: control_pb2.World, origin: Origin, join_timeout: float) -> None:
+        """Called before this node joins: takes what its lost first node had not taken. From any thread; blocks.
+
+        Args:
+            run_dir, world, origin: see `Adopter`; of the last world.
+            join_timeout: the job's.
+        """
+        if self.wanted:
+            with self._slow(f"taking what the script saved last in epoch {world.epoch}"):
+                seconds = min(_PART_OF_JOINING * join_timeout, _MOST_SECONDS)
+                take_late(run_dir, world, origin, self._deliver_late, self._pattern, self._best, seconds)
+
+    def _deliver_late(self, event: ev.Event) -> None:
+        # What was sealed is in the inventory of this node's Join.
+        if not isinstance(event, ev.WorkerSaid):
+            self._deliver(event)
 
     def close(self) -> None:
         """Called when the epoch is over."""

@@ -34,8 +34,7 @@ def whole_save_that_nobody_took(job: Cluster, epoch: int) -> int:
         number = number_of_file(path) if path.exists() else None
         return number if number is not None and number != before else None
 
-    step = job.wait_for(look, "the next save of the script")
-    return step
+    return job.wait_for(look, "the next save of the script")
 
 
 def taken(job: Cluster) -> int:

@@ -1,0 +1,94 @@
+"""Takes over what a script without a session saved last in a world whose first node is gone.
+
+The first node takes what is saved, a second or more after it was saved. When it is lost, the last save may be whole,
+and not taken yet. Before the next world opens another node looks into the directory of the epoch, as the first one
+would have done; the master chooses it (`taking` in its brain).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from dalsegno.elastic.checkpoint import CheckpointDamaged, CheckpointName, Manifest, is_checkpoint_name
+from dalsegno.protos import control_pb2
+
+from ..decisions import events as ev
+from .adoption import Adopter, Before, Late
+from .best_save import BestRule
+from .layouts import FileState, state_of
+from .taking import Origin, save_directory
+
+__all__ = ["take_late"]
+
+logger = logging.getLogger(__name__)
+
+
+def take_late(
+    run_dir: Path,
+    world: control_pb2.World,
+    origin: Origin,
+    deliver: Callable[[ev.Event], None],
+    pattern: str,
+    best: BestRule | None,
+    seconds: float,
+) -> None:
+    """Adopts what is whole and newer than all that is sealed; blocks for at most `seconds`, and while it copies.
+
+    Only what says by its format that it is whole counts, and whatever has checksums is read through.
+
+    Args:
+        run_dir, world, origin, deliver, pattern, best: see `Adopter`.
+        seconds: what it may take.
+    """
+    root = save_directory(run_dir, world.epoch)
+    if not root.is_dir():
+        return
+    sealed = _newest_sealed(run_dir, world.epoch)
+    step = world.resume.source.step if world.HasField("resume") else 0
+    last = sealed
+    if last is None and world.HasField("resume") and not world.resume.source.in_memory:
+        last = _read(run_dir / world.resume.source.ref.name)
+    before = None
+    if last is not None and last.saved_as is not None:
+        before = Before(run_dir / last.name, _unchanged(root, run_dir / last.name, last), last.saved_as)
+    late = Late(step, {})
+    if sealed is not None:
+        late = Late(max(step, sealed.step), dict(sealed.saved_as.numbers) if sealed.saved_as is not None else {})
+    adopter = Adopter(run_dir, world, origin, deliver, pattern, before, best=best, late=late)
+    try:
+        adopter.settle(seconds, ended_well=False)
+    finally:
+        adopter.close()
+
+
+def _newest_sealed(run_dir: Path, epoch: int) -> Manifest | None:
+    names = [CheckpointName.parse(name) for name in os.listdir(run_dir) if is_checkpoint_name(name)]
+    mine = sorted((one for one in names if one.epoch == epoch and one.lease is None), key=lambda one: one.age)
+    return next((found for one in reversed(mine) if (found := _read(run_dir / str(one))) is not None), None)
+
+
+def _read(directory: Path) -> Manifest | None:
+    try:
+        return Manifest.read(directory)
+    except (CheckpointDamaged, OSError) as error:
+        logger.debug("%s does not count: %s", directory.name, error)
+        return None
+
+
+def _unchanged(root: Path, taken: Path, manifest: Manifest) -> dict[str, FileState]:
+    """The script's files that are still what was taken of them: a copy keeps the time of its file."""
+    assert manifest.saved_as is not None
+    found = {}
+    for entry in manifest.files:
+        name = f"{manifest.saved_as.below}/{entry.path}" if manifest.saved_as.below else entry.path
+        try:
+            (file,) = state_of(root, [name])
+            copied = os.stat(taken / entry.path)
+        except OSError:
+            continue  # the script has deleted it
+        if (file.size, file.written) == (copied.st_size, copied.st_mtime_ns):
+            found[name] = file
+    return found
