@@ -140,7 +140,6 @@ class ElasticAgent(LocalElasticAgent):
             mailbox.put,
             effects.say,
         )
-        effects.take = self._take_late
         self._pool = self._make_pool(early)
         if self._pool is not None:
             effects.conversion.nursery = self._pool.start_helper
@@ -175,6 +174,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         """Runs until the decisions say Exit. Torch's `run` calls this and records the result."""
+        self._effects.take = self._take_late
         with self._watch.to(self._signalled):
             # Before the registration, so that the imports run while the master answers.
             self._prepare(low_priority=False)

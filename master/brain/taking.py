@@ -37,8 +37,8 @@ def awaits(turn: Turn, waited_for: list[Node]) -> bool:
         gathering.take_by = turn.heard + job.settings.join_timeout
     if turn.overdue(gathering.take_by):
         gathering.took = True
-        text = f"{node.name} did not say within {job.settings.join_timeout:.0f} s what the script saved last"
-        turn.notice(f"{text}: going on without that", True)
+        limit = job.settings.join_timeout
+        turn.notice(f"{node.name} has not taken what the script saved last within {limit:.0f} s: going on", True)
         return False
     gathering.taker = node.name
     text = f"waiting for {node.name}, which takes what the script saved last: the node that did so is gone"

@@ -1087,3 +1087,19 @@ def test_a_decision_leaves_the_state_before_it_as_it_was() -> None:
     kept = copy.deepcopy(before)
     agent.said(progress=worker_pb2.Progress(step=5, loss=2.0))
     assert before == kept != agent.state
+
+
+def test_who_is_asked_to_take_what_was_saved_last_does_it_before_it_joins() -> None:
+    """It has joined already, so it joins again; the answer of the first time does not count for that."""
+    agent = Agent().registered()
+    agent.directed(gather=GATHER)
+    asks = control_pb2.Gather()
+    asks.CopyFrom(GATHER)
+    asks.take.epoch = 1
+    assert kinds(agent.directed(gather=asks)) == ["PrepareJoin"]
+    assert agent.did(ev.PrepareJoin)[-1].take == asks.take
+    assert agent.hear(ev.JoinPrepared(2, "d3", "h", 7, "probe", ())) == []
+    assert kinds(agent.hear(ev.JoinPrepared(2, "d3", "h", 7, "probe", (), took=1))) == ["Join"]
+    assert agent.calls("Join")[-1].took == 1
+    assert agent.directed(gather=asks) == []
+    assert agent.directed(gather=GATHER) == []

@@ -1,0 +1,124 @@
+"""What a script saved last in a world whose first node is gone, as another node finds it."""
+
+from __future__ import annotations
+
+import os
+import queue
+from pathlib import Path
+
+import pytest
+
+from dalsegno.agent.decisions import events as ev
+from dalsegno.agent.storage import adoption
+from dalsegno.agent.storage.save_dir import Adoption
+from dalsegno.elastic.checkpoint import inventory
+from dalsegno.protos import control_pb2
+
+from .test_adoption import ORIGIN, ZERO_1, begun, sealed_step, states, world
+
+JOIN_TIMEOUT = 20.0
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adoption, "LOOK_EVERY_SECONDS", 0.02)
+
+
+def take(run_dir: Path, of: control_pb2.World) -> list[ev.Event]:
+    """Looks as a node does that comes later; returns what it says."""
+    heard: queue.Queue[ev.Event] = queue.Queue()
+    Adoption(["${save_dir}"], heard.put).take_late(run_dir, of, ORIGIN, JOIN_TIMEOUT)
+    return [heard.get_nowait() for _ in range(heard.qsize())]
+
+
+def steps(run_dir: Path) -> list[int]:
+    return sorted(one.step for one in inventory(run_dir))
+
+
+def first_node_took(run_dir: Path, monkeypatch: pytest.MonkeyPatch, of: control_pb2.World, step: int) -> None:
+    """Until the first node has taken what is there, and is lost."""
+    taken, heard = begun(run_dir, monkeypatch, of)
+    assert sealed_step(heard.get(timeout=20)) == step
+    taken.close()
+
+
+def test_the_last_save_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of directories with a number the newer one; a second look finds nothing new."""
+    states(tmp_path / "e1" / "global_step20", *ZERO_1)
+    first_node_took(tmp_path, monkeypatch, world(1), 20)
+    assert take(tmp_path, world(1)) == []
+    assert steps(tmp_path) == [20]
+    states(tmp_path / "e1" / "global_step40", *ZERO_1)
+    assert take(tmp_path, world(1)) == []
+    assert take(tmp_path, world(1)) == []
+    assert steps(tmp_path) == [20, 40]
+
+
+def test_a_file_that_is_written_over_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts no steps: that it is another one shows in its size and time."""
+    states(tmp_path / "e1", "ckpt.pt")
+    first_node_took(tmp_path, monkeypatch, world(1), 1)
+    assert take(tmp_path, world(1)) == []
+    assert steps(tmp_path) == [1]
+    states(tmp_path / "e1", "ckpt.pt")
+    assert take(tmp_path, world(1)) == []
+    assert take(tmp_path, world(1)) == []
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_a_copy_of_the_resume_point_is_no_new_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script found it in its directory, and was lost before it saved anything."""
+    states(tmp_path / "e1", "ckpt.pt")
+    first_node_took(tmp_path, monkeypatch, world(1), 1)
+    (sealed,) = inventory(tmp_path)
+    resumed = world(2, sealed.name)
+    resumed.resume.source.step, resumed.resume.source.ref.digest = 1, sealed.digest
+    done: queue.Queue[str] = queue.Queue()
+    placing = Adoption(["${save_dir}"], lambda event: None)
+    assert placing.place(tmp_path, resumed, lambda problem, damage: done.put(problem), first=True)
+    assert done.get(timeout=20) == ""
+    placing.close()
+    assert (tmp_path / "e2" / "ckpt.pt").exists()
+    assert take(tmp_path, resumed) == []
+    assert steps(tmp_path) == [1]
+    states(tmp_path / "e2", "ckpt.pt")
+    assert take(tmp_path, resumed) == []
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_what_was_being_written_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An archive without its end, one with a hole, and what says nothing of its end: the one before is."""
+    monkeypatch.setattr(adoption, "UNSURE_LOOKS", 1)
+    states(tmp_path / "e1", "step_10.pt", "step_20.pt", "step_30.pt")
+    os.truncate(tmp_path / "e1" / "step_30.pt", (tmp_path / "e1" / "step_30.pt").stat().st_size - 10)
+    with open(tmp_path / "e1" / "step_20.pt", "r+b") as file:
+        file.seek(file.read().index(b"step_20"))
+        file.write(bytes(7))
+    (said,) = take(tmp_path, world(1))
+    assert isinstance(said, ev.ManifestRead)
+    assert said.message == "step_20.pt is not whole: its node was lost while it was written"
+    assert steps(tmp_path) == [10]
+    (tmp_path / "e1" / "step_90").mkdir()
+    (tmp_path / "e1" / "step_90" / "weights.raw").write_bytes(b"x")
+    take(tmp_path, world(1))
+    assert steps(tmp_path) == [10]
+
+
+def test_what_the_first_node_has_said_is_not_said_again(tmp_path: Path) -> None:
+    """Of files that are no checkpoints, and of a script that began anew."""
+    (tmp_path / "e1").mkdir()
+    (tmp_path / "e1" / "notes.bin").write_bytes(bytes(2 << 20))
+    assert take(tmp_path, world(1)) == []
+    older = world(2)
+    older.resume.source.ref.name, older.resume.source.step = "step-20.e1.1", 20
+    states(tmp_path / "e2" / "global_step10", *ZERO_1)
+    assert take(tmp_path, older) == []
+    assert steps(tmp_path) == []
+
+
+def test_nothing_is_looked_at_without_a_directory(tmp_path: Path) -> None:
+    """The world was lost before its workers started; and a script that does not save there."""
+    assert take(tmp_path, world(1)) == []
+    states(tmp_path / "e1" / "global_step20", *ZERO_1)
+    Adoption(["train"], lambda event: None).take_late(tmp_path, world(1), ORIGIN, JOIN_TIMEOUT)
+    assert steps(tmp_path) == []

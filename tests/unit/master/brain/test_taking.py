@@ -1,0 +1,147 @@
+"""Who takes what a script without a session saved last, where the first node of its world is gone."""
+
+from __future__ import annotations
+
+import pytest
+
+from dalsegno.master.brain.state import Phase
+from dalsegno.protos import control_pb2
+from tests.support.jobs.masters import Driven, Node, all_join, settings
+
+
+def opened(count: int, job: Driven | None = None, **fields: bool) -> tuple[Driven, list[Node]]:
+    job = job or Driven()
+    return job, job.start(count, **{"adopts": True, **fields})
+
+
+def asked(node: Node) -> int:
+    """In which epoch it is asked to look; 0: it is not."""
+    return node.directive.gather.take.epoch
+
+
+def takes(node: Node, *found: control_pb2.Checkpoint) -> None:
+    """It has looked, and sealed what it found."""
+    message = node.joining([*node.job.sealed, *found])
+    message.took = asked(node)
+    assert node.job.call(message).code == "OK"
+
+
+def lost(*nodes: Node) -> None:
+    for node in nodes:
+        node.hang_up()
+    nodes[0].job.wait(3)
+
+
+def test_the_next_in_rank_order_looks_and_the_world_waits_for_it() -> None:
+    """What it found is the resume point of all."""
+    job, (a, b, c) = opened(3)
+    a.save(10, any_size=True)
+    lost(a)
+    b.join()
+    c.join()
+    assert (asked(b), asked(c), job.phase) == (1, 0, Phase.FORMING)
+    take = b.directive.gather.take
+    assert (take.run_id, take.world_size, take.HasField("resume")) == ("run-0001", 3, False)
+    takes(b, job.seal(20, any_size=True))
+    assert (asked(b), job.phase) == (0, Phase.FORMING), "all see it now"
+    all_join([b, c])
+    assert (job.phase, job.epoch) == (Phase.RUNNING, 2)
+    assert b.directive.run.resume.source.step == 20
+
+
+def test_nothing_found_holds_nobody_up() -> None:
+    """The world opens with its Join."""
+    job, (a, b) = opened(2)
+    lost(a)
+    b.join()
+    assert (asked(b), job.epoch) == (1, 1)
+    takes(b)
+    assert (job.phase, job.epoch) == (Phase.RUNNING, 2)
+
+
+def test_a_first_node_that_is_there_has_looked_itself() -> None:
+    """Another one is lost: nobody else looks."""
+    job, (a, b, c) = opened(3)
+    lost(c)
+    a.join()
+    b.join()
+    assert (job.phase, job.epoch) == (Phase.RUNNING, 2)
+
+
+def test_the_first_nodes_join_is_waited_for_though_others_make_the_world_full() -> None:
+    """With a spare there are enough nodes without it; but what it takes last comes with its Join."""
+    job, (a, b) = opened(2, Driven(settings(max_nodes=2)))
+    spare = job.node(adopts=True)
+    spare.join()
+    b.failed()
+    b.join()
+    spare.join()
+    assert (job.phase, asked(b)) == (Phase.FORMING, 0)
+    a.join()
+    assert (job.phase, job.epoch) == (Phase.RUNNING, 2)
+
+
+def test_the_next_one_looks_where_the_one_that_looked_is_lost_too() -> None:
+    job, (a, b, c) = opened(3)
+    lost(a)
+    b.join()
+    c.join()
+    assert (asked(b), asked(c)) == (1, 0)
+    lost(b)
+    assert asked(c) == 1
+    takes(c)
+    assert (job.phase, job.members) == (Phase.RUNNING, [c.name])
+
+
+def test_who_comes_first_looks_where_nobody_is_left() -> None:
+    """The same command after a kill of the only node: its report counts."""
+    job, (a,) = opened(1)
+    lost(a)
+    again = job.node(adopts=True)
+    job.wait(10)
+    assert (asked(again), job.phase) == (1, Phase.FORMING)
+    takes(again, job.seal(20))
+    all_join([again])
+    job.wait(2)
+    assert (job.phase, again.directive.run.resume.source.step) == (Phase.RUNNING, 20)
+
+
+def test_one_that_does_not_answer_is_waited_for_no_longer_than_others() -> None:
+    """It has joined before, and hangs in a file system: said after a while, and again at the end."""
+    job, (a, b) = opened(2, Driven(settings(join_timeout=30)))
+    lost(a)
+    b.join()
+    job.wait(10)
+    assert f"waiting for {b.name}, which takes what the script saved last" in job.notices
+    assert job.phase is Phase.FORMING
+    job.wait(25)
+    assert f"{b.name} has not taken what the script saved last within 30 s" in job.notices
+    assert job.phase is Phase.RUNNING
+
+
+@pytest.mark.parametrize("why", ["nobody adopts", "a session"])
+def test_nobody_is_asked_where_nothing_can_be_taken(why: str) -> None:
+    """Then a loss costs no further question."""
+    job, (a, b) = opened(2, adopts=why == "a session")
+    if why == "a session":
+        a.step(1)
+        b.step(1)
+    lost(a)
+    b.join()
+    assert (job.phase, job.epoch) == (Phase.RUNNING, 2)
+
+
+def test_the_word_of_an_earlier_epoch_does_not_count() -> None:
+    """A Join that was on its way when the world changed again."""
+    job, (a, b, c) = opened(3)
+    lost(a)
+    b.join()
+    c.join()
+    message = b.joining()
+    message.took = job.epoch + 7
+    job.call(message)
+    assert asked(b) == 1
+    message = c.joining()
+    message.took = 1
+    job.call(message)
+    assert asked(b) == 1, "somebody else's word"
