@@ -99,7 +99,7 @@ def test_who_comes_first_looks_where_nobody_is_left() -> None:
     lost(a)
     again = job.node(adopts=True)
     while job.phase is Phase.RUNNING:
-        job.wait(0.5)
+        job.wait(1.0)
     assert (asked(again), job.phase) == (1, Phase.FORMING)
     takes(again, job.seal(20))
     all_join([again])
