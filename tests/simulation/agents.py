@@ -240,6 +240,8 @@ class SimAgent:
                 finished_runs=disk.finished_runs(self.host),
                 previous_incarnation=previous,
                 peer_address=self.memory.address,
+                # Nothing is to be found: what is asked for must only never keep a world from opening.
+                adopts=True,
             )
         )
 
@@ -265,6 +267,7 @@ class SimAgent:
                 self.sim.fresh_port(),
                 disk.read_probe(self.host),
                 tuple(disk.inventory(self.host)),
+                took=_took(action),
             ),
         )
 
@@ -277,7 +280,9 @@ class SimAgent:
         fetched = () if failure else (self.memory.steps[digest].message,)
         inventory, port = (*disk.inventory(self.host), *fetched), self.sim.fresh_port()
         probe, lacks = disk.read_probe(self.host), bool(failure)
-        self.deliver(ev.JoinPrepared(action.round, digest, self.host, port, probe, inventory, lacks=lacks))
+        self.deliver(
+            ev.JoinPrepared(action.round, digest, self.host, port, probe, inventory, lacks=lacks, took=_took(action))
+        )
 
     def _stop_workers(self, epoch: int) -> None:
         if self.group is not None and self.group.collective.epoch == epoch:
@@ -328,3 +333,7 @@ class SimAgent:
 def short(value: object) -> str:
     """One line for a trace."""
     return " ".join(str(value).split())[:220]
+
+
+def _took(action: ev.PrepareJoin) -> int:
+    return action.take.epoch if action.take is not None else 0
