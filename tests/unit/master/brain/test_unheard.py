@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dalsegno.master.brain.announcements import SESSION_WITHIN_SECONDS
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2
@@ -374,3 +376,106 @@ def test_a_last_save_is_waited_for_until_the_notice_ends() -> None:
     b.leave()
     a.join()
     assert job.phase is Phase.RUNNING
+
+
+def test_a_slow_start_says_nothing_of_the_worlds_after_it() -> None:
+    """Its script imports a session: each world has half a minute for it, also behind one that was presented."""
+    job = Driven()
+    a, b = job.node(expects_session=True), job.node(expects_session=True)
+    all_join([a, b])
+    job.wait(SESSION_WITHIN_SECONDS + 3)
+    assert lines(job, "epoch 1")
+    b.hang_up()
+    job.wait(2)
+    a.join()
+    assert job.epoch == 2
+    assert not lines(job, "epoch 2")
+    job.wait(SESSION_WITHIN_SECONDS + 1)
+    assert lines(job, "epoch 2")
+
+
+def test_a_hello_before_the_next_world_counts_for_that_one() -> None:
+    """This world was presented without steps; its session was opened then, and a node was lost before a step."""
+    job = Driven()
+    a, b = job.start(2)
+    job.wait(SESSION_WITHIN_SECONDS + 1)
+    a.step(0)
+    b.hang_up()
+    job.wait(2)
+    a.join()
+    assert job.epoch == 2
+    assert not lines(job, "epoch 2")
+
+
+def test_the_pause_before_a_world_that_is_not_heard_of_is_recorded() -> None:
+    """From what ended the last world to the start of this one."""
+    job = Driven(settings(join_timeout=30))
+    a, b, c = job.start(3)
+    job.wait(SESSION_WITHIN_SECONDS + 1)
+    b.hang_up()
+    job.wait(2)
+    a.join()
+    job.wait(5)
+    c.join()
+    assert [record.epoch for record in job.job.history] == [1, 2]
+    assert 5 <= job.job.history[1].paused < 8
+
+
+def why_not_drained(job: Driven, **fields: bool) -> str:
+    """What is said of the script at a join."""
+    late = job.node(**fields)
+    late.join()
+    (line,) = lines(job, f"{late.name} joined:")
+    return line.partition("joined: ")[2].partition(", so it cannot")[0]
+
+
+def test_what_is_said_of_a_script_at_a_join() -> None:
+    """By what was heard of it: nothing yet, a step or a save without a session, a session that may come."""
+    job = Driven(settings(grow_wait=100))
+    job.start(1)
+    assert why_not_drained(job) == "the script has not called session() yet"
+    job.wait(5)
+    assert why_not_drained(job) == "the script has not called session() yet, 5 s after its start"
+
+    job = Driven(settings(grow_wait=100))
+    (a,) = job.start(1)
+    heard(job, a, 1)
+    assert why_not_drained(job) == "the script has no session"
+
+    job = Driven(settings(grow_wait=100))
+    (a,) = job.start(1)
+    a.save(4)
+    assert why_not_drained(job) == "the script has no session"
+
+    job = Driven(settings(grow_wait=100))
+    (a,) = job.start(1, expects_session=True)
+    a.save(4)
+    job.wait(6)
+    late = job.node()
+    late.join()
+    job.wait(6)
+    assert lines(job, f"{late.name} joined: the script has not called session() yet, ")
+
+
+def test_one_node_that_sees_dlrovers_classes_is_enough() -> None:
+    """The others may have an older agent, which does not say so."""
+    job = Driven()
+    a, b = job.node(dlrover=True), job.node()
+    all_join([a, b])
+    job.wait(SESSION_WITHIN_SECONDS + 3)
+    assert "DLRover's classes tell of them" in lines(job, "epoch 1")[0]
+
+
+@pytest.mark.parametrize("sign", ["nothing", "a step", "a save", "DLRover"])
+def test_what_is_said_of_a_script_that_may_be_stuck(sign: str) -> None:
+    """Where it could have been heard, that it was not; otherwise that it has no session."""
+    job = Driven(settings(stall_timeout=60))
+    (a,) = job.start(1, dlrover=sign == "DLRover")
+    if sign == "a step":
+        heard(job, a, 1)
+    if sign == "a save":
+        a.save(4)
+    job.wait(70)
+    (line,) = lines(job, "whether the script is at work or stuck cannot be told")
+    heard_of = "no rank called session() for" if sign == "nothing" else "no step and no save was heard of for"
+    assert line.startswith(heard_of)
