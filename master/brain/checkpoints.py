@@ -311,11 +311,13 @@ def drop_form(job: Job, record: Checkpoint) -> None:
     job.checkpoints.put(replace(record, dropped=dropped, universal_name="", universal_digest=""))
 
 
-def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], by: Node) -> None:
+def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], by: Node, *, taken: bool = False) -> None:
     """Records checkpoints of the last opened epoch that were sealed but could not be committed, and sealed later forms.
 
     A node of that epoch must report them, if one is left; otherwise any node that sees them. What older epochs sealed
     too late is not part of the run, and may be deleted once the run has a newer commit.
+
+    `taken`: it has just taken what a lost node had not, see `taking`.
     """
     job = turn.job
     forms, late = [], []
@@ -330,7 +332,9 @@ def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], by: No
                 continue
             refused = record_commit(turn, message, by.name) if may_tell(turn, by) else "a stranger reported it"
             if not refused:
-                turn.notice(f"{message.ref.name} was sealed but not yet recorded: it counts")
+                known = "was sealed but not yet recorded"
+                saved = f"was saved just before a node was lost, and {by.name} has taken it"
+                turn.notice(f"{message.ref.name} {saved if taken else known}: it counts")
         elif message.epoch < job.epoch and job.checkpoint(message.ref.digest) is None:
             late.append(message)
     note_late(turn, late)

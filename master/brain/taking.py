@@ -54,8 +54,10 @@ def taker(turn: Turn) -> Node | None:
     return next(iter(in_rank_order(job, present)), None)
 
 
-def took(turn: Turn, node: Node, epoch: int) -> None:
-    """A node has looked, and its Join names what it found."""
+def took(turn: Turn, node: Node, epoch: int) -> bool:
+    """Whether a node has looked, as it was asked to: its Join names what it found."""
     gathering = turn.live.gathering
-    if epoch and epoch == turn.job.epoch and node.name == gathering.taker:
-        gathering.took, gathering.taker = True, ""
+    if not epoch or epoch != turn.job.epoch or node.name != gathering.taker:
+        return False
+    gathering.took, gathering.taker = True, ""
+    return True

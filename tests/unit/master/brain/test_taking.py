@@ -47,6 +47,7 @@ def test_the_next_in_rank_order_looks_and_the_world_waits_for_it() -> None:
     all_join([b, c])
     assert (job.phase, job.epoch) == (Phase.RUNNING, 2)
     assert b.directive.run.resume.source.step == 20
+    assert f"was saved just before a node was lost, and {b.name} has taken it: it counts" in job.notices
 
 
 def test_nothing_found_holds_nobody_up() -> None:
