@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dalsegno.elastic.checkpoint import CheckpointDamaged
+from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest
 from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.checkpoint.reading import read_regular
 from dalsegno.protos import control_pb2, worker_pb2
@@ -33,6 +33,7 @@ from .layouts import Complete, FileState, complete, damaged, number_of_file, sta
 from .naming import is_log
 from .slices import Behind, SaveSlice, choose, names_it
 from .slots import Slots
+from .strays import strays
 from .taking import Before, Changed, Origin, adopt, save_directory
 from .volume_check import VolumeCheck
 
@@ -128,6 +129,9 @@ class Adopter:
             self._step, self._numbers = late.step, dict(late.numbers)
             # The first node has said so.
             self._others, self._said = None, {_BEGAN_ANEW}
+        # The files of the resume point, and whether people know that the script saves among them.
+        self._listed: tuple[str, ...] | None = None
+        self._strays_told = False
         # Something is new, or has changed: the next look decides.
         self._undecided = False
         # The file system has allowed all of the last look.
@@ -442,6 +446,7 @@ class Adopter:
         if found.units or self._others is None:
             self._others = None
             return
+        self._tell_of_strays()
         sizes = {name: size for name in found.other if (size := _size(self._root / name)) >= LARGE_BYTES}
         saved = [name for name, size in sizes.items() if not is_log(name) and self._others.get(name) == size]
         self._others = sizes
@@ -453,6 +458,23 @@ class Adopter:
                     f"the script saved {shown(saved)}, which is not known for a checkpoint{matching}: nothing is kept "
                     "through a change of the world; name its checkpoints, relative to ${save_dir}, with "
                     "--checkpoint-glob"
+                )
+            )
+
+    def _tell_of_strays(self) -> None:
+        """Says once that the script saves where it resumed from, where nothing is taken."""
+        if self._before is None or self._strays_told or not os.path.lexists(self._before.directory):
+            return
+        directory = self._before.directory
+        if self._listed is None:
+            self._listed = tuple(entry.path for entry in Manifest.read(directory).files)
+        saved = [name for name in strays(directory, self._listed) if _size(directory / name) >= LARGE_BYTES]
+        if saved:
+            self._strays_told = True
+            self._deliver(
+                ev.Remark(
+                    f"the script saved {shown(saved)} into {directory.name}, from which it resumed: nothing is taken "
+                    "there; it must save below ${save_dir}"
                 )
             )
 

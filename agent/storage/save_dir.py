@@ -16,10 +16,12 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest, SavedAs, read_sealed, verify
+from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.checkpoint.files import CANNOT, copy_file, replace_file
 from dalsegno.elastic.checkpoint.reading import read_regular
 from dalsegno.protos import control_pb2, worker_pb2
 from dalsegno.protos.shortage import starting
+from dalsegno.protos.text import few
 
 from ..decisions import events as ev
 from ..script import FLAG
@@ -29,6 +31,7 @@ from .foreign import NOTE_BYTES, OURS
 from .late import take_late
 from .layouts import state_of
 from .macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand, macros_of
+from .strays import ASIDE, set_aside
 from .taking import Before, Origin, save_directory
 
 __all__ = ["Adoption", "Then", "place", "prepare"]
@@ -170,6 +173,8 @@ class Adoption:
         self._placing: _Placing | None = None
         # The last epoch in which a copy was put there, and its files.
         self._placed: tuple[int, tuple[str, ...]] = (0, ())
+        # What the script had written into resume points, as far as people know.
+        self._aside: set[str] = set()
 
     @property
     def last_look(self) -> float:
@@ -204,7 +209,8 @@ class Adoption:
             target = prepare(run_dir, world, manifest.saved_as)
         if target is None and not first:
             return False
-        self._placing = _Placing(source, manifest, world.resume, target, then, self._slow, first=first)
+        own = save_directory(run_dir, world.epoch)
+        self._placing = _Placing(source, manifest, world.resume, target, own, then, self._slow, self._tell_aside, first)
         return True
 
     def begin(
@@ -310,6 +316,17 @@ class Adoption:
                 seconds = min(_PART_OF_JOINING * join_timeout, _MOST_SECONDS)
                 take_late(run_dir, world, origin, self._deliver_late, self._pattern, self._best, seconds)
 
+    def _tell_aside(self, checkpoint: str, own: Path, moved: list[str]) -> None:
+        if new := [name for name in moved if name not in self._aside]:
+            self._aside.update(new)
+            what = printable(few(new))
+            self._deliver(
+                ev.Remark(
+                    f"the script wrote {what} into {checkpoint}, from which it resumed: set aside in "
+                    f"{own.name}/{ASIDE}. It may read what ${{resume_dir}} names, and saves below ${{save_dir}}"
+                )
+            )
+
     def _deliver_late(self, event: ev.Event) -> None:
         # What was sealed is in the inventory of this node's Join.
         if not isinstance(event, ev.WorkerSaid):
@@ -344,14 +361,16 @@ class _Placing:
         manifest: Manifest,
         resume: control_pb2.ResumePoint,
         target: Path | None,
+        own: Path,
         then: Then,
         slow: Slow,
-        *,
+        tell_aside: Callable[[str, Path, list[str]], None],
         first: bool,
     ) -> None:
-        self._slow = slow
+        self._slow, self._own, self._tell_aside = slow, own, tell_aside
         self._source, self._manifest, self._target, self._then, self._first = source, manifest, target, then, first
         self._resume = resume
+        self._is_scripts = manifest.saved_as is not None
         self._over = threading.Event()
         self.files: tuple[str, ...] = ()
         with starting("the thread that copies the resume point"):
@@ -392,7 +411,11 @@ class _Placing:
         ref = self._resume.universal if universal else self._resume.source.ref
         directory = self._source.parent / ref.name
         try:
-            verify(directory, read_sealed(directory, ref.digest))
+            sealed = read_sealed(directory, ref.digest)
+            moved = set_aside(directory, (entry.path for entry in sealed.files), self._own) if self._is_scripts else []
+            if moved:
+                self._tell_aside(ref.name, self._own, moved)
+            verify(directory, sealed)
         except CheckpointDamaged as error:
             return worker_pb2.BadCheckpoint(
                 name=ref.name, digest=ref.digest, form=self._resume.form, file=error.file, message=str(error)

@@ -173,6 +173,35 @@ def test_a_script_that_fails_right_after_its_save(shell: Shell) -> None:
     assert (shell.directory / "starts").read_text().split() == ["0", "1", "2", "3"], ended.text
 
 
+WRITES_WHERE_IT_RESUMED = """
+import os, pickle, sys
+save, resume = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
+step = pickle.load(open(f"{resume}/ckpt.pkl", "rb"))["step"] if resume else 0
+with open("starts", "a") as file:
+    print(step, file=file)
+if not resume:
+    with open(f"{save}/ckpt.pkl", "wb") as file:
+        pickle.dump({"step": step + 1}, file)
+    os._exit(3)
+if open("starts").read().split() == ["0", "1"]:
+    os.mkdir(f"{resume}/logs")
+    with open(f"{resume}/logs/a.log", "w") as file:
+        file.write("resumed")
+    os._exit(3)
+"""
+
+
+@pytest.mark.full
+def test_a_script_that_writes_into_the_checkpoint_that_it_resumed_from(shell: Shell) -> None:
+    """A log in it damages nothing: it is set aside, said, and the run never goes back for it."""
+    (shell.directory / "train.py").write_text(WRITES_WHERE_IT_RESUMED)
+    ended = shell.run("--max-restarts=3", "--job-id=job", "train.py", "${save_dir}", "${resume_dir}")
+    assert ended.code == 0, ended.text
+    assert (shell.directory / "starts").read_text().split() == ["0", "1", "1"], ended.text
+    assert "the script wrote logs/a.log into step-1.e1.1, from which it resumed: set aside in e3/" in ended.text
+    assert "going back" not in ended.text
+
+
 def test_what_a_leaver_saves_at_its_notice_is_the_runs(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """It takes its time; the others wait for it, although they could go on at once from what was saved before."""
     training = Training(script=LAYOUTS, steps=200, save_every=40, extra=("--layout=nanogpt",))

@@ -1,0 +1,102 @@
+"""What a script writes into the checkpoint that it resumed from."""
+
+from __future__ import annotations
+
+import os
+import queue
+from pathlib import Path
+
+import pytest
+
+from dalsegno.agent.decisions import events as ev
+from dalsegno.agent.storage import adoption
+from dalsegno.agent.storage.save_dir import Adoption
+from dalsegno.agent.storage.strays import set_aside, strays
+from dalsegno.elastic.checkpoint import Manifest, inventory, verify
+from dalsegno.protos import control_pb2, worker_pb2
+
+from .test_adoption import ORIGIN, begun, sealed_step, states, world
+
+
+def resumed(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> control_pb2.World:
+    """A world that resumes from what the script had saved in the one before."""
+    states(run_dir / "e1", "step_10/model.pt")
+    monkeypatch.setattr(adoption, "UNSURE_LOOKS", 1)
+    taken, heard = begun(run_dir, monkeypatch, world(1))
+    assert sealed_step(heard.get(timeout=20)) == 10
+    taken.close()
+    (sealed,) = inventory(run_dir)
+    made = world(2, sealed.name)
+    made.resume.form = control_pb2.FORM_SHARDED
+    made.resume.source.step, made.resume.source.ref.digest = 10, sealed.digest
+    return made
+
+
+def placed(run_dir: Path, of: control_pb2.World) -> tuple[worker_pb2.BadCheckpoint | None, list[str]]:
+    """Its workers are about to start: the damage of its resume point, and what people are told."""
+    done: queue.Queue[worker_pb2.BadCheckpoint | None] = queue.Queue()
+    heard: queue.Queue[ev.Event] = queue.Queue()
+    adopting = Adoption(["${save_dir}", "${resume_dir}"], heard.put)
+    assert adopting.place(run_dir, of, lambda problem, damage: done.put(damage), first=True)
+    damage = done.get(timeout=20)
+    adopting.close()
+    said = [heard.get_nowait() for _ in range(heard.qsize())]
+    return damage, [event.text for event in said if isinstance(event, ev.Remark)]
+
+
+def test_what_was_written_there_is_set_aside_before_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files, folders and links. The checkpoint is what was sealed, and the script's words are kept."""
+    of = resumed(tmp_path, monkeypatch)
+    sealed = tmp_path / of.resume.source.ref.name
+    (sealed / "step_10" / "logs").mkdir()
+    (sealed / "step_10" / "logs" / "a.log").write_text("words")
+    (sealed / "latest").symlink_to("step_10")
+    damage, said = placed(tmp_path, of)
+    assert damage is None
+    verify(sealed, Manifest.read(sealed))
+    assert (tmp_path / "e2" / ".dalsegno-aside" / "step_10" / "logs" / "a.log").read_text() == "words"
+    assert said == [
+        f"the script wrote latest, step_10/logs/a.log into {sealed.name}, from which it resumed: set aside in "
+        "e2/.dalsegno-aside. It may read what ${resume_dir} names, and saves below ${save_dir}"
+    ]
+    assert sorted(path.name for path in (sealed / "step_10").iterdir()) == ["model.pt"]
+
+
+def test_what_was_sealed_and_changed_is_damaged_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that saves over what it resumed from."""
+    of = resumed(tmp_path, monkeypatch)
+    sealed = tmp_path / of.resume.source.ref.name
+    (sealed / "step_10" / "model.pt").write_bytes(b"another one")
+    damage, said = placed(tmp_path, of)
+    assert damage is not None
+    assert (damage.name, said) == (sealed.name, [])
+
+
+def test_a_script_that_saves_where_it_resumed_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is taken there. It is said while the script is at work, and once; a log is no save."""
+    of = resumed(tmp_path, monkeypatch)
+    sealed = tmp_path / of.resume.source.ref.name
+    taken, heard = begun(tmp_path, monkeypatch, of, ORIGIN)
+    (sealed / "run.log").write_text("words")
+    (sealed / "step_20").mkdir()
+    (sealed / "step_20" / "model.pt").write_bytes(bytes(adoption.LARGE_BYTES))
+    said = heard.get(timeout=20)
+    assert isinstance(said, ev.Remark)
+    assert said.text.startswith(f"the script saved step_20/model.pt into {sealed.name}, from which it resumed")
+    os.utime(sealed / "step_20" / "model.pt")
+    states(tmp_path / "e2", "step_30/model.pt")
+    assert sealed_step(heard.get(timeout=20)) == 30
+    taken.close()
+
+
+def test_nothing_of_a_checkpoint_itself_is_a_stray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = resumed(tmp_path, monkeypatch)
+    sealed = tmp_path / of.resume.source.ref.name
+    listed = [entry.path for entry in Manifest.read(sealed).files]
+    assert strays(sealed, listed) == []
+    assert set_aside(sealed, listed, tmp_path / "e2") == []
+    assert not (tmp_path / "e2").exists()
+    with pytest.raises(FileNotFoundError):
+        strays(tmp_path / "gone", listed)
