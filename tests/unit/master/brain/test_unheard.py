@@ -25,7 +25,7 @@ def test_a_world_that_is_not_heard_of_is_presented_once() -> None:
     (line,) = lines(job, "epoch 1")
     assert f"{a.name}, {b.name} joined, 2 nodes; no steps" in line
     assert "has not called session()" in line
-    assert [(record.epoch, record.nodes) for record in job.job.history] == [(1, 2)]
+    assert [(record.epoch, record.nodes, record.stepped_at) for record in job.job.history] == [(1, 2, 0)]
 
 
 def test_a_script_with_a_session_is_not_presented_before_its_first_step() -> None:
@@ -244,6 +244,7 @@ def test_what_can_be_resumed_is_waited_for_five_minutes() -> None:
     assert "with its next checkpoint, or from that of step 4 in 300 s (--grow-wait)" in line
     job.wait(11)
     assert job.phase is Phase.FORMING
+    assert lines(job, f"all workers restart to take {late.name} in; no other commit came (--grow-wait)")
 
 
 def test_a_newcomer_hears_at_once_when_it_is_taken_in() -> None:
@@ -479,3 +480,30 @@ def test_what_is_said_of_a_script_that_may_be_stuck(sign: str) -> None:
     (line,) = lines(job, "whether the script is at work or stuck cannot be told")
     heard_of = "no rank called session() for" if sign == "nothing" else "no step and no save was heard of for"
     assert line.startswith(heard_of)
+
+
+def test_a_newcomer_of_a_presented_world_hears_at_once_that_no_time_is_set() -> None:
+    """Its script has no session by then: nothing better is on its way."""
+    job = Driven(settings(grow_wait=-1))
+    job.start(1)
+    job.wait(SESSION_WITHIN_SECONDS + 1)
+    late = job.node()
+    late.join()
+    assert lines(job, f"{late.name} joined:")
+
+
+def test_where_a_world_went_on_is_guessed_only_where_nobody_knows() -> None:
+    """Not in the first one, which begins at step 0; nor with a session, whose record has the step."""
+    job = Driven()
+    (a,) = job.start(1)
+    heard(job, a, 50)
+    assert lines(job, "epoch 1")[0].endswith("1 node, from step 0")
+    job = Driven()
+    a, b = job.start(2)
+    a.step(10)
+    a.save(10, any_size=True)
+    b.hang_up()
+    job.wait(2)
+    a.join()
+    a.step(15)
+    assert "1 node, resumed at step 10," in lines(job, "epoch 2")[0]
