@@ -14,6 +14,7 @@ FIRST = "local rank 0 exited with code 1: ValueError: no data (train.py, line 3,
     [
         (FIRST, FIRST, True),
         (FIRST, FIRST.replace("attempt_0/0", "attempt_1/1").replace("rank 0", "rank 1"), True),
+        (FIRST, FIRST.replace("/t/attempt_0", "/another/place"), True),
         ("lost at 0x7f3a in 12 s", "lost at 0xdeadbeef in 3 s", True),
         (FIRST, FIRST.replace("no data", "no room"), False),
         (FIRST, FIRST.replace("ValueError", "OSError"), False),

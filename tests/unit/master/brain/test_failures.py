@@ -94,6 +94,27 @@ def test_attempts_are_not_counted_where_another_agent_counts_them() -> None:
     assert f"{a.name}: failed as before\n" in job.notices
 
 
+def test_how_many_more_failures_are_survived_is_said() -> None:
+    """With each pause; and at the end how many there were."""
+    job = Driven(settings(max_restarts=4))
+    (a,) = job.start(1)
+    a.step(1)
+    for _ in range(5):
+        a.failed("no data", step=1)
+        a.join()
+        job.wait(10)
+    said = [line.partition("; ")[2] for line in job.notices.splitlines() if "start again in" in line]
+    left = [f"{many} survived (--max-restarts)" for many in ("2 more are", "1 more is", "no more are")]
+    assert said == left
+    assert "no data; 5 failures without progress (--max-restarts 4)" in job.job.message
+    job = Driven(settings(max_restarts=0))
+    (a,) = job.start(1)
+    a.step(1)
+    a.failed("no data", step=1)
+    a.join()
+    assert "no data; 1 failure without progress (--max-restarts 0)" in job.job.message
+
+
 # ---- whose failure it was --------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dalsegno.master.brain.state import Phase
+from dalsegno.master.brain.views import Common
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import Driven, Node, all_join, settings
 
@@ -147,3 +148,60 @@ def test_the_word_of_an_earlier_epoch_does_not_count() -> None:
     message.took = 1
     job.call(message)
     assert asked(b) == 1, "somebody else's word"
+
+
+def test_scripts_that_save_elsewhere_do_not_wait_for_the_first_node() -> None:
+    """Nothing comes with its Join, and there are enough nodes without it."""
+    job, (a, b) = opened(2, Driven(settings(max_nodes=2)), adopts=False)
+    spare = job.node()
+    spare.join()
+    b.failed()
+    b.join()
+    spare.join()
+    assert (job.phase, job.epoch) == (Phase.RUNNING, 2)
+    assert a.name not in job.members
+
+
+def test_nobody_looks_once_the_run_went_back() -> None:
+    """What that world saved last does not count any more, by order."""
+    job, (a, b) = opened(2)
+    a.save(10, any_size=True)
+    a.save(20, any_size=True)
+    lost(a, b)
+    again = job.node(adopts=True, resume_step=10)
+    while job.phase is Phase.RUNNING:
+        job.wait(1.0)
+    again.join()
+    job.wait(2)
+    assert (asked(again), job.phase) == (0, Phase.RUNNING)
+    assert again.directive.run.resume.source.step == 10
+
+
+def test_one_that_leaves_is_not_asked() -> None:
+    """It would be gone before it had looked."""
+    _, (a, b, c) = opened(3)
+    lost(a)
+    b.join()
+    c.join()
+    b.leave()
+    assert (asked(b), asked(c)) == (0, 1)
+
+
+def test_one_that_does_not_even_join_is_asked_no_longer() -> None:
+    """Its agent lives and does not answer; another one can look."""
+    job, (a, b, c) = opened(3, Driven(settings(join_timeout=5)))
+    lost(a)
+    c.join()
+    assert (asked(b), asked(c)) == (1, 0)
+    job.wait(6)
+    assert (asked(b), asked(c)) == (0, 1)
+
+
+def test_who_is_asked_hears_it_at_once() -> None:
+    """The directives change with it."""
+    job, (a, _) = opened(2)
+    lost(a)
+    before = Common(job.state)
+    assert Common(job.state).says_the_same(before)
+    job.state.live.gathering.taker = "another"
+    assert not Common(job.state).says_the_same(before)
