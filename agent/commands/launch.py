@@ -156,7 +156,7 @@ def _agent_config(
         resume_step=options.resume_step,
         master_outage_timeout=options.master_outage_timeout,
         connect_timeout=options.connect_timeout,
-        addresses=options.master or options.meet or "embedded",
+        addresses=options.master or options.meet or "",
         token_file=str(options.token_file or ""),
         # With the other flag its configuration says what this one would tell it.
         script_flag=not (knows_us(script) or options.deepspeed_load_universal),

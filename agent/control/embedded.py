@@ -7,6 +7,7 @@ wait for it, and say so once.
 
 from __future__ import annotations
 
+import errno
 import logging
 import subprocess
 import threading
@@ -192,7 +193,7 @@ class EmbeddedMaster:
                 return
 
     def _renew(self) -> None:
-        said = ""
+        said, full = "", False
         while not self._closing.wait(_RENEWAL_SECONDS):
             # Reaps a master that we started and that has ended.
             self._children = [child for child in self._children if child.poll() is None]
@@ -201,6 +202,7 @@ class EmbeddedMaster:
                 before, self._known = self._known, self._claims.read()
                 if self._known is not None and self._known == before and self._renews(before):
                     self._known = self._claims.bump(before)
+                    full = False
                 said = ""
             except Exception as error:
                 # After any error the next attempt may succeed; a claim that stands still is taken over.
@@ -209,6 +211,14 @@ class EmbeddedMaster:
                     if isinstance(error, LocksUnavailable):
                         self._say(f"the claim cannot be renewed: {error}", True)
                 said = str(error)
+                if not full and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    full = True
+                    # The master needs room for each decision, and is only silent.
+                    self._say(
+                        f"no room in {self._directory} ({error.strerror}): the master decides nothing until there is"
+                        " some; training goes on",
+                        True,
+                    )
 
     def _renews(self, claim: Claim) -> bool:
         """Whether this agent moves the claim's counter: for a master that it sees, or that answers."""

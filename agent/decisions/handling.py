@@ -167,19 +167,18 @@ def silence_is_told_at(state: AgentState, deadline: float) -> float:
 def check_answer(decision: Decision) -> None:
     """Gives up if nobody has answered the first registration, once nothing else is in the queue, such as an answer."""
     state = decision.state
-    deadline = state.door.answer_deadline
+    deadline, where = state.door.answer_deadline, state.settings.addresses
     if deadline is None:
         return
     if silence_is_told_at(state, deadline) <= decision.now < deadline and not state.door.told:
         state.door.told = True
         left = f"{deadline - decision.now:.0f} s more (--connect-timeout)"
-        decision.do(ev.Say(f"no master has answered yet at {state.settings.addresses}: trying for {left}"))
+        who = f"no master has answered yet at {where}" if where else "the job's own master has not answered yet"
+        decision.do(ev.Say(f"{who}: trying for {left}"))
     if decision.now >= deadline:
         seconds = state.settings.connect_timeout
-        where = f" ({state.settings.addresses})" if state.settings.addresses else ""
-        decision.exit(
-            ev.EXIT_USAGE, f"no master answered within {seconds:.0f} s: is it running at that address?{where}"
-        )
+        what = f"is it running at that address? ({where})" if where else "its log in the checkpoint directory says why"
+        decision.exit(ev.EXIT_USAGE, f"no master answered within {seconds:.0f} s: {what}")
 
 
 def refused(decision: Decision, event: ev.Refused) -> None:

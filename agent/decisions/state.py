@@ -48,7 +48,7 @@ class AgentSettings:
     # Silence of the master after which this node's workers stop, even if nobody hears it; 0: they go on.
     self_fence: float = 0.0
     master_outage_timeout: float = MASTER_OUTAGE_TIMEOUT_SECONDS
-    # Where the master was looked for, for a person; and the file that the token comes from, if it is one.
+    # Where the master was looked for, for a person (empty: it is the job's own); and the token's file, if it has one.
     addresses: str = ""
     token_file: str = ""
     # How long the first registration may go without any answer.

@@ -25,7 +25,7 @@ class AgentConfig:
         new_run: start over although the job's last run is finished or has failed.
         resume_step: go back to this step, for the how manieth time; None: go on from the newest checkpoint.
         connect_timeout: how long the first registration may take.
-        addresses: where the master was looked for, for people.
+        addresses: where the master was looked for, for people; empty: it is the job's own.
         token_file: the file that the token comes from; empty: it is none.
         script_flag: if the job uses `--universal-checkpoint`, add the flag to the script's own arguments when it
             resumes from universal files.

@@ -170,6 +170,34 @@ def test_a_master_without_a_claim_is_ended(jobs: Jobs, monkeypatch: pytest.Monke
     wait_for(lambda: not is_same_process(claim.pid, claim.start_time))
 
 
+def test_a_full_disk_is_said_once_each_time_that_it_is_full(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The master is silent then, and people would look for another cause. Each error names another file."""
+    plain, full = ClaimFile.bump, threading.Event()
+    tries = 0
+
+    def bump(claims: ClaimFile, before: Claim) -> Claim | None:
+        nonlocal tries
+        tries += 1
+        if full.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{claims.path}.{tries}")
+        return plain(claims, before)
+
+    monkeypatch.setattr(ClaimFile, "bump", bump)
+    monkeypatch.setattr(embedded, "_RENEWAL_SECONDS", 0.05)
+    jobs.view().start()
+    wait_for(lambda: tries > 2)
+    for time_of_it in (1, 2):
+        full.set()
+        wait_for(lambda many=time_of_it: len(jobs.said) == many)
+        before = tries
+        wait_for(lambda least=before + 3: tries > least)
+        full.clear()
+        before = tries
+        wait_for(lambda least=before + 3: tries > least)
+    assert len(jobs.said) == 2
+    assert all("(No space left on device): the master decides nothing until there is some" in one for one in jobs.said)
+
+
 def test_a_master_whose_starter_is_gone_serves_nobody(jobs: Jobs) -> None:
     """It would supersede the next one, and be found by nobody: it ends before it takes a generation."""
     jobs.directory.mkdir(mode=0o700)

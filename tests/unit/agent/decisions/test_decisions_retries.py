@@ -203,6 +203,17 @@ def test_a_master_that_never_answers_ends_the_agent() -> None:
     assert "no master answered within 20 s" in ending.message
 
 
+def test_the_jobs_own_master_has_no_address_that_could_be_wrong() -> None:
+    """It is looked for in the checkpoint directory, where its log says why it is silent."""
+    agent = Agent(connect_timeout=20.0)
+    agent.hear(ev.Started())
+    said = "the job's own master has not answered yet: trying for 15 s more (--connect-timeout)"
+    assert agent.waits(5.0) == [ev.Say(said)]
+    (ending,) = agent.waits(15.0)
+    assert isinstance(ending, ev.Exit)
+    assert ending.message == "no master answered within 20 s: its log in the checkpoint directory says why"
+
+
 def test_an_answered_agent_outlives_every_attempt() -> None:
     """A name that was held at first: no attempt's deadline is left behind, however long the agent lives."""
     agent = Agent(node_name="me", connect_timeout=20.0)
