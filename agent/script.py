@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -208,18 +208,26 @@ def expects_session(script: Script) -> bool:
 
 def reaches_session(file: Path) -> bool:
     """Whether a script, or a module of one's own that it imports from beside it, names our library."""
-    seen, left = {file}, [file]
+    return any(expects_session(Script(sys.executable, ("-u", str(one)))) for one in _with_own_modules(file))
+
+
+def _with_own_modules(file: Path, where: Path | None = None) -> Iterator[Path]:
+    """A script, and the modules of one's own that it imports from beside it, as far as that is in their text.
+
+    Args:
+        file: the script.
+        where: where modules are looked for; None: beside it.
+    """
+    seen, left, where = {file}, [file], where or file.parent
     while left and len(seen) <= _MOST_FILES:
         one = left.pop()
-        if expects_session(Script(sys.executable, ("-u", str(one)))):
-            return True
+        yield one
         parts = [name.split(".") for name in _named_by(one)]
-        beside = {file.parent.joinpath(*path) for path in parts} | {one.parent.joinpath(*path) for path in parts}
+        beside = {where.joinpath(*path) for path in parts} | {one.parent.joinpath(*path) for path in parts}
         near = {path for base in beside for path in (base.with_suffix(".py"), base / "__init__.py")} - seen
         found = [path for path in sorted(near) if path.is_file()]
         seen.update(found)
         left += found
-    return False
 
 
 def module_file(name: str) -> Path | None:
@@ -234,11 +242,17 @@ def uses_dlrover(script: Script) -> bool:
 
 
 def asks_hub(script: Script) -> bool:
-    """Whether its own text imports a library that asks Hugging Face's hub, and says nothing of where the hub is."""
+    """Whether it imports a library that asks Hugging Face's hub, itself or by modules of its own from beside it.
+
+    Not if one of them says where the hub is, or that there is none.
+    """
     source = script.source
-    if isinstance(source, Path) and source.is_file() and _OWN_HUB.search(text_of(source)):
+    file, where = (module_file(source), Path()) if isinstance(source, str) else (source, None)
+    own = list(_with_own_modules(file, where)) if file is not None and file.is_file() else []
+    if any(_OWN_HUB.search(text_of(one)) for one in own):
         return False
-    return any(name.partition(".")[0] in _ASK_HUB for name in _named_by(source))
+    named = _named_by(source).union(*map(_named_by, own))
+    return any(name.partition(".")[0] in _ASK_HUB for name in named)
 
 
 def runs_ahead(script: Script, wanted: str) -> bool:

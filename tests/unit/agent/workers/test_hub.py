@@ -120,6 +120,24 @@ def test_nobody_is_asked_where_people_have_decided_or_nothing_asks(
     assert silent.asked == []
 
 
+def test_modules_of_ones_own_ask_for_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that they import, and those of a script that is run as a module; but not where one of them decides."""
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "data.py").write_text("from datasets import load_dataset\n")
+    (tmp_path / "model.py").write_text("from mine.data import load_dataset\n")
+    (package / "__main__.py").write_text("import model\n")
+    one = script(tmp_path, "import model\n")
+    assert asks_hub(one)
+    monkeypatch.chdir(tmp_path)
+    assert asks_hub(Script(sys.executable, ("-u", "-m", "mine")))
+    (tmp_path / "model.py").write_text("import os\nos.environ['HF_HUB_OFFLINE'] = '1'\nfrom mine.data import x\n")
+    assert not asks_hub(one)
+    (tmp_path / "model.py").write_text("import torch\n")
+    assert not asks_hub(one)
+
+
 def test_ms_swifts_modules_ask(tmp_path: Path) -> None:
     """They have no text of the user's."""
     for name in ("swift.cli.sft", "dalsegno.swift_plugin.sft"):
