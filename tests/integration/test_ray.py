@@ -40,7 +40,7 @@ class RayCluster:
     master: str
 
     def order(self, word: str) -> None:
-        """Adds or loses a machine."""
+        """Adds or loses a machine, or has one vanish."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{word}\n")
@@ -143,6 +143,27 @@ def test_machines_and_agents_come_and_go(ray_cluster: RayCluster) -> None:
         driver.send_signal(signal.SIGINT)
         assert driver.wait(90) == 75
         assert job.agents() == []
+        last = job.status()
+        assert last is not None
+        assert last.head.step == last.step, "nothing is lost"
+    finally:
+        driver.kill()
+
+
+def test_a_machine_that_vanishes_is_replaced(ray_cluster: RayCluster) -> None:
+    """With its agent, and nobody says so: the others go on, and Ray starts another agent where it has room."""
+    job = ray_cluster
+    job.order("add")
+    job.order("add")
+    driver = job.drive(2, "--steps=1000000", "--step-time=0.1")
+    try:
+        epoch = job.wait_world(2).epoch
+        job.order("vanish")
+        epoch = job.wait_world(1, epoch).epoch
+        job.order("add")
+        job.wait_world(2, epoch)
+        driver.send_signal(signal.SIGINT)
+        assert driver.wait(90) == 75
         last = job.status()
         assert last is not None
         assert last.head.step == last.step, "nothing is lost"
