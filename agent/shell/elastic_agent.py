@@ -175,6 +175,7 @@ class ElasticAgent(LocalElasticAgent):
     def _invoke_run(self, role: str = "default") -> RunResult:
         """Runs until the decisions say Exit. Torch's `run` calls this and records the result."""
         self._effects.take = self._take_late
+        self._hub.begin()
         with self._watch.to(self._signalled):
             # Before the registration, so that the imports run while the master answers.
             self._prepare(low_priority=False)

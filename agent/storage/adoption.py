@@ -57,7 +57,8 @@ MOST_NOTES = 64
 # Seconds between two looks when the script was asked to save, and whether somebody still waits for that.
 _LOOK_WHEN_ASKED_SECONDS = 0.25
 _BEGAN_ANEW = (
-    "it is older than the resume point: the script did not load what ${resume_dir} and DALSEGNO_RESUME_DIR name"
+    "it is older than the resume point, and is not taken: the script did not load what ${resume_dir} and "
+    "DALSEGNO_RESUME_DIR name, or it has begun to count anew since then"
 )
 
 logger = logging.getLogger(__name__)

@@ -73,8 +73,8 @@ class HubKnowledge:
         self._wanted = not decided and self._url.startswith("http") and asks_hub(script)
         self._silent = False
 
-    def variables(self, epoch: int) -> dict[str, str]:
-        """What the workers of this epoch are told. The first call begins to ask."""
+    def begin(self) -> None:
+        """Begins to ask, once. A node that joins a run has the answer before its workers start, as the others have."""
         if self._wanted:
             self._wanted = False
             try:
@@ -82,6 +82,10 @@ class HubKnowledge:
                     threading.Thread(target=self._watch, name="hub", daemon=True).start()
             except OSError as error:
                 logger.warning("%s", error)
+
+    def variables(self, epoch: int) -> dict[str, str]:
+        """What the workers of this epoch are told."""
+        self.begin()
         return {Variable.HUB_UNREACHABLE: self._url} if self._silent and epoch > 1 else {}
 
     def _watch(self) -> None:

@@ -80,6 +80,15 @@ def test_whoever_answers_is_there(forbidding: str) -> None:
     assert answers("strange://nobody")
 
 
+def begins_to_answer(port: int, said: list[str]) -> None:
+    """Until that is said: then nobody asks any more."""
+    server = HTTPServer(("127.0.0.1", port), _Refuses)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    until(lambda: len(said) > 1 and "hub" not in {thread.name for thread in threading.enumerate()})
+    server.shutdown()
+    server.server_close()
+
+
 @pytest.mark.slow
 def test_workers_are_told_after_the_first_world_and_until_it_answers(tmp_path: Path, forbidding: str) -> None:
     """One line for each; the first world of a run asks as ever."""
@@ -92,13 +101,23 @@ def test_workers_are_told_after_the_first_world_and_until_it_answers(tmp_path: P
     assert hub.variables(1) == {}
     assert hub.variables(2) == {Variable.HUB_UNREACHABLE: url}
     assert f"{url} does not answer" in said[0]
-    server = HTTPServer(("127.0.0.1", port), _Refuses)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    until(lambda: len(said) > 1)
-    server.shutdown()
-    server.server_close()
+    begins_to_answer(port, said)
     assert "answers again" in said[1]
     assert hub.variables(3) == {}
+
+
+def test_a_node_that_joins_knows_before_its_workers_start(tmp_path: Path) -> None:
+    """It asks as soon as its agent does anything, so its first world, which is not the run's, need not wait."""
+    said: list[str] = []
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    hub = HubKnowledge(script(tmp_path), lambda text, _: said.append(text), {"HF_ENDPOINT": url}, (0.01, 0.01))
+    hub.begin()
+    hub.begin()
+    until(lambda: said)
+    assert hub.variables(2) == {Variable.HUB_UNREACHABLE: url}
+    begins_to_answer(port, said)
+    assert len(said) == 2, "it was asked by one thread"
 
 
 @pytest.mark.parametrize(
