@@ -55,6 +55,7 @@ def test_a_survivor_takes_what_the_first_node_had_not_taken(clusters: Clusters, 
     job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
 def test_the_next_start_takes_what_a_lone_node_had_not_taken(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """The only node is killed in the second after a save: the same command goes on from this save."""
     job = a_job(clusters)
