@@ -112,6 +112,10 @@ class SimMaster:
             self.sim.trace("master", "is stopped")
             self._paused_at = self.sim.clock.now
 
+    @property
+    def is_paused(self) -> bool:
+        return self.up and self._paused_at is not None
+
     def resume(self) -> None:
         if not self.up or self._paused_at is None:
             return

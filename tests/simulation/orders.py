@@ -146,6 +146,9 @@ def start(sim: Simulation) -> None:
     if sim.ledger.success is not None:
         return
     job = sim.master.job
+    if sim.master.is_paused:
+        sim.clock.after(AGAIN, start, sim)  # It may hear the order to stop only now.
+        return
     if job is None or job.stopping or (job.phase.value == "stopped" and not sim.plan.embedded):
         _give(sim, control_pb2.StartRequest(job_id="job"), "start")
         sim.clock.after(AGAIN, start, sim)

@@ -209,8 +209,12 @@ class RealMaster:
             self.sim.trace("master", "is stopped")
             self.loop.frozen = True
 
+    @property
+    def is_paused(self) -> bool:
+        return self.up and self.loop is not None and self.loop.frozen
+
     def resume(self) -> None:
-        if self.up and self.loop is not None and self.loop.frozen:
+        if self.is_paused and self.loop is not None:
             self.sim.trace("master", "continues")
             self.loop.thaw()
 

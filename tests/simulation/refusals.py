@@ -97,8 +97,9 @@ class Refusals:
         before, ledger = self._worlds.get(world.epoch - 1), self._ledger
         if before is None or before.tried or world.epoch - 1 not in self._refused:
             return
-        if ledger.stores_lost or ledger.is_excused(world.epoch - 1):
-            return  # Who was to tell of it may be gone.
+        told = any(ledger.sim.by_incarnation(incarnation) is not None for incarnation in before.members)
+        if ledger.stores_lost or ledger.is_excused(world.epoch - 1) or not told:
+            return  # Who was to tell of it may be gone, or is: all were told to leave while the master was away.
         ledger.require(
             before.is_mixed,
             "a refusal ends the job",
