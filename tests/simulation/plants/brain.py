@@ -143,10 +143,10 @@ def commits_for_closed_epochs(original: Any) -> Any:
 
 
 def adopts_what_older_epochs_sealed(original: Any) -> Any:
-    def adopt_sealed(turn: Turn, inventory: Any, by: Node) -> None:
+    def adopt_sealed(turn: Turn, inventory: Any, by: Node, **more: Any) -> None:
         for message in inventory:
             records_late(turn, message)
-        original(turn, inventory, by)
+        original(turn, inventory, by, **more)
 
     return adopt_sealed
 
