@@ -85,6 +85,11 @@ class HeldState:
         """
         return tuple(plain(_small(part), where=where) for part in self.parts.values())
 
+    @property
+    def on_host(self) -> bool:
+        """All tensors that are watched lie in the host's memory."""
+        return all(tensor.device.type == "cpu" for tensor in self._tensors)
+
     def content(self) -> str:
         """A checksum of all values that are watched."""
         summed = xxhash.xxh3_128()

@@ -6,7 +6,9 @@ be known (`unchanged`), not hoped: what is noted at each boundary is compared wi
 are seen at all in this training was tried before. All else that a checkpoint needs, position and random generators, was
 noted at the boundary.
 
-A rank saves when it ends because a peer is lost, or when its agent says that the world has broken.
+A rank saves when it ends because a peer is lost, or when its agent says that the world has broken. A peer that only
+falls silent closes no connection, as a host without power: who waits for it in a collective never returns from there.
+Then another thread saves. The main one can change nothing meanwhile: as soon as it returns it waits for that thread.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from ..checkpoint import Position
 from ..rank import rng
@@ -65,6 +68,8 @@ class Survival:
         # The checksum of the last look, until it is compared; changes are seen, as that has shown; all ranks hold it.
         self._probe, self._proved, self._alike = "", False, False
         self._called = self._saving = False
+        # Of the thread that looks whether it can save, and saves. The main thread may be called while it does.
+        self._turn = threading.RLock()
         self._watched_seconds, self._began = 0.0, time.monotonic()
         state = held_by(save)
         plain = options["strategy"] == "ddp" and options["any_world_size"] in (None, True)
@@ -73,7 +78,7 @@ class Survival:
         self._wanted = wanted and session.can_save_in_memory
         if self._wanted and state is not None:
             self._held = HeldState(state, self._steps)
-            self._interrupt = Interrupt(self._told)
+            self._interrupt = Interrupt(self._told, self._unheard)
             session.survivor.when_broken(self.peer_lost, self._interrupt.begin)
 
     # At each step.
@@ -184,15 +189,21 @@ class Survival:
     def _told(self) -> None:
         """The agent says so. Between any two instructions of the main thread; it is called again and again."""
         self._called = True
-        if self._saving or self._session.survivor.is_busy:
-            return
-        if self._save():
-            # A call that interrupts a print cannot flush what that has.
-            with contextlib.suppress(RuntimeError):
-                for stream in (sys.stdout, sys.stderr):
-                    stream.flush()
-            # Nothing else is of use: the agent waits for this end, and handlers may wait for peers.
-            os._exit(1)
+        with self._turn:
+            if not self._saving and not self._session.survivor.is_busy and self._save():
+                _end()
+
+    def _unheard(self) -> None:
+        """The main thread does not hear that: it waits in a library, and hears it first when it returns."""
+        if not self._turn.acquire(blocking=False):
+            return  # It has heard it.
+        try:
+            # A state on a card is copied in the card's order, behind what waits there for the peers.
+            on_host = self._held is not None and self._held.on_host
+            if on_host and not self._session.survivor.is_busy and self._save():
+                _end()
+        finally:
+            self._turn.release()
 
     def _why_not(self) -> str:
         held, known, mark = self._held, self._known, self._mark
@@ -206,6 +217,10 @@ class Survival:
 
     def _save(self) -> bool:
         """Saves the boundary. Returns whether that is done, by this rank or another one of this node."""
+        with self._turn:
+            return self._save_in_turn()
+
+    def _save_in_turn(self) -> bool:
         self._saving = True
         try:
             why = self._why_not() if self._proved and self._alike else "that changes are seen was not shown"
@@ -232,3 +247,12 @@ class Survival:
         options = {"cut": self._options["cut"], "best": best, "candidate": candidate}
         content = Content(step, mark.position, self._options["order"], **options)
         session.survivor.save(content, held.files(), rng.encoded(mark.generators))
+
+
+def _end() -> NoReturn:
+    """Nothing else is of use: the agent waits for this end, and handlers may wait for peers."""
+    # A call that interrupts a print cannot flush what that has.
+    with contextlib.suppress(RuntimeError):
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    os._exit(1)

@@ -203,6 +203,27 @@ def test_ranks_that_are_told_save_at_once(tmp_path: Path, place: str) -> None:
             assert_boundary(agent, rank, manifest)
 
 
+@pytest.mark.parametrize(("place", "boundary"), [("gradients", STEP - 1), ("ended", STEP)])
+def test_a_rank_that_waits_for_a_silent_peer_saves_all_the_same(tmp_path: Path, place: str, boundary: int) -> None:
+    """A host without power closes no connection: who waits for it in a collective returns from there no more."""
+    with FakeAgent(tmp_path, world=2, epoch=1, memory=True) as agent:
+        run(agent, place=place, hangs=True)
+        deadline = time.monotonic() + 60
+        while not (agent.logs / "hangs-1").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(0.5)  # until the other one waits for it
+        agent.keep()
+        assert agent.ranks[0].wait(30)[0] == 1
+        agent.ranks[1].kill()
+        agent.wait()
+        manifest = kept(agent, 0)
+        assert manifest is not None, agent.outputs
+        assert manifest.step == boundary
+        if place == "gradients":
+            assert_boundary(agent, 0, manifest)
+
+
 def test_behind_the_optimizers_step_they_end_their_step_first(tmp_path: Path) -> None:
     with FakeAgent(tmp_path, world=2, epoch=1, memory=True) as agent:
         run(agent, place="stepped", stands="go on")

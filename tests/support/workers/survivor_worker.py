@@ -1,8 +1,9 @@
 """Ranks of which one is lost in a step; run by ``test_survivors_ranks``. One JSON object behind ``--log``.
 
 Attributes of it: ``steps``; in step ``step`` at ``place`` (``forward``; ``gradients``: behind the forward pass;
-``stepped``: behind the optimizer's step, ``ended``) rank ``who`` kills itself, or with ``stands`` all ranks wait until
-the file of that name is there. Rank 0 makes ``change`` just before. Each boundary's state is written beside the log.
+``stepped``: behind the optimizer's step, ``ended``) rank ``who`` kills itself (with ``hangs`` it stops itself, and its
+connections stay open), or with ``stands`` all ranks wait until the file of that name is there. Rank 0 makes ``change``
+just before. Each boundary's state is written beside the log.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ def main() -> None:
             while not (log / told["stands"]).exists():
                 time.sleep(0.01)  # another process makes the file
         elif s.rank == told["who"]:
-            os.kill(os.getpid(), signal.SIGKILL)
+            (log / f"hangs-{s.rank}").touch()
+            os.kill(os.getpid(), signal.SIGSTOP if told.get("hangs") else signal.SIGKILL)
 
     save: Any = background(state.files) if told.get("background") else state.write
     out = open(log / f"rank-{s.rank}-epoch-{s.epoch}-{os.getpid()}.jsonl", "w")  # noqa: SIM115

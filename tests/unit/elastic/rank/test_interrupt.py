@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import threading
 import time
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dalsegno.elastic.rank.interrupt import SIGNAL, Interrupt
+from dalsegno.elastic.rank.interrupt import SIGNAL, UNHEARD_SECONDS, Interrupt
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -68,3 +69,32 @@ def test_another_thread_has_none() -> None:
     thread.join()
     assert signal.getsignal(SIGNAL) is signal.SIG_DFL
     assert not calls
+
+
+def test_another_thread_is_called_where_the_main_one_waits_in_a_library() -> None:
+    """The main thread hears it when it returns, before its next instruction."""
+    calls: list[threading.Thread] = []
+    interrupt = Interrupt(
+        lambda: (calls.append(threading.current_thread()), interrupt.close())[-1],
+        lambda: calls.append(threading.current_thread()),
+    )
+    threading.Thread(target=interrupt.begin).start()
+    # No signal ends this call, as none ends a collective. It takes seconds.
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 6_000_000)
+    after = list(calls)
+    assert len(after) >= 2
+    assert threading.main_thread() not in after[:-1]
+    assert after[-1] is threading.main_thread()
+
+
+def test_no_other_thread_is_called_where_the_main_one_hears() -> None:
+    others: list[int] = []
+    heard: list[int] = []
+    interrupt = Interrupt(lambda: heard.append(1), lambda: others.append(1))
+    threading.Thread(target=interrupt.begin).start()
+    deadline = time.monotonic() + 3 * UNHEARD_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+    interrupt.close()
+    assert heard
+    assert not others

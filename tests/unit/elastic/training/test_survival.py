@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,8 +13,10 @@ from torch import nn
 
 from dalsegno.elastic.checkpoint import Position
 from dalsegno.elastic.rank.collective import Solo
+from dalsegno.elastic.training import survival
 from dalsegno.elastic.training.copies import Copies
 from dalsegno.elastic.training.examination import Examination
+from dalsegno.elastic.training.held_state import HeldState
 from dalsegno.elastic.training.session import BareSession
 from dalsegno.elastic.training.survival import JUDGED_STEPS, Survival
 from dalsegno.elastic.training.training_state import TrainingState
@@ -181,3 +184,41 @@ def test_what_is_not_known_to_be_whole_on_each_rank_is_not_watched(options: dict
     loop.lost()
     assert not loop.may
     assert not loop.saved
+
+
+def test_the_main_thread_waits_for_another_one_that_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has come back from where it did not hear that, and would change what is being saved."""
+    loop, ends, begun, go_on = Loop(), list[int](), threading.Event(), threading.Event()
+    monkeypatch.setattr(survival, "_end", lambda: ends.append(1))
+    loop.step(3)
+
+    def save(content: Any, files: Any, generators: bytes) -> None:
+        begun.set()
+        assert go_on.wait(30)
+        loop.saved.append((content.step, content.position))
+
+    monkeypatch.setattr(loop.session.survivor, "save", save)
+    other = threading.Thread(target=loop.survival._unheard)
+    other.start()
+    assert begun.wait(30)
+    main = threading.Thread(target=loop.survival._told)
+    main.start()
+    main.join(0.3)
+    assert main.is_alive()
+    assert not ends
+    go_on.set()
+    for thread in (other, main):
+        thread.join(30)
+    assert loop.saved[0] == (3, Position(0, 3))
+
+
+def test_another_thread_leaves_a_state_on_a_card_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop()
+    monkeypatch.setattr(survival, "_end", lambda: None)
+    monkeypatch.setattr(HeldState, "on_host", False)
+    loop.step(3)
+    loop.survival._unheard()
+    assert not loop.saved
+    monkeypatch.setattr(HeldState, "on_host", True)
+    loop.survival._unheard()
+    assert loop.saved
