@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,14 +24,17 @@ class HeldState:
 
     Args:
         state: The training's.
-        stepping: Called when one of its optimizers begins a step.
+        stepping: A method that is called when one of its optimizers begins a step, as long as this and its owner live:
+            a process may go through many loops with the same optimizers.
     """
 
     def __init__(self, state: TrainingState, stepping: Callable[[], None]) -> None:
         self._state, self.parts = state, state.parts
         self._optimizers = [part for part in self.parts.values() if isinstance(part, Optimizer)]
+        told = weakref.WeakMethod(stepping)
         for optimizer in self._optimizers:
-            optimizer.register_step_pre_hook(lambda *_: stepping())
+            handle = optimizer.register_step_pre_hook(lambda *_: _call(told))
+            weakref.finalize(self, handle.remove)
         self._tensors: list[Tensor] = []
 
     def files(self) -> dict[str, Any]:
@@ -115,6 +119,12 @@ class HeldState:
         """All parts are of kinds that every rank steps, as its model; of others rank 0 may have the only good one."""
         kinds = (Optimizer, LRScheduler, GradScaler)
         return all(isinstance(part, kinds) or getattr(part, "stepped_alike", False) for part in self.parts.values())
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    called = method()
+    if called is not None:
+        called()
 
 
 def _is_other_optimizer(part: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from types import SimpleNamespace
@@ -222,3 +223,16 @@ def test_another_thread_leaves_a_state_on_a_card_alone(monkeypatch: pytest.Monke
     monkeypatch.setattr(HeldState, "on_host", True)
     loop.survival._unheard()
     assert loop.saved
+
+
+def test_a_loop_that_is_over_watches_no_longer() -> None:
+    """A process that stays, or has a loop for each data epoch, goes through many with the same optimizer."""
+    loop = Loop()
+    state = TrainingState(cast(BareSession, loop.session), model=loop.model, optimizer=loop.optimizer, part=loop.part)
+    before = len(loop.optimizer._optimizer_step_pre_hooks)
+    for _ in range(3):
+        loop.survival = Survival(cast(BareSession, loop.session), state.write, OPTIONS, wanted=True)
+        loop.step(3)
+        assert loop.may[-1]
+    gc.collect()
+    assert len(loop.optimizer._optimizer_step_pre_hooks) == before
