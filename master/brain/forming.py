@@ -8,7 +8,17 @@ from . import announcements, beside, conversion, durable, failures, memory, refu
 from .checkpoints import give_up_resharding, loads_now, resharded, resume_point, same_shape
 from .chronicle import Kind
 from .live import EpochLife, Missing, State
-from .membership import agree_on_directory, counts, eligible, expected, has_answered, of_size, select
+from .membership import (
+    agree_on_directory,
+    counts,
+    eligible,
+    expected,
+    has_answered,
+    is_candidate,
+    of_size,
+    sees_resume,
+    select,
+)
 from .running import end, end_refused, hopeless
 from .scaling import has_shrunk
 from .state import Checkpoint, Job, Member, MemberState, NextWorld, Node, Opened, Phase, Recollection, World
@@ -329,6 +339,20 @@ def say_missing(turn: Turn) -> None:
         live.missing = Missing(text, turn.now)
 
 
+def say_who_could_not_fetch(turn: Turn, resume: Checkpoint | None) -> None:
+    """A world opens from memory: nodes that are here and have not got it stay outside."""
+    from_memory = resume is not None and resume.parts
+    here = [node for node in turn.job.nodes.values() if is_candidate(turn, node) and has_answered(turn, node)]
+    lacking = [node for node in here if not sees_resume(turn, node)] if from_memory else []
+    without = memory.could_not_fetch(turn, lacking)
+    if without and resume is not None:
+        turn.notice(
+            f"{names(without)} could not fetch {resume.name} from the memory of other nodes: changes in the next"
+            f" {memory.DISK_FOR_SECONDS / 60:.0f} minutes are saved on the disk",
+            True,
+        )
+
+
 def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None:
     """Opens a world in one transition, and so closes the previous epoch for ever."""
     job, live = turn.job, turn.live
@@ -336,6 +360,7 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     if first is None:
         raise AssertionError("a member has not joined")
     memory.passed_over(turn, resume)
+    say_who_could_not_fetch(turn, resume)
     old = set(job.world.by_incarnation) if job.world is not None else set()
     unheard = job.world is not None and job.told.start
     arrived = [node.name for node in nodes if node.incarnation not in old]

@@ -260,6 +260,8 @@ class Held:
     writing: str = ""
     # By node, why it could not write to the disk when it tried last.
     complaints: dict[str, str] = field(default_factory=dict)
+    # Nodes that could not fetch a resume point from memory, by incarnation, and until when drains spare them that.
+    unfetched: dict[str, float] = field(default_factory=dict)
     # Grows with each change.
     version: int = 0
 

@@ -472,7 +472,8 @@ def may_call_session(turn: Turn) -> bool:
 def newcomers(turn: Turn, presumed: bool = False) -> list[Node]:
     """Live nodes outside the open world that wait for a place and have announced themselves.
 
-    `presumed`: also nodes that a restarted master has not heard yet. A drain that began for them goes on; none begins.
+    `presumed`: also nodes that a restarted master has not heard yet, and that have not seen yet what has come to the
+    disk meanwhile. A drain that began for them goes on; none begins.
     """
     world = turn.job.world
     # What is in memory is fetched once it is needed.
@@ -482,7 +483,7 @@ def newcomers(turn: Turn, presumed: bool = False) -> list[Node]:
         for node in turn.job.nodes.values()
         if node.joined is not None
         and (world is None or world.member(node.incarnation) is None)
-        and (start is None or bool(start.parts) or start.digest in node.joined.seen)
+        and (presumed or start is None or bool(start.parts) or start.digest in node.joined.seen)
         and (presumed or turn.presence(node).spoke)
         and is_candidate(turn, node)
         and not turn.is_held(node)

@@ -21,6 +21,7 @@ from .turn import Turn, names
 __all__ = (
     "adopt",
     "buddies",
+    "could_not_fetch",
     "doubt",
     "give_up",
     "is_candidate",
@@ -40,12 +41,20 @@ __all__ = (
 LOST_AFTER_SECONDS = 3.0
 # Steps of one epoch that are remembered: nodes hold two or three, and not all the same ones.
 MOST_STEPS = 8
+# Seconds in which drains go to the disk for the sake of a node that could not fetch a step (no room, a firewall). Into
+# memory each growth that is to take it in would end without it, and the next one would begin at once.
+DISK_FOR_SECONDS = 600.0
 
 
 def to_memory(state: State, somebody_stays: bool) -> bool:
-    """Whether a drain's save goes to memory: some node stays that can hold it, and all of them can be reached."""
+    """Whether a drain's save goes to memory: some node stays that can hold it, and all of them can be reached.
+
+    And no node is here that could not fetch such a step lately.
+    """
     job = state.job
     if job.settings.memory_replicas <= 0 or job.world is None or not somebody_stays:
+        return False
+    if any(job.node_by(incarnation) is not None for incarnation in state.live.held.unfetched):
         return False
     nodes = (job.node_by(member.incarnation) for member in job.world.members)
     return all(node is not None and node.peer_address for node in nodes)
@@ -276,6 +285,18 @@ def doubt(turn: Turn, record: Checkpoint, node: Node, why: str) -> None:
     step.hold(node.incarnation, ())
     turn.live.held.version += 1
     turn.notice(f"{node.name} cannot load {record.name} from its memory ({why}): other copies of it are tried", True)
+
+
+def could_not_fetch(turn: Turn, nodes: list[Node]) -> list[str]:
+    """These nodes could not fetch the resume point from memory. Names of those of whom that was not known."""
+    held = turn.live.held
+    known = {node: until for node, until in held.unfetched.items() if until > turn.now}
+    new = [node.name for node in nodes if node.incarnation not in known]
+    known |= {node.incarnation: turn.now + DISK_FOR_SECONDS for node in nodes}
+    if known != held.unfetched:
+        held.unfetched = known
+        held.version += 1
+    return new
 
 
 def passed_over(turn: Turn, resume: Checkpoint | None) -> None:

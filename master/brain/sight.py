@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import conversion, durable
+from . import conversion, durable, memory
 from .checkpoints import resume_point, retire
 from .membership import answers, expected, has_answered, is_candidate, sees_resume
 from .state import Checkpoint, Node
@@ -52,13 +52,15 @@ def lacks_memory(turn: Turn, resume: Checkpoint) -> bool:
     """
     job = turn.job
     here = [node for node in job.nodes.values() if is_candidate(turn, node) and has_answered(turn, node)]
-    without = [node.name for node in here if not sees_resume(turn, node)]
+    without = [node for node in here if not sees_resume(turn, node)]
     coming = [node for node in expected(turn) if not has_answered(turn, node)]
     if not without or len(here) - len(without) + len(coming) >= job.settings.least_nodes:
         return False
     if durable.want_in_parts(turn, resume):
+        memory.could_not_fetch(turn, without)
+        who = names([node.name for node in without])
         turn.notice(
-            f"{names(without)} cannot fetch {resume.name} from the memory of other nodes: each node writes its part to"
+            f"{who} cannot fetch {resume.name} from the memory of other nodes: each node writes its part to"
             " the disk, and the run goes on from there",
             True,
         )

@@ -182,6 +182,98 @@ def test_a_planned_change_goes_through_memory_and_is_made_durable_behind() -> No
     assert job.job.checkpoint(before.ref.digest) is not None
 
 
+def grows_without(job: Driven, nodes: list[Node], new: Node) -> pb.Checkpoint:
+    """A growth whose newcomer cannot fetch the step in memory: the world opens without it. The step is on the disk."""
+    new.join(sees=job.sealed)
+    new.warm()
+    assert nodes[0].directive.drain.to_memory
+    made = drained_into_memory(job, nodes, 7)
+    joins(job, *nodes, sees=made)
+    joins(job, new)
+    job.wait(2)
+    assert job.phase is Phase.RUNNING
+    for node in nodes:
+        node.holds(made, 0)
+    nodes[0].step(8)
+    nodes[0].durable()
+    job.sealed.append(made)
+    return made
+
+
+def until_draining(job: Driven, trains: Node, new: Node) -> None:
+    """The next growth begins when the last one is long enough ago."""
+    step = trains.directive.head.step + 1
+    joins(job, new)
+    new.warm()
+    for passed in range(200):
+        if job.phase is Phase.DRAINING:
+            return
+        trains.step(step + 1 + passed)
+        job.wait(1)
+    raise AssertionError(job.notices)
+
+
+def test_a_node_that_could_not_fetch_from_memory_is_taken_in_by_way_of_the_disk() -> None:
+    """It has no room, or a firewall: into memory each growth would end without it, and the next begin at once."""
+    job, nodes = started(1)
+    nodes[0].save(5)
+    nodes[0].step(6)
+    new = newcomer(job)
+    grows_without(job, nodes, new)
+    assert job.notices.count("could not fetch step-7.e1.1 from the memory of other nodes: changes in the next 10") == 1
+    until_draining(job, nodes[0], new)
+    assert not nodes[0].directive.drain.to_memory
+    saved = nodes[0].save(10, any_size=True)
+    nodes[0].drained(10, digest=saved.ref.digest)
+    joins(job, nodes[0], new)
+    job.wait(2)
+    assert job.phase is Phase.RUNNING
+    assert job.epoch == 3
+    assert new.order == "run"
+    # Much later it may have room.
+    job.wait(600)
+    nodes[0].step(11)
+    new.failed()
+    job.wait(1)
+    joins(job, nodes[0], new)
+    job.wait(1)
+    until_draining(job, nodes[0], newcomer(job))
+    assert nodes[0].directive.drain.to_memory
+
+
+def test_a_growth_goes_on_when_its_start_comes_to_the_disk() -> None:
+    """The newcomer has not looked there yet. What it has to see is what the drain saves."""
+    job, nodes = started(2)
+    nodes[0].step(6)
+    nodes[1].leave()
+    made = drained_into_memory(job, nodes, 7)
+    joins(job, nodes[0], sees=made)
+    nodes[0].holds(made, 0, 1)
+    job.wait(1)
+    nodes[0].step(8)
+    new = newcomer(job)
+    joins(job, new)
+    new.warm()
+    until_draining(job, nodes[0], new)
+    nodes[0].durable()
+    assert not job.job.checkpoint(made.ref.digest).parts  # type: ignore[union-attr]
+    job.wait(1)
+    assert job.phase is Phase.DRAINING, job.notices
+
+
+def test_drains_go_to_memory_again_when_the_node_is_gone_that_could_not_fetch() -> None:
+    job, nodes = started(1)
+    nodes[0].save(5)
+    nodes[0].step(6)
+    new = newcomer(job)
+    grows_without(job, nodes, new)
+    new.hang_up()
+    job.wait(20)
+    nodes[0].save(9)
+    until_draining(job, nodes[0], newcomer(job))
+    assert nodes[0].directive.drain.to_memory
+
+
 def test_a_save_by_order_stands_until_memory_is_on_the_disk() -> None:
     """The ranks save to memory, and agents write it to the disk: only then is it what somebody wanted."""
     job, nodes = started(2)
