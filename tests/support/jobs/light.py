@@ -182,6 +182,7 @@ class Crew:
         self._disk: dict[str, pb.Checkpoint] = {}
         self.errors: list[str] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._reports: set[asyncio.Task[None]] = set()
         self._loop = _loop()
 
     # What the nodes tell an observer.
@@ -227,10 +228,23 @@ class Crew:
                     await first.commits(step)
 
         async def report() -> None:
-            # Also after a change of the master, which must hear of a step before it takes newcomers in.
+            # Also after a change of the master, which must hear of a step before it takes newcomers in. Each by itself:
+            # one whose calls hang keeps no other one from being heard.
             while True:
                 await asyncio.sleep(every)
-                await asyncio.gather(*(agent.report() for agent in list(self.agents.values())))
+                working = [one for one in self.agents.values() if one.epoch and one.orders[-1:] == ["run"]]
+                # Ranks train on while a commit waits for its answer. That proves those alive who are not heard.
+                made = 1 + max((one.newest for one in working), default=0)
+                for agent in working:
+                    agent.step = made
+                    if agent.name not in reporting:
+                        reporting.add(agent.name)
+                        one = asyncio.create_task(agent.report())
+                        one.add_done_callback(lambda _, name=agent.name: reporting.discard(name))
+                        self._reports.add(one)
+                        one.add_done_callback(self._reports.discard)
+
+        reporting: set[str] = set()
 
         async def begin() -> None:
             self._tasks += [asyncio.create_task(go_on()), asyncio.create_task(report())]
@@ -250,8 +264,9 @@ class Crew:
         """Ends all agents."""
 
         async def end() -> None:
-            for task in self._tasks:
+            running = [*self._tasks, *self._reports]
+            for task in running:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*running, return_exceptions=True)
 
         self.do(end())
