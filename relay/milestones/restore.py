@@ -149,6 +149,8 @@ def _own(root: Path, name: str) -> Path:
     mine = root / f"{name}.{_OWN}"
     root.mkdir(parents=True, exist_ok=True)
     for left in () if mine in _BEGUN else _tries(root, name):
+        if (left / _DOWNLOADED).exists():
+            continue  # somebody begins from it
         with contextlib.suppress(OSError):  # another pod was faster, or the mount cannot rename
             os.rename(left, mine)
             break
@@ -256,20 +258,48 @@ def baseline(name: str, hf: Path) -> Path:
         Unreachable: the hub does not answer.
         OSError: the volume says no.
     """
-    repo, _, revision = name.partition("@")
-    target = hf / "baseline" / _safe(name)
-    if not (target / _DOWNLOADED).exists():
+    root = hf / "baseline"
+    for pause in (*_PAUSES_SECONDS, None):
+        if (found := _complete(root, _safe(name))) is not None:
+            return found
         try:
-            _download({"repo": repo, "revision": revision, "milestone": False}, target)
-        except RevisionRefused:
+            return _brought(name, root)
+        except FileNotFoundError:  # another pod has taken over what had come
+            if pause is None:
+                raise
+            time.sleep(pause)  # why: nothing tells when a pod far away is through
+    raise AssertionError("the last try returns or raises")
+
+
+def _complete(root: Path, name: str) -> Path | None:
+    """Where all of it is, in whoever's directory."""
+    if not root.is_dir():
+        return None
+    return next((one for one in sorted(_tries(root, name)) if (one / _DOWNLOADED).exists()), None)
+
+
+def _brought(name: str, root: Path) -> Path:
+    repo, _, revision = name.partition("@")
+    target = _own(root, _safe(name))
+    begun = _identity(target)
+    try:
+        _download({"repo": repo, "revision": revision, "milestone": False}, target)
+    except (RevisionRefused, Unreachable) as error:
+        if begun is None or _identity(target) != begun:
+            raise FileNotFoundError(errno.ENOENT, "another pod has taken it over", str(target)) from error
+        if isinstance(error, RevisionRefused):
             shutil.rmtree(target, ignore_errors=True)
-            raise
-        shutil.rmtree(target / ".cache", ignore_errors=True)
-        fsync_tree(target)
-        with contextlib.suppress(FileExistsError):  # another pod has done the same
-            write_exclusive(target / _DOWNLOADED, b"")
-        fsync_directory(target)
-    return target
+        raise
+    shutil.rmtree(target / ".cache", ignore_errors=True)
+    fsync_tree(target)
+    if _identity(target) != begun:
+        raise FileNotFoundError(errno.ENOENT, "another pod has taken it over", str(target))
+    write_exclusive(target / _DOWNLOADED, b"")
+    fsync_directory(target)
+    first = _complete(root, _safe(name)) or target
+    if first != target:  # by its name, so that of two pods one keeps its own
+        shutil.rmtree(target, ignore_errors=True)
+    return first
 
 
 def _download(job: Outcome, target: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -251,23 +252,39 @@ def test_a_baseline_needs_no_manifest_of_ours(scenes: Scenes, monkeypatch: pytes
         baseline(f"{REPO}@{'1' * 40}", elsewhere.hf)
 
 
-_NEWEST = """
+# Pods that do the same at once: as they do, each waits a little where the hub does not seem to answer.
+_AT_ONCE = """
 import json, sys, time
 from pathlib import Path
 from dalsegno.relay.milestones.commander_client import Milestone
-from dalsegno.relay.milestones.restore import Unreachable, restore_newest
-listed, checkpoints, hf = sys.argv[1:]
+from dalsegno.relay.milestones.restore import Unreachable, baseline, restore_newest
+what, checkpoints, hf = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 sys.stdin.readline()
-every = [Milestone(**one) for one in json.loads(listed)]
 for _ in range(5):
     try:
-        found = restore_newest(every, Path(checkpoints), Path(hf), lambda line: print(line, file=sys.stderr))
+        if what.startswith("["):
+            every = [Milestone(**one) for one in json.loads(what)]
+            found = restore_newest(every, checkpoints, hf, lambda line: print(line, file=sys.stderr))
+            print(found.manifest.step)
+        else:
+            print(baseline(what, hf))
         break
     except Unreachable as error:
         print(error, file=sys.stderr)
         time.sleep(2)
-print(found.manifest.step)
 """
+
+
+def at_once(what: str, root: Path, pods: int = 3) -> list[tuple[str, str]]:
+    """What each says, and its complaints."""
+    words = [sys.executable, "-c", _AT_ONCE, what, str(root / "ckpt"), str(root / "hf")]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    started = [subprocess.Popen(words, text=True, **pipes) for _ in range(pods)]
+    for pod in started:
+        assert pod.stdin is not None
+        pod.stdin.write("\n")
+        pod.stdin.flush()
+    return [pod.communicate(timeout=120) for pod in started]
 
 
 @pytest.mark.full
@@ -276,18 +293,25 @@ def test_two_pods_restore_it_at_once(scenes: Scenes, monkeypatch: pytest.MonkeyP
     scene = scenes()
     milestones(scene, 40, 80)
     Elsewhere(scene, monkeypatch)
-    told = json.dumps(scene.commander.milestones)
     for number in range(6):
         root = scene.root / f"volume-{number}"
-        words = [sys.executable, "-c", _NEWEST, told, str(root / "ckpt"), str(root / "hf")]
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        pods = [subprocess.Popen(words, text=True, **pipes) for _ in range(3)]
-        for pod in pods:
-            assert pod.stdin is not None
-            pod.stdin.write("\n")
-            pod.stdin.flush()
-        for out, err in [pod.communicate(timeout=120) for pod in pods]:
+        for out, err in at_once(json.dumps(scene.commander.milestones), root):
             assert out == "80\n", err
             assert "refused" not in err
         (found,) = inventory(root / "ckpt" / "r1")
         verify(root / "ckpt" / "r1" / found.name, Manifest.read(root / "ckpt" / "r1" / found.name))
+
+
+@pytest.mark.full
+def test_two_pods_bring_the_baseline_at_once(scenes: Scenes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above: all begin from it, and it is whole."""
+    scene = scenes()
+    milestones(scene, 40)
+    Elsewhere(scene, monkeypatch)
+    files = scene.hub.commits(REPO)[-1]["files"]
+    for number in range(6):
+        root = scene.root / f"volume-{number}"
+        for out, err in at_once(f"{REPO}@main", root):
+            assert out, err
+            for path, one in files.items():
+                assert (Path(out.strip()) / path).stat().st_size == one["size"], path
