@@ -7,7 +7,7 @@ from typing import Any
 
 from .checkpoints import resume_point
 from .chronicle import HISTORY, Kind, PausePart, parts_of
-from .membership import may_call_session
+from .membership import may_call_session, members_of
 from .state import EpochRecord, Job, MemberState, Node, World
 from .turn import Turn, names, of_nodes
 from .waits import SAID_AFTER_SECONDS
@@ -123,6 +123,8 @@ def why_unheard(turn: Turn, world: World) -> str:
         return ", but what the script saves is taken" + (f": step {saved.step}" if saved.digest != world.resume else "")
     if is_of_dlrover(turn):
         return " yet: DLRover's classes tell of them with a save to memory, or every 15 s"
+    if saves_in_its_own_way(turn):
+        return ", and it has saved nothing yet that could be taken"
     return f": {not_yet(turn)}"
 
 
@@ -131,16 +133,19 @@ def no_session(turn: Turn) -> str:
     if not may_call_session(turn):
         if is_of_dlrover(turn):
             return "the script uses DLRover's classes"
-        if turn.job.told.first_step or resume_point(turn.job) is not None:
+        if turn.job.told.first_step or resume_point(turn.job) is not None or saves_in_its_own_way(turn):
             return "the script has no session"
     return not_yet(turn)
 
 
 def is_of_dlrover(turn: Turn) -> bool:
     """Whether the open world's script uses DLRover's classes."""
-    members = turn.job.world.members if turn.job.world is not None else ()
-    nodes = (turn.job.node_by(member.incarnation) for member in members)
-    return any(node is not None and node.dlrover for node in nodes)
+    return any(node.dlrover for node in members_of(turn))
+
+
+def saves_in_its_own_way(turn: Turn) -> bool:
+    """Whether the open world's script was handed `${save_dir}`, and imports no session."""
+    return not may_call_session(turn) and any(node.adopts for node in members_of(turn))
 
 
 def not_yet(turn: Turn) -> str:

@@ -31,6 +31,7 @@ __all__ = (
     "look_at_streams",
     "lose",
     "may_call_session",
+    "members_of",
     "newcomers",
     "of_size",
     "sees_resume",
@@ -462,11 +463,14 @@ def of_size(nodes: list[Node], world_size: int, settings: Settings, most: int) -
 
 def may_call_session(turn: Turn) -> bool:
     """Whether the open world's script imports a session and has not called session() yet: it may still do so."""
-    job = turn.job
-    if job.world is None or job.has_session:
-        return False
-    members = (job.node_by(member.incarnation) for member in job.world.members)
-    return any(node is not None and node.expects_session for node in members)
+    return not turn.job.has_session and any(node.expects_session for node in members_of(turn))
+
+
+def members_of(turn: Turn) -> list[Node]:
+    """The nodes of the last opened world that are there."""
+    members = turn.job.world.members if turn.job.world is not None else ()
+    nodes = (turn.job.node_by(member.incarnation) for member in members)
+    return [node for node in nodes if node is not None]
 
 
 def newcomers(turn: Turn, presumed: bool = False) -> list[Node]:

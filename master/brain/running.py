@@ -11,7 +11,7 @@ from . import announcements, beside, failures, refusals, saves, waits
 from .checkpoints import only_size, resume_point
 from .chronicle import Kind
 from .live import DrainLife, Pause
-from .membership import may_call_session, newcomers, select
+from .membership import may_call_session, members_of, newcomers, select
 from .scaling import is_too_large, wants_to_shrink
 from .state import Drain, Failure, MemberState, NextWorld, Node, Phase, World
 from .turn import Turn, names, of_nodes
@@ -311,12 +311,6 @@ def to_take_in(turn: Turn) -> list[Node]:
         return []
     chosen = {node.incarnation for node in grown}
     return [node for node in new if node.incarnation in chosen]
-
-
-def members_of(turn: Turn) -> list[Node]:
-    """The nodes of the open world that are there."""
-    nodes = (turn.job.node_by(member.incarnation) for member in world_of(turn).members)
-    return [node for node in nodes if node is not None]
 
 
 def is_warm(turn: Turn, members: list[Node], new: list[Node]) -> bool:

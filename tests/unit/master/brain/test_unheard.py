@@ -449,7 +449,11 @@ def test_what_is_said_of_a_script_at_a_join() -> None:
     assert why_not_drained(job) == "the script has no session"
 
     job = Driven(settings(grow_wait=100))
-    (a,) = job.start(1, expects_session=True)
+    job.start(1, adopts=True)
+    assert why_not_drained(job) == "the script has no session"
+
+    job = Driven(settings(grow_wait=100))
+    (a,) = job.start(1, expects_session=True, adopts=True)
     a.save(4)
     job.wait(6)
     late = job.node()
@@ -507,3 +511,13 @@ def test_where_a_world_went_on_is_guessed_only_where_nobody_knows() -> None:
     a.join()
     a.step(15)
     assert "1 node, resumed at step 10," in lines(job, "epoch 2")[0]
+
+
+def test_a_script_that_saves_in_its_own_way_is_not_told_to_call_session() -> None:
+    """It was handed a directory to save in. Before its first save that is all that can be said of it."""
+    job = Driven()
+    job.start(1, adopts=True)
+    job.wait(SESSION_WITHIN_SECONDS + 1)
+    (line,) = lines(job, "epoch 1")
+    assert line.endswith("1 node; no steps are heard, and it has saved nothing yet that could be taken")
+    assert "session()" not in job.notices
