@@ -18,9 +18,11 @@ LAYOUTS = Path(__file__).resolve().parents[1] / "support" / "workers" / "plain_l
 SAVE_EVERY = 20
 
 
-def a_job(clusters: Clusters) -> Cluster:
+def a_job(clusters: Clusters, most: int) -> Cluster:
+    """Its first world has all nodes: it opens as soon as they are there."""
     training = Training(script=LAYOUTS, steps=80, save_every=SAVE_EVERY, extra=("--layout=nanogpt",))
-    job = clusters(training=training, hooked=False, universal="", step_time=0.2, agent_flags=["--grow-wait=60"])
+    job = clusters(training=training, hooked=False, universal="", step_time=0.2, nnodes=f"1:{most}")
+    job.agent_flags = ["--quiet-time=30"]
     job.script_flags = ["--save-dir=${save_dir}", "--init_from=${resume_dir:+resume}"]
     return job
 
@@ -43,7 +45,7 @@ def taken(job: Cluster) -> int:
 
 def test_a_survivor_takes_what_the_first_node_had_not_taken(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """Node 0 dies in the second after a save, agent and workers: the others go on from this save."""
-    job = a_job(clusters)
+    job = a_job(clusters, 2)
     job.start("a", "b")
     first = job.wait_world(2, steps=1)
     step = whole_save_that_nobody_took(job, first)
@@ -58,7 +60,7 @@ def test_a_survivor_takes_what_the_first_node_had_not_taken(clusters: Clusters, 
 @pytest.mark.full
 def test_the_next_start_takes_what_a_lone_node_had_not_taken(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """The only node is killed in the second after a save: the same command goes on from this save."""
-    job = a_job(clusters)
+    job = a_job(clusters, 1)
     (node,) = job.start("a")
     first = job.wait_world(1, steps=1)
     step = whole_save_that_nobody_took(job, first)
