@@ -71,10 +71,17 @@ class Late:
     Attributes:
         step: the last step; of the resume point, if it had taken nothing.
         numbers: see `SavedAs`; empty, if it had taken nothing.
+        now: by the clock of the volume, in ns, when it was `at` by this process's.
     """
 
     step: int
     numbers: Mapping[str, int | None]
+    now: int
+    at: float
+
+    def stands_since(self, one: Complete) -> float:
+        """When its last file was written, by this process's clock: who comes late need not see that for itself."""
+        return self.at - max(0, self.now - one.written) / 1e9
 
 
 class Adopter:
@@ -125,7 +132,7 @@ class Adopter:
         # Sizes of large files that are nobody's, as long as nothing else was found.
         self._others: dict[str, int] | None = {}
         self._said: set[str] = set()
-        self._is_late = late is not None
+        self._late = late
         if late is not None:
             self._step, self._numbers = late.step, dict(late.numbers)
             # The first node has said so.
@@ -139,7 +146,7 @@ class Adopter:
         self._calm = True
         # Seconds that the last look took, without copying.
         self._took = 0.0
-        self._closing, self._interrupted = False, self._is_late
+        self._closing, self._interrupted = False, late is not None
         self._asked = self._answered = self._trusting = 0
         # When somebody last began to wait.
         self._asked_at = 0.0
@@ -300,12 +307,13 @@ class Adopter:
                 self._complain(unit.path, str(error))
                 self._calm = False
             else:
-                if isinstance(one, Complete) and self._is_late and (torn := damaged(self._root, one.files)):
+                if isinstance(one, Complete) and self._late is not None and (torn := damaged(self._root, one.files)):
                     self._complain(unit.path, f"{torn} is not whole: its node was lost while it was written")
                 elif isinstance(one, Complete):
                     self._lacks.pop(unit.path, None)
                     files, since = stood.get(unit.path, ((), 0.0))
-                    self._stands[unit.path] = (one.files, since if files == one.files else time.monotonic())
+                    began = time.monotonic() if self._late is None else self._late.stands_since(one)
+                    self._stands[unit.path] = (one.files, since if files == one.files else began)
                     if self._stands_still([one], one.sure):
                         # What is newer is looked at again, at once.
                         self._undecided = self._undecided or newest is not None

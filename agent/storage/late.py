@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,10 +19,14 @@ from dalsegno.protos import control_pb2
 from ..decisions import events as ev
 from .adoption import Adopter, Before, Late
 from .best_save import BestRule
+from .foreign import OURS
 from .layouts import FileState, state_of
 from .taking import Origin, save_directory
 
 __all__ = ["take_late"]
+
+# In an epoch's directory: its time is when it was looked at. No layout has such a name.
+_MARK = f"{OURS}-late"
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +59,20 @@ def take_late(
     before = None
     if last is not None and last.saved_as is not None:
         before = Before(run_dir / last.name, _unchanged(root, run_dir / last.name, last), last.saved_as)
-    late = Late(step, {})
-    if sealed is not None:
-        late = Late(max(step, sealed.step), dict(sealed.saved_as.numbers) if sealed.saved_as is not None else {})
+    numbers = dict(sealed.saved_as.numbers) if sealed is not None and sealed.saved_as is not None else {}
+    late = Late(max(step, sealed.step) if sealed is not None else step, numbers, _now(root), time.monotonic())
     adopter = Adopter(run_dir, world, origin, deliver, pattern, before, best=best, late=late)
     try:
         adopter.settle(seconds, ended_well=False)
     finally:
         adopter.close()
+
+
+def _now(root: Path) -> int:
+    """By the clock of the volume, in ns."""
+    mark = root / _MARK
+    mark.write_bytes(b"")
+    return os.stat(mark).st_mtime_ns
 
 
 def _newest_sealed(run_dir: Path, epoch: int) -> Manifest | None:

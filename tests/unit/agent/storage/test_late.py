@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from dalsegno.protos import control_pb2
 
 from .test_adoption import ORIGIN, ZERO_1, begun, sealed_step, states, world
 
-JOIN_TIMEOUT = 20.0
+JOIN_TIMEOUT = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -24,10 +25,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adoption, "LOOK_EVERY_SECONDS", 0.02)
 
 
-def take(run_dir: Path, of: control_pb2.World) -> list[ev.Event]:
+def take(run_dir: Path, of: control_pb2.World, join_timeout: float = JOIN_TIMEOUT) -> list[ev.Event]:
     """Looks as a node does that comes later; returns what it says."""
     heard: queue.Queue[ev.Event] = queue.Queue()
-    Adoption(["${save_dir}"], heard.put).take_late(run_dir, of, ORIGIN, JOIN_TIMEOUT)
+    Adoption(["${save_dir}"], heard.put).take_late(run_dir, of, ORIGIN, join_timeout)
     return [heard.get_nowait() for _ in range(heard.qsize())]
 
 
@@ -122,3 +123,18 @@ def test_nothing_is_looked_at_without_a_directory(tmp_path: Path) -> None:
     states(tmp_path / "e1" / "global_step20", *ZERO_1)
     Adoption(["train"], lambda event: None).take_late(tmp_path, world(1), ORIGIN, JOIN_TIMEOUT)
     assert steps(tmp_path) == []
+
+
+def test_what_stands_still_for_long_is_taken_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock of the volume: a whole world waits. What was written just now is looked at twice."""
+    monkeypatch.setattr(adoption, "LOOK_EVERY_SECONDS", 30.0)
+    states(tmp_path / "e1", "step_10.pt", "step_20.pt")
+    before = (tmp_path / "e1" / "step_10.pt").stat().st_mtime_ns - 40 * 10**9
+    os.utime(tmp_path / "e1" / "step_10.pt", ns=(before, before))
+    assert take(tmp_path, world(1), join_timeout=2.0) == []
+    assert steps(tmp_path) == [], "the newest was waited for"
+    os.utime(tmp_path / "e1" / "step_20.pt", ns=(before, before))
+    began = time.monotonic()
+    assert take(tmp_path, world(1)) == []
+    assert steps(tmp_path) == [20]
+    assert time.monotonic() - began < 15, "of the 30 s that it would have to be seen"
