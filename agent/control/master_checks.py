@@ -47,6 +47,10 @@ def problem_of(directive: control_pb2.Directive, incarnation: str, nproc: int) -
         problem = _world(directive.run, incarnation, nproc)
     elif not problem and order == "drain":
         problem = _world(directive.drain.run, incarnation, nproc)
+    elif not problem and order == "gather" and directive.gather.HasField("take"):
+        take = directive.gather.take
+        if not (take.epoch and take.run_id and take.world_size):
+            problem = "it orders to take over what was saved in a world without an epoch, a run or ranks"
     return problem
 
 

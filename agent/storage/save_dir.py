@@ -175,6 +175,7 @@ class Adoption:
         self._placed: tuple[int, tuple[str, ...]] = (0, ())
         # What the script had written into resume points, as far as people know.
         self._aside: set[str] = set()
+        self._late = threading.Lock()
 
     @property
     def last_look(self) -> float:
@@ -314,7 +315,8 @@ class Adoption:
         if self.wanted:
             with self._slow(f"taking what the script saved last in epoch {world.epoch}"):
                 seconds = min(_PART_OF_JOINING * join_timeout, _MOST_SECONDS)
-                take_late(run_dir, world, origin, self._deliver_late, self._pattern, self._best, seconds)
+                with self._late:  # asked again meanwhile: what the first look takes is not taken twice
+                    take_late(run_dir, world, origin, self._deliver_late, self._pattern, self._best, seconds)
 
     def _tell_aside(self, checkpoint: str, own: Path, moved: list[str]) -> None:
         if new := [name for name in moved if name not in self._aside]:
@@ -412,15 +414,24 @@ class _Placing:
         directory = self._source.parent / ref.name
         try:
             sealed = read_sealed(directory, ref.digest)
-            moved = set_aside(directory, (entry.path for entry in sealed.files), self._own) if self._is_scripts else []
-            if moved:
-                self._tell_aside(ref.name, self._own, moved)
+            if self._is_scripts:
+                self._set_aside(directory, sealed)
             verify(directory, sealed)
         except CheckpointDamaged as error:
             return worker_pb2.BadCheckpoint(
                 name=ref.name, digest=ref.digest, form=self._resume.form, file=error.file, message=str(error)
             )
         return None
+
+    def _set_aside(self, directory: Path, sealed: Manifest) -> None:
+        try:
+            moved = set_aside(directory, (entry.path for entry in sealed.files), self._own)
+        except OSError as error:
+            # What is left there is found when it is verified.
+            logger.warning("what the script has written into %s stays there: %s", directory.name, error)
+        else:
+            if moved:
+                self._tell_aside(directory.name, self._own, moved)
 
     def _wait(self) -> str:
         """Until it is there, or nobody needs it; says why it is not there."""

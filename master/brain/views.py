@@ -235,6 +235,8 @@ def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directiv
     directive.gather.round = job.round
     if job.world is not None and node.name == state.live.gathering.taker:
         directive.gather.take.CopyFrom(world_proto(job, job.world))
+        directive.gather.take.ClearField("store_host")
+        directive.gather.take.ClearField("store_port")
     if job.phase is Phase.WAITING:
         directive.gather.missing = state.live.missing.text
     if resume is not None:

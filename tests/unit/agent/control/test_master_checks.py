@@ -18,6 +18,8 @@ def test_what_our_master_says_is_believed() -> None:
     """A world of one of three nodes with a resume point, and what goes with it."""
     assert problem_of(run_order(), INCARNATION, NPROC) == ""
     assert problem_of(pb.Directive(wait=pb.Wait(reason="1 of 2 nodes\nare here", round=3)), INCARNATION, NPROC) == ""
+    take = pb.World(epoch=1, run_id="run-0001", world_size=2, nodes=2)
+    assert problem_of(pb.Directive(gather=pb.Gather(round=2, take=take)), INCARNATION, NPROC) == ""
     reply = pb.RegisterReply(node="my node", run_id="run-0001", generation=1)
     reply.pace.heartbeat_seconds = math.nan
     assert problem_of_reply(reply) == ""
@@ -62,6 +64,7 @@ def change(path: str, value: Any) -> Callable[[pb.Directive], None]:
         ("verify.ref.name", "", "verify names no checkpoint"),
         ("head.best", "../best", "best is '../best'"),
         ("converting", "../other", "converting is '../other'"),
+        ("gather.take.world_size", 2, "a world without an epoch, a run or ranks"),
     ],
 )
 def test_what_nobody_can_mean_is_named(path: str, value: Any, problem: str) -> None:

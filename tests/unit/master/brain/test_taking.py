@@ -43,6 +43,7 @@ def test_the_next_in_rank_order_looks_and_the_world_waits_for_it() -> None:
     assert (asked(b), asked(c), job.phase) == (1, 0, Phase.FORMING)
     take = b.directive.gather.take
     assert (take.run_id, take.world_size, take.HasField("resume")) == ("run-0001", 3, False)
+    assert (take.store_host, take.store_port) == ("", 0)
     takes(b, job.seal(20, any_size=True))
     assert (asked(b), job.phase) == (0, Phase.FORMING), "all see it now"
     all_join([b, c])
