@@ -633,6 +633,10 @@ class Ledger:
                 # Its ranks may be gone before they have settled what a thread has sealed behind their steps.
                 committed = any((entry.epoch, entry.step) == (run.epoch, run.step) for entry in sealed)
                 committed = committed or (agent.broken_at_notice and not is_saved(state))
+                if not state.contact.up:
+                    # What it has sealed waits on the disk for a master.
+                    waiting = (entry.message for entry in self.sim.disk.sealed.values())
+                    committed = committed or any((one.epoch, one.step) == (run.epoch, run.step) for one in waiting)
                 self.require(
                     run.saved_step == run.step or committed,
                     "left with everything saved",
