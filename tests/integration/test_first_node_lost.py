@@ -14,7 +14,8 @@ from tests.support.jobs.faults import run_directory
 from .test_membership import Clusters
 
 pytestmark = pytest.mark.timeout(300)
-LAYOUTS = Path(__file__).resolve().parents[1] / "support" / "workers" / "plain_layouts.py"
+WORKERS = Path(__file__).resolve().parents[1] / "support" / "workers"
+LAYOUTS, DEEPSPEED = WORKERS / "plain_layouts.py", WORKERS / "plain_deepspeed.py"
 SAVE_EVERY = 20
 
 
@@ -69,5 +70,27 @@ def test_the_next_start_takes_what_a_lone_node_had_not_taken(clusters: Clusters,
     job.start("a")
     second = job.wait_world(1, after=first)
     assert job.first_step(second) == step + 1
+    job.finish()
+    job.assert_undisturbed(undisturbed)
+
+
+@pytest.mark.full
+def test_what_is_taken_late_is_converted_like_any_other(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """ZeRO's partitions of two ranks, for the one that is left."""
+    training = Training(script=DEEPSPEED, steps=100, save_every=SAVE_EVERY, extra=("--zero-stage=1",))
+    job = clusters(training=training, hooked=False, step_time=0.2, nnodes="1:2")
+    job.agent_flags, job.script_flags = ["--quiet-time=30", "--deepspeed-load-universal"], ["--save-dir=${save_dir}"]
+    job.start("a", "b")
+    first = job.wait_world(2, steps=1)
+    latest = run_directory(job) / f"e{first}" / "latest"
+    before = latest.read_text() if latest.exists() else ""
+    tag = job.wait_for(
+        lambda: text if latest.exists() and (text := latest.read_text()) not in ("", before) else None, "the next save"
+    )
+    step = int(tag.removeprefix("global_step"))
+    job.kill_node(job.member(0))
+    assert taken(job) < step, "the first node was too quick for this test"
+    alone = job.wait_world(1, after=first)
+    assert job.first_step(alone) == step + 1
     job.finish()
     job.assert_undisturbed(undisturbed)
