@@ -76,6 +76,7 @@ class Shell(ElasticAgent):
         self._state = agent.fresh_state()
         self._link: Any = _Link(agent)
         self._adoption: Any = _NoAdoption()
+        self._hub: Any = _Nothing()
         self._teller = Teller(None)
         self._beside: Any = _NoSaver()
         self._watch: Any = _Signals(agent)
