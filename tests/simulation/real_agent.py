@@ -81,7 +81,6 @@ class Shell(ElasticAgent):
         self._beside: Any = _NoSaver()
         self._watch: Any = _Signals(agent)
         self._worker_group: Any = _Nothing()
-        self._hub: Any = _Nothing()
 
     def _handle(self, event: ev.Event) -> None:
         agent = self._agent

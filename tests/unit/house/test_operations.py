@@ -70,6 +70,7 @@ FROM_ELSEWHERE = {
     "refusal": "what a session says of its script: docs/what-is-exact.md",
     "action.text": "`Say`",
     "cause": "`mismatch`",
+    "shortage(error)": "`shortage`: threads, memory or descriptors that the system does not give",
     "str(error)": "an exception of Python's",
     "message": "`end`, or the error of a rank",
 }
