@@ -13,6 +13,7 @@ import pytest
 
 from tests.integration.test_memory import Clusters, end, jobs, together
 from tests.support.jobs.cluster import Cluster, Training, Undisturbed
+from tests.support.jobs.faults import freeze
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -70,6 +71,24 @@ def test_a_node_killed_before_it_gave_its_gradients(jobs: Clusters, undisturbed:
     job.kill_node(job.node("b"))
     second = job.wait_world(1, after=first)
     assert job.change(second).resumed == last
+    end(job, undisturbed)
+    job.assert_lost({})
+
+
+@pytest.mark.full
+def test_a_node_that_falls_silent(jobs: Clusters, undisturbed: Undisturbed) -> None:
+    """No connection is closed: the other one waits for its gradients in a call that never returns."""
+    flags = ("--quiet-time=60", "--node-timeout=5")
+    job = jobs(nnodes="1:2", training=TRAINING, script_flags=FLAGS, agent_flags=flags, agent_environment=PACE)
+    job.start("a")
+    job.start("b", environment={"DALSEGNO_TEST_STANDS": "backward"})
+    first = job.wait_world(2, 3)
+    last = stood_still(job, first)
+    b = job.node("b")
+    freeze(job, b)
+    second = job.wait_world(1, after=first)
+    assert job.change(second).resumed == last
+    job.kill_node(b)
     end(job, undisturbed)
     job.assert_lost({})
 
