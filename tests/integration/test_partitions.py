@@ -16,7 +16,7 @@ pytest.importorskip("aetcd")
 from tests.support.jobs.cluster import Training, Undisturbed
 from tests.support.jobs.etcd_members import ETCD, MISSING, etcd_members
 from tests.support.jobs.proxy import Proxy
-from tests.support.jobs.schedules import Stage, play, schedule, stage
+from tests.support.jobs.schedules import NODE_TIMEOUT, Stage, play, schedule, stage
 from tests.support.jobs.several_masters import Several
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(ETCD is None, reason=MISSING)]
@@ -110,7 +110,7 @@ def test_no_member_reaches_another(on: Stage) -> None:
     before = len(on.crew.agents["a"].promised)
     # Longer than a node may be silent, and than a lease.
     with pytest.raises(AssertionError):
-        on.wait(lambda: len(on.crew.agents["a"].promised) > before + 1, "a commit", seconds=13)
+        on.wait(lambda: len(on.crew.agents["a"].promised) > before + 1, "a commit", seconds=NODE_TIMEOUT + 3)
     on.members.wires.heal()
     commits(on)
     goes_on(on)

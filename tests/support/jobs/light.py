@@ -167,7 +167,8 @@ class Light(Node):
         self.disk[checkpoint.ref.digest] = checkpoint
         request = pb.CommitRequest(caller=self._next_caller(), checkpoint=checkpoint)
         raw = await self._answered("CommitCheckpoint", request)
-        if raw is None:
+        if raw is None or request.caller.request != self._request:
+            # Refused; or a Join has overtaken it, so that its answer promises nothing. Real agents call one by one.
             return False
         self.promised.append((pb.Ack.FromString(raw).generation, step))
         return True
