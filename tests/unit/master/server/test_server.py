@@ -230,6 +230,7 @@ def test_the_queue_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_calls_of_many_nodes_wait_while_the_master_is_busy() -> None:
     """gRPC would cancel some as soon as 1,000 wait, and all from 3,000 on: a change of a large world brings more."""
     count = 3_500
