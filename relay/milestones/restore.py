@@ -30,6 +30,8 @@ _PAUSES_SECONDS = (0.5, 2.0, 8.0, 30.0)
 # This process's name, and where it has begun.
 _OWN = secrets.token_hex(4)
 _BEGUN: set[Path] = set()
+# A file with this, and the name of the process whose directory it is.
+_OF = ".of-"
 # A download has no known size before it begins.
 _ASSUMED_BYTES = 1 << 36
 
@@ -124,13 +126,11 @@ def _restore(milestone: Milestone, checkpoints: Path, root: Path) -> Restored:
     """One try. Raises FileNotFoundError, too, if another pod has taken over what came, and FileExistsError."""
     name = f"{milestone.repo}@{milestone.revision}"
     incoming = _own(root, _safe(name))
-    begun = _identity(incoming)
     try:
         _download({"repo": milestone.repo, "revision": milestone.revision, "milestone": True}, incoming)
         restored = _checked(milestone, name, incoming, checkpoints)
     except (RevisionRefused, Unreachable) as error:
-        if begun is None or _identity(incoming) != begun:
-            raise FileNotFoundError(errno.ENOENT, "another pod has taken it over", str(incoming)) from error
+        _check_own(incoming)
         if (found := _found(milestone, checkpoints)) is not None:
             return found  # and whoever brought it removes what has come here
         if isinstance(error, RevisionRefused):
@@ -156,7 +156,14 @@ def _own(root: Path, name: str) -> Path:
             break
     _BEGUN.add(mine)
     mine.mkdir(exist_ok=True)
+    (mine / f"{_OF}{_OWN}").touch()
     return mine
+
+
+def _check_own(mine: Path) -> None:
+    """Raises FileNotFoundError if another pod has taken it over; a directory of that name may have come anew."""
+    if not (mine / f"{_OF}{_OWN}").exists():
+        raise FileNotFoundError(errno.ENOENT, "another pod has taken it over", str(mine))
 
 
 def _tries(root: Path, name: str) -> list[Path]:
@@ -187,12 +194,12 @@ def _place(source: Path, own: RunManifest, checkpoints: Path) -> Restored:
         raise ValueError(f"{manifest.run_id!r} is no run's id")
     verify(source, manifest)
     target = checkpoints / manifest.run_id / manifest.name
-    before = _identity(target)
+    before = _stamp(target)
     if _is_there(target, manifest):
         return Restored(target, manifest)
     target.parent.mkdir(parents=True, exist_ok=True)
     fsync_tree(source)
-    if before is not None and _identity(target) == before:
+    if os.path.lexists(target) and _stamp(target) == before:
         # What is damaged there stays for a person, under a name that nobody takes for a checkpoint.
         _set_aside(target)
     try:
@@ -213,12 +220,13 @@ def _place(source: Path, own: RunManifest, checkpoints: Path) -> Restored:
     return Restored(target, manifest)
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _stamp(target: Path) -> tuple[int, int] | None:
+    """Tells one manifest from another that took its place meanwhile. (Mounts of object stores change inodes.)"""
     try:
-        found = os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
+        found = os.stat(target / MANIFEST, follow_symlinks=False)
+    except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return found.st_size, found.st_mtime_ns
 
 
 def _is_there(target: Path, manifest: Manifest) -> bool:
@@ -281,19 +289,18 @@ def _complete(root: Path, name: str) -> Path | None:
 def _brought(name: str, root: Path) -> Path:
     repo, _, revision = name.partition("@")
     target = _own(root, _safe(name))
-    begun = _identity(target)
     try:
         _download({"repo": repo, "revision": revision, "milestone": False}, target)
     except (RevisionRefused, Unreachable) as error:
-        if begun is None or _identity(target) != begun:
-            raise FileNotFoundError(errno.ENOENT, "another pod has taken it over", str(target)) from error
+        _check_own(target)
         if isinstance(error, RevisionRefused):
             shutil.rmtree(target, ignore_errors=True)
         raise
     shutil.rmtree(target / ".cache", ignore_errors=True)
     fsync_tree(target)
-    if _identity(target) != begun:
-        raise FileNotFoundError(errno.ENOENT, "another pod has taken it over", str(target))
+    _check_own(target)
+    for mark_of in target.glob(f"{_OF}*"):
+        mark_of.unlink(missing_ok=True)
     write_exclusive(target / _DOWNLOADED, b"")
     fsync_directory(target)
     first = _complete(root, _safe(name)) or target
