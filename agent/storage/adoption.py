@@ -8,14 +8,12 @@ script never writes into ours, because the next epoch has another directory (`sa
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest
@@ -31,13 +29,14 @@ from .best_watch import BestWatch
 from .foreign import COUNTED, NOTE_BYTES, FoundUnits, Unit, shown, survey
 from .layouts import Complete, FileState, complete, damaged, number_of_file, state_of
 from .naming import is_log
+from .present import extent_of, files_of, size_of, states_of
 from .slices import Behind, SaveSlice, choose, names_it
 from .slots import Slots
 from .strays import strays
-from .taking import Before, Changed, Origin, adopt, save_directory
+from .taking import Before, Changed, Late, Origin, adopt, save_directory
 from .volume_check import VolumeCheck
 
-__all__ = ["Adopter", "Before", "Late", "Origin", "adopt", "save_directory"]
+__all__ = ["Adopter", "Before", "Origin", "adopt", "save_directory"]
 
 # Seconds between two looks; what has not changed between them is no longer being written.
 LOOK_EVERY_SECONDS = 1.0
@@ -62,26 +61,6 @@ _BEGAN_ANEW = (
 )
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Late:
-    """What the first node of a world had taken until it was lost.
-
-    Attributes:
-        step: the last step; of the resume point, if it had taken nothing.
-        numbers: see `SavedAs`; empty, if it had taken nothing.
-        now: by the clock of the volume, in ns, when it was `at` by this process's.
-    """
-
-    step: int
-    numbers: Mapping[str, int | None]
-    now: int
-    at: float
-
-    def stands_since(self, one: Complete) -> float:
-        """When its last file was written, by this process's clock: who comes late need not see that for itself."""
-        return self.at - max(0, self.now - one.written) / 1e9
 
 
 class Adopter:
@@ -343,13 +322,13 @@ class Adopter:
         """Whether the script was asked, and writes something newer than was taken."""
         if self._growth is None:
             return False
-        data = [file for unit in found.units for file in _files(self._root, unit)]
-        return self._growth.goes_on(data, _there(self._root, found.other), self._known.values(), time.monotonic())
+        data = [file for unit in found.units for file in files_of(self._root, unit)]
+        return self._growth.goes_on(data, states_of(self._root, found.other), self._known.values(), time.monotonic())
 
     def _lacking(self, unit: Unit, missing: str) -> None:
         """Names what stays incomplete though nothing of it changes."""
         now = time.monotonic()
-        state = (missing, _extent(self._root, unit))
+        state = (missing, extent_of(self._root, unit))
         before, since = self._lacks.get(unit.path, (None, now))
         self._lacks[unit.path] = (state, since if before == state else now)
         if before == state and now - since >= PATIENCE_LOOKS * LOOK_EVERY_SECONDS:
@@ -456,7 +435,7 @@ class Adopter:
             self._others = None
             return
         self._tell_of_strays()
-        sizes = {name: size for name in found.other if (size := _size(self._root / name)) >= LARGE_BYTES}
+        sizes = {name: size for name in found.other if (size := size_of(self._root / name)) >= LARGE_BYTES}
         saved = [name for name, size in sizes.items() if not is_log(name) and self._others.get(name) == size]
         self._others = sizes
         if saved:
@@ -477,7 +456,7 @@ class Adopter:
         directory = self._before.directory
         if self._listed is None:
             self._listed = tuple(entry.path for entry in Manifest.read(directory).files)
-        saved = [name for name in strays(directory, self._listed) if _size(directory / name) >= LARGE_BYTES]
+        saved = [name for name in strays(directory, self._listed) if size_of(directory / name) >= LARGE_BYTES]
         if saved:
             self._strays_told = True
             self._deliver(
@@ -499,35 +478,3 @@ def _problem(error: OSError) -> str:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return str(error)
     return f"{error.strerror}: the run's copy of it takes as much room again; make room, then it is taken"
-
-
-def _size(path: Path) -> int:
-    try:
-        return os.stat(path, follow_symlinks=False).st_size
-    except FileNotFoundError:
-        return 0
-
-
-def _extent(root: Path, unit: Unit) -> tuple[int, int]:
-    """Files and bytes of a unit."""
-    every = _files(root, unit)
-    return len(every), sum(file.size for file in every)
-
-
-def _files(root: Path, unit: Unit) -> list[FileState]:
-    """Files of a unit that are there, whether or not it is complete."""
-    names: Iterable[str] = unit.names or (
-        os.path.relpath(os.path.join(where, name), root)
-        for where, _, names in os.walk(root / unit.path)
-        for name in names
-    )
-    return _there(root, names)
-
-
-def _there(root: Path, names: Iterable[str]) -> list[FileState]:
-    """How those are that are there."""
-    found: list[FileState] = []
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            found += state_of(root, [name])
-    return found

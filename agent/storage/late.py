@@ -17,11 +17,11 @@ from dalsegno.elastic.checkpoint import CheckpointDamaged, CheckpointName, Manif
 from dalsegno.protos import control_pb2
 
 from ..decisions import events as ev
-from .adoption import Adopter, Before, Late
+from .adoption import Adopter
 from .best_save import BestRule
 from .foreign import OURS
 from .layouts import FileState, state_of
-from .taking import Origin, save_directory
+from .taking import Before, Late, Origin, save_directory
 
 __all__ = ["take_late"]
 

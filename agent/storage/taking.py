@@ -28,11 +28,11 @@ from dalsegno.elastic.checkpoint.files import copy_file, place_file
 from dalsegno.elastic.checkpoint.layout import MANIFEST
 from dalsegno.protos import control_pb2
 
-from .layouts import FileState, state_of
+from .layouts import Complete, FileState, state_of
 from .slices import SaveSlice
 from .volume_check import VolumeCheck
 
-__all__ = ["Before", "Changed", "Judge", "Origin", "adopt", "save_directory"]
+__all__ = ["Before", "Changed", "Judge", "Late", "Origin", "adopt", "save_directory"]
 
 # A new checkpoint's value of the metric, and the best one as of it: of its name, its step and its series' numbers.
 Judge = Callable[[str, int, Mapping[str, int | None]], tuple[float | None, Best | None]]
@@ -71,6 +71,26 @@ class Before:
     directory: Path
     files: Mapping[str, FileState]
     saved_as: SavedAs
+
+
+@dataclass(frozen=True)
+class Late:
+    """What the first node of a world had taken until it was lost.
+
+    Attributes:
+        step: the last step; of the resume point, if it had taken nothing.
+        numbers: see `SavedAs`; empty, if it had taken nothing.
+        now: by the clock of the volume, in ns, when it was `at` by this process's.
+    """
+
+    step: int
+    numbers: Mapping[str, int | None]
+    now: int
+    at: float
+
+    def stands_since(self, one: Complete) -> float:
+        """When its last file was written, by this process's clock: who comes late need not see that for itself."""
+        return self.at - max(0, self.now - one.written) / 1e9
 
 
 class Changed(Exception):
