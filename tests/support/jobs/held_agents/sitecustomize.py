@@ -83,8 +83,8 @@ class Deaf(importlib.abc.MetaPathFinder):
             listener = socket.create_server(("127.0.0.1", 0))
             plain = module.PeerServer.__init__  # type: ignore[attr-defined]
 
-            def init(self: object, *arguments: object) -> None:
-                plain(self, *arguments)
+            def init(self: object, *arguments: object, **named: object) -> None:
+                plain(self, *arguments, **named)
                 self.address = f"127.0.0.1:{listener.getsockname()[1]}"  # type: ignore[attr-defined]
 
             module.PeerServer.__init__ = init  # type: ignore[attr-defined]
