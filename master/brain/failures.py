@@ -112,8 +112,16 @@ def hears_of_steps(turn: Turn) -> bool:
 def blames_shape(turn: Turn) -> bool:
     """Whether the last world failed before a step, and all that is wrong with it may be its shape, see `shapes`.
 
-    Other worlds of this run have worked; either so many workers never did, or only some of its nodes had trained.
     While a node is silent it may be lost, too: then the next world shows it.
+    """
+    world = turn.job.world
+    return may_blame_shape(turn) and world is not None and all(answers(turn, member) for member in world.members)
+
+
+def may_blame_shape(turn: Turn) -> bool:
+    """Whether nothing that is known of the nodes speaks against it; not all of them may have answered yet.
+
+    Other worlds of this run have worked; either so many workers never did, or only some of its nodes had trained.
     """
     job = turn.job
     world, pending, worked = job.world, job.run.budget.pending, job.run.shapes.worked
@@ -124,7 +132,17 @@ def blames_shape(turn: Turn) -> bool:
     has_newcomers = any(trained) and not all(trained)
     if world.size in worked and not has_newcomers:
         return False
-    return all(answers(turn, member) and not broke_it(turn, member) for member in world.members)
+    return not any(broke_it(turn, member) for member in world.members)
+
+
+def awaits_answers(turn: Turn, waited_for: list[Node]) -> bool:
+    """Whether a node of the last world has yet to join, whose answer tells whether its shape is to blame.
+
+    Others may be ready that fill a world: it would be of the same shape.
+    """
+    world = turn.job.world
+    members = world.by_incarnation if world is not None else {}
+    return any(node.incarnation in members for node in waited_for) and may_blame_shape(turn)
 
 
 def leave_shape(turn: Turn, ready: list[Node]) -> bool:

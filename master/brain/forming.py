@@ -156,7 +156,7 @@ def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
         return False
     chosen = len(select(turn, ready))
     full = len(ready) >= turn.job.most_nodes and chosen == max(counts(turn, ready), default=0)
-    if full and not awaits_witness(turn, waited_for, ready):
+    if full and not awaits_witness(turn, waited_for, ready) and not failures.awaits_answers(turn, waited_for):
         return True
     enough = bool(chosen)
     if not enough or not turn.job.next.quiet:

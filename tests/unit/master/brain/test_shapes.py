@@ -73,6 +73,41 @@ def test_a_newcomer_ends_no_healthy_job(heard: bool) -> None:
     assert (job.phase, job.epoch) == (Phase.RUNNING, last), "what failed is not tried again"
 
 
+def test_spares_that_are_ready_first_do_not_hide_what_failed() -> None:
+    """They would fill the next world at once, and what its shape did to this one would count as the script's failure."""
+    job, a, b = pair(max_nodes=3)
+    spares = [job.node() for _ in range(3)]
+    c = joins(job, [a, b])
+    for spare in spares:
+        spare.join()
+    world = [node for node in (a, b, c, *spares) if node.name in job.members]
+    assert len(world) == 3
+    for node in world:
+        node.failed("4 micro-batches on 3 ranks")
+    for node in (*spares, c, a):
+        node.join()
+    job.wait(0.5)
+    assert job.phase is Phase.FORMING
+    all_join([a, b, c, *spares])
+    job.wait(1)
+    assert (job.phase, set(job.members)) == (Phase.RUNNING, {a.name, b.name})
+    assert job.job.run.budget.failures == 0
+
+
+def test_who_does_not_come_back_behind_a_failed_growth_is_not_waited_for_long() -> None:
+    """The next world then shows whether it was the shape."""
+    job, a, b = pair(max_nodes=3, max_restarts=3)
+    spares = [job.node() for _ in range(2)]
+    c = joins(job, [a, b])
+    for node in (a, b, c):
+        node.failed("4 micro-batches on 3 ranks")
+    for node in (*spares, c, a):
+        node.join()
+    job.wait(job.settings.join_timeout + 1)
+    assert job.phase is Phase.RUNNING
+    assert b.name not in job.members
+
+
 def test_one_crash_that_nobody_heard_a_step_before_makes_no_spare() -> None:
     """A worker of a script without a session crashes soon after a growth: all start again, and no failure counts."""
     job, a, b = pair(heard=False)
