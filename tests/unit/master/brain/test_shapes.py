@@ -74,7 +74,7 @@ def test_a_newcomer_ends_no_healthy_job(heard: bool) -> None:
 
 
 def test_spares_that_are_ready_first_do_not_hide_what_failed() -> None:
-    """They would fill the next world at once, and what its shape did to this one would count as the script's failure."""
+    """They would fill the next world at once, and the failure of this one would count as the script's own."""
     job, a, b = pair(max_nodes=3)
     spares = [job.node() for _ in range(3)]
     c = joins(job, [a, b])
