@@ -296,7 +296,7 @@ def test_another_job_is_another_job(tmp_path: Path) -> None:
 def test_hostile_messages(tmp_path: Path) -> None:
     """Nonsense is answered with a status; the agent goes on."""
     with nodes(tmp_path, 1) as (one,), grpc.insecure_channel(one.tier.address) as channel:
-        metadata = one.tier._peers._wire.metadata()
+        metadata = one.tier._peers._wire.metadata(one.tier.address)
         hold = channel.stream_unary(f"/{SERVICE}/Hold")
         fetch = channel.unary_stream(f"/{SERVICE}/Fetch")
         for messages in ([], [b""], [b"\xff"], [b"\x12\x03abc"], [b"\x0a\x00"]):
