@@ -112,5 +112,6 @@ def test_a_pod_that_is_killed_in_an_upload(tmp_path: Path, hub: Hub, request_lin
         assert [one["revision"] for one in milestones_on(hub, tmp_path)] == [synced["revision"]]
         assert [one["revision"] for one in run.commander.run()["milestones"]] == [synced["revision"]]
         _, second = run.epochs().values()
-        assert second[0].step == saved + 1
+        # What the killed pod had saved last, and not taken yet, is taken by the next one.
+        assert second[0].step - 1 == run.events("resume")[-1]["step"] >= saved
         run.assert_one_history(second[-1].step)

@@ -90,7 +90,8 @@ def test_a_kill_while_a_pod_recovers(tmp_path: Path, phase: str, victim: str) ->
             c = run.pod("c")
             assert c.process.wait(120) == 0, run.said()
         _, second = run.epochs().values()
-        assert second[0].step - 1 == saved
+        # What the killed pod had saved last, and not taken yet, is taken by the next one.
+        assert second[0].step - 1 == run.events("resume")[-1]["step"] >= saved
         assert_whole(run)
 
 
