@@ -118,16 +118,19 @@ def can_begin(job: Job, step: HeldStep) -> bool:
 
 def can_go_on(job: Job, step: HeldStep) -> bool:
     """Somebody has each part that is not written yet, and somebody has one to seal it by."""
-    there = [bool(holders(job, step, part)) for part in range(step.record.parts)]
-    return any(there) and all(here or part in step.written for part, here in enumerate(there))
+    return suffices(step, [bool(holders(job, step, part)) for part in range(step.record.parts)])
 
 
 def is_stuck(job: Job, step: HeldStep) -> bool:
     """Of some part all holders have just failed to write it, or all of them to seal it: others need not wait for it."""
     if not step.unable:
         return False
-    can = [bool(able(step, holders(job, step, part))) for part in range(step.record.parts)]
-    return not any(can) or not all(here or part in step.written for part, here in enumerate(can))
+    return not suffices(step, [bool(able(step, holders(job, step, part))) for part in range(step.record.parts)])
+
+
+def suffices(step: HeldStep, by_part: list[bool]) -> bool:
+    """Whether the step can be brought to the disk by these: of each part, whether somebody has it."""
+    return any(by_part) and all(here or part in step.written for part, here in enumerate(by_part))
 
 
 def orders(state: State) -> dict[str, WriteOrder]:
@@ -255,9 +258,11 @@ def heard_of_wanted(turn: Turn, node: Node, message: control_pb2.DurableRequest,
 
 def may_seal(turn: Turn, node: Node, step: HeldStep) -> bool:
     """A member, or who was asked to: what is left of an older world's candidate may be with a spare alone."""
-    world, order = turn.job.world, orders(turn.state).get(node.incarnation)
-    asked = order is not None and order.seal and order.record.digest == step.record.digest
-    return asked or (world is not None and world.member(node.incarnation) is not None)
+    world = turn.job.world
+    if world is not None and world.member(node.incarnation) is not None:
+        return True
+    order = orders(turn.state).get(node.incarnation)
+    return order is not None and order.seal and order.record.digest == step.record.digest
 
 
 def cannot(turn: Turn, node: Node, step: HeldStep, failure: str) -> None:
