@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -172,7 +173,8 @@ class FakeAgent:
             threading.Thread(target=self._read, args=(connection,), daemon=True).start()
 
     def _read(self, connection: socket.socket) -> None:
-        with connection.makefile("rb") as stream:
+        # A rank that is killed may reset its connection.
+        with contextlib.suppress(ConnectionResetError), connection.makefile("rb") as stream:
             while header := stream.read(4):
                 (length,) = struct.unpack(">I", header)
                 message = worker_pb2.ToAgent.FromString(stream.read(length))

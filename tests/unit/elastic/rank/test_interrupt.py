@@ -73,18 +73,22 @@ def test_another_thread_has_none() -> None:
 
 def test_another_thread_is_called_where_the_main_one_waits_in_a_library() -> None:
     """The main thread hears it when it returns, before its next instruction."""
-    calls: list[threading.Thread] = []
+    others: list[threading.Thread] = []
+    heard: list[int] = []  # how many calls others had before
+
     interrupt = Interrupt(
-        lambda: (calls.append(threading.current_thread()), interrupt.close())[-1],
-        lambda: calls.append(threading.current_thread()),
+        # It may be called before it waits, too: what counts is that it was not while others were.
+        lambda: heard.append(len(others)),
+        lambda: others.append(threading.current_thread()),
     )
     threading.Thread(target=interrupt.begin).start()
     # No signal ends this call, as none ends a collective. It takes seconds.
     hashlib.pbkdf2_hmac("sha256", b"", b"", 6_000_000)
-    after = list(calls)
-    assert len(after) >= 2
-    assert threading.main_thread() not in after[:-1]
-    assert after[-1] is threading.main_thread()
+    interrupt.close()
+    assert others
+    assert threading.main_thread() not in others
+    assert heard
+    assert heard[-1] > 0
 
 
 def test_no_other_thread_is_called_where_the_main_one_hears() -> None:
@@ -92,9 +96,13 @@ def test_no_other_thread_is_called_where_the_main_one_hears() -> None:
     heard: list[int] = []
     interrupt = Interrupt(lambda: heard.append(1), lambda: others.append(1))
     threading.Thread(target=interrupt.begin).start()
-    deadline = time.monotonic() + 3 * UNHEARD_SECONDS
-    while time.monotonic() < deadline:
+    stood = 0.0  # the longest time in which this thread itself had no processor
+    before = time.monotonic()
+    deadline = before + 3 * UNHEARD_SECONDS
+    while before < deadline:
         time.sleep(0.01)
+        before, last = time.monotonic(), before
+        stood = max(stood, before - last)
     interrupt.close()
     assert heard
-    assert not others
+    assert not others or stood > UNHEARD_SECONDS / 2
