@@ -43,19 +43,24 @@ def is_over(agent: SimAgent) -> bool:
 
 
 def outlasts_notice(group: Group) -> None:
-    """A node's workers end, perhaps at the end of its notice: may that cost a step?
+    """A node's workers end, perhaps because a notice in their world is over: may that cost a step?
 
-    Where nothing but joins and notices happens, only if its part is missing, or nobody stays to seal the others'.
+    Whoever counts the seconds first ends them, a leaver's agent or the master, which has the others' workers end, too.
     """
-    sim, agent, run = group.agent.sim, group.agent, group.collective
-    if not is_over(agent):
-        return
-    agent.ran_out = True
+    for leaver in group.collective.groups.values():
+        if is_over(leaver.agent):
+            leaver.agent.ran_out = True
+            if not _loses_nothing(leaver):
+                group.agent.sim.ledger.disturbed()
+
+
+def _loses_nothing(leaver: Group) -> bool:
+    """Where nothing but joins and notices happens: its part is there, and somebody stays to seal the others'."""
+    sim, run = leaver.agent.sim, leaver.collective
     stays = [other for other in run.groups.values() if other.alive and not other.agent.noticed]
-    whole = run.drain_save is not None and run.drain_save.is_there(group)
+    whole = run.drain_save is not None and run.drain_save.is_there(leaver)
     quick = sim.sync_time < patience(sim) / 2
-    if sim.plan.kind != "planned" or not (whole and stays and quick):
-        sim.ledger.disturbed()
+    return sim.plan.kind == "planned" and whole and bool(stays) and quick
 
 
 class DrainSave:
