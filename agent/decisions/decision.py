@@ -45,7 +45,8 @@ class Decision:
     def register_again(self) -> None:
         """Registers anew after having been fenced: everything of the old incarnation is void."""
         state = self.state
-        if had_workers(state) and not is_saved(state):
+        nothing_made = state.epoch.counted and has_made_nothing(state)
+        if had_workers(state) and not (is_saved(state) or nothing_made):
             self.exit(ev.EXIT_LEFT_UNSAVED, "left on notice; the run goes on from its last commit")
             return
         if state.leaving:

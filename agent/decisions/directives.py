@@ -164,6 +164,9 @@ def ordered_release(decision: Decision, release: control_pb2.Release) -> None:
     if release.resumed_epoch and release.resumed_epoch == state.started:
         # What another world started from counts as a commit of this node's ranks.
         state.epoch.committed_step = max(state.epoch.committed_step, release.resumed_step)
+    if state.leave is not None and state.workers is Workers.RUNNING:
+        # Its world has broken, and its ranks may wait for others that never come.
+        keeping.end_workers(decision)
     if state.leave is not None and state.workers is Workers.NONE:
         state.leave.released = True
         if not flash.is_pending(decision):

@@ -194,3 +194,27 @@ def test_who_leaves_the_seal_to_others_goes_with_its_notice() -> None:
     code, text = left(agent)
     assert code == ev.EXIT_LEFT_UNSAVED
     assert text.startswith("left on notice; its part of the last save is written; the others complete the save if")
+
+
+# ---- nothing was made -----------------------------------------------------------------------------------------------
+
+
+def test_a_leaver_whose_world_has_broken_ends_its_ranks() -> None:
+    """They may wait in their first collective for ranks that have gone: it is released, and does not sit them out."""
+    agent = Agent().registered().running()
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.directed(release=control_pb2.Release(), phase=control_pb2.PHASE_WAITING)
+    assert agent.did(ev.StopWorkers) == [ev.StopWorkers(1, 0.0)]
+    agent.hear(ev.StepsCounted(1, 0), ev.WorkersStopped(1))
+    assert left(agent) == (ev.EXIT_LEFT, "left on notice; no step was made here that could be lost")
+
+
+@pytest.mark.parametrize("made", [0, 1, None])
+def test_a_leaver_that_was_declared_dead_says_what_it_lost(made: int | None) -> None:
+    """Nothing, if its ranks are known to have made no step; silence proves nothing (None: nobody counted)."""
+    agent = Agent().registered().running()
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.directed(fenced=control_pb2.Fenced(reason="declared dead"))
+    counted = [] if made is None else [ev.StepsCounted(1, made)]
+    agent.hear(*counted, ev.WorkersStopped(1))
+    assert left(agent)[0] == (ev.EXIT_LEFT if made == 0 else ev.EXIT_LEFT_UNSAVED)
