@@ -381,7 +381,7 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
         universal=resume is not None and not same_shape(resume, size) and not resharded(job, resume, size),
         resharded=resume is not None and resharded(job, resume, size),
         resumed_step=resume.step if resume is not None else 0,
-        causes=causes or ("restarted",),
+        causes=causes or ("no newcomer joined after all" if job.grown else "restarted",),
         left_step=job.run.left_step,
         grown=job.grown and bool(arrived),
         arrived=len(arrived),

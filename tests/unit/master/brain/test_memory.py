@@ -261,6 +261,15 @@ def test_a_growth_goes_on_when_its_start_comes_to_the_disk() -> None:
     assert job.phase is Phase.DRAINING, job.notices
 
 
+def test_a_growth_that_ended_without_its_newcomer_is_called_that() -> None:
+    """Nobody has restarted anything, and nobody has gone."""
+    job, nodes = started(1)
+    nodes[0].save(5)
+    nodes[0].step(6)
+    grows_without(job, nodes, newcomer(job))
+    assert "epoch 2: no newcomer joined after all, 1 node, resumed at step 7" in job.notices
+
+
 def test_drains_go_to_memory_again_when_the_node_is_gone_that_could_not_fetch() -> None:
     job, nodes = started(1)
     nodes[0].save(5)
