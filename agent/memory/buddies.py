@@ -57,6 +57,8 @@ class Buddy:
         self._stop = threading.Event()
         self._changed = threading.Condition()
         self._next: StepPart | None = None
+        # Nothing of earlier epochs is wanted any more.
+        self._least_epoch = 0
         # It has been said that it does not take our parts.
         self._said = False
         # Since when no part has come there.
@@ -71,10 +73,12 @@ class Buddy:
             self._changed.notify_all()
 
     def forget(self, before_epoch: int) -> None:
-        """Parts of earlier epochs that wait are not sent any more."""
+        """Parts of earlier epochs that wait are not sent any more: they may be deleted here by now."""
         with self._changed:
+            self._least_epoch = before_epoch
             if self._next is not None and self._next.manifest.epoch < before_epoch:
                 self._next = None
+            self._changed.notify_all()
 
     def close(self) -> None:
         """What is under way may finish, as long as the agent lives; nothing else begins."""
@@ -108,27 +112,35 @@ class Buddy:
                 now = time.monotonic()
                 self._failing_since = self._failing_since or now
                 over = pause is None or error.ours or error.code not in _MAY_PASS
+                if error.closed or self._is_over(part):
+                    return
                 if over or now - self._failing_since >= _SAY_AFTER_SECONDS:
                     self._complain(part, error)
                 if over or pause is None:
                     return
-                if self._overtaken(pause):
+                if self._overtaken(part, pause):
                     return
             else:
                 self._said, self._failing_since = False, None
                 self._on_held(part, self.address)
                 return
 
-    def _overtaken(self, pause: float) -> bool:
+    def _overtaken(self, part: StepPart, pause: float) -> bool:
         """Waits; whether something newer is to be sent, or nothing any more."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._next is not None or self._stop.is_set(), pause)
+            return self._changed.wait_for(lambda: self._next is not None or self._is_over(part), pause)
+
+    def _is_over(self, part: StepPart) -> bool:
+        """Nobody wants this part there any more, and so nothing that failed with it is worth a word."""
+        return self._stop.is_set() or part.manifest.epoch < self._least_epoch
 
     def _complain(self, part: StepPart, error: PeerError) -> None:
-        if self._said or self._stop.is_set():
+        if self._said:
             return
         self._said = True
-        text = f"{shown(self.address)} does not hold {part}: {error}; training goes on, it will be asked again"
+        text = f"{shown(self.address)} does not hold {part}: {error}; training goes on, newer steps are sent there, too"
+        if error.ours:
+            text = f"{part} was not sent to {shown(self.address)}: {error}; training goes on"
         if error.unreachable:
             text = (
                 f"no replica of this node's memory checkpoints comes to {shown(self.address)}: {error}; until one does,"

@@ -42,8 +42,14 @@ class PeerError(Exception):
 
     @property
     def unreachable(self) -> bool:
-        """Nobody answers there, or not any more."""
-        return self.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        """Nobody answers there, or not any more: an agent that ends cancels what is under way."""
+        gone = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+        return self.code in gone and not self.ours
+
+    @property
+    def closed(self) -> bool:
+        """The part is of an epoch that is over there, which is nobody's trouble: the next world opens here, too."""
+        return self.code is grpc.StatusCode.FAILED_PRECONDITION and not self.ours
 
 
 class SendPace:
@@ -197,4 +203,5 @@ def _failed(error: BaseException, transfer: WatchedCall) -> PeerError:
         return PeerError(grpc.StatusCode.DEADLINE_EXCEEDED, "not a byte has moved for too long")
     if not isinstance(error, grpc.RpcError):
         return PeerError(grpc.StatusCode.CANCELLED, "it was ended", ours=True)
-    return PeerError(code_of(error), one_line(detail_of(error)))
+    code, detail = code_of(error), one_line(detail_of(error))
+    return PeerError(code, "it has ended the call" if detail == code.name else detail)

@@ -121,7 +121,7 @@ class Gatherer:
             except PeerError as error:
                 logger.warning("part %d of %s from %s: %s", part.group_rank, ref.name, shown(address), error)
                 reasons.append(f"{shown(address)}: {error}")
-                unreachable = unreachable or (error.unreachable and not error.ours)
+                unreachable = unreachable or error.unreachable
                 if error.ours or stopped():
                     break
             else:

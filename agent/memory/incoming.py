@@ -135,7 +135,7 @@ class Incoming:
         except OSError as error:
             raise self._failed(error) from error
         except (CheckpointDamaged, ValueError) as error:
-            raise PartRefusedError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
+            raise PartRefusedError(grpc.StatusCode.ALREADY_EXISTS, str(error)) from error
 
     def close(self) -> None:
         """Takes away what was not put in its place."""

@@ -381,5 +381,8 @@ class MemoryTier:
 
     def _found_bad(self, part: StepPart, damaged: CheckpointDamaged) -> None:
         """A part that is here is not what was sealed: nobody gets it any more."""
+        ref = part.manifest.ref
+        if not self._holdings.has(part.run_id, ref.name, ref.digest, part.group_rank):
+            return  # It was deleted meanwhile, as nobody needed it: that is no damage.
         self._say(f"{part} was damaged in this node's memory, and is not used: {damaged}", True)
         self._changed(self._holdings.drop_part(part))
