@@ -90,7 +90,8 @@ def report(turn: Turn, node: Node, message: control_pb2.HeldRequest) -> tuple[st
         step = held.step(record)
     if step is not None:
         step.hold(node.incarnation, message.parts)
-        step.wanted = step.wanted or message.make_durable
+        # Agents remember only of the open epoch what the ranks want.
+        step.wanted = step.wanted or message.make_durable or is_named(turn.job, message.checkpoint)
         member = turn.job.world.member(node.incarnation) if turn.job.world is not None else None
         if member is not None and step.record.epoch == turn.job.epoch and member.group_rank in message.parts:
             step.own.add(member.group_rank)
@@ -102,18 +103,34 @@ def report(turn: Turn, node: Node, message: control_pb2.HeldRequest) -> tuple[st
 def worth_knowing(turn: Turn, node: Node, said: control_pb2.Checkpoint) -> Checkpoint | None:
     """The record of a step that the run may go on from: the recorded one, or a newer one of the last epoch.
 
-    A new one counts on the word of a node of that epoch alone.
+    A new one counts on the word of a node of that epoch alone. Of an older epoch there is only the candidate.
     """
     job, world = turn.job, turn.job.world
     known = job.checkpoint(said.ref.digest)
     if known is not None:
         return known if known.parts and not known.retired else None
-    if world is None or said.run_id != job.run_id or said.epoch != job.epoch or world.epoch != job.epoch:
+    if said.run_id != job.run_id:
+        return None
+    if is_named(job, said):
+        return replace(checkpoints.from_proto(said), parts=nodes_of(job, said.epoch))
+    if world is None or said.epoch != job.epoch or world.epoch != job.epoch:
         return None
     newest = max(world.resumed_step, job.checkpoints.last_step(job.epoch))
     if world.member(node.incarnation) is None or said.step <= newest:
         return None
     return replace(checkpoints.from_proto(said), parts=len(world.members))
+
+
+def is_named(job: Job, said: control_pb2.Checkpoint) -> bool:
+    """What the run goes on from calls this step of an older epoch its candidate: so a new master knows it again."""
+    head, name = job.checkpoints.head, said.ref.name
+    named = head is not None and head.candidate == name == said.best
+    return named and said.epoch < job.epoch and nodes_of(job, said.epoch) > 0
+
+
+def nodes_of(job: Job, epoch: int) -> int:
+    """How many nodes the world of an older epoch had; 0: it is not known any more."""
+    return next((entry.nodes for entry in reversed(job.history) if entry.epoch == epoch), 0)
 
 
 def forget_old(turn: Turn) -> None:

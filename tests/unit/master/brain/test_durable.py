@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dalsegno.master.brain.durable import ASKED_AGAIN_SECONDS
+from dalsegno.master.brain.events import StreamOpened
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2 as pb
 from tests.support.jobs.masters import Driven, Node
@@ -298,8 +299,12 @@ def test_the_best_comes_to_the_disk_although_a_newer_commit_is_there() -> None:
     assert {10, 12} <= set(steps(job))
 
 
-def test_the_best_comes_to_the_disk_behind_a_change() -> None:
-    """What the run goes on from goes first; then what that calls its candidate, from whoever holds it."""
+@pytest.mark.parametrize("restarted", [False, True])
+def test_the_best_comes_to_the_disk_behind_a_change(restarted: bool) -> None:
+    """What the run goes on from goes first; then what that calls its candidate, from whoever holds it.
+
+    A new master has it from the record that this is the candidate, and from the nodes who holds it.
+    """
     job, nodes = started(2)
     nodes[0].step(12)
     made = best(job, nodes, 10)
@@ -314,6 +319,11 @@ def test_the_best_comes_to_the_disk_behind_a_change() -> None:
     job.wait(1.5)
     assert nodes[0].directive.run.resume.source.step == 12
     assert nodes[0].directive.head.candidate == made.ref.name
+    if restarted:
+        job.restart()
+        job.event(StreamOpened(nodes[0].name, nodes[0].incarnation))
+        for step in (later, made, in_memory(job, 9)):
+            nodes[0].holds(step, 0, 1)
     nodes[0].step(13)
     assert orders(nodes[:1]) == [("step-12", [], False)]
     nodes[0].durable()
