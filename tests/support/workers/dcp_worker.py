@@ -67,6 +67,7 @@ def main() -> None:
         max_steps=flags.steps,
         save=lambda path: dcp.save({"training": training}, checkpoint_id=path),
         save_every=flags.save_every,
+        memory_every=flags.memory_every,
         strategy="fsdp-dcp",
         any_world_size=True,
     )

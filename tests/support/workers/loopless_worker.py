@@ -63,6 +63,7 @@ def main() -> None:
         strategy=flags.strategy,
         seed=flags.seed,
         save_every=flags.save_every,
+        memory_every=flags.memory_every,
         checkpoint_dir=flags.checkpoint_dir,
         callbacks=[Steps(flags.step_log, flags.step_time)],
         log_every=1,

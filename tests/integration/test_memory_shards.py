@@ -1,0 +1,86 @@
+"""Shards in memory: FSDP2 with torch's checkpoint, where each node has only its own, and two nodes lost at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.integration.test_bring_your_script import WORKERS, Worker
+from tests.integration.test_memory import EVERY, FREE, HELD, STEPS, Clusters, end, jobs, memory_of, wait_durable
+from tests.support.jobs.cluster import Cluster, Training, Undisturbed
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.full]
+
+__all__ = ["jobs"]
+
+SHARDS = Worker(WORKERS / "dcp_worker.py", STEPS, 1000)
+OF_A_TRAINER = Worker(WORKERS / "loopless_worker.py", STEPS, 1000, extra=("--strategy=fsdp",))
+
+
+def world(jobs: Clusters, names: str, replicas: int = 1, training: Training = SHARDS) -> tuple[Cluster, int]:
+    flags = ("--quiet-time=60", f"--memory-replicas={replicas}")
+    job = jobs(nnodes=f"1:{len(names)}", agent_flags=flags, training=training)
+    return job, job.open(*names)
+
+
+def wait_copies(job: Cluster, copies: int, step: int = HELD) -> None:
+    """Until each node's part of a step is in so many memories, and the world stands still behind it."""
+    job.wait_step(step + FREE)
+    job.wait_standing()
+    nodes = job.alive()
+
+    def look() -> bool:
+        found = [part for node in nodes for part in memory_of(node, job).glob(f"step-{step}.e*.parts/*.json")]
+        names = [part.name for part in found]
+        return all(names.count(f"{part}.json") == copies for part in range(len(nodes)))
+
+    job.wait_for(look, f"{copies} copies of step {step}")
+
+
+@pytest.mark.parametrize("training", [SHARDS, OF_A_TRAINER], ids=["dcp", "trainer"])
+def test_a_kill_a_join_and_a_leave(jobs: Clusters, undisturbed: Undisturbed, training: Training) -> None:
+    """A script's own `save=`, and a Trainer: what a change goes on from was never on the disk."""
+    job, first = world(jobs, "abc", training=training)
+    wait_copies(job, 2)
+    job.kill_node(job.node("b"))
+    second = job.wait_world(2, after=first)
+    assert job.change(second).resumed == HELD
+    job.start("d")
+    third = job.wait_world(3, after=second)
+    job.leave(job.node("c"))
+    fourth = job.wait_world(2, after=third)
+    assert fourth > third
+    end(job, undisturbed)
+    job.assert_lost({second: range(1, EVERY + FREE + 1)})
+
+
+@pytest.mark.parametrize("names", ["abc", "abcd"])
+def test_two_at_once_of_which_others_have_copies(jobs: Clusters, undisturbed: Undisturbed, names: str) -> None:
+    """Two replicas: whichever two nodes die."""
+    job, first = world(jobs, names, replicas=2)
+    wait_copies(job, 3)
+    for rank in (1, 2):
+        job.kill_node(job.member(rank))
+    second = job.wait_world(len(names) - 2, after=first)
+    assert job.change(second).resumed == HELD
+    wait_durable(job, HELD)
+    end(job, undisturbed)
+    job.assert_lost({second: range(1, EVERY + FREE + 1)})
+
+
+def test_a_pair_that_had_the_only_copies(jobs: Clusters, undisturbed: Undisturbed) -> None:
+    """A node and its buddy, of three: the run goes on from the disk."""
+    job, first = world(jobs, "abc", training=Worker(WORKERS / "dcp_worker.py", STEPS, 15))
+    wait_copies(job, 2)
+    wait_durable(job, 15)
+    pair = [job.member(1), job.member(2)]
+    for node in pair:
+        os.kill(node.pid, signal.SIGSTOP)
+    for node in pair:
+        job.kill_node(node)
+    second = job.wait_world(1, after=first)
+    assert job.change(second).resumed == 15
+    end(job, undisturbed)
+    job.assert_lost({second: range(1, STEPS)})
