@@ -53,6 +53,7 @@ class PeerServicer(object):
         """Sends one node's part of a memory checkpoint: a header, then the bytes of the manifest and of all files, one after
         the other. Answered once all of it is there, and every checksum was right.
         FAILED_PRECONDITION  the epoch is closed, as far as this agent knows
+        ALREADY_EXISTS       another checkpoint of this name is here
         RESOURCE_EXHAUSTED   there is no room for it
         DATA_LOSS            a checksum was wrong
         """

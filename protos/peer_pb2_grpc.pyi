@@ -29,6 +29,7 @@ class PeerStub:
     """Sends one node's part of a memory checkpoint: a header, then the bytes of the manifest and of all files, one after
     the other. Answered once all of it is there, and every checksum was right.
       FAILED_PRECONDITION  the epoch is closed, as far as this agent knows
+      ALREADY_EXISTS       another checkpoint of this name is here
       RESOURCE_EXHAUSTED   there is no room for it
       DATA_LOSS            a checksum was wrong
     """
@@ -47,6 +48,7 @@ class PeerAsyncStub:
     """Sends one node's part of a memory checkpoint: a header, then the bytes of the manifest and of all files, one after
     the other. Answered once all of it is there, and every checksum was right.
       FAILED_PRECONDITION  the epoch is closed, as far as this agent knows
+      ALREADY_EXISTS       another checkpoint of this name is here
       RESOURCE_EXHAUSTED   there is no room for it
       DATA_LOSS            a checksum was wrong
     """
@@ -67,6 +69,7 @@ class PeerServicer(metaclass=abc.ABCMeta):
         """Sends one node's part of a memory checkpoint: a header, then the bytes of the manifest and of all files, one after
         the other. Answered once all of it is there, and every checksum was right.
           FAILED_PRECONDITION  the epoch is closed, as far as this agent knows
+          ALREADY_EXISTS       another checkpoint of this name is here
           RESOURCE_EXHAUSTED   there is no room for it
           DATA_LOSS            a checksum was wrong
         """
