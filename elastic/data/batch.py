@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..checkpoint import Position
 from .fetching import PlannedMicroBatch
-from .micro_batch import MicroBatch
+from .micro_batch import Computed, MicroBatch
 from .plan import Slice
 
 if TYPE_CHECKING:
@@ -32,9 +32,7 @@ class Batch(Generic[T]):
         abandoned: The loop over ``micro_batches`` was left before its end.
         trained: All of its micro-batches were computed, and the sampler stands behind it.
         scaled: The ``loss_scale`` of one of its micro-batches was asked for.
-        begun: Numbers of the micro-batches whose loss `MicroBatch.scale` was given.
-        computed: Those whose backward pass is through, or whose `loss_scale` was asked for.
-        silent: Those that count for nothing.
+        computed: How far each micro-batch has come, by its number; those of which nothing shows are missing.
         trained_by: The `Accumulation` that goes through it; None: there is none.
         through: What ``for micro in batch`` calls, see ``Batches.given_to``; None: nothing does.
     """
@@ -49,9 +47,7 @@ class Batch(Generic[T]):
     abandoned: bool = False
     trained: bool = False
     scaled: bool = False
-    begun: set[int] = field(default_factory=set, repr=False)
-    computed: set[int] = field(default_factory=set, repr=False)
-    silent: set[int] = field(default_factory=set, repr=False)
+    computed: dict[int, Computed] = field(default_factory=dict, repr=False)
     trained_by: Any = field(default=None, repr=False)
     through: Callable[[Any], Iterator[MicroBatch[T]]] | None = field(default=None, repr=False)
     _parts: list[tuple[PlannedMicroBatch, T]] = field(default_factory=list, repr=False)
@@ -126,11 +122,16 @@ class Batch(Generic[T]):
             self._owner.trained(self)
             self._owner.say_uncomputed(self)
 
+    def note(self, number: int, state: Computed) -> None:
+        """A micro-batch has come so far: one of several losses of it may be behind the others."""
+        self.computed[number] = max(state, self.computed.get(number, state))
+
     def uncomputed(self) -> list[int]:
         """Numbers of the micro-batches whose gradient is missing, as far as the others show how the script computes."""
-        if not self.begun and not self.computed:
+        if all(state is Computed.SILENT for state in self.computed.values()):
             return []
-        return sorted({part.slice.number for part, _ in self._parts} - self.computed - self.silent)
+        missing = (None, Computed.BEGUN)
+        return sorted(n for part, _ in self._parts if self.computed.get(n := part.slice.number) in missing)
 
 
 def batch_in(item: Any) -> Batch[Any] | None:

@@ -20,7 +20,7 @@ from ..rank.remarks import remark
 from .batch import Batch, Total
 from .fetching import Loading, Maker, PlannedMicroBatch, is_iterable
 from .looking import Inspected, Inspection
-from .micro_batch import MicroBatch
+from .micro_batch import Computed, MicroBatch
 from .plan import BatchPlan
 from .prints import Likeness, likeness
 from .same_data import compared, merged, of_a_stream
@@ -331,7 +331,7 @@ class Batches(Generic[T]):
                 batch=batch,
             )
             if micro.silent:
-                batch.silent.add(micro.number)
+                batch.note(micro.number, Computed.SILENT)
             try:
                 yield micro
             except GeneratorExit:

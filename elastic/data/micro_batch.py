@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+
+
+class Computed(IntEnum):
+    """How far a micro-batch of a step has come, as far as it shows. It never goes back."""
+
+    # It counts for nothing: nobody waits for its gradient.
+    SILENT = 1
+    # `MicroBatch.scale` was given its loss.
+    BEGUN = 2
+    # Its backward pass is through, or its `loss_scale` was asked for.
+    DONE = 3
 
 
 @dataclass
@@ -63,14 +75,14 @@ class MicroBatch(Generic[T]):
 
     def _note_computed(self) -> None:
         if self.batch is not None:
-            self.batch.computed.add(self.number)
+            self.batch.note(self.number, Computed.DONE)
 
     def _watch(self, loss: Tensor) -> Tensor:
         """Has the batch note it once all of the backward pass from this loss is through."""
         if not loss.requires_grad or torch.compiler.is_compiling():
             self._note_computed()  # or nobody can tell
         elif self.batch is not None:
-            self.batch.begun.add(self.number)
+            self.batch.note(self.number, Computed.BEGUN)
             loss.register_hook(self._at_the_end)  # type: ignore[no-untyped-call]
         return loss
 
