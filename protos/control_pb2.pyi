@@ -2097,6 +2097,7 @@ class StatusReply(google.protobuf.message.Message):
     MILESTONES_FIELD_NUMBER: builtins.int
     PROBE_FIELD_NUMBER: builtins.int
     SAVE_ORDER_FIELD_NUMBER: builtins.int
+    HELD_FIELD_NUMBER: builtins.int
     generation: builtins.int
     job_id: builtins.str
     run_id: builtins.str
@@ -2135,6 +2136,12 @@ class StatusReply(google.protobuf.message.Message):
     def milestones(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Milestone]:
         """The last milestones, oldest first."""
 
+    @property
+    def held(self) -> global___Checkpoint:
+        """A newer step than `head` of which every part is in some node's memory: if the world ends now, the run goes on from
+        it. Absent: there is none.
+        """
+
     def __init__(
         self,
         *,
@@ -2158,9 +2165,10 @@ class StatusReply(google.protobuf.message.Message):
         milestones: collections.abc.Iterable[global___Milestone] | None = ...,
         probe: builtins.str = ...,
         save_order: builtins.int = ...,
+        held: global___Checkpoint | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_goodput", b"_goodput", "goodput", b"goodput", "head", b"head", "leader", b"leader", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_goodput", b"_goodput", "checkpoints", b"checkpoints", "epoch", b"epoch", "generation", b"generation", "goodput", b"goodput", "head", b"head", "history", b"history", "job_id", b"job_id", "leader", b"leader", "limit", b"limit", "loss", b"loss", "milestones", b"milestones", "nodes", b"nodes", "phase", b"phase", "probe", b"probe", "reason", b"reason", "run_id", b"run_id", "save_order", b"save_order", "settings", b"settings", "step", b"step", "unheard", b"unheard"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_goodput", b"_goodput", "goodput", b"goodput", "head", b"head", "held", b"held", "leader", b"leader", "settings", b"settings"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_goodput", b"_goodput", "checkpoints", b"checkpoints", "epoch", b"epoch", "generation", b"generation", "goodput", b"goodput", "head", b"head", "held", b"held", "history", b"history", "job_id", b"job_id", "leader", b"leader", "limit", b"limit", "loss", b"loss", "milestones", b"milestones", "nodes", b"nodes", "phase", b"phase", "probe", b"probe", "reason", b"reason", "run_id", b"run_id", "save_order", b"save_order", "settings", b"settings", "step", b"step", "unheard", b"unheard"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_goodput", b"_goodput"]) -> typing.Literal["goodput"] | None: ...
 
 global___StatusReply = StatusReply

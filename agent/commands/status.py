@@ -89,7 +89,10 @@ def status_lines(reply: control_pb2.StatusReply) -> list[str]:
         why = f": {node.reason}" if node.reason else ""
         lines.append(f"  {node.role}{rank}  {node.node} on {node.host}, {counted(node.nproc, 'worker')}{why}")
     if reply.head.ref.name:
-        lines.append(f"  newest commit: {reply.head.ref.name}, {reply.head.bytes / 1e6:.1f} MB")
+        where = ", in memory and not yet on the disk" if reply.head.in_memory else ""
+        lines.append(f"  newest commit: {reply.head.ref.name}, {reply.head.bytes / 1e6:.1f} MB{where}")
+    if reply.held.ref.name:
+        lines.append(f"  held in memory: {reply.held.ref.name}, {reply.held.bytes / 1e6:.1f} MB")
     lines += [
         f"  epoch {record.epoch}: {record.cause}, {counted(record.nodes, 'node')}, {_course(record, reply)}"
         for record in reply.history

@@ -185,14 +185,14 @@ def record_written(turn: Turn, record: Checkpoint, by: str, *, candidate: bool =
         put_commit(turn, record)
     elif candidate:
         now_on_disk(turn, record, by)
-    elif record.epoch != job.epoch:
-        return
-    elif len(job.late) < LATE_KEPT and record.name not in {known.name for known in job.late}:
+    elif record.epoch == job.epoch and len(job.late) < LATE_KEPT and record.name not in {one.name for one in job.late}:
         job.late = (*job.late, record)
 
 
 def now_on_disk(turn: Turn, record: Checkpoint, by: str) -> None:
     """What was in memory alone is a commit like others now, but not the newest one."""
+    became = "committed" if turn.job.checkpoint(record.digest) is None else "on the disk"
+    turn.note(Kind.COMMITTED, f"{record.name} is {became}", step=record.step, checkpoint=record.name)
     turn.job.checkpoints.put(replace(record, parts=0, unseen=by))
     fulfil_order(turn, record)
     turn.live.committed = turn.heard

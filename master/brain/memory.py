@@ -34,6 +34,7 @@ __all__ = (
     "report",
     "to_memory",
     "who_may_hold",
+    "would_go_on_from",
 )
 
 # A part of the resume point that nobody holds is lost after so long (seconds): a new master hears its holders one by
@@ -248,16 +249,21 @@ def who_may_hold(job: Job) -> frozenset[tuple[str, bool]]:
 # ---- what counts ----------------------------------------------------------------------------------------------------
 
 
+def would_go_on_from(state: State) -> Checkpoint | None:
+    """The newest held step, if the run goes on from it when its world ends; None: from what is recorded."""
+    job, newest = state.job, newest_held(state)
+    if newest is None or newest.record.epoch != job.epoch or job.checkpoint(newest.record.digest) is not None:
+        return None
+    record, head = newest.record, checkpoints.resume_point(job)
+    return None if head is not None and head.age >= record.age else record
+
+
 def adopt(turn: Turn) -> bool:
     """Between two worlds: the newest held step becomes the one that the run goes on from. Returns whether one did."""
-    job, newest = turn.job, newest_held(turn.state)
-    if newest is None or newest.record.epoch != job.epoch or job.checkpoint(newest.record.digest) is not None:
-        return False
-    record, head = newest.record, checkpoints.resume_point(job)
-    if head is not None and head.age >= record.age:
-        return False
-    checkpoints.put_newer(turn, record)
-    return True
+    record = would_go_on_from(turn.state)
+    if record is not None:
+        checkpoints.put_newer(turn, record)
+    return record is not None
 
 
 def is_gone(turn: Turn, record: Checkpoint) -> bool:

@@ -373,6 +373,8 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
     head = resume_point(job)
     if head is not None:
         reply.head.CopyFrom(to_proto(job, head))
+    if (held := memory.would_go_on_from(state)) is not None:
+        reply.held.CopyFrom(to_proto(job, held))
     for record in job.history:
         reply.history.add(
             epoch=record.epoch,

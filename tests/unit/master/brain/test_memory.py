@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from dalsegno.agent.commands.status import status_lines
+from dalsegno.master.brain import views
 from dalsegno.master.brain.state import Phase
 from dalsegno.master.brain.views import Common
 from dalsegno.protos import control_pb2 as pb
@@ -39,6 +41,10 @@ def in_memory(job: Driven, step: int, **shape: Any) -> pb.Checkpoint:
 def joins(job: Driven, *nodes: Node, sees: pb.Checkpoint | None = None) -> None:
     for node in nodes:
         node.join(sees=[*job.sealed, *([sees] if sees is not None else [])])
+
+
+def status(job: Driven) -> pb.StatusReply:
+    return views.status(job.state, job.now)
 
 
 def held(job: Driven, nodes: list[Node], step: int, **shape: Any) -> pb.Checkpoint:
@@ -76,6 +82,32 @@ def test_a_lost_node_costs_the_steps_behind_the_last_held_one() -> None:
     world = nodes[0].directive.run
     assert world.resume.source.in_memory
     assert world.resume.source.step == 20
+
+
+def test_people_see_what_is_in_memory_alone() -> None:
+    """What a crash would go on from; what a run went on from, until it is on the disk; and that it has come there."""
+    job, nodes = started(2)
+    assert not status(job).HasField("held")
+    nodes[0].save(10, any_size=True)
+    alone = in_memory(job, 15)
+    nodes[0].holds(alone, 0)
+    assert not status(job).HasField("held")  # Some part of it is nowhere yet.
+    made = held(job, nodes, 20)
+    nodes[0].step(27)
+    assert (status(job).head.step, status(job).held.step) == (10, 20)
+    assert f"  held in memory: {made.ref.name}, 0.0 MB" in status_lines(status(job))
+    nodes[1].hang_up()
+    job.wait(1.5)
+    joins(job, nodes[0], sees=made)
+    nodes[0].holds(made, 0, 1)
+    job.wait(2)
+    nodes[0].step(21)
+    assert f"  newest commit: {made.ref.name}, 0.0 MB, in memory and not yet on the disk" in status_lines(status(job))
+    nodes[0].durable()
+    assert f"  newest commit: {made.ref.name}, 0.0 MB" in status_lines(status(job))
+    assert not status(job).HasField("held")
+    told = [event.text for event in job.job.events if event.checkpoint == made.ref.name]
+    assert told == [f"{made.ref.name} is committed in memory", f"{made.ref.name} is on the disk"]
 
 
 def test_a_step_of_which_a_part_is_nowhere_is_none_to_go_on_from() -> None:
