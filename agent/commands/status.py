@@ -92,7 +92,8 @@ def status_lines(reply: control_pb2.StatusReply) -> list[str]:
         where = ", in memory and not yet on the disk" if reply.head.in_memory else ""
         lines.append(f"  newest commit: {reply.head.ref.name}, {reply.head.bytes / 1e6:.1f} MB{where}")
     if reply.held.ref.name:
-        lines.append(f"  held in memory: {reply.held.ref.name}, {reply.held.bytes / 1e6:.1f} MB")
+        parts = "some part on one node only" if reply.held_copies < 2 else f"each part on {reply.held_copies} nodes"
+        lines.append(f"  held in memory: {reply.held.ref.name}, {reply.held.bytes / 1e6:.1f} MB, {parts}")
     lines += [
         f"  epoch {record.epoch}: {record.cause}, {counted(record.nodes, 'node')}, {_course(record, reply)}"
         for record in reply.history

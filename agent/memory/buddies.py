@@ -18,9 +18,11 @@ from .holdings import StepPart
 __all__ = ["Buddies", "Buddy"]
 
 # Between the tries of one part, seconds. A newer one ends them.
-_PAUSES_SECONDS = (0.5, 2.0, 5.0)
+_PAUSES_SECONDS = (0.5, 2.0, 5.0, 5.0)
 # What has failed for so long is said (seconds), also if newer parts take the place of what failed.
 _SAY_AFTER_SECONDS = 10.0
+# What answers, but takes nothing, is said after so many tries.
+_TRIES = 4
 # What another try may mend: room is made when older steps are deleted, and a buddy may serve many others just now.
 _MAY_PASS = (
     grpc.StatusCode.UNAVAILABLE,
@@ -61,8 +63,9 @@ class Buddy:
         self._least_epoch = 0
         # It has been said that it does not take our parts.
         self._said = False
-        # Since when no part has come there.
+        # Since when no part has come there; and since when nobody has answered there.
         self._failing_since: float | None = None
+        self._silent_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="memory-buddy", daemon=True)
         self._thread.start()
 
@@ -101,7 +104,7 @@ class Buddy:
                 logger.exception("%s was not sent to %s", part, shown(self.address))
 
     def _send(self, part: StepPart) -> None:
-        for pause in (*_PAUSES_SECONDS, None):
+        for tries, pause in enumerate((*_PAUSES_SECONDS, None), 1):
             try:
                 self._peers.send(self.address, part, self._pace)
             except CheckpointDamaged as damaged:
@@ -109,21 +112,27 @@ class Buddy:
                 return
             except PeerError as error:
                 logger.info("%s was not sent to %s: %s %s", part, shown(self.address), error.code.name, error)
-                now = time.monotonic()
-                self._failing_since = self._failing_since or now
-                over = pause is None or error.ours or error.code not in _MAY_PASS
                 if error.closed or self._is_over(part):
                     return
-                if over or now - self._failing_since >= _SAY_AFTER_SECONDS:
+                for_good = error.ours or error.code not in _MAY_PASS
+                if for_good or self._is_worth_a_word(error, tries >= _TRIES or pause is None):
                     self._complain(part, error)
-                if over or pause is None:
-                    return
-                if self._overtaken(part, pause):
+                if for_good or pause is None or self._overtaken(part, pause):
                     return
             else:
-                self._said, self._failing_since = False, None
+                self._said, self._failing_since, self._silent_since = False, None, None
                 self._on_held(part, self.address)
                 return
+
+    def _is_worth_a_word(self, error: PeerError, settled: bool) -> bool:
+        """Whether people hear of what may pass. Where nobody answers, the next world may soon be without that node."""
+        now = time.monotonic()
+        self._failing_since = self._failing_since or now
+        if error.unreachable:
+            self._silent_since = self._silent_since or now
+            return now - self._silent_since >= _SAY_AFTER_SECONDS
+        self._silent_since = None
+        return settled or now - self._failing_since >= _SAY_AFTER_SECONDS
 
     def _overtaken(self, part: StepPart, pause: float) -> bool:
         """Waits; whether something newer is to be sent, or nothing any more."""

@@ -120,7 +120,7 @@ class Gatherer:
                 self._on_held(self._fetch(address, run_id, ref, part.group_rank, stopped))
             except PeerError as error:
                 logger.warning("part %d of %s from %s: %s", part.group_rank, ref.name, shown(address), error)
-                reasons.append(f"{shown(address)}: {error}")
+                reasons.append(f"here: {error}" if error.ours else f"{shown(address)}: {error}")
                 unreachable = unreachable or error.unreachable
                 if error.ours or stopped():
                     break

@@ -80,4 +80,4 @@ class Space:
 
 
 def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.0f} MB"
+    return f"{count / 1e6:.0f} MB" if count >= 10e6 or not count else f"{count / 1e6:.1f} MB"

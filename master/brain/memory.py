@@ -21,6 +21,7 @@ from .turn import Turn, names
 __all__ = (
     "adopt",
     "buddies",
+    "copies_of",
     "could_not_fetch",
     "doubt",
     "give_up",
@@ -155,6 +156,12 @@ def holders(job: Job, step: HeldStep, part: int) -> list[Node]:
 def is_whole(job: Job, step: HeldStep) -> bool:
     """Each part has a living holder."""
     return all(holders(job, step, part) for part in range(step.record.parts))
+
+
+def copies_of(state: State, record: Checkpoint) -> int:
+    """How many nodes have each part of a held step, at least."""
+    step = state.live.held.steps[record.digest]
+    return min(len(holders(state.job, step, part)) for part in range(record.parts))
 
 
 def is_candidate(job: Job, step: HeldStep) -> bool:

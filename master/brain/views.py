@@ -375,6 +375,7 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
         reply.head.CopyFrom(to_proto(job, head))
     if (held := memory.would_go_on_from(state)) is not None:
         reply.held.CopyFrom(to_proto(job, held))
+        reply.held_copies = memory.copies_of(state, held)
     for record in job.history:
         reply.history.add(
             epoch=record.epoch,

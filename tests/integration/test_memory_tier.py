@@ -545,6 +545,7 @@ def test_what_waits_to_be_sent_again_may_be_deleted(
 def test_a_buddy_that_ends_is_not_one_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It cancels what is under way: what people hear is that no replica comes there."""
     monkeypatch.setattr(buddies, "_PAUSES_SECONDS", ())
+    monkeypatch.setattr(buddies, "_SAY_AFTER_SECONDS", 0.0)
     manifest, files = sent_step(8_000_000)
     with nodes(tmp_path, 1, bytes_per_second=8e6) as (one,), nodes(tmp_path / "other", 1) as (other,):
         one.tier.open_epoch(RUN, 1, 0, [other.tier.address])
@@ -617,6 +618,7 @@ def test_a_buddy_that_is_killed_in_the_middle(
     manifest, files = sent_step(8_000_000)
     victim = started("hold", tmp_path / "victim")
     monkeypatch.setattr(buddies, "_PAUSES_SECONDS", (0.1, 0.2))
+    monkeypatch.setattr(buddies, "_SAY_AFTER_SECONDS", 0.2)
     with nodes(tmp_path, 1, bytes_per_second=8e6) as (one,), nodes(tmp_path / "other", 1) as (other,):
         one.tier.open_epoch(RUN, 1, 0, [victim.line, other.tier.address])
         one.writes(manifest, 0, files)
@@ -633,6 +635,27 @@ def test_a_buddy_that_is_killed_in_the_middle(
     successor = Node(tmp_path / "victim")
     assert os.listdir(tmp_path / "victim" / JOB) == [successor.tier.path.name]  # type: ignore[union-attr]
     successor.tier.close()
+
+
+def test_a_buddy_that_refused_and_then_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That nobody answers there any more is told only if it lasts: mostly the next world is without that node."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(buddies, "_PAUSES_SECONDS", (0.1,) * 200)
+    monkeypatch.setattr(buddies, "_SAY_AFTER_SECONDS", 3.0)
+    monkeypatch.setattr(buddies, "_TRIES", 1000)
+    with nodes(tmp_path, 1) as (one,), nodes(tmp_path / "full", 1, budget_bytes=1000) as (full,):
+        one.tier.open_epoch(RUN, 1, 0, [full.tier.address])
+        manifest = manifest_of(STEP, {0: SMALL[0]})
+        one.writes(manifest, 0, SMALL[0])
+        one.wait_for(lambda: "RESOURCE_EXHAUSTED" in caplog.text)
+        full.tier.close()
+        one.wait_for(lambda: caplog.text.count("UNAVAILABLE") >= 3)
+        one.wait_for(lambda: one.said)
+        assert one.said[0].startswith("no replica of this node's memory checkpoints comes to")
+        times = [record.created for record in caplog.records if record.getMessage().find(" UNAVAILABLE ") > 0]
+        assert times[-1] - times[0] >= 3.0
 
 
 def test_a_sender_that_is_killed_in_the_middle(tmp_path: Path, started: Callable[..., Process]) -> None:

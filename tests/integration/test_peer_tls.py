@@ -36,6 +36,7 @@ KNOWN = (b"zero" * 10, b"one" * 10)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the tries of a buddy."""
     monkeypatch.setattr(buddies, "_PAUSES_SECONDS", (0.1,))
+    monkeypatch.setattr(buddies, "_SAY_AFTER_SECONDS", 0.0)
 
 
 @contextmanager
