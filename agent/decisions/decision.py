@@ -84,13 +84,13 @@ class Decision:
         """Kills the workers without grace, because they are stuck in a collective anyway."""
         self.stop_workers(0.0)
 
-    def stop_workers(self, grace: float, still: float = math.inf, ask: str = "") -> None:
-        """Gives this node's ranks SIGTERM and `grace` seconds; 0 kills at once. `still`, `ask`: see `StopWorkers`."""
+    def stop_workers(self, grace: float, still: float = math.inf, ask: str = "", *, work: bool = False) -> None:
+        """Gives this node's ranks SIGTERM and `grace` seconds; 0 kills at once. For the rest see `StopWorkers`."""
         state = self.state
         if state.workers is Workers.RUNNING:
             state.workers = Workers.STOPPING
             state.stop_deadline = self.now + grace + state.settings.save_timeout + STOP_PATIENCE_SECONDS
-            self.do(ev.StopWorkers(state.started, grace, still, may_save(state), ask))
+            self.do(ev.StopWorkers(state.started, grace, still, may_save(state), ask, work))
 
     def stop_conversion(self) -> None:
         if self.state.lease:

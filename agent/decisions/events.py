@@ -340,6 +340,7 @@ class StopWorkers:
     """SIGTERM and `grace` seconds, then SIGKILL; 0 kills at once. Answered by `WorkersStopped`.
 
     SIGKILL comes earlier if they live on and write hardly anything for `still` seconds.
+    `work`: nor compute.
     `save`: what they leave in memory of Flash Checkpoint may go to the disk: no newer epoch is open.
     `ask`: the signal that asks them to save first, within the same `grace`; empty: none.
     """
@@ -349,6 +350,7 @@ class StopWorkers:
     still: float = math.inf
     save: bool = True
     ask: str = ""
+    work: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 
 from dalsegno.protos import control_pb2
@@ -73,10 +72,12 @@ def stop_unheard(decision: Decision, why: str) -> None:
     """Passes the notice on to a script without a session, as torchrun does: nothing of ours can save for it.
 
     It may catch the signal to save by itself, and it may do nothing about it while it waits for the other ranks. So it
-    has the whole notice only where its saves are adopted, or while it writes.
+    has the whole notice only while it writes. Where its saves are adopted and no other node waits for it, it may also
+    end the step that it is in before it saves.
     """
-    settings = decision.state.settings
-    notice, still = settings.drain_timeout, math.inf if settings.adopts else STILL_SECONDS
+    state, settings = decision.state, decision.state.settings
+    notice = settings.drain_timeout
+    work = settings.adopts and state.world is not None and state.world.nodes == 1
     if settings.save_signal:
         asked = f"the workers are asked to save ({settings.save_signal})"
         decision.do(
@@ -85,12 +86,12 @@ def stop_unheard(decision: Decision, why: str) -> None:
         decision.stop_workers(notice, ask=settings.save_signal)
         return
     at_most = f"{notice:.0f} s (--drain-timeout)"
-    if still < notice:
-        at_most = f"{still:.0f} s, or {at_most} while they write"
+    if notice > STILL_SECONDS:
+        at_most = f"{STILL_SECONDS:.0f} s, or {at_most} while they write{' or compute' if work else ''}"
     decision.do(
         ev.Say(f"{why}: passed on to the workers, which have no session open; leaving when they end: {at_most}")
     )
-    decision.stop_workers(notice, still)
+    decision.stop_workers(notice, STILL_SECONDS, work=work)
 
 
 def check_leave(decision: Decision) -> None:

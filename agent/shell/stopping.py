@@ -12,6 +12,7 @@ from dalsegno.protos.shortage import shortage
 from ..decisions import events as ev
 from ..dlrover.beside import DlroverSupport
 from ..processes.signals import number_of
+from ..processes.signs import Work
 from ..storage.save_dir import Adoption
 from ..workers.workers import WorkersContext
 
@@ -82,7 +83,7 @@ class Stopping:
         if order.save:
             self._beside.freeze()
         if context is not None:
-            context.stop(self._grace(), order.still)
+            context.stop(self._grace(), order.still, [*self._adoption.signs, *([Work()] if order.work else [])])
         if order.save:
             stopped = self._beside.stopped(order.epoch)
         if stopped.flash_step:

@@ -22,6 +22,7 @@ __all__ = [
     "DIRECTORY",
     "DISTCP",
     "FILES",
+    "MOST_ENTRIES",
     "NOTE_BYTES",
     "OURS",
     "TRANSFORMERS",

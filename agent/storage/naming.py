@@ -10,7 +10,18 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-__all__ = ["LARGEST", "is_data", "is_log", "is_pattern", "matches", "number_of", "ranks_of", "series_of", "unversioned"]
+__all__ = [
+    "LARGEST",
+    "is_data",
+    "is_log",
+    "is_pattern",
+    "is_unfinished",
+    "matches",
+    "number_of",
+    "ranks_of",
+    "series_of",
+    "unversioned",
+]
 
 # The largest number that is a step; `CheckpointName` has room for 18 digits.
 LARGEST = 10**15
@@ -36,6 +47,7 @@ _NO_DATA = re.compile(
     r"|part|partial|lock|pid|swp)",
     re.DOTALL,
 )
+_UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete")
 _LOG = re.compile(r".*\.(?:log|out|err|csv|tsv|jsonl|wandb|png|jpe?g|gif|svg|pdf|html)", re.DOTALL)
 
 
@@ -43,6 +55,11 @@ def is_data(name: str) -> bool:
     """Whether a file of this name may be a checkpoint, rather than a log, a note, or something under another name."""
     name = name.lower()
     return not (name.startswith(".") or "tfevents" in name or _NO_DATA.fullmatch(name))
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether a file of this name is one that is being written, and gets another name at its end."""
+    return name.lower().endswith(_UNFINISHED)
 
 
 def is_log(path: str) -> bool:

@@ -33,6 +33,7 @@ from .layouts import state_of
 from .macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand, macros_of
 from .strays import ASIDE, set_aside
 from .taking import Before, Origin, save_directory
+from .writing import FileWrites
 
 __all__ = ["Adoption", "Then", "place", "prepare"]
 
@@ -170,6 +171,8 @@ class Adoption:
         self._places = self.wanted and not looks and not {RESUME_DIR, RESUME_PATH} & self._macros
         self._deliver, self._pattern, self._keep = deliver, pattern, keep
         self._adopter: Adopter | None = None
+        # Where the script saves in the present epoch.
+        self._directory: Path | None = None
         self._placing: _Placing | None = None
         # The last epoch in which a copy was put there, and its files.
         self._placed: tuple[int, tuple[str, ...]] = (0, ())
@@ -237,7 +240,7 @@ class Adoption:
             return tuple(arguments)
         resume = run_dir / world.resume.source.ref.name if world.HasField("resume") else None
         saved_as = None if resume is None or world.resume.source.in_memory else _manifest(resume).saved_as
-        directory = prepare(run_dir, world, saved_as)
+        self._directory = directory = prepare(run_dir, world, saved_as)
         newest = resume or self._initial
         if resume is not None and saved_as is not None:
             newest = resume / os.path.relpath(saved_as.newest, saved_as.below or ".")
@@ -264,6 +267,11 @@ class Adoption:
             f"{FLAG}, which it is handed then, and set checkpoint.load_universal in DeepSpeed's config where it has "
             "it; or start with --deepspeed-load-universal, which sets that for it"
         )
+
+    @property
+    def signs(self) -> list[FileWrites]:
+        """What shows that the script still saves, in `processes.signs`' way."""
+        return [] if self._directory is None else [FileWrites(self._directory)]
 
     def request(self) -> bool:
         """The script is about to be asked to save. From any thread. False: nobody here takes what it saves."""

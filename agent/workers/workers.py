@@ -27,7 +27,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from dalsegno.protos.shortage import starting
 
 from ..processes.lifeline import Lifeline
-from ..processes.proc import kill_group, listeners, start_time, written_bytes
+from ..processes.proc import descendants, kill_group, listeners, start_time
+from ..processes.signs import DiskWrites, Sign
 from ..script import Script
 from ..standby import hooks
 from ..standby.nursery import CANNOT_START
@@ -46,8 +47,8 @@ _LAST_WORDS_SECONDS = 5.0
 _KILL_TIMEOUT_SECONDS = 10.0
 # Seconds that the last lines of a worker's files may take to the console.
 _OUTPUT_TIMEOUT_SECONDS = 2.0
-# Workers that write fewer bytes than this in a while do not save: they may write a log.
-_LEAST_WRITTEN_BYTES = 1 << 20
+# Seconds between two looks whether workers that were told to end still do something.
+_LOOK_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -204,10 +205,11 @@ class WorkersContext(SubprocessContext):
         """Whether all workers have ended."""
         return all(one.ended.is_set() for one in self._running)
 
-    def stop(self, grace: float, still: float = math.inf) -> None:
+    def stop(self, grace: float, still: float = math.inf, signs: Sequence[Sign] = ()) -> None:
         """Ends all workers and waits for them; SIGKILL after `grace` seconds, at once for 0. Any thread, repeatedly.
 
-        SIGKILL comes earlier when they have written hardly anything to a disk for `still` seconds.
+        SIGKILL comes earlier when there was no sign for `still` seconds: they have written hardly anything to a disk,
+        and none of `signs` says anything else.
 
         When this returns, every exit has been reported through `on_exit`, except of processes that SIGKILL did not end
         in time: those are named in the log and given up. Takes at most 17 s more than `grace`.
@@ -216,7 +218,7 @@ class WorkersContext(SubprocessContext):
             self._stopping = True
         if grace > 0:
             self._signal(signal.SIGTERM)
-            self._wait_while_written(grace, still)
+            self._wait_while_signs(grace, still, (DiskWrites(), *signs))
         self._signal(signal.SIGKILL)
         if stuck := self._wait(_KILL_TIMEOUT_SECONDS):
             logger.error("processes %s did not end within %.0f s of SIGKILL: given up", stuck, _KILL_TIMEOUT_SECONDS)
@@ -243,15 +245,23 @@ class WorkersContext(SubprocessContext):
         deadline = time.monotonic() + seconds
         return [one.process.pid for one in self._running if not one.ended.wait(max(0.0, deadline - time.monotonic()))]
 
-    def _wait_while_written(self, grace: float, still: float) -> None:
-        """Waits for all workers, at most `grace` seconds, and only `still` seconds from the last of what they wrote."""
-        deadline = time.monotonic() + grace
-        before = {one.process.pid: written_bytes(one.process.pid) for one in self._running}
-        while (left := deadline - time.monotonic()) > 0 and (pids := self._wait(min(left, still))):
-            now = {pid: written_bytes(pid) for pid in pids}
-            if not any(now[pid] >= before.get(pid, 0) + _LEAST_WRITTEN_BYTES for pid in pids):
+    def _wait_while_signs(self, grace: float, still: float, signs: Sequence[Sign]) -> None:
+        """Waits for all workers, at most `grace` seconds, and only `still` seconds from the last sign on."""
+        last = time.monotonic()
+        deadline = last + grace
+        if still >= grace:
+            self._wait(grace)
+            return
+        pids = [one.process.pid for one in self._running]
+        while pids and (left := deadline - time.monotonic()) > 0:
+            # A worker that its nursery has not started yet has the number 0, and nothing to write.
+            every = [pid for root in pids if root > 0 for pid in (root, *descendants(root))]
+            seen = [sign(every) for sign in signs]
+            if any(seen):
+                last = time.monotonic()
+            elif time.monotonic() - last >= still:
                 return
-            before = now
+            pids = self._wait(min(left, _LOOK_SECONDS))
 
     def _end_output(self) -> None:
         """Ends the threads that copy files to the console. A thread whose write does not end is left alone."""

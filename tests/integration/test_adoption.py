@@ -217,6 +217,50 @@ def test_what_a_leaver_saves_at_its_notice_is_the_runs(clusters: Clusters, undis
     job.assert_undisturbed(undisturbed)
 
 
+SAVES_SLOWLY = """
+import os, pickle, signal, sys, time
+from pathlib import Path
+save = Path(next(one for one in sys.argv if one.startswith("--save-dir=")).partition("=")[2])
+
+def notice(*_):
+    end = time.monotonic() + {computes}
+    while time.monotonic() < end:
+        pass
+    content = pickle.dumps({{"step": 1, "weights": bytes(100_000)}})
+    with open(save / "ckpt.pkl", "wb") as file:
+        for part in range(0, len(content), 10_000):
+            file.write(content[part : part + 10_000])
+            file.flush()
+            time.sleep({seconds} / 10)  # why: a slow disk
+    while True:
+        time.sleep(1)  # why: it does nothing more
+
+signal.signal(signal.SIGTERM, notice)
+print("begun", flush=True)
+while True:
+    time.sleep(1)  # why: until its notice
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("computes", "seconds"), [(0, 12), (8, 1)], ids=["slow", "late"])
+def test_a_notice_lasts_while_the_script_ends_its_step_and_saves(
+    clusters: Clusters, tmp_path: Path, computes: int, seconds: int
+) -> None:
+    """Longer than one that does nothing is waited for, and so little that no disk tells of it; then it is ended."""
+    script = tmp_path / "train.py"
+    script.write_text(SAVES_SLOWLY.format(computes=computes, seconds=seconds))
+    flags = ["--drain-timeout=300"]
+    job = clusters(training=Training(script=script), hooked=False, universal="", agent_flags=flags)
+    job.script_flags = ["--save-dir=${save_dir}"]
+    (a,) = job.start("a")
+    job.wait_for(lambda: "begun" in a.text(), "its start")
+    job.leave(a, LEFT_UNSAVED)
+    job.wait_line("5 s, or 300 s .--drain-timeout. while they write or compute", a)
+    job.wait_exit(a, seconds=90)
+    assert len(inventory(run_directory(job))) == 1
+
+
 @pytest.mark.full
 def test_what_the_last_node_saves_at_its_notice_is_the_runs(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """Everybody leaves; the same command goes on from there."""

@@ -773,12 +773,12 @@ def test_the_word_that_workers_have_stopped_comes_in_any_case(how: str) -> None:
     class Context:
         over = False
 
-        def stop(self, grace: float, still: float) -> None:
+        def stop(self, grace: float, still: float, signs: object) -> None:
             if how == "raises":
                 raise ProcessLookupError
 
     class Adoption:
-        met = False
+        met, signs = False, ()
 
         def interrupt(self) -> None:
             pass

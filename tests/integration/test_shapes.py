@@ -99,11 +99,15 @@ def test_a_newcomer_ends_no_healthy_job_with_a_session(
 
 
 @pytest.mark.full
-def test_a_plain_script_that_does_nothing_about_a_notice_is_not_waited_for(clusters: Clusters, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [[], ["--save-dir=${save_dir}"]], ids=["plain", "with a directory"])
+def test_a_plain_script_that_does_nothing_about_a_notice_is_not_waited_for(
+    clusters: Clusters, tmp_path: Path, flags: list[str]
+) -> None:
     """It catches the signal, and stands still: its node is gone in seconds, whatever --drain-timeout is."""
     script = tmp_path / "deaf.py"
     script.write_text(DEAF)
     job = clusters(training=Training(script=script), hooked=False, universal="", agent_flags=["--drain-timeout=300"])
+    job.script_flags = flags
     (a,) = job.start("a")
     job.wait_for(lambda: "deaf" in a.text(), "its start")
     job.leave(a, LEFT_UNSAVED)

@@ -75,6 +75,12 @@ def kill_group(pgid: int, signum: int = signal.SIGKILL) -> bool:
     return True
 
 
+def descendants(root: int) -> list[int]:
+    """Of `dalsegno.agent.processes.proc`: virtual workers start nothing."""
+    del root
+    return []
+
+
 def written_bytes(pid: int) -> int:
     """None of them writes to a disk that is counted."""
     return 0

@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 from dalsegno.agent.control import client_threads, connection, master_client
+from dalsegno.agent.processes import signs
 from dalsegno.agent.shell import console, effects, elastic_agent, mailbox, outlet, stopping
 from dalsegno.agent.workers import workers
 
@@ -136,7 +137,8 @@ def installed(kernel: Kernel, seed: int, modules: Sequence[types.ModuleType] = M
         stack.enter_context(mock.patch.object(effects, "MasterClient", client))
         stack.enter_context(mock.patch.object(workers, "kill_group", processes.kill_group))
         stack.enter_context(mock.patch.object(workers, "start_time", processes.start_time))
-        stack.enter_context(mock.patch.object(workers, "written_bytes", processes.written_bytes))
+        stack.enter_context(mock.patch.object(workers, "descendants", processes.descendants))
+        stack.enter_context(mock.patch.object(signs, "written_bytes", processes.written_bytes))
         threads.install(kernel)
         try:
             yield

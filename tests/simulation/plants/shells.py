@@ -62,7 +62,7 @@ def decides_at_every_heartbeat(original: Any) -> Any:
 
 
 def signals_whom_it_found_alive_before(original: Any) -> Any:
-    def stop(self: WorkersContext, grace: float, still: float = math.inf) -> None:
+    def stop(self: WorkersContext, grace: float, still: float = math.inf, signs: Any = ()) -> None:
         for _ in ("as told", "for good"):
             for one in self._running:
                 process: Any = one.process._process  # type: ignore[union-attr]

@@ -748,12 +748,18 @@ def test_workers_without_a_session_get_the_signal_themselves() -> None:
     assert "5 s, or 10 s (--drain-timeout) while they write" in agent.did(ev.Say)[-1].text
 
 
-def test_workers_whose_saves_are_adopted_have_the_whole_notice() -> None:
-    """Their script may catch the signal, and save what the run then goes on from."""
-    agent = Agent(adopts=True).registered().running(session=False)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_workers_whose_saves_are_adopted_may_end_their_step_where_nobody_waits(nodes: int) -> None:
+    """Their script may catch the signal, and save behind it. With other nodes the step cannot end without those."""
+    agent = Agent(adopts=True).registered()
+    run = world()
+    run.nodes = nodes
+    agent.directed(run=run)
     agent.hear(ev.Signalled(signal.SIGTERM))
-    assert agent.did(ev.StopWorkers) == [ev.StopWorkers(1, grace=10.0)]
-    assert "10 s (--drain-timeout)" in agent.did(ev.Say)[-1].text
+    stop = ev.StopWorkers(1, grace=10.0, still=leaving.STILL_SECONDS, work=nodes == 1)
+    assert agent.did(ev.StopWorkers) == [stop]
+    how = "while they write or compute" if nodes == 1 else "while they write"
+    assert agent.did(ev.Say)[-1].text.endswith(f"5 s, or 10 s (--drain-timeout) {how}")
 
 
 @pytest.mark.parametrize("order", ["release", "gather", "wait", "finish", "failed", "run", "fenced"])
