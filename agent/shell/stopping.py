@@ -89,7 +89,7 @@ class Stopping:
         if stopped.flash_step:
             self._adoption.settle(self._beside.save_timeout)
         given = max(self._save_timeout, self._last - time.monotonic()) if order.save else 0.0
-        self._adoption.stopped(self._join_timeout, given)
+        self._adoption.stopped(self._join_timeout, given, noticed=order.save and order.grace > 0)
         return ev.WorkersStopped(order.epoch, stopped.flash_step, stopped.flash_part, self._adoption.met)
 
     def _grace(self) -> float:

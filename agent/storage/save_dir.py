@@ -171,7 +171,8 @@ class Adoption:
         self._places = self.wanted and not looks and not {RESUME_DIR, RESUME_PATH} & self._macros
         self._deliver, self._pattern, self._keep = deliver, pattern, keep
         self._adopter: Adopter | None = None
-        # Where the script saves in the present epoch.
+        # The run's directory, the world and the origin of the present epoch; and where the script saves in it.
+        self._of_run: tuple[Path, control_pb2.World, Origin] | None = None
         self._directory: Path | None = None
         self._placing: _Placing | None = None
         # The last epoch in which a copy was put there, and its files.
@@ -241,6 +242,7 @@ class Adoption:
         resume = run_dir / world.resume.source.ref.name if world.HasField("resume") else None
         saved_as = None if resume is None or world.resume.source.in_memory else _manifest(resume).saved_as
         self._directory = directory = prepare(run_dir, world, saved_as)
+        self._of_run = run_dir, world, origin
         newest = resume or self._initial
         if resume is not None and saved_as is not None:
             newest = resume / os.path.relpath(saved_as.newest, saved_as.below or ".")
@@ -303,28 +305,39 @@ class Adoption:
         if (adopter := self._adopter) is not None:
             adopter.interrupt()
 
-    def stopped(self, join_timeout: float, given: float) -> None:
+    def stopped(self, join_timeout: float, given: float, *, noticed: bool = False) -> None:
         """Called when workers were stopped, or failed: adopts what they had saved by then. From any thread.
 
         Args:
             join_timeout: the job's.
             given: seconds that this may take at least: what is left of a leaver's notice.
+            noticed: they may have saved because they got a notice. The first node may have looked before that.
         """
         if (adopter := self._adopter) is not None:
             adopter.settle(max(min(_PART_OF_JOINING * join_timeout, _MOST_SECONDS), given), ended_well=False)
+        elif noticed and self._of_run is not None:
+            self.take_late(*self._of_run, join_timeout, self._deliver)
 
-    def take_late(self, run_dir: Path, world: control_pb2.World, origin: Origin, join_timeout: float) -> None:
+    def take_late(
+        self,
+        run_dir: Path,
+        world: control_pb2.World,
+        origin: Origin,
+        join_timeout: float,
+        deliver: Callable[[ev.Event], None] | None = None,
+    ) -> None:
         """Called before this node joins: takes what its lost first node had not taken. From any thread; blocks.
 
         Args:
             run_dir, world, origin: see `Adopter`; of the last world.
             join_timeout: the job's.
+            deliver: see `Adopter`; None: this node's Join names what was sealed.
         """
         if self.wanted:
             with self._slow(f"taking what the script saved last in epoch {world.epoch}"):
                 seconds = min(_PART_OF_JOINING * join_timeout, _MOST_SECONDS)
                 with self._late:  # asked again meanwhile: what the first look takes is not taken twice
-                    take_late(run_dir, world, origin, self._deliver_late, self._pattern, self._best, seconds)
+                    take_late(run_dir, world, origin, deliver or self._deliver_late, self._pattern, self._best, seconds)
 
     def _tell_aside(self, checkpoint: str, own: Path, moved: list[str]) -> None:
         if new := [name for name in moved if name not in self._aside]:

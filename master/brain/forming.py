@@ -15,6 +15,7 @@ from .membership import (
     expected,
     has_answered,
     is_candidate,
+    members_of,
     of_size,
     sees_resume,
     select,
@@ -181,20 +182,25 @@ def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
 
 
 def awaits_last_save(turn: Turn) -> bool:
-    """Whether the leaver may still save that takes the checkpoints of a script without a session among the run's.
+    """Whether the script of a leaver may still save, without a session, what becomes the run's.
 
-    That is the first one of the last world: its script may save when it gets its notice, and nobody else looks there.
+    It may do so when it gets its notice. Its agent takes that, and is gone soon if the script does nothing. Of a node
+    that had joined this round when it got its notice the script was gone.
     """
-    job = turn.job
-    if job.world is None or job.has_session or (job.settings.grow_wait >= 0 and resume_point(job) is None):
+    if turn.job.world is None or turn.job.has_session:
         return False
-    first = job.node_by(job.world.members[0].incarnation)
-    if first is None or not first.leaving or (leaves := turn.presence(first).leaves) is None:
+    until = {
+        node.name: leaves
+        for node in members_of(turn)
+        if node.leaving and node.adopts and node.joined is None and (leaves := turn.presence(node).leaves) is not None
+    }
+    # All of them are looked at, as each look also asks for a turn when its time is over.
+    left = [(leaves, name) for name, leaves in until.items() if not turn.overdue(leaves)]
+    if not left:
         return False
-    if turn.overdue(leaves):
-        return False
-    text = f"waiting for {first.name}, which leaves: what its script saves now is the run's"
-    waits.say(turn, "last save", text, leaves - turn.heard, "--drain-timeout")
+    goes = "leaves: what its script saves" if len(left) == 1 else "leave: what their script saves"
+    text = f"waiting for {names(sorted(name for _, name in left))}, which {goes} now is the run's"
+    waits.say(turn, "last save", text, max(left)[0] - turn.heard, "--drain-timeout")
     return True
 
 

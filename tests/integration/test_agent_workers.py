@@ -783,7 +783,7 @@ def test_the_word_that_workers_have_stopped_comes_in_any_case(how: str) -> None:
         def interrupt(self) -> None:
             pass
 
-        def stopped(self, timeout: float, given: float) -> None:
+        def stopped(self, timeout: float, given: float, *, noticed: bool) -> None:
             if how == "adoption raises":
                 raise OSError
 

@@ -57,8 +57,12 @@ class NanoGpt:
 
     def save(self, state: State, options: argparse.Namespace) -> None:
         if dist.get_rank() == 0:
-            options.save_dir.mkdir(parents=True, exist_ok=True)
-            torch.save({**state.tree(), "iter_num": state.step, "config": {}}, options.save_dir / "ckpt.pt")
+            self.write(state, options)
+
+    @staticmethod
+    def write(state: State, options: argparse.Namespace) -> None:
+        options.save_dir.mkdir(parents=True, exist_ok=True)
+        torch.save({**state.tree(), "iter_num": state.step, "config": {}}, options.save_dir / "ckpt.pt")
 
 
 class Accelerate:
@@ -99,7 +103,7 @@ class _Counter:
 
 
 class Notice:
-    """Saves when this process is told to go, and goes; not in the middle of a step's own changes."""
+    """Saves when this process is told to go, whichever rank it is, and goes; not in the middle of a step's changes."""
 
     def __init__(self, save: Callable[[], None]) -> None:
         self._save, self._told, self._steps = save, False, False
@@ -150,7 +154,7 @@ def main() -> None:
     share = options.global_batch_size // world
     stepping: Any = contextlib.nullcontext
     if options.save_at_notice:
-        stepping = Notice(lambda: layout.save(state, options)).stepping
+        stepping = Notice(lambda: NanoGpt.write(state, options)).stepping
     while state.step < options.steps:
         first = state.step * options.global_batch_size + rank * share
         samples = [number % SAMPLES for number in range(first, first + share)]

@@ -343,39 +343,56 @@ def test_steps_without_a_session_tell_where_a_world_went_on() -> None:
     assert "lost an unknown number of steps" in job.notices.splitlines()[-1]
 
 
-def test_the_first_nodes_last_save_is_waited_for() -> None:
-    """Its script may save at its notice, and only its agent looks there. The others wait, but not beyond the notice."""
-    job = Driven(settings(grow_wait=-1, drain_timeout=20))
-    a, b = job.start(2)
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("grow_wait", [-1, 40])
+def test_a_leavers_last_save_is_waited_for(who: int, grow_wait: int) -> None:
+    """Its script may save at its notice, and its agent takes that, whatever else was set. The others wait."""
+    job = Driven(settings(grow_wait=grow_wait, drain_timeout=20))
+    nodes = job.start(2, adopts=True)
+    leaver, stays = nodes[who], nodes[1 - who]
     job.wait(SESSION_WITHIN_SECONDS)
-    a.leave()
-    b.join()
+    leaver.leave(notice=20)
+    stays.join()
     job.wait(6)
     assert job.phase is Phase.FORMING
-    assert lines(job, f"waiting for {a.name}, which leaves: what its script saves now is the run's")
-    made = a.save(7)
-    a.hang_up()
-    job.wait(2)
-    b.join()
-    b.convert()
+    assert lines(job, f"waiting for {leaver.name}, which leaves: what its script saves now is the run's")
+    made = leaver.save(7)
+    leaver.goodbye()
+    stays.join()
+    message = stays.joining()
+    message.took = stays.directive.gather.take.epoch  # behind the first node, it looks once more
+    job.call(message)
+    stays.convert()
     assert job.phase is Phase.RUNNING
-    assert b.directive.run.resume.source.ref.digest == made.ref.digest
+    assert stays.directive.run.resume.source.ref.digest == made.ref.digest
 
 
-def test_a_last_save_is_waited_for_until_the_notice_ends() -> None:
-    """Nor is anybody else's: the checkpoints are looked for by the first node alone."""
+def test_a_last_save_is_waited_for_until_the_last_notice_ends() -> None:
+    """Of several leavers each has its own."""
+    job = Driven(settings(grow_wait=-1, drain_timeout=20))
+    a, b, c = job.start(3, adopts=True)
+    job.wait(SESSION_WITHIN_SECONDS)
+    a.leave(notice=20)
+    job.wait(3)
+    b.leave(notice=20)
+    c.join()
+    job.wait(10)
+    assert job.phase is Phase.FORMING
+    (line,) = [line for line in lines(job, "waiting for") if "which leave:" in line][:1]
+    assert f"waiting for {a.name}, {b.name}, which leave: what their script saves now is the run's" in line
+    job.wait(9)
+    assert job.phase is Phase.FORMING
+    job.wait(2)
+    assert (job.phase, job.members) == (Phase.RUNNING, [c.name])
+
+
+def test_a_leaver_whose_saves_nobody_takes_is_not_waited_for() -> None:
+    """What its script saves in its own place is there anyway."""
     job = Driven(settings(grow_wait=-1, drain_timeout=20))
     a, b = job.start(2)
     job.wait(SESSION_WITHIN_SECONDS)
     a.leave()
     b.join()
-    job.wait(21)
-    assert job.phase is Phase.RUNNING
-    job = Driven(settings(grow_wait=-1, drain_timeout=20))
-    a, b = job.start(2)
-    job.wait(SESSION_WITHIN_SECONDS)
-    b.leave()
-    a.join()
     assert job.phase is Phase.RUNNING
 
 
