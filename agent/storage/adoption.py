@@ -23,6 +23,7 @@ from dalsegno.protos import control_pb2, worker_pb2
 
 from ..decisions import events as ev
 from . import old_saves
+from .anew import Resumed
 from .asked import Growth, Request, request
 from .best_save import BestRule
 from .best_watch import BestWatch
@@ -100,6 +101,7 @@ class Adopter:
         self._before = before
         self._known: dict[str, FileState] = dict(before.files) if before is not None else {}
         self._resumed = dict(before.saved_as.numbers) if before is not None else {}
+        self._resume = Resumed(self._root, before)
         self._numbers: dict[str, int | None] = {}
         self._slots = Slots(self._root, origin.world_size, self._resumed, self._known.values())
         # The ranks that a checkpoint of this epoch has named: of a worker that is itself a launcher.
@@ -243,7 +245,8 @@ class Adopter:
         try:
             self._volume.check()
             found = survey(self._root, self._pattern)
-            series = [*map(self._slots.arrange, found.series())]
+            every = [self._resume.beside(one, taken=one[0].series in self._numbers) for one in found.series()]
+            series = [self._slots.arrange(members) for members in every if members]
             stood, self._stands = self._stands, {}
             units = [one for members in series if (one := self._newest(members, stood, len(series) == 1)) is not None]
             self._tell_of_others(found)
@@ -336,7 +339,8 @@ class Adopter:
 
     def _consider(self, units: list[Complete], found: FoundUnits) -> bool:
         numbers = {one.unit.path: number for one in units if (number := self._number(one)) is not None}
-        piece = choose(units, self._known, self._numbers, self._resumed, numbers, self._step)
+        anew = {one.unit.path: one for one in units if self._counts_anew(one)}
+        piece = choose(units, self._known, self._numbers, self._resumed, numbers, self._step, anew)
         if isinstance(piece, Behind):
             self._complain(piece.unit.path, _BEGAN_ANEW)
             return True
@@ -357,9 +361,9 @@ class Adopter:
                     "often, or name with --checkpoint-glob what is a checkpoint",
                 )
             return True
-        return self._adopt(piece, found)
+        return self._adopt(piece, found, anew.get(piece.newest.unit.path))
 
-    def _adopt(self, piece: SaveSlice, found: FoundUnits) -> bool:
+    def _adopt(self, piece: SaveSlice, found: FoundUnits, anew: Complete | None) -> bool:
         notes = () if piece.below else self._notes(piece, found)
         try:
             saved_as = piece.saved_as(found.links)
@@ -387,6 +391,8 @@ class Adopter:
         self._said &= {_BEGAN_ANEW}
         sealed = worker_pb2.Sealed(name=manifest.name, digest=manifest.digest, step=manifest.step)
         self._deliver(ev.WorkerSaid(self._world.epoch, 0, worker_pb2.ToAgent(sealed=sealed)))
+        if anew and self._late is None and (text := self._resume.how_anew(anew)):
+            self._deliver(ev.Remark(text))
         with self._news:
             # One behind the answer is enough: some scripts save all the time.
             self._at_rest = self._met
@@ -406,6 +412,13 @@ class Adopter:
             old_saves.remove(self._run_dir, self._world.epoch, self._keep)
         except OSError as error:
             logger.warning("what the script saved in earlier epochs stays: %s", error)
+
+    def _counts_anew(self, one: Complete) -> bool:
+        """Whether this is behind the resume point, although its name has no larger number."""
+        series, number = one.unit.series, one.unit.number
+        before = self._resumed.get(series)
+        behind = number is not None and before is not None and number <= before
+        return behind and series not in self._numbers and self._resume.went_on(one)
 
     def _number(self, one: Complete) -> int | None:
         """The number in a file of it, where its name has none."""

@@ -16,7 +16,7 @@ from dalsegno.elastic.checkpoint.reading import open_regular
 
 from .naming import LARGEST
 
-__all__ = ["is_archive", "is_sound", "number_in", "was_ended"]
+__all__ = ["count_in", "is_archive", "is_sound", "number_in", "was_ended"]
 
 _ZIP = b"PK\x03\x04"
 # Torch's old format, whose tensors come behind the pickles.
@@ -32,6 +32,8 @@ _KEYS = (
     *("global_step", "global_steps", "iter_num", "iteration", "iterations", "num_updates", "step", "steps", "it"),
     *("iter", "current_step", "epoch", "epochs", "epochs_run", "current_epoch"),
 )
+# What a scheduler counts, in its own file.
+_SCHEDULER_KEYS = ("_step_count", "last_epoch")
 _PUSHES_NOTHING = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"})
 
 
@@ -102,21 +104,37 @@ def number_in(path: Path) -> int | None:
     Raises:
         OSError: the file system says no.
     """
+    found = _numbers_in(path)
+    return next((found[key] for key in _KEYS if key in found), None)
+
+
+def count_in(path: Path) -> int | None:
+    """How often a scheduler has stepped, as `torch.save` wrote its state; None: that does not say.
+
+    Raises:
+        OSError: the file system says no.
+    """
+    found = _numbers_in(path)
+    return next((found[key] for key in _SCHEDULER_KEYS if key in found), None)
+
+
+def _numbers_in(path: Path) -> dict[str, int]:
+    """The whole numbers at the top of a file of `torch.save`, by their keys; none if it is no such file."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if name.endswith("/data.pkl") or name == "data.pkl"]
             if len(names) != 1 or archive.getinfo(names[0]).file_size > _MAX_PICKLE_BYTES:
-                return None
+                return {}
             text = archive.read(names[0])
     except (zipfile.BadZipFile, ValueError, KeyError, NotImplementedError, RuntimeError, EOFError):
-        return None
+        return {}
     found: dict[str, int] = {}
     try:
         for key, number in _pairs(text):
             found.setdefault(key.lower(), number)
     except (ValueError, TypeError, IndexError, KeyError):
         pass  # no pickle, or one of a kind that is not known; what was read before still counts
-    return next((found[key] for key in _KEYS if key in found), None)
+    return found
 
 
 def _pairs(text: bytes) -> Iterator[tuple[str, int]]:

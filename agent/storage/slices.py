@@ -6,7 +6,7 @@ what changed since the last one; a step is a number that the script gave it, or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dalsegno.elastic.checkpoint import SavedAs
@@ -87,6 +87,7 @@ def choose(
     resumed: Mapping[str, int | None],
     found: Mapping[str, int],
     last: int,
+    anew: Collection[str] = (),
 ) -> SaveSlice | Behind | None:
     """What becomes the run's next checkpoint; None: nothing is new.
 
@@ -97,6 +98,7 @@ def choose(
         resumed: of each series, as the resume point has it.
         found: numbers that were read from the files of units without a number in their name, by path.
         last: the last step of the run.
+        anew: paths of those that are known to be newer than the resume point, although their numbers are not larger.
     """
     changed = [one for one in units if any(known.get(file.name) != file for file in one.files)]
     new: list[tuple[Complete, int | None]] = []
@@ -104,6 +106,8 @@ def choose(
         unit = one.unit
         number = found.get(unit.path) if unit.number is None else unit.number
         taken, before = numbers.get(unit.series), resumed.get(unit.series)
+        if unit.path in anew:
+            before = None
         if number is not None and before is not None and taken is None and number < before:
             return Behind(unit)
         least = taken if taken is not None else before

@@ -230,6 +230,75 @@ def test_a_script_that_begins_anew_is_told(runs: Callable[..., Run], name: str, 
     run.taken.close()
 
 
+def accelerates(path: Path, counted: int) -> None:
+    """As Accelerate saves; its scheduler has counted so many steps."""
+    states(path, "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl")
+    save(path / "scheduler.bin", last_epoch=counted, _step_count=counted + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [("${resume_dir}",), ()], ids=["is told where", "finds a copy"])
+def test_names_that_begin_anew_do_not_hide_what_went_on(runs: Callable[..., Run], flags: tuple[str, ...]) -> None:
+    """Accelerate's examples behind their first data epoch: what they save last is what they resume from, each time."""
+    run = runs(*flags)
+    run.next()
+    save(run.out / "best.pt", w=1)
+    accelerates(run.out / "step_80", 80)
+    assert run.sealed().step == 80
+    for epoch, (number, counted) in enumerate([(30, 90), (40, 100), (20, 140)], start=1):
+        run.next()
+        accelerates(run.out / f"step_{number}", counted)
+        sealed = run.sealed()
+        assert (sealed.step, sealed.saved_as and sealed.saved_as.newest) == (80 + epoch, f"step_{number}")
+        if number != 40:  # which is more than the one before
+            assert f"counts anew since it resumed: step_{number} comes behind step_" in run.said()
+        (run.out / "best.pt").unlink(missing_ok=True)
+        run.quiet()
+    accelerates(run.out / "step_30", 150)
+    assert run.sealed().step == 84, "in one epoch the names count"
+    accelerates(run.out / "step_10", 10)
+    run.quiet()
+    run.taken.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counted", [10, 80, None])
+def test_a_script_that_loaded_nothing_takes_nobodys_place(runs: Callable[..., Run], counted: int | None) -> None:
+    """Its scheduler is not behind the resume point's, or it has none."""
+    run = runs("${resume_dir}")
+    run.next()
+    accelerates(run.out / "step_80", 80)
+    run.sealed()
+    run.next()
+    accelerates(run.out / "step_10", counted or 0)
+    if counted is None:
+        (run.out / "step_10" / "scheduler.bin").unlink()
+    assert "did not load" in run.said()
+    run.quiet()
+    run.taken.close()
+
+
+@pytest.mark.slow
+def test_a_copy_beside_which_names_begin_anew_is_not_taken_again(runs: Callable[..., Run]) -> None:
+    """Not even when the script has deleted what it saved later."""
+    run = runs()
+    run.next()
+    accelerates(run.out / "step_80", 80)
+    run.sealed()
+    run.next()
+    assert (run.out / "step_80").is_dir()
+    accelerates(run.out / "step_30", 90)
+    assert run.sealed().step == 81
+    run.said()
+    for file in (run.out / "step_30").iterdir():
+        file.unlink()
+    (run.out / "step_30").rmdir()
+    run.quiet()
+    accelerates(run.out / "step_80", 140)
+    assert run.sealed().step == 82, "written again"
+    run.taken.close()
+
+
 @pytest.mark.slow
 def test_what_is_being_written_is_left_alone(runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks, with pauses longer than a look; and a format that nobody knows is waited for longer."""
