@@ -135,6 +135,12 @@ def _torch_config(options: argparse.Namespace, log_dir: Path) -> tuple[Any, Scri
     return torch_config, Script(str(entrypoint), tuple(arguments))
 
 
+def _keeps_nothing(script: Script) -> bool:
+    """Whether its text says that its steps are heard, and that all of them are lost by a restart."""
+    source = script.source
+    return isinstance(source, Path) and source.is_file() and scripts.keeps_nothing(text_of(source))
+
+
 def _agent_config(
     options: argparse.Namespace, nproc: int, directory: JobDirectory, log_dir: Path, script: Script
 ) -> AgentConfig:
@@ -142,7 +148,7 @@ def _agent_config(
     # Also if the user gave the script this flag itself; it is called the same.
     settings.universal_checkpoint |= asks_for_universal(options.training_script_args)
     adopts = SAVE_DIR in macros_of(script.arguments)
-    if settings.grow_wait < 0 and not adopts and not expects_session(script):
+    if settings.grow_wait < 0 and not adopts and not expects_session(script) and not _keeps_nothing(script):
         settings.grow_wait = GROW_SOON_SECONDS
     return AgentConfig(
         job_id=options.job_id,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["Uses", "findings", "fixed", "refusal", "refused_class", "uses", "warnings"]
+__all__ = ["Uses", "findings", "fixed", "keeps_nothing", "refusal", "refused_class", "uses", "warnings"]
 
 # Classes that ask DLRover's master for what they need, and what to use instead.
 _SHARDING = "DLRover's ElasticDistributedSampler, or ElasticSampler of dalsegno.elastic, which need no master"
@@ -30,6 +30,7 @@ _STEP = re.compile(r"\bwith\s+[\w.]+\.step\(")
 _FIXED_STEP = re.compile(
     r"\bfix_total_batch_size\s*=\s*(?!False)\w|\bwith\s+[\w.]+\.step\(\s*(?!False|fix_total_batch_size)\w"
 )
+_LOADS = re.compile(r"\bload\w*\s*\(")
 _IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+(dlrover[\w.]*)", re.MULTILINE)
 
 
@@ -86,6 +87,12 @@ def uses(text: str) -> Uses:
         replicas=re.search(r"\breplica_count\s*=\s*[1-9a-z]", code) is not None,
         of_the_master=tuple(found),
     )
+
+
+def keeps_nothing(text: str) -> bool:
+    """Whether a script's steps are heard, and a restart loses all: no Flash Checkpoint, and nothing is loaded."""
+    found = uses(text)
+    return found.trainer and not found.checkpointers and not _LOADS.search(re.sub(r"#.*", "", text))
 
 
 def refusal(script: str, found: Uses) -> str:

@@ -178,7 +178,8 @@ def waiting_to_grow(turn: Turn, new: list[Node], until: float | None, since: flo
     what a person can do about it; and not before the wait has lasted (`since`), because a session may be on its way.
     """
     who, epoch = frozenset(node.name for node in new), turn.open
-    if until is None and not turn.job.told.unheard and not turn.overdue(since + SAID_AFTER_SECONDS):
+    hopes = not turn.job.told.unheard and turn.open.first_step_at is None
+    if until is None and hopes and not turn.overdue(since + SAID_AFTER_SECONDS):
         return
     if who <= epoch.growth_told and (until is not None or not turn.overdue(epoch.growth_told_at)):
         return
@@ -195,7 +196,8 @@ def waiting_to_grow(turn: Turn, new: list[Node], until: float | None, since: flo
         else:
             what = (
                 ", and nothing of it could be resumed: all workers restart with the first checkpoint that it saves"
-                " below ${save_dir}; --grow-wait=SECONDS restarts them without one, too"
+                " below ${save_dir}; --grow-wait=SECONDS restarts them without one, too, and"
+                f" `dalsegno scale {len(members_of(turn)) + len(new)}` now"
             )
     elif resume is not None:
         what = (
@@ -223,7 +225,10 @@ def unsaved_growth(turn: Turn, new: list[Node], until: float | None) -> None:
     back = f"that of step {resume.step}" if resume is not None else "step 0"
     when = f"the {'next' if resume is not None else 'first'} checkpoint"
     if until is None:
-        when += ", because before that all steps would be lost (--grow-wait=SECONDS: after that time in any case)"
+        when += (
+            ", because before that all steps would be lost (--grow-wait=SECONDS: after that time in any case;"
+            f" `dalsegno scale {len(members_of(turn)) + len(new)}`: now)"
+        )
     else:
         when += f", or in {until - turn.heard:.0f} s from {back} (--grow-wait)"
     turn.notice(
@@ -233,13 +238,20 @@ def unsaved_growth(turn: Turn, new: list[Node], until: float | None) -> None:
     )
 
 
-def restart_to_grow(turn: Turn, new: list[Node], committed: bool) -> None:
-    """Says that all workers are restarted to take the newcomers in, and why now."""
+def restart_to_grow(turn: Turn, new: list[Node], committed: bool, asked: bool) -> None:
+    """Says that all workers are restarted to take the newcomers in, and why now.
+
+    Args:
+        committed: a commit has come since they wait.
+        asked: somebody has asked for a number of nodes since.
+    """
     who = names(sorted(node.name for node in new))
     if committed:
         why = "the commit that was waited for is there"
     elif resume_point(turn.job) is not None:
         why = "no other commit came (--grow-wait)"
+    elif asked:
+        why = "a number of nodes was asked for, and nothing could be resumed"
     else:
         why = "they go on from what the script itself has saved (--grow-wait)"
     turn.notice(f"all workers restart to take {who} in; {why}", not committed)

@@ -350,6 +350,8 @@ class Live:
     phase_heard: float = 0.0
     last_arrival: float = 0.0
     grow_hold_until: float = 0.0
+    # When a person or tool last asked for a number of nodes, by the listening clock.
+    scaled_at: float = float("-inf")
     committed: float = 0.0
     # People know that a save takes a good part of a leaver's notice.
     slow_save_told: bool = False

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dalsegno.protos.contract import GROW_SOON_SECONDS
+
 from . import announcements, beside, failures, refusals, saves, waits
 from .checkpoints import only_size, resume_point
 from .chronicle import Kind
@@ -89,7 +91,8 @@ def grow(turn: Turn) -> None:
         start_drain(turn, f"{names(n.name for n in new)} {'joins' if len(new) == 1 else 'join'}", growth=True)
         return
     go_on_unheard(turn)
-    announcements.restart_to_grow(turn, new, turn.live.committed > unheard_since(turn, new))
+    since = unheard_since(turn, new)
+    announcements.restart_to_grow(turn, new, turn.live.committed > since, turn.live.scaled_at > since)
     regroup(turn)
 
 
@@ -293,13 +296,20 @@ def may_lose_steps(turn: Turn, new: list[Node]) -> bool:
 def restart_by(turn: Turn, since: float) -> float | None:
     """When they restart even if no commit comes; None: they do not.
 
-    While session() may still come, time alone is no reason. Neither is it where nothing could be resumed, unless
-    somebody has set a time. (For a script from which no commit can come its agents have set one.)
+    While session() may still come, time alone is no reason. Neither is it where steps are made, or may be, and nothing
+    could be resumed, unless somebody has said so: by a time, or by asking for a number of nodes since they have joined.
+    (For a script from which nobody hears of steps or commits its agents have set a time.)
     """
-    wait = turn.job.settings.grow_wait
-    if may_call_session(turn) or (wait < 0 and resume_point(turn.job) is None):
+    job, wait = turn.job, turn.job.settings.grow_wait
+    if may_call_session(turn):
         return None
-    return since + (GROW_WAIT_SECONDS if wait < 0 else wait)
+    if wait >= 0:
+        return since + wait
+    if resume_point(job) is not None:
+        return since + GROW_WAIT_SECONDS
+    if job.has_session or announcements.saves_in_its_own_way(turn) or turn.open.first_step_at is not None:
+        return turn.live.scaled_at if turn.live.scaled_at > since else None
+    return since + GROW_SOON_SECONDS
 
 
 def to_take_in(turn: Turn) -> list[Node]:

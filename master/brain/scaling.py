@@ -14,7 +14,7 @@ from .turn import Turn, of_nodes
 
 
 def scale(turn: Turn, message: control_pb2.ScaleRequest) -> Reply:
-    """Sets or lifts the limit. Repeating the order changes nothing."""
+    """Sets or lifts the limit. The same again changes nothing, but takes in newcomers that are held off."""
     job, settings = turn.job, turn.job.settings
     if job.phase.is_terminal:
         return Reply("FAILED_PRECONDITION", f"the job has ended ({job.message}): there is nothing to scale")
@@ -32,6 +32,7 @@ def scale(turn: Turn, message: control_pb2.ScaleRequest) -> Reply:
             "FAILED_PRECONDITION",
             f"cannot scale to {of_nodes(message.nodes)}: what the run saves loads with {only_size(job)} workers only",
         )
+    turn.live.scaled_at = turn.heard
     limit = message.nodes if message.nodes < settings.max_nodes else 0
     count = len(job.world.members) if job.world is not None else 0
     if limit != job.limit:

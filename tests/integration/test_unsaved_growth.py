@@ -1,4 +1,4 @@
-"""A loop with a session that saves nothing: who joins costs nobody a step."""
+"""A loop that saves nothing, with a session or without: who joins costs nobody a step, unless somebody says so."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.jobs.cluster import Training
 
-from .test_membership import Clusters
+from .test_membership import Clusters, scaled
 
 pytestmark = pytest.mark.timeout(300)
 SCRIPT = """
@@ -29,6 +29,34 @@ for number in s.steps(range(10**6), max_steps=10**6):
 s.finish()
 os._exit(0)
 """
+PLAIN = """
+import os, time
+from pathlib import Path
+place = Path({place!r})
+print("training on", os.environ["WORLD_SIZE"], flush=True)
+while not (place / "stop").exists():
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.full
+def test_a_newcomer_of_a_script_that_has_saved_nothing_yet(clusters: Clusters, tmp_path: Path) -> None:
+    """It saves below our directory, some day: held off until then, or until somebody asks for two nodes."""
+    script = tmp_path / "train.py"
+    script.write_text(PLAIN.format(place=str(tmp_path)))
+    job = clusters(training=Training(script=script), hooked=False, universal="", nnodes="1:3")
+    job.script_flags = ["--save-dir=${save_dir}"]
+    (a,) = job.start("a")
+    job.wait_for(lambda: "training on 1" in a.text(), "its start")
+    (b,) = job.start("b")
+    for node in (a, b):
+        job.wait_line(r"b joined: .* nothing of it could be resumed: .* and `dalsegno scale 2` now", node)
+    assert "training on 2" not in a.text()
+    assert scaled(job, 2).returncode == 0
+    job.wait_line("all workers restart to take b in; a number of nodes was asked for, and nothing could be resumed", a)
+    job.wait_for(lambda: "training on 2" in a.text(), "both")
+    (tmp_path / "stop").touch()
+    job.wait_exit()
 
 
 @pytest.mark.parametrize("told", [False, pytest.param(True, marks=pytest.mark.full)])

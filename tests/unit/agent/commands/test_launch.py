@@ -13,6 +13,8 @@ from dalsegno.agent.commands.arguments import parse
 from dalsegno.agent.script import Script
 from dalsegno.protos.contract import GROW_SOON_SECONDS
 
+DLROVER = "from dlrover.trainer.torch.elastic.trainer import ElasticTrainer"
+
 
 @pytest.mark.parametrize(
     ("flags", "tls"),
@@ -41,6 +43,17 @@ def test_agents_speak_with_each_other_as_with_the_master(tmp_path: Path, flags: 
         # One can.
         ((), "import torch", ("--out=${save_dir}",), -1.0, True),
         ((), "import dalsegno.elastic", (), -1.0, False),
+        # None can, and steps are heard: whether any are made decides.
+        ((), f"{DLROVER}\nElasticTrainer(model)", (), -1.0, False),
+        ((), f"{DLROVER}\nElasticTrainer(model)\ntorch.load('mine.pt')", (), GROW_SOON_SECONDS, False),
+        ((), f"{DLROVER}\nElasticTrainer(model)  # torch.load('mine.pt')", (), -1.0, False),
+        (
+            (),
+            f"{DLROVER}\nfrom dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer\nElasticTrainer()",
+            (),
+            GROW_SOON_SECONDS,
+            False,
+        ),
         # A person has said how long.
         (("--grow-wait=40",), "import torch", (), 40.0, False),
         (("--grow-wait=40",), "import torch", ("--out=${save_dir}",), 40.0, True),

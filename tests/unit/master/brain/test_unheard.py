@@ -216,7 +216,7 @@ def test_a_node_that_leaves_during_a_slow_start_is_not_waited_for() -> None:
 def test_where_nothing_could_be_resumed_nobody_is_restarted() -> None:
     """Its saves are adopted, and there is none yet: the first one is waited for, however long, and that is said."""
     job = Driven(settings(grow_wait=-1))
-    a, late = job.start(1)[0], job.node()
+    a, late = job.start(1, adopts=True)[0], job.node()
     job.wait(SESSION_WITHIN_SECONDS + 1)
     late.join()
     job.wait(1000)
@@ -225,9 +225,58 @@ def test_where_nothing_could_be_resumed_nobody_is_restarted() -> None:
     assert len(said) >= 4
     for line in said:
         assert "nothing of it could be resumed" in line
-        assert "--grow-wait=SECONDS restarts them without one" in line
+        assert line.endswith("--grow-wait=SECONDS restarts them without one, too, and `dalsegno scale 2` now")
     a.save(4)
     assert job.phase is Phase.FORMING
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_steps_that_are_heard_are_not_lost_for_a_newcomer(steps: bool) -> None:
+    """Nothing is adopted, and nobody has set a time: without a step there is nothing to lose, and a few seconds do."""
+    job = Driven(settings(grow_wait=-1))
+    a = job.start(1, dlrover=True)[0]
+    job.wait(7)
+    if steps:
+        heard(job, a, 1)
+    late = job.node(dlrover=True)
+    late.join()
+    (line,) = lines(job, f"{late.name} joined:")
+    job.wait(6)
+    assert ("all workers restart in 5 s (--grow-wait)" in line) is not steps
+    assert ("nothing of it could be resumed: all workers restart with the first checkpoint" in line) is steps
+    assert job.phase is (Phase.RUNNING if steps else Phase.FORMING)
+    if steps:
+        job.wait(600)
+        assert (job.phase, job.epoch) == (Phase.RUNNING, 1)
+        assert scaled(job, 2) == "OK"
+        assert lines(
+            job, "all workers restart to take host-1 in; a number of nodes was asked for, and nothing could be"
+        )
+        assert job.phase is Phase.FORMING
+
+
+@pytest.mark.parametrize("when", ["before", "after", "behind a commit"])
+def test_an_order_takes_those_in_that_have_joined_before_it(when: str) -> None:
+    """Not those that come later, as it was about others. Where something can be resumed, no steps are lost for it."""
+    job = Driven(settings(grow_wait=-1))
+    a = job.start(1, adopts=True)[0]
+    job.wait(SESSION_WITHIN_SECONDS + 1)
+    if when == "behind a commit":
+        a.save(4)
+        job.wait(10)
+    if when == "before":
+        assert scaled(job, 2) == "OK"
+        job.wait(1)
+    job.node().join()
+    job.wait(50)
+    assert job.phase is Phase.RUNNING
+    if when != "before":
+        assert scaled(job, 2) == "OK"
+    assert job.phase is (Phase.FORMING if when == "after" else Phase.RUNNING)
+
+
+def scaled(job: Driven, nodes: int) -> str:
+    return job.call(control_pb2.ScaleRequest(nodes=nodes)).code
 
 
 def test_what_can_be_resumed_is_waited_for_five_minutes() -> None:
@@ -506,7 +555,7 @@ def test_what_is_said_of_a_script_that_may_be_stuck(sign: str) -> None:
 def test_a_newcomer_of_a_presented_world_hears_at_once_that_no_time_is_set() -> None:
     """Its script has no session by then: nothing better is on its way."""
     job = Driven(settings(grow_wait=-1))
-    job.start(1)
+    job.start(1, adopts=True)
     job.wait(SESSION_WITHIN_SECONDS + 1)
     late = job.node()
     late.join()
