@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest, SavedAs, read_sealed, verify
+from dalsegno.elastic.checkpoint import CheckpointDamaged, Damage, Manifest, SavedAs, read_sealed, verify
 from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.checkpoint.files import CANNOT, copy_file, replace_file
 from dalsegno.elastic.checkpoint.reading import read_regular
@@ -31,7 +31,7 @@ from .foreign import NOTE_BYTES, OURS
 from .late import take_late
 from .layouts import state_of
 from .macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand, macros_of
-from .strays import ASIDE, set_aside
+from .strays import ASIDE, set_aside, strays
 from .taking import Before, Origin, save_directory
 from .writing import FileWrites
 
@@ -438,6 +438,8 @@ class _Placing:
             if self._is_scripts:
                 self._set_aside(directory, sealed)
             verify(directory, sealed)
+            if self._is_scripts and (left := strays(directory, [entry.path for entry in sealed.files])):
+                raise CheckpointDamaged(directory, left[0], Damage.EXTRA_FILE)
         except CheckpointDamaged as error:
             return worker_pb2.BadCheckpoint(
                 name=ref.name, digest=ref.digest, form=self._resume.form, file=error.file, message=str(error)

@@ -32,21 +32,27 @@ def read_sealed(directory: Path, digest: str) -> Manifest:
 def verify_listing(directory: Path, manifest: Manifest) -> None:
     """Checks that exactly the listed files are there, each with its size. Reads no file.
 
+    A script that was handed its own checkpoint may have put more into it. Nothing of what it had saved is lost by that:
+    only what is listed counts, and the rest is set aside before somebody loads it again.
+
     Raises:
         CheckpointDamaged: MISSING_FILE, EXTRA_FILE, NOT_A_FILE or WRONG_SIZE.
     """
+    listed = {entry.path for entry in manifest.files}
     try:
-        there = set(list_files(directory))
+        there = set(list_files(directory)) if manifest.saved_as is None else None
     except FileNotFoundError as error:
         raise CheckpointDamaged(directory, ".", Damage.MISSING_FILE, "the directory is gone") from error
+    if there is None and not directory.is_dir():
+        raise CheckpointDamaged(directory, ".", Damage.MISSING_FILE, "the directory is gone")
     for entry in manifest.files:
-        if entry.path not in there:
+        if there is not None and entry.path not in there:
             raise CheckpointDamaged(directory, entry.path, Damage.MISSING_FILE)
         size = _size(directory, entry.path)
         if size != entry.size:
             detail = f"{size} bytes, sealed were {entry.size}"
             raise CheckpointDamaged(directory, entry.path, Damage.WRONG_SIZE, detail)
-    for path in sorted(there - {entry.path for entry in manifest.files}):
+    for path in sorted((there or listed) - listed):
         raise CheckpointDamaged(directory, path, Damage.EXTRA_FILE)
 
 

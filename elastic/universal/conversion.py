@@ -148,12 +148,22 @@ def verified(source: Path, digest: str | None, moved: Moved) -> Manifest:
         if manifest.source is not None:
             raise EnvironmentFailed(f"{source.name} is a later form itself")
         verify(source, manifest, moved=moved)
+        if manifest.saved_as is not None:
+            _refuse_more_states(source, manifest)
     except CheckpointDamaged as error:
         # A mount that is away looks like missing files.
         if not source.is_dir():
             raise EnvironmentFailed(f"{source.name} is not in sight") from error
         raise SourceBad(str(error)) from error
     return manifest
+
+
+def _refuse_more_states(source: Path, manifest: Manifest) -> None:
+    """A script may have put more into its own checkpoint. What looks like states of ranks would be taken for a part."""
+    listed = {entry.path for entry in manifest.files}
+    for path in sorted(found.relative_to(source).as_posix() for found in source.rglob("*_states.pt")):
+        if path not in listed:
+            raise EnvironmentFailed(f"the script has put {path} into {source.name}, of which it is no part")
 
 
 def produce(

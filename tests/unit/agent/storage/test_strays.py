@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import queue
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dalsegno.agent.decisions import events as ev
-from dalsegno.agent.storage import adoption
+from dalsegno.agent.storage import adoption, job_directory, save_dir
 from dalsegno.agent.storage.save_dir import Adoption
 from dalsegno.agent.storage.strays import set_aside, strays
-from dalsegno.elastic.checkpoint import Manifest, inventory, verify
+from dalsegno.elastic.checkpoint import Manifest, inventory, verify, verify_listing
+from dalsegno.elastic.universal import EnvironmentFailed, conversion
 from dalsegno.protos import control_pb2, worker_pb2
 
 from .test_adoption import ORIGIN, begun, sealed_step, states, world
@@ -62,6 +65,73 @@ def test_what_was_written_there_is_set_aside_before_the_next_start(
         "e2/.dalsegno-aside. It may read what ${resume_dir} names, and saves below ${save_dir}"
     ]
     assert sorted(path.name for path in (sealed / "step_10").iterdir()) == ["model.pt"]
+
+
+@pytest.mark.parametrize("more", ["step_10/logs/a.log", "step_10/latest", "step_20/model.pt"])
+def test_the_master_has_nothing_found_damaged_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str
+) -> None:
+    """Whoever verifies or converts the checkpoint before that reads what was sealed, and nothing else."""
+    of = resumed(tmp_path, monkeypatch)
+    ref = of.resume.source.ref
+    sealed = tmp_path / ref.name
+    (sealed / more).parent.mkdir(exist_ok=True)
+    if more.endswith("latest"):
+        (sealed / more).symlink_to("model.pt")
+    else:
+        (sealed / more).write_text("words")
+    assert job_directory._damage_of(sealed, ref.digest, 1, lambda count: None) is None
+    verify_listing(sealed, Manifest.read(sealed))
+    assert conversion.verified(sealed, ref.digest, lambda count: None).name == ref.name
+
+
+def test_more_states_of_ranks_are_not_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be taken for a part of it. The checkpoint is not bad: the next start sets them aside."""
+    of = resumed(tmp_path, monkeypatch)
+    sealed = tmp_path / of.resume.source.ref.name
+    (sealed / "global_step20").mkdir()
+    (sealed / "global_step20" / "mp_rank_00_model_states.pt").write_text("words")
+    with pytest.raises(EnvironmentFailed, match=r"the script has put global_step20/mp_rank_00_model_states\.pt into"):
+        conversion.verified(sealed, of.resume.source.ref.digest, lambda count: None)
+
+
+def test_what_cannot_be_set_aside_is_found_before_the_script_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script would load it."""
+    of = resumed(tmp_path, monkeypatch)
+    sealed = tmp_path / of.resume.source.ref.name
+    (sealed / "more").write_text("words")
+
+    def fails(*_: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(save_dir, "set_aside", fails)
+    damage, _ = placed(tmp_path, of)
+    assert damage is not None
+    assert damage.file == "more"
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda path: path.unlink(), "MISSING_FILE"),
+        (lambda path: path.rename(path.parent / "moved") and path.symlink_to("moved"), "NOT_A_FILE"),
+        (lambda path: path.write_bytes(b""), "WRONG_SIZE"),
+        (lambda path: shutil.rmtree(path.parent), "MISSING_FILE"),
+    ],
+)
+def test_each_other_damage_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], object], reason: str
+) -> None:
+    """Of what was sealed, with or without more beside it."""
+    of = resumed(tmp_path, monkeypatch)
+    ref = of.resume.source.ref
+    (tmp_path / ref.name / "more").write_text("words")
+    harm(tmp_path / ref.name / "step_10" / "model.pt")
+    damage = job_directory._damage_of(tmp_path / ref.name, ref.digest, 1, lambda count: None)
+    assert damage is not None
+    assert damage.reason.name == reason
 
 
 def test_what_was_sealed_and_changed_is_damaged_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
