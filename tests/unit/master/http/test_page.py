@@ -152,8 +152,12 @@ def test_of_steps_that_nobody_hears_there_is_no_number(shown: tuple[Served, Brow
     rows = "[...document.querySelectorAll('#history tr')].slice(1)"
     cells = f"{rows}.map((row) => [...row.cells].slice(4).map((cell) => cell.textContent))"
     assert browser.tell(f"JSON.stringify({cells})") == '[["-","-","-"],["-","-","-"],["-","-","-"]]'
-    quiet.history[2].unheard = False
-    quiet.history[2].paused = 1.5
+    # Another look, not the same one changed: a look is encoded once.
+    heard = pb.StatusReply()
+    heard.CopyFrom(quiet)
+    heard.history[2].unheard = False
+    heard.history[2].paused = 1.5
+    served.do(lambda: setattr(served.master, "answer", Reply("OK", "", heard)))
     browser.until("document.getElementById('numbers').textContent", lambda shown: "paused1.5 s" in shown)
 
 
