@@ -12,6 +12,7 @@ from dalsegno.protos import control_pb2
 from .client import Client
 from .clock import Timer
 from .memory import Memory
+from .stores import Stores
 from .workers import Group
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class SimAgent:
         self.frozen = False
         self.client = Client(self)
         self.memory = Memory(self)
+        self.stores = Stores(self)
         self.state = handling.fresh(
             handling.AgentSettings(
                 nproc=self.nproc,
@@ -171,13 +173,14 @@ class SimAgent:
             case ev.Call():
                 self.client.call(action.method, action.request)
             case ev.PrepareJoin():
-                self._prepare_join(action, self.sim.clock.now + LOOK_FOR)
+                self._prepare_join(action, self.stores.open()[1], self.sim.clock.now + LOOK_FOR)
             case ev.StartWorkers() if self.sim.starts_fail:
                 self.sim.starts_fail -= 1
                 self.sim.ledger.script_failures += 1
                 self.sim.ledger.disturbed()
                 self.sim.clock.after(0.05, self.deliver, ev.StartFailed(action.world.epoch, "no such interpreter"))
             case ev.StartWorkers():
+                self.stores.use(action.world, mine=action.world.place.group_rank == 0)
                 self.memory.open_epoch(action.world)
                 self.group = self.sim.start_workers(self, action.world)
             case ev.StopWorkers():
@@ -245,17 +248,17 @@ class SimAgent:
             )
         )
 
-    def _prepare_join(self, action: ev.PrepareJoin, until: float) -> None:
+    def _prepare_join(self, action: ev.PrepareJoin, port: int, until: float) -> None:
         if self._looking is not None:
             self._looking.cancel()
             self._looking = None
         disk = self.sim.disk
         wanted = action.resume.digest if action.resume is not None else ""
         if action.parts:
-            self.memory.gather(action, lambda failure: self._gathered(action, failure))
+            self.memory.gather(action, lambda failure: self._gathered(action, port, failure))
             return
         if wanted and disk.find(self.host, wanted) is None and (action.patient or self.sim.clock.now < until):
-            self._looking = self.sim.clock.after(0.4, self.run, self._prepare_join, action, until)
+            self._looking = self.sim.clock.after(0.4, self.run, self._prepare_join, action, port, until)
             return
         self.sim.clock.after(
             self.sim.random.uniform(0.01, 0.1),
@@ -264,21 +267,21 @@ class SimAgent:
                 action.round,
                 wanted,
                 self.host,
-                self.sim.fresh_port(),
+                port,
                 disk.read_probe(self.host),
                 tuple(disk.inventory(self.host)),
                 took=_took(action),
             ),
         )
 
-    def _gathered(self, action: ev.PrepareJoin, failure: str) -> None:
+    def _gathered(self, action: ev.PrepareJoin, port: int, failure: str) -> None:
         assert action.resume is not None
         digest, disk = action.resume.digest, self.sim.disk
         if failure and not action.anyway:
             self.deliver(ev.JoinFailed(action.round, digest, failure))
             return
         fetched = () if failure else (self.memory.steps[digest].message,)
-        inventory, port = (*disk.inventory(self.host), *fetched), self.sim.fresh_port()
+        inventory = (*disk.inventory(self.host), *fetched)
         probe, lacks = disk.read_probe(self.host), bool(failure)
         self.deliver(
             ev.JoinPrepared(action.round, digest, self.host, port, probe, inventory, lacks=lacks, took=_took(action))

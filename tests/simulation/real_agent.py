@@ -25,7 +25,6 @@ from dalsegno.agent.shell.mailbox import Mailbox
 from dalsegno.agent.shell.telling import Teller
 from dalsegno.agent.storage.job_directory import JobDirectory, Survey
 from dalsegno.agent.workers import workers
-from dalsegno.agent.workers.tcp_stores import StoreServers
 from dalsegno.agent.workers.workers import WorkersContext
 from dalsegno.protos import control_pb2, worker_pb2
 
@@ -34,6 +33,7 @@ from .agents import LOOK_FOR, SLOW_PART, SLOW_PARTS, short
 from .memory import Memory
 from .processes import Worker
 from .real_memory import Tier
+from .stores import Stores
 from .threads import Hands, Process, running
 from .wire import Credentials, Endpoint
 from .workers import Group
@@ -309,23 +309,6 @@ class Files:
     def write_latest(self, run_id: str, head: control_pb2.Checkpoint) -> None: ...
 
     def close(self) -> None: ...
-
-
-class Stores(StoreServers):
-    """The product's, over stores that nobody serves, at ports that nobody has used."""
-
-    def __init__(self, agent: RealAgent) -> None:
-        super().__init__(agent.host)
-        self._agent = agent
-
-    def _serve(self) -> tuple[Any, int]:
-        return object(), self._agent.sim.fresh_port()
-
-    def use(self, world: control_pb2.World, mine: bool) -> Any:
-        found = super().use(world, mine)
-        why = f"{self._agent.label} is told to serve port {world.store_port}"
-        self._agent.sim.ledger.require(found is not None or not mine, "the store of a world is open", why)
-        return found
 
 
 class Converting:
