@@ -51,7 +51,7 @@ class StoreServers:
         Raises:
             OSError: the address cannot be bound.
         """
-        store, port = self._serve()
+        store, port = self._serve(self.address)
         self._waiting[port] = store
         while len(self._waiting) > _MOST_OFFERED:
             oldest = next(iter(self._waiting))
@@ -59,16 +59,19 @@ class StoreServers:
             self._closed.append((oldest, "for newer ones"))
         return self.address, port
 
-    def _serve(self) -> tuple[TCPStore, int]:
-        """A store that listens at this port. Raises OSError."""
-        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+    def _serve(self, address: str, port: int = 0) -> tuple[TCPStore, int]:
+        """A store, and the port at which it listens: this one, or with 0 any. Raises OSError."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
+            # Those who are connected when a store is closed leave its port in TIME_WAIT. Linux takes it again only if
+            # both sockets say so.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             # We bind it, because a TCPStore would listen on all interfaces.
-            listener.bind((self.address, 0))
+            listener.bind((address, port))
             port = int(listener.getsockname()[1])
             store = TCPStore(
-                self.address,
+                address,
                 port,
                 None,
                 True,
@@ -85,19 +88,30 @@ class StoreServers:
         return store, port
 
     def use(self, world: control_pb2.World, mine: bool) -> TCPStore | None:
-        """The store of a world if this node serves it (`mine`), else None. Closes stores that are no longer needed."""
+        """The store of a world if this node serves it (`mine`), else None. Closes stores that are no longer needed.
+
+        An offer that is closed already is opened again at its port, as no world has used it. None: that cannot be had.
+        """
         self._used = self._waiting.pop(world.store_port, None) if mine else None
+        how = "used by"
         if mine and self._used is None:
-            # Seen once, and not explained: what was offered tells who is wrong.
-            open_ones, closed = sorted(self._waiting), list(self._closed)
-            logger.error(
-                "epoch %d wants port %d; open: %s; closed: %s", world.epoch, world.store_port, open_ones, closed
-            )
+            self._used, how = self._again(world), "opened again for"
         if self._used is not None:
-            self._closed.append((world.store_port, f"used by epoch {world.epoch}"))
+            self._closed.append((world.store_port, f"{how} epoch {world.epoch}"))
         self._closed += [(port, f"for epoch {world.epoch}") for port in self._waiting]
         self._waiting.clear()
         return self._used
+
+    def _again(self, world: control_pb2.World) -> TCPStore | None:
+        # It was seen once that a world was told of an offer that was closed, and nobody could explain it.
+        open_ones, closed = sorted(self._waiting), list(self._closed)
+        logger.error("epoch %d wants port %d; open: %s; closed: %s", world.epoch, world.store_port, open_ones, closed)
+        try:
+            return self._serve(world.store_host, world.store_port)[0]
+        except (OSError, RuntimeError) as error:
+            # torch's store raises RuntimeError for a port that it cannot have.
+            logger.error("and it cannot be opened again: %s", error)
+            return None
 
     def close(self) -> None:
         """Closes all stores."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -135,15 +136,32 @@ def test_nobody_connects_to_the_store_of_a_world_that_is_over(world: World) -> N
     assert connect(world.host, world.port, 0.2, lambda: False) is None, "nor for ever"
 
 
-def test_a_store_that_is_gone_is_explained(caplog: pytest.LogCaptureFixture) -> None:
-    """Which ports were offered, and what became of them: it was seen once, and nobody could tell why."""
+def test_an_offer_that_is_closed_is_opened_again(caplog: pytest.LogCaptureFixture) -> None:
+    """A world is told to meet at it: it does so there, in a store that is new, and the log has what was offered."""
     servers = StoreServers("127.0.0.1")
     try:
-        _, first = servers.open()
-        assert servers.use(control_pb2.World(epoch=2, store_port=first), mine=True) is not None
+        host, first = servers.open()
+        # It is connected until the store is closed, so the port is left in TIME_WAIT.
+        early = connect(host, first, 10.0, lambda: False)
+        assert early is not None
+        early.set("old", "1")
+        assert servers.use(control_pb2.World(epoch=2, store_host=host, store_port=first), mine=True) is not None
         _, second = servers.open()
-        assert servers.use(control_pb2.World(epoch=3, store_port=first), mine=True) is None
+        store = servers.use(control_pb2.World(epoch=3, store_host=host, store_port=first), mine=True)
+        assert store is not None
+        reached = connect(host, first, 10.0, lambda: False)
+        assert reached is not None
+        reached.set("new", "1")
+        assert (store.check(["new"]), store.check(["old"])) == (True, False)
     finally:
         servers.close()
     (record,) = caplog.records
     assert f"epoch 3 wants port {first}; open: [{second}]; closed: [({first}, 'used by epoch 2')]" in record.message
+
+
+def test_a_port_that_somebody_else_has_is_no_store() -> None:
+    """Whatever answers there is not the world's store."""
+    servers = StoreServers("127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        world = control_pb2.World(epoch=3, store_host="127.0.0.1", store_port=taken.getsockname()[1])
+        assert servers.use(world, mine=True) is None
