@@ -61,9 +61,14 @@ def render(options: argparse.Namespace) -> int:
     if options.output is None:
         sys.stdout.write(_text(files))
         return EXIT_FINISHED
-    options.output.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (options.output / name).write_text(text, encoding="utf-8")
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (options.output / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        what = f"cannot write there: {error.strerror}; name a directory, which is made if there is none"
+        print(printable(f"dalsegno: error: --output {options.output}: {what}"), file=sys.stderr)
+        return EXIT_USAGE
     print(printable(f"{options.output}: {', '.join(files)}"))
     return EXIT_FINISHED
 

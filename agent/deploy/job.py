@@ -143,7 +143,7 @@ def job_of(values: Any) -> JobSpec:
         flags=table.words("flags"),
         nnodes=(low, high),
         replicas=table.whole("replicas", high, least=1),
-        nproc=table.text("nproc", "1"),
+        nproc=_nproc(table.text("nproc", "1")),
         controller=table.one_of("controller", ("Job", "Deployment"), "Job"),
         claim=_claim(table),
         checkpoints=table.path("checkpoints", "/checkpoints"),
@@ -158,7 +158,7 @@ def job_of(values: Any) -> JobSpec:
         user=table.whole("user", 1000, least=1),
         node_selector=table.texts("node_selector"),
         tolerations=table.mappings("tolerations"),
-        master=_master(table.below("master")),
+        master=_master(table.below("master"), several="etcd" in table),
         host=_host(table.below("host")),
         slurm=table.texts("slurm"),
     )
@@ -168,7 +168,9 @@ def job_of(values: Any) -> JobSpec:
     # The longest name that is made of it is NAME-master-0 with a controller's hash.
     if len(job.name) > 40:
         raise InputRefused(f"name: {job.name!r} is longer than 40 characters: pods need the rest of their 63")
-    if bool(job.command) == bool(job.shell):
+    if job.command and job.shell:
+        raise InputRefused("shell: command is there, too: write one of the two")
+    if not job.command and not job.shell:
         raise InputRefused("command: missing: the script and its arguments, like [train.py, --steps=1000]")
     return job
 
@@ -178,6 +180,12 @@ def _nnodes(text: str) -> tuple[int, int]:
         return nnodes(text)
     except argparse.ArgumentTypeError as error:
         raise InputRefused(f"nnodes: {error}") from error
+
+
+def _nproc(text: str) -> str:
+    if not re.fullmatch(r"[1-9][0-9]*|[a-z][a-z0-9]*", text):
+        raise InputRefused(f"nproc: {text!r} is no number of workers, and no word like auto, cpu, gpu")
+    return text
 
 
 def _command(table: YamlMapping) -> tuple[str, ...]:
@@ -218,15 +226,22 @@ def _secrets(table: YamlMapping) -> Secrets:
     return secrets
 
 
+def _is_address(text: str) -> bool:
+    found = re.fullmatch(r"[A-Za-z0-9._-]+:([0-9]{1,5})", text)
+    return found is not None and 0 < int(found[1]) < 65536
+
+
 def _endpoints(table: YamlMapping) -> tuple[str, ...]:
     found = table.words("etcd")
     for one in found:
-        if not re.fullmatch(r"[A-Za-z0-9.-]+:[0-9]{1,5}", one):
+        if not _is_address(one):
             raise InputRefused(f"etcd: {one!r} is not HOST:PORT (TLS comes with secrets.etcd, not with https://)")
     return found
 
 
-def _master(table: YamlMapping) -> MasterSpec:
+def _master(table: YamlMapping, several: bool) -> MasterSpec:
+    if "replicas" in table and not several:
+        raise InputRefused("master.replicas: several masters share a job over etcd only: write etcd: [HOST:PORT, ...]")
     master = MasterSpec(
         image=table.text("image"),
         port=table.whole("port", MasterSpec.port, 1, 65535),
@@ -253,7 +268,7 @@ def _host(table: YamlMapping) -> Host:
     )
     table.done()
     for one in filter(None, host.master.split(",")):
-        if not re.fullmatch(r"[A-Za-z0-9._-]+:[0-9]{1,5}", one):
+        if not _is_address(one):
             raise InputRefused(f"host.master: {one!r} is not HOST:PORT")
     return host
 
@@ -265,8 +280,8 @@ def _resources(table: YamlMapping) -> dict[str, dict[str, str]]:
         return {}
     inner = table.below("resources")
     if "limits" in inner or "requests" in inner:
-        found = {"requests": inner.texts("requests"), "limits": inner.texts("limits")}
+        found = {"requests": inner.quantities("requests"), "limits": inner.quantities("limits")}
         inner.done()
         return {key: mapping for key, mapping in found.items() if mapping}
-    flat = table.texts("resources")
+    flat = table.quantities("resources")
     return {"requests": flat, "limits": dict(flat)}

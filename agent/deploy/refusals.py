@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dalsegno.protos.contract import Variable
 
 from .job import BEYOND_DRAIN_SECONDS, JobSpec
+from .pods import SECRETS
 
 __all__ = ("TARGETS", "refusals")
 
@@ -98,11 +99,27 @@ def _kubernetes(job: JobSpec) -> Iterator[str]:
             "secrets.tls: with etcd the masters send agents to each other by the address of a pod, which no certificate"
             " names: leave out etcd (one master, restarted), or secrets.tls (in a network that you trust)"
         )
-    for claim, path in job.mounts.items():
+    yield from _mounts(job)
+
+
+def _mounts(job: JobSpec) -> Iterator[str]:
+    """Where two volumes would be mounted at one place, which Kubernetes refuses."""
+    taken = {
+        "/tmp": "the pod's own (scratch)",
+        "/dev/shm": "the pod's own (scratch)",
+        SECRETS: "the pod's own (secrets)",
+    }
+    wanted = {"checkpoints": job.checkpoints, **{f"mounts.{claim}": path for claim, path in job.mounts.items()}}
+    for key, path in wanted.items():
+        plain = path.rstrip("/")
         if not path.startswith("/"):
-            yield f"mounts.{claim}: {path!r} is no absolute path"
-        elif path.rstrip("/") == job.checkpoints.rstrip("/"):
-            yield f"mounts.{claim}: {path} is where the checkpoints are (checkpoints): take another path"
+            yield f"{key}: {path!r} is no absolute path"
+        elif not plain:
+            yield f"{key}: / would hide the image: take another path"
+        elif owner := taken.get(SECRETS if f"{plain}/".startswith(f"{SECRETS}/") else plain):
+            yield f"{key}: {path} is {owner}: take another path"
+        else:
+            taken[plain] = "where the checkpoints are" if key == "checkpoints" else f"where the claim {key[7:]} is"
 
 
 def _hosts(job: JobSpec, target: str) -> Iterator[str]:

@@ -11,6 +11,9 @@ from dalsegno.protos.yaml_text import InputRefused
 
 __all__ = ("YamlMapping", "line_of", "mappings_of")
 
+# Unknown keys that are named: with more it is another file, whose text is nobody's business.
+MOST_UNKNOWN = 5
+
 
 class YamlMapping:
     """The keys below one place of the document. Each is taken once; `done` refuses what was not taken.
@@ -98,6 +101,11 @@ class YamlMapping:
         inner = YamlMapping(value, f"{self._place}{key}")
         return {name: inner.text(name) for name in inner._values}
 
+    def quantities(self, key: str) -> dict[str, str]:
+        """A mapping of names to sizes."""
+        inner = self.below(key)
+        return {name: inner.quantity(name) for name in inner._values}
+
     def below(self, key: str) -> YamlMapping:
         """The mapping under a key; an empty one if there is none."""
         value = self.take(key)
@@ -109,10 +117,13 @@ class YamlMapping:
         if not unknown:
             return
         lines = []
-        for key in unknown:
+        for key in unknown[:MOST_UNKNOWN]:
             near = difflib.get_close_matches(key, self._known, 1)
-            meant = f"did you mean {self._place}{near[0]}?" if near else f"there are {', '.join(sorted(self._known))}"
+            known = ", ".join(sorted(set(self._known)))
+            meant = f"did you mean {self._place}{near[0]}?" if near else f"there are {known}"
             lines.append(f"{self._place}{key}: no such key: {meant}")
+        if (more := len(unknown) - MOST_UNKNOWN) > 0:
+            lines.append(f"and {more} more keys that there are not: is this the job's file?")
         raise InputRefused(*lines)
 
 

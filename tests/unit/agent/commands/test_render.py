@@ -102,3 +102,13 @@ def test_files_that_cannot_be_read_are_one_line(tmp_path: Path, capsys: Captured
         assert run(["render", "k8s", str(tmp_path / name)]) == 2
         (said,) = capsys.readouterr().err.splitlines()
         assert line in said
+
+
+def test_where_nothing_can_be_written_is_one_line(file: Path, tmp_path: Path, capsys: Captured) -> None:
+    """A file of that name is there."""
+    (tmp_path / "there").write_text("")
+    for where in (tmp_path / "there", tmp_path / "there" / "below"):
+        assert run(["render", "slurm", str(file), "--output", str(where)]) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert f"--output {where}: cannot write there: " in said
+        assert "name a directory" in said

@@ -42,6 +42,13 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("k8s", {**ETCD, **TLS}, "secrets.tls: with etcd the masters send agents to each other by the address of a pod"),
     ("k8s", {"mounts": {"data": "data"}}, "mounts.data: 'data' is no absolute path"),
     ("k8s", {"mounts": {"data": "/checkpoints/"}}, "mounts.data: /checkpoints/ is where the checkpoints are"),
+    ("k8s", {"mounts": {"data": "/tmp"}}, "mounts.data: /tmp is the pod's own (scratch)"),
+    ("k8s", {"mounts": {"data": "/dev/shm/"}}, "mounts.data: /dev/shm/ is the pod's own"),
+    ("k8s", {"mounts": {"data": "/run/dalsegno/token"}}, "mounts.data: /run/dalsegno/token is the pod's own (secrets)"),
+    ("k8s", {"mounts": {"a": "/data", "b": "/data/"}}, "mounts.b: /data/ is where the claim a is"),
+    ("k8s", {"checkpoints": "/tmp"}, "checkpoints: /tmp is the pod's own (scratch)"),
+    ("k8s", {"checkpoints": "/"}, "checkpoints: / would hide the image"),
+    ("k8s", {"mounts": {"data": "/"}}, "mounts.data: / would hide the image"),
     (
         "slurm",
         {"command": None, "shell": "dlrover-run train.py"},
@@ -115,6 +122,17 @@ UNREADABLE: list[tuple[dict[str, Any], str]] = [
     ({"host": {"master": "head"}}, "host.master: 'head' is not HOST:PORT"),
     ({"host": ["head"]}, "host: ['head'] is no mapping"),
     ({"user": 0}, "user: 0 is no whole number from 1"),
+    ({"nproc": 0}, "nproc: '0' is no number of workers, and no word like auto, cpu, gpu"),
+    ({"nproc": "2 each"}, "nproc: '2 each' is no number of workers"),
+    ({"nproc": "2.5"}, "nproc: '2.5' is no number of workers"),
+    ({"resources": {"cpu": "many"}}, "resources.cpu: 'many' is no size"),
+    ({"resources": {"limits": {"memory": "-1Gi"}}}, "resources.limits.memory: '-1Gi' is no size"),
+    ({"master": {"resources": {"requests": {"cpu": "1 core"}}}}, "master.resources.requests.cpu: '1 core' is no size"),
+    ({"master": {"replicas": 3}}, "master.replicas: several masters share a job over etcd"),
+    ({"etcd": ["a:0"]}, "etcd: 'a:0' is not HOST:PORT"),
+    ({"etcd": ["a:65536"]}, "etcd: 'a:65536' is not HOST:PORT"),
+    ({"host": {"master": "head:99999"}}, "host.master: 'head:99999' is not HOST:PORT"),
+    ({"shell": "exec dlrover-run train.py"}, "shell: command is there, too: write one of the two"),
 ]
 
 
@@ -126,6 +144,22 @@ def test_what_is_no_job_is_refused(changes: dict[str, Any], line: str) -> None:
     (found,) = said.value.lines
     assert line in found
     assert found.isprintable()
+
+
+def test_each_known_key_is_named_once() -> None:
+    """Also one that may have two forms, of which each is looked at."""
+    with pytest.raises(InputRefused) as said:
+        job(zzz=1)
+    known = said.value.lines[0].partition("there are ")[2].split(", ")
+    assert len(known) == len(set(known)) > 20
+
+
+def test_another_file_is_not_printed() -> None:
+    """A file of many keys is something else: some of them are named."""
+    with pytest.raises(InputRefused) as said:
+        job_of({f"user{number}:x": "/bin/sh" for number in range(50)})
+    assert len(said.value.lines) == 6
+    assert said.value.lines[-1] == "and 45 more keys that there are not: is this the job's file?"
 
 
 def test_a_list_is_no_job() -> None:
