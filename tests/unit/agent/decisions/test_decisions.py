@@ -254,6 +254,16 @@ def test_a_fenced_leaver_goes() -> None:
     assert exit_.code == ev.EXIT_LEFT_UNSAVED
 
 
+@pytest.mark.parametrize(("step", "code"), [(4, ev.EXIT_LEFT), (5, ev.EXIT_LEFT_UNSAVED)])
+def test_a_fenced_leaver_that_has_made_no_step_has_lost_none(step: int, code: int) -> None:
+    """Once the steps are counted behind its ranks' end; the world began at step 4."""
+    agent = Agent().registered().running(resume=4)
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.directed(fenced=control_pb2.Fenced(reason="declared dead"))
+    agent.hear(ev.StepsCounted(1, step), ev.WorkersStopped(1))
+    assert agent.did(ev.Exit)[0].code == code
+
+
 # ---- workers --------------------------------------------------------------------------------------------------------
 
 
