@@ -6,12 +6,14 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
@@ -34,6 +36,9 @@ from .endpoint import answers
 __all__ = ["AskedMaster", "NoAnswer", "show"]
 
 TIMEOUT_SECONDS = 5.0
+# How long a leader that is gone may be named by those who stand by, and the pause between two tries: its lease, and the
+# time that etcd takes to find a leader of its own where that is gone, too.
+CHANGE_SECONDS, CHANGE_PAUSE_SECONDS = 9.0, 0.5
 # Seconds in which a listener at an embedded master's address must answer.
 _LOOK_SECONDS = 1.0
 # Status codes with which the master did answer, so that the detail is the line to print.
@@ -41,11 +46,14 @@ _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITIO
 
 
 class NoAnswer(Exception):
-    """What the last master said that was asked, instead of an answer."""
+    """What the last master said that was asked, instead of an answer.
 
-    def __init__(self, address: str, error: grpc.RpcError) -> None:
+    `is_sent_on`: a master that stands by has named one that leads, and that one does not answer.
+    """
+
+    def __init__(self, address: str, error: grpc.RpcError, is_sent_on: bool = False) -> None:
         super().__init__(f"{code_of(error).name}: {detail_of(error)}")
-        self.address, self.error = address, error
+        self.address, self.error, self.is_sent_on = address, error, is_sent_on
 
     @property
     def is_away(self) -> bool:
@@ -71,10 +79,23 @@ class AskedMaster:
     def call(self, method: str, request: Any, more_seconds: float = 0.0) -> Any:
         """The answer of the master that leads: of several the others name it. Raises NoAnswer.
 
+        While a leader that is gone is still named another one may be about to lead: that is waited for.
+
         `more_seconds`: how long the call may wait by itself.
         """
         request.job_id = self._options.job_id or ""
-        ways, asked = self._ways(), set[tuple[str, str]]()
+        until = None
+        while True:
+            try:
+                return self._call(method, request, more_seconds)
+            except NoAnswer as said:
+                until = until or time.monotonic() + CHANGE_SECONDS
+                if not said.is_sent_on or time.monotonic() >= until:
+                    raise
+            time.sleep(CHANGE_PAUSE_SECONDS)  # why: nobody tells who is about to lead
+
+    def _call(self, method: str, request: Any, more_seconds: float) -> Any:
+        ways, asked, is_sent_on = self._ways(), set[tuple[str, str]](), False
         way = next(ways)
         while True:
             asked.add(way)
@@ -83,11 +104,12 @@ class AskedMaster:
                     call = getattr(control_pb2_grpc.ControlStub(channel), method)
                     return call(request, timeout=TIMEOUT_SECONDS + more_seconds, metadata=self._credentials.metadata)
                 except grpc.RpcError as error:
-                    said = NoAnswer(way[0], error)
                     # Whoever is named comes first, unless that one was asked.
-                    named = (leader_of(error), "")
+                    named, again = (leader_of(error), ""), code_of(error) in RETRIED
+                    is_sent_on = again and (is_sent_on or bool(named[0]))
+                    said = NoAnswer(way[0], error, is_sent_on)
                     way = next((one for one in chain([named], ways) if one[0] and one not in asked), ("", ""))
-                    if not way[0] or code_of(error) not in RETRIED:
+                    if not way[0] or not again:
                         raise said from error
 
     def _ways(self) -> Iterator[tuple[str, str]]:
@@ -149,9 +171,17 @@ def put(options: argparse.Namespace, reply: Message, lines_of: Callable[[Any], l
 
 
 def as_json(message: Message) -> dict[str, Any]:
-    """A message as JSON, with all its fields, named as in `control.proto`."""
-    plain = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    return dict(plain)
+    """A message as JSON, with all its fields, named as in `control.proto`.
+
+    Protobuf writes numbers of 64 bits as text. Those of events and orders are numbers, as over HTTP: none of them comes
+    near 2**53.
+    """
+    plain = dict(MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
+    if isinstance(message, control_pb2.Event | control_pb2.OrderReply):
+        for field in message.DESCRIPTOR.fields:
+            if field.name in plain and field.cpp_type == FieldDescriptor.CPPTYPE_UINT64:
+                plain[field.name] = int(plain[field.name])
+    return plain
 
 
 def _master_of(options: argparse.Namespace) -> tuple[list[str], Credentials]:

@@ -28,7 +28,7 @@ from dalsegno.elastic.checkpoint import (
 from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.universal import is_written
 from dalsegno.protos.contract import Variable
-from dalsegno.protos.options import Parser, UsageError
+from dalsegno.protos.options import Parser, UsageError, seconds
 
 from ..control.grpc_logs import quiet_grpc
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
@@ -306,14 +306,20 @@ def _add_job_commands(commands: Any) -> None:
     for name in ("drain", "stop", "checkpoint"):
         made[name].add_argument("--no-wait", action="store_true", help="do not wait until it is carried out")
         made[name].add_argument(
-            "--timeout", type=float, default=600.0, metavar="S", help="wait S seconds (default: 600)"
+            "--timeout", type=seconds, default=600.0, metavar="S", help="wait S seconds (default: 600)"
         )
-    made["events"].add_argument("--after", type=int, default=0, metavar="N", help="only those behind event N")
+    made["events"].add_argument("--after", type=_event_number, default=0, metavar="N", help="only those behind event N")
     made["events"].add_argument("--follow", "-f", action="store_true", help="go on as they come")
     for command in made.values():
         command.add_argument("--json", action="store_true", help="for programs: JSON, one object in a line")
         command.set_defaults(act=_ask)
         _add_master(command)
+
+
+def _event_number(text: str) -> int:
+    if not text.isdecimal() or len(text) > 15:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of an event")
+    return int(text)
 
 
 def _add_master(command: argparse.ArgumentParser) -> None:

@@ -1,0 +1,92 @@
+"""Whom a command asks while another master takes the job over."""
+
+from __future__ import annotations
+
+import argparse
+from concurrent import futures
+from typing import Any
+
+import grpc
+import pytest
+
+from dalsegno.agent.commands import asking
+from dalsegno.agent.commands.asking import AskedMaster, NoAnswer, as_json
+from dalsegno.agent.commands.dalsegno import run
+from dalsegno.protos import control_pb2 as pb
+from dalsegno.protos import control_pb2_grpc
+from dalsegno.protos.contract import LEADER_METADATA
+from tests.support.jobs.ports import free_port
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
+
+
+class Master(control_pb2_grpc.ControlServicer):
+    """Stands by, and names a leader that is gone, until it was asked so often; then it leads."""
+
+    def __init__(self, leader: str, leads_after: int) -> None:
+        self.leader, self.left, self.asked = leader, leads_after, 0
+
+    def GetStatus(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:
+        self.asked += 1
+        if self.left >= self.asked:
+            context.set_trailing_metadata((("grpc-retry-pushback-ms", "-1"), (LEADER_METADATA, self.leader)))
+            context.abort(grpc.StatusCode.UNAVAILABLE, f"this master stands by: the master at {self.leader} leads")
+        return pb.StatusReply(job_id="gpt")
+
+
+def ask(master: Master) -> pb.StatusReply:
+    """As a command does that was given this master and the one that is gone."""
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    control_pb2_grpc.add_ControlServicer_to_server(master, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    options = argparse.Namespace(
+        **{"master": f"{master.leader},127.0.0.1:{port}", "job_id": "gpt", "checkpoint_dir": ".", "token_file": None},
+        **dict.fromkeys(("tls_ca", "tls_cert", "tls_key")),
+    )
+    try:
+        answer: pb.StatusReply = AskedMaster(options).call("GetStatus", pb.StatusRequest())
+        return answer
+    finally:
+        server.stop(0).wait(5)
+
+
+def test_a_leader_that_is_gone_has_a_successor_soon() -> None:
+    """Who stands by names it until its lease is over: the command tries again, and is answered."""
+    master = Master(f"127.0.0.1:{free_port()}", 3)
+    assert ask(master).job_id == "gpt"
+    assert master.asked == 4
+
+
+def test_where_nobody_follows_the_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a time: no master may come."""
+    monkeypatch.setattr(asking, "CHANGE_SECONDS", 0.5)
+    master = Master(f"127.0.0.1:{free_port()}", 1000)
+    with pytest.raises(NoAnswer, match="stands by"):
+        ask(master)
+    assert master.asked > 1
+
+
+def test_numbers_of_events_and_orders_are_numbers() -> None:
+    """As over HTTP; what is optional is there only where it is known."""
+    event = as_json(pb.Event(sequence=7, epoch=2, lost_steps=1, kind="stepped", seconds=0.5))
+    assert (event["sequence"], event["epoch"], event["lost_steps"], event["seconds"]) == (7, 2, 1, 0.5)
+    assert "step" not in event
+    assert as_json(pb.Event(step=3))["step"] == 3
+    order = as_json(pb.OrderReply(generation=4, step=5, number=6))
+    assert (order["generation"], order["step"], order["number"]) == (4, 5, 6)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["events", "--after=-1"], "argument --after: '-1' is no number of an event"),
+        (["events", f"--after={'9' * 20}"], "is no number of an event"),
+        (["drain", "a", "--timeout=-1"], "argument --timeout: '-1' is no number of seconds"),
+        (["stop", "--timeout=nan"], "argument --timeout: 'nan' is no number of seconds"),
+    ],
+)
+def test_a_wrong_number_is_named(capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:
+    """Before anybody is asked."""
+    assert run(words) == 2
+    assert line in capsys.readouterr().err
