@@ -135,7 +135,7 @@ def disk_told(decision: Decision, event: ev.Sighted | ev.Pruned | ev.RoomMissing
 def registered(decision: Decision, event: ev.Registered) -> None:
     """The master has admitted this agent, under a name and an incarnation."""
     state = decision.state
-    state.door = Door()
+    moved, state.door = state.door.moved, Door()
     state.fenced = False
     state.incarnation = event.incarnation
     state.node = event.reply.node
@@ -149,6 +149,8 @@ def registered(decision: Decision, event: ev.Registered) -> None:
         decision.call("ReportWarm", control_pb2.WarmRequest(caller=decision.caller()))
     if state.leaving:
         decision.call("Leave", control_pb2.LeaveRequest(caller=decision.caller(), notice=decision.notice_left()))
+    elif moved:
+        decision.start_anew(moved)
 
 
 def postponed(decision: Decision, detail: str) -> None:
@@ -236,10 +238,11 @@ def address_changed(decision: Decision, event: ev.AddressChanged) -> None:
     The new address is told with a registration, so this is a new incarnation.
     """
     decision.do(ev.MoveTo(event.new))
-    if decision.state.incarnation:
-        decision.start_anew(
-            f"this node's address is {event.new} now, not {event.old}: its workers stop and it joins again with it"
-        )
+    line = f"this node's address is {event.new} now, not {event.old}: its workers stop and it joins again with it"
+    if decision.state.door.registering:
+        decision.state.door.moved = line
+    elif decision.state.incarnation:
+        decision.start_anew(line)
 
 
 def standby_warm(decision: Decision, epoch: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions.interfaces import is_loopback, rank_interfaces
+from dalsegno.protos import control_pb2
 from tests.unit.agent.decisions.test_decisions import ME, Agent, kinds
 
 MOVED = ev.AddressChanged("10.0.0.4", "10.0.0.9")
@@ -58,11 +59,27 @@ def test_a_node_that_moved_without_workers_registers_at_once() -> None:
     assert kinds(agent.hear(MOVED)) == ["MoveTo", "Say", "Register"]
 
 
-def test_a_node_that_moved_before_it_was_admitted() -> None:
-    """Its registration is under way; there is nothing to start anew."""
+@pytest.mark.parametrize("again", [False, True], ids=["its first registration", "a later one"])
+def test_a_node_that_moved_before_it_was_admitted(again: bool) -> None:
+    """Its registration is under way, perhaps with the old address: it registers once more when that is answered."""
     agent = Agent()
-    agent.hear(ev.Started())
+    if again:
+        agent.registered(incarnation="me.0").hear(MOVED)
+    else:
+        agent.hear(ev.Started())
+    began = len(agent.did(ev.Register))
     assert kinds(agent.hear(MOVED)) == ["MoveTo"]
+    reply = control_pb2.RegisterReply(generation=1, node="me", run_id="run-0001")
+    assert kinds(agent.hear(ev.Registered(ME, reply))) == ["Say", "Register"]
+    assert agent.did(ev.Register)[began:] == [ev.Register(ME, "me")]
+    assert kinds(agent.hear(ev.Registered("me.2", reply))) == []
+
+
+def test_a_leaver_that_moved_before_it_was_admitted_says_so_once() -> None:
+    """Nobody fetches anything from it any more."""
+    agent = Agent()
+    agent.hear(ev.Started(), ev.Signalled(signal.SIGTERM), MOVED)
+    assert "Register" not in kinds(agent.hear(ev.Registered(ME, control_pb2.RegisterReply(generation=1, node="me"))))
 
 
 def test_a_leaver_that_moved_goes() -> None:
