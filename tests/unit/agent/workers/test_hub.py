@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 import time
@@ -80,33 +81,51 @@ def test_whoever_answers_is_there(forbidding: str) -> None:
     assert answers("strange://nobody")
 
 
-def begins_to_answer(port: int, said: list[str]) -> None:
+class Asking:
+    """The threads that ask a hub since this was made: one that another test has left is none of them."""
+
+    def __init__(self) -> None:
+        self._before = set(threading.enumerate())
+
+    def __bool__(self) -> bool:
+        return any(thread.name == "hub" for thread in set(threading.enumerate()) - self._before)
+
+
+@pytest.fixture
+def asking() -> Asking:
+    return Asking()
+
+
+def begins_to_answer(port: int, said: list[str], asking: Asking) -> None:
     """Until that is said: then nobody asks any more."""
     server = HTTPServer(("127.0.0.1", port), _Refuses)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    until(lambda: len(said) > 1 and "hub" not in {thread.name for thread in threading.enumerate()})
+    until(lambda: len(said) > 1 and not asking)
     server.shutdown()
     server.server_close()
 
 
 @pytest.mark.slow
-def test_workers_are_told_after_the_first_world_and_until_it_answers(tmp_path: Path, forbidding: str) -> None:
+def test_workers_are_told_after_the_first_world_and_until_it_answers(tmp_path: Path, asking: Asking) -> None:
     """One line for each; the first world of a run asks as ever."""
     said: list[str] = []
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    hub = HubKnowledge(script(tmp_path), lambda text, _: said.append(text), {"HF_ENDPOINT": f"{url}/"}, (0.01, 0.01))
-    assert hub.variables(2) == {}, "not known yet"
+    environment = {"HF_ENDPOINT": f"{url}/"}
+    # What it asks is taken, and not answered before this is closed: until then nobody can know.
+    with socket.create_server(("127.0.0.1", port)):
+        hub = HubKnowledge(script(tmp_path), lambda text, _: said.append(text), environment, (0.01, 0.01))
+        assert hub.variables(2) == {}, "not known yet"
     until(lambda: said)
     assert hub.variables(1) == {}
     assert hub.variables(2) == {Variable.HUB_UNREACHABLE: url}
     assert f"{url} does not answer" in said[0]
-    begins_to_answer(port, said)
+    begins_to_answer(port, said, asking)
     assert "answers again" in said[1]
     assert hub.variables(3) == {}
 
 
-def test_a_node_that_joins_knows_before_its_workers_start(tmp_path: Path) -> None:
+def test_a_node_that_joins_knows_before_its_workers_start(tmp_path: Path, asking: Asking) -> None:
     """It asks as soon as its agent does anything, so its first world, which is not the run's, need not wait."""
     said: list[str] = []
     port = free_port()
@@ -116,7 +135,7 @@ def test_a_node_that_joins_knows_before_its_workers_start(tmp_path: Path) -> Non
     hub.begin()
     until(lambda: said)
     assert hub.variables(2) == {Variable.HUB_UNREACHABLE: url}
-    begins_to_answer(port, said)
+    begins_to_answer(port, said, asking)
     assert len(said) == 2, "it was asked by one thread"
 
 
@@ -130,12 +149,12 @@ def test_a_node_that_joins_knows_before_its_workers_start(tmp_path: Path) -> Non
     ],
 )
 def test_nobody_is_asked_where_people_have_decided_or_nothing_asks(
-    tmp_path: Path, silent: SilentHub, text: str, environment: dict[str, str]
+    tmp_path: Path, silent: SilentHub, asking: Asking, text: str, environment: dict[str, str]
 ) -> None:
     """Nothing leaves this machine for a script that has nothing to do with a hub."""
     environment = {"HF_ENDPOINT": silent.url, **environment}
     assert HubKnowledge(script(tmp_path, text), print, environment, (0.01, 0.01)).variables(2) == {}
-    assert "hub" not in {thread.name for thread in threading.enumerate()}
+    assert not asking
     assert silent.asked == []
 
 
