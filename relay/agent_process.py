@@ -107,11 +107,12 @@ class MirrorProcess:
     Args:
         file: `run.yaml`.
         volume: the run's place.
+        say: takes lines for people.
         flags: about certificates.
     """
 
-    def __init__(self, file: Path, volume: Volume, flags: Sequence[str] = ()) -> None:
-        self._file, self._volume, self._flags = file, volume, flags
+    def __init__(self, file: Path, volume: Volume, say: Callable[[str], None], flags: Sequence[str] = ()) -> None:
+        self._file, self._volume, self._say, self._flags = file, volume, say, flags
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -119,8 +120,7 @@ class MirrorProcess:
         if self._process is not None:
             if (code := self._process.poll()) is None:
                 return
-            text = f"dalsegno relay: the mirror has ended ({code}): it is started again, and training went on"
-            print(text, file=sys.stderr, flush=True)
+            self._say(f"the mirror has ended ({code}): it is started again, and training went on")
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "dalsegno.relay.milestones.mirror", str(self._file)),

@@ -10,7 +10,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,13 +22,13 @@ from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.run_file import RunFile, read_run_file
 from dalsegno.protos.shortage import CannotStartError
-from dalsegno.protos.text import one_line
 from dalsegno.protos.yaml_text import InputRefused
 
 from .agent_process import AgentProcess, MirrorProcess
 from .command_line import agent_command, check_command
 from .logs import Logs
 from .milestones.access import Access, secret
+from .milestones.console import Console
 from .preflight import Away, ask
 from .recovering import Stuck, prepared
 from .saves import SaveWatch
@@ -64,10 +63,11 @@ def carry_on(options: argparse.Namespace, ahead: AgentProcess) -> int:
     file = _read(options)
     access = Access.given(options, file.commander)
     tls = access.agent_flags(file.commander)
-    volume = Volume(file.l1_root, file.run_id)
+    console = Console("dalsegno relay")
+    volume = Volume(file.l1_root, file.run_id, console.say)
     if problem := volume.problem(must_be_mount=not options.no_mount_check):
         raise UsageError(problem)
-    with _Pod(file, options, volume, access, tls, ahead) as pod:
+    with _Pod(file, options, volume, access, tls, ahead, console) as pod:
         return pod.run()
 
 
@@ -95,15 +95,17 @@ class _Pod:
         access: Access,
         tls: Sequence[str],
         ahead: AgentProcess,
+        console: Console,
     ) -> None:
-        self._file, self._options, self._volume = file, options, volume
+        self._file, self._options, self._volume, self._console = file, options, volume, console
+        self._say = console.say
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._epoch = self._step = 0
         self._run = self._path = ""
         self._agent: AgentProcess | None = None
         self._access, self._tls, self._ahead = access, tls, ahead
         self._logs: Logs | None = None
-        self._mirror = MirrorProcess(options.file, volume, access.flags())
+        self._mirror = MirrorProcess(options.file, volume, self._say, access.flags())
         self._saves = SaveWatch(file.interval_seconds, self._say)
         self._before: dict[int, Any] = {}
         self._signalled = 0
@@ -121,6 +123,7 @@ class _Pod:
         self._ahead.close()
         if self._logs is not None:
             self._logs.close()
+        self._console.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -203,7 +206,7 @@ class _Pod:
     def _train(self, shown: dict[str, Any], initial: Path | None, back: str) -> int:
         host = urlsplit(self._file.commander).hostname or ""
         master = f"[{host}]:{shown['grpc_port']}" if ":" in host else f"{host}:{shown['grpc_port']}"
-        self._logs = self._logs or Logs(self._volume.logs)
+        self._logs = self._logs or Logs(self._volume.logs, self._say)
         command = agent_command(
             self._file,
             self._volume,
@@ -315,9 +318,6 @@ class _Pod:
             self._agent.signal(number if self._told else signal.SIGTERM)
         elif not self._starting:
             raise _Left
-
-    def _say(self, text: str) -> None:
-        print(f"dalsegno relay: {one_line(text)}", file=sys.stderr, flush=True)
 
 
 def _age_seconds() -> float:

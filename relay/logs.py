@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 __all__ = ("Logs",)
@@ -24,6 +24,7 @@ class Logs:
 
     Args:
         target: where to; made.
+        say: takes lines for people.
 
     Attributes:
         directory: for the agent's `--log-dir`; it is removed in the end.
@@ -32,9 +33,9 @@ class Logs:
         OSError: the machine's own disk says no.
     """
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, say: Callable[[str], None]) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="dalsegno-relay-logs-"))
-        self._target = target
+        self._target, self._say = target, say
         self._over = threading.Event()
         self._failed = False
         self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
@@ -62,12 +63,7 @@ class Logs:
             self._failed = False
         except OSError as error:
             if not self._failed:
-                print(
-                    f"dalsegno relay: warning: the logs cannot be copied to the volume: {error}; they are in "
-                    f"{self.directory}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                self._say(f"warning: the logs cannot be copied to the volume: {error}; they are in {self.directory}")
             self._failed = True
 
 

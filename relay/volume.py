@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,21 @@ _LEAST_FREE_BYTES = 64 << 20
 _TRIAL_BYTES = 1 << 20
 
 
+def _say(text: str) -> None:
+    print(f"dalsegno relay: {text}", file=sys.stderr, flush=True)
+
+
 class Volume:
     """`<l1_root>/runs/<run_id>`.
 
     Args:
         l1_root: where the volume is mounted.
         run_id: the run.
+        say: takes lines for people.
     """
 
-    def __init__(self, l1_root: Path, run_id: str) -> None:
-        self.l1_root, self.run_id = l1_root, run_id
+    def __init__(self, l1_root: Path, run_id: str, say: Callable[[str], None] = _say) -> None:
+        self.l1_root, self.run_id, self._say = l1_root, run_id, say
         self.root = l1_root / "runs" / run_id
         self.ckpt, self.hf, self.logs = self.root / "ckpt", self.root / "hf", self.root / "logs"
         # The agent's checkpoint directory, and the job's place in it.
@@ -205,7 +210,7 @@ class Volume:
         except OSError as error:
             if what not in self._told:
                 self._told.add(what)
-                print(f"dalsegno relay: warning: {what} cannot be written: {error}", file=sys.stderr, flush=True)
+                self._say(f"warning: {what} cannot be written: {error}")
 
 
 def _events(text: bytes) -> Iterator[dict[str, Any]]:

@@ -13,9 +13,8 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
+from dalsegno.protos.outlet import Outlet
 from dalsegno.protos.text import one_line
-
-from .outlet import Outlet
 
 __all__ = ["LARGEST_LOG_BYTES", "LogFile", "RunConsole", "log_torch", "make_log_dir", "set_up_logging"]
 

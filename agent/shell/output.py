@@ -16,9 +16,10 @@ import threading
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-from ..processes.ready import first_readable
+from dalsegno.protos.outlet import Outlet
+from dalsegno.protos.ready import first_readable
+
 from .console import LogFile, RunConsole
-from .outlet import Outlet
 
 __all__ = ["Output"]
 

@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..processes.ready import readable, writable
+from dalsegno.protos.ready import readable, writable
+
 from .stillness import stillness
 
 __all__ = ["KeptOutput"]

@@ -34,9 +34,9 @@ import threading
 import warnings
 
 from dalsegno.protos.contract import FRAME
+from dalsegno.protos.ready import readable
 from dalsegno.protos.shortage import shortage
 
-from ..processes.ready import readable
 from .word import MAX_MESSAGE_BYTES, Word
 from .worker_main import Assignment, become
 

@@ -8,7 +8,7 @@ import os
 import socket
 from typing import Any
 
-from ..processes.ready import readable
+from dalsegno.protos.ready import readable
 
 __all__ = ["MAX_MESSAGE_BYTES", "Word"]
 

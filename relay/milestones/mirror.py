@@ -33,6 +33,7 @@ from .access import Access, add_tls, secret
 from .alone import alone
 from .child import Transfer, patience
 from .commander_client import Away, CommanderClient, Milestone
+from .console import Console
 from .metrics_file import MetricsFile
 from .snapshot import Snapshot, freeze, snapshots
 
@@ -43,6 +44,7 @@ POLL_SECONDS = 2.0
 ASK_SECONDS = 15.0
 NOTE_SECONDS = 60.0
 NICE = 19
+_LAST_LINES_SECONDS = 0.2
 
 
 class Stopped(BaseException):
@@ -71,9 +73,10 @@ class Mirror:
         file: ``run.yaml``; it has ``hf``.
         places: where things lie.
         commander: who says what counts.
+        say: takes lines for people.
     """
 
-    def __init__(self, file: RunFile, places: Places, commander: CommanderClient) -> None:
+    def __init__(self, file: RunFile, places: Places, commander: CommanderClient, say: Callable[[str], None]) -> None:
         assert file.hf is not None
         self._file, self._hub, self._places, self._commander = file, file.hf, places, commander
         improve = file.hf.on_improve
@@ -85,7 +88,7 @@ class Mirror:
         self._pace, self._last, self._looked, self._reported = self._noted()
         self._at = self._noted_at = time.monotonic()
         self._ask_at = self._tell_at = 0.0
-        self._said, self._reason = "", due.INTERVAL
+        self._show, self._said, self._reason = say, "", due.INTERVAL
         self._newest: tuple[Path, CheckpointName] | None = None
         # What the process before left: one that is to be uploaded, and those that the Commander has not heard of.
         there = snapshots(self._root)
@@ -285,7 +288,7 @@ class Mirror:
     def _say(self, text: str) -> None:
         if text != self._said:
             self._said = text
-            print(f"[dalsegno] mirror of {self._file.run_id}: {one_line(text)}", file=sys.stderr, flush=True)
+            self._show(text)
 
     # What the next process goes on with.
 
@@ -329,10 +332,6 @@ def _newest(checkpoints: Path) -> tuple[Path, CheckpointName] | None:
         if (path / "MANIFEST.json").is_file():
             return path, name
     return None
-
-
-def _waits() -> None:
-    print("[dalsegno] mirror: another one works in this directory: waiting for its end", file=sys.stderr, flush=True)
 
 
 def _with_low_priority(work: Callable[[], Snapshot]) -> Snapshot:
@@ -384,10 +383,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
+    console = Console(f"[dalsegno] mirror of {file.run_id}")
     try:
-        with alone(given.hf / ".mirror.lock", _waits):
-            Mirror(file, Places(given.checkpoints, given.hf, given.events), commander).run()
+        with alone(given.hf / ".mirror.lock", lambda: console.say("another one works here: waiting for its end")):
+            Mirror(file, Places(given.checkpoints, given.hf, given.events), commander, console.say).run()
     except Stopped:
+        console.close(_LAST_LINES_SECONDS)
         # At once: a thread may still read a checkpoint.
         os._exit(0)
     return 0

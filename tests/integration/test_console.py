@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.shell.outlet import Outlet
+from dalsegno.protos.outlet import Outlet
 from tests.support.jobs.cluster import DLROVER_RUN
 from tests.support.jobs.master_process import eventually
 

@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 
 from dalsegno.agent.processes.lifeline import Lifeline
-from dalsegno.agent.processes.ready import readable
 from dalsegno.agent.script import modules_of
 from dalsegno.agent.standby.nursery_client import StandbyProcess
 from dalsegno.agent.standby.standby_pool import StandbyPool
 from dalsegno.agent.standby.worker_main import Assignment
 from dalsegno.protos import trace
+from dalsegno.protos.ready import readable
 
 pytestmark = [
     pytest.mark.timeout(120),

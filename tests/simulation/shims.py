@@ -20,8 +20,9 @@ from unittest import mock
 
 from dalsegno.agent.control import client_threads, connection, master_client
 from dalsegno.agent.processes import signs
-from dalsegno.agent.shell import console, effects, elastic_agent, mailbox, outlet, stopping
+from dalsegno.agent.shell import console, effects, elastic_agent, mailbox, stopping
 from dalsegno.agent.workers import workers
+from dalsegno.protos import outlet
 
 from . import processes, threads
 from .threads import Kernel, running

@@ -11,7 +11,6 @@ from dalsegno.agent.control.master_client import MasterClient
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.shell.effects import Effects
 from dalsegno.agent.shell.elastic_agent import ElasticAgent
-from dalsegno.agent.shell.outlet import Outlet
 from dalsegno.agent.workers.workers import WorkersContext
 from dalsegno.master.brain import brain, calls, forming, membership
 from dalsegno.master.brain import running as phases
@@ -20,6 +19,7 @@ from dalsegno.master.brain.live import Gathering, State
 from dalsegno.master.brain.state import Node
 from dalsegno.master.brain.turn import Turn
 from dalsegno.protos import control_pb2
+from dalsegno.protos.outlet import Outlet
 
 from .. import threads
 from ..plan import Plan

@@ -87,12 +87,21 @@ class Run:
     def command(self) -> tuple[str, ...]:
         return "relay", str(self.file), "--no-mount-check"
 
-    def pod(self, name: str, *flags: str, contained: bool = False, image: bool = False, **environment: str) -> Pod:
+    def pod(
+        self,
+        name: str,
+        *flags: str,
+        contained: bool = False,
+        image: bool = False,
+        console: int | None = None,
+        **environment: str,
+    ) -> Pod:
         """Starts one.
 
         Args:
             contained: with a host name, process numbers and mounts of its own, as its process 1.
             image: by the image's entry point.
+            console: what its standard output and error are, instead of a file of the errors.
         """
         mark = f"DALSEGNO_TEST_POD={self.folder}/{name}"
         errors = self.folder / f"{name}.err"
@@ -110,8 +119,8 @@ class Run:
                     *flags,
                 ],
                 env={**kept, "HOME": str(home), "DALSEGNO_TOKEN": TOKEN, **dict([mark.split("=", 1)]), **environment},
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
+                stdout=subprocess.DEVNULL if console is None else console,
+                stderr=stderr if console is None else console,
                 start_new_session=True,
             )
         self.pods.append(Pod(name, process, errors, mark, contained))

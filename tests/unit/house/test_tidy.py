@@ -112,7 +112,7 @@ def untidy(source: str) -> list[str]:
         if isinstance(node, ast.keyword) and node.arg == "shell" and getattr(node.value, "value", 0) is True:
             found.append(f"{node.lineno}: shell=True")
         if isinstance(node, ast.Attribute) and node.attr == "select" and ast.unparse(node) == "select.select":
-            found.append(f"{node.lineno}: select.select refuses descriptors from 1024 on; see agent/processes/ready.py")
+            found.append(f"{node.lineno}: select.select refuses descriptors from 1024 on; see protos/ready.py")
     for line in sleeps(tree):
         if "# why" not in lines[line - 1] and "# why" not in lines[line - 2]:
             found.append(f"{line}: a sleep without `# why`; is there an event to wait for?")

@@ -19,6 +19,7 @@ pytest.importorskip("yaml", reason="needs the extra relay")
 from dalsegno.protos.run_file import read_run_file
 from dalsegno.relay import entry
 from dalsegno.relay.milestones.access import Access
+from dalsegno.relay.milestones.console import Console
 from dalsegno.relay.volume import Volume
 from tests.support.jobs.commander import run_file
 
@@ -74,7 +75,7 @@ def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(entry, "AgentProcess", kind)
     monkeypatch.setattr(entry, "ask", lambda file, access: {"grpc_port": 1})
     options = argparse.Namespace(file=path, notice=30.0, allow_baseline=False, no_mount_check=True)
-    with entry._Pod(file, options, volume, Access("a-token-of-some-length"), (), kind()) as one:
+    with entry._Pod(file, options, volume, Access("a-token-of-some-length"), (), kind(), Console("pod")) as one:
         one.agent = kind
         one.volume = volume
         yield one
@@ -151,7 +152,7 @@ def test_what_the_run_resumes_from_is_pointed_to(pod: Any) -> None:
 
 
 def test_a_volume_that_fails_is_one_line(
-    pod: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pod: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It went away between the first look and the recovery."""
 
@@ -160,7 +161,8 @@ def test_a_volume_that_fails_is_one_line(
 
     monkeypatch.setattr(entry, "prepared", fails)
     assert pod.run() == 1
-    error = capsys.readouterr().err
+    pod._console.close()
+    error = capfd.readouterr().err
     assert (len(error.splitlines()), "the volume" in error, "not connected" in error) == (1, True, True)
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from dalsegno.agent.commands.status import status_lines
 from dalsegno.agent.shell.console import RunConsole, set_up_logging
-from dalsegno.agent.shell.outlet import Outlet
 from dalsegno.protos import control_pb2 as pb
+from dalsegno.protos.outlet import Outlet
 
 
 def test_a_closed_terminal_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 
-from ..processes.ready import writable
+from .ready import writable
 
 __all__ = ["Outlet"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dalsegno.agent.processes.ready import first_readable, readable, writable
+from dalsegno.protos.ready import first_readable, readable, writable
 from tests.support.jobs.local_processes import many_open_files
 
 Pipe = tuple[int, int]
