@@ -28,6 +28,8 @@ def verify(options: argparse.Namespace) -> int:
     except InputRefused as refused:
         raise UsageError("; ".join(refused.lines)) from refused
     volume = Volume(options.at.absolute() if options.at else file.l1_root, file.run_id)
+    if not volume.root.is_dir():
+        raise UsageError(f"{volume.root} is no directory: nothing of {file.run_id} is on this volume: is it mounted?")
     try:
         found = volume.manifests()
     except OSError as error:
