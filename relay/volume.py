@@ -20,6 +20,8 @@ __all__ = ("Volume", "damage_of")
 # The least bytes that must be free, and what a trial writes.
 _LEAST_FREE_BYTES = 64 << 20
 _TRIAL_BYTES = 1 << 20
+# A small file in a link's place has a path in it, and no more.
+_LONGEST_POINTER_BYTES = 4096
 
 
 def _say(text: str) -> None:
@@ -188,8 +190,16 @@ class Volume:
 
     def _unlink_dangling(self) -> None:
         for link in self.ckpt.glob("step_*"):
-            if link.is_symlink() and not link.exists():
+            if self._is_dangling(link):
                 link.unlink(missing_ok=True)
+
+    def _is_dangling(self, link: Path) -> bool:
+        if link.is_symlink():
+            return not link.exists()
+        if not link.is_file() or link.stat().st_size > _LONGEST_POINTER_BYTES:
+            return False
+        target = link.read_bytes().strip()
+        return target.startswith(b".store/") and not os.path.exists(os.path.join(os.fsencode(self.ckpt), target))
 
     def _point(self, link: Path, target: str) -> None:
         try:
@@ -200,8 +210,7 @@ class Volume:
         except OSError as error:
             if error.errno not in (*CANNOT, errno.EXDEV):
                 raise
-            if link.name == "latest":
-                replace_file(link, target.encode() + b"\n")
+            replace_file(link, target.encode() + b"\n")
 
     def _try(self, what: str, do: Any) -> None:
         """Does what people are shown; that it fails (a full volume) is said once, and stops nothing."""

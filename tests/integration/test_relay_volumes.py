@@ -207,8 +207,12 @@ def test_a_volume_without_links_and_rename(tmp_path: Path, code: int, late: floa
         assert last[0].step >= saved + 1
         run.assert_one_history(200)
         assert "Traceback" not in run.said()
-        # Where there are no links, `latest` is a small file.
+        # Where there are no links, `latest` is a small file, and so are the others.
         assert not (run.root / "ckpt" / "latest").is_symlink()
+        pointers = {one.name: one.read_text().strip() for one in run.root.glob("ckpt/step_*")}
+        assert "step_00000200" in pointers
+        for name, target in pointers.items():
+            assert Manifest.read(run.root / "ckpt" / target).step == int(name.removeprefix("step_"))
         latest = (run.root / "ckpt" / "latest").read_text().strip()
         assert Manifest.read(run.root / "ckpt" / latest).step == 200
         assert run.state()["status"] == "COMPLETED"

@@ -92,6 +92,25 @@ def test_a_pod_that_stood_still_points_nowhere(volume: Volume) -> None:
     assert json.loads(volume.state.read_bytes()) == {"epoch": 2}
 
 
+def test_a_volume_without_links_has_small_files_instead(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each says where its checkpoint is, and is gone with it; what somebody else has there stays."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", refused)
+    (volume.ckpt / "step_notes").write_text("mine")
+    for step in (5, 10):
+        (volume.job / "run-0001" / f"step-{step}.e1.1").mkdir(parents=True)
+        volume.show("run-0001", f"step-{step}.e1.1", step, 1)
+    for name, step in (("step_00000005", 5), ("step_00000010", 10), ("latest", 10)):
+        there = (volume.ckpt / name).read_text().strip()
+        assert volume.ckpt / there == volume.job / "run-0001" / f"step-{step}.e1.1"
+    (volume.job / "run-0001" / "step-5.e1.1").rmdir()
+    volume.tidy()
+    assert sorted(one.name for one in volume.ckpt.glob("step_*")) == ["step_00000010", "step_notes"]
+
+
 def test_a_volume_that_fails_in_the_pre_flight_is_one_line(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mount whose server is gone answers with errors that are neither absence nor fullness."""
 
