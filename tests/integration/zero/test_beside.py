@@ -16,12 +16,22 @@ pytestmark = pytest.mark.timeout(120)
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
-OFFLOAD = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+OFFLOAD = {
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    "zero_force_ds_cpu_optimizer": False,
+}
+# A record begins at a multiple of 64 bytes, and its name is not the same in both files.
+ALIGNMENT = 64
 KINDS: list[Any] = [
     (1, {}),
     (3, {}),
     *(pytest.param(*kind, marks=pytest.mark.full) for kind in ((0, {}), (2, BF16), (2, FP16), (3, BF16), (3, OFFLOAD))),
 ]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes, in the order of its indices; numpy knows no bfloat16."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -30,7 +40,7 @@ def same(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, torch.Tensor):
         alike = (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
-        return alike and one.numpy(force=True).tobytes() == other.numpy(force=True).tobytes()
+        return alike and torch.equal(bits(one), bits(other))
     if isinstance(one, dict):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
@@ -44,7 +54,8 @@ def test_the_files_are_those_that_the_engine_writes(tmp_path: Path, stage: int, 
     engines, beside = tmp_path / "engines", tmp_path / "beside"
     beside.mkdir()
     task = {"stage": stage, "steps": STEPS, "config": config, "out": str(tmp_path)}
-    run_worker(2, {**task, "save": str(engines), "beside": str(beside)})
+    results = run_worker(2, {**task, "save": str(engines), "beside": str(beside)})
+    assert [result["waits"] for result in results] == [[], []]  # no rank stands still for another one
     names = sorted(path.name for path in engines.iterdir())
     assert sorted(path.name for path in beside.iterdir()) == names
     assert len(names) >= (1 if stage == 0 else 3)
@@ -52,7 +63,7 @@ def test_the_files_are_those_that_the_engine_writes(tmp_path: Path, stage: int, 
         one, other = (torch.load(path / name, weights_only=False) for path in (engines, beside))
         assert same(one, other), name
         # Empty tensors share a record.
-        assert (beside / name).stat().st_size <= (engines / name).stat().st_size
+        assert (beside / name).stat().st_size <= (engines / name).stat().st_size + ALIGNMENT
 
 
 class Writes:

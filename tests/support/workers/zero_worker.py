@@ -19,13 +19,16 @@ Run by torchrun-like environment variables; one JSON object in ``argv[1]`` says 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -213,10 +216,28 @@ def main() -> None:
         result["save_error"] = save_error
     if task.get("beside"):
         buffers = HostBuffers()
-        files = buffers.copy(ours.save(engine).files())
+        with counted("barrier", "all_reduce") as calls:
+            files = buffers.copy(ours.save(engine).files())
+        result["waits"] = calls
         train(engine, first + task["steps"], rank, world)  # which changes what was copied
         write_files(Path(task["beside"]), files)
     cases.end(result, out)
+
+
+@contextlib.contextmanager
+def counted(*names: str) -> Iterator[list[str]]:
+    """Collectives of these names that are called through `deepspeed.comm` inside, as a list that fills."""
+    import deepspeed
+
+    calls: list[str] = []
+
+    def noted(name: str, call: Any) -> Any:
+        return lambda *arguments, **options: (calls.append(name), call(*arguments, **options))[1]
+
+    with contextlib.ExitStack() as patches:
+        for name in names:
+            patches.enter_context(mock.patch.object(deepspeed.comm, name, noted(name, getattr(deepspeed.comm, name))))
+        yield calls
 
 
 def train(engine: Any, step: int, rank: int, world: int) -> float:
