@@ -254,15 +254,16 @@ def reached(turn: Turn, node: Node, step: int) -> bool:
     world = running.world_of(turn)
     if step <= epoch.steps.get(node.name, world.resumed_step):
         return False
+    news = step > max(epoch.top_step, world.resumed_step)
     epoch.steps[node.name] = step
     epoch.top_step = max(epoch.top_step, step)
     turn.update_run(ever_stepped=True)
     if job.phase.has_workers:
         if epoch.first_step_at is None:
             announcements.first_step(turn, world)
-    elif not job.phase.is_terminal and step > job.run.left_step:
+    elif not job.phase.is_terminal and news:
         # The nodes are gathering already: steps beyond the next world's beginning are lost.
-        turn.update_run(left_step=step)
+        turn.update_run(left_step=max(step, job.run.left_step))
         announcements.close_record(turn, world, step)
         shapes.note_worked(turn, world)
     return True

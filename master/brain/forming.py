@@ -404,6 +404,7 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     for node in nodes:
         turn.update(job.nodes[node.name], joined=None)
     exactly = live.gathering.counted or not (old or job.run.ever_stepped or live.gathering.unheard)
+    exactly = exactly and not (live.pause is not None and live.pause.more_lost)
     live.epoch = EpochLife(epoch=job.epoch, opened=turn.heard, moved=turn.heard, lost_exactly=exactly)
     turn.gather_anew()
     turn.mark("formed")

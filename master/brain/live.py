@@ -283,6 +283,8 @@ class Pause:
     costs_more: bool = False
     # When each of its parts ended, in order.
     marks: tuple[tuple[str, float], ...] = ()
+    # A world was opened meanwhile that made no step: how many the one before it had made may not be known exactly.
+    more_lost: bool = False
 
     def with_mark(self, name: str, at: float) -> Pause:
         """The same with a part that ended at `at`; a later end of the same part counts instead."""

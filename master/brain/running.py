@@ -191,10 +191,10 @@ def unplanned(turn: Turn) -> None:
 def regroup(turn: Turn) -> None:
     """Ends the open epoch on every node, and gathers for the next."""
     job, world = turn.job, world_of(turn)
-    turn.update_run(left_step=max(turn.open.top_step, world.resumed_step))
+    stood = job.has_session and not job.told.first_step
+    turn.update_run(left_step=max(turn.open.top_step, world.resumed_step, world.left_step if stood else 0))
     turn.update_next(grown=job.drain is not None and job.drain.grown)
-    since = turn.now if turn.open.stepped_at is None else turn.open.stepped_at
-    turn.live.pause = pause = Pause(since, turn.open.is_taken_over)
+    pause = pause_of(turn, stood=stood)
     saved_at = turn.open.drained_at
     turn.live.pause = pause.with_mark("noticed", turn.now) if saved_at is None else pause.with_mark("saved", saved_at)
     announcements.close_record(turn, world, job.run.left_step)
@@ -206,6 +206,15 @@ def regroup(turn: Turn) -> None:
     if left:
         turn.cause(f"{names(left)} left")
     turn.enter(Phase.FORMING)
+
+
+def pause_of(turn: Turn, *, stood: bool) -> Pause:
+    """The pause that begins, or goes on where a world `stood`: it has made no step."""
+    epoch, before = turn.open, turn.live.pause
+    if stood and before is not None:
+        return replace(before, more_lost=before.more_lost or not epoch.lost_exactly)
+    since, more_lost = turn.now if epoch.stepped_at is None else epoch.stepped_at, stood and turn.job.run.ever_stepped
+    return Pause(since, epoch.is_taken_over, more_lost=more_lost)
 
 
 def stalled(turn: Turn) -> bool:

@@ -452,8 +452,10 @@ class Ledger:
         if record is None or not record.heard or record.epoch in self.told or self.stores_lost:
             return
         self.told.add(record.epoch)
-        before = self.worlds.get(record.epoch - 1)
-        made = [step for epoch, step in self.executed if epoch == record.epoch - 1]
+        # Worlds in between made no step that anybody heard of.
+        heard = max((entry.epoch for entry in job.history[:-1] if entry.heard), default=record.epoch - 1)
+        before = self.worlds.get(heard)
+        made = [step for epoch, step in self.executed if heard <= epoch < record.epoch]
         made.append(record.resumed_step if before is None else before.resumed_step)
         lost = max(0, max(made) - record.resumed_step)
         self.require(

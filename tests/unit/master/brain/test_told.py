@@ -44,6 +44,24 @@ def begun_anew(job: Driven) -> Node:
     return new
 
 
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_world_that_makes_no_step_is_part_of_the_pause(counted: bool) -> None:
+    """It ended before its first one: what the change cost is all since the last step, and all steps since the start."""
+    job = Driven()
+    a, b = crashed(job)
+    a.made = b.made = (1, 7) if counted else None
+    all_join([a, b])
+    assert job.epoch == 2
+    job.wait(5)
+    b.failed()
+    a.made = b.made = (2, 4)
+    all_join([a, b])
+    job.wait(3)  # The script has failed twice in a row.
+    assert job.epoch == 3
+    a.step(5)
+    assert f"resumed at step 4, paused 8.0 s, lost {'' if counted else 'at least '}3 steps" in job.notices
+
+
 # ---- steps that a change has cost -----------------------------------------------------------------------------------
 
 
