@@ -113,7 +113,7 @@ class ElasticAgent(LocalElasticAgent):
         self._context: WorkersContext | None = None
         self._place: WorldPlace | None = None
         self._use_flag = config.script_flag
-        self._starts, self._hub = 0, HubKnowledge(script, effects.say)
+        self._starts, self._hub = 0, HubKnowledge(script, effects.say, directory=effects.storage.directory.private)
         self._advised: set[str] = set()
         self._prepared_for = 0  # the epoch whose successors the standby workers are
         self._link = WorkerLink(self._worker_said)

@@ -20,8 +20,10 @@ __all__ = ["arguments_for", "install", "wanted"]
 def wanted(environment: Mapping[str, str]) -> tuple[str, ...]:
     """The hooks of a worker with this environment, by their modules' names."""
     universal = environment.get(Variable.LOAD_UNIVERSAL) == "1"
+    offline = bool(environment.get(Variable.HUB_UNREACHABLE))
+    ours = {"dalsegno.agent.standby.load_universal": universal, "dalsegno.agent.standby.hub_offline": offline}
     named = filter(None, environment.get(Variable.HOOKS, "").split(","))
-    return (*(["dalsegno.agent.standby.load_universal"] if universal else []), *named)
+    return (*(name for name, asked in ours.items() if asked), *named)
 
 
 def arguments_for(arguments: Sequence[str]) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ OFFLINE = "HF_HUB_OFFLINE"
 _CONSTANTS, _OF_DATASETS = "huggingface_hub.constants", "datasets.config"
 
 
-def install(environment: Mapping[str, str]) -> None:
+def install(environment: Mapping[str, str] = os.environ) -> None:
     """Does it if this environment, a worker's, names a hub that cannot be reached."""
     hub = environment.get(Variable.HUB_UNREACHABLE)
     if hub:

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from dalsegno.protos import staying
 
-from . import hooks, hub_offline
+from . import hooks
 from .run_ahead import RunAhead, report_of
 from .staying import Staying, redirect
 from .word import Word
@@ -155,7 +155,6 @@ def become(
         words = ("-u", *(["-m"] if assignment.module else []), *assignment.arguments)
         os.execv(sys.executable, [sys.executable, *(hooks.arguments_for(words) if hooked else words)])
     hooks.install(assignment.environment)
-    hub_offline.install(assignment.environment)
     sys.argv = list(assignment.arguments)
     if word is not None and not any(map(is_of_session, sys.modules)):
         sys.meta_path.insert(0, _SessionImport(word))

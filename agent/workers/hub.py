@@ -12,18 +12,22 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.shortage import starting
 
 from ..script import Script, asks_hub
 from ..standby.hub_offline import OFFLINE
+from ..storage.hub_note import HubNote
 
 __all__ = ["HubKnowledge", "answers"]
 
 HUB = "https://huggingface.co"
 # Seconds that it has for an answer: what the library itself gives it.
 ANSWER_SECONDS = 10.0
+# The same where other nodes have found that it does not answer: who is there does so in less.
+ANSWER_SOON_SECONDS = 3.0
 # So many times in a row nobody must answer, with such a pause in between. After that it is asked less often.
 TIMES, PAUSE_SECONDS, LONG_PAUSE_SECONDS = 2, 3.0, 60.0
 
@@ -58,6 +62,7 @@ class HubKnowledge:
         say: prints one line for people.
         environ: the agent's environment, which the workers get.
         pauses: seconds between two questions until nobody counts as answering, and after that.
+        directory: the job's private one, where the nodes tell each other; None: they do not.
     """
 
     def __init__(
@@ -66,17 +71,23 @@ class HubKnowledge:
         say: Callable[[str, bool], None],
         environ: Mapping[str, str] = os.environ,
         pauses: tuple[float, float] = (PAUSE_SECONDS, LONG_PAUSE_SECONDS),
+        directory: Path | None = None,
     ) -> None:
         self._say, self._pauses = say, pauses
         self._url = environ.get("HF_ENDPOINT", HUB).rstrip("/")
         decided = OFFLINE in environ or "TRANSFORMERS_OFFLINE" in environ
         self._wanted = not decided and self._url.startswith("http") and asks_hub(script)
         self._silent = False
+        self._note = None if directory is None else HubNote(directory, self._url)
 
     def begin(self) -> None:
-        """Begins to ask, once. A node that joins a run has the answer before its workers start, as the others have."""
+        """Begins to ask, once. A node that joins a run has the answer before its workers start, as the others have.
+
+        What these have found counts until it has its own.
+        """
         if self._wanted:
             self._wanted = False
+            self._silent = self._note is not None and self._note.is_fresh()
             try:
                 with starting("the thread that asks for the hub"):
                     threading.Thread(target=self._watch, name="hub", daemon=True).start()
@@ -90,9 +101,12 @@ class HubKnowledge:
 
     def _watch(self) -> None:
         """Asks until somebody answers."""
-        failed = 0
-        while not answers(self._url):
-            failed += 1
+        # What others have found, and this node finds, too, is known.
+        failed, told = TIMES - 1 if self._silent else 0, self._silent
+        while not answers(self._url, ANSWER_SOON_SECONDS if told else ANSWER_SECONDS):
+            failed, told = failed + 1, False
+            if failed >= TIMES and self._note is not None:
+                self._note.write()
             if failed == TIMES:
                 self._silent = True
                 self._say(
@@ -101,6 +115,10 @@ class HubKnowledge:
                     False,
                 )
             time.sleep(self._pauses[failed >= TIMES])  # why: no event tells that a hub answers
-        if self._silent:
+        if told:
+            self._silent = False  # for this node it does, and was never said to be silent
+        elif self._silent:
             self._silent = False
+            if self._note is not None:
+                self._note.remove()
             self._say(f"{self._url} answers again: from the next change of the world on the script asks it", False)

@@ -41,9 +41,11 @@ def test_only_the_first_start_waits_for_a_silent_hub(
     first = job.wait_world(1, steps=3)
     assert hub.asked_for(MODEL) > 0, "the run's first world asks"
     job.wait_line(f"{hub.url} does not answer: after a change", a)
-    job.start("b")
-    second = job.wait_world(2, steps=3, after=first)
     asked = hub.asked_for(MODEL)
+    (b,) = job.start("b")
+    second = job.wait_world(2, steps=3, after=first)
+    assert hub.asked_for(MODEL) == asked, "the newcomer takes the other node's word"
+    job.wait_line(f"{hub.url} does not answer: after a change", b)
     job.kill_node(job.node("b"))
     job.wait_world(1, steps=3, after=second)
     assert hub.asked_for(MODEL) == asked, hub.asked

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -14,7 +16,10 @@ from types import ModuleType
 import pytest
 
 from dalsegno.agent.script import Script, asks_hub
-from dalsegno.agent.standby import hub_offline
+from dalsegno.agent.standby import hooks, hub_offline
+from dalsegno.agent.storage import hub_note
+from dalsegno.agent.storage.hub_note import HubNote
+from dalsegno.agent.workers import hub as knowledge
 from dalsegno.agent.workers.hub import HubKnowledge, answers
 from dalsegno.protos.contract import Variable
 from tests.support.jobs.ports import free_port
@@ -137,6 +142,89 @@ def test_a_node_that_joins_knows_before_its_workers_start(tmp_path: Path, asking
     assert hub.variables(2) == {Variable.HUB_UNREACHABLE: url}
     begins_to_answer(port, said, asking)
     assert len(said) == 2, "it was asked by one thread"
+
+
+def node(tmp_path: Path, url: str, said: list[str]) -> HubKnowledge:
+    """One of several of a job."""
+    private = tmp_path / "private"
+    private.mkdir(exist_ok=True)
+    own = script(tmp_path)
+    return HubKnowledge(own, lambda text, _: said.append(text), {"HF_ENDPOINT": url}, (0.01, 0.01), private)
+
+
+def test_a_newcomer_takes_the_word_of_the_others_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A silent hub would hold it up twice for as long as an answer may take. It asks all the same, for less."""
+    asked: list[float] = []
+    there = threading.Event()
+
+    def answers(_: str, seconds: float) -> bool:
+        asked.append(seconds)
+        return there.is_set()
+
+    monkeypatch.setattr(knowledge, "answers", answers)
+    first: list[str] = []
+    node(tmp_path, "http://hub", first).begin()
+    until(lambda: first)
+    assert set(asked) == {knowledge.ANSWER_SECONDS}
+    second: list[str] = []
+    newcomer = node(tmp_path, "http://hub", second)
+    assert newcomer.variables(2) == {Variable.HUB_UNREACHABLE: "http://hub"}
+    until(lambda: second)
+    assert asked.count(knowledge.ANSWER_SOON_SECONDS) == 1
+    there.set()
+    until(lambda: "hub" not in {thread.name for thread in threading.enumerate()})
+    assert newcomer.variables(3) == {}
+    assert "answers again" in first[1]
+    assert "answers again" in second[1]
+    assert not HubNote(tmp_path / "private", "http://hub").is_fresh()
+
+
+@pytest.mark.slow
+def test_a_newcomer_that_reaches_the_hub_asks_it(tmp_path: Path, forbidding: str) -> None:
+    """The others' network may be another one; they keep what they have found."""
+    (tmp_path / "private").mkdir()
+    note = HubNote(tmp_path / "private", forbidding)
+    note.write()
+    said: list[str] = []
+    newcomer = node(tmp_path, forbidding, said)
+    newcomer.begin()
+    until(lambda: not newcomer.variables(2))
+    assert said == []
+    assert note.is_fresh()
+
+
+def test_a_word_counts_for_some_minutes_and_for_one_hub(tmp_path: Path) -> None:
+    """By the clock of the file system. Nothing of it is left behind."""
+    note = HubNote(tmp_path, "http://a")
+    assert not note.is_fresh()
+    note.write()
+    assert note.is_fresh()
+    assert not HubNote(tmp_path, "http://b").is_fresh()
+    old = time.time() - 2 * hub_note.FRESH_SECONDS
+    os.utime(tmp_path / "hub", (old, old))
+    assert not note.is_fresh()
+    assert [path.name for path in tmp_path.iterdir()] == ["hub"]
+    note.remove()
+    note.remove()
+    assert [*tmp_path.iterdir()] == []
+    away = HubNote(tmp_path / "away", "http://a")
+    away.write()
+    assert not away.is_fresh()
+
+
+def test_a_fresh_interpreter_is_told_too(tmp_path: Path) -> None:
+    """A worker that no standby process becomes: the hook is installed before its script imports anything."""
+    assert hooks.wanted({Variable.HUB_UNREACHABLE: "http://hub"}) == ("dalsegno.agent.standby.hub_offline",)
+    constants = tmp_path / "huggingface_hub"
+    constants.mkdir()
+    (constants / "__init__.py").write_text("")
+    (constants / "constants.py").write_text("ENDPOINT, HF_HUB_OFFLINE = 'http://hub', False\n")
+    (tmp_path / "train.py").write_text("import huggingface_hub.constants as found\nprint(found.HF_HUB_OFFLINE)\n")
+    arguments = hooks.arguments_for(("-u", str(tmp_path / "train.py")))
+    environment = {key: value for key, value in os.environ.items() if key != hub_offline.OFFLINE}
+    environment |= {Variable.HUB_UNREACHABLE: "http://hub", "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
 
 
 @pytest.mark.parametrize(
