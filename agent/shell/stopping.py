@@ -80,6 +80,8 @@ class Stopping:
             self._ask(context)
         if context is None or not context.over:
             self._adoption.interrupt()
+        if order.grace > 0:
+            self._adoption.notice()
         if order.save:
             self._beside.freeze()
         if context is not None:

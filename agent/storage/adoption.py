@@ -34,7 +34,7 @@ from .present import extent_of, files_of, size_of, states_of
 from .slices import Behind, SaveSlice, choose, names_it
 from .slots import Slots
 from .strays import strays
-from .taking import Before, Changed, Late, Origin, adopt, save_directory
+from .taking import Before, Changed, Late, Origin, adopt, is_taken, save_directory
 from .volume_check import VolumeCheck
 
 __all__ = ["Adopter", "Before", "Origin", "adopt", "save_directory"]
@@ -364,6 +364,12 @@ class Adopter:
         return self._adopt(piece, found, anew.get(piece.newest.unit.path))
 
     def _adopt(self, piece: SaveSlice, found: FoundUnits, anew: Complete | None) -> bool:
+        if self._interrupted and (self._late is None or self._late.since):
+            # The first node, and one that leaves, may see the same save at the same time.
+            other = is_taken(self._run_dir, piece.step, self._world.epoch)
+            if other is not None or (self._late is not None and piece.newest.written < self._late.since):
+                self._undecided = other is False
+                return True
         notes = () if piece.below else self._notes(piece, found)
         try:
             saved_as = piece.saved_as(found.links)

@@ -23,7 +23,7 @@ from .foreign import OURS
 from .layouts import FileState, state_of
 from .taking import Before, Late, Origin, save_directory
 
-__all__ = ["take_late"]
+__all__ = ["now_at", "take_late"]
 
 # In an epoch's directory: its time is when it was looked at. No layout has such a name.
 _MARK = f"{OURS}-late"
@@ -39,6 +39,7 @@ def take_late(
     pattern: str,
     best: BestRule | None,
     seconds: float,
+    since: int = 0,
 ) -> None:
     """Adopts what is whole and newer than all that is sealed; blocks for at most `seconds`, and while it copies.
 
@@ -47,6 +48,7 @@ def take_late(
     Args:
         run_dir, world, origin, deliver, pattern, best: see `Adopter`.
         seconds: what it may take.
+        since: see `Late`.
     """
     root = save_directory(run_dir, world.epoch)
     if not root.is_dir():
@@ -60,7 +62,7 @@ def take_late(
     if last is not None and last.saved_as is not None:
         before = Before(run_dir / last.name, _unchanged(root, run_dir / last.name, last), last.saved_as)
     numbers = dict(sealed.saved_as.numbers) if sealed is not None and sealed.saved_as is not None else {}
-    late = Late(max(step, sealed.step) if sealed is not None else step, numbers, _now(root), time.monotonic())
+    late = Late(max(step, sealed.step) if sealed is not None else step, numbers, now_at(root), time.monotonic(), since)
     adopter = Adopter(run_dir, world, origin, deliver, pattern, before, best=best, late=late)
     try:
         adopter.settle(seconds, ended_well=False)
@@ -68,7 +70,7 @@ def take_late(
         adopter.close()
 
 
-def _now(root: Path) -> int:
+def now_at(root: Path) -> int:
     """By the clock of the volume, in ns."""
     mark = root / _MARK
     mark.write_bytes(b"")

@@ -28,7 +28,7 @@ from ..script import FLAG
 from .adoption import Adopter
 from .best_save import BestRule
 from .foreign import NOTE_BYTES, OURS
-from .late import take_late
+from .late import now_at, take_late
 from .layouts import state_of
 from .macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand, macros_of
 from .strays import ASIDE, set_aside, strays
@@ -174,6 +174,8 @@ class Adoption:
         # The run's directory, the world and the origin of the present epoch; and where the script saves in it.
         self._of_run: tuple[Path, control_pb2.World, Origin] | None = None
         self._directory: Path | None = None
+        # When its workers got their notice, by the clock of the volume, in ns; 0: they did not.
+        self._noticed = 0
         self._placing: _Placing | None = None
         # The last epoch in which a copy was put there, and its files.
         self._placed: tuple[int, tuple[str, ...]] = (0, ())
@@ -305,6 +307,15 @@ class Adoption:
         if (adopter := self._adopter) is not None:
             adopter.interrupt()
 
+    def notice(self) -> None:
+        """Called when workers are about to get a notice. From any thread."""
+        self._noticed = 0
+        if self._directory is not None:
+            try:
+                self._noticed = now_at(self._directory)
+            except OSError as error:
+                logger.warning("nobody can tell what the script saves at its notice: %s", error)
+
     def stopped(self, join_timeout: float, given: float, *, noticed: bool = False) -> None:
         """Called when workers were stopped, or failed: adopts what they had saved by then. From any thread.
 
@@ -315,8 +326,8 @@ class Adoption:
         """
         if (adopter := self._adopter) is not None:
             adopter.settle(max(min(_PART_OF_JOINING * join_timeout, _MOST_SECONDS), given), ended_well=False)
-        elif noticed and self._of_run is not None:
-            self.take_late(*self._of_run, join_timeout, self._deliver)
+        elif noticed and self._of_run is not None and self._noticed:
+            self.take_late(*self._of_run, join_timeout, self._deliver, self._noticed)
 
     def take_late(
         self,
@@ -325,6 +336,7 @@ class Adoption:
         origin: Origin,
         join_timeout: float,
         deliver: Callable[[ev.Event], None] | None = None,
+        since: int = 0,
     ) -> None:
         """Called before this node joins: takes what its lost first node had not taken. From any thread; blocks.
 
@@ -332,12 +344,14 @@ class Adoption:
             run_dir, world, origin: see `Adopter`; of the last world.
             join_timeout: the job's.
             deliver: see `Adopter`; None: this node's Join names what was sealed.
+            since: see `Late`.
         """
         if self.wanted:
             with self._slow(f"taking what the script saved last in epoch {world.epoch}"):
                 seconds = min(_PART_OF_JOINING * join_timeout, _MOST_SECONDS)
                 with self._late:  # asked again meanwhile: what the first look takes is not taken twice
-                    take_late(run_dir, world, origin, deliver or self._deliver_late, self._pattern, self._best, seconds)
+                    of_script = deliver or self._deliver_late, self._pattern, self._best
+                    take_late(run_dir, world, origin, *of_script, seconds, since)
 
     def _tell_aside(self, checkpoint: str, own: Path, moved: list[str]) -> None:
         if new := [name for name in moved if name not in self._aside]:

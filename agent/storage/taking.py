@@ -15,6 +15,7 @@ from pathlib import Path
 from dalsegno.elastic.checkpoint import (
     SHARDED,
     Best,
+    CheckpointName,
     CheckpointStore,
     Manifest,
     Position,
@@ -22,6 +23,7 @@ from dalsegno.elastic.checkpoint import (
     SavedAs,
     Shape,
     describe,
+    is_checkpoint_name,
     seal,
 )
 from dalsegno.elastic.checkpoint.files import copy_file, place_file
@@ -32,7 +34,7 @@ from .layouts import Complete, FileState, state_of
 from .slices import SaveSlice
 from .volume_check import VolumeCheck
 
-__all__ = ["Before", "Changed", "Judge", "Late", "Origin", "adopt", "save_directory"]
+__all__ = ["Before", "Changed", "Judge", "Late", "Origin", "adopt", "is_taken", "save_directory"]
 
 # A new checkpoint's value of the metric, and the best one as of it: of its name, its step and its series' numbers.
 Judge = Callable[[str, int, Mapping[str, int | None]], tuple[float | None, Best | None]]
@@ -81,16 +83,29 @@ class Late:
         step: the last step; of the resume point, if it had taken nothing.
         numbers: see `SavedAs`; empty, if it had taken nothing.
         now: by the clock of the volume, in ns, when it was `at` by this process's.
+        since: only what was written from then on is taken, by that clock: the first node is there, and has the rest.
     """
 
     step: int
     numbers: Mapping[str, int | None]
     now: int
     at: float
+    since: int = 0
 
     def stands_since(self, one: Complete) -> float:
         """When its last file was written, by this process's clock: who comes late need not see that for itself."""
         return self.at - max(0, self.now - one.written) / 1e9
+
+
+def is_taken(run_dir: Path, step: int, epoch: int) -> bool | None:
+    """Whether another node has sealed the same save; False: it is about to. None: nobody has begun to.
+
+    Raises:
+        OSError: the file system says no.
+    """
+    names = [CheckpointName.parse(name) for name in os.listdir(run_dir) if is_checkpoint_name(name)]
+    same = [str(one) for one in names if (one.step, one.epoch, one.lease) == (step, epoch, None)]
+    return any(os.path.lexists(run_dir / name / MANIFEST) for name in same) if same else None
 
 
 class Changed(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from dalsegno.elastic.checkpoint import inventory
 from dalsegno.protos import control_pb2
 
 from .test_adoption import ORIGIN, ZERO_1, begun, sealed_step, states, world
+from .test_storage import make_checkpoint
 
 JOIN_TIMEOUT = 60.0
 
@@ -138,3 +140,64 @@ def test_what_stands_still_for_long_is_taken_at_once(tmp_path: Path, monkeypatch
     assert take(tmp_path, world(1)) == []
     assert steps(tmp_path) == [20]
     assert time.monotonic() - began < 15, "of the 30 s that it would have to be seen"
+
+
+class Leaver:
+    """A node that is not the first one, and whose workers have got their notice."""
+
+    def __init__(self, run_dir: Path, heard: queue.Queue[ev.Event]) -> None:
+        self._adoption = Adoption(["${save_dir}"], heard.put)
+        self._adoption.begin(run_dir, world(1), ORIGIN, ["${save_dir}"], first=False)
+        self._heard = heard
+
+    def noticed(self) -> None:
+        self._adoption.notice()
+
+    def took(self) -> list[int]:
+        """What it takes when they are gone."""
+        self._adoption.stopped(JOIN_TIMEOUT, 0.0, noticed=True)
+        events = [self._heard.get_nowait() for _ in range(self._heard.qsize())]
+        return [event.message.sealed.step for event in events if isinstance(event, ev.WorkerSaid)]
+
+
+def test_a_leaver_takes_what_came_behind_its_notice(tmp_path: Path) -> None:
+    """And says so. What was there is the first node's business, which is there; so is all without a notice."""
+    leaver = Leaver(tmp_path, queue.Queue())
+    states(tmp_path / "e1", "step_10.pt")
+    time.sleep(0.05)  # why: some file systems count time in ticks
+    leaver.noticed()
+    assert leaver.took() == []
+    states(tmp_path / "e1", "step_20.pt")
+    assert leaver.took() == [20]
+    assert leaver.took() == []
+    without = Leaver(tmp_path, queue.Queue())
+    states(tmp_path / "e1", "step_30.pt")
+    assert without.took() == []
+    assert steps(tmp_path) == [20]
+
+
+@pytest.mark.slow
+def test_a_save_is_not_taken_by_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first node is about to: the leaver waits until it has, and takes nothing then."""
+    leaver = Leaver(tmp_path, queue.Queue())
+    leaver.noticed()
+    states(tmp_path / "e1", "step_20.pt")
+    (tmp_path / "step-20.e1.1").mkdir()
+    found: list[list[int]] = []
+    looks = threading.Thread(target=lambda: found.append(leaver.took()))
+    looks.start()
+    time.sleep(1.0)
+    assert looks.is_alive()
+    (tmp_path / "step-20.e1.1").rmdir()
+    make_checkpoint(tmp_path, "step-20.e1.1")
+    looks.join(20)
+    assert found == [[]]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-20.e1.1"]
+    # The other way round: the first node's workers are gone, and the leaver was quicker.
+    heard: queue.Queue[ev.Event] = queue.Queue()
+    taken = Adoption(["${save_dir}"], heard.put)
+    taken.begin(tmp_path, world(1), ORIGIN, ["${save_dir}"], first=True)
+    taken.interrupt()
+    taken.stopped(JOIN_TIMEOUT, 0.0)
+    assert heard.empty()
+    taken.close()
