@@ -1,8 +1,8 @@
 """Random schedules over real masters and a real etcd: `python -m tests.support.jobs.schedules --seed 1 --runs 200`.
 
 Each has three masters, three members and light agents. Masters and members are killed and started again, stopped, and
-cut off, while the job waits for nodes, forms a world, runs or drains. The seed decides all of that. A failure prints
-the seed, and the command that repeats it.
+cut off, and agents lose their way to masters, while the job waits for nodes, forms a world, runs or drains. The seed
+decides all of that. A failure prints the seed, and the command that repeats it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dalsegno.master.record.chunks import Head, decoded
@@ -31,6 +31,8 @@ from tests.support.jobs.several_masters import Several
 PHASES = ("waiting", "forming", "running", "draining")
 TARGETS = ("leader", "standby", "member", "etcd's leader")
 WAYS = ("killed", "stopped", "cut off", "held")
+# Whom the agents do not reach for a while. Connections are held and not cut: one that closes is taken for a death.
+UNREACHED = ("leader", "standby", "all masters")
 # Seconds within which the job must go on once all is healed; the machine may be loaded.
 PATIENCE = 40.0
 # Seconds of silence after which a node is dead. Where much else runs on the cores a heartbeat came 10 s late.
@@ -78,7 +80,13 @@ def schedule(seed: int) -> Schedule:
         )
         for _ in range(draw.choice((1, 1, 2)))
     )
-    return Schedule(seed, draw.choice(PHASES), faults, draw.uniform(0.0, 3.0))
+    made = Schedule(seed, draw.choice(PHASES), faults, draw.uniform(0.0, 3.0))
+    # Drawn apart, so that the other faults of a seed are what they were before agents could be cut off.
+    draw = random.Random(f"agents {seed}")
+    if draw.random() < 0.5:
+        return made
+    lasts = draw.choice((draw.uniform(0.1, 1.5), draw.uniform(3.0, 6.0)))
+    return replace(made, faults=(*faults, Fault(f"agents to {draw.choice(UNREACHED)}", "held", draw.random(), lasts)))
 
 
 class Stage:
@@ -93,7 +101,8 @@ class Stage:
                 for proxy in proxies:
                     self._stack.callback(proxy.close)
             stores = {name: f"etcd://{','.join(way.address for way in ways)}" for name, ways in self.ways.items()}
-            self.job = self._stack.enter_context(Several(directory / "job", members=self.members, stores=stores))
+            job = Several(directory / "job", members=self.members, stores=stores, wired=True)
+            self.job = self._stack.enter_context(job)
             wanted = settings((2, 6), node_timeout=node_timeout, quiet_time=0.3, grow_interval=0.1)
             self.crew = Crew(self.job.job, list(self.job.addresses.values()), wanted)
             self._stack.callback(self.crew.close)
@@ -144,6 +153,8 @@ class Stage:
 
     def strike(self, fault: Fault) -> Callable[[], None]:
         """The fault begins; returns what ends it."""
+        if fault.target.startswith("agents to "):
+            return self._hold_agents(fault.target.removeprefix("agents to "))
         if "standby" in fault.target or fault.target == "leader":
             return self._strike_master(fault)
         number = int(fault.lasts * 1000) % 3
@@ -164,6 +175,15 @@ class Stage:
         for way in self.ways[name]:
             way.cut() if fault.way == "cut off" else way.freeze()
         return lambda: [way.mend() for way in self.ways[name]] and None
+
+    def _hold_agents(self, whom: str) -> Callable[[], None]:
+        """Nothing goes between the agents and these masters any more."""
+        leads = next((name for name in self.job.masters if not isinstance(self.job.ask(name), str)), "m0")
+        others = [name for name in self.job.masters if name != leads]
+        names = {"leader": [leads], "standby": others[:1]}.get(whom, [leads, *others])
+        for name in names:
+            self.job.ways[name].freeze()
+        return lambda: [self.job.ways[name].mend() for name in names] and None
 
     def _start_master(self, name: str) -> None:
         """Once only, whatever has killed it; it need not listen yet."""

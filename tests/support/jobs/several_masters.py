@@ -17,6 +17,7 @@ from tests.support.jobs.cluster import Cluster
 from tests.support.jobs.etcd_members import Members
 from tests.support.jobs.master_process import asked_status, command, said_by
 from tests.support.jobs.ports import free_port
+from tests.support.jobs.proxy import Proxy
 
 
 @dataclass
@@ -29,10 +30,13 @@ class Several(Cluster):
     master_flags: tuple[str, ...] = ()
     # By a master's name the URL of its store, if it reaches etcd in another way.
     stores: Mapping[str, str] = field(default_factory=dict)
+    # Agents and masters are told of proxies in front of the masters, `ways`.
+    wired: bool = False
 
     def __post_init__(self) -> None:
         self.ports = {f"m{number}": free_port() for number in range(self.count)}
         self.masters: dict[str, subprocess.Popen[str]] = {}
+        self.ways = {name: Proxy(address) for name, address in self._own.items()} if self.wired else {}
         super().__post_init__()
         try:
             # Together: each takes a second to import what it needs.
@@ -46,6 +50,11 @@ class Several(Cluster):
 
     @property
     def addresses(self) -> dict[str, str]:
+        """By a master's name where agents reach it."""
+        return {name: way.address for name, way in self.ways.items()} or self._own
+
+    @property
+    def _own(self) -> dict[str, str]:
         return {name: f"127.0.0.1:{port}" for name, port in self.ports.items()}
 
     def start_master(self, name: str) -> None:
@@ -56,6 +65,8 @@ class Several(Cluster):
     def launch(self, name: str) -> None:
         """Starts a master; it may wait for etcd before it listens."""
         flags = (f"--port={self.ports[name]}", f"--log-file={self.directory / name}.log", *self.master_flags)
+        if self.wired:
+            flags += (f"--advertise={self.addresses[name]}",)
         process = subprocess.Popen(
             command(self.stores.get(name, self.members.url), *flags, job_id=self.job),
             stdout=subprocess.PIPE,
@@ -75,7 +86,7 @@ class Several(Cluster):
 
     def ask(self, name: str, seconds: float = 1.0) -> control_pb2.StatusReply | str:
         """A master's status, if it leads; else the address that it names, empty if none."""
-        with self.credentials.channel(self.addresses[name]) as channel:
+        with self.credentials.channel(self._own[name]) as channel:
             try:
                 return asked_status(channel, self.job, self.credentials.metadata, seconds)
             except grpc.RpcError as error:
@@ -118,6 +129,8 @@ class Several(Cluster):
 
     def close(self) -> None:
         super().close()
+        for way in self.ways.values():
+            way.close()
         for process in self.masters.values():
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
