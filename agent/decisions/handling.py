@@ -149,8 +149,8 @@ def registered(decision: Decision, event: ev.Registered) -> None:
         decision.call("ReportWarm", control_pb2.WarmRequest(caller=decision.caller()))
     if state.leaving:
         decision.call("Leave", control_pb2.LeaveRequest(caller=decision.caller(), notice=decision.notice_left()))
-    elif moved:
-        decision.start_anew(moved)
+    elif moved is not None:
+        move(decision, *moved)
 
 
 def postponed(decision: Decision, detail: str) -> None:
@@ -238,11 +238,15 @@ def address_changed(decision: Decision, event: ev.AddressChanged) -> None:
     The new address is told with a registration, so this is a new incarnation.
     """
     decision.do(ev.MoveTo(event.new))
-    line = f"this node's address is {event.new} now, not {event.old}: its workers stop and it joins again with it"
     if decision.state.door.registering:
-        decision.state.door.moved = line
+        decision.state.door.moved = event.old, event.new
     elif decision.state.incarnation:
-        decision.start_anew(line)
+        move(decision, event.old, event.new)
+
+
+def move(decision: Decision, old: str, new: str) -> None:
+    """Registers anew with another address."""
+    decision.start_anew(f"this node's address is {new} now, not {old}: its workers stop and it joins again with it")
 
 
 def standby_warm(decision: Decision, epoch: int) -> None:

@@ -72,8 +72,8 @@ class Door:
     # If another live node holds the user's node name: when to ask again, and until when.
     register_at: float | None = None
     name_deadline: float | None = None
-    # The line about a move since it asked: what it has told the master of itself may be out of date.
-    moved: str = ""
+    # This node's address before and behind a move since it asked: what it has told of itself may be out of date.
+    moved: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
