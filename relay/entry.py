@@ -108,13 +108,14 @@ class _Pod:
         self._mirror = MirrorProcess(options.file, volume, self._say, access.flags())
         self._saves = SaveWatch(file.interval_seconds, self._say)
         self._before: dict[int, Any] = {}
-        self._signalled = 0
+        self._signalled, self._interrupted = 0, False
         # The agent is just being started; it has told something, so it handles signals by now.
         self._starting = self._told = False
 
     def __enter__(self) -> _Pod:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            self._before[number] = signal.signal(number, self._notice)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # else it is `nohup`
+                self._before[number] = signal.signal(number, self._notice)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -312,12 +313,26 @@ class _Pod:
         self._mirror.ask_to_end()
         if first and self._epoch:
             self._write(RunState.RUNNING)  # as far as that is true now
+            self._say(f"{signal.Signals(number).name}: this pod leaves")
         self._volume.note("sigterm", pod=self._name, epoch=self._epoch, signal=signal.Signals(number).name)
+        again = number == signal.SIGINT and self._interrupted
+        self._interrupted |= number == signal.SIGINT
         if self._agent is not None:
-            # Of SIGTERM it dies without a word, as long as it has no handler.
-            self._agent.signal(number if self._told else signal.SIGTERM)
+            if first or again:
+                self._agent.signal(self._for_agent(number))
         elif not self._starting:
             raise _Left
+
+    def _for_agent(self, number: int) -> int:
+        """The signal by which the agent is told. Told twice it goes at once, and that is what a second Ctrl-C means.
+
+        A container's init may tell all processes, and the entry point passes it on: so nothing else is passed on twice,
+        and SIGTERM as SIGHUP, which never counts as the second.
+        """
+        if not self._told:
+            return signal.SIGTERM  # of which it dies without a word, as long as it has no handler
+        heard = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        return signal.SIGHUP if number == signal.SIGTERM and heard else number
 
 
 def _age_seconds() -> float:

@@ -64,6 +64,14 @@ class Agent:
 
 
 @pytest.fixture
+def nohup() -> Iterator[None]:
+    """As `nohup dalsegno relay` begins."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
 def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A pod whose Commander always answers, and whose agent is `Agent`."""
     (tmp_path / "volume").mkdir()
@@ -93,6 +101,45 @@ def test_it_dies_without_a_traceback(pod: Any, number: int) -> None:
     """Whatever came here: SIGINT would be Python's KeyboardInterrupt there."""
     pod.agent.on_wait = staticmethod(lambda: interrupt(number))
     assert pod.run() == 75
+    assert pod._agent.signals == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("sent", "passed_on"),
+    [
+        # As where all processes of a container are told, and the entry point passes it on, too.
+        ((signal.SIGTERM, signal.SIGTERM, signal.SIGHUP), [signal.SIGHUP]),
+        # A terminal's shell passes it on as another one.
+        ((signal.SIGINT, signal.SIGTERM), [signal.SIGINT]),
+        ((signal.SIGTERM, signal.SIGINT), [signal.SIGHUP]),
+        # Somebody does not want to wait.
+        ((signal.SIGINT, signal.SIGINT), [signal.SIGINT, signal.SIGINT]),
+        ((signal.SIGTERM, signal.SIGINT, signal.SIGINT), [signal.SIGHUP, signal.SIGINT]),
+    ],
+)
+def test_only_a_second_ctrl_c_is_a_second_notice(pod: Any, sent: tuple[int, ...], passed_on: list[int]) -> None:
+    """An agent that is told twice goes at once, without a save; that it was told itself, too, must not count either."""
+
+    def notices() -> None:
+        for number in sent:
+            interrupt(number)
+
+    pod.agent.told, pod.agent.on_wait = (STARTS,), staticmethod(notices)
+    pod.run()
+    assert pod._agent.signals == passed_on
+
+
+@pytest.mark.usefixtures("nohup")
+def test_nohup_keeps_its_meaning(pod: Any) -> None:
+    """A terminal that is closed tells nobody then; the agent has inherited that, and is told by SIGTERM."""
+
+    def notices() -> None:
+        interrupt(signal.SIGHUP)
+        assert pod._agent.signals == []
+        interrupt(signal.SIGTERM)
+
+    pod.agent.told, pod.agent.on_wait = (STARTS,), staticmethod(notices)
+    pod.run()
     assert pod._agent.signals == [signal.SIGTERM]
 
 
