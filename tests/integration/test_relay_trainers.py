@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs.pods import relayed
+from dalsegno.protos.run_file import read_run_file
+from tests.support.jobs.pods import Run, relayed
 from tests.support.pages.sources import ROOT
+from tests.support.workers import tiny_swift
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -73,4 +75,41 @@ def test_reinforcement_learning_in_plain_torch(tmp_path: Path) -> None:
         b = run.pod("b")
         assert b.process.wait(200) == 0, run.said()
         assert_one_curve(made(noted, "mean_reward"), saved, 150, 0.0)
+        assert run.state()["status"] == "COMPLETED"
+
+
+def logged(run: Run, epoch: int) -> list[tuple[int, float]]:
+    """Steps and losses that ms-swift has written in one pod."""
+    (path,) = run.root.glob(f"ckpt/.store/my-run/*/e{epoch}/logging.jsonl")
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [(int(str(one["global_step/max_steps"]).partition("/")[0]), one["loss"]) for one in lines if "loss" in one]
+
+
+@pytest.mark.full
+def test_ms_swift_as_the_image_starts_it(tmp_path: Path) -> None:
+    """The printed file's command, but for a model and data that are here: it knows nothing of us, and goes on."""
+    pytest.importorskip("swift", reason="the extra `swift` is not installed")
+    tiny_swift.make_model(tmp_path / "model")
+    data = tiny_swift.make_data(tmp_path / "data.jsonl", 152)
+    printed = read_run_file(ROOT / "deploy" / "relay" / "ms-swift.yaml")
+    assert printed.command[:2] == ("swift", "sft")
+    kept = [word for word in printed.command[2:] if not word.startswith(("--model=", "--dataset=", "--save_steps="))]
+    more = tiny_swift.flags(tmp_path / "model", data, max_steps=120, save_steps=30, per_device_train_batch_size=4)
+    plugin = ["--external_plugins", str(Path(tiny_swift.__file__).with_name("slow_swift.py")), "--callbacks", "slow"]
+    settings = {
+        "command": [sys.executable, "-m", "swift.cli.main", "sft", *kept, *more, *plugin],
+        "resume_flag": printed.resume_flag,
+        "checkpoint_glob": printed.checkpoint_glob,
+        "save_signal": None,
+        "lease_seconds": 8,
+    }
+    with relayed(tmp_path, **settings) as run:
+        a = run.pod("a", **tiny_swift.OFFLINE)
+        saved = run.wait_saved()
+        run.wait(lambda: [step for step, _ in logged(run, 1) if step > saved + 2], "it is further than its save")
+        a.vanish()
+        saved = run.checkpoints()[-1]
+        b = run.pod("b", **tiny_swift.OFFLINE)
+        assert b.process.wait(300) == 0, run.said()
+        assert_one_curve(logged(run, 1) + logged(run, 2), saved, 120, 1e-6)
         assert run.state()["status"] == "COMPLETED"
