@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from dalsegno.protos.options import UsageError
+
 __all__ = ("Logs",)
 
 # Seconds between two copies, and those that the last one has.
@@ -30,11 +32,17 @@ class Logs:
         directory: for the agent's `--log-dir`; it is removed in the end.
 
     Raises:
-        OSError: the machine's own disk says no.
+        UsageError: the machine's own disk says no.
     """
 
     def __init__(self, target: Path, say: Callable[[str], None]) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="dalsegno-relay-logs-"))
+        try:
+            self.directory = Path(tempfile.mkdtemp(prefix="dalsegno-relay-logs-"))
+        except OSError as error:
+            raise UsageError(
+                f"the logs have no place on this machine: {error.strerror or error}; make room for temporary files, or "
+                "have TMPDIR name a directory that can be written"
+            ) from error
         self._target, self._say = target, say
         self._over = threading.Event()
         self._failed = False

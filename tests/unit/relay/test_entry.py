@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,18 @@ def test_a_volume_that_fails_is_one_line(
     pod._console.close()
     error = capfd.readouterr().err
     assert (len(error.splitlines()), "the volume" in error, "not connected" in error) == (1, True, True)
+
+
+def test_a_machine_that_takes_no_logs_is_not_the_volume(pod: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a container whose root cannot be written, and that has no other place: one line says what is missing."""
+
+    def fails(*_: object, **__: object) -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", fails)
+    with pytest.raises(entry.UsageError, match=r"logs.*No usable temporary directory.*TMPDIR"):
+        pod.run()
+    assert not pod.volume.state.exists()
 
 
 def test_a_child_whose_parent_is_gone_already_ends() -> None:
