@@ -114,14 +114,24 @@ class MirrorProcess:
     def __init__(self, file: Path, volume: Volume, say: Callable[[str], None], flags: Sequence[str] = ()) -> None:
         self._file, self._volume, self._say, self._flags = file, volume, say, flags
         self._process: subprocess.Popen[bytes] | None = None
+        self._refused = False
 
     def start(self) -> None:
-        """Starts it, unless it runs."""
+        """Starts it, unless it runs. That it cannot be started is said once, and no reason to end."""
         if self._process is not None:
             if (code := self._process.poll()) is None:
                 return
             self._say(f"the mirror has ended ({code}): it is started again, and training went on")
-        self._process = subprocess.Popen(
+        try:
+            with starting("the mirror"):
+                self._process = self._started()
+        except OSError as error:
+            if not self._refused:
+                self._say(f"the mirror cannot be started: {error}: milestones wait, training goes on")
+            self._refused, self._process = True, None
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             [
                 *(sys.executable, "-m", "dalsegno.relay.milestones.mirror", str(self._file)),
                 *("--checkpoints", str(self._volume.job), "--hf", str(self._volume.hf)),
