@@ -115,6 +115,20 @@ def test_a_notice_that_comes_more_than_once(tmp_path: Path, how: str) -> None:
         assert_nothing_lost(run)
 
 
+def test_an_order_to_go_is_a_notice(tmp_path: Path) -> None:
+    """From whoever hears of the provider's plans, over HTTP: the trainer is asked to save, and nothing is lost."""
+    with relayed(tmp_path, "--pace=0.1", "--end-when-asked", "--save-every=1000", steps=STEPS) as run:
+        a = run.pod("a")
+        run.wait_step(33)
+        path = f"/api/relay/my-run/nodes/{run.commander.run()['holder']}/drain"
+        code, said = run.commander.ask("POST", path)
+        assert code == 200, said
+        assert a.process.wait(60) == 75, run.said()
+        assert run.state()["status"] == "PREEMPTED"
+        assert_finished(run, run.pod("b"))
+        assert_nothing_lost(run)
+
+
 def test_a_commander_that_is_restarted_all_the_time(tmp_path: Path) -> None:
     """Whatever a pod does, it is killed in the middle of that: registering, training, committing, leaving, ending."""
     over = threading.Event()

@@ -229,7 +229,9 @@ def test_a_damaged_checkpoint_is_never_resumed_from(tmp_path: Path, every: bool)
         run.wait(lambda: "is damaged" in b.said, "the damage")
         if not every:
             run.wait_step(1, epoch=2)
-            assert next(made for epoch, made in run.epochs().items() if epoch > 1)[0].step - 1 in there - {max(there)}
+            resumed = next(made for epoch, made in run.epochs().items() if epoch > 1)[0].step - 1
+            # What the lost pod had saved last, and nobody had taken yet, is newer than the damaged one.
+            assert resumed in there - {max(there)} or resumed > max(there)
             assert b.process.wait(120) == 0, run.said()
             run.assert_one_history(200)
             return
