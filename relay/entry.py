@@ -310,17 +310,17 @@ class _Pod:
     def _notice(self, number: int, frame: FrameType | None) -> None:
         """Python calls it between two instructions of the main thread, which only waits."""
         first, self._signalled = not self._signalled, number
+        again = number == signal.SIGINT and self._interrupted
+        self._interrupted |= number == signal.SIGINT
+        # First of all: a volume that stands still for a while would take that from the trainer's time to save.
+        if self._agent is not None and (first or again):
+            self._agent.signal(self._for_agent(number))
         self._mirror.ask_to_end()
         if first and self._epoch:
             self._write(RunState.RUNNING)  # as far as that is true now
             self._say(f"{signal.Signals(number).name}: this pod leaves")
         self._volume.note("sigterm", pod=self._name, epoch=self._epoch, signal=signal.Signals(number).name)
-        again = number == signal.SIGINT and self._interrupted
-        self._interrupted |= number == signal.SIGINT
-        if self._agent is not None:
-            if first or again:
-                self._agent.signal(self._for_agent(number))
-        elif not self._starting:
+        if self._agent is None and not self._starting:
             raise _Left
 
     def _for_agent(self, number: int) -> int:

@@ -130,6 +130,21 @@ def test_only_a_second_ctrl_c_is_a_second_notice(pod: Any, sent: tuple[int, ...]
     assert pod._agent.signals == passed_on
 
 
+def test_a_volume_that_stands_still_takes_nothing_of_the_notice(pod: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written there may take as long as the trainer has: it is asked to save before that."""
+    told: list[list[int]] = []
+    monkeypatch.setattr(pod.volume, "write_state", lambda state: told.append([*pod._agent.signals]))
+    monkeypatch.setattr(pod.volume, "note", lambda event, **more: told.append([*pod._agent.signals]))
+
+    def notice() -> None:
+        told.clear()
+        interrupt()
+        assert told == [[signal.SIGHUP]] * 2
+
+    pod.agent.told, pod.agent.on_wait = (STARTS,), staticmethod(notice)
+    assert pod.run() == 0
+
+
 @pytest.mark.usefixtures("nohup")
 def test_nohup_keeps_its_meaning(pod: Any) -> None:
     """A terminal that is closed tells nobody then; the agent has inherited that, and is told by SIGTERM."""
