@@ -96,6 +96,11 @@ def restore(milestone: Milestone, checkpoints: Path, hf: Path) -> Restored:
         Unreachable: the hub does not answer.
         OSError: the volume says no.
     """
+    if not milestone.checkpoint:
+        raise RevisionRefused(
+            f"{milestone.repo}@{milestone.revision} was reported by a worker that is not ours: it names no checkpoint "
+            "of this store, and so nothing can be compared; only such a worker goes on from it"
+        )
     # Not all volumes let machines see each other's locks: another pod may do the same.
     for pause in (*_PAUSES_SECONDS, None):
         if (found := _found(milestone, checkpoints)) is not None:

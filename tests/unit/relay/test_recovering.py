@@ -66,6 +66,18 @@ def test_damage_is_never_a_new_run(tmp_path: Path, damage: str) -> None:
     assert prepared(file, volume, NEW, lines.append, allowed=True) == (None, "")
 
 
+def test_what_a_foreign_worker_has_published_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names no checkpoint of the store, so nothing proves what it holds: a line says whose it is."""
+    monkeypatch.setattr(restore, "Transfer", None)
+    file = read_run_file(run_file(tmp_path))
+    volume = volume_with(tmp_path)
+    foreign = {"repo": "me/m", "revision": "abc", "step": 5, "checkpoint": "", "digest": ""}
+    lines: list[str] = []
+    with pytest.raises(Stuck, match="no milestone holds what it should"):
+        prepared(file, volume, NEW | {"milestones": [foreign]}, lines.append, allowed=False)
+    assert any("me/m@abc was reported by a worker that is not ours" in line for line in lines), lines
+
+
 def test_what_was_never_finished_is_no_damage(tmp_path: Path) -> None:
     """A save that was cut off by a kill is passed over."""
     file = read_run_file(run_file(tmp_path))
