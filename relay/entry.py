@@ -28,7 +28,7 @@ from .agent_process import AgentProcess, MirrorProcess
 from .command_line import agent_command, check_command
 from .logs import Logs
 from .milestones.access import Access, secret
-from .milestones.console import Console
+from .milestones.console import PodConsole
 from .preflight import Away, ask
 from .recovering import Stuck, prepared
 from .saves import SaveWatch
@@ -63,7 +63,7 @@ def carry_on(options: argparse.Namespace, ahead: AgentProcess) -> int:
     file = _read(options)
     access = Access.given(options, file.commander)
     tls = access.agent_flags(file.commander)
-    console = Console("dalsegno relay")
+    console = PodConsole("dalsegno relay")
     volume = Volume(file.l1_root, file.run_id, console.say)
     if problem := volume.problem(must_be_mount=not options.no_mount_check):
         raise UsageError(problem)
@@ -95,7 +95,7 @@ class _Pod:
         access: Access,
         tls: Sequence[str],
         ahead: AgentProcess,
-        console: Console,
+        console: PodConsole,
     ) -> None:
         self._file, self._options, self._volume, self._console = file, options, volume, console
         self._say = console.say

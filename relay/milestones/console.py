@@ -8,12 +8,12 @@ from dalsegno.protos.outlet import Outlet
 from dalsegno.protos.shortage import starting
 from dalsegno.protos.text import one_line
 
-__all__ = ("Console",)
+__all__ = ("PodConsole",)
 
 _LAST_LINES_SECONDS = 2.0
 
 
-class Console:
+class PodConsole:
     """Standard error, which may be a pipe that nobody reads any more, or that nobody has at the other end.
 
     Args:

@@ -33,7 +33,7 @@ from .access import Access, add_tls, secret
 from .alone import alone
 from .child import Transfer, patience
 from .commander_client import Away, CommanderClient, Milestone
-from .console import Console
+from .console import PodConsole
 from .metrics_file import MetricsFile
 from .snapshot import Snapshot, freeze, snapshots
 
@@ -383,7 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
-    console = Console(f"[dalsegno] mirror of {file.run_id}")
+    console = PodConsole(f"[dalsegno] mirror of {file.run_id}")
     try:
         with alone(given.hf / ".mirror.lock", lambda: console.say("another one works here: waiting for its end")):
             Mirror(file, Places(given.checkpoints, given.hf, given.events), commander, console.say).run()
