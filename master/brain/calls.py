@@ -33,7 +33,7 @@ from .recollection import remember
 from .registration import proves, register
 from .scaling import scale
 from .state import Failure, Job, Joined, MemberState, Node, Phase
-from .turn import Turn, pace_of
+from .turn import Turn, pace_of, world_of
 from .views import status
 
 Answer = tuple[str, str]
@@ -236,12 +236,12 @@ def expect_session(turn: Turn, node: Node) -> None:
 def made_step(turn: Turn, node: Node, step: int) -> bool:
     """Notes that a node's ranks have reached this step of the open epoch. Returns whether that is news."""
     epoch = turn.open
-    if step <= epoch.steps.get(node.name, running.world_of(turn).resumed_step):
+    if step <= epoch.steps.get(node.name, world_of(turn).resumed_step):
         return False
     epoch.steps[node.name] = step
     epoch.advance(node.name, step, turn.now, turn.heard)
     if epoch.first_step_at is None:
-        announcements.first_step(turn, running.world_of(turn))
+        announcements.first_step(turn, world_of(turn))
     return True
 
 
@@ -251,7 +251,7 @@ def reached(turn: Turn, node: Node, step: int) -> bool:
     Returns whether that is news.
     """
     job, epoch = turn.job, turn.open
-    world = running.world_of(turn)
+    world = world_of(turn)
     if step <= epoch.steps.get(node.name, world.resumed_step):
         return False
     news = step > max(epoch.top_step, world.resumed_step)

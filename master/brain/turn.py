@@ -14,7 +14,7 @@ from .chronicle import EVENTS, JobEvent, Kind
 from .listening import HEARTBEAT_SECONDS
 from .live import DrainLife, EpochLife, Gathering, Live, RunLife, State
 from .presences import Presence
-from .state import Job, Member, MemberState, Node, Phase, Run
+from .state import Job, Member, MemberState, Node, Phase, Run, World
 
 # Seconds after which a closed stream counts as a death.
 CLOSED_GRACE_SECONDS = 1.0
@@ -230,3 +230,11 @@ def names(nodes: Iterable[str]) -> str:
     if len(listed) <= NAMED:
         return ", ".join(listed)
     return f"{', '.join(listed[: NAMED - 1])} and {len(listed) - NAMED + 1} more"
+
+
+def world_of(turn: Turn) -> World:
+    """The last opened world, which must exist in this phase."""
+    world = turn.job.world
+    if world is None:
+        raise AssertionError(f"phase {turn.job.phase.value} without a world")
+    return world

@@ -25,6 +25,7 @@ from dalsegno.master.brain import (
     conversion,
     failures,
     forming,
+    growing,
     listening,
     membership,
     recollection,
@@ -37,7 +38,7 @@ from dalsegno.master.brain import (
 from dalsegno.master.brain.live import State
 from dalsegno.master.brain.presences import Presences
 from dalsegno.master.brain.state import Checkpoint, Drain, Job, MemberState, Node, Phase
-from dalsegno.master.brain.turn import Turn
+from dalsegno.master.brain.turn import Turn, world_of
 from dalsegno.protos import control_pb2
 
 from ..plan import Plan
@@ -214,7 +215,7 @@ def starts_from_nothing(original: Any) -> Any:
 def grows_before_a_step(original: Any) -> Any:
     def wants_to_grow(turn: Turn) -> bool:
         turn.update_run(has_session=False)
-        world = running.world_of(turn)
+        world = world_of(turn)
         return bool(membership.newcomers(turn)) and len(world.members) < turn.job.settings.max_nodes
 
     return wants_to_grow
@@ -625,7 +626,7 @@ PLANTS: dict[str, Plant] = dict(
         plant(checkpoints, "resume_point", skips_the_resume_point, "newest commit", "committed steps grow"),
         plant(forming, "open_world", starts_from_nothing, "newest commit"),
         plant(running, "wants_to_grow", grows_before_a_step, "a step between growths", first=50),
-        plant(running, "grow_interval", grows_at_once, "the interval between growths", kind="planned", first=940),
+        plant(growing, "grow_interval", grows_at_once, "the interval between growths", kind="planned", first=940),
         plant(announcements, "without_steps", says_nothing_of_the_unheard, "worlds are presented", kind="planned"),
         plant(forming, "is_gathered", waits_for_nobody, "quiet time"),
         plant(membership, "select", opens_below_min, "size of the world", first=17),

@@ -20,7 +20,7 @@ pytest.importorskip("yaml", reason="needs the extra relay")
 from dalsegno.protos.run_file import read_run_file
 from dalsegno.relay import entry
 from dalsegno.relay.milestones.access import Access
-from dalsegno.relay.milestones.console import Console
+from dalsegno.relay.milestones.console import PodConsole
 from dalsegno.relay.volume import Volume
 from tests.support.jobs.commander import run_file
 
@@ -84,7 +84,7 @@ def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(entry, "AgentProcess", kind)
     monkeypatch.setattr(entry, "ask", lambda file, access: {"grpc_port": 1})
     options = argparse.Namespace(file=path, notice=30.0, allow_baseline=False, no_mount_check=True)
-    with entry._Pod(file, options, volume, Access("a-token-of-some-length"), (), kind(), Console("pod")) as one:
+    with entry._Pod(file, options, volume, Access("a-token-of-some-length"), (), kind(), PodConsole("pod")) as one:
         one.agent = kind
         one.volume = volume
         yield one

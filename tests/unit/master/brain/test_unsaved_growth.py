@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dalsegno.master.brain.running import GROW_WAIT_SECONDS
+from dalsegno.master.brain.growing import GROW_WAIT_SECONDS
 from dalsegno.master.brain.state import Phase
 from tests.support.jobs.masters import Driven, Node, settings
 
