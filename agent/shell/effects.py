@@ -313,7 +313,8 @@ class Effects:
     def _open_and_look(self, action: ev.PrepareJoin) -> None:
         digest, took = _digest(action.resume), action.take.epoch if action.take is not None else 0
         try:
-            host, port = self.stores.open()
+            # A master that has lost its record counts rounds anew.
+            host, port = self.stores.open((self.client.generation, action.round))
         except (OSError, RuntimeError) as error:
             # torch's store raises RuntimeError for a port that it cannot have.
             why = shortage(error)

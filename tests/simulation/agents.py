@@ -173,7 +173,8 @@ class SimAgent:
             case ev.Call():
                 self.client.call(action.method, action.request)
             case ev.PrepareJoin():
-                self._prepare_join(action, self.stores.open()[1], self.sim.clock.now + LOOK_FOR)
+                port = self.stores.open((self.client.generation, action.round))[1]
+                self._prepare_join(action, port, self.sim.clock.now + LOOK_FOR)
             case ev.StartWorkers() if self.sim.starts_fail:
                 self.sim.starts_fail -= 1
                 self.sim.ledger.script_failures += 1

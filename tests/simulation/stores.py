@@ -19,13 +19,11 @@ class Stores(StoreServers):
         super().__init__(agent.host)
         self._agent = agent
 
-    def _serve(self, address: str, port: int = 0) -> tuple[Any, int]:
-        return object(), port or self._agent.sim.fresh_port()
+    def _serve(self) -> tuple[Any, int]:
+        return object(), self._agent.sim.fresh_port()
 
     def use(self, world: control_pb2.World, mine: bool) -> Any:
-        # The product would open it again, as if nothing had been wrong.
+        found = super().use(world, mine)
         why = f"{self._agent.label} is told to serve port {world.store_port}"
-        self._agent.sim.ledger.require(
-            world.store_port in self._waiting or not mine, "the store of a world is open", why
-        )
-        return super().use(world, mine)
+        self._agent.sim.ledger.require(found is not None or not mine, "the store of a world is open", why)
+        return found

@@ -58,7 +58,7 @@ def test_a_store_that_cannot_be_opened_is_told(
     """Nobody's loop ends by it, and the decisions hear of it; when it can be opened the Join is prepared."""
     plain = effects.stores.open
 
-    def fails() -> tuple[str, int]:
+    def fails(world: object) -> tuple[str, int]:
         raise error
 
     order = ev.PrepareJoin(2, control_pb2.CheckpointRef(name="step-1.e1.1", digest=""))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ class World:
     def __init__(self) -> None:
         self.over = threading.Event()
         self._servers = StoreServers("127.0.0.1")
-        self.host, self.port = self._servers.open()
+        self.host, self.port = self._servers.open(1)
         world = control_pb2.World(store_host=self.host, store_port=self.port)
         self._served: TCPStore | None = self._servers.use(world, mine=True)
 
@@ -136,32 +135,42 @@ def test_nobody_connects_to_the_store_of_a_world_that_is_over(world: World) -> N
     assert connect(world.host, world.port, 0.2, lambda: False) is None, "nor for ever"
 
 
-def test_an_offer_that_is_closed_is_opened_again(caplog: pytest.LogCaptureFixture) -> None:
-    """A world is told to meet at it: it does so there, in a store that is new, and the log has what was offered."""
+def test_all_joins_of_a_round_offer_one_store() -> None:
+    """The resume point moves with each of many commits, and the world opens with the first of all these Joins."""
     servers = StoreServers("127.0.0.1")
     try:
-        host, first = servers.open()
-        # It is connected until the store is closed, so the port is left in TIME_WAIT.
-        early = connect(host, first, 10.0, lambda: False)
-        assert early is not None
-        early.set("old", "1")
-        assert servers.use(control_pb2.World(epoch=2, store_host=host, store_port=first), mine=True) is not None
-        _, second = servers.open()
-        store = servers.use(control_pb2.World(epoch=3, store_host=host, store_port=first), mine=True)
-        assert store is not None
-        reached = connect(host, first, 10.0, lambda: False)
-        assert reached is not None
-        reached.set("new", "1")
-        assert (store.check(["new"]), store.check(["old"])) == (True, False)
+        _, first = servers.open((1, 3))
+        assert {servers.open((1, 3))[1] for _ in range(20)} == {first}
+        assert servers.use(control_pb2.World(epoch=3, store_port=first), mine=True) is not None
+    finally:
+        servers.close()
+
+
+def test_each_round_and_each_address_has_a_store_of_its_own() -> None:
+    """Which nobody has used; those of the last rounds wait for a world that may just be opening."""
+    servers = StoreServers("127.0.0.1")
+    try:
+        ports = [servers.open((1, round_))[1] for round_ in range(1, 12)]
+        assert len(set(ports)) == 11
+        servers.address = "127.0.0.2"
+        ports.append(servers.open((1, 11))[1])
+        assert servers.use(control_pb2.World(epoch=10, store_port=ports[9]), mine=True) is not None
+        # What it had for other rounds is closed with that.
+        assert servers.use(control_pb2.World(epoch=11, store_port=ports[11]), mine=True) is None
+        assert servers.use(control_pb2.World(epoch=12, store_port=servers.open((1, 11))[1]), mine=True) is not None
+    finally:
+        servers.close()
+
+
+def test_a_store_that_is_gone_is_explained(caplog: pytest.LogCaptureFixture) -> None:
+    """Which ports were offered, and what became of them."""
+    servers = StoreServers("127.0.0.1")
+    try:
+        _, first = servers.open((1, 2))
+        assert servers.use(control_pb2.World(epoch=2, store_port=first), mine=True) is not None
+        _, second = servers.open((1, 3))
+        assert servers.use(control_pb2.World(epoch=3, store_port=first), mine=True) is None
     finally:
         servers.close()
     (record,) = caplog.records
     assert f"epoch 3 wants port {first}; open: [{second}]; closed: [({first}, 'used by epoch 2')]" in record.message
-
-
-def test_a_port_that_somebody_else_has_is_no_store() -> None:
-    """Whatever answers there is not the world's store."""
-    servers = StoreServers("127.0.0.1")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        world = control_pb2.World(epoch=3, store_host="127.0.0.1", store_port=taken.getsockname()[1])
-        assert servers.use(world, mine=True) is None
