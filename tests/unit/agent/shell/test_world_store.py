@@ -14,10 +14,13 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.utils import store as store_util
 
+from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.shell.world_store import WorldStore, connect
 from dalsegno.agent.workers.tcp_stores import StoreServers
 from dalsegno.agent.workers.worker_env import WorldPlace
 from dalsegno.protos import control_pb2
+from tests.support.jobs.masters import Driven, Node, settings
+from tests.unit.agent.decisions.test_decisions import Agent
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -174,3 +177,35 @@ def test_a_store_that_is_gone_is_explained(caplog: pytest.LogCaptureFixture) -> 
         servers.close()
     (record,) = caplog.records
     assert f"epoch 3 wants port {first}; open: [{second}]; closed: [({first}, 'used by epoch 2')]" in record.message
+
+
+def test_a_world_meets_at_the_first_of_many_offers() -> None:
+    """Twelve commits come at once while a node joins: it joins anew each time, and the master takes its first Join.
+
+    A node that was cut off, and a restarted master, have such a backlog; the store of that Join was closed by then.
+    """
+    job = Driven(settings())
+    first, second = job.start(2)
+    sealed = [job.seal(step) for step in range(1, 13)]
+    first.failed()
+    early, agent, servers = first.joining(), Agent(), StoreServers("127.0.0.1")
+    agent.registered(incarnation=first.incarnation)
+    try:
+        _, early.store_port = prepared(agent, servers, first)
+        for one in sealed:
+            second.commit(one)
+            prepared(agent, servers, first)
+        assert len({order.resume.digest for order in agent.did(ev.PrepareJoin) if order.resume}) == len(sealed)
+        job.call(early)
+        second.join()
+        world = first.directive.run
+        assert (world.epoch, world.place.group_rank, world.store_port) == (2, 0, early.store_port)
+        assert servers.use(world, mine=True) is not None
+    finally:
+        servers.close()
+
+
+def prepared(agent: Agent, servers: StoreServers, node: Node) -> tuple[str, int]:
+    """What the agent offers for the present order."""
+    agent.hear(ev.Directed(node.directive))
+    return servers.open((node.directive.generation, agent.did(ev.PrepareJoin)[-1].round))
