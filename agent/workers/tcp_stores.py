@@ -1,7 +1,7 @@
 """Fresh key-value stores for worlds: one TCPStore server for each round of Joins, served by the agent itself.
 
-A store that is kept across worlds contains stale keys, over which torch's own agents stumble. Here a Join offers a store
-that nobody has used. The world that opens uses the one of its group rank 0, and the others are closed.
+A store that is kept across worlds contains stale keys, over which torch's own agents stumble. Here a Join offers a
+store that nobody has used. The world that opens uses the one of its group rank 0, and the others are closed.
 """
 
 from __future__ import annotations
