@@ -197,7 +197,7 @@ def waiting_to_grow(turn: Turn, new: list[Node], until: float | None, since: flo
             what = (
                 ", and nothing of it could be resumed: all workers restart with the first checkpoint that it saves"
                 " below ${save_dir}; --grow-wait=SECONDS restarts them without one, too, and"
-                f" `dalsegno scale {len(members_of(turn)) + len(new)}` now"
+                f" `dalsegno scale {turn.job.most_nodes}` now"
             )
     elif resume is not None:
         what = (
@@ -227,7 +227,7 @@ def unsaved_growth(turn: Turn, new: list[Node], until: float | None) -> None:
     if until is None:
         when += (
             ", because before that all steps would be lost (--grow-wait=SECONDS: after that time in any case;"
-            f" `dalsegno scale {len(members_of(turn)) + len(new)}`: now)"
+            f" `dalsegno scale {turn.job.most_nodes}`: now)"
         )
     else:
         when += f", or in {until - turn.heard:.0f} s from {back} (--grow-wait)"

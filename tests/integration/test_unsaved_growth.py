@@ -41,7 +41,7 @@ while not (place / "stop").exists():
 
 @pytest.mark.full
 def test_a_newcomer_of_a_script_that_has_saved_nothing_yet(clusters: Clusters, tmp_path: Path) -> None:
-    """It saves below our directory, some day: held off until then, or until somebody asks for two nodes."""
+    """It saves below our directory, some day: held off until then, or until somebody asks for as many as there may be."""
     script = tmp_path / "train.py"
     script.write_text(PLAIN.format(place=str(tmp_path)))
     job = clusters(training=Training(script=script), hooked=False, universal="", nnodes="1:3")
@@ -50,9 +50,9 @@ def test_a_newcomer_of_a_script_that_has_saved_nothing_yet(clusters: Clusters, t
     job.wait_for(lambda: "training on 1" in a.text(), "its start")
     (b,) = job.start("b")
     for node in (a, b):
-        job.wait_line(r"b joined: .* nothing of it could be resumed: .* and `dalsegno scale 2` now", node)
+        job.wait_line(r"b joined: .* nothing of it could be resumed: .* and `dalsegno scale 3` now", node)
     assert "training on 2" not in a.text()
-    assert scaled(job, 2).returncode == 0
+    assert scaled(job, 3).returncode == 0
     job.wait_line("all workers restart to take b in; a number of nodes was asked for, and nothing could be resumed", a)
     job.wait_for(lambda: "training on 2" in a.text(), "both")
     (tmp_path / "stop").touch()

@@ -225,7 +225,7 @@ def test_where_nothing_could_be_resumed_nobody_is_restarted() -> None:
     assert len(said) >= 4
     for line in said:
         assert "nothing of it could be resumed" in line
-        assert line.endswith("--grow-wait=SECONDS restarts them without one, too, and `dalsegno scale 2` now")
+        assert line.endswith("--grow-wait=SECONDS restarts them without one, too, and `dalsegno scale 4` now")
     a.save(4)
     assert job.phase is Phase.FORMING
 
