@@ -69,6 +69,8 @@ def agent_command(
         f"--master-outage-timeout={file.lease_seconds:g}",
         "--quiet-time=0",
         f"--drain-timeout={notice_seconds:g}",
+        # What the pod passes on, see `_Pod._for_agent`.
+        "--signals-to-handle=SIGTERM,SIGINT,SIGHUP",
         f"--keep-checkpoints={file.keep_last}",
         "--make-room",
         "--keep-saves=1",

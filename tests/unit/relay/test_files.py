@@ -44,6 +44,14 @@ def test_the_agent_keeps_the_best_by_the_metric_of_the_milestones() -> None:
     assert told(file.model_copy(update={"hf": None})).best is None
 
 
+def test_the_agent_handles_what_its_pod_passes_on() -> None:
+    """Whatever an image's environment says of torchrun's flags: of SIGHUP it would die, and lose what is not saved."""
+    file = read_run_file(ROOT / "deploy" / "relay" / "quickstart.yaml")
+    words = agent_command(file, Volume(file.l1_root, file.run_id), "localhost:1", 30.0, logs=Path("/logs"))
+    options = parse(words, {"PET_SIGNALS_TO_HANDLE": "SIGTERM"})
+    assert {"SIGTERM", "SIGINT", "SIGHUP"} <= {*options.signals_to_handle.split(",")}
+
+
 def test_the_files_are_found() -> None:
     """There are some."""
     assert len(FILES) >= 5
