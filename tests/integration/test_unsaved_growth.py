@@ -41,7 +41,7 @@ while not (place / "stop").exists():
 
 @pytest.mark.full
 def test_a_newcomer_of_a_script_that_has_saved_nothing_yet(clusters: Clusters, tmp_path: Path) -> None:
-    """It saves below our directory, some day: held off until then, or until somebody asks for as many as there may be."""
+    """It saves below our directory, some day: held off until then, or until somebody asks for as many as may be."""
     script = tmp_path / "train.py"
     script.write_text(PLAIN.format(place=str(tmp_path)))
     job = clusters(training=Training(script=script), hooked=False, universal="", nnodes="1:3")
