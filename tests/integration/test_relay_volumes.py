@@ -106,7 +106,8 @@ def test_a_pod_that_dies_on_a_full_volume_leaves_what_it_had(tmp_path: Path) -> 
         disk.clear()
         c = run.pod("c")
         assert c.process.wait(120) == 0, run.said()
-        assert run.epochs()[max(run.epochs())][0].step == stands + 1
+        # A save that found room just before, and whose copy did not, is taken now.
+        assert run.epochs()[max(run.epochs())][0].step in (stands + 1, stands + 21)
         run.assert_one_history(200)
 
 
