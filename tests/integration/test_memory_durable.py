@@ -72,10 +72,14 @@ def wait_committed(job: Cluster, step: int) -> None:
     job.wait_status(lambda reply: reply.head.step >= step and not reply.head.in_memory, f"the commit of step {step}")
 
 
-def kill_all(job: Cluster, *nodes: Node) -> None:
-    """All nodes and the master at once, as a power cut does."""
+def kill_master(job: Cluster) -> None:
     master = job.master_pid()
     processes.send([] if master is None else [master])
+
+
+def kill_all(job: Cluster, *nodes: Node) -> None:
+    """All nodes and the master at once, as a power cut does."""
+    kill_master(job)
     for node in nodes:
         job.kill_node(node)
 
@@ -123,10 +127,11 @@ def test_all_nodes_die_at_once(jobs: Clusters, undisturbed: Undisturbed) -> None
 
 
 @pytest.mark.full
-def test_a_writer_is_killed_in_the_middle(jobs: Clusters, undisturbed: Undisturbed) -> None:
+@pytest.mark.parametrize("with_master", [False, True])
+def test_a_writer_is_killed_in_the_middle(jobs: Clusters, undisturbed: Undisturbed, with_master: bool) -> None:
     """A part of the step is missing on the disk: it is no commit, and the other node goes on from its memory.
 
-    Behind the first step of the next world it writes the rest.
+    Behind the first step of the next world it writes the rest. The same if the master dies at that moment, too.
     """
     job = jobs(HELD)
     job.start("a")
@@ -136,6 +141,8 @@ def test_a_writer_is_killed_in_the_middle(jobs: Clusters, undisturbed: Undisturb
     job.wait_for(lambda: list(run_directory(job).glob(f"step-{HELD}.*/*")), "the part of a")
     job.wait_standing()
     assert not job.sealed()
+    if with_master:
+        kill_master(job)
     job.kill_node(job.node("b"))
     second = job.wait_world(1, after=first)
     assert job.change(second).resumed == HELD
@@ -156,10 +163,14 @@ def best_of(job: Cluster) -> tuple[int, int]:
 
 
 @pytest.mark.full
-def test_the_best_outlives_the_death_of_who_was_writing_it(jobs: Clusters, undisturbed: Undisturbed) -> None:
+@pytest.mark.parametrize("with_master", [False, True])
+def test_the_best_outlives_the_death_of_who_was_writing_it(
+    jobs: Clusters, undisturbed: Undisturbed, with_master: bool
+) -> None:
     """It is in memory alone, and the run goes on from a later step: the next world brings it to the disk.
 
-    No rank has written it, and newer commits do not make it one of those that may go.
+    No rank has written it, and newer commits do not make it one of those that may go. A master that dies as soon as the
+    next world stands leaves that to the one after it.
     """
     environment = {"DALSEGNO_TEST_STEPS": str(FREE), "DALSEGNO_TEST_BEST": "10", **noted_makers()}
     flags = ("--memory-replicas=1", "--quiet-time=60", "--keep-checkpoints=1")
@@ -172,6 +183,9 @@ def test_the_best_outlives_the_death_of_who_was_writing_it(jobs: Clusters, undis
     job.wait_standing()
     assert not job.sealed()
     job.kill_node(job.node("b"))
+    if with_master:
+        job.wait_line("epoch 2: ", job.node("a"))
+        kill_master(job)
     second = job.wait_world(1, after=first)
     assert job.change(second).resumed == HELD
     wait_durable(job, HELD)
