@@ -42,6 +42,25 @@ def test_the_reason_of_a_signal_is_not_what_was_printed_last(tmp_path: Path, err
     assert last_words(str(path), -9) == (f"{reason} (see {path})" if reason else f"see {path}")
 
 
+@pytest.mark.parametrize(
+    ("errors", "reason"),
+    [
+        ("no licence: ask for one\nINFO: loading\n", "no licence: ask for one"),
+        ("no licence\n[2026-11-24 10:00:00,123] [INFO] [engine.py:12:run] stage 1\n", "no licence"),
+        ("no licence\n2026-11-24 10:00:00,123 - root - INFO - step 4\n", "no licence"),
+        ("no licence\nI1124 10:00:00.123 12 a.cc:5] opened\nDEBUG:root:x\n", "no licence"),
+        ("I1124 10:00:00.123 12 a.cc:5] opened\nINFO 12:00 step 4 done\n", ""),
+        ("there is no INFORMATION about this\n", "there is no INFORMATION about this"),
+        ("ERROR: bad\n", "ERROR: bad"),
+    ],
+)
+def test_what_a_logger_says_went_well_is_no_reason(tmp_path: Path, errors: str, reason: str) -> None:
+    """A script that ends itself (`os._exit(3)`) may have logged something behind the line that says why, or nothing."""
+    path = tmp_path / "stderr.log"
+    path.write_text(errors)
+    assert last_words(str(path), 3) == (f"{reason} (see {path})" if reason else f"see {path}")
+
+
 OWN = '  File "/tmp/it/train.py", line 10, in main\n    load(path)\n    ^^^^^^^^^^\n'
 LIBRARY = f'  File "{json.__file__}", line 346, in loads\n    return decode(s)\n'
 INSTALLED = '  File "/env/lib/python3.11/site-packages/torch/nn/module.py", line 5, in forward\n    return f(x)\n'
