@@ -17,6 +17,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from ..rank.tensor_bytes import bytes_of
+
 _VERSION = "1"
 # The most numbers of an array, and the most arrays of a sample, that are summed up.
 _NUMBERS, _ARRAYS = 1 << 16, 8
@@ -46,8 +48,7 @@ def print_of(sample: Any) -> str:
             if len(sums) < _ARRAYS:
                 sums.append(",".join(f"{number:.6g}" for number in _sums(value)))
         else:
-            held: Any = value.contiguous().reshape(-1).view(torch.uint8).numpy()
-            exact.update(held)
+            exact.update(bytes_of(value))
     return " ".join([_VERSION, exact.hexdigest(), *sums])
 
 

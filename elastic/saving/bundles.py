@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..rank.tensor_bytes import bytes_of
 from ..universal.recording import recorded, storage_order
 
 MARK, VERSION = "dalsegno_bundle", 1
@@ -136,8 +137,7 @@ def _values(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
 
 def _bytes(flat: Sequence[Tensor]) -> memoryview:
     together = (flat[0] if len(flat) == 1 else torch.cat(list(flat))).cpu()
-    array: Any = together.view(torch.uint8).numpy()  # numpy knows no bfloat16
-    return memoryview(array)
+    return memoryview(bytes_of(together))
 
 
 def _lies_plainly(tensor: Tensor) -> bool:

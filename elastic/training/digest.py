@@ -11,11 +11,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
+
+from ..rank.tensor_bytes import bytes_of
 
 _COLUMNS = 1024
 # How many values are handled at a time, and so the memory that it takes: what fits a CPU's cache, or one call on a
@@ -49,9 +50,7 @@ def digests(tensors: Sequence[Tensor]) -> list[str]:
 
 def _checksum(tensor: Tensor) -> str:
     plain = tensor.detach().resolve_conj().resolve_neg()
-    flat = (torch.view_as_real(plain) if plain.is_complex() else plain).reshape(-1)
-    array: Any = flat.view(torch.uint8).numpy()  # numpy knows no bfloat16
-    return xxh3_64_hexdigest(array)
+    return xxh3_64_hexdigest(bytes_of(torch.view_as_real(plain) if plain.is_complex() else plain))
 
 
 def numbers(tensors: Sequence[Tensor]) -> list[float]:

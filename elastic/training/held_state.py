@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..rank.tensor_bytes import bytes_of
 from ..saving.replicas import tensors
 from .digest import is_plain
 from .training_state import TRAINING_FILE, TrainingState
@@ -149,7 +150,7 @@ def _place(path: str, tensor: Tensor) -> tuple[Any, ...]:
 def _bytes(tensor: Tensor) -> Any:
     if tensor.device.type != "cpu":
         return repr(torch.hash_tensor(tensor.detach()).item())
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return bytes_of(tensor)
 
 
 def held_by(save: Any) -> TrainingState | None:

@@ -26,6 +26,7 @@ from ..data.batch import batch_in
 from ..data.batches import Batches
 from ..rank.agreement import PART
 from ..rank.remarks import remark
+from ..rank.tensor_bytes import bytes_of
 from ..saving.background_save import Background, in_background
 from ..saving.replicas import loadable
 from ..saving.resuming import LOADERS, ResumePoint, check_loaders
@@ -192,7 +193,7 @@ def fingerprint(batch: Any) -> str:
 def _values(batch: Any) -> Iterator[Any]:
     if isinstance(batch, torch.Tensor):
         yield repr((batch.dtype, tuple(batch.shape))).encode()
-        yield batch.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        yield bytes_of(batch.cpu())
     elif isinstance(batch, Mapping):
         for name, value in batch.items():
             yield repr(name).encode()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dalsegno.protos.text import few
 
 from ..rank.remarks import remark
+from ..rank.tensor_bytes import bytes_of
 
 _PLAIN = (bool, int, float, str, type(None))
 # Attributes that torch and libraries set as they go along, and make anew.
@@ -111,5 +112,4 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
 
 
 def _digest(value: Tensor) -> str:
-    held: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return f"{value.dtype} {list(value.shape)} {xxhash.xxh3_64_hexdigest(held)}"
+    return f"{value.dtype} {list(value.shape)} {xxhash.xxh3_64_hexdigest(bytes_of(value.cpu()))}"

@@ -1,0 +1,20 @@
+"""A tensor's values as bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+__all__ = ["bytes_of"]
+
+
+def bytes_of(tensor: Tensor) -> Any:
+    """The values of a tensor on a CPU, one behind the other, as an array of bytes; to be read.
+
+    Nothing is copied where they lie side by side. Bytes, because numpy knows no bfloat16. And not by `Tensor.numpy()`:
+    nobody may resize a storage any more of which there was such an array, and FSDP frees its gathered parameters so.
+    """
+    return numpy.from_dlpack(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
