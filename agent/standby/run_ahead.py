@@ -50,15 +50,15 @@ class _Environ(os._Environ[Any]):
     ahead: RunAhead
 
     def __getitem__(self, key: Any) -> Any:
-        self._meet(key)
+        _Environ._meet(key)
         return os._Environ.__getitem__(self, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._meet(key)
+        _Environ._meet(key)
         os._Environ.__setitem__(self, key, value)
 
     def __delitem__(self, key: Any) -> None:
-        self._meet(key)
+        _Environ._meet(key)
         os._Environ.__delitem__(self, key)
 
     def __iter__(self) -> Iterator[Any]:

@@ -12,6 +12,7 @@ from dalsegno.agent.processes.room import available_bytes
 from dalsegno.agent.script import Script, runs_ahead
 from dalsegno.agent.standby import room
 from dalsegno.agent.standby.placing import place_of
+from dalsegno.agent.standby.run_ahead import _Environ
 from dalsegno.agent.standby.worker_main import Assignment
 from dalsegno.agent.workers.worker_env import job_environment
 from dalsegno.protos.contract import Variable, is_of_a_world
@@ -21,6 +22,22 @@ AHEAD = Assignment(["train.py", "--steps=3"], False, {"HOME": "/root", "LOCAL_RA
 
 def wanted(**changes: object) -> Assignment:
     return Assignment(**{**vars(AHEAD), "stdout": "out", **changes})  # type: ignore[arg-type]
+
+
+def test_a_variable_is_read_while_its_place_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the first and the second line of the look the mapping becomes a plain one again."""
+
+    class Placed:
+        def meet(self, need: str) -> None:
+            """It has its place."""
+
+    monkeypatch.setattr(_Environ, "ahead", Placed(), raising=False)
+    monkeypatch.setenv("RANK", "3")
+    assert _Environ.__getitem__(os.environ, "RANK") == "3"  # type: ignore[arg-type]
+    _Environ.__setitem__(os.environ, "RANK", "4")  # type: ignore[arg-type]
+    assert os.environ["RANK"] == "4"
+    _Environ.__delitem__(os.environ, "RANK")  # type: ignore[arg-type]
+    assert "RANK" not in os.environ
 
 
 def test_a_place_is_what_differs() -> None:
