@@ -125,6 +125,7 @@ class _NoAdoption(_Nothing):
     """The product's `Adoption`, for scripts with a session."""
 
     met = False
+    signs = ()
 
 
 class _NoSaver(_Nothing):
