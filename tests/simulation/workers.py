@@ -40,6 +40,8 @@ class Group:
         self.stopped_at: float | None = None
         # In force when these ranks were started.
         self.settings = agent.told or agent.settings
+        # What its agent was told: who hears of the world later may hear that its checkpoint has come to the disk.
+        self.from_memory = False
 
     def tell(
         self,
@@ -124,6 +126,7 @@ class Collective:
 
     def join(self, agent: SimAgent, world: control_pb2.World) -> Group:
         group = Group(agent, self, world.place.first_rank)
+        group.from_memory = world.resume.source.in_memory
         self.groups[agent.client.incarnation] = group
         delay = self.sim.random.uniform(0.05, 0.4) if agent.warm else self.sim.random.uniform(0.5, 3.0)
         self.sim.clock.after(delay, self._up, group)
@@ -248,7 +251,7 @@ class Collective:
 
     def _cannot_load(self, group: Group, ref: control_pb2.CheckpointRef) -> bool:
         source = self.world.resume.source
-        if source.in_memory:
+        if group.from_memory:
             there = group.agent.memory.steps.get(source.ref.digest)
             self.sim.ledger.require(
                 there is not None and len(there.parts) == self.sim.ledger.parts_of(source.epoch),
