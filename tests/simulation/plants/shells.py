@@ -146,6 +146,7 @@ def opens_the_stream_before_it_tells(original: Any) -> Any:
             self._registered = True
             incarnation = self._incarnation
             self._changed.notify_all()
+        running().sleep(0.1)  # as on a busy machine: without it one schedule in hundreds shows it
         self._listener.registered(incarnation, reply)
 
     return opened
