@@ -44,18 +44,23 @@ def taken(job: Cluster) -> int:
     return max((one.step for one in inventory(run_directory(job))), default=0)
 
 
-def test_a_survivor_takes_what_the_first_node_had_not_taken(clusters: Clusters, undisturbed: Undisturbed) -> None:
-    """Node 0 dies in the second after a save, agent and workers: the others go on from this save."""
-    job = a_job(clusters, 2)
-    job.start("a", "b")
-    first = job.wait_world(2, steps=1)
-    step = whole_save_that_nobody_took(job, first)
+def assert_others_go_on_from(job: Cluster, first: int, step: int, undisturbed: Undisturbed) -> None:
+    """Kills node 0, agent and workers, before it has taken the save of this step."""
     job.kill_node(job.member(0))
     assert taken(job) < step, "the first node was too quick for this test"
     alone = job.wait_world(1, after=first)
     assert job.first_step(alone) == step + 1
     job.finish()
     job.assert_undisturbed(undisturbed)
+
+
+def test_a_survivor_takes_what_the_first_node_had_not_taken(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """Node 0 dies in the second after a save, agent and workers: the others go on from this save."""
+    job = a_job(clusters, 2)
+    job.start("a", "b")
+    first = job.wait_world(2, steps=1)
+    step = whole_save_that_nobody_took(job, first)
+    assert_others_go_on_from(job, first, step, undisturbed)
 
 
 @pytest.mark.full
@@ -88,9 +93,4 @@ def test_what_is_taken_late_is_converted_like_any_other(clusters: Clusters, undi
         lambda: text if latest.exists() and (text := latest.read_text()) not in ("", before) else None, "the next save"
     )
     step = int(tag.removeprefix("global_step"))
-    job.kill_node(job.member(0))
-    assert taken(job) < step, "the first node was too quick for this test"
-    alone = job.wait_world(1, after=first)
-    assert job.first_step(alone) == step + 1
-    job.finish()
-    job.assert_undisturbed(undisturbed)
+    assert_others_go_on_from(job, first, step, undisturbed)
