@@ -124,8 +124,7 @@ def staying(flags: argparse.Namespace) -> None:
     data = s.data(Rows(flags.width), global_batch=GLOBAL_BATCH, micro_batch=GLOBAL_BATCH, seed=SEED)
     log = common.StepLog(flags.step_log, rank=s.rank, world_size=s.world_size, epoch=s.epoch)
     clock = common.StepClock(flags.step_time)
-    cadence = {"save_every": flags.save_every, "memory_every": flags.memory_every}
-    for batch in s.steps(data, state, max_steps=flags.steps, stay=True, **cadence):
+    for batch in s.steps(data, state, max_steps=flags.steps, stay=True, **cadence(flags)):
         loss = 0.0
         for micro in batch:
             own = loss_of(state.model, micro.data.to(where))
@@ -142,7 +141,14 @@ def elastic(flags: argparse.Namespace) -> None:
     """The script that `dlrover-run` runs."""
     if flags.stay:
         staying(flags)
-        return
+    elif flags.framework.startswith("zero"):
+        engines(flags)
+    else:
+        lower(flags)
+
+
+def lower(flags: argparse.Namespace) -> None:
+    """DDP and FSDP2, with calls of the lower layer."""
     s = session()
     # Before the first need of a place, so that a newcomer has it when the others stop.
     model = make_model(flags).to(device())
@@ -150,27 +156,21 @@ def elastic(flags: argparse.Namespace) -> None:
     rows = Rows(flags.width)
     sampler = ElasticSampler(len(rows), GLOBAL_BATCH, seed=SEED)
     plan = BatchPlan(GLOBAL_BATCH, s.world_size, GLOBAL_BATCH)
-    zero = flags.framework.startswith("zero")
-    train, accumulate, options = (_elastic_zero if zero else _elastic_torch)(flags, s, plan, model)
-    scale = "deepspeed" if zero else "ddp"
-    batches: Batches[Tensor] = Batches(rows, sampler, plan, s.rank, scale=scale, resume=s.resume)
+    train, accumulate, options = _elastic_torch(flags, s, model)
+    batches: Batches[Tensor] = Batches(rows, sampler, plan, s.rank, scale="ddp", resume=s.resume)
     log = common.StepLog(flags.step_log, rank=s.rank, world_size=s.world_size, epoch=s.epoch)
     # As the steps of a model on a card are long beside what surrounds them.
     clock = common.StepClock(flags.step_time)
-    options |= {"save_every": flags.save_every, "memory_every": flags.memory_every}
-    for batch in s.steps(batches, max_steps=flags.steps, seed=SEED, **options):
+    for batch in s.steps(batches, max_steps=flags.steps, seed=SEED, **cadence(flags), **options):
         loss = 0.0
         for micro in accumulate(batch):
             loss += train(micro)
-        if not zero:
-            accumulate.step()
+        accumulate.step()
         clock.wait()
         _note_step(log, batch.step, loss)
 
 
-def _elastic_torch(
-    flags: argparse.Namespace, s: Any, plan: BatchPlan, model: nn.Sequential
-) -> tuple[Any, Any, dict[str, Any]]:
+def _elastic_torch(flags: argparse.Namespace, s: Any, model: nn.Sequential) -> tuple[Any, Any, dict[str, Any]]:
     where = device()
     join()
     if flags.framework == "ddp":
@@ -220,25 +220,34 @@ class _Stepping:
         self._optimizer.zero_grad()
 
 
-def _elastic_zero(
-    flags: argparse.Namespace, s: Any, plan: BatchPlan, model: nn.Sequential
-) -> tuple[Any, Any, dict[str, Any]]:
+def engines(flags: argparse.Namespace) -> None:
+    """The same training by an engine of DeepSpeed."""
     import deepspeed
 
-    from dalsegno.elastic import deepspeed as elastic_deepspeed
+    s = session()
+    model = make_model(flags)
+    optimizer = make_optimizer(model)
+    mark("model built")
+    data = s.data(Rows(flags.width), global_batch=GLOBAL_BATCH, micro_batch=GLOBAL_BATCH, seed=SEED)
+    config = s.deepspeed_config(configuration(flags), data)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    state = s.engine(engine)
+    log = common.StepLog(flags.step_log, rank=s.rank, world_size=s.world_size, epoch=s.epoch)
+    clock = common.StepClock(flags.step_time)
+    for batch in s.steps(data, state, max_steps=flags.steps, **cadence(flags)):
+        loss = 0.0
+        for micro in batch:
+            own = loss_of(engine, micro.data.to(engine.device))
+            engine.backward(micro.scale(own))
+            engine.step()
+            loss += float(own.detach())
+        clock.wait()
+        log.follow(s)
+        _note_step(log, batch.step, loss)
 
-    elastic_deepspeed.prepare()
-    config = elastic_deepspeed.config(configuration(flags), plan, s.resume)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=config)
-    elastic_deepspeed.restore(engine, s.resume)
 
-    def train(micro: Any) -> float:
-        loss = loss_of(engine, micro.data.to(engine.device))
-        engine.backward(micro.scale(loss))
-        engine.step()
-        return float(loss.detach())
-
-    return train, Accumulation(engine), {"save": elastic_deepspeed.save(engine)}
+def cadence(flags: argparse.Namespace) -> dict[str, int]:
+    return {"save_every": flags.save_every, "memory_every": flags.memory_every}
 
 
 # ---- with torchrun alone ---------------------------------------------------------------------------------------------

@@ -79,6 +79,10 @@ def main() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
     s = session(checkpoint_dir=flags.checkpoint_dir)  # elastic
+    torch.manual_seed(flags.seed)
+    # Before s.data: a node that joins makes its model while the others train.
+    model = Gpt(flags.layers)
+    optimizer = make_optimizer(model, flags.learning_rate)
     data = s.data(  # elastic
         common.StdlibText(BLOCK),
         global_batch=flags.global_batch_size,
@@ -91,10 +95,6 @@ def main() -> None:
         "gradient_clipping": 1.0,
     }
     config = s.deepspeed_config(config, data)  # elastic: instead of batch sizes in the config
-
-    torch.manual_seed(flags.seed)
-    model = Gpt(flags.layers)
-    optimizer = make_optimizer(model, flags.learning_rate)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     state = s.engine(engine)  # elastic: instead of engine.load_checkpoint(...)
 
