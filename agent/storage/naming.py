@@ -12,6 +12,7 @@ from functools import lru_cache
 
 __all__ = [
     "LARGEST",
+    "goes_on_from",
     "is_data",
     "is_log",
     "is_pattern",
@@ -98,6 +99,18 @@ def ranks_of(names: Iterable[str]) -> set[int]:
 def series_of(path: str) -> str:
     """The same text for the same checkpoint of other steps."""
     return _ANY.sub("#", path)
+
+
+def goes_on_from(paths: Sequence[str]) -> str:
+    """The one of several files without a number that a script goes on from; "": they are a checkpoint only together.
+
+    It is the one beside copies that are kept as the best, or the one that is just called the last.
+    """
+    words = {path: re.split("[^a-z]+", path.rpartition("/")[2].lower()) for path in paths}
+    going_on = [path for path in paths if "best" not in words[path]]
+    last = [path for path in going_on if words[path][0] in ("last", "latest")]
+    found = going_on if len(going_on) == 1 else last
+    return found[0] if len(found) == 1 else ""
 
 
 def unversioned(path: str) -> str:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from dalsegno.elastic.checkpoint import SavedAs
 
-from .foreign import COUNTED, Unit
+from .foreign import COUNTED, FILES, Unit
 from .layouts import Complete, FileState
+from .naming import goes_on_from
 
 __all__ = ["Behind", "SaveSlice", "choose", "names_it"]
 
@@ -65,12 +66,14 @@ class SaveSlice:
         Args:
             links: of the whole directory.
         """
+        unit = self.newest.unit
         if self.below:
-            return SavedAs(self.below, self.newest.unit.path, self.numbers)
+            return SavedAs(self.below, unit.path, self.numbers)
+        newest = goes_on_from(unit.names) if unit.layout == FILES and unit.number is None else ""
         there = {unit.unit.path for unit in self.units} | {file.name for file in self.files}
         own = [link for unit in self.units for link in unit.links]
         found = [(name, target) for name, target in sorted(links.items()) if target in there and name not in there]
-        return SavedAs("", self.newest.unit.path, self.numbers, (*found, *own))
+        return SavedAs("", newest or unit.path, self.numbers, (*found, *own))
 
 
 @dataclass(frozen=True)

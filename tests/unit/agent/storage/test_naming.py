@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from dalsegno.agent.storage.naming import is_data, is_log, is_pattern, matches, number_of, ranks_of, series_of
+from dalsegno.agent.storage.naming import (
+    goes_on_from,
+    is_data,
+    is_log,
+    is_pattern,
+    matches,
+    number_of,
+    ranks_of,
+    series_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -85,3 +94,22 @@ def test_patterns(pattern: str, path: str, expected: bool) -> None:
 def test_patterns_stay_below_the_directory() -> None:
     assert is_pattern("a/**/*.pt")
     assert not any(map(is_pattern, ["", "/etc/*", "../*", "a/../../b", "a//b"]))
+
+
+@pytest.mark.parametrize(
+    ("names", "file"),
+    [
+        (["x/last.pth.tar", "x/model_best.pth.tar"], "x/last.pth.tar"),
+        (["checkpoint.pth", "model_best.pth"], "checkpoint.pth"),
+        (["best.pt", "last.pt", "swa.pt"], "last.pt"),
+        (["bestiary.pt", "best-model.pt"], "bestiary.pt"),
+        (["model.pt", "optimizer.pt"], ""),
+        (["model.pt", "optimizer.pt", "best.pt"], ""),
+        (["model_last.pt", "optimizer_last.pt"], ""),
+        (["best_a.pt", "best_b.pt"], ""),
+        (["best/model.pt", "best/optimizer.pt"], ""),
+    ],
+)
+def test_one_of_several_files_is_what_a_script_goes_on_from(names: list[str], file: str) -> None:
+    """The others are copies of it at its best. Several that are one checkpoint only together have none."""
+    assert goes_on_from(names) == file

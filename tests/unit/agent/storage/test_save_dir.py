@@ -184,6 +184,20 @@ def test_who_is_told_where_it_is_needs_no_copy(runs: Callable[..., Run]) -> None
 
 
 @pytest.mark.slow
+def test_the_file_that_was_saved_last_is_the_one_beside_the_best(runs: Callable[..., Run]) -> None:
+    """As timm saves, and PyTorch's imagenet example: a script that gets a path opens it as a file."""
+    run = runs("--resume", "${resume_path}", "${resume_dir}")
+    run.next()
+    save(run.out / "x" / "checkpoint-2.pth.tar", epoch=2)
+    run.sealed()
+    save(run.out / "x" / "last.pth.tar", epoch=3)
+    save(run.out / "x" / "model_best.pth.tar", epoch=2)
+    kept = run.directory / run.sealed().name / "x"
+    assert run.next()[1:] == ("--resume", str(kept / "last.pth.tar"), str(kept))
+    run.taken.close()
+
+
+@pytest.mark.slow
 def test_what_belongs_together_is_one_checkpoint(runs: Callable[..., Run]) -> None:
     """The newest of each series, with notes that name it; what did not change is not copied again."""
     run = runs()
