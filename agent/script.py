@@ -52,6 +52,8 @@ _PEER = re.compile("Connection closed by peer|Connection reset by peer|ncclRemot
 # What DeepSpeed says of a checkpoint in the other form than its configuration does.
 _OTHER_SIZE = re.compile(r"used a DP world size of [0-9]+ but the current world size is [0-9]+")
 _NOT_UNIVERSAL = re.compile("Invalid for universal checkpoint: .*latest_universal does not exist")
+# What torch says of weights that were saved with DistributedDataParallel around the model, and without, or the reverse.
+_WRAPPED = re.compile(r'(Missing|Unexpected) key\(s\) in state_dict: "module\.')
 _LOAD_UNIVERSAL = '"checkpoint": {"load_universal": os.environ.get("DALSEGNO_RESUME_FORM") == "universal"}'
 
 # Imported by the first DDP wrap, which takes seconds on a busy machine.
@@ -291,6 +293,12 @@ def advice(error: str) -> str:
         return (
             "DeepSpeed's configuration says load_universal, and this resume point has no universal files, as it needs "
             f"none: put in {_LOAD_UNIVERSAL} instead"
+        )
+    if _WRAPPED.search(error):
+        return (
+            "the script wraps its model (DistributedDataParallel) where it has several ranks, and saves the wrapper's "
+            'names ("module.…"), so what one rank has saved does not load in several, or the reverse: let it save and '
+            "load model.module, or keep to worlds of at least two ranks, such as --nnodes=2:4"
         )
     return ""
 

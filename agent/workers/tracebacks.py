@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sysconfig
@@ -19,6 +20,8 @@ _RANK = re.compile(r"\[rank\d+\]: ?")
 _LIBRARIES = tuple(
     os.path.join(os.path.realpath(path), "") for path in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
 )
+# Characters of each of the indented lines.
+_SHORT = 100
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
 
@@ -27,8 +30,10 @@ class Raised:
     """An exception that was printed.
 
     Attributes:
-        text: The first line of it, with its name.
-        where: `train.py, line 10, in main`, of the last frame that is in no library; empty if there is none.
+        text: The first line of it, with its name. One that ends with a colon is followed by the indented lines below
+            it, of each its beginning.
+        where: `train.py, line 10, in main`, of the last frame that is in no library. If all are, as a program of a
+            library was run (`-m`), the last one in the package of the first. Empty if there is none.
         rest: What follows it: more lines of its text, or of what libraries say at the end.
     """
 
@@ -43,13 +48,35 @@ def last_raised(lines: Sequence[str]) -> Raised | None:
     begins = [number for number, line in enumerate(plain) if line.startswith(_BEGIN)]
     if not begins:
         return None
-    where = ""
+    frames: list[re.Match[str]] = []
     for number, line in enumerate(plain[begins[-1] + 1 :], begins[-1] + 1):
         if frame := _FRAME.match(line):
-            where = _place(frame) if _is_own(frame["file"]) else where
+            frames.append(frame)
         elif _EXCEPTION.match(line):
-            return Raised(line.strip(), where, tuple(plain[number + 1 :]))
+            rest = tuple(plain[number + 1 :])
+            return Raised(_with_more(line.strip(), rest), _where(frames), rest)
     return None
+
+
+def _with_more(text: str, rest: Sequence[str]) -> str:
+    """torch says there which keys of a state dict are missing."""
+    if not text.endswith(":"):
+        return text
+    more = [line.strip() for line in itertools.takewhile(lambda line: line[:1].isspace(), rest)]
+    return " ".join([text, *(line if len(line) <= _SHORT else f"{line[:_SHORT]}…" for line in more if line)])
+
+
+def _where(frames: Sequence[re.Match[str]]) -> str:
+    own = [frame for frame in frames if _is_own(frame["file"])]
+    if not own and (packages := [found for frame in frames if (found := _package(frame["file"]))]):
+        own = [frame for frame in frames if _package(frame["file"]) == packages[0]]
+    return _place(own[-1]) if own else ""
+
+
+def _package(file: str) -> str:
+    """The top package of an installed file, with its place; "": it is none."""
+    match = _INSTALLED.search(file)
+    return "" if match is None else file[: match.end()] + re.split(r"[/\\]", file[match.end() :])[0]
 
 
 def _is_own(file: str) -> bool:

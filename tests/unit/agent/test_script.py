@@ -53,6 +53,22 @@ def test_deepspeeds_errors_are_known(line: str, helps: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "helps"),
+    [
+        (
+            'Error(s) in loading state_dict for DistributedDataParallel: Missing key(s) in state_dict: "module.a", "b"',
+            True,
+        ),
+        ('Net: Missing key(s) in state_dict: "a". Unexpected key(s) in state_dict: "modules.a"', False),
+        ('Net: Missing key(s) in state_dict: "a". Unexpected key(s) in state_dict: "module.a"', True),
+    ],
+)
+def test_the_names_of_a_wrapped_model_are_known(line: str, helps: bool) -> None:
+    """Such scripts wrap only where there are several ranks: the run of one rank does not grow."""
+    assert ("--nnodes=2:4" in advice(line)) is helps
+
+
+@pytest.mark.parametrize(
     ("command", "text", "knows"),
     [
         (["train.py"], "from dalsegno.elastic import session", True),

@@ -63,6 +63,8 @@ def test_what_a_logger_says_went_well_is_no_reason(tmp_path: Path, errors: str, 
 
 OWN = '  File "/tmp/it/train.py", line 10, in main\n    load(path)\n    ^^^^^^^^^^\n'
 LIBRARY = f'  File "{json.__file__}", line 346, in loads\n    return decode(s)\n'
+KEYS = '\tMissing key(s) in state_dict: "module.a", "module.b".\n\tUnexpected key(s) in state_dict: "a", "b".\n'
+PROGRAM = '  File "/env/lib/python3.11/site-packages/clip/main.py", line 7, in main\n    train()\n'
 INSTALLED = '  File "/env/lib/python3.11/site-packages/torch/nn/module.py", line 5, in forward\n    return f(x)\n'
 
 
@@ -71,7 +73,14 @@ INSTALLED = '  File "/env/lib/python3.11/site-packages/torch/nn/module.py", line
     [
         (f"{OWN}{LIBRARY}ValueError: boom\n", "ValueError: boom (train.py, line 10, in main)"),
         (f"{OWN}{INSTALLED}ValueError: boom\n", "ValueError: boom (train.py, line 10, in main)"),
-        (f"{INSTALLED}ValueError: boom\n", "ValueError: boom"),
+        # A program of a package (`-m`): its own last line, not torch's.
+        (f"{PROGRAM}{INSTALLED}ValueError: boom\n", "ValueError: boom (main.py, line 7, in main)"),
+        (f"{OWN}{PROGRAM}{INSTALLED}ValueError: boom\n", "ValueError: boom (train.py, line 10, in main)"),
+        (
+            f"{OWN}RuntimeError: Error(s) in loading:\n{KEYS}[W1 a.cpp:5] bye\n",
+            'Missing key(s) in state_dict: "module.a", "module.b". Unexpected key(s) in state_dict: "a", "b". (train',
+        ),
+        (f"{OWN}ValueError: not this:\nnor that\n", "ValueError: not this: (train.py, line 10, in main)"),
         # The message has several lines, and a library says something at the end.
         (f"{OWN}RuntimeError: CUDA error: x\nCompile with it.\n[W1 a.cpp:5] bye\n", "RuntimeError: CUDA error: x ("),
         (f"{OWN}KeyboardInterrupt\n", "KeyboardInterrupt (train.py, line 10, in main)"),
