@@ -70,6 +70,7 @@ class DeepSpeed(Strategy):
 
         from ..deepspeed import engine as ours
         from ..deepspeed.checks import ALLOW, check_optimizer
+        from ..deepspeed.making import send_nothing
 
         resume = setting.session.resume
         base = dict(self._config)
@@ -86,6 +87,8 @@ class DeepSpeed(Strategy):
             scheduled = make_scheduler is not None or "scheduler" in config
             check_optimizer(optimizer, self._stage, allowed=bool(self._config.get(ALLOW)), scheduled=scheduled)
         config.setdefault(ALLOW, True)  # DeepSpeed's guard knows fewer optimizers than ours
+        if resume is not None:
+            send_nothing(config)
         self._engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=make_scheduler, config=config
         )

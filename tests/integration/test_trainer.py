@@ -202,6 +202,8 @@ def test_deepspeed_goes_on_in_another_world_with_the_same_curve(tmp_path: Path, 
         ranks = [json.loads((tmp_path / f"result-{rank}.json").read_text())[0] for rank in range(world)]
         assert all(rank["evaluations"] == ranks[0]["evaluations"] for rank in ranks)
         assert ranks[0]["steps"] == list(range(last + 1, steps + 1))
+        # Where all load the same next, nothing is sent.
+        assert {rank["sent"] for rank in ranks} == {int(resume is None)}
         for logged, index in zip(ranks[0]["logs"], range(last, steps), strict=True):
             assert logged["loss"] == pytest.approx(wanted["loss"][index], rel=1e-5), (world, index)
             assert logged["grad_norm"] == pytest.approx(wanted["grad_norm"][index], rel=1e-4), (world, index)

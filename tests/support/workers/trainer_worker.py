@@ -176,6 +176,19 @@ class Notes(Callback):
         self.evaluations.append([trainer.step, dict(metrics)])
 
 
+def count_engines_that_send(sent: list[Any]) -> None:
+    """Notes each engine that sends its weights from rank 0 to the others as it is made."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    theirs: Any = DeepSpeedEngine._broadcast_model
+
+    def send(engine: Any) -> None:
+        sent.append(engine)
+        theirs(engine)
+
+    DeepSpeedEngine._broadcast_model = send
+
+
 def train(case: dict[str, Any]) -> dict[str, Any]:
     """One training; all that was logged."""
     dtype = torch.float64 if case.get("double") else torch.float32
@@ -186,7 +199,9 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     elif case.get("model") == "other":
         model = nn.Sequential(model)
     model.to(dtype)
-    notes = Notes()
+    notes, sent = Notes(), list[Any]()
+    if case["strategy"].startswith("zero"):
+        count_engines_that_send(sent)
 
     def slow_measure(model: Any, data: Any) -> dict[str, Any]:
         Path(case["marker"]).touch()
@@ -234,6 +249,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         "logs": notes.logs,
         "evaluations": notes.evaluations,
         "best": None if fitted.best is None else fitted.best.name,
+        "sent": len(sent),
     }
 
 
