@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from dalsegno.protos.shortage import shortage
 
@@ -52,19 +54,17 @@ class Stopping:
         self._order, self._context, self._adoption, self._beside = order, context, adoption, beside
         self._join_timeout, self._save_timeout, self._say = join_timeout, save_timeout, say
         self._last = time.monotonic() + order.grace
+        self._stopped = ev.WorkersStopped(order.epoch)
 
     def start(self, deliver: Callable[[ev.Event], None]) -> None:
         """Begins, and delivers `WorkersStopped` when all is over, whatever went wrong."""
 
         def stop() -> None:
-            stopped = ev.WorkersStopped(self._order.epoch)
             try:
-                stopped = self._stop()
-            except Exception:
-                logger.exception("the workers of epoch %d were not stopped in order", self._order.epoch)
+                self._stop()
             finally:
                 # The decisions wait for this event.
-                deliver(stopped)
+                deliver(replace(self._stopped, answered=self._adoption.met))
 
         # On a thread, because a process stuck in the kernel must not keep the agent from hearing its master.
         try:
@@ -73,26 +73,48 @@ class Stopping:
             logger.warning("the workers are stopped here: %s", shortage(error) or error)
             stop()
 
-    def _stop(self) -> ev.WorkersStopped:
+    def _stop(self) -> None:
         order, context = self._order, self._context
-        stopped = ev.WorkersStopped(order.epoch)
         if order.ask and context is not None:
-            self._ask(context)
+            with self._noted("asking the workers to save"):
+                self._ask(context)
         if context is None or not context.over:
-            self._adoption.interrupt()
+            with self._noted("telling who takes their saves"):
+                self._adoption.interrupt()
         if order.grace > 0:
-            self._adoption.notice()
+            with self._noted("telling who takes their saves of the notice"):
+                self._adoption.notice()
         if order.save:
-            self._beside.freeze()
+            with self._noted("keeping what is in memory"):
+                self._beside.freeze()
         if context is not None:
-            context.stop(self._grace(), order.still, [*self._adoption.signs, *([Work()] if order.work else [])])
+            self._end(context)
         if order.save:
-            stopped = self._beside.stopped(order.epoch)
-        if stopped.flash_step:
-            self._adoption.settle(self._beside.save_timeout)
+            with self._noted("saving what is in memory"):
+                self._stopped = self._beside.stopped(order.epoch)
+        if self._stopped.flash_step:
+            with self._noted("taking what was in memory"):
+                self._adoption.settle(self._beside.save_timeout)
         given = max(self._save_timeout, self._last - time.monotonic()) if order.save else 0.0
-        self._adoption.stopped(self._join_timeout, given, noticed=order.save and order.grace > 0)
-        return ev.WorkersStopped(order.epoch, stopped.flash_step, stopped.flash_part, self._adoption.met)
+        with self._noted("taking what they saved"):
+            self._adoption.stopped(self._join_timeout, given, noticed=order.save and order.grace > 0)
+
+    @contextlib.contextmanager
+    def _noted(self, what: str) -> Iterator[None]:
+        """An error in what is done beside the end of the workers keeps nobody from that, nor from what comes next."""
+        try:
+            yield
+        except Exception:
+            logger.exception("%s failed at the end of epoch %d", what, self._order.epoch)
+
+    def _end(self, context: WorkersContext) -> None:
+        """Ends the workers. They get no time where that meets an error: who is said to have stopped must not go on."""
+        order = self._order
+        with self._noted("ending the workers"):
+            context.stop(self._grace(), order.still, [*self._adoption.signs, *([Work()] if order.work else [])])
+            return
+        with self._noted("killing the workers"):
+            context.stop(0)
 
     def _grace(self) -> float:
         """Seconds between SIGTERM and SIGKILL."""

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.processes.lifeline import Lifeline
-from dalsegno.agent.processes.proc import start_time
+from dalsegno.agent.processes.proc import listeners, start_time
 from dalsegno.agent.script import ALWAYS, Script, modules_of
 from dalsegno.agent.shell.mailbox import Mailbox
 from dalsegno.agent.shell.stopping import Stopping
@@ -792,6 +792,109 @@ def test_the_word_that_workers_have_stopped_comes_in_any_case(how: str) -> None:
     context, adoption = cast("Any", Context()), cast("Any", Adoption())
     Stopping(order, context, adoption, nothing, 10.0, 0.0, nothing).start(mailbox.put)
     assert mailbox.get(30) == ev.WorkersStopped(3)
+
+
+class FailingAdoption:
+    """Meets an error in one of its methods, or in a sign that it gives."""
+
+    met = False
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self.called: list[str] = []
+        self.signs = [self._sign]
+
+    def _call(self, name: str) -> None:
+        self.called.append(name)
+        if name == self._where:
+            raise OSError(5, "Input/output error")
+
+    def _sign(self, pids: object) -> bool:
+        self._call("sign")
+        return False
+
+    def request(self) -> bool:
+        self._call("request")
+        return True
+
+    def wait_met(self, within: float, gone: Callable[[], bool]) -> bool:
+        self._call("wait_met")
+        return True
+
+    def interrupt(self) -> None:
+        self._call("interrupt")
+
+    def notice(self) -> None:
+        self._call("notice")
+
+    def settle(self, timeout_seconds: float) -> None:
+        self._call("settle")
+
+    def stopped(self, join_timeout: float, given: float, *, noticed: bool) -> None:
+        self._call("stopped")
+
+
+class FailingBeside:
+    """The same of DLRover's memory, of which step 7 is written otherwise."""
+
+    save_timeout = 0.0
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def freeze(self) -> None:
+        if self._where == "freeze":
+            raise OSError(5, "Input/output error")
+
+    def stopped(self, epoch: int) -> ev.WorkersStopped:
+        if self._where == "flash":
+            raise OSError(5, "Input/output error")
+        return ev.WorkersStopped(epoch, 7)
+
+
+FAILS = (
+    "interrupt",
+    "sign",
+    "wait",
+    "request",
+    "wait_met",
+    "ask",
+    "notice",
+    "freeze",
+    "flash",
+    "settle",
+    "stopped",
+    "",
+)
+
+
+@pytest.mark.parametrize("where", [*FAILS[:3], *(pytest.param(where, marks=pytest.mark.full) for where in FAILS[3:])])
+def test_workers_are_ended_before_they_are_said_to_have_stopped(
+    node: Node, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Whatever fails before and behind that: they would train on beside the next world's. What they saved is taken."""
+    script = script_in(node.directory, "import signal, time; signal.signal(15, lambda *_: None)\ntime.sleep(300)")
+    context = node.workers(script, 2, None)
+    context.start()
+    wait_for(lambda: all(listeners(one.process.pid, signal.SIGTERM) for one in context._running))
+    if where == "ask":
+        monkeypatch.setattr(context, "ask", raising)
+    if where == "wait":
+        monkeypatch.setattr(context, "_wait_while_signs", raising)
+    adoption, beside, mailbox = FailingAdoption(where), FailingBeside(where), Mailbox()
+    order = ev.StopWorkers(7, 1.0, ask="SIGTERM", still=0.2)
+    Stopping(order, context, cast("Any", adoption), cast("Any", beside), 0.0, 0.0, raising).start(mailbox.put)
+    told = mailbox.get(60)
+    assert isinstance(told, ev.WorkersStopped)
+    assert context.over
+    assert not any(alive(one.process.pid) for one in context._running)
+    assert sorted(node.exits.get(timeout=0.1)[0] for _ in range(2)) == [0, 1]
+    assert told.flash_step == (0 if where == "flash" else 7)
+    assert "stopped" in adoption.called
+
+
+def raising(*_: object, **__: object) -> None:
+    raise PermissionError(1, "Operation not permitted")
 
 
 def alive(pid: int) -> bool:
