@@ -1,6 +1,6 @@
 """`dalsegno doctor`: checks the installation or, if it is given a script, the training before its first step.
 
-Without a script it also removes memory checkpoints that agents left behind.
+Without a script it also removes what killed agents left behind: memory checkpoints, directories of sockets.
 
 The script runs as it would, by itself or under torchrun, up to its first step, where its session writes down what it
 found (`dalsegno.elastic.training.findings`) and ends it. Nothing is saved, and no checkpoint is touched. A script that
@@ -32,6 +32,7 @@ from ..processes.lifeline import Lifeline
 from ..processes.proc import adopt_orphans, end_descendants, kill_group
 from ..script import module_file, reaches_session, text_of
 from ..storage.macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand
+from ..workers.worker_link import sweep
 
 __all__ = ["PARTS", "add_arguments", "doctor"]
 
@@ -123,17 +124,19 @@ def _installation() -> int:
     for name in (Variable.MASTER, Variable.SOCKET):
         if name in os.environ:
             print(f"{name} is set: {os.environ[name]}")
-    _sweep_memory()
+    _sweep()
     return EXIT_FAILED if trouble else EXIT_FINISHED
 
 
-def _sweep_memory() -> None:
-    """Removes memory checkpoints of agents that are gone: nobody else would before the next agent starts."""
+def _sweep() -> None:
+    """Removes what agents that are gone have left: nobody else would before the next agent starts."""
     try:
         for left in remove_leftovers(root_of_user()):
             print(f"{left.path}: {left.size / 1e6:.0f} MB that an agent which is gone had in memory; removed")
     except NoMemoryError as error:
         print(f"memory checkpoints: {error}")
+    for path in sweep():
+        print(f"{path}: of an agent that is gone; removed")
 
 
 def _dlrover(script: str) -> int:

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..processes.mounts import file_system_of
+
 __all__ = ["Leftover", "MemoryPlace", "NoMemoryError", "default_root", "remove_leftovers"]
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -28,7 +30,6 @@ HELP = (
     "give the container more (`docker run --shm-size=32g`; in Kubernetes an emptyDir with `medium: Memory`, mounted at"
     " /dev/shm)"
 )
-_MOUNTS = Path("/proc/self/mounts")
 _IN_MEMORY = ("tmpfs", "ramfs")
 # Other agents that start sweep, too, and may take what was made just now for left behind.
 _TRIES = 8
@@ -56,7 +57,7 @@ def default_root() -> Path:
     """
     if not SHARED_MEMORY.is_dir():
         raise NoMemoryError(f"there is no {SHARED_MEMORY} here; mount a tmpfs there")
-    kind = _file_system_of(SHARED_MEMORY)
+    kind = file_system_of(SHARED_MEMORY)
     if kind and kind not in _IN_MEMORY:
         raise NoMemoryError(f"{SHARED_MEMORY} is no memory here, but {kind}; mount a tmpfs there")
     return root_of_user()
@@ -219,18 +220,3 @@ def _bytes(path: Path, blocks: str) -> int:
     found = os.statvfs(path)
     # A tmpfs without a limit says that it has no blocks at all.
     return int(getattr(found, blocks)) * found.f_frsize if found.f_blocks else sys.maxsize
-
-
-def _file_system_of(path: Path) -> str:
-    """The kind of file system that `path` is on; empty where it cannot be told."""
-    try:
-        lines = [line.split(" ") for line in _MOUNTS.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError):
-        return ""
-    real = os.path.realpath(path)
-    on = [(len(line[1]), index, line[2]) for index, line in enumerate(lines) if _is_below(real, line[1])]
-    return max(on)[2] if on else ""
-
-
-def _is_below(path: str, mount: str) -> bool:
-    return path == mount or path.startswith(mount.rstrip("/") + "/")

@@ -6,6 +6,7 @@ decisions from the same mailbox.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import secrets
@@ -25,6 +26,7 @@ from ..control.link_cause import LinkCause
 from ..control.master_checks import problem_of, problem_of_reply
 from ..control.master_client import ClientCallbacks, MasterClient, OutboxFull
 from ..decisions import events as ev
+from ..memory.place import NoMemoryError, remove_leftovers, root_of_user
 from ..memory.tier import HeldParts, MemoryTier
 from ..processes.lifeline import Lifeline
 from ..storage.job_directory import JobDirectory, Storage, Survey
@@ -351,6 +353,9 @@ class Effects:
     def _make_memory(self, lifeline: Lifeline) -> MemoryTier | None:
         """Where the job wants memory checkpoints and this node has memory for them."""
         if not self._config.settings.memory_replicas:
+            # What agents of other jobs left is memory that this one's training may need.
+            with contextlib.suppress(NoMemoryError):
+                remove_leftovers(root_of_user())
             return None
         memory = MemoryTier(
             self._config.job_id,

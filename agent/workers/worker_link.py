@@ -32,10 +32,11 @@ from dalsegno.protos.contract import FRAME
 
 from ..decisions.events import TellWorkers
 from ..decisions.worker_checks import checked, one_line
+from ..processes.own_directory import claim, remove_leftovers
 from ..processes.proc import belongs_to
 from .step_counts import take_step_count
 
-__all__ = ["MAX_FRAME_BYTES", "WorkerLink", "to_worker"]
+__all__ = ["MAX_FRAME_BYTES", "PREFIX", "WorkerLink", "sweep", "to_worker"]
 
 # The most bytes of a message (worker.proto).
 MAX_FRAME_BYTES = 1 << 20
@@ -55,6 +56,7 @@ _PEER = struct.Struct("3i")
 # Length of sun_path of unix(7), without the closing zero.
 _MAX_PATH = 107
 _SOCKET = "agent.sock"
+PREFIX = "dalsegno-"
 # Where the socket goes if TMPDIR is too long a path.
 _SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
 
@@ -99,15 +101,23 @@ def _private_directory(wanted: Path | None) -> Path:
     reasons = []
     for place in filter(None, tried):
         try:
-            directory = Path(tempfile.mkdtemp(prefix="dalsegno-", dir=place))
+            directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
         except OSError as error:
             reasons.append(f"{place}: {error.strerror or error}")
             continue
         if len(os.fsencode(directory / _SOCKET)) <= _MAX_PATH:
+            if left := remove_leftovers(Path(place), PREFIX):
+                logger.info("removed what agents that are gone have left in %s: %d directories", place, len(left))
             return directory
         os.rmdir(directory)
         reasons.append(f"{place}: too long a path")
     raise OSError(f"no place for the socket of the workers ({'; '.join(reasons)}); set TMPDIR to a short, writable one")
+
+
+def sweep() -> list[Path]:
+    """Removes the directories of agents of this user that are gone, and returns them."""
+    places = dict.fromkeys(filter(None, (_default_directory(), *_SHORT_DIRECTORIES)))
+    return [path for place in places for path in remove_leftovers(Path(place), PREFIX)]
 
 
 def _default_directory() -> str:
@@ -141,6 +151,7 @@ class WorkerLink:
     def __init__(self, deliver: Deliver, directory: Path | None = None) -> None:
         self._deliver = deliver
         self.directory = _private_directory(directory)
+        self._claim = claim(self.directory)
         self.path = self.directory / _SOCKET
         self._lock = threading.Lock()
         self._told = worker_pb2.ToWorker()
@@ -214,6 +225,9 @@ class WorkerLink:
         for end in (self._listener, self._wake_reader, self._wake_writer):
             end.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
 
     def _wake(self) -> None:
         try:

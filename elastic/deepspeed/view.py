@@ -9,6 +9,7 @@ DeepSpeed load a sharded checkpoint as if it were universal.
 from __future__ import annotations
 
 import glob
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from dalsegno.protos.contract import Variable
 
 from ..universal.forms import Form
 from ..universal.loading import load
@@ -113,5 +116,8 @@ def _plain(common: Mapping[str, Any], model: Path) -> dict[str, Any]:
 
 @contextmanager
 def _temporary() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="dalsegno-") as temporary:
+    # With its agent's, if there is one: they go although this process is killed while it loads.
+    agents = os.path.dirname(os.environ.get(Variable.SOCKET, ""))
+    below = agents if os.path.isdir(agents) and glob.escape(agents) == agents else None
+    with tempfile.TemporaryDirectory(prefix="dalsegno-", dir=below) as temporary:
         yield Path(temporary)

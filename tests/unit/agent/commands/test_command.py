@@ -5,12 +5,16 @@ from __future__ import annotations
 import configparser
 import importlib.metadata
 import json
+import os
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from dalsegno.agent.commands import dalsegno, doctor
+from dalsegno.agent.processes.own_directory import claim
+from dalsegno.agent.workers import worker_link
 from dalsegno.elastic.checkpoint import Best, LocalLock
 from dalsegno.elastic.universal.journal import Journal
 from tests.support.pages.sources import ROOT
@@ -219,6 +223,24 @@ def test_doctor_removes_what_dead_agents_left_in_memory(
     dalsegno.run(["doctor"])
     assert "memory checkpoints: " in capsys.readouterr().out
     assert list(root.iterdir()) == []
+
+
+def test_doctor_removes_directories_that_dead_agents_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """Those of living ones stay."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(worker_link, "_SHORT_DIRECTORIES", ())
+    left = tmp_path / "dalsegno-1234"
+    left.mkdir(mode=0o700)
+    descriptor = claim(left)
+    assert descriptor is not None
+    dalsegno.run(["doctor"])
+    assert left.exists()
+    os.close(descriptor)
+    dalsegno.run(["doctor"])
+    assert f"{left}: of an agent that is gone; removed" in capsys.readouterr().out
+    assert not left.exists()
 
 
 def test_doctor_finds_a_hole_in_the_base_install(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:

@@ -142,7 +142,7 @@ def test_shared_memory_must_be_memory(tmp_path: Path, monkeypatch: pytest.Monkey
     """Not there, or on a disk: no memory checkpoints."""
     shm, mounts = tmp_path / "shm", tmp_path / "mounts"
     monkeypatch.setattr(place, "SHARED_MEMORY", shm)
-    monkeypatch.setattr(place, "_MOUNTS", mounts)
+    monkeypatch.setattr("dalsegno.agent.processes.mounts._MOUNTS", mounts)
     with pytest.raises(NoMemoryError, match="there is no"):
         default_root()
     shm.mkdir()
