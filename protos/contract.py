@@ -36,6 +36,7 @@ __all__ = (
     "is_of_a_world",
     "run_name",
     "run_number",
+    "semaphores_of",
     "step_count_name",
 )
 
@@ -84,6 +85,15 @@ def step_count_name(epoch: int, rank: int) -> str:
 
 
 _RUN_NAME = re.compile(r"run-([0-9]{4,9})", re.ASCII)
+
+
+def semaphores_of(socket_directory: str, pid: int | None = None) -> str:
+    """How the names of a rank's semaphores begin, without the slash; without `pid`: those of all ranks of its agent.
+
+    Args:
+        socket_directory: name of the directory of the agent's socket.
+    """
+    return f"mp-{socket_directory}." + ("" if pid is None else f"{pid}-")
 
 
 def run_name(number: int) -> str:

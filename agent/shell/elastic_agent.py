@@ -117,7 +117,7 @@ class ElasticAgent(LocalElasticAgent):
         self._advised: set[str] = set()
         self._prepared_for = 0  # the epoch whose successors the standby workers are
         self._link = WorkerLink(self._worker_said)
-        lifeline.add_path(self._link.directory)
+        self._link.leave_to(lifeline)
         self._adoption = Adoption(
             script.arguments,
             mailbox.put,

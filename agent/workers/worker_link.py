@@ -32,8 +32,10 @@ from dalsegno.protos.contract import FRAME
 
 from ..decisions.events import TellWorkers
 from ..decisions.worker_checks import checked, one_line
+from ..processes.lifeline import Lifeline
 from ..processes.own_directory import claim, remove_leftovers
 from ..processes.proc import belongs_to
+from ..processes.semaphores import remove_semaphores, semaphore_files
 from .step_counts import take_step_count
 
 __all__ = ["MAX_FRAME_BYTES", "PREFIX", "WorkerLink", "sweep", "to_worker"]
@@ -106,7 +108,7 @@ def _private_directory(wanted: Path | None) -> Path:
             reasons.append(f"{place}: {error.strerror or error}")
             continue
         if len(os.fsencode(directory / _SOCKET)) <= _MAX_PATH:
-            if left := remove_leftovers(Path(place), PREFIX):
+            if left := _remove_leftovers(place):
                 logger.info("removed what agents that are gone have left in %s: %d directories", place, len(left))
             return directory
         os.rmdir(directory)
@@ -117,7 +119,15 @@ def _private_directory(wanted: Path | None) -> Path:
 def sweep() -> list[Path]:
     """Removes the directories of agents of this user that are gone, and returns them."""
     places = dict.fromkeys(filter(None, (_default_directory(), *_SHORT_DIRECTORIES)))
-    return [path for place in places for path in remove_leftovers(Path(place), PREFIX)]
+    return [path for place in places for path in _remove_leftovers(place)]
+
+
+def _remove_leftovers(place: str) -> list[Path]:
+    """And the semaphores of their ranks."""
+    found = remove_leftovers(Path(place), PREFIX)
+    for path in found:
+        remove_semaphores(path.name)
+    return found
 
 
 def _default_directory() -> str:
@@ -179,6 +189,11 @@ class WorkerLink:
         self._thread = threading.Thread(target=self._serve, name="worker-link", daemon=True)
         self._thread.start()
 
+    def leave_to(self, lifeline: Lifeline) -> None:
+        """Has the keeper remove the directory, and what goes with it, where the agent is killed."""
+        lifeline.add_path(self.directory)
+        lifeline.add_prefix(semaphore_files(self.directory.name))
+
     def tell(self, told: worker_pb2.ToWorker) -> None:
         """Sets what the workers should know; sent to all of them if it changed, and to newcomers."""
         with self._lock:
@@ -214,7 +229,7 @@ class WorkerLink:
         return take_step_count(self.directory, epoch, rank)
 
     def close(self) -> None:
-        """Ends the serving thread, cuts all connections, and removes the socket and its directory."""
+        """Ends the serving thread, cuts all connections, and removes the socket's directory and ranks' semaphores."""
         with self._lock:
             self._closing = True
         self._wake()
@@ -224,6 +239,7 @@ class WorkerLink:
         self._selector.close()
         for end in (self._listener, self._wake_reader, self._wake_writer):
             end.close()
+        remove_semaphores(self.directory.name)
         shutil.rmtree(self.directory, ignore_errors=True)
         if self._claim is not None:
             os.close(self._claim)

@@ -20,6 +20,7 @@ from ..rank.identity import Identity, from_environment
 from ..rank.link import Link
 from ..rank.meetings import Meetings, watch_the_end
 from ..rank.notices import Notice, noticed
+from ..rank.semaphores import name_semaphores
 from ..saving.resuming import Damaged, handed_out, newest
 from .examination import is_examined
 from .opening import check_directory, check_world, hello, refuse, take_lock
@@ -69,6 +70,7 @@ def open_session(kind: type[S], checkpoint_dir: str | Path | None = None, *, kee
 
 def _begin(kind: Callable[..., S], directory: Path | None, keep: int, verify: bool, unread: Collection[str] = ()) -> S:
     mark("session")
+    name_semaphores()
     found = _open(kind, from_environment(checkpoint_dir=directory), keep, verify, unread)
     mark("verified")
     return found

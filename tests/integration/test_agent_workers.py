@@ -852,6 +852,39 @@ class FailingBeside:
         return ev.WorkersStopped(epoch, 7)
 
 
+SEMAPHORES = """
+import multiprocessing, os, time
+from dalsegno.elastic.rank.semaphores import name_semaphores
+name_semaphores()
+queues = [multiprocessing.get_context("spawn").Queue() for _ in range(2)]
+print(os.getpid(), flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("how", ["adopted", "cold"])
+def test_semaphores_of_a_killed_worker_are_removed(node: Node, how: str) -> None:
+    """The process that would have deleted them is killed with it. Those of the other worker stay."""
+    script = script_in(node.directory, SEMAPHORES)
+    context = node.workers(script, 2, node.pool(2) if how == "adopted" else None)
+    context.start()
+    outs = [Path(context.stdouts[rank]) for rank in range(2)]
+    wait_for(lambda: all(out.exists() and out.read_text().endswith("\n") for out in outs))
+    first, second = (int(out.read_text()) for out in outs)
+
+    def left(pid: int) -> list[Path]:
+        return list(Path("/dev/shm").glob(f"sem.mp-{node.link.directory.name}.{pid}-*"))
+
+    assert left(first)
+    assert left(second)
+    os.kill(first, signal.SIGKILL)
+    assert node.exits.get(timeout=60)[0] == 0
+    assert not left(first)
+    assert left(second)
+    context.stop(0)
+    assert not left(second)
+
+
 FAILS = (
     "interrupt",
     "sign",
