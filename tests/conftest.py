@@ -19,8 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from dalsegno.agent.processes.own_directory import claim, remove_leftovers
 from tests.support.forks.forked import SHARED
 
+FORKS = "forks-"
 ROOT = Path(__file__).resolve().parents[1]
 
 # Training processes share few cores, and run on the CPU even where there is a GPU.
@@ -98,7 +100,9 @@ class Passed:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         # Its processes inherit the environment.
-        directory = tempfile.TemporaryDirectory(prefix="forks-")
+        directory = tempfile.TemporaryDirectory(prefix=FORKS)
+        claim(Path(directory.name))
+        remove_leftovers(Path(directory.name).parent, FORKS)  # of runs that were killed
         os.environ[SHARED] = directory.name
         config.add_cleanup(directory.cleanup)
     if config.getoption("resume"):
