@@ -29,6 +29,7 @@ __all__ = (
     "is_gone",
     "is_held",
     "is_needed",
+    "is_whole",
     "lacks_parts",
     "parts_of",
     "passed_over",

@@ -56,6 +56,8 @@ def lacks_memory(turn: Turn, resume: Checkpoint) -> bool:
     coming = [node for node in expected(turn) if not has_answered(turn, node)]
     if not without or len(here) - len(without) + len(coming) >= job.settings.least_nodes:
         return False
+    if not memory.is_whole(job, turn.live.held.step(resume)):
+        return False  # Its holders are gone, or have not been heard yet: it is lost, or waited for (`memory.lost`).
     if durable.want_in_parts(turn, resume):
         memory.could_not_fetch(turn, without)
         who = names([node.name for node in without])

@@ -142,6 +142,25 @@ def test_a_part_that_is_lost_while_nodes_gather_takes_the_run_back_to_the_disk()
     assert f"going back to {durable.ref.name}" in job.notices
 
 
+def test_nobody_writes_what_is_lost_with_its_holders() -> None:
+    """A node that could not fetch it just then is walled off from nobody, and the others' parts are of no use."""
+    job, nodes = started(3)
+    durable = nodes[0].save(10, any_size=True)
+    made = held(job, nodes, 20)
+    nodes[1].hang_up()
+    job.wait(1.5)
+    nodes[2].hang_up()
+    job.wait(1.5)
+    joins(job, nodes[0])
+    job.wait(1.0)
+    assert not nodes[0].directive.HasField("make_durable")
+    joins(job, nodes[0])
+    job.wait(6)
+    assert nodes[0].directive.run.resume.source.ref.name == durable.ref.name
+    assert "cannot fetch" not in job.notices
+    assert f"{made.ref.name} was in memory only, and the nodes that held a part of it are gone" in job.notices
+
+
 def test_what_older_epochs_held_counts_no_more() -> None:
     job, nodes = started(2)
     late = in_memory(job, 20)
