@@ -475,10 +475,12 @@ class Saver:
 
     def _give_up(self, own: Own, reason: str, drain: bool, fatal: bool) -> None:
         name, in_memory = own.name, own.tier.in_memory
-        if self._identity.rank == 0 and not fatal:
+        news = self._identity.rank == 0 and not fatal
+        if news and self.saved.is_news(in_memory=in_memory, make_durable=own.content.make_durable):
             where = " in memory" if in_memory else ""
             then = "the ranks save to the disk" if own.content.make_durable else "the last commit stands"
-            log.warning("saving %s%s failed, %s: %s", name or "a step", where, then, reason)
+            say = remark if in_memory else log.warning  # the other one the agent says
+            say("saving %s%s failed, %s: %s", name or "a step", where, then, reason)
         if own.tier.leads and name:
             for error in own.tier.remove(name):
                 log.warning("what the failed save left in %s could not be removed: %s", name, error)

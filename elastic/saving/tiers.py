@@ -19,6 +19,7 @@ from ..checkpoint.layout import MANIFEST
 from ..checkpoint.parts import delete_parts, write_part
 from ..checkpoint.spares import clear_spares
 from ..rank.identity import Identity
+from ..rank.remarks import remark
 
 # What a memory checkpoint takes besides its files: their names, the manifest.
 SPARE_BYTES = 1 << 20
@@ -147,14 +148,26 @@ class Memory(Disk):
 
 
 class LastSaves:
-    """The last checkpoints of a session, on the disk and in memory."""
+    """The last checkpoints of a session, on the disk and in memory, and what was said of those that failed."""
 
     def __init__(self) -> None:
         self._last: dict[bool, tuple[int, Ref]] = {}
+        # What was said, on rank 0, since a save to memory succeeded: of those for the disk, and of the others.
+        self._said: set[bool] = set()
 
     def note(self, step: int, ref: Ref, *, in_memory: bool) -> None:
         """It is sealed."""
         self._last[in_memory] = step, ref
+        if in_memory and self._said:
+            self._said.clear()
+            remark("step %d was saved in memory again", step)
+
+    def is_news(self, *, in_memory: bool, make_durable: bool) -> bool:
+        """Whether a failure is to be said. Memory that others have filled may fail in every step."""
+        known = in_memory and make_durable in self._said
+        if in_memory:
+            self._said.add(make_durable)
+        return not known
 
     def of(self, step: int, *, in_memory: bool = False) -> Ref | None:
         """The checkpoint of this step, if it is the last one there."""

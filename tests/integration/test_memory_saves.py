@@ -98,7 +98,22 @@ def test_what_memory_has_no_room_for_the_ranks_save_to_the_disk(tmp_path: Path, 
         assert sorted(one.step for one in sealed if one.make_durable) == [10, 10]
         assert not agent.of("save_failed")
     said = "".join(agent.outputs)
-    assert said.count("saving step-5.e1.1 in memory failed, the ranks save to the disk: ") == 1
+    assert said.count("\ndalsegno: saving step-5.e1.1 in memory failed, the ranks save to the disk: ") == 1
+    assert said.count("\ndalsegno: step 10 was saved in memory again\n") == 1
+
+
+@WAYS
+def test_memory_that_fails_again_and_again_is_said_once(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Others may have filled it, and it is tried ever more rarely; that it takes one again is said, too."""
+    with FakeAgent(tmp_path, world=2, epoch=1, memory=True) as agent:
+        agent.start("--steps", "14", "--memory-every", "1", "--fail-rank", "1", "--fail-saves", "2", *flags)
+        assert agent.wait() == [0, 0], agent.outputs
+        first = min(one.step for one in agent.of("sealed") if one.in_memory)
+    said = "".join(agent.outputs)
+    assert first > 2
+    assert said.count("\ndalsegno: saving step-1.e1.1 in memory failed, the last commit stands: ") == 1
+    assert said.count(" in memory failed") == 2  # it is in the rank's log, too
+    assert said.count(f"\ndalsegno: step {first} was saved in memory again\n") == 1
 
 
 @pytest.mark.parametrize(
