@@ -23,6 +23,19 @@ def synced(revision: str) -> bytes:
     return json.dumps({"event": "hf_synced", "revision": revision}).encode() + b"\n"
 
 
+def test_a_run_has_its_folders(tmp_path: Path) -> None:
+    """On a volume that knows nothing of it; what is shared by runs is beside them. What a person put there stays."""
+    (tmp_path / "runs" / "my-run" / "data").mkdir(parents=True)
+    (tmp_path / "runs" / "my-run" / "data" / "train.jsonl").write_text("mine")
+    for run_id in ("my-run", "other"):
+        assert Volume(tmp_path, run_id).problem(must_be_mount=False) == ""
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_dir()}
+    own = ("", "/data", "/logs", "/hf", "/ckpt", "/ckpt/_staging", "/ckpt/.store")
+    runs = {f"runs/{run_id}{folder}" for run_id in ("my-run", "other") for folder in own}
+    assert found == {"runs", "shared", "shared/base_models", "shared/wheelhouse", *runs}
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["train.jsonl"], "a trial is left"
+
+
 def test_the_last_revision_is_read_once(volume: Volume) -> None:
     """Only what is new in `events.log` is read; a line that is just being written is read later."""
     assert volume.last_revision() is None
