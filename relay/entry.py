@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from urllib.parse import urlsplit
 
 from dalsegno.protos.commander_api import RunState
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE, Variable
@@ -29,7 +28,7 @@ from .command_line import agent_command, check_command
 from .logs import Logs
 from .milestones.access import Access, secret
 from .milestones.console import PodConsole
-from .preflight import Away, ask
+from .preflight import Away, ask, master_of
 from .recovering import Stuck, prepared
 from .saves import SaveWatch
 from .volume import Volume
@@ -205,13 +204,11 @@ class _Pod:
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def _train(self, shown: dict[str, Any], initial: Path | None, back: str) -> int:
-        host = urlsplit(self._file.commander).hostname or ""
-        master = f"[{host}]:{shown['grpc_port']}" if ":" in host else f"{host}:{shown['grpc_port']}"
         self._logs = self._logs or Logs(self._volume.logs, self._say)
         command = agent_command(
             self._file,
             self._volume,
-            master,
+            master_of(self._file, shown),
             self._options.notice,
             logs=self._logs.directory,
             tls=self._tls,
