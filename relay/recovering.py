@@ -61,6 +61,7 @@ def prepared(
     head = shown.get("head")
     milestones = [Milestone(**one) for one in shown.get("milestones") or ()]
     intact, damaged = _newest_intact(volume, say)
+    _tell_of_report(shown.get("report"), 0 if intact is None else intact.step, say)
     known = PodKnowledge(
         intact is not None, damaged, head is not None, len(milestones), file.baseline is not None, allowed
     )
@@ -83,6 +84,16 @@ def prepared(
         manifest = _restored(milestones, volume, say)
         volume.note_restored(manifest.digest)
         return None, _back(shown, milestones, manifest, volume)
+
+
+def _tell_of_report(report: dict[str, Any] | None, step: int, say: Say) -> None:
+    """Says that a foreign worker was further than the step that is gone on from. What it saved is not in the store."""
+    if report is not None and (reported := report.get("step") or 0) > step:
+        name = f" ({report['latest_ckpt']})" if report.get("latest_ckpt") else ""
+        say(
+            f"{report.get('worker_id')}, which is not ours, has reported step {reported}{name}: what it saves is no "
+            "checkpoint of the store, so this pod does not go on from that"
+        )
 
 
 def _gone(

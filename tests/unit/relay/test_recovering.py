@@ -78,6 +78,19 @@ def test_what_a_foreign_worker_has_published_is_not_fetched(tmp_path: Path, monk
     assert any("me/m@abc was reported by a worker that is not ours" in line for line in lines), lines
 
 
+@pytest.mark.parametrize(("there", "said"), [((), 1), ((40,), 1), ((1200,), 0)])
+def test_what_a_foreign_worker_has_made_is_not_silently_given_up(
+    tmp_path: Path, there: tuple[int, ...], said: int
+) -> None:
+    """Its files are not in the store: whoever goes on from less than it has reported is told so."""
+    file = read_run_file(run_file(tmp_path))
+    report = {"worker_id": "pod-7", "step": 1200, "latest_ckpt": "step_00001200", "status": "PREEMPTED"}
+    lines: list[str] = []
+    shown = NEW | {"epoch": 1, "report": report}
+    assert prepared(file, volume_with(tmp_path, *there), shown, lines.append, allowed=False) == (None, "")
+    assert sum("pod-7, which is not ours, has reported step 1200 (step_00001200)" in line for line in lines) == said
+
+
 def test_what_was_never_finished_is_no_damage(tmp_path: Path) -> None:
     """A save that was cut off by a kill is passed over."""
     file = read_run_file(run_file(tmp_path))
