@@ -5,7 +5,7 @@ python examples/relay_rl.py --out out --from out/step-40.pt
 dalsegno relay deploy/relay/any-rl.yaml                  one pod after another
 
 Everything that the next episode depends on is in what it saves, so a run that goes on makes the same episodes. It saves
-every ``--save-every`` episodes, and on SIGUSR1; each save appears under its name when it is whole.
+every ``--save-every`` episodes; on SIGUSR1 it saves, too, and ends. Each save appears under its name when it is whole.
 """
 
 from __future__ import annotations
@@ -94,9 +94,11 @@ def main() -> None:
             with open(flags.metrics, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": done, "mean_reward": mean}) + "\n")
         clock.wait()
-        if asked or done % flags.save_every == 0 or done == flags.episodes:
-            asked = False
+        ends = asked  # whoever asks from here on has to wait for the next episode, which is saved, too
+        if ends or done % flags.save_every == 0 or done == flags.episodes:
             save()
+        if ends:
+            break
 
 
 def newest(begin: str) -> Path | None:

@@ -4,7 +4,7 @@ python examples/relay_sft.py --output_dir out                                   
 torchrun --nproc-per-node=2 examples/relay_sft.py --output_dir out               two
 dalsegno relay deploy/relay/hf-trainer.yaml                                      one pod after another
 
-It saves every ``--save_steps``, and on SIGUSR1.
+It saves every ``--save_steps``; on SIGUSR1 it saves, too, and ends.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import common
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -37,7 +38,7 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """Notes each step on rank 0, stretches steps so that there is something to watch, and saves when it is asked."""
+    """Notes each step on rank 0, stretches steps so that there is something to watch, and saves and ends when asked."""
 
     def __init__(self, log: Path | None, pace: float) -> None:
         self._log, self._asked, self._clock = log, False, common.StepClock(pace)
@@ -48,7 +49,15 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._clock.wait()
-        control.should_save, self._asked = control.should_save or self._asked, False
+        if self._is_asked(args.device):
+            control.should_save = control.should_training_stop = True
+
+    def _is_asked(self, device: torch.device) -> bool:
+        """Whether any rank was asked: the signal reaches them in different steps, and a save is one of all ranks."""
+        asked = torch.tensor(float(self._asked), device=device)
+        if dist.is_initialized():
+            dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        return bool(asked)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self._log is not None and state.is_world_process_zero and "loss" in logs:

@@ -8,7 +8,6 @@ script never writes into ours, because the next epoch has another directory (`sa
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
@@ -31,6 +30,7 @@ from .foreign import COUNTED, NOTE_BYTES, FoundUnits, Unit, shown, survey
 from .layouts import Complete, FileState, complete, damaged, number_of_file, state_of
 from .naming import is_log
 from .present import extent_of, files_of, size_of, states_of
+from .problems import problem_of
 from .slices import Behind, SaveSlice, choose, names_it
 from .slots import Slots
 from .strays import strays
@@ -284,7 +284,7 @@ class Adopter:
             except FileNotFoundError:
                 self._undecided = True
             except (CheckpointDamaged, ValueError) as error:
-                self._complain(unit.path, str(error))
+                self._complain(unit.path, problem_of(error))
             except OSError as error:
                 self._complain(unit.path, str(error))
                 self._calm = False
@@ -378,10 +378,10 @@ class Adopter:
         except (Changed, FileNotFoundError):
             raise
         except OSError as error:
-            self._complain(piece.newest.unit.path, _problem(error))
+            self._complain(piece.newest.unit.path, problem_of(error))
             return False
         except (ValueError, CheckpointDamaged) as error:
-            self._complain(piece.newest.unit.path, str(error))
+            self._complain(piece.newest.unit.path, problem_of(error))
             return True
         logger.info("%s was saved by the script as %s", manifest.name, printable(piece.newest.unit.path))
         self._note(piece.files)
@@ -490,10 +490,3 @@ class Adopter:
         if problem not in self._said:
             self._said.add(problem)
             self._deliver(ev.ManifestRead(printable(path), None, problem))
-
-
-def _problem(error: OSError) -> str:
-    """Why a copy cannot be written, and what helps."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return str(error)
-    return f"{error.strerror}: the run's copy of it takes as much room again; make room, then it is taken"

@@ -1,0 +1,22 @@
+"""Why what a script saved is not taken, in words that say what helps."""
+
+from __future__ import annotations
+
+import errno
+
+from dalsegno.elastic.checkpoint import CheckpointDamaged, Damage
+from dalsegno.elastic.checkpoint.errors import printable
+
+__all__ = ["problem_of"]
+
+
+def problem_of(error: Exception) -> str:
+    """The reason for a person; of each checkpoint of a script with the same habit the same, as it is said once."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error.strerror}: the run's copy of it takes as much room again; make room, then it is taken"
+    if isinstance(error, CheckpointDamaged) and error.reason is Damage.NOT_A_FILE:
+        return (
+            f"{printable(error.file)} in it is a link, a pipe or a device: only files are taken, so have the script "
+            "put a copy there, or leave it out"
+        )
+    return str(error)
