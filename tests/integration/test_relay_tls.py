@@ -26,11 +26,12 @@ def keys(tmp_path: Path) -> Keys:
 
 
 @contextlib.contextmanager
-def served(folder: Path, keys: Keys, *, mutual: bool) -> Iterator[Run]:
+def served(folder: Path, keys: Keys, *trainer: str, mutual: bool, steps: int = 30) -> Iterator[Run]:
     """A run whose Commander has a certificate on both of its ports."""
     (folder / "volume").mkdir()
     command = [sys.executable, str(BLACK_BOX), "--output_dir", "${save_dir}", "--log", str(folder / "steps")]
-    more = {"command": [*command, "--steps=30"], "resume_flag": "--resume_from_checkpoint", "lease_seconds": 6}
+    command += [f"--steps={steps}", *trainer]
+    more = {"command": command, "save_signal": "SIGUSR1", "resume_flag": "--resume_from_checkpoint", "lease_seconds": 6}
     server = {name: path for name, path in keys.server(mutual).items() if name != "token-file"}
     with commander(folder / "store.db", [run_file(folder, **more)], *as_flags(server)) as one:
         run = Run(folder, run_file(folder, **more, commander=f"https://{one.http}"), one)
@@ -60,6 +61,36 @@ def test_an_image_needs_no_flags(tmp_path: Path, keys: Keys) -> None:
         assert pod.process.wait(120) == 0, run.said()
         again = run.pod("b", SSL_CERT_FILE=str(keys.ca))
         assert again.process.wait(60) == 0, run.said()
+
+
+@pytest.mark.full
+def test_a_certificate_that_is_changed(tmp_path: Path, keys: Keys) -> None:
+    """One of the same authority is no news to whoever trains or starts. One of another is as no Commander at all."""
+    trusts = f"--tls-ca={keys.ca}"
+    other = Authority(tmp_path / "other").issue("master")
+    with served(tmp_path, keys, "--pace=0.1", "--end-when-asked", mutual=False, steps=400) as run:
+        a = run.pod("a", trusts)
+        run.wait_saved()
+        keys.authority.issue("master")
+        run.commander.again()
+        run.wait_saved(run.steps()[-1].step + 1)
+        b = run.pod("b", trusts)
+        run.wait(lambda: "is a spare" in b.said, "b trusts it")
+        assert len(run.epochs()) == 1, "the same trainer"
+        for mine, theirs in ((keys.master.path, other.path), (keys.master.key, other.key)):
+            mine.write_bytes(theirs.read_bytes())
+        run.commander.again()
+        c = run.pod("c", trusts)
+        assert c.process.wait(60) == 2, run.said()
+        assert "is not trusted" in c.said
+        run.wait(lambda: run.events("stopped"), "the trainer's end after its lease")
+        made = run.steps()[-1].step
+        keys.authority.issue("master")
+        run.commander.again()
+        run.wait_step(made + 1, epoch=2)
+        assert [one[0].step for one in run.epochs().values()] == [1, made + 1], "what it had saved is the run's"
+        for pod in (a, b):
+            pod.vanish()
 
 
 def test_a_certificate_that_is_not_trusted_is_one_line(

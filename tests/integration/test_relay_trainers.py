@@ -60,20 +60,54 @@ def test_a_hugging_face_trainer_of_two_ranks_in_each_pod(tmp_path: Path) -> None
 
 
 @pytest.mark.full
+def test_a_notice_to_a_hugging_face_trainer_of_two_ranks(tmp_path: Path) -> None:
+    """As the printed file starts it, but for the ranks: both save the same step, and none is lost."""
+    pytest.importorskip("transformers")
+    printed = read_run_file(ROOT / "deploy" / "relay" / "hf-trainer.yaml")
+    assert printed.command[:3] == ("torchrun", "--nproc-per-node=gpu", "examples/relay_sft.py")
+    noted = tmp_path / "noted"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launch, str(ROOT / "examples/relay_sft.py"), *printed.command[3:]]
+    command += ["--steps_file", str(noted), "--max_steps=60", "--pace=0.3"]
+    more = {"save_signal": printed.save_signal, "checkpoint_glob": printed.checkpoint_glob, "lease_seconds": 8}
+    with relayed(tmp_path, command=command, **more) as run:
+        for name, step in (("a", 20), ("b", 40)):
+            pod = run.pod(name)
+            far = lambda step=step: [one for one, _ in made(noted, "loss") if one >= step]  # noqa: E731
+            run.wait(far, f"step {step}")
+            pod.notice()
+            assert pod.process.wait(60) == 75, run.said()
+        c = run.pod("c")
+        assert c.process.wait(200) == 0, run.said()
+        assert [step for step, _ in made(noted, "loss")] == list(range(1, 61)), "a step was lost on notice"
+        assert run.state()["status"] == "COMPLETED"
+
+
+@pytest.mark.full
 def test_reinforcement_learning_in_plain_torch(tmp_path: Path) -> None:
-    """Its files are of no framework; the next pod finds them by ${resume_dir}, and makes the same episodes."""
+    """Its files are of no framework; the next pod finds them by ${resume_dir}, and makes the same episodes.
+
+    The first pod is told to go, and loses none; the second vanishes.
+    """
     noted = tmp_path / "noted"
     script = [sys.executable, str(ROOT / "examples/relay_rl.py"), "--out", "${save_dir}", "--from", "${resume_dir:-}"]
     command = [*script, "--metrics", str(noted), "--episodes=150", "--save-every=30", "--pace=0.1"]
-    with relayed(tmp_path, command=command, resume_flag=None, lease_seconds=8) as run:
+    with relayed(tmp_path, command=command, resume_flag=None, save_signal="SIGUSR1", lease_seconds=8) as run:
         a = run.pod("a")
-        saved = run.wait_saved()
+        run.wait(lambda: [step for step, _ in made(noted, "mean_reward") if step > 15], "some episodes")
+        a.notice()
+        assert a.process.wait(60) == 75, run.said()
+        asked = made(noted, "mean_reward")[-1][0]
+        b = run.pod("b")
+        saved = run.wait_saved(asked + 1)
         ahead = lambda: [step for step, _ in made(noted, "mean_reward") if step > saved + 2]  # noqa: E731
         run.wait(ahead, "it is further than its save")
-        a.vanish()
+        first = [step for step, _ in made(noted, "mean_reward")][: asked + 1]
+        assert first == list(range(1, asked + 2)), "one was lost on notice"
+        b.vanish()
         saved = run.checkpoints()[-1]
-        b = run.pod("b")
-        assert b.process.wait(200) == 0, run.said()
+        c = run.pod("c")
+        assert c.process.wait(200) == 0, run.said()
         assert_one_curve(made(noted, "mean_reward"), saved, 150, 0.0)
         assert run.state()["status"] == "COMPLETED"
 
