@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,8 @@ def _add_pod(parser: argparse.ArgumentParser) -> None:
 def _carry_on(options: argparse.Namespace) -> int:
     from .agent_process import AgentProcess
 
+    # Whoever started us may have blocked some, as threads of C++ programs do.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
     try:
         # Its imports take longer than all that comes before it is needed.
         with contextlib.closing(AgentProcess()) as agent:

@@ -46,6 +46,14 @@ def default_job_id(options: argparse.Namespace, user: str) -> str:
     return f"{stem[:64]}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
 
 
+def user_name() -> str:
+    """Of whoever runs this; the number of one that no file knows, as in a container."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # as Python has it before 3.13, and since
+        return str(os.getuid())
+
+
 def check_installation() -> None:
     """Checks that the trainer's extra is installed.
 
@@ -129,7 +137,7 @@ def run_checked(options: argparse.Namespace, watch: SignalWatch, output: Output)
         raise UsageError("--deepspeed-load-universal: deepspeed is not installed here")
     of_dlrover = check_dlrover(options)
     if options.job_id is None:
-        options.job_id = default_job_id(options, getpass.getuser())
+        options.job_id = default_job_id(options, user_name())
         options.job_id_is_default = True
     from .beginning import Beginning  # all that the checks above can do without
 
@@ -140,6 +148,8 @@ def run_checked(options: argparse.Namespace, watch: SignalWatch, output: Output)
 
 def main() -> None:
     """The console script."""
+    # Whoever started us may have blocked some, as threads of C++ programs do, and workers inherit that.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
     arguments = command_line(sys.argv[1:])
     code = run(arguments) if arguments is not None else EXIT_LEFT
     logging.shutdown()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dalsegno.agent.decisions.events import EXIT_LEFT
+from tests.support.jobs.local_processes import BLOCKS
 from tests.support.jobs.master_process import eventually
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("hang_ups")]
@@ -65,6 +66,13 @@ def test_a_signal_in_the_first_seconds(start: Start, number: signal.Signals) -> 
     process.send_signal(number)
     line = f"dlrover-run: {number.name}: left on notice; no workers were running here\n"
     assert ends(process) == (EXIT_LEFT, line)
+
+
+def test_signals_that_whoever_started_it_has_blocked(start: Start) -> None:
+    """As threads of a C++ program do, and what they execute inherits it."""
+    process = start(through=BLOCKS)
+    process.send_signal(signal.SIGTERM)
+    assert ends(process) == (EXIT_LEFT, "dlrover-run: SIGTERM: left on notice; no workers were running here\n")
 
 
 def test_the_signals_are_those_of_the_flag(start: Start) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.jobs.held_phases import agent_of
-from tests.support.jobs.local_processes import send
+from tests.support.jobs.local_processes import BLOCKS, send
 from tests.support.jobs.pods import Pod, Run, relayed
 from tests.support.pages.sources import ROOT
 
@@ -119,6 +119,17 @@ def test_a_notice_that_comes_more_than_once(tmp_path: Path, how: str) -> None:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
             with contextlib.suppress(ProcessLookupError):
                 a.process.send_signal(number)
+        assert a.process.wait(60) == 75, run.said()
+        assert_goes_on(run, run.pod("b"))
+        assert_nothing_lost(run)
+
+
+def test_a_pod_whose_starter_has_blocked_all_signals(tmp_path: Path) -> None:
+    """As a thread of a C++ program does, and all that is started from it inherits that: notice and save are heard."""
+    with relayed(tmp_path, "--pace=0.1", "--end-when-asked", "--save-every=1000", steps=ENDLESS) as run:
+        a = run.pod("a", through=BLOCKS)
+        run.wait_step(33)
+        a.notice()
         assert a.process.wait(60) == 75, run.said()
         assert_goes_on(run, run.pod("b"))
         assert_nothing_lost(run)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,6 +16,11 @@ import pytest
 from dalsegno.protos.processes import status_of
 
 LOOK_EVERY = 0.05
+# What follows these words is executed with all signals blocked.
+_BLOCK = (
+    "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()); os.execvp({0}[0], {0})"
+)
+BLOCKS = (sys.executable, "-c", _BLOCK.format("sys.argv[1:]"))
 
 
 def carriers(mark: str) -> list[int]:

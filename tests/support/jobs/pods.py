@@ -94,6 +94,7 @@ class Run:
         contained: bool = False,
         image: bool = False,
         console: int | None = None,
+        through: tuple[str, ...] = (),
         **environment: str,
     ) -> Pod:
         """Starts one.
@@ -102,6 +103,7 @@ class Run:
             contained: with a host name, process numbers and mounts of its own, as its process 1.
             image: by the image's entry point.
             console: what its standard output and error are, instead of a file of the errors.
+            through: a command that executes it.
         """
         mark = f"DALSEGNO_TEST_POD={self.folder}/{name}"
         errors = self.folder / f"{name}.err"
@@ -115,6 +117,7 @@ class Run:
             process = subprocess.Popen(
                 [
                     *((*_CONTAINED, name) if contained else ()),
+                    *through,
                     *(("sh", str(ENTRYPOINT), *self.command[1:]) if image else (*_DALSEGNO, *self.command)),
                     *flags,
                 ],

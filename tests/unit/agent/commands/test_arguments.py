@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -227,6 +228,17 @@ def test_the_default_job_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len({one, *others}) == 5
     assert parse(["--job-id", one, "x.py"], {}).job_id == one
     assert one.startswith("my-train-")
+
+
+@pytest.mark.parametrize("error", [KeyError("uid not found"), OSError("No username set in the environment")])
+def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """As a container has it, whose user is a number; Python says so in two ways."""
+
+    def fails() -> str:
+        raise error
+
+    monkeypatch.setattr(dlrover_run.getpass, "getuser", fails)
+    assert dlrover_run.user_name() == str(os.getuid())
 
 
 @pytest.mark.slow
