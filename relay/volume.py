@@ -58,6 +58,11 @@ class Volume:
 
     def _problem(self, must_be_mount: bool) -> str:
         where = self.l1_root
+        try:
+            os.fsencode(where)
+        except UnicodeEncodeError:
+            spelt = sys.getfilesystemencoding()
+            return f"l1_root {where}: file names are {spelt} here: set LC_ALL=C.UTF-8, or mount it elsewhere"
         if not where.is_dir():
             return f"l1_root {where} is no directory: mount the volume there"
         if must_be_mount and not os.path.ismount(where):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +37,20 @@ def test_a_run_has_its_folders(tmp_path: Path) -> None:
     runs = {f"runs/{run_id}{folder}" for run_id in ("my-run", "other") for folder in own}
     assert found == {"runs", "shared", "shared/base_models", "shared/wheelhouse", *runs}
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["train.jsonl"], "a trial is left"
+
+
+def test_a_place_whose_name_the_locale_cannot_spell_is_named_so(tmp_path: Path) -> None:
+    """It is there, but not for a process whose file names are ASCII."""
+    place = tmp_path / "donn\u00e9es"
+    place.mkdir()
+    code = "from pathlib import Path; from dalsegno.relay.volume import Volume\n"
+    code += f"print(ascii(Volume(Path({str(place)!a}), 'my-run').problem(must_be_mount=False)))"
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=os.environ | ascii_only, capture_output=True, text=True, timeout=60, check=True)
+    assert "file names are ascii here: set LC_ALL=C.UTF-8" in done.stdout, done
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "''\n"
 
 
 def test_the_last_revision_is_read_once(volume: Volume) -> None:
