@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from dalsegno.elastic.checkpoint import CheckpointStore
 from dalsegno.protos import control_pb2, control_pb2_grpc
 from dalsegno.protos.addresses import addresses_of
 from dalsegno.protos.contract import Variable
+from dalsegno.protos.plain_json import plain
 from dalsegno.protos.text import one_line
 
 from ..control.claim import Claim, ClaimFile
@@ -164,24 +163,10 @@ def show(options: argparse.Namespace, method: str, request: Any, lines_of: Calla
 def put(options: argparse.Namespace, reply: Message, lines_of: Callable[[Any], list[str]]) -> None:
     """Prints an answer: as JSON where that is asked for, else for a person."""
     if options.json:
-        print(json.dumps(as_json(reply)), flush=True)
+        print(json.dumps(plain(reply)), flush=True)
         return
     for line in lines_of(reply):
         print(line, flush=True)
-
-
-def as_json(message: Message) -> dict[str, Any]:
-    """A message as JSON, with all its fields, named as in `control.proto`.
-
-    Protobuf writes numbers of 64 bits as text. Those of events and orders are numbers, as over HTTP: none of them comes
-    near 2**53.
-    """
-    plain = dict(MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
-    if isinstance(message, control_pb2.Event | control_pb2.OrderReply):
-        for field in message.DESCRIPTOR.fields:
-            if field.name in plain and field.cpp_type == FieldDescriptor.CPPTYPE_UINT64:
-                plain[field.name] = int(plain[field.name])
-    return plain
 
 
 def _master_of(options: argparse.Namespace) -> tuple[list[str], Credentials]:

@@ -11,10 +11,11 @@ from typing import Any
 
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos.contract import CONTROL_PROTOCOL
+from dalsegno.protos.plain_json import plain
 from dalsegno.protos.text import one_line
 
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
-from .asking import AskedMaster, NoAnswer, as_json, put, show
+from .asking import AskedMaster, NoAnswer, put, show
 
 __all__ = ["checkpoint", "drain", "events", "start", "stop"]
 
@@ -97,7 +98,7 @@ def _order(options: argparse.Namespace, method: str, request: Any, done: Done, *
         print(one_line(reply.text), flush=True)
     if options.no_wait:
         if options.json:
-            print(json.dumps(as_json(reply)))
+            print(json.dumps(plain(reply)))
         return EXIT_FINISHED
     return _wait(options, asked, reply, done, master_stays=master_stays)
 
@@ -130,7 +131,7 @@ def _wait(
 
 def _tell(options: argparse.Namespace, order: pb.OrderReply, text: str, seconds: float, *, done: bool) -> None:
     if options.json:
-        print(json.dumps({**as_json(order), "became": text, "done": done, "seconds": round(seconds, 3)}))
+        print(json.dumps({**plain(order), "became": text, "done": done, "seconds": round(seconds, 3)}))
     elif done:
         print(f"{one_line(text)}, after {seconds:.1f} s")
     else:

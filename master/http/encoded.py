@@ -12,8 +12,9 @@ import time
 from collections.abc import Iterable, MutableSequence, Sequence
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
+
+from dalsegno.protos.plain_json import plain
 
 from ..brain.chronicle import EVENTS, JobEvent
 from ..brain.views import event_proto
@@ -61,7 +62,7 @@ class EncodedEvents:
             for event in events:
                 known, text = self._texts.get(event.sequence, (None, b""))
                 if known is not event:
-                    text = dumped(_event_json(event))
+                    text = dumped(plain(event_proto(event)))
                     self._texts[event.sequence] = event, text
                 found.append(text)
                 await pieces.between()
@@ -81,12 +82,12 @@ async def message_json(message: Message, more: dict[str, Any]) -> bytes:
     }
     for name in long:
         shallow.ClearField(name)
-    texts = {key: dumped(value) for key, value in (_plain(shallow) | finite(more)).items()}
+    texts = {key: dumped(value) for key, value in (plain(shallow) | finite(more)).items()}
     pieces = _Pieces()
     for name, of in long.items():
         items = []
         for item in of:
-            items.append(dumped(_plain(item)))
+            items.append(dumped(plain(item)))
             await pieces.between()
         texts[name] = b"[" + b",".join(items) + b"]"
     return b"{" + b",".join(_entries(texts.items())) + b"}"
@@ -94,20 +95,6 @@ async def message_json(message: Message, more: dict[str, Any]) -> bytes:
 
 def _entries(texts: Iterable[tuple[str, bytes]]) -> Iterable[bytes]:
     return (dumped(key) + b":" + text for key, text in texts)
-
-
-def _event_json(event: JobEvent) -> dict[str, Any]:
-    """An event with all its fields. Numbers of 64 bits are numbers here: none of them comes near 2**53."""
-    plain = _plain(event_proto(event))
-    for name in ("sequence", "epoch", "step", "lost_steps"):
-        if name in plain:
-            plain[name] = int(plain[name])
-    return plain
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    found = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    return dict(found)
 
 
 def dumped(value: Any) -> bytes:

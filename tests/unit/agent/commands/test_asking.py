@@ -10,11 +10,12 @@ import grpc
 import pytest
 
 from dalsegno.agent.commands import asking
-from dalsegno.agent.commands.asking import AskedMaster, NoAnswer, as_json
+from dalsegno.agent.commands.asking import AskedMaster, NoAnswer
 from dalsegno.agent.commands.dalsegno import run
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos import control_pb2_grpc
 from dalsegno.protos.contract import LEADER_METADATA
+from dalsegno.protos.plain_json import plain
 from tests.support.jobs.ports import free_port
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
@@ -69,12 +70,28 @@ def test_where_nobody_follows_the_command_says_so(monkeypatch: pytest.MonkeyPatc
 
 def test_numbers_of_events_and_orders_are_numbers() -> None:
     """As over HTTP; what is optional is there only where it is known."""
-    event = as_json(pb.Event(sequence=7, epoch=2, lost_steps=1, kind="stepped", seconds=0.5))
+    event = plain(pb.Event(sequence=7, epoch=2, lost_steps=1, kind="stepped", seconds=0.5))
     assert (event["sequence"], event["epoch"], event["lost_steps"], event["seconds"]) == (7, 2, 1, 0.5)
     assert "step" not in event
-    assert as_json(pb.Event(step=3))["step"] == 3
-    order = as_json(pb.OrderReply(generation=4, step=5, number=6))
+    assert plain(pb.Event(step=3))["step"] == 3
+    order = plain(pb.OrderReply(generation=4, step=5, number=6))
     assert (order["generation"], order["step"], order["number"]) == (4, 5, 6)
+
+
+def test_numbers_of_the_status_are_numbers() -> None:
+    """Wherever they stand: `jq '.step - .head.step'` is arithmetic. What is missing stays out."""
+    status = pb.StatusReply(generation=3, step=2**53, epoch=2)
+    status.head.step, status.head.bytes, status.head.position.samples = 7, 10**10, 80
+    status.checkpoints.add(epoch=2)
+    status.history.add(epoch=1, last_step=9)
+    found = plain(status)
+    assert (found["generation"], found["step"], found["epoch"]) == (3, 2**53, 2)
+    head = found["head"]
+    assert (head["step"], head["bytes"], head["position"]["samples"]) == (7, 10**10, 80)
+    assert found["checkpoints"][0]["epoch"] == 2
+    assert (found["history"][0]["last_step"], found["history"][0]["lost_steps"]) == (9, 0)
+    assert "held" not in found
+    assert plain(pb.ScaleReply(generation=5, limit=2))["generation"] == 5
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from dalsegno.master.http.encoded import EncodedEvents, message_json
 from dalsegno.master.http.looking import Looking
 from dalsegno.master.server.feed import Feed
 from dalsegno.protos import control_pb2 as pb
+from dalsegno.protos.plain_json import plain
 
 
 def events(*sequences: int) -> tuple[JobEvent, ...]:
@@ -39,11 +40,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """All messages that are encoded."""
     found: list[Any] = []
 
-    def plain(message: Any) -> dict[str, Any]:
+    def counting(message: Any) -> dict[str, Any]:
         found.append(message)
-        return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        return plain(message)
 
-    monkeypatch.setattr(encoded, "_plain", plain)
+    monkeypatch.setattr(encoded, "plain", counting)
     return found
 
 
@@ -96,7 +97,11 @@ def test_a_look_says_what_the_message_says(nodes: int) -> None:
     """Piece by piece it is the same; empty lists are there, too."""
     text = asyncio.run(message_json(status(nodes), {"goodput": math.nan, "curve": [(1, math.inf)]}))
     whole = MessageToDict(status(nodes), preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    assert json.loads(text) == whole | {"goodput": None, "curve": [[1, None]]}
+    numbers = {"step": 7, "epoch": 2, "generation": 0, "save_order": 0}
+    (epoch,) = whole["history"]
+    wide = ("epoch", "resumed_step", "lost_steps", "first_step", "last_step")
+    past = {"history": [epoch | {name: int(epoch[name]) for name in wide}]}
+    assert json.loads(text) == whole | numbers | past | {"goodput": None, "curve": [[1, None]]}
 
 
 def test_one_look_is_encoded_once(counted: list[Any]) -> None:

@@ -111,7 +111,7 @@ def test_the_job_is_shown() -> None:
             assert await get(edge, "/healthz") == (200, "ok\n")
             code, text = await get(edge, "/api/v1/job")
             job = json.loads(text)
-            assert (code, job["job_id"], job["step"], job["phase"]) == (200, "job", "7", "PHASE_RUNNING")
+            assert (code, job["job_id"], job["step"], job["phase"]) == (200, "job", 7, "PHASE_RUNNING")
             assert job["curve"] == [[7, None]]
             assert job["history"][0]["paused"] == 1.5
             # As a string: a bare NaN is no JSON, and a browser would refuse all of it.
