@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from dalsegno.protos.contract import CONNECT_TIMEOUT_SECONDS, MASTER_OUTAGE_TIMEOUT_SECONDS, JobSettings, Variable
@@ -431,13 +432,21 @@ def _check_best(options: argparse.Namespace) -> None:
         )
 
 
-def parse(arguments: Sequence[str] | None, environ: Mapping[str, str] = os.environ) -> argparse.Namespace:
-    """Parses the command line, and checks what can be checked without torch, the network or the disk.
+def parse(
+    arguments: Sequence[str] | None, environ: Mapping[str, str] = os.environ, *, here: bool = True
+) -> argparse.Namespace:
+    """Parses the command line, and checks what can be checked without torch, the network or files.
+
+    `here`: it is for this machine, so that directories which it names are there.
 
     Raises:
         UsageError: bad input.
     """
-    options = build_parser(environ).parse_args(arguments)
+    parser = build_parser(environ)
+    for action in parser._actions:
+        if action.type is directory and not here:
+            action.type = Path
+    options = parser.parse_args(arguments)
     options.unused = []
     for flag, default, _ in _UNUSED:
         name = flag.replace("-", "_")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dalsegno.elastic.checkpoint.errors import printable
+from dalsegno.protos.options import UsageError
 from dalsegno.protos.yaml_text import InputRefused, documents, printed
 
 from ..decisions.events import EXIT_FINISHED, EXIT_USAGE
@@ -20,6 +21,7 @@ from ..deploy.kubernetes import objects
 from ..deploy.refusals import TARGETS, refusals
 from ..deploy.slurm import script
 from ..deploy.systemd import units
+from .arguments import build_parser, parse
 
 __all__ = ["add_arguments", "render"]
 
@@ -93,9 +95,37 @@ def _job(file: Path, target: str, settings: Sequence[str]) -> JobSpec:
             f"kind: {values['kind']}: a job of our own has no kind, and of others' only ElasticJob is read"
         )
     job = job_of(_with(values, settings))
-    if found_wrong := refusals(job, target):
+    if found_wrong := refusals(job, target) or list(_misfits(job)):
         raise InputRefused(*found_wrong)
     return job
+
+
+def _misfits(job: JobSpec) -> Iterator[str]:
+    """What `dlrover-run` would refuse on every node, by its own parser."""
+    if job.shell:
+        return
+    if not job.command[0].startswith("-") and not _finds_script(job.flags, job.command[0]):
+        yield (
+            f"flags: dlrover-run would not find {job.command[0]!r} behind them: a flag lacks its value (write"
+            " --flag=VALUE), or a word is none"
+        )
+        return
+    # Whatever the target is: render writes the others itself.
+    line = [f"--nnodes={job.nnodes[0]}:{job.nnodes[1]}", "--master=head:29400", *job.flags, *job.command]
+    for place, environ in (("flags" if job.flags else "command", {}), ("env", job.env)):
+        try:
+            parse(line, environ, here=False)
+        except UsageError as error:
+            yield f"{place}: dlrover-run refuses {'them' if place == 'flags' else 'it'}: {error}"
+            return
+
+
+def _finds_script(flags: Sequence[str], script: str) -> bool:
+    try:
+        return bool(build_parser({}).parse_args([*flags, script]).training_script == script)
+    except UsageError as error:
+        # Of what else is wrong the whole line tells.
+        return "training_script" not in str(error)
 
 
 def _with(values: Any, settings: Sequence[str]) -> Any:

@@ -17,7 +17,8 @@ TARGETS = ("k8s", "slurm", "systemd")
 OURS = {
     **{"--job-id": "name", "--nnodes": "nnodes", "--nproc-per-node": "nproc", "--drain-timeout": "drain_timeout"},
     **{"--checkpoint-dir": "checkpoints", "--token-file": "secrets.token", "--tls-ca": "secrets.tls"},
-    **{"--master": "host.master", "--node-name": "the pod's name", "--local-addr": "the pod's address"},
+    **{"--rdzv-id": "name", "--master": "host.master"},
+    **{"--node-name": "the pod's name", "--local-addr": "the pod's address"},
 }
 # Words that carry a secret itself. Not every word with "token" in it: `--eos-token=</s>` is none.
 # A pad or eos token is none.
@@ -53,6 +54,10 @@ def _everywhere(job: JobSpec) -> Iterator[str]:
             yield f"flags: {name} is written by render: its value comes from {OURS[name]}"
         elif name in ("--standalone", "--rdzv-endpoint", "--rdzv-backend", "--master-addr"):
             yield f"flags: {name} names another master than the one of this job: leave it out"
+        elif name in ("-h", "--help"):
+            yield f"flags: {name} starts nothing: leave it out"
+    if job.flags and job.shell:
+        yield "flags: with shell they have no place: write them into that line"
     if not job.secrets.token:
         yield (
             "secrets.token: missing: whoever reaches the master's port could end the job: make one with"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dalsegno.agent.commands.dalsegno import run
+from dalsegno.agent.deploy.refusals import TARGETS
 from dalsegno.protos.yaml_text import documents, printed
 from tests.support.deploy import GPT
 from tests.unit.agent.deploy.test_elasticjob import elastic_job
@@ -112,3 +114,53 @@ def test_where_nothing_can_be_written_is_one_line(file: Path, tmp_path: Path, ca
         (said,) = capsys.readouterr().err.splitlines()
         assert f"--output {where}: cannot write there: " in said
         assert "name a directory" in said
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"flags": ["--node-timout=20"]}, "flags: dlrover-run refuses them: unrecognized arguments: --node-timout=20"),
+        ({"flags": ["--node-timeout=2"]}, "flags: dlrover-run refuses them: argument --node-timeout"),
+        ({"flags": ["--best=loss:min"], "command": ["train.py"]}, "flags: dlrover-run refuses them: --best is for a"),
+        ({"flags": ["--log-dir"]}, "flags: dlrover-run would not find 'train.py' behind them: a flag"),
+        ({"flags": ["verbose"]}, "flags: dlrover-run would not find 'train.py' behind them"),
+        ({"flags": ["--help"]}, "flags: --help starts nothing"),
+        ({"flags": ["--rdzv-id=other"]}, "flags: --rdzv-id is written by render: its value comes from name"),
+        ({"command": ["--steps=1", "train.py"]}, "command: dlrover-run refuses it: unrecognized arguments: --steps=1"),
+        ({"command": ["train.py", "${resume_dir}"]}, "command: dlrover-run refuses it: '${resume_dir}' without"),
+        ({"env": {"PET_NODE_TIMEOUT": "2"}}, "env: dlrover-run refuses it: argument --node-timeout"),
+    ],
+)
+def test_what_the_agent_would_refuse_is_refused(
+    file: Path, capsys: Captured, target: str, changes: dict[str, Any], line: str
+) -> None:
+    """Before a machine is taken for it: a flag that there is not, a wrong value, a flag without one."""
+    file.write_text(printed([{**GPT, **changes}]))
+    assert run(["render", target, str(file)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert line in said
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["-m"], ["--initial-checkpoint=/only/there"], ["--log-dir", "/logs"], ["--universal-checkpoint=gate", "-t", "3"]],
+)
+def test_flags_are_those_of_another_machine(
+    file: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    """Its directories, and not this one's; its variables, and not those of whoever renders."""
+    monkeypatch.setenv("PET_NODE_TIMEOUT", "2")
+    for job in ({**GPT, "flags": flags}, {**GPT, "flags": flags, "command": ["-m", "package.train"]}):
+        file.write_text(printed([job]))
+        assert run(["render", "k8s", str(file)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_flags_beside_a_shell_have_no_place(file: Path, capsys: Captured) -> None:
+    """They would be lost: that line is somebody else's."""
+    job = {key: value for key, value in GPT.items() if key != "command"}
+    file.write_text(printed([{**job, "shell": "exec dalsegno-run train.py", "flags": ["--node-timeout=20"]}]))
+    assert run(["render", "k8s", str(file)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "flags: with shell they have no place: write them into that line" in said
