@@ -10,6 +10,7 @@ An answer may get lost. Then the head is read: each owner has a random name, so 
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +22,8 @@ from .etcd_calls import Change, Etcd, EtcdFiles, EtcdUnavailable, endpoints_of
 from .store import Rows, StoreAway, StoreDamaged, StoreError, StoreUnavailable, Superseded, digest_of
 
 __all__ = ["PREFIX", "EtcdStore", "open_client", "open_etcd"]
+
+log = logging.getLogger(__name__)
 
 PREFIX = "/dalsegno"
 # The most bytes, and changes, of one transaction: etcd's own limits are 1.5 MiB and 128.
@@ -95,7 +98,8 @@ class EtcdStore:
             for _ in range(MOST_TRIES):
                 if (self._head.generation, self._head.owner) != (generation, self._owner):
                     self._refresh()
-                if self._head.generation != generation:
+                # With an old copy of etcd another master may have been given the same generation.
+                if (self._head.generation, self._head.owner) != (generation, self._owner):
                     raise Superseded(generation, self._head.generation)
                 if self._put(self._changed(rows), generation):
                     return
@@ -211,8 +215,41 @@ class EtcdStore:
         head = decoded(found.data)
         if head.job_id != self._job_id:
             raise StoreError(f"{self._at}head in etcd is of job {head.job_id!r}: give each job its own name")
+        if self._has_gone_back(head):
+            self._write_anew(head, found.revision)
+            return
         self._rows = self._read(head, found.at)
         self._head, self._revision = head, found.revision
+
+    def _has_gone_back(self, head: Head) -> bool:
+        """Whether this is older than what this owner wrote last: somebody has put an old copy of etcd in its place."""
+        earlier = head.owner == self._owner or head.generation < self._head.generation
+        return self._head.owner == self._owner and earlier and head.number < self._head.number
+
+    def _write_anew(self, old: Head, revision: int) -> None:
+        """Writes all rows over an older record: mixed with that one's, changes that nobody repeats would be lost.
+
+        Raises EtcdUnavailable; StoreAway if the record has changed meanwhile. Then the next try finds it out again.
+        """
+        before = head, rows, *_ = self._head, self._rows, self._revision, self._garbage
+        log.warning(
+            "the record in etcd has gone back, from write %d to write %d: all of it is written anew",
+            head.number,
+            old.number,
+        )
+        everything: Rows = {key: data for bucket in rows for key, data in bucket.items()}
+        self._head, self._rows = Head(self._job_id, number=old.number), [{} for _ in range(BUCKETS)]
+        self._revision, self._garbage = revision, old.digests()
+        written = False
+        try:
+            written = self._put(self._changed(everything), head.generation)
+        finally:
+            if not written:
+                # Whatever was read meanwhile: this owner's own chunks may not be there.
+                self._head, self._rows, self._revision, self._garbage = before
+        if not written:
+            raise StoreAway("cannot write the store in etcd: it has gone back, and changed meanwhile")
+        self._sweep()
 
     def _read(self, head: Head, at: int) -> list[dict[str, bytes]]:
         """The rows that a head names, as they were in this revision."""

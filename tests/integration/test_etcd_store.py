@@ -20,7 +20,7 @@ pytest.importorskip("aetcd")
 from dalsegno.master.record import etcd_calls
 from dalsegno.master.record.chunks import decoded, encoded
 from dalsegno.master.record.etcd_calls import Change, Etcd, EtcdFiles
-from dalsegno.master.record.store import StoreDamaged, StoreError, StoreUnavailable, open_store
+from dalsegno.master.record.store import StoreDamaged, StoreError, StoreUnavailable, Superseded, open_store
 from tests.support.jobs.etcd_members import ETCD, MISSING, Members, etcd_members
 from tests.support.jobs.store_writer import check_whole, killed_after, store_writer
 
@@ -282,6 +282,61 @@ def test_another_job_s_head_is_not_overwritten(pair: Owners) -> None:
     with pytest.raises(StoreError, match=f"is of job '{pair.job}'"):
         copy.load()
     copy.close()
+
+
+def test_etcd_goes_back_under_its_master(tmp_path: Path, job: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody has put an old copy in its place: what the master knows is written anew, and nothing is mixed."""
+    with etcd_members(tmp_path / "etcd", unread="it forgets") as members:
+        owners = Owners(members, job)
+        generation = owners.store.raise_generation()
+        owners.store.save({f"row {number}": b"old" for number in range(100)}, generation)
+        with members.put_back(0):
+            owners.store.save({f"row {number}": b"new" for number in range(50)} | {"row 99": None}, generation)
+            owners.store.save({"more": b"new"}, generation)
+        # While etcd is not there nothing of this is lost.
+        members.send(0, signal.SIGKILL)
+        with pytest.raises(StoreUnavailable):
+            owners.store.save({"last": b"new"}, generation)
+        members.start(0)
+        members.wait(0)
+        owners.store.save({"last": b"new"}, generation)
+        expected = {f"row {number}": b"new" if number < 50 else b"old" for number in range(99)}
+        assert owners.other.load() == expected | {"more": b"new", "last": b"new"}
+        assert owners.chunks() == owners.named()
+        assert [line.getMessage() for line in caplog.records] == [
+            "the record in etcd has gone back, from write 4 to write 2: all of it is written anew"
+        ]
+        owners.close()
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["", "taken over meanwhile"])
+def test_etcd_goes_back_to_an_earlier_master(one: Members, job: str, taken: bool) -> None:
+    """Whoever wrote last writes it anew, unless another one has taken the old record over since."""
+    owners = Owners(one, job)
+    owners.store.save({"a": b"old", "b": b"old"}, owners.store.raise_generation())
+    old = owners.etcd.get(f"/dalsegno/{job}/head")
+    assert old is not None
+    chunks = {name: owners.etcd.get(f"/dalsegno/{job}/chunk/{name}") for name in owners.chunks()}
+    generation = owners.other.raise_generation()
+    for number in range(3):
+        owners.other.save({"a": b"%d" % number, "c": b"new"}, generation)
+    for name, chunk in chunks.items():
+        assert chunk is not None
+        owners.put(f"chunk/{name}", chunk.data)
+    owners.put("head", old.data)
+    if taken:
+        third = open_store(one.url, job)
+        third.save({"d": b"third"}, third.raise_generation())
+        with pytest.raises(Superseded):
+            owners.other.save({"d": b"other"}, generation)
+        assert third.load() == {"a": b"old", "b": b"old", "d": b"third"}
+        third.close()
+    else:
+        owners.other.save({"d": b"other"}, generation)
+        fresh = open_store(one.url, job)
+        assert fresh.load() == {"a": b"2", "b": b"old", "c": b"new", "d": b"other"}
+        fresh.close()
+    owners.close()
 
 
 def test_a_history_that_breaks_is_found(tmp_path: Path, job: str) -> None:

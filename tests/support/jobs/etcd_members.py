@@ -203,6 +203,21 @@ class Members:
         if signum == signal.SIGKILL:
             process.wait()
 
+    @contextmanager
+    def put_back(self, number: int) -> Iterator[None]:
+        """In the end a member, the only one, has what it had at the beginning, as from an operator's backup."""
+        data, kept = self._directory / self._names[number], self._directory / "kept"
+        self.send(number, signal.SIGKILL)
+        shutil.copytree(data, kept)
+        self.start(number)
+        self.wait(number)
+        yield
+        self.send(number, signal.SIGKILL)
+        shutil.rmtree(data)
+        kept.rename(data)
+        self.start(number)
+        self.wait(number)
+
     def close(self) -> None:
         """Ends all members."""
         for process in self._processes.values():
