@@ -113,7 +113,7 @@ async def _serve(options: argparse.Namespace) -> int:
             return EXIT_FINISHED
         if _is_several(options):
             # Now, and not when it has taken the job over from a master that serves well.
-            brain.check(store.load())
+            brain.check(_wait_for(store))
         await (server.listen() if _is_several(options) else server.start())
         if edge is not None:
             edge.start()
@@ -258,13 +258,12 @@ def _etcd_files(options: argparse.Namespace) -> EtcdFiles | None:
     return given if given != EtcdFiles() else None
 
 
-def _wait_for(store: Store) -> None:
-    """Returns once all of it could be read: a service may start after its master. Raises StoreError."""
+def _wait_for(store: Store) -> dict[str, bytes]:
+    """All of it, once it could be read: a service may start after its master. Raises StoreError."""
     said = False
     while True:
         try:
-            store.load()
-            return
+            return store.load()
         except StoreAway as error:
             if not said:
                 log.warning("%s; waiting for it", error)

@@ -48,7 +48,7 @@ class Commander:
     """
 
     def __init__(
-        self, files: Sequence[Path], store: str, options: ServerOptions, *, wait: Callable[[Store], None]
+        self, files: Sequence[Path], store: str, options: ServerOptions, *, wait: Callable[[Store], object]
     ) -> None:
         self._runs = _read(files)
         self._options, self._wait = options, wait

@@ -15,7 +15,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from dalsegno.master.record.store import MemoryStore, Rows, StoreUnavailable, Superseded
+from dalsegno.master import cli
+from dalsegno.master.record.store import MemoryStore, Rows, StoreAway, StoreDamaged, StoreUnavailable, Superseded
 from dalsegno.master.server import desk
 from dalsegno.master.server import driver as driver_module
 from dalsegno.master.server import server as server_module
@@ -714,3 +715,23 @@ def test_who_stands_by_names_who_leads(monkeypatch: pytest.MonkeyPatch) -> None:
             await server.close()
 
     asyncio.run(scene())
+
+
+def test_a_store_that_goes_while_a_master_begins_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also behind its first word: that is no wrong command line, which a supervisor would not start again."""
+
+    class Away(MemoryStore):
+        tries = 0
+
+        def load(self) -> dict[str, bytes]:
+            self.tries += 1
+            if self.tries == 1:
+                raise StoreAway("etcd is away")
+            raise StoreDamaged("so it was read again")
+
+    monkeypatch.setattr(cli, "STORE_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(cli, "_open", lambda options: (Away(), ""))
+    assert cli.main(["--job-id=job", "--store=etcd://127.0.0.1:1"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "dlrover-master: so it was read again"
