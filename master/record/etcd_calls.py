@@ -48,13 +48,20 @@ _OPTIONS = (
 )
 
 
+# What the files for TLS have in them: authority, key, certificate.
+_Contents = tuple[bytes | None, bytes | None, bytes | None]
+
+
 class EtcdUnavailable(Exception):
     """No member could do it, in all the time there was; the message is a reason for a person."""
 
 
 @dataclass(frozen=True)
 class EtcdFiles:
-    """Files for TLS with etcd, all PEM; None: not given. Without `ca` connections are plain."""
+    """Files for TLS with etcd, all PEM; None: not given. Without `ca` connections are plain.
+
+    They are read anew where a member does not answer, because certificates are renewed.
+    """
 
     ca: Path | None = None
     cert: Path | None = None
@@ -123,16 +130,14 @@ class Etcd:
         call_seconds: float = CALL_SECONDS,
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
-        from aetcd.rpc import rpc_pb2, rpc_pb2_grpc
+        from aetcd.rpc import rpc_pb2
 
         self._messages: Any = rpc_pb2
-        self._channels = [_channel(endpoint, files) for endpoint in endpoints]
-        self._stubs = [rpc_pb2_grpc.KVStub(channel) for channel in self._channels]
-        self._leases = [rpc_pb2_grpc.LeaseStub(channel) for channel in self._channels]
-        self._endpoints = list(endpoints)
+        self._endpoints, self._files = list(endpoints), files
         self._call_seconds, self._patience_seconds = call_seconds, patience_seconds
         self._present = 0
         self._is_given_up = False
+        self._connect(_contents(files))
 
     def get(self, key: str, at: int = 0) -> Value | None:
         """What the key has now, or had in an earlier revision; None: nothing. Raises EtcdUnavailable."""
@@ -184,11 +189,11 @@ class Etcd:
 
     def grant(self, seconds: int) -> int:
         """A new lease, which ends after so many seconds unless it is kept. Raises EtcdUnavailable."""
-        return int(self._call("LeaseGrant", self._messages.LeaseGrantRequest(TTL=seconds), self._leases).ID)
+        return int(self._call("LeaseGrant", self._messages.LeaseGrantRequest(TTL=seconds), "Lease").ID)
 
     def keep(self, lease: int) -> None:
         """Has the lease last its seconds anew; nothing happens if it has ended. Raises EtcdUnavailable."""
-        self._call("LeaseKeepAlive", self._messages.LeaseKeepAliveRequest(ID=lease), self._leases)
+        self._call("LeaseKeepAlive", self._messages.LeaseKeepAliveRequest(ID=lease), "Lease")
 
     def give_up(self) -> None:
         """From now on every call raises, and one that is under way does so when its member's time is up at the latest.
@@ -208,21 +213,42 @@ class Etcd:
             return messages.RequestOp(request_delete_range=messages.DeleteRangeRequest(key=key))
         return messages.RequestOp(request_put=messages.PutRequest(key=key, value=change.data, lease=change.lease))
 
-    def _call(self, method: str, request: Any, stubs: Sequence[Any] | None = None) -> Any:
-        stubs = self._stubs if stubs is None else stubs
+    def _connect(self, contents: _Contents) -> None:
+        from aetcd.rpc import rpc_pb2_grpc
+
+        self._contents = contents
+        self._channels = [_channel(endpoint, contents) for endpoint in self._endpoints]
+        self._stubs = {
+            "KV": [rpc_pb2_grpc.KVStub(channel) for channel in self._channels],
+            "Lease": [rpc_pb2_grpc.LeaseStub(channel) for channel in self._channels],
+        }
+
+    def _renew(self) -> None:
+        """Connects anew if the files are other ones by now: certificates end, and others are put in their place."""
+        try:
+            contents = _contents(self._files)
+        except OSError:
+            # They are being replaced: the next failure looks again.
+            return
+        if contents != self._contents:
+            self.close()
+            self._connect(contents)
+
+    def _call(self, method: str, request: Any, of: str = "KV") -> Any:
         deadline, reasons = time.monotonic() + self._patience_seconds, dict[str, str]()
         while True:
-            for _ in stubs:
+            for _ in self._endpoints:
                 if self._is_given_up:
                     raise EtcdUnavailable("this master ends")
-                call: Callable[..., Any] = getattr(stubs[self._present], method)
+                call: Callable[..., Any] = getattr(self._stubs[of][self._present], method)
                 try:
                     return _answer(call, request, self._call_seconds)
                 except grpc.RpcError as error:
                     reasons[self._endpoints[self._present]] = _reason(error)
+                    self._renew()
                     if error.code() not in _PASSING:
                         raise EtcdUnavailable(_told(reasons)) from error
-                self._present = (self._present + 1) % len(stubs)
+                self._present = (self._present + 1) % len(self._endpoints)
                 if time.monotonic() >= deadline:
                     raise EtcdUnavailable(_told(reasons))
             time.sleep(PAUSE_SECONDS)  # why: nobody tells when a member is back
@@ -242,14 +268,16 @@ def _answer(call: Callable[..., Any], request: Any, seconds: float) -> Any:
     return call(request, timeout=seconds)
 
 
-def _channel(endpoint: str, files: EtcdFiles) -> grpc.Channel:
-    if files.ca is None:
+def _contents(files: EtcdFiles) -> _Contents:
+    """Of the authority, the key and the certificate. Raises OSError."""
+    ca, key, cert = (None if one is None else one.read_bytes() for one in (files.ca, files.key, files.cert))
+    return ca, key, cert
+
+
+def _channel(endpoint: str, contents: _Contents) -> grpc.Channel:
+    if contents[0] is None:
         return grpc.insecure_channel(endpoint, options=_OPTIONS)
-    key = None if files.key is None else files.key.read_bytes()
-    chain = None if files.cert is None else files.cert.read_bytes()
-    return grpc.secure_channel(
-        endpoint, grpc.ssl_channel_credentials(files.ca.read_bytes(), key, chain), options=_OPTIONS
-    )
+    return grpc.secure_channel(endpoint, grpc.ssl_channel_credentials(*contents), options=_OPTIONS)
 
 
 def _reason(error: grpc.RpcError) -> str:

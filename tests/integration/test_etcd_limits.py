@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -44,9 +45,9 @@ def master(store: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextlib.contextmanager
-def crew(address: str) -> Iterator[Crew]:
+def crew(*addresses: str) -> Iterator[Crew]:
     """Two agents, not in a world yet, that commit once they are."""
-    made = Crew("job", [address], settings((2, 4), grow_interval=0.1))
+    made = Crew("job", addresses, settings((2, 4), grow_interval=0.1))
     try:
         for name in "ab":
             made.start(name)
@@ -121,11 +122,17 @@ class Guarded:
     """An etcd of one member that lets in only who has a certificate."""
 
     def __init__(self, directory: Path) -> None:
-        authority = Authority(directory / "ca")
-        self.ca = authority.path
-        self.server, self.root, self.user = (authority.issue(name) for name in ("server", "root", "dalsegno"))
-        self.endpoint, peer = f"127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
-        line = [str(ETCD), "--data-dir", str(directory / "data"), "--log-level", "error", "--name", "one"]
+        self.directory = directory
+        self.endpoint, self.peer = (f"127.0.0.1:{free_port()}" for _ in range(2))
+        self.start("ca")
+
+    def start(self, authority: str) -> None:
+        """With certificates of a new authority."""
+        made = Authority(self.directory / authority)
+        self.ca = made.path
+        self.server, self.root, self.user = (made.issue(name) for name in ("server", "root", "dalsegno"))
+        peer = f"http://{self.peer}"
+        line = [str(ETCD), "--data-dir", str(self.directory / "data"), "--log-level", "error", "--name", "one"]
         line += ["--listen-client-urls", f"https://{self.endpoint}", "--advertise-client-urls"]
         line += [f"https://{self.endpoint}", "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
         line += ["--initial-cluster", f"one={peer}", "--client-cert-auth", "--trusted-ca-file", str(self.ca)]
@@ -181,6 +188,48 @@ def test_etcd_has_users(tmp_path: Path) -> None:
                     eventually(lambda: len(a.promised) > before + 2, 30)
                     # Nobody was declared dead.
                     assert {(one.epoch, len(one.incarnations)) for one in agents.agents.values()} == {(epoch, 1)}
+    finally:
+        etcd.close()
+
+
+@pytest.mark.full
+def test_certificates_for_etcd_are_renewed(tmp_path: Path) -> None:
+    """All of them, with another authority: whoever leads and whoever stands by takes the new files by itself."""
+    etcd = Guarded(tmp_path)
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+
+    def mount() -> None:
+        for piece, name in ((etcd.ca, "ca"), (etcd.user.path, "cert"), (etcd.user.key, "key")):
+            # As a secret in Kubernetes comes: at once.
+            shutil.copy(piece, mounted / "new")
+            (mounted / "new").replace(mounted / name)
+
+    try:
+        mount()
+        flags = [f"--etcd-{name}={mounted / name}" for name in ("ca", "cert", "key")]
+        url = f"etcd://{etcd.endpoint}"
+        with master(url, *flags) as first, master(url, *flags) as second:
+            addresses = [said_by(one)["address"] for one in (first, second)]
+            with crew(*addresses) as agents:
+                a = agents.agents["a"]
+                eventually(lambda: len(a.promised) > 2, 20)
+                epoch = a.epoch
+                etcd.close()
+                etcd.start("ca-2")
+                mount()
+                before = len(a.promised)
+                eventually(lambda: len(a.promised) > before + 2, 30)
+                # The other one leads with its new certificate, too.
+                client = Etcd([etcd.endpoint], EtcdFiles(*(mounted / name for name in ("ca", "cert", "key"))))
+                found = client.get("/dalsegno/job/leader")
+                client.close()
+                assert found is not None
+                leads = addresses.index(json.loads(found.data)["address"])
+                (first, second)[leads].send_signal(signal.SIGTERM)
+                before = len(a.promised)
+                eventually(lambda: len(a.promised) > before + 2, 30)
+                assert {(one.epoch, len(one.incarnations)) for one in agents.agents.values()} == {(epoch, 1)}
     finally:
         etcd.close()
 
