@@ -117,7 +117,7 @@ def goodput(history: Sequence[EpochRecord], now: float, *, over: bool) -> float 
     """Share of the time since the first step that brought the run forward, 0 to 1; None: not known.
 
     Pauses did not, and neither did the steps that were done again: of each world's time as many steps count as the next
-    one went on from. Of the present world all counts so far.
+    ones went on from. Of the present world all counts so far.
 
     Args:
         history: The run's worlds, oldest first.
@@ -132,8 +132,12 @@ def goodput(history: Sequence[EpochRecord], now: float, *, over: bool) -> float 
     if total <= 0:
         return None
     productive = max(0.0, ended - stepped[-1].stepped_at)
-    for record, following in pairwise(stepped):
+    lost = 0
+    for following, record in pairwise(reversed(stepped)):
         made = max(1, record.last_step - record.first_step + 1)
-        kept = max(0, made - following.lost_steps)
-        productive += max(0.0, record.ended_at - record.stepped_at) * kept / made
+        # What is more than this world made, earlier ones made.
+        lost += following.lost_steps
+        gone = min(made, lost)
+        lost -= gone
+        productive += max(0.0, record.ended_at - record.stepped_at) * (made - gone) / made
     return min(1.0, productive / total)

@@ -146,6 +146,16 @@ def test_goodput_counts_only_time_that_brought_the_run_forward() -> None:
     assert goodput([first, again], 125.0, over=False) == pytest.approx(18 / 25)
 
 
+def test_goodput_counts_steps_that_are_lost_with_more_than_one_world() -> None:
+    """A checkpoint was damaged: the second world's two steps are lost, and four of the first one's ten, too."""
+    first, second = world(1, 100.0, 110.0, 1, 10), world(2, 110.0, 112.0, 11, 12)
+    third = world(3, 112.0, 120.0, 7, 14, lost=6)
+    assert goodput([first, second, third], 120.0, over=True) == pytest.approx((6 + 0 + 8) / 20)
+    # No more than all of it.
+    third = world(3, 112.0, 120.0, 1, 8, lost=50)
+    assert goodput([first, second, third], 120.0, over=True) == pytest.approx(8 / 20)
+
+
 def test_goodput_outlives_the_master() -> None:
     """It comes from the record alone."""
     job = Driven()
