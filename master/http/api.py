@@ -44,7 +44,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 class Scale(BaseModel):
     """How many nodes the world may have."""
 
-    nodes: int = Field(ge=1, le=2**31 - 1, description="Between --nnodes' two numbers")
+    nodes: int = Field(strict=True, ge=1, le=2**31 - 1, description="Between --nnodes' two numbers")
 
 
 class Limit(BaseModel):
