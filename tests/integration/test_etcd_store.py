@@ -13,14 +13,18 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+import grpc
 import pytest
 
 pytest.importorskip("aetcd")
 
+from aetcd.rpc import rpc_pb2, rpc_pb2_grpc
+
 from dalsegno.master.record import etcd_calls
 from dalsegno.master.record.chunks import decoded, encoded
 from dalsegno.master.record.etcd_calls import Change, Etcd, EtcdFiles
-from dalsegno.master.record.store import StoreDamaged, StoreError, StoreUnavailable, Superseded, open_store
+from dalsegno.master.record.etcd_store import EtcdStore
+from dalsegno.master.record.store import StoreAway, StoreDamaged, StoreError, StoreUnavailable, Superseded, open_store
 from tests.support.jobs.etcd_members import ETCD, MISSING, Members, etcd_members
 from tests.support.jobs.store_writer import check_whole, killed_after, store_writer
 
@@ -67,6 +71,13 @@ class Owners:
         key = f"/dalsegno/{self.job}/{key}"
         before = self.etcd.get(key)
         assert self.etcd.change(key, 0 if before is None else before.revision, [Change(key, data)])
+
+    def compact(self) -> None:
+        """As etcd does by itself: nothing is kept but what is there now."""
+        with grpc.insecure_channel(self.members.endpoints[0]) as channel:
+            stub = rpc_pb2_grpc.KVStub(channel)
+            now = stub.Range(rpc_pb2.RangeRequest(key=b"any"), timeout=10).header.revision
+            stub.Compact(rpc_pb2.CompactionRequest(revision=now, physical=True), timeout=10)
 
     def close(self) -> None:
         for each in (self.store, self.other, self.etcd):
@@ -171,6 +182,24 @@ def test_a_record_is_read_as_of_one_moment(pair: Owners) -> None:
     finally:
         over.set()
         writer.join()
+
+
+def test_a_record_is_compacted_while_it_is_read(pair: Owners, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was to be read is gone by then: that is no damage, and the next try reads what is there now."""
+    generation = pair.store.raise_generation()
+    pair.store.save({"a": b"one"}, generation)
+    plain = EtcdStore._chunks
+
+    def late(self: EtcdStore, digests: list[str], at: int) -> dict[str, bytes]:
+        monkeypatch.undo()
+        pair.store.save({"a": b"two"}, generation)
+        pair.compact()
+        return plain(self, digests, at)
+
+    monkeypatch.setattr(EtcdStore, "_chunks", late)
+    with pytest.raises(StoreAway, match="compacted"):
+        pair.other.load()
+    assert pair.other.load() == {"a": b"two"}
 
 
 def test_two_owners_raise_at_once(one: Members, job: str) -> None:
