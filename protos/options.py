@@ -32,7 +32,9 @@ class Parser(argparse.ArgumentParser):
 def job_id(text: str) -> str:
     """A job's name."""
     if not _JOB_ID.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no job id: letters, digits, '.', '_', '-', at most 128, the first a letter or digit")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no job id: letters, digits, '.', '_', '-', at most 128, the first a letter or digit"
+        )
     return text
 
 

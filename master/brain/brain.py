@@ -24,6 +24,7 @@ from .events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Ti
 from .invariants import check
 from .live import ConversionLife, DrainLife, EpochLife, LeaseLife, Live, Pause, State, VerificationLife
 from .presences import Presence, Presences
+from .recollection import lose_ahead
 from .state import Job, Phase, Settings
 from .turn import CLOSED_GRACE_SECONDS, Turn
 from .views import status, view
@@ -199,7 +200,11 @@ def settle(turn: Turn) -> None:
         waits.begin_look(turn)
         membership.look_at_streams(turn)
         moved = (
-            release_leavers(turn) or membership.check_liveness(turn) or orders.look_at_stop(turn) or transition(turn)
+            lose_ahead(turn)
+            or release_leavers(turn)
+            or membership.check_liveness(turn)
+            or orders.look_at_stop(turn)
+            or transition(turn)
         )
         if not moved:
             check(turn.state)

@@ -29,7 +29,7 @@ from . import (
 )
 from .chronicle import Kind
 from .events import Reply
-from .recollection import remember
+from .recollection import hear_epoch, remember
 from .registration import proves, register
 from .scaling import scale
 from .state import Failure, Job, Joined, MemberState, Node, Phase
@@ -57,6 +57,7 @@ def answer(turn: Turn, message: Message) -> Reply:
     if isinstance(node, Reply):
         return node
     membership.hear(turn, node)
+    hear_epoch(turn, node, caller.epoch)
     code, detail = numbered(turn, node, caller, message)
     return Reply(code, detail, ack(turn) if code == "OK" else None)
 
@@ -80,6 +81,7 @@ def take_note(turn: Turn, message: Noted) -> tuple[Reply, bool]:
     if isinstance(node, Reply):
         return node, False
     news = membership.hear(turn, node)
+    news = hear_epoch(turn, node, message.caller.epoch) or news
     if isinstance(message, control_pb2.ProgressRequest):
         news = progress(turn, node, message) or news
     # This call may refute a suspicion that a broken stream has raised.

@@ -374,7 +374,7 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
         turn.cause(f"scaled to {of_nodes(job.limit)}")
     causes = job.next.causes + ((f"{names(arrived)} joined",) if arrived else ())
     size = sum(node.nproc for node in nodes)
-    job.epoch += 1
+    job.epoch = max(job.epoch, job.recollection.epoch) + 1
     world = World(
         epoch=job.epoch,
         members=tuple(

@@ -346,6 +346,8 @@ class Live:
     waits: Waits = field(default_factory=Waits)
     held_until: dict[str, float] = field(default_factory=dict)
     lost_at: dict[str, list[float]] = field(default_factory=dict)
+    # Incarnations of members that are in later epochs than any on the record, and in which.
+    ahead: dict[str, int] = field(default_factory=dict)
     # Incarnations that were fenced for good, and why.
     shut_out: dict[str, str] = field(default_factory=dict)
     phase_since: float = 0.0

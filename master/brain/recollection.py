@@ -1,4 +1,8 @@
-"""Reads back what a lost store has forgotten, from the memory of agents and from the checkpoints that they see."""
+"""Reads back what a lost store has forgotten, from the memory of agents and from the checkpoints that they see.
+
+An old copy of a record, which somebody has brought back, is not read back: what it lacks is lost. But no epoch is given
+twice, and nobody waits for a world in which its members are no more.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ from dataclasses import replace
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import run_number
 
-from . import checkpoints
-from .state import Run, Settings
+from . import checkpoints, membership
+from .state import Node, Run, Settings
 from .turn import Turn
 
 
@@ -52,6 +56,43 @@ def remember(
     job.recollection = replace(job.recollection, epoch=highest, listening=job.recollection.listening or job.epoch == 0)
     if job.epoch > 0:
         job.epoch = max(job.epoch, highest)
+
+
+def note_newer(turn: Turn, who: str, epoch: int) -> None:
+    """An agent that registers remembers an epoch of which the record knows nothing: the next one is above it."""
+    job = turn.job
+    if epoch <= max(job.epoch, job.recollection.epoch):
+        return
+    job.recollection = replace(job.recollection, epoch=epoch)
+    turn.notice(
+        f"{who} remembers epoch {epoch}, and the record ends with epoch {job.epoch}: an old copy of it was brought"
+        f" back, or {who} was away when it was read back; what was committed in between is not part of the run",
+        True,
+    )
+
+
+def hear_epoch(turn: Turn, node: Node, epoch: int) -> bool:
+    """Hears in which epoch a node is. Returns whether it is a member that has left the record's world behind.
+
+    That is only noted: if this master has been replaced, it must not act on what came under the next one.
+    """
+    world = turn.job.world
+    if world is None or epoch <= turn.job.epoch or world.member(node.incarnation) is None:
+        return False
+    turn.live.ahead[node.incarnation] = epoch
+    return True
+
+
+def lose_ahead(turn: Turn) -> bool:
+    """Has those members register anew, with what they remember. Returns whether there were any."""
+    ahead, turn.live.ahead = turn.live.ahead, {}
+    found = [
+        (node, f"it is in epoch {epoch}, of which the record knows nothing")
+        for incarnation, epoch in ahead.items()
+        if (node := turn.job.node_by(incarnation)) is not None
+    ]
+    membership.lose(turn, found)
+    return bool(found)
 
 
 def restore_settings(turn: Turn, epoch: int, settings: Settings | None, found: list[control_pb2.Checkpoint]) -> None:

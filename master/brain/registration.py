@@ -17,7 +17,7 @@ from .door import MOST_NODES
 from .events import Reply
 from .live import ConversionLife
 from .presences import Presence
-from .recollection import number_of, remember
+from .recollection import note_newer, number_of, remember
 from .state import Budget, Job, NextWorld, Node, Phase, Recollection, Run, Settings
 from .turn import Turn, heartbeat_of, pace_of
 
@@ -283,7 +283,7 @@ def take_up_again(turn: Turn) -> None:
     turn.live.conversion = ConversionLife()
     if not job.recollection.listening:
         # Stopped while a lost store was being read back: what was heard so far still has to count.
-        job.recollection = Recollection()
+        job.recollection = Recollection(epoch=job.recollection.epoch)
     job.message = ""
     job.settled = job.fixed_nnodes
     turn.live.pause = None
@@ -338,6 +338,8 @@ def first_agent(turn: Turn, message: control_pb2.RegisterRequest) -> None:
         after = 1 + max(number_of(run) for run in message.finished_runs)
         if after > job.run.number:
             turn.begin_run(Run(after))
+    elif job.epoch:
+        note_newer(turn, message.node or message.host, message.epoch)
     # An equal number is above only for an empty store: a fenced node of a running job brings the present generation.
     if message.generation > job.generation or (job.epoch == 0 and message.generation == job.generation):
         job.generation = message.generation + 1

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from dalsegno.master.brain import brain
 from dalsegno.master.brain.events import StreamOpened
 from dalsegno.master.brain.state import Phase, Run
 from dalsegno.protos import control_pb2
-from tests.support.jobs.masters import Driven, Node, all_join, settings
+from tests.support.jobs.masters import Driven, Node, all_join, settings, stored
 
 TWO_TO_FOUR = settings(min_nodes=2, max_nodes=4)
 
@@ -228,3 +229,47 @@ def test_a_job_that_is_stopped_while_its_past_is_read_back_forgets_nothing(embed
     late.join(sees=[sealed(3, 1, 4)])
     job.wait(job.settings.quiet_time + 1)
     assert (job.phase, job.epoch, late.directive.run.resume.source.step) == (Phase.RUNNING, 5, 30)
+
+
+def test_an_old_copy_of_the_record_gives_no_epoch_twice() -> None:
+    """Somebody has brought it back: its world is not the one in which its member is, and nobody waits for that one."""
+    job = Driven()
+    (a,) = job.start(1)
+    a.step(1)
+    a.save(5)
+    old = stored(job.job)
+    job.state = brain.recover(old, job.job.generation + 1, job.now)
+    job.event(StreamOpened(a.name, a.incarnation))
+    # Meanwhile there were epochs 2 and 3. No word of that is answered before it is stored: this master may be stale.
+    assert a.step(30, epoch=3).code == "OK"
+    assert not a.is_known
+    assert f"{a.name} was lost (it is in epoch 3, of which the record knows nothing)" in [
+        event.text for event in job.job.events
+    ]
+    again = job.node(epoch=3)
+    assert "host remembers epoch 3, and the record ends with epoch 1: an old copy" in job.notices
+    again.join()
+    job.wait(job.settings.node_timeout + job.settings.quiet_time + 1)
+    assert (job.phase, job.epoch, job.members) == (Phase.RUNNING, 4, [again.name])
+    assert again.directive.run.resume.source.step == 5
+
+
+def test_who_remembers_more_than_the_record_disturbs_no_world() -> None:
+    """It may have been cut off while the record was read back without it; the next world's epoch is above its own."""
+    job = Driven()
+    (a,) = job.start(1)
+    a.step(1)
+    job.node(epoch=7)
+    b = job.node(epoch=7)
+    assert job.notices.count("remembers epoch 7") == 1
+    assert b.beat().code == b.step(3, epoch=7).code == "OK"
+    assert (job.phase, job.epoch, job.members, b.is_known) == (Phase.RUNNING, 1, [a.name], True)
+    job.restart()
+    assert job.call(control_pb2.StopRequest(job_id="job")).code == "OK"
+    for node in job.nodes:
+        node.goodbye()
+    job.wait(1)
+    assert job.call(control_pb2.StartRequest(job_id="job")).code == "OK"
+    job.node().join()
+    job.wait(job.settings.quiet_time + 1)
+    assert (job.phase, job.epoch) == (Phase.RUNNING, 8)
