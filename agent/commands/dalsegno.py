@@ -35,6 +35,7 @@ from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
 from . import convert_command, doctor
 from . import pauses as pauses_command
 from . import render as render_command
+from .values import address
 
 __all__ = ["main"]
 
@@ -324,7 +325,7 @@ def _event_number(text: str) -> int:
 
 def _add_master(command: argparse.ArgumentParser) -> None:
     """Adds the options that name the master to ask, and the credentials for it."""
-    command.add_argument("--master", default=os.environ.get(Variable.MASTER), metavar="HOST:PORT")
+    command.add_argument("--master", type=address, default=os.environ.get(Variable.MASTER) or None, metavar="HOST:PORT")
     command.add_argument("--job-id")
     command.add_argument(
         "--checkpoint-dir", default="checkpoints", metavar="DIR", help="where an embedded master lives"

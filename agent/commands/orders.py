@@ -147,18 +147,21 @@ def events(options: argparse.Namespace) -> int:
 
     The master of a service comes back, or another one does; with the master that an agent hosts its job has ended.
     """
-    asked, after = AskedMaster(options), options.after
+    asked, after, is_away = AskedMaster(options), options.after, False
     while True:
         wait = EVENTS_SECONDS if options.follow else 0.0
         request = pb.EventsRequest(protocol=CONTROL_PROTOCOL, after=after, wait_seconds=wait)
         try:
-            reply = asked.call("GetEvents", request, wait)
+            reply, is_away = asked.call("GetEvents", request, wait), False
         except NoAnswer as said:
             left = asked.without_master() if said.is_away else None
-            if options.follow and said.is_away and left is None:
+            waits = options.follow and said.is_away and left is None
+            if not (waits and is_away):
+                print(f"dalsegno: {asked.why(said)}{'; waiting for it' if waits else ''}", file=sys.stderr)
+            if waits:
+                is_away = True
                 time.sleep(LOOK_SECONDS)  # why: nobody tells when another master is there
                 continue
-            print(f"dalsegno: {asked.why(said)}", file=sys.stderr)
             return EXIT_FINISHED if left is not None and left[1] else EXIT_FAILED
         if after > reply.newest:
             after = 0  # of a record that was lost

@@ -8,6 +8,7 @@ import time
 
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import CONTROL_PROTOCOL
+from dalsegno.protos.limits import MOST_SETTING
 from dalsegno.protos.text import one_line
 
 from .asking import show
@@ -33,8 +34,8 @@ def scale(options: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: see `asking.Asked`.
     """
-    if options.nodes < 1:
-        raise ValueError(f"a world has at least 1 node, not {options.nodes}")
+    if not 1 <= options.nodes <= MOST_SETTING:
+        raise ValueError(f"a world has 1 to {MOST_SETTING} nodes, not {options.nodes}")
     return show(options, "Scale", control_pb2.ScaleRequest(protocol=CONTROL_PROTOCOL, nodes=options.nodes), scale_lines)
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from dalsegno.protos.addresses import ADDRESS, addresses_of
 from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS
 from dalsegno.protos.options import seconds
 from dalsegno.protos.text import LONGEST_NAME, name_problem
@@ -81,9 +82,9 @@ def nproc(text: str) -> str:
 
 def address(text: str) -> str:
     """HOST:PORT, several of them with commas."""
-    for one in text.split(","):
-        host, colon, port = one.rpartition(":")
-        if not host or not colon or not port.isdecimal() or not 0 < int(port) < 65536:
+    for one in addresses_of(text):
+        found = ADDRESS.fullmatch(one)
+        if found is None or not 0 < int(found[2] or 0) < 65536:
             raise argparse.ArgumentTypeError(f"{one!r} is not HOST:PORT")
     return text
 

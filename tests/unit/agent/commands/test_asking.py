@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from concurrent import futures
 from typing import Any
 
@@ -94,6 +96,23 @@ def test_numbers_of_the_status_are_numbers() -> None:
     assert plain(pb.ScaleReply(generation=5, limit=2))["generation"] == 5
 
 
+def test_whoever_follows_hears_that_no_master_answers() -> None:
+    """Once: it may come back, or the address is wrong."""
+    words = [sys.executable, "-m", "dalsegno.agent.commands.dalsegno", "events", "--follow"]
+    address = f"127.0.0.1:{free_port()}"
+    with subprocess.Popen([*words, f"--master={address}"], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            assert line.startswith(f"dalsegno: the master at {address} does not answer: ")
+            assert line.endswith("; waiting for it\n")
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(2)
+        finally:
+            process.kill()
+        assert process.stderr.read() == ""
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -101,6 +120,12 @@ def test_numbers_of_the_status_are_numbers() -> None:
         (["events", f"--after={'9' * 20}"], "is no number of an event"),
         (["drain", "a", "--timeout=-1"], "argument --timeout: '-1' is no number of seconds"),
         (["stop", "--timeout=nan"], "argument --timeout: 'nan' is no number of seconds"),
+        (["scale", "0"], "a world has 1 to 1048576 nodes, not 0"),
+        (["scale", "9" * 20], "a world has 1 to 1048576 nodes, not 9999"),
+        (["status", "--master=foo"], "argument --master: 'foo' is not HOST:PORT"),
+        (["drain", "a", "--master=http://h:1"], "argument --master: 'http://h:1' is not HOST:PORT"),
+        # It would be port 34463.
+        (["stop", "--master=h:1,h:99999"], "argument --master: 'h:99999' is not HOST:PORT"),
     ],
 )
 def test_a_wrong_number_is_named(capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:
