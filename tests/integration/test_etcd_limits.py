@@ -26,7 +26,7 @@ from dalsegno.master.record.store import open_store
 from tests.support.jobs.certificates import Authority, Certificate
 from tests.support.jobs.etcd_members import ETCD, MISSING, Members, etcd_members
 from tests.support.jobs.light import Crew
-from tests.support.jobs.master_process import command, eventually, said_by, settings
+from tests.support.jobs.master_process import asked_status, command, eventually, said_by, settings
 from tests.support.jobs.ports import free_port
 from tests.support.jobs.proxy import Proxy
 
@@ -42,6 +42,15 @@ def master(store: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
+
+
+def served(process: subprocess.Popen[str]) -> str:
+    """The address at which a master leads, once it does."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "generation" in (said := json.loads(line)):
+            return str(said["address"])
+    raise AssertionError("it has ended")
 
 
 @contextlib.contextmanager
@@ -110,6 +119,34 @@ def test_etcd_is_full(tmp_path: Path) -> None:
         assert {(one.epoch, len(one.incarnations)) for one in agents.agents.values()} == {(epoch, 1)}
         agents.start("c")
         eventually(lambda: a.nodes == 3, 20)
+
+
+@pytest.mark.full
+def test_etcd_goes_back_under_a_job(tmp_path: Path) -> None:
+    """An old copy is put in its place while a master leads: nothing that was promised is forgotten, nobody is lost."""
+    log, port = tmp_path / "log", free_port()
+    with (
+        etcd_members(tmp_path / "etcd", unread="it forgets") as members,
+        master(members.url, f"--log-file={log}", f"--port={port}") as process,
+        crew(served(process)) as agents,
+    ):
+        a = agents.agents["a"]
+        eventually(lambda: len(a.promised) > 2, 20)
+        with members.put_back(0):
+            agents.start("c")
+            eventually(lambda: a.nodes == 3 and len(a.promised) > 10, 30)
+        epoch, before = a.epoch, len(a.promised)
+        eventually(lambda: len(a.promised) > before + 3, 30)
+        assert "the record in etcd has gone back" in log.read_text()
+        process.kill()
+        process.wait()
+        promised = max(step for _, step in a.promised)
+        with master(members.url, f"--port={port}") as second:
+            with grpc.insecure_channel(served(second)) as channel:
+                status = asked_status(channel, "job")
+            assert (status.epoch, status.head.step >= promised) == (epoch, True)
+            eventually(lambda: max(step for _, step in a.promised) > promised, 30)
+            assert {(one.epoch, len(one.incarnations)) for one in agents.agents.values()} == {(epoch, 1)}
 
 
 def call(channel: grpc.Channel, method: str, **fields: Any) -> None:
