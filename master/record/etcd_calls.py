@@ -6,6 +6,7 @@ second try of one that was carried out changes nothing, and says so; a lease tha
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -137,6 +138,11 @@ class Etcd:
         self._call_seconds, self._patience_seconds = call_seconds, patience_seconds
         self._present = 0
         self._is_given_up = False
+        # Number of the etcd that is meant (0: none was heard yet), what each endpoint said last that it belongs to, and
+        # those that have been asked since they failed last.
+        self._cluster = 0
+        self._clusters: dict[int, int] = {}
+        self._checked: set[int] = set()
         self._connect(_contents(files))
 
     def get(self, key: str, at: int = 0) -> Value | None:
@@ -234,17 +240,56 @@ class Etcd:
             self.close()
             self._connect(contents)
 
+    def strangers(self) -> tuple[str, str] | None:
+        """Two endpoints that belong to two etcds; None: nobody says so. Those that do not answer are passed over."""
+        found: dict[int, str] = {}
+        for number, endpoint in enumerate(self._endpoints):
+            with contextlib.suppress(grpc.RpcError):
+                found.setdefault(self._ask_cluster(number), endpoint)
+        return (found.popitem()[1], found.popitem()[1]) if len(found) > 1 else None
+
+    def _is_member(self) -> bool:
+        """Whether the present endpoint belongs to the etcd that is meant: asked anew whenever it had failed.
+
+        Another etcd has a record of its own. One that was restored is another one, too: it is meant where more than
+        half of the endpoints belong to it. Raises grpc.RpcError.
+        """
+        if self._present in self._checked:
+            return True
+        cluster = self._ask_cluster(self._present)
+        self._clusters[self._present] = cluster
+        if not self._cluster or 2 * list(self._clusters.values()).count(cluster) > len(self._endpoints):
+            self._cluster = cluster
+        if cluster != self._cluster:
+            return False
+        self._checked.add(self._present)
+        return True
+
+    def _ask_cluster(self, number: int) -> int:
+        """What an endpoint says that it belongs to, without asking others. Raises grpc.RpcError."""
+        asked = self._messages.RangeRequest(key=b"/dalsegno/", serializable=True, count_only=True)
+        return int(self._stubs["KV"][number].Range(asked, timeout=self._call_seconds).header.cluster_id)
+
     def _call(self, method: str, request: Any, of: str = "KV") -> Any:
         deadline, reasons = time.monotonic() + self._patience_seconds, dict[str, str]()
         while True:
             for _ in self._endpoints:
                 if self._is_given_up:
                     raise EtcdUnavailable("this master ends")
-                call: Callable[..., Any] = getattr(self._stubs[of][self._present], method)
+                endpoint = self._endpoints[self._present]
                 try:
-                    return _answer(call, request, self._call_seconds)
+                    if self._is_member():
+                        call: Callable[..., Any] = getattr(self._stubs[of][self._present], method)
+                        answer = _answer(call, request, self._call_seconds)
+                        if answer.header.cluster_id == self._cluster:
+                            return answer
+                        # Since it was asked it has gone, and come back as another etcd.
+                        self._checked.discard(self._present)
+                        continue
+                    reasons[endpoint] = "it belongs to another etcd than the others: name the members of one in --store"
                 except grpc.RpcError as error:
-                    reasons[self._endpoints[self._present]] = _reason(error)
+                    reasons[endpoint] = _reason(error)
+                    self._checked.discard(self._present)
                     self._renew()
                     if error.code() not in _PASSING:
                         raise EtcdUnavailable(_told(reasons)) from error

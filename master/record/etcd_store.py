@@ -85,11 +85,15 @@ class EtcdStore:
         self._rows: list[dict[str, bytes]] = [{} for _ in range(BUCKETS)]
         # Chunks that are there and that no head names any more.
         self._garbage: set[str] = set()
+        self._is_checked = False
 
     def load(self) -> dict[str, bytes]:
         """See `store.Store`."""
+        if not self._is_checked:
+            self._check()
         with self._errors("read"):
             self._refresh()
+        self._is_checked = True
         return {key: data for rows in self._rows for key, data in rows.items()}
 
     def save(self, rows: Rows, generation: int) -> None:
@@ -127,6 +131,14 @@ class EtcdStore:
     def close(self) -> None:
         """See `store.Store`."""
         self._client.close()
+
+    def _check(self) -> None:
+        """Raises StoreError if the endpoints are not of one etcd."""
+        if (two := self._client.strangers()) is not None:
+            raise StoreError(
+                f"--store names {two[1]} and {two[0]}: two etcds with a record each: name the members of one, or make"
+                " them one (--initial-cluster)"
+            )
 
     # Writing.
 

@@ -6,6 +6,7 @@ The contract of all stores is in `tests/unit/master/record/test_store.py`.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -266,6 +267,59 @@ def test_an_etcd_that_is_away_is_one_line(tmp_path: Path, job: str, monkeypatch:
         store.save({"a": b"one"}, generation)
         assert store.load() == {"a": b"one"}
         store.close()
+
+
+def test_endpoints_of_two_etcds_are_one_line(one: Members, job: str, tmp_path: Path) -> None:
+    """Each of them would have a leader and a record of its own, and neither would know of the other."""
+    with etcd_members(tmp_path / "etcd") as other:
+        store = open_store(f"{one.url},{other.endpoints[0]}", job)
+        with pytest.raises(StoreError, match=r"^--store names .*: two etcds with a record each: ") as caught:
+            store.load()
+        assert not isinstance(caught.value, StoreUnavailable)
+        assert "\n" not in str(caught.value)
+        store.close()
+
+
+def test_another_etcd_is_not_written_to(tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it comes only when the first one is gone; where all are others by now, that is the etcd."""
+    monkeypatch.setattr(etcd_calls, "PATIENCE_SECONDS", 1.0)
+    with (
+        etcd_members(tmp_path / "first", unread="it goes and comes") as first,
+        etcd_members(tmp_path / "second", unread="nothing is in it") as second,
+    ):
+        second.send(0, signal.SIGKILL)
+        store = open_store(f"{first.url},{second.endpoints[0]}", job)
+        assert store.load() == {}
+        store.save({"a": b"one"}, generation := store.raise_generation())
+        second.start(0)
+        second.wait(0)
+        first.send(0, signal.SIGKILL)
+        with pytest.raises(StoreAway, match=f"{second.endpoints[0]}: it belongs to another etcd"):
+            store.save({"a": b"two"}, generation)
+        first.start(0)
+        first.wait(0)
+        store.save({"a": b"two"}, generation)
+        assert store.load() == {"a": b"two"}
+        there = Etcd(second.endpoints, EtcdFiles())
+        assert there.names("/dalsegno/") == []
+        there.close()
+        store.close()
+
+
+def test_an_etcd_that_was_restored_is_the_same(tmp_path: Path, job: str) -> None:
+    """`etcdctl snapshot restore` gives it another number: all members have it then."""
+    with etcd_members(tmp_path / "etcd", unread="it forgets") as members:
+        etcd = Etcd(members.endpoints, EtcdFiles())
+        assert etcd.change("/dalsegno/a", 0, [Change("/dalsegno/a", b"one")])
+        members.send(0, signal.SIGKILL)
+        shutil.rmtree(tmp_path / "etcd" / "m0")
+        members.start(0, token="anew")
+        members.wait(0)
+        etcd.change("/dalsegno/a", 0, [Change("/dalsegno/a", b"two")])
+        found = etcd.get("/dalsegno/a")
+        assert found is not None
+        assert found.data == b"two"
+        etcd.close()
 
 
 WRONG = {

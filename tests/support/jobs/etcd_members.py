@@ -104,8 +104,8 @@ class Members:
         """Whether a member's process has ended."""
         return self._processes[self._names[number]].poll() is not None
 
-    def start(self, number: int) -> None:
-        """Starts a member, or starts it again with what it had."""
+    def start(self, number: int, token: str = "etcd") -> None:
+        """Starts a member, or starts it again with what it had. Without its data a token makes another cluster."""
         assert ETCD is not None, MISSING
         name = self._names[number]
         client, peer = (f"http://{places[name]}" for places in (self._clients, self._peers))
@@ -113,7 +113,8 @@ class Members:
         command = [ETCD, "--name", name, "--data-dir", str(self._directory / name), "--log-level", "warn"]
         command += ["--listen-client-urls", client, "--advertise-client-urls", client]
         command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", f"http://{self._advertised[name]}"]
-        command += ["--initial-cluster", cluster, "--initial-cluster-state", "new", *self._flags]
+        command += ["--initial-cluster", cluster, "--initial-cluster-state", "new", "--initial-cluster-token", token]
+        command += self._flags
         with open(self._directory / f"{name}.log", "ab") as log:
             if self._hosts:
                 host = self._hosts[number]
