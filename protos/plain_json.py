@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
@@ -25,7 +25,7 @@ def plain(message: Message) -> dict[str, Any]:
     return found
 
 
-def _with_numbers(found: dict[str, Any], of: Descriptor) -> None:
+def _with_numbers(found: dict[str, Any], of: Any) -> None:
     for name, inner in _wide(of):
         value = found.get(name)
         if value is None:
@@ -38,9 +38,9 @@ def _with_numbers(found: dict[str, Any], of: Descriptor) -> None:
 
 
 @cache
-def _wide(of: Descriptor) -> tuple[tuple[str, Descriptor | None], ...]:
-    """Names of the fields that are such numbers, and of those, with their kind, that have such in them."""
-    wide: list[tuple[str, Descriptor | None]] = []
+def _wide(of: Any) -> tuple[tuple[str, Any], ...]:
+    """Of a descriptor the fields that are such numbers (None), and those that have such in them, with their own."""
+    wide: list[tuple[str, Any]] = []
     for field in of.fields:
         if field.cpp_type in _WHOLE:
             wide.append((field.name, None))

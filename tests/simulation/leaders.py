@@ -176,6 +176,9 @@ class SimClient:
     def keep(self, lease: int) -> None:
         self._call(lambda: self._etcd.keep(lease))
 
+    def strangers(self) -> None:
+        """All endpoints are of one etcd."""
+
     def close(self) -> None:
         """Nothing is held."""
 
