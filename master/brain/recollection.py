@@ -61,14 +61,17 @@ def remember(
 def note_newer(turn: Turn, who: str, epoch: int) -> None:
     """An agent that registers remembers an epoch of which the record knows nothing: the next one is above it."""
     job = turn.job
+    told = job.recollection.epoch > job.epoch
     if epoch <= max(job.epoch, job.recollection.epoch):
         return
     job.recollection = replace(job.recollection, epoch=epoch)
-    turn.notice(
-        f"{who} remembers epoch {epoch}, and the record ends with epoch {job.epoch}: an old copy of it was brought"
-        f" back, or {who} was away when it was read back; what was committed in between is not part of the run",
-        True,
-    )
+    # Once for each world: whoever makes epochs up does not fill the consoles.
+    if not told:
+        turn.notice(
+            f"{who} remembers epoch {epoch}, and the record ends with epoch {job.epoch}: an old copy of it was brought"
+            f" back, or {who} was away when it was read back; what was committed in between is not part of the run",
+            True,
+        )
 
 
 def hear_epoch(turn: Turn, node: Node, epoch: int) -> bool:

@@ -261,7 +261,8 @@ def test_who_remembers_more_than_the_record_disturbs_no_world() -> None:
     a.step(1)
     job.node(epoch=7)
     b = job.node(epoch=7)
-    assert job.notices.count("remembers epoch 7") == 1
+    job.node(epoch=9)
+    assert job.notices.count("remembers epoch") == 1
     assert b.beat().code == b.step(3, epoch=7).code == "OK"
     assert (job.phase, job.epoch, job.members, b.is_known) == (Phase.RUNNING, 1, [a.name], True)
     job.restart()
@@ -272,4 +273,4 @@ def test_who_remembers_more_than_the_record_disturbs_no_world() -> None:
     assert job.call(control_pb2.StartRequest(job_id="job")).code == "OK"
     job.node().join()
     job.wait(job.settings.quiet_time + 1)
-    assert (job.phase, job.epoch) == (Phase.RUNNING, 8)
+    assert (job.phase, job.epoch) == (Phase.RUNNING, 10)
