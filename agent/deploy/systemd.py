@@ -76,7 +76,8 @@ def _master(job: JobSpec) -> str:
     line = master_line(job, port, store, files, *([f"--advertise=%H:{port}"] if job.etcd else []))
     return _unit(
         f"The master of the job {job.name}",
-        [],
+        # It is never given up: its machine may be short of something for longer than a few starts take.
+        ["StartLimitIntervalSec=0"],
         [
             f"User={job.host.user}",
             f"StateDirectory=dalsegno-{job.name}",

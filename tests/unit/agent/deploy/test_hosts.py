@@ -180,6 +180,14 @@ def test_a_node_is_told_and_then_killed() -> None:
     assert "gpt-token/token" in service["LoadCredential"]
 
 
+def test_a_master_is_started_for_ever() -> None:
+    """By itself systemd gives up after five starts in ten seconds: a machine may be short of room for longer."""
+    parser = configparser.RawConfigParser(strict=False)
+    parser.read_string(units(job())["gpt-master.service"].replace("\\\n", ""))
+    assert parser["Unit"]["StartLimitIntervalSec"] == "0"
+    assert (parser["Service"]["Restart"], parser["Service"]["RestartPreventExitStatus"]) == ("always", "2 3")
+
+
 @pytest.mark.parametrize("word", AWKWARD[1:])
 def test_systemd_hands_words_on_as_they_are(word: str) -> None:
     """Read back by the rules of systemd.service(5): quotes, backslashes, then `%%` and `$$`."""
