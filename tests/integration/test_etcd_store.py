@@ -280,6 +280,7 @@ def test_endpoints_of_two_etcds_are_one_line(one: Members, job: str, tmp_path: P
         store.close()
 
 
+@pytest.mark.full
 def test_another_etcd_is_not_written_to(tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if it comes only when the first one is gone; where all are others by now, that is the etcd."""
     monkeypatch.setattr(etcd_calls, "PATIENCE_SECONDS", 1.0)
@@ -367,6 +368,7 @@ def test_another_job_s_head_is_not_overwritten(pair: Owners) -> None:
     copy.close()
 
 
+@pytest.mark.full
 def test_etcd_goes_back_under_its_master(tmp_path: Path, job: str, caplog: pytest.LogCaptureFixture) -> None:
     """Somebody has put an old copy in its place: what the master knows is written anew, and nothing is mixed."""
     with etcd_members(tmp_path / "etcd", unread="it forgets") as members:
