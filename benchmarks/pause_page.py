@@ -33,7 +33,7 @@ COLOURS = {
     **{"zero1": "#d62728", "zero1-universal": "#ff9896", "zero1-beside": "#8c564b", "zero1-memory": "#c49c94"},
     **{"zero3": "#9467bd", "zero3-universal": "#c5b0d5", "zero3-beside": "#e377c2"},
 }
-PANEL_WIDTH, PANEL_HEIGHT, LEGEND_WIDTH, MARGIN = 250, 200, 115, 50
+PANEL_WIDTH, PANEL_HEIGHT, LEGEND_WIDTH, LEGEND_HEIGHT, MARGIN = 250, 200, 115, 16, 50
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,10 @@ def picture(changes: Iterable[Change]) -> str:
         raise ValueError("nothing was measured")
     low, high = 10 ** math.floor(math.log10(min(seconds))), 10 ** math.ceil(math.log10(max(seconds)))
     high = max(high, 10 * low)
-    width = MARGIN + max(len(tensors) * PANEL_WIDTH, len(COLOURS) * LEGEND_WIDTH + 30)
-    height = len(scenes) * PANEL_HEIGHT + 40
+    ways = [way for way in COLOURS if any(key[0] == way for key in cells)]
+    abreast = max(1, (len(tensors) * PANEL_WIDTH - 15) // LEGEND_WIDTH)
+    width, legend = MARGIN + len(tensors) * PANEL_WIDTH, len(scenes) * PANEL_HEIGHT + 22
+    height = legend + LEGEND_HEIGHT * ((len(ways) - 1) // abreast + 1) + 2
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" font-family="sans-serif" '
         'font-size="11" fill="#777">'
@@ -173,7 +175,7 @@ def picture(changes: Iterable[Change]) -> str:
             x, y = place(column, row, sizes[0], high)
             parts.append(f'<text x="{x}" y="{y - 8}" font-weight="bold">{scene}, {count:,} tensors</text>')
             parts += _grid(lambda size, value, c=column, r=row: place(c, r, size, value), sizes, low, high)
-            for way, colour in COLOURS.items():
+            for way in ways:
                 for launcher, dash in (("ours", ""), ("torchrun", ' stroke-dasharray="4 3"')):
                     own = {size: cells.get((way, size, count, scene), {}).get(launcher, []) for size in sizes}
                     points = [
@@ -181,9 +183,10 @@ def picture(changes: Iterable[Change]) -> str:
                         for size, found in own.items()
                         if found
                     ]
-                    parts += _line(points, colour, dash)
-    for number, (way, colour) in enumerate(COLOURS.items()):
-        x, y = MARGIN + 15 + number * LEGEND_WIDTH, height - 18
+                    parts += _line(points, COLOURS[way], dash)
+    for number, way in enumerate(ways):
+        x, y = MARGIN + 15 + number % abreast * LEGEND_WIDTH, legend + number // abreast * LEGEND_HEIGHT
+        colour = COLOURS[way]
         parts.append(f'<line x1="{x}" y1="{y - 4}" x2="{x + 18}" y2="{y - 4}" stroke="{colour}" stroke-width="2"/>')
         parts.append(f'<text x="{x + 23}" y="{y}">{way}</text>')
     parts.append(

@@ -55,6 +55,8 @@ def test_the_picture_can_be_drawn() -> None:
     sizes = [change("ddp", "ours", 1.0), change("ddp", "ours", 3.0, size=10**9), change("ddp", "torchrun", 30.0)]
     root = ElementTree.fromstring(picture([*sizes, change("zero1", "ours", 2.0, scene="kill")]))
     assert len(root.findall("{http://www.w3.org/2000/svg}polyline")) == 3
+    texts = {element.text for element in root.findall("{http://www.w3.org/2000/svg}text")}
+    assert texts & {"ddp", "zero1", "fsdp2"} == {"ddp", "zero1"}, "what is not drawn has no colour to explain"
     ElementTree.fromstring(picture(sizes[:1]))
     with pytest.raises(ValueError, match="nothing was measured"):
         picture([])
