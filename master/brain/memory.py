@@ -293,13 +293,14 @@ def lost(turn: Turn, resume: Checkpoint | None) -> bool:
     if not is_gone(turn, resume):
         return False
     step = turn.live.held.step(resume)
-    # Nothing of it is anywhere: an older step of its epoch may still count.
     why = "the nodes that held a part of it are gone"
     if step.doubted:
         why = "there is no other copy of the part that could not be loaded"
-    give_up(turn, resume, why)
+    set_aside(turn, resume)
+    # Nothing of it is anywhere: an older step of its epoch may still count.
     turn.job.checkpoints.drop(resume.digest)
     adopt(turn)
+    say_given_up(turn, resume, why)
     return True
 
 
@@ -347,8 +348,18 @@ def passed_over(turn: Turn, resume: Checkpoint | None) -> None:
 
 def give_up(turn: Turn, record: Checkpoint, why: str) -> None:
     """A memory checkpoint cannot be used: the run goes on from the one before."""
+    set_aside(turn, record)
+    say_given_up(turn, record, why)
+
+
+def set_aside(turn: Turn, record: Checkpoint) -> None:
+    """A memory checkpoint counts no more."""
     turn.live.held.steps.pop(record.digest, None)
     checkpoints.retire(turn.job, record, damaged=True)
+
+
+def say_given_up(turn: Turn, record: Checkpoint, why: str) -> None:
+    """Says what the run goes on from instead, once that is known."""
     before = checkpoints.resume_point(turn.job)
     back = f"going back to {before.name}" if before is not None else "no checkpoint is left: starting from step 0"
     turn.notice(f"{record.name} was in memory only, and {why}: {back}", True)

@@ -142,6 +142,27 @@ def test_a_part_that_is_lost_while_nodes_gather_takes_the_run_back_to_the_disk()
     assert f"going back to {durable.ref.name}" in job.notices
 
 
+def test_an_older_step_in_memory_is_named_where_the_run_goes_back_to_it() -> None:
+    """And not the one on the disk, from which nobody goes on."""
+    job, nodes = started(3)
+    nodes[0].save(10, any_size=True)
+    older = held(job, nodes, 20)
+    newer = in_memory(job, 30)
+    for rank, node in enumerate(nodes):
+        node.holds(newer, rank)
+    nodes[1].failed()
+    job.wait(1.5)
+    assert nodes[0].directive.gather.resume.name == newer.ref.name
+    nodes[1].hang_up()
+    job.wait(1.5)
+    for _ in range(2):
+        joins(job, nodes[0], nodes[2])
+        job.wait(4)
+    assert f"{newer.ref.name} was in memory only, and the nodes that held a part of it are gone" in job.notices
+    assert f"going back to {older.ref.name}" in job.notices
+    assert "going back to step-10" not in job.notices
+
+
 def test_nobody_writes_what_is_lost_with_its_holders() -> None:
     """A node that could not fetch it just then is walled off from nobody, and the others' parts are of no use."""
     job, nodes = started(3)
