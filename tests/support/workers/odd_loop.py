@@ -188,11 +188,8 @@ def main() -> None:
         if built.after(batch.step):
             anew = DistributedDataParallel(built.run)
         mean = common.global_mean(total, batch.n)
-        if "evaluates" in odd and batch.step == EVALUATES_AT:
-            evaluate()
-        clock.wait()
-        s.report(mean)
         log.follow(s)
+        # At once: a rank that is killed while it waits has made the step, and others may go on behind it.
         log.write(
             step=batch.step,
             data_epoch=batch.position.data_epoch,
@@ -200,6 +197,10 @@ def main() -> None:
             loss=mean,
             grad_norm=norm,
         )
+        if "evaluates" in odd and batch.step == EVALUATES_AT:
+            evaluate()
+        clock.wait()
+        s.report(mean)
     log.close()
 
 
