@@ -57,7 +57,20 @@ def _add_pod(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="the notice that SIGTERM gives",
     )
+    parser.add_argument(
+        "--nproc-per-node",
+        type=_ranks,
+        default="1",
+        metavar="N",
+        help="ranks of a script with a session; gpu: one for each card. A launcher starts its own",
+    )
     add_tls(parser)
+
+
+def _ranks(text: str) -> str:
+    if text not in ("gpu", "cpu", "auto") and not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks, nor gpu")
+    return text
 
 
 def _carry_on(options: argparse.Namespace) -> int:

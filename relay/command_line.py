@@ -40,6 +40,7 @@ def agent_command(
     master: str,
     notice_seconds: float,
     *,
+    ranks: str = "1",
     logs: Path,
     tls: Sequence[str] = (),
     initial: Path | None = None,
@@ -52,6 +53,7 @@ def agent_command(
         volume: its place.
         master: HOST:PORT of its master.
         notice_seconds: seconds that SIGTERM gives.
+        ranks: for `--nproc-per-node`.
         logs: where the agent and the trainer write their logs.
         tls: flags about certificates.
         initial: what a run without a checkpoint starts from; None: nothing.
@@ -59,6 +61,7 @@ def agent_command(
     """
     flags = [
         "--nnodes=1:1",
+        f"--nproc-per-node={ranks}",
         f"--master={master}",
         *tls,
         f"--job-id={file.run_id}",

@@ -210,6 +210,7 @@ class _Pod:
             self._volume,
             master_of(self._file, shown),
             self._options.notice,
+            ranks=self._options.nproc_per_node,
             logs=self._logs.directory,
             tls=self._tls,
             initial=initial,

@@ -6,8 +6,10 @@ import contextlib
 import gc
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
+
+from dalsegno.protos.contract import Variable
 
 from ..control.grpc_logs import quiet_grpc
 
@@ -24,19 +26,21 @@ def launcher() -> ModuleType:
     return launch
 
 
-def command_line(given: Sequence[str]) -> list[str] | None:
-    """The whole command line.
+def command_line(given: Sequence[str]) -> tuple[list[str], Mapping[str, str]] | None:
+    """The whole command line, and the variables that may stand for flags of it.
 
     Args:
         given: What it began with. With `--command-fd=N` and no script, the rest comes on that descriptor until it is
             closed, as one JSON object: `arguments`, and `environment`, which is added to this process's.
 
     Returns:
-        It; None: nothing came, because whoever would have sent it has gone.
+        Both; None: nothing came, because whoever would have sent it has gone. Of a line that came no variable is a
+        flag: whoever sent it has decided about all of them, and what an image has for another launcher (as Kubeflow's
+        `PET_NPROC_PER_NODE`) is none of it. Workers inherit the variables all the same.
     """
     numbers = [word.removeprefix(_FLAG) for word in given if word.startswith(_FLAG)]
     if len(numbers) != 1 or not numbers[0].isdecimal() or not all(word.startswith("--") for word in given):
-        return list(given)
+        return list(given), os.environ
     with contextlib.suppress(ImportError):  # what is missing is said when the command line is carried out
         launcher()
     with open(int(numbers[0]), encoding="utf-8") as file:
@@ -45,7 +49,8 @@ def command_line(given: Sequence[str]) -> list[str] | None:
         return None
     rest = json.loads(text)
     os.environ.update(rest["environment"])
-    return [*(word for word in given if not word.startswith(_FLAG)), *rest["arguments"]]
+    line = [*(word for word in given if not word.startswith(_FLAG)), *rest["arguments"]]
+    return line, {name: value for name, value in os.environ.items() if not name.startswith(Variable.FLAG)}
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -91,10 +91,15 @@ def leave_early(number: int, output: Output) -> NoReturn:
     os._exit(EXIT_LEFT)
 
 
-def run(arguments: Sequence[str] | None) -> int:
-    """Runs one agent and returns its exit code (docs/contracts.md). Main thread only."""
+def run(arguments: Sequence[str] | None, environ: Mapping[str, str] = os.environ) -> int:
+    """Runs one agent and returns its exit code (docs/contracts.md). Main thread only.
+
+    Args:
+        arguments: its command line; None: this process's.
+        environ: variables that may stand for flags.
+    """
     try:
-        return run_with_output(arguments)
+        return run_with_output(arguments, environ)
     except (OSError, RuntimeError, MemoryError) as error:
         if not (why := shortage(error)):
             raise
@@ -102,11 +107,11 @@ def run(arguments: Sequence[str] | None) -> int:
         return EXIT_USAGE
 
 
-def run_with_output(arguments: Sequence[str] | None) -> int:
+def run_with_output(arguments: Sequence[str] | None, environ: Mapping[str, str]) -> int:
     """The same, once there is a thread for its output."""
     with Output() as output:
         try:
-            options = parse(arguments)
+            options = parse(arguments, environ)
             signals = signals_of(options.signals_to_handle)
             with SignalWatch(signals, lambda number: leave_early(number, output)) as watch:
                 return run_checked(options, watch, output)
@@ -150,8 +155,8 @@ def main() -> None:
     """The console script."""
     # Whoever started us may have blocked some, as threads of C++ programs do, and workers inherit that.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
-    arguments = command_line(sys.argv[1:])
-    code = run(arguments) if arguments is not None else EXIT_LEFT
+    found = command_line(sys.argv[1:])
+    code = run(*found) if found is not None else EXIT_LEFT
     logging.shutdown()
     # Everything was ended in order. Only a thread that reads a hanging file system may be left, and nobody waits for
     # it.

@@ -124,6 +124,19 @@ def test_a_notice_that_comes_more_than_once(tmp_path: Path, how: str) -> None:
         assert_nothing_lost(run)
 
 
+def test_a_pod_in_the_environment_of_another_launcher(tmp_path: Path) -> None:
+    """As an operator that starts torchrun sets it: there is one trainer, which goes on in the next pod."""
+    said = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "PET_MAX_RESTARTS": "0", "RANK": "1"}
+    said |= {"PET_MASTER_ADDR": "10.0.0.1", "PET_RDZV_BACKEND": "c10d", "PET_STANDALONE": "1", "WORLD_SIZE": "8"}
+    with relayed(tmp_path, "--pace=0.1", "--end-when-asked", "--save-every=1000", steps=ENDLESS) as run:
+        a = run.pod("a", **said)
+        run.wait_step(33)
+        a.notice()
+        assert a.process.wait(60) == 75, run.said()
+        assert_goes_on(run, run.pod("b", **said))
+        assert_nothing_lost(run)
+
+
 def test_a_pod_whose_starter_has_blocked_all_signals(tmp_path: Path) -> None:
     """As a thread of a C++ program does, and all that is started from it inherits that: notice and save are heard."""
     with relayed(tmp_path, "--pace=0.1", "--end-when-asked", "--save-every=1000", steps=ENDLESS) as run:

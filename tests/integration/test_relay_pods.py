@@ -266,6 +266,7 @@ BAD = [
     ({"l1_root": "/not/there"}, (), "/not/there is no directory: mount the volume there"),
     ({"baseline": {"hf": "me/it@main"}, "resume_flag": None}, (), "nothing would read it"),
     ({}, ("--notice=0",), "it must be more than 0 seconds"),
+    ({}, ("--nproc-per-node=0",), "'0' is no number of ranks"),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ pytest.importorskip("yaml", reason="needs the extra relay")
 
 from dalsegno.protos.run_file import read_run_file
 from dalsegno.relay import entry
+from dalsegno.relay.command import pod_parser
 from dalsegno.relay.milestones.access import Access
 from dalsegno.relay.milestones.console import PodConsole
 from dalsegno.relay.volume import Volume
@@ -83,7 +83,7 @@ def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     kind = type("Kind", (Agent,), {})
     monkeypatch.setattr(entry, "AgentProcess", kind)
     monkeypatch.setattr(entry, "ask", lambda file, access: {"grpc_port": 1})
-    options = argparse.Namespace(file=path, notice=30.0, allow_baseline=False, no_mount_check=True)
+    options = pod_parser().parse_args([str(path), "--no-mount-check"])
     with entry._Pod(file, options, volume, Access("a-token-of-some-length"), (), kind(), PodConsole("pod")) as one:
         one.agent = kind
         one.volume = volume

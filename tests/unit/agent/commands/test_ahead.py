@@ -32,12 +32,17 @@ def piped(text: str) -> int:
 
 
 def test_the_rest_comes_later(imported: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind what was given at once; its variables are ours then."""
+    """Behind what was given at once; its variables are ours then. What stands for flags is another launcher's."""
     monkeypatch.setenv("ADDED", "no")
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "4")
     rest = {"arguments": ["--nnodes=1:1", "train.py", "--flag"], "environment": {"ADDED": "yes"}}
     reader = piped(json.dumps(rest))
-    assert ahead.command_line(["--tell-fd=9", f"--command-fd={reader}"]) == ["--tell-fd=9", *rest["arguments"]]
-    assert (imported, os.environ["ADDED"]) == (["launch"], "yes")
+    found = ahead.command_line(["--tell-fd=9", f"--command-fd={reader}"])
+    assert found is not None
+    line, environ = found
+    assert line == ["--tell-fd=9", *rest["arguments"]]
+    assert (imported, os.environ["ADDED"], environ["ADDED"]) == (["launch"], "yes", "yes")
+    assert (os.environ["PET_NPROC_PER_NODE"], "PET_NPROC_PER_NODE" in environ) == ("4", False)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(reader)
 
@@ -52,7 +57,7 @@ def test_whoever_would_tell_the_rest_has_gone(imported: list[str]) -> None:
 )
 def test_a_flag_of_the_script_is_the_scripts(imported: list[str], given: Sequence[str]) -> None:
     """Nothing is read from a descriptor of whose meaning nothing is known."""
-    assert ahead.command_line(given) == given
+    assert ahead.command_line(given) == (given, os.environ)
     assert imported == []
 
 
