@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from dalsegno.protos.commander_api import MILESTONES, run_path
 from dalsegno.protos.text import one_line
@@ -77,7 +78,20 @@ def failure(error: Exception, url: str) -> Away:
         text += ": it seems to have no TLS: is it http://?"
     elif url.startswith("http:") and isinstance(cause, (ConnectionResetError, http.client.BadStatusLine)):
         text += ": it may want TLS: is it https://?"
+    elif isinstance(cause, json.JSONDecodeError):
+        text = "what answers there is no Commander"
+    if proxy := _proxy(url):
+        text += f" (asked through the proxy {proxy}: name the host in no_proxy to reach it directly)"
     return Away(f"no answer from {url}: {text}")
+
+
+def _proxy(url: str) -> str:
+    """HOST:PORT of the proxy that the environment names for it, without a password; "": none."""
+    parts = urlsplit(url)
+    proxy = urllib.request.getproxies().get(parts.scheme, "")
+    if not proxy or urllib.request.proxy_bypass(parts.hostname or ""):
+        return ""
+    return one_line(proxy.rpartition("@")[2].rpartition("://")[2].rstrip("/"), 200)
 
 
 @dataclass(frozen=True)
@@ -117,7 +131,8 @@ class CommanderClient:
         """
         status, answer = self._ask(self._base, None)
         line = f"{self.url} answers {status}: {one_line(str(answer.get('detail', '')), 200)}"
-        if status in (401, 403, 404):
+        # What has no line of its own is a proxy's or a tunnel's answer, and the Commander may only be starting.
+        if status in (401, 403, 404) and answer.get("detail"):
             raise Denied(line, status)
         if status != 200:
             raise Away(line)

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("yaml", reason="needs the extra relay")
 
+from dalsegno.protos.options import UsageError
 from dalsegno.protos.run_file import read_run_file
 from dalsegno.relay.milestones.access import Access
 from dalsegno.relay.preflight import Away, ask
@@ -20,13 +21,14 @@ from tests.support.jobs.commander import run_file
 
 
 class Commander(BaseHTTPRequestHandler):
-    """Says that agents go to `port`."""
+    """Says that agents go to `port`, or what else the test wants."""
 
     port = 0
+    code, text = 200, b""
 
     def do_GET(self) -> None:
-        body = json.dumps({"grpc_port": type(self).port}).encode()
-        self.send_response(200)
+        body = type(self).text or json.dumps({"grpc_port": type(self).port}).encode()
+        self.send_response(type(self).code)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -55,3 +57,30 @@ def test_a_port_that_is_not_open_is_named(served: HTTPServer, tmp_path: Path) ->
             ask(file, Access(""))
         master.listen()
         assert ask(file, Access("")) == {"grpc_port": Commander.port}
+
+
+ODD = [(404, b" "), (403, b" "), (404, b"<html>no such tunnel</html>"), (200, b"<html>"), (200, b"[]"), (401, b"{}")]
+
+
+@pytest.mark.parametrize(("code", "text"), ODD)
+def test_what_stands_before_a_commander_does_not_deny(
+    served: HTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, text: bytes
+) -> None:
+    """A proxy or a tunnel answers in its own words while the Commander starts anew: the pod asks again."""
+    monkeypatch.setattr(Commander, "code", code)
+    monkeypatch.setattr(Commander, "text", text)
+    file = read_run_file(run_file(tmp_path, commander=f"http://127.0.0.1:{served.server_port}"))
+    with pytest.raises(Away) as away:
+        ask(file, Access(""))
+    assert "Expecting value" not in str(away.value), "that is Python's"
+
+
+def test_a_commander_that_denies_is_believed(
+    served: HTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so in a line of its own."""
+    monkeypatch.setattr(Commander, "code", 404)
+    monkeypatch.setattr(Commander, "text", b'{"detail": "no run is called so"}')
+    file = read_run_file(run_file(tmp_path, commander=f"http://127.0.0.1:{served.server_port}"))
+    with pytest.raises(UsageError, match="no run is called so: start dlrover-master"):
+        ask(file, Access(""))

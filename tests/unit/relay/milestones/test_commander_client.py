@@ -1,0 +1,28 @@
+"""How the Commander is spoken to, and what is said where it does not answer."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("yaml", reason="needs the extra relay")
+
+from dalsegno.relay.milestones.access import Access
+from dalsegno.relay.milestones.commander_client import Away, CommanderClient
+
+# Nobody listens on port 9 (discard) here.
+URL, PROXY = "http://127.0.0.1:9", "http://ann:pa55w0rd@127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("exceptions", "proxied"), [("", True), ("other.example", True), ("127.0.0.1", False), ("*", False)]
+)
+def test_a_proxy_on_the_way_is_named(monkeypatch: pytest.MonkeyPatch, exceptions: str, proxied: bool) -> None:
+    """An environment has one for all of the internet, and it refuses what is near; its password stays here."""
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, PROXY)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, exceptions)
+    with pytest.raises(Away, match=f"no answer from {URL}: ") as away:
+        CommanderClient(URL, "my-run", Access("")).run()
+    said = "asked through the proxy 127.0.0.1:9: name the host in no_proxy to reach it directly"
+    assert (said in str(away.value), "pa55w0rd" in str(away.value)) == (proxied, False)
