@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from dalsegno.protos.run_file import read_run_file
+from tests.support.jobs.local_processes import carriers, send
 from tests.support.jobs.pods import Run, relayed
 from tests.support.pages.sources import ROOT
 from tests.support.workers import tiny_swift
@@ -81,6 +86,30 @@ def test_a_notice_to_a_hugging_face_trainer_of_two_ranks(tmp_path: Path) -> None
         assert c.process.wait(200) == 0, run.said()
         assert [step for step, _ in made(noted, "loss")] == list(range(1, 61)), "a step was lost on notice"
         assert run.state()["status"] == "COMPLETED"
+
+
+@pytest.mark.full
+def test_ranks_agree_on_the_step_that_they_save(tmp_path: Path) -> None:
+    """A signal reaches them in different steps, here one of them alone: all save the same step, and end."""
+    pytest.importorskip("transformers")
+    noted, out = tmp_path / "noted", tmp_path / "out"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = [str(ROOT / "examples/relay_sft.py"), "--output_dir", str(out), "--steps_file", str(noted)]
+    mark = f"DALSEGNO_TEST_MARK={tmp_path}"
+    environment = os.environ | dict([mark.split("=", 1)])
+    with subprocess.Popen([*launch, *script, "--max_steps=400", "--pace=0.3"], env=environment) as launcher:
+        try:
+            deadline = time.monotonic() + 120
+            while len(made(noted, "loss")) < 5:
+                assert time.monotonic() < deadline, "no steps"
+                time.sleep(0.1)  # why: another process's file tells nobody that it grows
+            send({*carriers(mark)} & {*carriers("LOCAL_RANK=1")}, signal.SIGUSR1)
+            assert launcher.wait(60) == 0
+        finally:
+            send(carriers(mark))
+    (saved,) = out.glob("checkpoint-*")
+    assert {path.name for path in saved.glob("rng_state_*")} == {"rng_state_0.pth", "rng_state_1.pth"}
+    assert saved.name == f"checkpoint-{made(noted, 'loss')[-1][0]}"
 
 
 @pytest.mark.full
