@@ -285,7 +285,6 @@ class Etcd:
                             return answer
                         # Since it was asked it has gone, and come back as another etcd.
                         self._checked.discard(self._present)
-                        continue
                     reasons[endpoint] = "it belongs to another etcd than the others: name the members of one in --store"
                 except grpc.RpcError as error:
                     reasons[endpoint] = _reason(error)

@@ -23,7 +23,7 @@ from aetcd.rpc import rpc_pb2, rpc_pb2_grpc
 
 from dalsegno.master.record import etcd_calls
 from dalsegno.master.record.chunks import decoded, encoded
-from dalsegno.master.record.etcd_calls import Change, Etcd, EtcdFiles
+from dalsegno.master.record.etcd_calls import Change, Etcd, EtcdFiles, EtcdUnavailable
 from dalsegno.master.record.etcd_store import EtcdStore
 from dalsegno.master.record.store import StoreAway, StoreDamaged, StoreError, StoreUnavailable, Superseded, open_store
 from tests.support.jobs.etcd_members import ETCD, MISSING, Members, etcd_members
@@ -305,6 +305,16 @@ def test_another_etcd_is_not_written_to(tmp_path: Path, job: str, monkeypatch: p
         assert there.names("/dalsegno/") == []
         there.close()
         store.close()
+
+
+def test_an_address_with_two_etcds_behind_it(one: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever answers is another one than was asked before: that ends with a reason, and in time."""
+    numbers = count(1)
+    monkeypatch.setattr(Etcd, "_ask_cluster", lambda self, number: next(numbers))
+    etcd = Etcd(one.endpoints, EtcdFiles(), patience_seconds=0.5)
+    with pytest.raises(EtcdUnavailable, match="belongs to another etcd"):
+        etcd.get("/dalsegno/a")
+    etcd.close()
 
 
 def test_an_etcd_that_was_restored_is_the_same(tmp_path: Path, job: str) -> None:
