@@ -52,13 +52,18 @@ class Conversions:
         return [agent for agent in self._jobs if agent.alive]
 
     def sources(self) -> list[Sealed]:
-        """What is being converted now, and not for a lease that went on while its agent stood still."""
+        """What is being converted now, and not for a lease that others got, or nobody, while its agent stood still."""
         digests = [
             timer.args[2].source.ref.digest
             for agent, (lease, timer) in self._jobs.items()
-            if agent.alive and lease == self._lease
+            if agent.alive and lease == self._lease and not (agent.frozen and self._is_taken_back(lease))
         ]
         return [self.sim.disk.ever[digest] for digest in digests]
+
+    def _is_taken_back(self, lease: int) -> bool:
+        """Nobody wants what it makes any more: a world has opened that does not need it."""
+        job = self.sim.master.job
+        return job is not None and (job.conversion is None or job.conversion.lease != lease)
 
     def reads(self, digest: str) -> bool:
         """A live conversion reads this checkpoint. (One that stands still has lost its lease long ago.)"""
