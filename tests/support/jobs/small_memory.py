@@ -25,7 +25,7 @@ class SmallMemory:
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
         self.pid = self._process.pid
-        self.root = Path(f"/proc/{self.pid}/root/dev/shm")
+        self.root = Path("/proc") / str(self.pid) / "root" / "dev" / "shm"
 
     def fill(self, but: int = 0) -> None:
         """Somebody takes all that is left, but for so many bytes."""
