@@ -32,7 +32,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, Subset
 
-from dalsegno.elastic import session
+from dalsegno.elastic import Session, session
 
 # `hooked.py` has put it there already, to lengthen steps.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
@@ -104,11 +104,13 @@ def fail(odd: set[str], rank: int, epoch: int, step: int) -> None:
             time.sleep(1)
 
 
-def evaluate() -> None:
-    """Takes long, and talks to no other rank."""
+def evaluate(s: Session) -> None:
+    """Takes long, and talks to no other rank; that it is no stall it says, as docs/reference.md has it."""
     if holds := os.environ.get("DALSEGNO_TEST_HOLDS"):
         (Path(holds) / f"evaluates-{os.environ['DALSEGNO_EPOCH']}-{os.environ['RANK']}").touch()
-    time.sleep(float(os.environ.get("DALSEGNO_TEST_LONG", "0")))
+    for _ in range(int(os.environ.get("DALSEGNO_TEST_LONG", "0"))):
+        s.busy()
+        time.sleep(1)
 
 
 class Built:
@@ -198,7 +200,7 @@ def main() -> None:
             grad_norm=norm,
         )
         if "evaluates" in odd and batch.step == EVALUATES_AT:
-            evaluate()
+            evaluate(s)
         clock.wait()
         s.report(mean)
     log.close()
