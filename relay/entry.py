@@ -32,6 +32,7 @@ from .preflight import Away, ask, master_of
 from .recovering import Stuck, prepared
 from .saves import SaveWatch
 from .volume import Volume
+from .waking import Waking
 
 __all__ = ("carry_on",)
 
@@ -107,11 +108,13 @@ class _Pod:
         self._mirror = MirrorProcess(options.file, volume, self._say, access.flags())
         self._saves = SaveWatch(file.interval_seconds, self._say)
         self._before: dict[int, Any] = {}
+        self._waking = Waking()
         self._signalled, self._interrupted = 0, False
         # The agent is just being started; it has told something, so it handles signals by now.
         self._starting = self._told = False
 
     def __enter__(self) -> _Pod:
+        self._waking.__enter__()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # else it is `nohup`
                 self._before[number] = signal.signal(number, self._notice)
@@ -126,6 +129,7 @@ class _Pod:
         self._console.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        self._waking.__exit__(None, None, None)
 
     def run(self) -> int:
         """Returns the exit code."""

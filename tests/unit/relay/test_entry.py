@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,25 @@ def test_a_volume_that_stands_still_takes_nothing_of_the_notice(pod: Any, monkey
 
     pod.agent.told, pod.agent.on_wait = (STARTS,), staticmethod(notice)
     assert pod.run() == 0
+
+
+def test_a_notice_that_the_kernel_gives_to_another_thread(pod: Any) -> None:
+    """As of two signals at once: the main thread, which waits for the agent, hears of it all the same."""
+    reader, writer = os.pipe()
+    late = threading.Timer(10.0, lambda: os.write(writer, b"late"))
+    other = threading.Timer(0.2, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM))
+    read: list[bytes] = []
+
+    def wait() -> None:
+        late.start()
+        other.start()
+        read.append(os.read(reader, 4))
+
+    pod.agent.told, pod.agent.on_wait = (STARTS,), staticmethod(wait)
+    pod.agent.signal = lambda self, number: os.write(writer, b"told")
+    pod.run()
+    late.cancel()
+    assert read == [b"told"]
 
 
 @pytest.mark.usefixtures("nohup")
