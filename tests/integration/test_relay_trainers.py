@@ -168,7 +168,7 @@ def test_ms_swift_as_the_image_starts_it(tmp_path: Path) -> None:
     }
     with relayed(tmp_path, **settings) as run:
         a = run.pod("a", **tiny_swift.OFFLINE)
-        saved = run.wait_saved()
+        saved = run.wait_saved(seconds=240)  # its imports alone take a minute on a busy machine
         run.wait(lambda: [step for step, _ in logged(run, 1) if step > saved + 2], "it is further than its save")
         a.vanish()
         saved = run.checkpoints()[-1]

@@ -171,9 +171,10 @@ class Run:
         """Until a trainer of this epoch, or a later one, is that far."""
         self.wait(lambda: [one for one in self.steps() if one.step >= step and one.epoch >= epoch], f"step {step}")
 
-    def wait_saved(self, step: int = 1) -> int:
+    def wait_saved(self, step: int = 1, seconds: float = 90.0) -> int:
         """Until the run has a checkpoint of at least this step; returns which."""
-        found = self.wait(lambda: [e for e in self.events("ckpt_saved") if e["step"] >= step], f"a save beyond {step}")
+        saved = lambda: [e for e in self.events("ckpt_saved") if e["step"] >= step]  # noqa: E731
+        found = self.wait(saved, f"a save beyond {step}", seconds)
         return int(found[-1]["step"])
 
     def said(self) -> str:
