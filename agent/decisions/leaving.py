@@ -29,6 +29,9 @@ def signalled(decision: Decision, number: int) -> None:
         return
     if state.leaving and number == signal.SIGHUP:
         return  # a closed terminal sends it twice, from kernel and shell; nobody there is in a hurry
+    if state.leave is not None and state.leave.hung_up and number == signal.SIGTERM:
+        state.leave.hung_up = False  # of two at once the kernel hands out the smaller number first
+        return
     if state.leaving:
         decision.do(ev.Say(f"{name} again: this node goes at once"))
         decision.kill_workers()
@@ -39,6 +42,8 @@ def signalled(decision: Decision, number: int) -> None:
             decision.exit(ev.EXIT_LEFT_UNSAVED, "left without waiting for a save")
         return
     begin(decision, name)
+    if state.leave is not None:
+        state.leave.hung_up = number == signal.SIGHUP
     if state.incarnation and not state.door.registering and not state.fenced:
         decision.call("Leave", control_pb2.LeaveRequest(caller=decision.caller(), notice=state.settings.drain_timeout))
     else:

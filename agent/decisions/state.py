@@ -131,6 +131,8 @@ class Leave:
     # A signal has come; before that it was an order of the master's. Then the whole job may be stopped.
     signalled: bool = True
     stop: bool = False
+    # Only SIGHUP has come. It may overtake the SIGTERM that belongs to it.
+    hung_up: bool = False
     # The master refuses this node's token.
     refused: bool = False
     # Workers were running when it came: without their save the run goes back to its last commit.
