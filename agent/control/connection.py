@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import threading
@@ -14,6 +15,7 @@ import grpc
 from dalsegno.protos import control_pb2_grpc
 from dalsegno.protos.addresses import host_and_port
 from dalsegno.protos.contract import LEADER_METADATA
+from dalsegno.protos.shortage import prove_room, starting
 
 from .places import MasterPlaces
 
@@ -134,8 +136,9 @@ class Credentials:
             target: where to connect, as gRPC writes it; empty: it looks the name up.
 
         Raises:
-            OSError: a file cannot be read.
+            OSError: a file cannot be read, or there is no room for gRPC's threads.
         """
+        _prove_room_once()
         options = channel_options()
         if target:
             options.append(("grpc.default_authority", address))
@@ -293,3 +296,14 @@ class Connector:
             if self._link is not None:
                 self._link.channel.close()
                 self._link = None
+
+
+@functools.cache
+def _prove_room_once() -> None:
+    """gRPC ends this process without a word if there is no room for its threads. Others have started since ours began.
+
+    Raises:
+        CannotStartError: there is none.
+    """
+    with starting("the connection to the master"):
+        prove_room()
