@@ -228,6 +228,10 @@ class WorkerLink:
         """The last step of a rank whose process is gone; None if it has counted none. Can be called once."""
         return take_step_count(self.directory, epoch, rank)
 
+    def clean(self, pid: int) -> None:
+        """Removes the semaphores of a rank that is gone."""
+        remove_semaphores(self.directory.name, pid)
+
     def close(self) -> None:
         """Ends the serving thread, cuts all connections, and removes the socket's directory and ranks' semaphores."""
         with self._lock:

@@ -28,7 +28,6 @@ from dalsegno.protos.shortage import starting
 
 from ..processes.lifeline import Lifeline
 from ..processes.proc import descendants, kill_group, listeners, start_time
-from ..processes.semaphores import remove_semaphores
 from ..processes.signs import DiskWrites, Sign
 from ..script import Script
 from ..standby import hooks
@@ -349,7 +348,7 @@ class WorkersContext(SubprocessContext):
             self._lifeline.drop_group(process.pid)
         stays = isinstance(process, StandbyProcess) and process.successor is not None
         if process.pid > 0 and not stays:
-            remove_semaphores(self._link.directory.name, process.pid)
+            self._link.clean(process.pid)
         ended.set()
         if not self._link.flush(process.pid, _LAST_WORDS_SECONDS):
             logger.warning("the last messages of worker %d (process %d) did not come through", rank, process.pid)

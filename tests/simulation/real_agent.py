@@ -162,6 +162,8 @@ class _Link:
 
     def started(self, local_rank: int, pid: Callable[[], int]) -> None: ...
 
+    def clean(self, pid: int) -> None: ...
+
     def flush(self, pid: int, timeout: float) -> bool:
         return True
 
