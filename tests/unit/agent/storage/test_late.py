@@ -188,8 +188,9 @@ def test_a_save_is_not_taken_by_two_nodes(tmp_path: Path, monkeypatch: pytest.Mo
     looks.start()
     time.sleep(1.0)
     assert looks.is_alive()
-    (tmp_path / "step-20.e1.1").rmdir()
-    make_checkpoint(tmp_path, "step-20.e1.1")
+    # The name is there all the time, as it is where an agent writes.
+    make_checkpoint(tmp_path / "aside", "step-20.e1.1")
+    (tmp_path / "aside" / "step-20.e1.1").rename(tmp_path / "step-20.e1.1")
     looks.join(20)
     assert found == [[]]
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-20.e1.1"]
