@@ -6,6 +6,7 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
+from dalsegno.protos.addresses import address_of
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.run_file import RunFile
@@ -58,8 +59,7 @@ def master_of(file: RunFile, shown: dict[str, Any]) -> str:
         file: the run.
         shown: as `ask` returns it.
     """
-    host = _host(file)
-    return f"[{host}]:{shown['grpc_port']}" if ":" in host else f"{host}:{shown['grpc_port']}"
+    return address_of(_host(file), shown["grpc_port"])
 
 
 def _host(file: RunFile) -> str:

@@ -443,9 +443,9 @@ def parse(
         UsageError: bad input.
     """
     parser = build_parser(environ)
-    for action in parser._actions:
-        if action.type is directory and not here:
-            action.type = Path
+    if not here:
+        for action in parser._actions:
+            action.type = Path if action.type is directory else action.type
     options = parser.parse_args(arguments)
     options.unused = []
     for flag, default, _ in _UNUSED:

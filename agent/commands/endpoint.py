@@ -7,7 +7,7 @@ import contextlib
 import socket
 import time
 
-from dalsegno.protos.addresses import host_and_port
+from dalsegno.protos.addresses import address_of, host_and_port
 from dalsegno.protos.options import UsageError
 
 __all__ = ["answers", "local_address", "meeting_point", "split", "wait_for_name"]
@@ -37,7 +37,7 @@ def meeting_point(options: argparse.Namespace) -> str:
     host, given = split(text)
     if not host or " " in host:
         raise UsageError(f"argument {flag}: {text!r} is not HOST:PORT")
-    return f"[{host}]:{_port(given or str(port), flag)}" if ":" in host else f"{host}:{_port(given or str(port), flag)}"
+    return address_of(host, _port(given or str(port), flag))
 
 
 def _port(text: str, flag: str) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from dalsegno.protos import peer_pb2
+from dalsegno.protos.addresses import address_of
 from dalsegno.protos.peer_address import PeerAddress
 
 from .identity import NAME, MemoryIdentity, StrangerError, certificate_at
@@ -143,14 +144,14 @@ class Wire:
         Raises:
             RuntimeError: it cannot.
         """
-        shown, own = f"[{host}]" if ":" in host else host, self._identity
+        any_port, own = address_of(host, 0), self._identity
         if own is None:
-            port = server.add_insecure_port(f"{shown}:0")
+            port = server.add_insecure_port(any_port)
         else:
-            port = server.add_secure_port(f"{shown}:0", grpc.ssl_server_credentials([(own.key, own.certificate)]))
+            port = server.add_secure_port(any_port, grpc.ssl_server_credentials([(own.key, own.certificate)]))
         if not port:
             raise RuntimeError(f"cannot listen on {host}")
-        target = f"{shown}:{port}"
+        target = address_of(host, port)
         if own is None:
             return str(PeerAddress(target))
         return str(PeerAddress(target, own.digest, "" if self._has_token() else own.secret))

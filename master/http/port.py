@@ -13,6 +13,8 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.middleware.trustedhost import TrustedHostMiddleware
 
+from dalsegno.protos.addresses import address_of
+
 from ..record.descriptors import HTTP_CONNECTIONS
 from ..server.auth import TlsFiles
 from ..server.listener import Listener
@@ -44,7 +46,7 @@ class Port:
         self._tasks: list[asyncio.Task[None]] = []
         self._socket = Listener.open(host, port)
         bound = self._socket.getsockname()[1]
-        self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+        self.address = address_of(host, bound)
         # uvicorn's loggers stay unconfigured: its errors reach the master's log, and requests are not logged, not even
         # those that are no HTTP: a stranger without a token would fill the disk with lines about them.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)

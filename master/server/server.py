@@ -16,6 +16,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.addresses import address_of
 from dalsegno.protos.limits import MESSAGE_BYTES
 from dalsegno.protos.text import one_line
 
@@ -255,7 +256,7 @@ class ControlServer:
     def _bind(self, server: grpc.aio.Server) -> None:
         host, port = self._options.host, self._options.port
         _probe(host, port)
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = address_of(host, port)
         try:
             if self._options.tls is None:
                 bound = server.add_insecure_port(address)
@@ -263,7 +264,7 @@ class ControlServer:
                 bound = server.add_secure_port(address, self._options.tls.credentials())
         except RuntimeError as error:
             raise BindError(f"cannot listen on {address}: {error}") from error
-        self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+        self.address = address_of(host, bound)
 
     def _publish(self) -> None:
         """Sends every agent its directive if that changed. A stream that fails is cut off, and the agent asks again."""
