@@ -73,10 +73,11 @@ def test_the_others_wait_for_the_node_that_hosts_it(
     """They say so at once, and read the job's token where that node writes it, later than they come."""
     monkeypatch.setattr(launch, "local_address", lambda host: "")
     caplog.set_level(logging.INFO)
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))  # without `listen` nobody answers, and nobody else gets the port
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        if not hosted:
-            server.close()
+        if hosted:
+            server.listen()
         assert answers(address) == hosted
         options = parse(["--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=j", SCRIPT], {})
         directory = JobDirectory(tmp_path, "j")
