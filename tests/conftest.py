@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import math
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -126,6 +128,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if count > 1 and ROOT / "tests" / "integration" in Path(metafunc.module.__file__ or "").resolve().parents:
         metafunc.fixturenames.append("repetition")
         metafunc.parametrize("repetition", range(count), indirect=True, ids=lambda number: f"run{number + 1}")
+
+
+@pytest.fixture(autouse=True)
+def own_process_state() -> Iterator[None]:
+    """Commands that a test runs in this process set up logging, and urllib keeps the proxies that it found first."""
+    loggers = [logging.getLogger(name) for name in ("dalsegno", "torch.distributed")]
+    before = [(logger.level, logger.propagate, logger.handlers[:]) for logger in loggers]
+    yield
+    for logger, (level, logger.propagate, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+    urllib.request.install_opener(None)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -49,13 +49,15 @@ def exchange(
         request: what is asked.
         seconds: for each wait.
         longest: bytes of the body that are read.
-        tls: see `urllib.request.urlopen`.
+        tls: see `urllib.request.HTTPSHandler`.
 
     Raises:
         FAILURES: there is none.
     """
+    # One of its own: `urlopen` keeps the proxies that stood in the environment when it was first used.
+    opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=tls))
     try:
-        with urllib.request.urlopen(request, timeout=seconds, context=tls) as reply:
+        with opener.open(request, timeout=seconds) as reply:
             return reply.status, reply.read(longest)
     except urllib.error.HTTPError as error:
         with error:

@@ -99,7 +99,6 @@ def test_torchs_log_goes_to_ours_once_it_is_there(tmp_path: Path, monkeypatch: p
     for logger in (ours, theirs):
         monkeypatch.setattr(logger, "handlers", [])
         monkeypatch.setattr(logger, "propagate", True)
-        monkeypatch.setattr(logger, "level", logger.level)
     console.set_up_logging(tmp_path / "agent.log", lambda: "here", ("dalsegno",))
     assert theirs.handlers == []
     console.log_torch()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -21,9 +20,8 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def rendezvous(tmp_path: Path) -> Iterator[Rendezvous]:
-    """Of a node whose master does not answer. What it does to its process is undone."""
-    environment, log = dict(os.environ), logging.getLogger("dalsegno")
-    handlers, level, propagates = log.handlers[:], log.level, log.propagate
+    """Of a node whose master does not answer. What it does to its environment is undone."""
+    environment = dict(os.environ)
     places = {"checkpoint_dir": str(tmp_path / "ck"), "log_dir": str(tmp_path / "logs")}
     one = create(RendezvousParameters("dalsegno", "127.0.0.1:1", "job", 1, 2, **places))
     assert isinstance(one, Rendezvous)
@@ -31,8 +29,6 @@ def rendezvous(tmp_path: Path) -> Iterator[Rendezvous]:
     one.shutdown()
     os.environ.clear()
     os.environ.update(environment)
-    log.handlers[:], log.propagate = handlers, propagates
-    log.setLevel(level)
 
 
 @pytest.mark.slow

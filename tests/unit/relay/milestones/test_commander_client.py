@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
+import urllib.request
+
 import pytest
 
 pytest.importorskip("yaml", reason="needs the extra relay")
@@ -26,3 +31,23 @@ def test_a_proxy_on_the_way_is_named(monkeypatch: pytest.MonkeyPatch, exceptions
         CommanderClient(URL, "my-run", Access("")).run()
     said = "asked through the proxy 127.0.0.1:9: name the host in no_proxy to reach it directly"
     assert (said in str(away.value), "pa55w0rd" in str(away.value)) == (proxied, False)
+
+
+def test_the_proxy_is_the_environments_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cap on uploads puts its own proxy there, in a process that may have asked before."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    urllib.request.install_opener(direct)  # the one that is kept from then on
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.setenv("no_proxy", "")
+        asks = threading.Thread(target=lambda: suppressed(CommanderClient(URL, "my-run", Access(""))))
+        asks.start()
+        proxy.settimeout(20)
+        with proxy.accept()[0] as asked:
+            assert asked.recv(100).startswith(f"GET {URL}/".encode())
+        asks.join()
+
+
+def suppressed(client: CommanderClient) -> None:
+    with contextlib.suppress(Away):
+        client.run()
