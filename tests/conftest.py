@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -132,7 +133,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def own_process_state() -> Iterator[None]:
-    """Commands that a test runs in this process set up logging, and urllib keeps the proxies that it found first."""
+    """What a test leaves in this process is nobody else's.
+
+    Commands that it runs here set up logging, and urllib keeps the proxies that it found first. gRPC's asyncio has a
+    thread until the last of its objects is collected, and says a line on standard error at each fork beside that.
+    """
+    if pollers := [thread for thread in threading.enumerate() if "_poll_wrapper" in thread.name]:
+        gc.collect()
+        for thread in pollers:
+            thread.join(5)
     loggers = [logging.getLogger(name) for name in ("dalsegno", "torch.distributed")]
     before = [(logger.level, logger.propagate, logger.handlers[:]) for logger in loggers]
     yield
