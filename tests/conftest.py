@@ -145,10 +145,11 @@ def own_process_state() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in ("dalsegno", "torch.distributed")]
     before = [(logger.level, logger.propagate, logger.handlers[:]) for logger in loggers]
     yield
-    for logger, (level, logger.propagate, handlers) in zip(loggers, before, strict=True):
+    for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
         logger.setLevel(level)
+        logger.propagate = propagate
         logger.handlers[:] = handlers
-    urllib.request.install_opener(None)  # type: ignore[arg-type]
+    urllib.request.install_opener(None)  # as at the start
 
 
 @pytest.fixture
