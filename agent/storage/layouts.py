@@ -152,7 +152,9 @@ def _check_names(names: Iterable[str]) -> None:
         try:
             name.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"the name of a file is not UTF-8: {printable(name)}") from error
+            raise ValueError(
+                f"the name of a file is not UTF-8: {printable(name)}; have the script name it otherwise, or leave it out"
+            ) from error
 
 
 # Strategy, whether it loads at any world size, whether the rule is sure.

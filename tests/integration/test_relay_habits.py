@@ -108,6 +108,20 @@ def test_a_trainer_that_prints_more_than_anybody_reads(tmp_path: Path) -> None:
         assert_nothing_lost(run)
 
 
+def test_names_that_few_expect(tmp_path: Path) -> None:
+    """Of files below a save, and of the volume itself."""
+    folder = tmp_path / 'it\'s a \u00fc "volume" $HOME'
+    folder.mkdir()
+    with with_habit(folder, "names") as run:
+        a = run.pod("a")
+        run.wait_saved(20)
+        run.wait_step(33)
+        a.notice()
+        assert a.process.wait(60) == 75, run.said()[-3000:]
+        assert_goes_on(run, run.pod("b"))
+        assert_nothing_lost(run)
+
+
 @pytest.mark.parametrize("how", ["twice", "all processes"])
 def test_a_notice_that_comes_more_than_once(tmp_path: Path, how: str) -> None:
     """A container's init tells all of its processes, and the entry point passes it on: that is still one notice."""

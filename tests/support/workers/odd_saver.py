@@ -4,6 +4,7 @@ forks: a child of its own writes each save, slowly, while it trains on; asked to
 deaf: it ignores the signal that asks, and SIGTERM.
 on term: it saves on SIGTERM, and ends.
 floods: it prints more than any console takes.
+names: beside its files others lie, with names that few expect; it wants all of them back.
 """
 
 from __future__ import annotations
@@ -18,6 +19,21 @@ from pathlib import Path
 
 habit, out, log, last = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
 step, state, asked = 0, 1.0, False
+
+
+# Blanks, quotes, a line's end, an option, what shells expand, what is hidden, and many folders.
+NAMES = (
+    "a b",
+    "it's",
+    "two\nlines",
+    "-rf",
+    "\u00fcb\u20acr",
+    "*",
+    "${save_dir}",
+    ".hidden",
+    "%s\\",
+    "d/" * 40 + "deep",
+)
 
 
 def ask(*_: object) -> None:
@@ -35,6 +51,11 @@ def write(step: int, state: float, pace: float = 0.0) -> None:
         for _ in range(8):
             file.write(b"\1" * 8192)
             time.sleep(pace)  # why: it stands for a slow disk
+    if habit == "names":
+        for name in map(os.fsdecode, NAMES):
+            (where / name).parent.mkdir(parents=True, exist_ok=True)
+            (where / name).write_text(str(step))
+        (where / "empty").mkdir(exist_ok=True)
     (where / "trainer_state.json").write_text(json.dumps({"global_step": step, "state": state}))
 
 
@@ -50,6 +71,9 @@ def save() -> None:
 if len(sys.argv) > 5 and sys.argv[5]:
     found = json.loads((Path(sys.argv[5]) / "trainer_state.json").read_text())
     step, state = found["global_step"], found["state"]
+    if habit == "names":
+        for name in map(os.fsdecode, NAMES):
+            assert (Path(sys.argv[5]) / name).read_text() == str(step), name
 if habit == "deaf":
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
