@@ -153,7 +153,7 @@ def _check_names(names: Iterable[str]) -> None:
             name.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"the name of a file is not UTF-8: {printable(name)}; have the script name it otherwise, or leave it out"
+                f"the name of a file is not UTF-8: {printable(name)}; have the script rename it, or leave it out"
             ) from error
 
 
