@@ -62,7 +62,7 @@ class AskedRun:
             raise UsageError(f"{name} is not set: only the admin's token may do that")
         if access.token:
             self._headers["authorization"] = f"Bearer {access.token}"
-        self._tls = access.context()
+        self._opener = access.opener()
 
     def get(self, path: str = "", **query: object) -> dict[str, Any]:
         """What is there, below the run. Raises Away."""
@@ -77,7 +77,7 @@ class AskedRun:
         url = f"{self.url}{run_path(self.run_id)}{path}"
         request = urllib.request.Request(url, body, self._headers)
         try:
-            code, text = exchange(request, ANSWER_SECONDS, LONGEST_ANSWER_BYTES, self._tls)
+            code, text = exchange(request, ANSWER_SECONDS, LONGEST_ANSWER_BYTES, self._opener)
             if not 200 <= code < 300:
                 raise Away(_reason(code, text))
             answer = json.loads(text)

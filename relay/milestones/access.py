@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import ssl
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,18 +80,18 @@ class Access:
             raise UsageError(str(error)) from error
         return access
 
-    def context(self) -> ssl.SSLContext | None:
-        """For HTTP; None: as the system has it.
+    def opener(self) -> urllib.request.OpenerDirector:
+        """For HTTP, with the proxies that the environment names now. (`urlopen` keeps those of its first use.)
 
         Raises:
             OSError: a file is gone, or another one, since it was checked.
         """
         if self.tls_ca is None and self.tls_cert is None:
-            return None
+            return urllib.request.build_opener()
         context = ssl.create_default_context(cafile=self.tls_ca)
         if self.tls_cert is not None:
             context.load_cert_chain(self.tls_cert, self.tls_key)
-        return context
+        return urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
 
     def flags(self) -> list[str]:
         """For the mirror."""

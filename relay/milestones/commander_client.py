@@ -41,7 +41,7 @@ class Denied(Away):
 
 
 def exchange(
-    request: urllib.request.Request, seconds: float, longest: int, tls: ssl.SSLContext | None
+    request: urllib.request.Request, seconds: float, longest: int, opener: urllib.request.OpenerDirector
 ) -> tuple[int, bytes]:
     """The status code and the body of an answer, also of a refusal.
 
@@ -49,13 +49,11 @@ def exchange(
         request: what is asked.
         seconds: for each wait.
         longest: bytes of the body that are read.
-        tls: see `urllib.request.HTTPSHandler`.
+        opener: see `Access.opener`.
 
     Raises:
         FAILURES: there is none.
     """
-    # One of its own: `urlopen` keeps the proxies that stood in the environment when it was first used.
-    opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=tls))
     try:
         with opener.open(request, timeout=seconds) as reply:
             return reply.status, reply.read(longest)
@@ -120,7 +118,7 @@ class CommanderClient:
     """
 
     def __init__(self, url: str, run_id: str, access: Access) -> None:
-        self._tls = access.context()
+        self._opener = access.opener()
         self.url = url
         self._base = url + run_path(run_id)
         self._headers = {"Authorization": f"Bearer {access.token}"} if access.token else {}
@@ -158,7 +156,7 @@ class CommanderClient:
         data = None if content is None else json.dumps(content).encode()
         request = urllib.request.Request(url, data, {**self._headers, "Content-Type": "application/json"})
         try:
-            status, text = exchange(request, _ANSWER_SECONDS, _LONGEST_ANSWER_BYTES, self._tls)
+            status, text = exchange(request, _ANSWER_SECONDS, _LONGEST_ANSWER_BYTES, self._opener)
             answer = json.loads(text) if text.strip() else {}
         except FAILURES as error:
             raise failure(error, self.url) from error

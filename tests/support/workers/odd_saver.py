@@ -19,8 +19,6 @@ from pathlib import Path
 
 habit, out, log, last = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
 step, state, asked = 0, 1.0, False
-
-
 # Blanks, quotes, a line's end, an option, what shells expand, what is hidden, and many folders.
 NAMES = (
     "a b",
@@ -52,7 +50,7 @@ def write(step: int, state: float, pace: float = 0.0) -> None:
             file.write(b"\1" * 8192)
             time.sleep(pace)  # why: it stands for a slow disk
     if habit == "names":
-        for name in map(os.fsdecode, NAMES):
+        for name in NAMES:
             (where / name).parent.mkdir(parents=True, exist_ok=True)
             (where / name).write_text(str(step))
         (where / "empty").mkdir(exist_ok=True)
@@ -72,7 +70,7 @@ if len(sys.argv) > 5 and sys.argv[5]:
     found = json.loads((Path(sys.argv[5]) / "trainer_state.json").read_text())
     step, state = found["global_step"], found["state"]
     if habit == "names":
-        for name in map(os.fsdecode, NAMES):
+        for name in NAMES:
             assert (Path(sys.argv[5]) / name).read_text() == str(step), name
 if habit == "deaf":
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):

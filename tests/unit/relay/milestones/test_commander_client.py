@@ -34,7 +34,7 @@ def test_a_proxy_on_the_way_is_named(monkeypatch: pytest.MonkeyPatch, exceptions
 
 
 def test_the_proxy_is_the_environments_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cap on uploads puts its own proxy there, in a process that may have asked before."""
+    """Not those of an earlier client, in a process where they were others."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     urllib.request.install_opener(direct)  # the one that is kept from then on
     with socket.create_server(("127.0.0.1", 0)) as proxy:
