@@ -89,11 +89,16 @@ $(VENV)/.trains: $(VENV)/.torch setup.cfg pyproject.toml constraints.txt
 	@$(COMPILED)
 	@touch $@
 
+# And what a relayed run needs.
+$(VENV)/.relays: $(VENV)/.trains
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[train,relay]'
+	@touch $@
+
 $(VENV)/.installed: $(VENV)/.torch setup.cfg pyproject.toml constraints.txt
 	@echo "installing what the tests need"
 	$(PY) -m pip install --quiet -c constraints.txt -e '.[train,etcd,swift,relay,dev]'
 	@$(COMPILED)
-	@touch $@ $(VENV)/.trains
+	@touch $@ $(VENV)/.trains $(VENV)/.relays
 
 # The generators are pinned: newer ones write code that refuses older protobuf runtimes.
 tools: $(PROTO_VENV)/.installed
@@ -194,8 +199,7 @@ demo: $(VENV)/.trains
 	$(PY) -m examples.demo
 
 # It has a hub of the tests' own, to which milestones go.
-demo-relay: $(VENV)/.trains
-	$(PY) -m pip install --quiet -c constraints.txt -e '.[train,relay]'
+demo-relay: $(VENV)/.relays
 	$(PY) -m examples.demo_relay
 
 bench: $(VENV)/.installed

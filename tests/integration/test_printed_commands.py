@@ -37,3 +37,9 @@ def test_it_runs_as_printed(command: str, how: Run, stage: Stage) -> None:
         line = line.replace(placeholder, value)
     said = stage.type(f"{line} {how.more}".strip(), seconds=840)
     assert re.search(how.says, said), said
+
+
+@pytest.mark.parametrize("line", ["pip install --no-deps -e .", "python -m pip install --no-deps -e ."])
+def test_a_stage_takes_nobodys_environment(line: str, stage: Stage) -> None:
+    """It is the tests' own: an installed stage would be gone at the test's end, and `dalsegno` with it."""
+    assert "the stage installs nothing" in stage.type(line, code=1)

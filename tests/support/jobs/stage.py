@@ -95,13 +95,16 @@ class Stage:
         # Not its fixed port, which another test may have.
         self._offer("torchrun", "-m torch.distributed.run --standalone")
         # So that `make` finds what it would install first.
-        for mark in (".torch", ".trains", ".installed"):
+        for mark in (".torch", ".trains", ".relays", ".installed"):
             (directory / ".venv" / mark).touch()
 
     def _offer(self, program: str, arguments: str) -> None:
-        """A program that is this interpreter: the wheel's environment has not all of them."""
+        """A program that is this interpreter: the wheel's environment has not all of them. It installs nothing into its
+        environment, whose dalsegno the stage would take the place of."""
         script = self._bin / program
-        script.write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
+        words = f'{sys.executable} {arguments} "$@"'
+        refusal = 'case " $* " in *" install "*) echo "the stage installs nothing: $*" >&2; exit 1;; esac'
+        script.write_text(f"#!/bin/sh\n{refusal}\nexec {words}\n")
         script.chmod(0o755)
 
     @property
