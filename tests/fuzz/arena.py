@@ -175,10 +175,7 @@ class Arena:
             if inventory and told.gather.resume.digest != inventory[-1].ref.digest:
                 raise Broken(f"the run is to go on from {told.gather.resume.name}, not {inventory[-1].ref.name}")
             agent.join(told.gather.round, inventory)
-        epochs = {
-            agent.wait_for("a world", lambda directive: directive.WhichOneof("order") == "run").run.epoch
-            for agent in self.good
-        }
+        epochs = {agent.wait_for_world() for agent in self.good}
         if len(epochs) != 1:
             raise Broken(f"the good agents are in the worlds {epochs}")
         return int(epochs.pop())

@@ -64,6 +64,7 @@ class GoodAgent:
         self._problems: list[str] = []
         self._pruned: set[str] = set()
         self._sighted: pb.CheckpointRef | None = None
+        self._verified = 0
         self.connect(address)
 
     def connect(self, address: str) -> None:
@@ -215,6 +216,19 @@ class GoodAgent:
             if not came or self._directive is None:
                 raise Broken(f"{self.name}: was not told of {what} within {seconds:g} s, but {self._directive}")
             return self._directive
+
+    def wait_for_world(self) -> int:
+        """The epoch of the next world. Until then it verifies what others cannot read, as a node does: it is intact."""
+        while True:
+            told = self.wait_for("a world", lambda told: told.WhichOneof("order") == "run" or self._is_to_verify(told))
+            if told.WhichOneof("order") == "run":
+                return int(told.run.epoch)
+            self._verified = told.verify.number
+            report = pb.VerificationReport(caller=self.caller(), number=self._verified, intact=True)
+            self.call("ReportVerification", report)
+
+    def _is_to_verify(self, told: pb.Directive) -> bool:
+        return told.HasField("verify") and told.verify.number > self._verified
 
     def check(self, kept: tuple[str, ...]) -> None:
         """Raises Broken where something happened to this agent, or a checkpoint that must stay was retired."""

@@ -19,8 +19,31 @@ from .local_processes import carriers, command_line, send
 from .master_process import eventually
 
 # What the commands need of the checkout. The product is the installed one, as everywhere in the tests.
-_COPIED = ("agent", "benchmarks", "elastic", "examples", "master", "protos", "relay", "swift_plugin", "tests")
-_COPIED_FILES = ("Makefile", "README.md", "constraints.txt", "pyproject.toml", "ruff.toml", "setup.cfg")
+_COPIED = (
+    "agent",
+    "benchmarks",
+    "deploy",
+    "docs",
+    "elastic",
+    "examples",
+    "master",
+    "protos",
+    "relay",
+    "swift_plugin",
+    "tests",
+)
+_COPIED_FILES = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "Makefile",
+    "README.md",
+    "ROADMAP.md",
+    "constraints.txt",
+    "pyproject.toml",
+    "ruff.toml",
+    "setup.cfg",
+)
 _MARK = "DALSEGNO_TEST_STAGE"
 # Generous: other tests share the cores.
 PATIENCE = 240.0
