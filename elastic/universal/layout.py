@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import importlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -119,8 +122,13 @@ def described_parameters(model: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_unconvertible(model: Mapping[str, Any]) -> None:
-    """Raises Impossible for a layout of which every converter makes wrong files."""
-    zero = (model.get("ds_config") or {}).get("zero_optimization") or {}
+    """Checks that the layout is none of which every converter makes wrong files.
+
+    Raises:
+        Impossible: It is.
+        EnvironmentFailed: DeepSpeed's configuration, which tells, cannot be read here.
+    """
+    zero = _configuration(model.get("ds_config")).get("zero_optimization") or {}
     if zero.get("round_robin_gradients"):
         raise Impossible(
             "saved with zero_optimization.round_robin_gradients, whose layout the checkpoint does not describe; "
@@ -136,6 +144,50 @@ def refuse_unconvertible(model: Mapping[str, Any]) -> None:
             "saved with zero_optimization.offload_optimizer.device nvme, which keeps optimizer states out of the "
             "checkpoint's files; offload to cpu to be able to change the world size"
         )
+
+
+def _configuration(given: Any) -> Mapping[str, Any]:
+    """DeepSpeed's configuration. A checkpoint has it as the script gave it: an object, a file's path, or base64."""
+    if not isinstance(given, str):
+        return given or {}
+    try:
+        try:
+            text = Path(given).read_text(encoding="utf-8")
+        except OSError as error:
+            try:
+                text = base64.urlsafe_b64decode(given).decode()
+            except ValueError:
+                raise error from None
+        found = _parsed(text)
+    except (OSError, ValueError) as error:
+        raise EnvironmentFailed(_unreadable(given, str(error))) from error
+    if not isinstance(found, Mapping):
+        raise EnvironmentFailed(_unreadable(given, "it is not an object"))
+    return found
+
+
+def _parsed(text: str) -> Any:
+    """JSON, or what DeepSpeed reads besides.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    try:
+        return json.loads(text)
+    except ValueError:
+        try:
+            # DeepSpeed's own reader, which takes comments, too; it comes with DeepSpeed.
+            return importlib.import_module("hjson").loads(text)
+        except ImportError:
+            pass
+        raise
+
+
+def _unreadable(given: str, why: str) -> str:
+    return (
+        f"DeepSpeed's configuration {given[:200]!r}, which tells whether this layout can be converted, cannot be read "
+        f"here ({why}); put it there"
+    )
 
 
 __all__ = (
