@@ -115,6 +115,7 @@ class Companion:
             for number, lock in enumerate(saver._shm_locks):
                 watch(lock, partial(self._torn.add, number))
             saver._save_shard = partial(_save_shard, saver, saver._save_shard)
+            saver._dist_make_dir = partial(_wait_for_directory, saver._dist_make_dir)
             threading.Thread(target=saver._sync_shm_to_storage, name="saver", daemon=True).start()
         self._made_in = self._world
 
@@ -228,9 +229,13 @@ class Companion:
         saver, step = self._saver, self._step()
         if not step or (not part and (self._spread() or not saver._is_agent_rank_0)):
             return {"step": step, "saved": 0}
-        while self._is_busy():
-            time.sleep(_LOOK_EVERY_SECONDS)  # why: its thread says nothing when it is done
+        # Its own thread may wait for one of these locks.
         self._thaw()
+        while self._is_busy():
+            if part and saver._latest_step < step:
+                # An older step may wait for another node's part in vain. All nodes hold this one, and write it.
+                saver._stop_commit = True
+            time.sleep(_LOOK_EVERY_SECONDS)  # why: its thread says nothing when it is done
         if not saver.wait_saving_checkpoint():
             saver.release_locks()
         if step > saver._latest_step:
@@ -269,6 +274,11 @@ def _save_shard(saver: Any, original: Any, step: int, shard: int, config: Any, d
     if not config.world_size:
         config = replace(config, rank=saver._node_rank * saver.local_shard_num + shard)
     return original(step, shard, config, done)
+
+
+def _wait_for_directory(original: Any, path: str, timeout: int = 30) -> Any:
+    """Makes a directory on the first node; others wait for it, in pauses of a second that `_Impatient` cuts."""
+    return original(path, round(timeout / _LONGEST_PAUSE_SECONDS))
 
 
 class _Impatient:

@@ -78,6 +78,7 @@ class Saver:
     global_shard_num: int = 1
     save_timeout: int = 600
     saved: list[int] = field(default_factory=list)
+    directories: list[tuple[float, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._shm_handlers = [Handler() for _ in range(self.local_shard_num)]
@@ -90,6 +91,10 @@ class Saver:
 
     def _save_shard(self, *arguments: Any) -> bool:
         return True
+
+    def _dist_make_dir(self, path: str, timeout: int = 30) -> None:
+        """Waits for it, in so many pauses of a second."""
+        self.directories.append((timeout * min(1.0, module._LONGEST_PAUSE_SECONDS), path))
 
     def wait_saving_checkpoint(self) -> bool:
         return False
@@ -116,6 +121,9 @@ class Other(Saver):
     """Another class of savers."""
 
 
+SAVERS = SimpleNamespace(Saver=Saver, Other=Other)
+
+
 @pytest.fixture
 def companion(monkeypatch: pytest.MonkeyPatch) -> Companion:
     """In its first world, without a saver."""
@@ -123,7 +131,7 @@ def companion(monkeypatch: pytest.MonkeyPatch) -> Companion:
     # A thread of the companion's asks this for work.
     queues = SimpleNamespace(SharedQueue=lambda **options: SimpleNamespace(get=threading.Event().wait))
     storage = SimpleNamespace(Storage=lambda **options: SimpleNamespace(**options))
-    known = {module._SAVER: library, module._QUEUES: queues, "savers": SimpleNamespace(Saver=Saver, Other=Other)}
+    known = {module._SAVER: library, module._QUEUES: queues, "savers": SAVERS}
     plain = importlib.import_module
     monkeypatch.setattr(
         module.importlib, "import_module", lambda name: known.get(name) or {"storage": storage}.get(name) or plain(name)
@@ -245,6 +253,56 @@ def test_parts_are_written_only_by_agreement(companion: Companion) -> None:
     assert companion.take({"do": "freeze"}) == {"step": 14, "spread": True}
     assert companion.take({"do": "save", "part": False})["saved"] == 0
     assert companion.take({"do": "save", "part": True})["saved"] == 14
+
+
+class Committing(Saver):
+    """It is to write step 14, and then waits for a part that another node does not write, as the library's does."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._stop_commit = False
+
+    def wait_saving_checkpoint(self) -> bool:
+        if self._latest_step == 0:
+            if not self._shm_locks[0].locked():
+                # Its own part is written under the lock. Only now it begins to wait, and may be told not to.
+                self._latest_step, self._stop_commit = 14, False
+            return True
+        return not self._stop_commit
+
+
+SAVERS.Committing = Committing
+
+
+def test_an_older_save_that_waits_for_others_gives_way(companion: Companion) -> None:
+    """All nodes hold a newer step, and write that one: nobody may ever complete the older one."""
+    enter(companion, 2, nodes=2)
+    saver = made(companion, "Committing", global_shard_num=2)
+    saver.holds(15)
+    companion.take({"do": "freeze"})
+    assert companion.take({"do": "save", "part": True}) == {"step": 15, "saved": 15}
+
+
+def test_a_save_of_what_is_in_memory_is_waited_for(companion: Companion) -> None:
+    """The other nodes write the same step now."""
+    enter(companion, 2, nodes=2)
+    saver = made(companion, "Committing", global_shard_num=2)
+    saver.holds(14)
+    saving = threading.Thread(target=companion.take, args=({"do": "save", "part": True},), daemon=True)
+    saving.start()
+    saving.join(1.0)
+    assert (saving.is_alive(), saver._latest_step, saver._stop_commit) == (True, 14, False)
+    saver._stop_commit = True
+    saving.join(30)
+    assert (saving.is_alive(), saver.saved) == (False, [])
+
+
+def test_a_directory_of_another_node_is_waited_for_as_long_as_the_library_does(companion: Companion) -> None:
+    """It counts its pauses of a second, which are shorter here."""
+    saver = made(companion)
+    saver._dist_make_dir("/ckpt/.done")
+    saver._dist_make_dir("/ckpt/.done", 300)
+    assert saver.directories == [(30.0, "/ckpt/.done"), (300.0, "/ckpt/.done")]
 
 
 def test_a_worker_that_waits_with_its_lock_holds_nobody_up(companion: Companion) -> None:
