@@ -1312,6 +1312,7 @@ class JoinRequest(google.protobuf.message.Message):
     UNUSABLE_FIELD_NUMBER: builtins.int
     LAST_STEP_FIELD_NUMBER: builtins.int
     TOOK_FIELD_NUMBER: builtins.int
+    FLASH_SAVED_FIELD_NUMBER: builtins.int
     round: builtins.int
     store_host: builtins.str
     """Address of a store that this agent serves and that no world has used yet."""
@@ -1323,6 +1324,10 @@ class JoinRequest(google.protobuf.message.Message):
     """
     took: builtins.int
     """The epoch of `Gather.take`, if this agent has looked for what was saved in it; 0: it has not."""
+    flash_saved: builtins.int
+    """The step that DLRover's saver has brought to the disk after the end of the workers of the caller's epoch; where each
+    node has a part, this node's; 0: none.
+    """
     @property
     def caller(self) -> global___Caller: ...
     @property
@@ -1352,9 +1357,10 @@ class JoinRequest(google.protobuf.message.Message):
         unusable: collections.abc.Iterable[global___UnusableCheckpoint] | None = ...,
         last_step: builtins.int | None = ...,
         took: builtins.int = ...,
+        flash_saved: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_last_step", b"_last_step", "caller", b"caller", "last_step", b"last_step", "resume", b"resume"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_step", b"_last_step", "caller", b"caller", "inventory", b"inventory", "last_step", b"last_step", "probe", b"probe", "resume", b"resume", "round", b"round", "store_host", b"store_host", "store_port", b"store_port", "took", b"took", "unusable", b"unusable"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_last_step", b"_last_step", "caller", b"caller", "flash_saved", b"flash_saved", "inventory", b"inventory", "last_step", b"last_step", "probe", b"probe", "resume", b"resume", "round", b"round", "store_host", b"store_host", "store_port", b"store_port", "took", b"took", "unusable", b"unusable"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_last_step", b"_last_step"]) -> typing.Literal["last_step"] | None: ...
 
 global___JoinRequest = JoinRequest

@@ -376,6 +376,7 @@ def join_prepared(decision: Decision, event: ev.JoinPrepared) -> None:
             unusable=event.unusable,
             last_step=state.epoch.step if state.epoch.counted else None,
             took=event.took,
+            flash_saved=state.epoch.flash_step,
         ),
     )
 

@@ -126,6 +126,7 @@ def join(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> Answer:
         remember(turn, 0, [entry for entry in message.inventory if not entry.in_memory])
     if message.HasField("last_step"):
         counted(turn, node, message)
+    flash.note_saved(turn, node, message)
     durable.on_disk(turn, message.inventory, node)
     if job.phase in (Phase.WAITING, Phase.FORMING):
         taken = taking.took(turn, node, message.took)

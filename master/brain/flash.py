@@ -7,6 +7,8 @@ master nobody writes, and the run goes on from what is on the disk.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dalsegno.protos import control_pb2
 
 from .live import State
@@ -14,7 +16,7 @@ from .membership import member_of
 from .state import MemberState, Node
 from .turn import Turn
 
-__all__ = ("agreed", "note")
+__all__ = ("agreed", "note", "note_saved")
 
 
 def note(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bool:
@@ -26,6 +28,13 @@ def note(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bool:
         return False
     held[node.incarnation] = message.flash_step
     return True
+
+
+def note_saved(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> None:
+    """Notes what a member of the last world has brought to the disk: nothing else tells that the run came further."""
+    budget, step = turn.job.run.budget, message.flash_saved
+    if step > budget.last_step and member_of(turn, node, message.caller.epoch) is not None:
+        turn.update_run(budget=replace(budget, failures=0, doubtful=(), last_step=step))
 
 
 def agreed(state: State) -> int | None:

@@ -118,12 +118,16 @@ class Node:
         sees: list[control_pb2.Checkpoint] | None = None,
         epoch: int | None = None,
         unusable: Sequence[str] = (),
+        flash_saved: int = 0,
     ) -> Reply:
         """Answers the present Gather or Wait, with the checkpoints it sees (by default all of the job's).
 
-        `unusable`: names of directories that it sees with another manifest than the recorded one.
+        `unusable`: names of directories that it sees with another manifest than the recorded one. `flash_saved`: what
+        DLRover's saver has brought to the disk.
         """
-        return self.job.call(self.joining(sees, epoch, unusable))
+        request = self.joining(sees, epoch, unusable)
+        request.flash_saved = flash_saved
+        return self.job.call(request)
 
     def joining(
         self,

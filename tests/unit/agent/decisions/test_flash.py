@@ -30,6 +30,14 @@ def joins(agent: Agent) -> bool:
     return bool(agent.did(ev.PrepareJoin))
 
 
+def joined(agent: Agent) -> control_pb2.JoinRequest:
+    """What it sends once it has all that belongs to a join."""
+    wanted = agent.did(ev.PrepareJoin)[-1]
+    agent.hear(ev.JoinPrepared(wanted.round, wanted.resume.digest, "h", 7, "probe", ()))
+    request: control_pb2.JoinRequest = agent.calls("Join")[-1]
+    return request
+
+
 def told(agent: Agent, step: int, epoch: int = 1) -> None:
     """The master's word."""
     agent.directed(gather=GATHER, epoch=epoch, flash_save=step)
@@ -40,6 +48,7 @@ def test_where_no_other_node_has_a_part_it_joins_at_once() -> None:
     agent = stopped(None, flash_step=7)
     assert joins(agent)
     assert not agent.calls("ReportProgress")
+    assert joined(agent).flash_saved == 7
 
 
 def test_it_says_its_step_and_writes_when_all_have_the_same() -> None:
@@ -54,6 +63,7 @@ def test_it_says_its_step_and_writes_when_all_have_the_same() -> None:
     assert not joins(agent)
     agent.hear(ev.FlashSaved(1, 7))
     assert joins(agent)
+    assert joined(agent).flash_saved == 7
 
 
 @pytest.mark.parametrize("step", [0, 6])
@@ -72,6 +82,7 @@ def test_who_has_nothing_says_so_and_waits_for_nobody() -> None:
     assert report.HasField("flash_step")
     assert report.flash_step == 0
     assert joins(agent)
+    assert joined(agent).flash_saved == 0
 
 
 def test_without_a_word_it_joins_after_some_seconds() -> None:

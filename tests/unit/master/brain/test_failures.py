@@ -115,6 +115,22 @@ def test_how_many_more_failures_are_survived_is_said() -> None:
     assert "no data; 1 failure without progress (--max-restarts 0)" in job.job.message
 
 
+@pytest.mark.parametrize(("epoch", "saved"), [(None, 50), (None, 0), (1, 60)])
+def test_what_flash_checkpoint_has_saved_is_progress(epoch: int | None, saved: int) -> None:
+    """The run has no checkpoint on its record. The same step again is none, nor what is of an older world."""
+    job = Driven(settings(max_restarts=1))
+    (a,) = job.start(1)
+    for step in range(10, 60, 10):
+        a.failed("killed", step=step - 1)  # steps are heard late
+        a.join(flash_saved=step)
+        job.wait(10)
+        assert job.phase is Phase.RUNNING
+    a.failed("killed", step=49)
+    a.join(epoch=epoch, flash_saved=saved)
+    assert job.phase is Phase.FAILED
+    assert "2 failures without progress (--max-restarts 1)" in job.job.message
+
+
 # ---- whose failure it was --------------------------------------------------------------------------------------------
 
 
