@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -107,12 +108,24 @@ class DlroverSupport:
         part = saver.part()
         return ev.WorkersStopped(epoch, saver.save(self.save_timeout) if part is None else 0, part)
 
-    def save_part(self, epoch: int, step: int) -> None:
-        """All nodes hold this step: writes this node's part on a thread of its own, and delivers that it has."""
+    def save_part(self, epoch: int, step: int, take: Callable[[float], None]) -> None:
+        """All nodes hold this step: writes this node's part on a thread of its own, and delivers that it has.
+
+        Args:
+            take: makes the script's saves the run's, within so many seconds.
+        """
 
         def save() -> None:
+            until = time.monotonic() + self.save_timeout
             saved = self._saver.save(self.save_timeout, part=True) if self._saver is not None else 0
-            self._deliver(ev.FlashSaved(epoch, saved if saved == step else 0))
+            try:
+                if saved == step:
+                    take(max(0.0, until - time.monotonic()))
+            except Exception:
+                logger.exception("what was in memory is saved, but not taken")
+            finally:
+                # The decisions wait for this event.
+                self._deliver(ev.FlashSaved(epoch, saved if saved == step else 0))
 
         try:
             threading.Thread(target=save, name="flash-save", daemon=True).start()

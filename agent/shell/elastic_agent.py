@@ -228,7 +228,7 @@ class ElasticAgent(LocalElasticAgent):
                 self._mark("stopping")
                 self._stop_world(action)
             case ev.SaveFlash():
-                self._beside.save_part(action.epoch, action.step)
+                self._beside.save_part(action.epoch, action.step, self._adoption.settle)
             case ev.TellWorkers():
                 # A leaver's processes have nothing to wait for.
                 self._link.tell(to_worker(action, may_stay=self._pool is not None and not self._state.leaving))

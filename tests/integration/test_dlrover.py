@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -221,4 +222,35 @@ def test_its_checkpoints_become_the_runs(flash: Callable[..., Cluster]) -> None:
     job.check_exits()
     job.close()
     assert users.left_behind(job) == []
+    assert_one_history(job)
+
+
+@pytest.mark.full
+def test_what_is_spread_becomes_the_runs_at_a_leave(flash: Callable[..., Cluster]) -> None:
+    """FSDP below `${save_dir}`: the run goes on from what all nodes wrote at the end."""
+    job = flash("--fsdp", "--disk-every=1000", "--checkpoints=${save_dir}", nnodes="2:2")
+    _, b = job.start("a", "b")
+    last = users.wait_steps(job, 0, 12)
+    job.leave(b, LEFT)
+    job.wait_exit(b)
+    job.start("c")
+    users.wait_steps(job, 1)
+    assert users.worlds(job)[1].first >= last - 1
+    finish(job)
+    assert_one_history(job)
+
+
+@pytest.mark.full
+def test_a_run_survives_more_crashes_than_restarts(flash: Callable[..., Cluster]) -> None:
+    """FSDP, with no checkpoint on the run's record: each time it has come further. None waits for an older save."""
+    job = flash("--fsdp", "--disk-every=10", nnodes="2:2", agent_flags=["--max-restarts=2"])
+    job.start("a", "b")
+    for world in range(5):
+        last = users.wait_steps(job, world, 12)
+        began = time.monotonic()
+        users.crash(job, world % 2)
+        users.wait_steps(job, world + 1, 1)
+        assert time.monotonic() - began < 30
+        assert users.worlds(job)[world + 1].first >= last - 1
+    finish(job)
     assert_one_history(job)
