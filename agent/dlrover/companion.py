@@ -261,7 +261,9 @@ class Companion:
             # Without a world it does not know yet whether it will have a saver.
             if step != said and epoch:
                 said = step
-                self._say({"heard": step, "epoch": epoch})
+                # What this world has found was made in the one before.
+                if step != self._found:
+                    self._say({"heard": step, "epoch": epoch})
 
     def close(self) -> None:
         """Removes what it holds."""

@@ -27,7 +27,7 @@ def first_step(turn: Turn, world: World) -> None:
     if job.told.first_step:
         return
     turn.update_told(first_step=True, start=False)
-    world = as_heard(turn, world)
+    given, world = world, as_heard(turn, world)
     exactly = turn.open.lost_exactly and job.has_session
     paused = turn.now - live.pause.since if live.pause is not None else 0.0
     lost = max(0, world.left_step - world.resumed_step)
@@ -35,6 +35,9 @@ def first_step(turn: Turn, world: World) -> None:
         turn.update_run(growths=job.run.growths + 1, growth_cost_seconds=paused)
         live.run.growth_done_at = turn.now
     text = f"epoch {world.epoch}: steps are heard" if job.told.unheard else headline(world)
+    if given.resume and world.resumed_step > given.resumed_step and not job.told.unheard:
+        # The script has that checkpoint, or what it has in memory: the first step that is heard was not its first.
+        text = f"{headline(given)} or later"
     parts: tuple[PausePart, ...] = ()
     if world.epoch > 1 and live.pause is not None:
         text += f", {cost(paused, lost, exactly=exactly, away=live.pause.costs_more)}"

@@ -177,6 +177,21 @@ def made(companion: Companion, name: str = "Saver", **options: Any) -> Any:
     return companion._saver
 
 
+def test_what_a_world_finds_is_no_step_of_it(companion: Companion, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made just before a crash, it is heard of in the next world only; that one then seemed to begin one step earlier."""
+    told: queue.Queue[dict[str, Any]] = queue.Queue()
+    monkeypatch.setattr(companion, "_say", told.put)
+    monkeypatch.setattr(module, "_HEAR_EVERY_SECONDS", 0.01)
+    saver = made(companion)
+    saver.holds(14)
+    enter(companion, 2)
+    threading.Thread(target=companion._hear, daemon=True).start()
+    with pytest.raises(queue.Empty):
+        told.get(timeout=0.2)
+    saver.holds(15)
+    assert told.get(timeout=30) == {"heard": 15, "epoch": 2}
+
+
 def test_memory_outlives_worlds(companion: Companion) -> None:
     """The next world finds what the last one saved, and the saver knows its new rank."""
     saver = made(companion)

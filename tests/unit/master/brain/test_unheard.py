@@ -392,6 +392,20 @@ def test_steps_without_a_session_tell_where_a_world_went_on() -> None:
     assert "lost an unknown number of steps" in job.notices.splitlines()[-1]
 
 
+@pytest.mark.parametrize(("heard_first", "text"), [(30, "resumed at step 20 or later"), (21, "resumed at step 20")])
+def test_a_step_that_is_heard_late_is_no_resume_point(heard_first: int, text: str) -> None:
+    """The world was given the run's checkpoint. Steps are heard now and then: the first one that is was not its first."""
+    job = Driven(settings())
+    a, b = job.start(2)
+    heard(job, a, 14)
+    a.save(20)
+    b.failed()
+    all_join([a, b])
+    heard(job, a, heard_first)
+    (line,) = lines(job, "epoch 2")
+    assert f"2 nodes, {text}, paused" in line
+
+
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("grow_wait", [-1, 40])
 def test_a_leavers_last_save_is_waited_for(who: int, grow_wait: int) -> None:
