@@ -52,6 +52,8 @@ _PEER = re.compile("Connection closed by peer|Connection reset by peer|ncclRemot
 # What DeepSpeed says of a checkpoint in the other form than its configuration does.
 _OTHER_SIZE = re.compile(r"used a DP world size of [0-9]+ but the current world size is [0-9]+")
 _NOT_UNIVERSAL = re.compile("Invalid for universal checkpoint: .*latest_universal does not exist")
+# Its rank 1 found rank 0's model states in memory, and then has no room for them.
+_NO_MODEL_STATES = re.compile("^KeyError: 'model_states'")
 # What torch says of weights that were saved with DistributedDataParallel around the model, and without, or the reverse.
 _WRAPPED = re.compile(r'(Missing|Unexpected) key\(s\) in state_dict: "module\.')
 _LOAD_UNIVERSAL = '"checkpoint": {"load_universal": os.environ.get("DALSEGNO_RESUME_FORM") == "universal"}'
@@ -287,7 +289,14 @@ def advice(error: str) -> str:
     if _OTHER_SIZE.search(error):
         return (
             "DeepSpeed loads what another number of ranks has saved only from universal files, and only if its "
-            f"configuration says so: put in {_LOAD_UNIVERSAL}, or start with --deepspeed-load-universal"
+            f"configuration says so: put in {_LOAD_UNIVERSAL}, or start with --deepspeed-load-universal;"
+            " either needs '${save_dir}' for the directory where the script saves"
+        )
+    if _NO_MODEL_STATES.search(error):
+        return (
+            "DLRover's DeepSpeedCheckpointer fails (KeyError) in its first save after it has loaded from memory, where "
+            "a node has several ranks (ZeRO 1 and 2): the next world loads from the disk; with --nproc-per-node=1 and"
+            " an agent for each rank it does not fail"
         )
     if _NOT_UNIVERSAL.search(error):
         return (

@@ -52,6 +52,13 @@ def test_deepspeeds_errors_are_known(line: str, helps: str) -> None:
     assert not text or '"load_universal": os.environ.get("DALSEGNO_RESUME_FORM") == "universal"' in text
 
 
+def test_an_error_of_dlrovers_checkpointer_is_known() -> None:
+    """The line of a rank, as the agent reports it."""
+    line = "KeyError: 'model_states' (ds_train.py, line 359, in save_checkpoint) (see /logs/stderr.log)"
+    assert "--nproc-per-node=1" in advice(line)
+    assert not advice("KeyError: 'model'")
+
+
 @pytest.mark.parametrize(
     ("line", "helps"),
     [

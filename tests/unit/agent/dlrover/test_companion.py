@@ -178,7 +178,7 @@ def made(companion: Companion, name: str = "Saver", **options: Any) -> Any:
 
 
 def test_what_a_world_finds_is_no_step_of_it(companion: Companion, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made just before a crash, it is heard of in the next world only; that one then seemed to begin one step earlier."""
+    """Made just before a crash, it is heard of in the next world only, which seemed to begin one step earlier."""
     told: queue.Queue[dict[str, Any]] = queue.Queue()
     monkeypatch.setattr(companion, "_say", told.put)
     monkeypatch.setattr(module, "_HEAR_EVERY_SECONDS", 0.01)

@@ -394,7 +394,7 @@ def test_steps_without_a_session_tell_where_a_world_went_on() -> None:
 
 @pytest.mark.parametrize(("heard_first", "text"), [(30, "resumed at step 20 or later"), (21, "resumed at step 20")])
 def test_a_step_that_is_heard_late_is_no_resume_point(heard_first: int, text: str) -> None:
-    """The world was given the run's checkpoint. Steps are heard now and then: the first one that is was not its first."""
+    """The world was given the run's checkpoint. Steps are heard now and then: the first that is was not its first."""
     job = Driven(settings())
     a, b = job.start(2)
     heard(job, a, 14)
