@@ -32,14 +32,19 @@ def flash(clusters: Clusters) -> Callable[..., Cluster]:
     return make
 
 
-def finish(job: Cluster) -> int:
-    """Has the script make its last step. Nothing may be left of the job. Returns that step."""
+def end(job: Cluster) -> None:
+    """Has the script make its last step. Nothing may be left of the job."""
     (job.step_log / "over").touch()
     for node in job.alive():
         node.process.wait(120)
     job.check_exits()
     job.close()
     assert users.left_behind(job) == []
+
+
+def finish(job: Cluster) -> int:
+    """The same where the script saves beside its notes. Returns the last step."""
+    end(job)
     last = users.notes(job)[-1]
     assert last[0] == "over"
     assert (job.step_log / "dlrover_latest.txt").read_text(encoding="ascii") == last[1]
@@ -216,12 +221,7 @@ def test_its_checkpoints_become_the_runs(flash: Callable[..., Cluster]) -> None:
     job.start("b")
     users.wait_steps(job, 2)
     assert last >= users.worlds(job)[2].first >= 40
-    (job.step_log / "over").touch()
-    for one in job.alive():
-        one.process.wait(120)
-    job.check_exits()
-    job.close()
-    assert users.left_behind(job) == []
+    end(job)
     assert_one_history(job)
 
 
@@ -236,7 +236,7 @@ def test_what_is_spread_becomes_the_runs_at_a_leave(flash: Callable[..., Cluster
     job.start("c")
     users.wait_steps(job, 1)
     assert users.worlds(job)[1].first >= last - 1
-    finish(job)
+    end(job)
     assert_one_history(job)
 
 
