@@ -129,8 +129,7 @@ def join(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> Answer:
     flash.note_saved(turn, node, message)
     durable.on_disk(turn, message.inventory, node)
     if job.phase in (Phase.WAITING, Phase.FORMING):
-        taken = taking.took(turn, node, message.took)
-        checkpoints.adopt_sealed(turn, message.inventory, node, taken=taken)
+        checkpoints.adopt_sealed(turn, message.inventory, node, taken=taking.took(turn, node, message.took))
     digests = {entry.ref.digest for entry in message.inventory}
     checkpoints.seen(turn, digests, node.name)
     known = frozenset(digest for digest in digests if job.checkpoint(digest) is not None)
