@@ -1925,6 +1925,29 @@ class ShortageRequest(google.protobuf.message.Message):
 global___ShortageRequest = ShortageRequest
 
 @typing.final
+class RemarkRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CALLER_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    WARNING_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    warning: builtins.bool
+    @property
+    def caller(self) -> global___Caller: ...
+    def __init__(
+        self,
+        *,
+        caller: global___Caller | None = ...,
+        text: builtins.str = ...,
+        warning: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "text", b"text", "warning", b"warning"]) -> None: ...
+
+global___RemarkRequest = RemarkRequest
+
+@typing.final
 class StatusRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

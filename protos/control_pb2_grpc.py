@@ -139,6 +139,11 @@ class ControlStub(object):
                 request_serializer=dalsegno_dot_protos_dot_control__pb2.DurableRequest.SerializeToString,
                 response_deserializer=dalsegno_dot_protos_dot_control__pb2.Ack.FromString,
                 _registered_method=True)
+        self.ReportRemark = channel.unary_unary(
+                '/dalsegno.control.v1.Control/ReportRemark',
+                request_serializer=dalsegno_dot_protos_dot_control__pb2.RemarkRequest.SerializeToString,
+                response_deserializer=dalsegno_dot_protos_dot_control__pb2.Ack.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/dalsegno.control.v1.Control/GetStatus',
                 request_serializer=dalsegno_dot_protos_dot_control__pb2.StatusRequest.SerializeToString,
@@ -324,6 +329,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportRemark(self, request, context):
+        """A line about this node that its agent has printed: it becomes an event of the job.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """For people and tools: the job as it stands. Needs no registration.
         """
@@ -482,6 +494,11 @@ def add_ControlServicer_to_server(servicer, server):
             'ReportDurable': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportDurable,
                     request_deserializer=dalsegno_dot_protos_dot_control__pb2.DurableRequest.FromString,
+                    response_serializer=dalsegno_dot_protos_dot_control__pb2.Ack.SerializeToString,
+            ),
+            'ReportRemark': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportRemark,
+                    request_deserializer=dalsegno_dot_protos_dot_control__pb2.RemarkRequest.FromString,
                     response_serializer=dalsegno_dot_protos_dot_control__pb2.Ack.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
@@ -1086,6 +1103,33 @@ class Control(object):
             target,
             '/dalsegno.control.v1.Control/ReportDurable',
             dalsegno_dot_protos_dot_control__pb2.DurableRequest.SerializeToString,
+            dalsegno_dot_protos_dot_control__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportRemark(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dalsegno.control.v1.Control/ReportRemark',
+            dalsegno_dot_protos_dot_control__pb2.RemarkRequest.SerializeToString,
             dalsegno_dot_protos_dot_control__pb2.Ack.FromString,
             options,
             channel_credentials,

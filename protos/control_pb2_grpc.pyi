@@ -157,6 +157,12 @@ class ControlStub:
     ]
     """A memory checkpoint was written to the checkpoint directory, or could not be."""
 
+    ReportRemark: grpc.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.RemarkRequest,
+        dalsegno.protos.control_pb2.Ack,
+    ]
+    """A line about this node that its agent has printed: it becomes an event of the job."""
+
     GetStatus: grpc.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.StatusRequest,
         dalsegno.protos.control_pb2.StatusReply,
@@ -330,6 +336,12 @@ class ControlAsyncStub:
         dalsegno.protos.control_pb2.Ack,
     ]
     """A memory checkpoint was written to the checkpoint directory, or could not be."""
+
+    ReportRemark: grpc.aio.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.RemarkRequest,
+        dalsegno.protos.control_pb2.Ack,
+    ]
+    """A line about this node that its agent has printed: it becomes an event of the job."""
 
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.StatusRequest,
@@ -546,6 +558,14 @@ class ControlServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[dalsegno.protos.control_pb2.Ack, collections.abc.Awaitable[dalsegno.protos.control_pb2.Ack]]:
         """A memory checkpoint was written to the checkpoint directory, or could not be."""
+
+    @abc.abstractmethod
+    def ReportRemark(
+        self,
+        request: dalsegno.protos.control_pb2.RemarkRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[dalsegno.protos.control_pb2.Ack, collections.abc.Awaitable[dalsegno.protos.control_pb2.Ack]]:
+        """A line about this node that its agent has printed: it becomes an event of the job."""
 
     @abc.abstractmethod
     def GetStatus(

@@ -22,13 +22,15 @@ def changed(decision: Decision, event: ev.LinkChanged) -> None:
     lost_at = None if event.up else decision.now if before.lost_at is None else before.lost_at
     state.contact = MasterContact(event.up, lost_at, drain=before.drain and not event.up, refused=event.refused)
     if event.up:
-        decision.do(ev.Say("the master takes this token again" if before.refused else "the master is back"))
+        back = "the master takes this token again" if before.refused else "the master is back"
+        decision.do(ev.Say(back, quoted=False))
     elif event.refused:
-        decision.do(ev.Say(refusal(decision), True))
+        decision.do(ev.Say(refusal(decision), True, quoted=False))
     elif state.workers is Workers.RUNNING:
-        decision.do(ev.Say("the master cannot be reached; training goes on, and what it must know is kept", True))
+        away = "the master cannot be reached; training goes on, and what it must know is kept"
+        decision.do(ev.Say(away, True, quoted=False))
     else:
-        decision.do(ev.Say("the master cannot be reached; this node waits for it", True))
+        decision.do(ev.Say("the master cannot be reached; this node waits for it", True, quoted=False))
 
 
 def refusal(decision: Decision) -> str:

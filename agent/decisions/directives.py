@@ -29,7 +29,7 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
     for notice in directive.notices:
         # What happened before this node came is no news to it.
         if notice.sequence > state.notice and state.directed:
-            decision.do(ev.Say(notice.text, notice.warning))
+            decision.do(ev.Say(notice.text, notice.warning, quoted=False))
         state.notice = max(state.notice, notice.sequence)
     state.directed = True
     if directive.WhichOneof("order") == "fenced":
@@ -128,7 +128,7 @@ def ordered_gather(decision: Decision, gather: control_pb2.Gather) -> None:
     state.place.order = gather
     state.drain = None
     if gather.missing and gather.missing != state.wait_said:
-        decision.do(ev.Say(gather.missing))
+        decision.do(ev.Say(gather.missing, quoted=False))
     state.wait_said = gather.missing
     if state.workers is Workers.RUNNING:
         keeping.end_workers(decision)
@@ -142,7 +142,7 @@ def ordered_wait(decision: Decision, wait: control_pb2.Wait) -> None:
     if state.workers is Workers.RUNNING:
         keeping.end_workers(decision)
     if wait.reason and wait.reason != state.wait_said:
-        decision.do(ev.Say(wait.reason))
+        decision.do(ev.Say(wait.reason, quoted=False))
     state.wait_said = wait.reason
 
 

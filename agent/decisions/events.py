@@ -226,9 +226,10 @@ class JoinFailed:
 
 @dataclass(frozen=True)
 class Remark:
-    """Something that people must be told about what their script does."""
+    """Something that people must be told about this node, or about what their script does."""
 
     text: str
+    warning: bool = True
 
 
 @dataclass(frozen=True)
@@ -389,10 +390,15 @@ class StopConversion:
 
 @dataclass(frozen=True)
 class Say:
-    """One line for the person at the console."""
+    """One line for the person at the console.
+
+    `quoted`: the master makes it an event of the job. It need not where it knows that already, and cannot where it is
+    about the master's own silence.
+    """
 
     text: str
     warning: bool = False
+    quoted: bool = True
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from dataclasses import replace
 
 from dalsegno.protos import control_pb2
 
-from . import contact, directives, flash, keeping, leaving, memory, ranks
+from . import contact, directives, flash, keeping, leaving, memory, quotes, ranks
 from . import events as ev
 from .decision import Decision
 from .state import Admission, AgentSettings, AgentState, Door, Join, Outcome, Workers, fresh
@@ -51,6 +51,7 @@ def handle(state: AgentState, event: ev.Event, now: float) -> tuple[AgentState, 
     decision = Decision(state.copy(), now)
     if not state.ended:
         take(decision, event)
+        quotes.tell(decision)
     return decision.state, decision.actions
 
 
@@ -98,7 +99,7 @@ def take(decision: Decision, event: ev.Event) -> None:
         case ev.JoinFailed():
             join_failed(decision, event)
         case ev.Remark():
-            decision.do(ev.Say(event.text, True))
+            decision.do(ev.Say(event.text, event.warning))
         case ev.ManifestRead():
             manifest_read(decision, event)
         case ev.ConversionUpdate():
@@ -144,7 +145,7 @@ def registered(decision: Decision, event: ev.Registered) -> None:
     state.place = Admission()
     memory.tell_all(decision)
     if event.reply.remark:
-        decision.do(ev.Say(event.reply.remark, True))
+        decision.do(ev.Say(event.reply.remark, True, quoted=False))
     if state.warm:
         decision.call("ReportWarm", control_pb2.WarmRequest(caller=decision.caller()))
     if state.leaving:
@@ -226,7 +227,7 @@ def call_failed(decision: Decision, event: ev.CallFailed) -> None:
         decision.become_fenced(event.detail)
     elif event.code == "FAILED_PRECONDITION" and event.method == "ReportDrained":
         decision.state.epoch.refused = True
-    elif event.code in ("PERMISSION_DENIED", "UNIMPLEMENTED"):
+    elif event.code == "PERMISSION_DENIED" or (event.code == "UNIMPLEMENTED" and event.method != "ReportRemark"):
         decision.kill_workers()
         decision.exit(ev.EXIT_USAGE, event.detail)
     # Other errors are about a closed epoch or a lost lease: the next directive says what is wanted instead.

@@ -68,9 +68,9 @@ def begin(decision: Decision, why: str, *, signalled: bool = True) -> None:
     if state.workers is Workers.RUNNING and not state.epoch.has_session:
         stop_unheard(decision, why)
     elif state.workers is Workers.RUNNING:
-        decision.do(ev.Say(f"{why}: saving at the next step boundary, then leaving"))
+        decision.do(ev.Say(f"{why}: saving at the next step boundary, then leaving", quoted=signalled))
     else:
-        decision.do(ev.Say(f"{why}: leaving"))
+        decision.do(ev.Say(f"{why}: leaving", quoted=signalled))
 
 
 def stop_unheard(decision: Decision, why: str) -> None:

@@ -342,6 +342,14 @@ class Errands:
     sighting: str = ""
 
 
+@dataclass(frozen=True)
+class Quotes:
+    """How many lines the master was told, in seconds that end then."""
+
+    until: float = 0.0
+    count: int = 0
+
+
 @dataclass
 class AgentState:
     """Everything the agent decides on. Collections are immutable and replaced.
@@ -369,6 +377,7 @@ class AgentState:
     started: int = 0
     workers: Workers = Workers.NONE
     epoch: Epoch = field(default_factory=Epoch)
+    quotes: Quotes = Quotes()
     # For STOPPING: when it is over, whatever became of the processes.
     stop_deadline: float = 0.0
     # Some rank that this agent ever started has opened a session, so the script has one, even before its hello.

@@ -269,13 +269,14 @@ class Effects:
         disagreement = differences(self._config.settings, settings)
         if disagreement and disagreement != self._disagreement:
             self._disagreement = disagreement
-            self.say(disagreement, True)
+            self._mailbox.put(ev.Remark(disagreement))
 
     def _directed(self, directive: control_pb2.Directive) -> None:
         problem = problem_of(directive, self._incarnation, self._config.nproc)
         if problem:
             if problem != self._passed_over:
-                self.say(f"an order of the master makes no sense and is passed over: {problem}; {_CHECK}", True)
+                what = f"an order of the master makes no sense and is passed over: {problem}; {_CHECK}"
+                self._mailbox.put(ev.Remark(what))
             self._passed_over = problem
             return
         self.run_id = directive.run_id or self.run_id
@@ -363,12 +364,12 @@ class Effects:
             self._token,
             self._config.memory_budget_bytes,
             self._held_changed,
-            self.say,
+            lambda text, warning: self._mailbox.put(ev.Remark(text, warning)),
             tls=self._config.tls,
             bytes_per_second=self._config.memory_bytes_per_second,
         )
         if memory.problem:
-            self.say(f"no memory checkpoints on this node: {memory.problem}", True)
+            self._mailbox.put(ev.Remark(f"no memory checkpoints on this node: {memory.problem}"))
             memory.close()
             return None
         if memory.path is not None:

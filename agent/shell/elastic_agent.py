@@ -203,7 +203,7 @@ class ElasticAgent(LocalElasticAgent):
             return
         if isinstance(event, _Exited) and (help := advice(event.message)) and help not in self._advised:
             self._advised.add(help)
-            self._effects.perform(ev.Say(help, True))
+            self._handle(ev.Remark(help))
         before = self._state
         self._state, actions = handling.handle(before, event, time.monotonic())
         for what in told(before, event, self._state, actions):
@@ -358,7 +358,7 @@ class ElasticAgent(LocalElasticAgent):
         of_run = self._effects.run_dir(), world, self._origin(place.world_size)
         arguments = self._adoption.begin(*of_run, self._arguments(world), first=place.group_rank == 0)
         if not self._config.deepspeed_load_universal and (hint := self._adoption.hint(world, arguments)):
-            self._effects.perform(ev.Say(hint, True))
+            self._mailbox.put(ev.Remark(hint))
         self._starts += 1
         self._link.expect(world.epoch, place.first_rank, place.nproc)
         self._setup_local_watchdog(envs=envs)
@@ -428,9 +428,8 @@ class ElasticAgent(LocalElasticAgent):
         if event.epoch != world.epoch or self._arguments(world) == self._script.arguments:
             return False
         self._use_flag = False
-        self._effects.perform(
-            ev.Say(f"the script does not know {FLAG}; it is started again and finds the files in its environment")
-        )
+        text = f"the script does not know {FLAG}; it is started again and finds the files in its environment"
+        self._mailbox.put(ev.Remark(text, warning=False))
         self._end_context()
         self._start_workers(self._worker_group)
         return True

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dalsegno.protos.processes import Process
 from dalsegno.protos.text import one_line
 
-from . import beside, calls, durable, forming, membership, orders, running, waits
+from . import beside, calls, durable, forming, membership, orders, remarks, running, waits
 from .events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
 from .invariants import check
 from .live import ConversionLife, DrainLife, EpochLife, LeaseLife, Live, Pause, State, VerificationLife
@@ -198,6 +198,7 @@ def settle(turn: Turn) -> None:
     for _ in range(MAX_MOVES):
         turn.state.wake = None
         waits.begin_look(turn)
+        remarks.tend(turn)
         membership.look_at_streams(turn)
         moved = (
             lose_ahead(turn)

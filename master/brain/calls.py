@@ -21,6 +21,7 @@ from . import (
     milestones,
     orders,
     refusals,
+    remarks,
     room,
     running,
     saves,
@@ -444,10 +445,6 @@ def bad_checkpoint(turn: Turn, node: Node, message: control_pb2.BadCheckpointReq
     return OK
 
 
-def verification(turn: Turn, node: Node, message: control_pb2.VerificationReport) -> Answer:
-    return conversion.verified(turn, node, message)
-
-
 def pruned(turn: Turn, node: Node, message: control_pb2.PrunedRequest) -> Answer:
     """The files of retired checkpoints are gone."""
     if has_rank_zero(turn.job, node):
@@ -490,10 +487,11 @@ HANDLERS: dict[type[Message], Callable[..., Answer]] = {
     control_pb2.ClaimRequest: claim,
     control_pb2.ConversionReport: converted,
     control_pb2.BadCheckpointRequest: bad_checkpoint,
-    control_pb2.VerificationReport: verification,
+    control_pb2.VerificationReport: conversion.verified,
     control_pb2.PrunedRequest: pruned,
     control_pb2.ShortageRequest: short,
     control_pb2.SightedRequest: sighted,
     control_pb2.HeldRequest: memory.report,
     control_pb2.DurableRequest: durable.durable,
+    control_pb2.RemarkRequest: remarks.remark,
 }

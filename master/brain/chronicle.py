@@ -1,6 +1,7 @@
 """What happened to the job: typed events, the history of its worlds, and what follows from them. Pure values.
 
-Consoles, the HTTP edge's page and `/api/v1/events` are all made from these. They are part of the job's record, so they
+Consoles, the HTTP edge's page and `/api/v1/events` are all made from these; what an agent says about its own node comes
+back as one of them (`remarks`). They are part of the job's record, so they
 outlive the master's process. Times are Unix seconds by the clock of the master that saw the event: they are for people,
 and decide nothing.
 """
@@ -10,14 +11,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from heapq import merge
 from itertools import pairwise
 
-__all__ = ("EVENTS", "HISTORY", "NOTICES", "EpochRecord", "JobEvent", "Kind", "PausePart", "goodput", "parts_of")
+__all__ = (
+    "EVENTS",
+    "HISTORY",
+    "NOTICES",
+    "REMARKS",
+    "EpochRecord",
+    "JobEvent",
+    "Kind",
+    "PausePart",
+    "goodput",
+    "in_order",
+    "parts_of",
+)
 
 # The most events and epochs that are kept, and the most lines for the consoles of agents that connect later.
 EVENTS = 1000
 HISTORY = 500
 NOTICES = 40
+# The most lines of agents about their own nodes: they have a place of their own, so that they push out nothing else.
+REMARKS = 300
 
 
 class Kind(str, Enum):
@@ -102,6 +118,11 @@ class EpochRecord:
     # When its first step was heard, and its last one when it was over; 0: not known.
     stepped_at: float = 0.0
     ended_at: float = 0.0
+
+
+def in_order(events: Sequence[JobEvent], remarks: Sequence[JobEvent]) -> tuple[JobEvent, ...]:
+    """Both, by their numbers, of which each kind has its own in ascending order."""
+    return tuple(merge(events, remarks, key=lambda event: event.sequence)) if remarks else tuple(events)
 
 
 def parts_of(began: float, marks: Sequence[tuple[str, float]]) -> tuple[PausePart, ...]:

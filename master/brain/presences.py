@@ -37,6 +37,9 @@ class Presence:
     joined: float | None = None
     # When a leaver is gone.
     leaves: float | None = None
+    # Lines that it has said in the present minute, and when that ends.
+    lines: int = 0
+    lines_until: float = 0.0
 
 
 class Presences:

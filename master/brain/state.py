@@ -416,6 +416,8 @@ class Job:
     stopping: bool = False
     save_order: SaveOrder | None = None
     events: tuple[JobEvent, ...] = ()
+    # What agents said about their own nodes.
+    remarks: tuple[JobEvent, ...] = ()
     # Numbers of the last event, and of the last one that consoles show.
     sequence: int = 0
     noticed: int = 0

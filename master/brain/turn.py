@@ -10,7 +10,7 @@ from typing import Any
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import PROGRESS_SECONDS
 
-from .chronicle import EVENTS, JobEvent, Kind
+from .chronicle import EVENTS, REMARKS, JobEvent, Kind
 from .listening import HEARTBEAT_SECONDS
 from .live import DrainLife, EpochLife, Gathering, Live, RunLife, State
 from .presences import Presence
@@ -99,6 +99,21 @@ class Turn:
         job.events = (*job.events, event)[-EVENTS:]
         if said:
             job.noticed = job.sequence
+
+    def quote(self, text: str, warning: bool, nodes: Iterable[str]) -> None:
+        """Adds what agents said about their own nodes. Their consoles have shown it; others' do not."""
+        job, listed = self.job, list(nodes)
+        job.sequence += 1
+        event = JobEvent(
+            job.sequence,
+            f"{names(listed)}: {text}",
+            warning,
+            said=False,
+            at=self.unix,
+            epoch=job.epoch,
+            nodes=about(listed),
+        )
+        job.remarks = (*job.remarks, event)[-REMARKS:]
 
     def mark(self, name: str) -> None:
         """Notes the end of one part of the pause that goes on."""

@@ -48,9 +48,9 @@ _READ = (2, STATE_VERSION)
 
 _JOB, _WORLD, _PARTS = "job", "world", "parts"
 _NODE, _CHECKPOINT, _LATE, _EPOCH, _EVENT = "node/", "checkpoint/", "late/", "epoch/", "event/"
-_PRUNED = "pruned/"
+_PRUNED, _REMARK = "pruned/", "remark/"
 # Parts of the job that are kept in rows of their own.
-_APART = ("nodes", "checkpoints", "opened", "history", "late", "pruned", "events")
+_APART = ("nodes", "checkpoints", "opened", "history", "late", "pruned", "events", "remarks")
 # Objects whose values stand in the job's row, each under its own name or under this one.
 _NESTED: dict[str, Any] = {"run": Run, "next": NextWorld, "recollection": Recollection}
 _NAMES = {
@@ -151,7 +151,8 @@ class JobCodec:
         self._tuple(rows, _LATE, job.late, lambda record: record.digest, _CHECKPOINTS.encode)
         self._tuple(rows, _PRUNED, job.pruned, lambda gone: gone.number, _GONE.encode)
         self._tuple(rows, _EPOCH, job.history, lambda entry: entry.epoch, _EPOCHS.encode)
-        self._log(rows, job.events)
+        self._log(rows, _EVENT, job.events)
+        self._log(rows, _REMARK, job.remarks)
         for key, kept in self._new.items():
             if kept is None:
                 self._kept.pop(key, None)
@@ -199,18 +200,18 @@ class JobCodec:
         for key, entry in present.items():
             self._put(rows, key, entry, encode)
 
-    def _log(self, rows: Rows, events: tuple[JobEvent, ...]) -> None:
+    def _log(self, rows: Rows, prefix: str, events: tuple[JobEvent, ...]) -> None:
         """Events are only added at the end and dropped at the beginning, so that few of many are looked at."""
-        before: tuple[JobEvent, ...] = self._kept.get(_EVENT, ())
+        before: tuple[JobEvent, ...] = self._kept.get(prefix, ())
         if events is before:
             return
-        self._new[_EVENT] = events
+        self._new[prefix] = events
         oldest = events[0].sequence if events else 0
         for gone in takewhile(lambda event: event.sequence < oldest, before):
-            rows[f"{_EVENT}{gone.sequence}"] = None
+            rows[f"{prefix}{gone.sequence}"] = None
         known = before[-1].sequence if before else 0
         for event in reversed(tuple(takewhile(lambda event: event.sequence > known, reversed(events)))):
-            rows[f"{_EVENT}{event.sequence}"] = _EVENTS.encode(event)
+            rows[f"{prefix}{event.sequence}"] = _EVENTS.encode(event)
 
     def decode(self, rows: Mapping[str, bytes]) -> Job:
         """The job that the rows hold. Raises StoreError if they are not a state of a known version."""
@@ -228,7 +229,7 @@ class JobCodec:
         job = _job(plain, letters)
         if version == STATE_VERSION:
             # Whose rows are there: those that are dropped with the next change must be deleted.
-            self._kept[_EVENT] = job.events
+            self._kept[_EVENT], self._kept[_REMARK] = job.events, job.remarks
         return job
 
 
@@ -263,8 +264,7 @@ def _job(plain: Mapping[str, Any], letters: str) -> Job:
     job.pruned = tuple(sorted(gone, key=lambda one: one.number))
     history = [_EPOCHS.decode(row, key) for key, row in plain.items() if key.startswith(_EPOCH)]
     job.history = tuple(sorted(history, key=lambda entry: entry.epoch))
-    events = [_EVENTS.decode(row, key) for key, row in plain.items() if key.startswith(_EVENT)]
-    job.events = tuple(sorted(events, key=lambda event: event.sequence))
+    job.events, job.remarks = _logged(plain, _EVENT), _logged(plain, _REMARK)
     if head.version == 2:
         job.events = tuple(_EVENTS.decode(row, _EVENT) for row in plain[_JOB].get("notices", ()))
         job.sequence = job.noticed
@@ -275,6 +275,11 @@ def _job(plain: Mapping[str, Any], letters: str) -> Job:
         parts = {m.incarnation: _PART_OF[letter] for m, letter in zip(world.members, letters, strict=True)}
         job.opened = Opened(world, parts, head.told)
     return job
+
+
+def _logged(plain: Mapping[str, Any], prefix: str) -> tuple[JobEvent, ...]:
+    events = [_EVENTS.decode(row, key) for key, row in plain.items() if key.startswith(prefix)]
+    return tuple(sorted(events, key=lambda event: event.sequence))
 
 
 def _unfolded(head: Any) -> Job:

@@ -11,7 +11,7 @@ from dalsegno.protos.processes import Process
 
 from ..brain import brain
 from ..brain.calls import Noted
-from ..brain.chronicle import JobEvent
+from ..brain.chronicle import JobEvent, in_order
 from ..brain.events import Event, Reply
 from ..brain.live import State
 from ..brain.registration import proves
@@ -54,6 +54,9 @@ class JobBrain:
         # Rows that are encoded and not asked for yet.
         self._rows: Rows = {}
         self._common: Common | None = None
+        # The events and remarks that were shown last, and both in order.
+        self._shown: tuple[tuple[JobEvent, ...], tuple[JobEvent, ...]] = ((), ())
+        self._events: tuple[JobEvent, ...] = ()
 
     def begin(self, rows: dict[str, bytes], generation: int, now: float) -> State:
         """A new job's state, or the stored one's. Raises StoreError if the store's job differs from the given one."""
@@ -128,7 +131,10 @@ class JobBrain:
         return directive_of(common, common.job.nodes[node])
 
     def events(self, state: State) -> tuple[JobEvent, ...]:
-        return state.job.events
+        parts = (state.job.events, state.job.remarks)
+        if any(new is not old for new, old in zip(parts, self._shown, strict=True)):
+            self._shown, self._events = parts, in_order(*parts)
+        return self._events
 
     def status(self, state: State, now: float) -> control_pb2.StatusReply:
         return brain.status(state, now)

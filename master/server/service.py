@@ -162,6 +162,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def ReportHeld(self, request: pb.HeldRequest, context: Context) -> pb.Ack:
         return await self._ack(request, context)
 
+    async def ReportRemark(self, request: pb.RemarkRequest, context: Context) -> pb.Ack:
+        return await self._ack(request, context)
+
     async def ReportDurable(self, request: pb.DurableRequest, context: Context) -> pb.Ack:
         return await self._ack(request, context)
 

@@ -179,6 +179,8 @@ def _sensible(rng: random.Random, scene: Scene, method: str) -> Any:
             return pb.HeldRequest(checkpoint=known, parts=_parts(rng), make_durable=rng.random() < 0.5)
         case "ReportDurable":
             return pb.DurableRequest(ref=_known(rng, scene), failure=rng.choice(("", "no space")), parts=_parts(rng))
+        case "ReportRemark":
+            return pb.RemarkRequest(text=rng.choice(("", "it is slow", "x" * 5000)), warning=rng.random() < 0.5)
         case "Scale":
             return pb.ScaleRequest(job_id="job", protocol=1, nodes=rng.choice((0, 2, 3, 2**31)))
         case "DrainNode":

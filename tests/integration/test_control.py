@@ -179,6 +179,24 @@ def test_a_stop_leaves_nothing_in_memory_alone(clusters: Clusters, undisturbed: 
     judge(job, undisturbed)
 
 
+def test_what_a_node_says_of_itself_is_an_event(clusters: Clusters, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Its console shows it, and no other; the job's events have it, for the page and for tools."""
+    pytest.importorskip("fastapi", reason="needs the extra http")
+    place = tmp_path_factory.mktemp("master")
+    with master_process(place / "s.sqlite", "--http-port", "0", job_id="service") as master:
+        flags = (f"--master={master.address}",)
+        job = clusters(training=Training(steps=400, save_every=0), agent_flags=flags, job="service")
+        job.open("a")
+        leaver = job.node("a")
+        leaver.expected = LEFT
+        leaver.process.send_signal(signal.SIGTERM)
+        job.wait_exit(leaver)
+        text = "SIGTERM: saving at the next step boundary, then leaving"
+        assert any(line.endswith(text) for line in leaver.said())
+        own = [event for event in ask(master, "GET", "events")[1]["events"] if event["text"].endswith(text)]
+        assert [(event["text"], event["kind"], event["nodes"]) for event in own] == [(f"a: {text}", "remark", ["a"])]
+
+
 def asked(master: MasterProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A command about the job of a master that is a service."""
     words = [sys.executable, "-m", "dalsegno.agent.commands.dalsegno", *arguments, f"--master={master.address}"]

@@ -69,6 +69,7 @@ FROM_ELSEWHERE = {
     "event.text": "`Remark`",
     "refusal": "what a session says of its script: docs/what-is-exact.md",
     "action.text": "`Say`",
+    "text": "what `MemoryTier` says",
     "cause": "`mismatch`",
     "shortage(error)": "`shortage`: threads, memory or descriptors that the system does not give",
     "str(error)": "an exception of Python's",
@@ -80,6 +81,7 @@ NO_WARNINGS = {
     "left by order",
     "{} left",
     "{} {} gone ({})",
+    "the script does not know {}; it is started again and finds the files in its environment",
     "{} was stopped: {} takes it up again from {}",
 }
 

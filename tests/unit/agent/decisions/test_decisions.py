@@ -27,12 +27,17 @@ class Agent:
         self.now = 500.0
         self.state = handling.fresh(handling.AgentSettings(nproc=nproc, drain_timeout=10.0, **settings))
         self.actions: list[ev.Action] = []
+        # Lines that the master is told; not among the actions.
+        self.quotes: list[control_pb2.RemarkRequest] = []
 
     def hear(self, *events: ev.Event) -> list[ev.Action]:
         """What the last of the events asks for."""
         new: list[ev.Action] = []
         for event in events:
-            self.state, new = handling.handle(self.state, event, self.now)
+            self.state, done = handling.handle(self.state, event, self.now)
+            quotes = [action for action in done if isinstance(action, ev.Call) and action.method == "ReportRemark"]
+            self.quotes += [quote.request for quote in quotes]
+            new = [action for action in done if action not in quotes]
             self.actions += new
         return new
 
@@ -291,7 +296,7 @@ def test_what_the_master_remarks_on_a_registration_is_said() -> None:
     agent.hear(ev.Started())
     reply = control_pb2.RegisterReply(generation=1, node="a", run_id="run-0001", remark="it had failed")
     actions = agent.hear(ev.Registered("i", reply))
-    assert ev.Say("it had failed", True) in actions
+    assert ev.Say("it had failed", True, quoted=False) in actions
 
 
 def test_the_end_of_the_training_is_reported_before_the_ranks_exit() -> None:

@@ -85,8 +85,16 @@ def test_a_new_incarnation_begins_when_the_decision_falls(effects: Effects, monk
     assert order == ["session", "survey"]
 
 
+def remarks(effects: Effects) -> list[ev.Remark]:
+    """Those in the mailbox, which is empty then."""
+    found = []
+    while (event := effects._mailbox.get(0.0)) is not None:
+        found += [event] if isinstance(event, ev.Remark) else []
+    return found
+
+
 def test_a_master_without_memory_is_told_what_the_one_before_said(
-    effects: Effects, monkeypatch: pytest.MonkeyPatch, said: list[str]
+    effects: Effects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The highest epoch seen, a spare's too, and the settings in force; what they change later is said once, and new
     workers write it into manifests."""
@@ -96,13 +104,13 @@ def test_a_master_without_memory_is_told_what_the_one_before_said(
     effects.perform(ev.Register())
     assert not registered[0].HasField("known_settings")
     effects._registered("first", control_pb2.RegisterReply(settings=control_pb2.Settings(min_nodes=1, max_nodes=1)))
-    assert said == []
+    assert remarks(effects) == []
     in_force = control_pb2.Settings(min_nodes=2, max_nodes=4)
     for _ in range(2):
         effects._directed(control_pb2.Directive(epoch=7, settings=in_force))
     effects._registered("second", control_pb2.RegisterReply(settings=in_force))
     effects._directed(control_pb2.Directive(epoch=0))
-    assert said == ["the job's settings count: --nnodes=2:4, not 1:1"]
+    assert remarks(effects) == [ev.Remark("the job's settings count: --nnodes=2:4, not 1:1")]
     assert effects.settings == in_force
     effects.perform(ev.Register("first", "me"))
     assert (registered[1].epoch, registered[1].known_settings) == (7, in_force)
