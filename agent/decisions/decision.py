@@ -208,8 +208,10 @@ def leaves_it_to_others(state: AgentState) -> bool:
 
 
 def awaits_its_commit(state: AgentState) -> bool:
-    """Whether these ranks have sealed their boundary, and the master has not yet said that it is recorded."""
+    """Whether these ranks have sealed what they leave with, and the master has not yet said that it is recorded."""
     epoch = state.epoch
+    if epoch.answered:
+        return epoch.committed_step < epoch.sealed_step
     return epoch.agreed and epoch.committed_step < epoch.step <= epoch.sealed_step
 
 

@@ -13,7 +13,7 @@ from dalsegno.agent.decisions.state import Workers
 from dalsegno.agent.decisions.told import told
 from dalsegno.protos import control_pb2, worker_pb2
 
-from .test_decisions import Agent, world
+from .test_decisions import SEALED, Agent, world
 
 FENCE = 20.0
 
@@ -40,6 +40,38 @@ def test_only_a_save_that_was_taken_is_a_save(answered: bool, code: int) -> None
     agent = alone()
     agent.hear(ev.Signalled(signal.SIGTERM), ev.WorkersStopped(1, answered=answered))
     assert agent.did(ev.Exit)[0].code == code
+
+
+def leaver() -> Agent:
+    """Its workers were asked, have saved step 4 and are gone; the commit is on its way to the master."""
+    agent = alone()
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.said(sealed=SEALED)
+    agent.hear(ev.WorkersStopped(1, answered=True))
+    assert not agent.did(ev.Exit)
+    agent.hear(ev.ManifestRead("step-4.e1.1", control_pb2.Checkpoint(step=4, epoch=1), ""))
+    assert agent.calls("CommitCheckpoint")
+    return agent
+
+
+def test_a_leaver_hears_that_what_it_was_asked_for_is_recorded() -> None:
+    """Whoever watches it would miss the commit; it is there a moment later."""
+    agent = leaver()
+    assert not agent.did(ev.Exit)
+    ref = control_pb2.CheckpointRef(name="step-4.e1.1", digest="d4")
+    agent.directed(run=world(), head=control_pb2.Checkpoint(step=4, epoch=1, ref=ref))
+    assert agent.did(ev.WriteLatest)
+    assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT
+
+
+def test_a_leaver_does_not_wait_for_the_word_for_long() -> None:
+    """The call is on its way, and a master that goes just now knows of it when it is back."""
+    agent = leaver()
+    agent.waits(agent.state.settings.release_timeout + 0.1)
+    assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT
+    agent = leaver()
+    agent.hear(ev.LinkChanged(False))
+    assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT
 
 
 def test_a_session_saves_by_itself() -> None:
