@@ -72,6 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise_limit()
         prove_room()
         _collect_rarely()
+        # The loop hears signals once it serves; a store may be waited for before. Asyncio would only note a SIGINT.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if not options.embedded:
+            # Whoever started it may have blocked them; who starts an embedded one has, until it can serve.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
         return asyncio.run(_serve(options))
     except (UsageError, AuthError, BindError, StoreError) as error:
         print(f"dlrover-master: {error}", file=sys.stderr)
@@ -98,8 +103,6 @@ async def _serve(options: argparse.Namespace) -> int:
     if options.relay:
         return await _command(options, server_options)
     _check_several(options)
-    # The loop hears signals once it serves; a store may be waited for before.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     store, remark = _open(options)
     is_gone = partial(processes.is_gone, here=processes.own_process())
     brain = JobBrain(options.job_id, options.nnodes, embedded=options.embedded, is_gone=is_gone, unix=time.time)
