@@ -76,8 +76,9 @@ class Commander:
             for file in self._runs:
                 await self._start(servers[file.run_id], file)
             edge.start()
+            stop = _hear_signals(list(servers.values()))
             self._announce(servers, edge)
-            return await _run_all(list(servers.values()))
+            return await _run_all(list(servers.values()), stop)
         finally:
             if edge is not None:
                 await edge.close()
@@ -162,8 +163,8 @@ def _read(files: Sequence[Path]) -> list[RunFile]:
     return runs
 
 
-async def _run_all(servers: list[ControlServer]) -> int:
-    """Serves all of them; one that ends ends all, because a supervisor starts them together. Returns the exit code."""
+def _hear_signals(servers: list[ControlServer]) -> Callable[[], None]:
+    """From now on a signal ends all of them well. Returns what does so."""
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -172,6 +173,11 @@ async def _run_all(servers: list[ControlServer]) -> int:
 
     for signum in STOP:
         loop.add_signal_handler(signum, stop)
+    return stop
+
+
+async def _run_all(servers: list[ControlServer], stop: Callable[[], None]) -> int:
+    """Serves all of them; one that ends ends all, because a supervisor starts them together. Returns the exit code."""
     tasks = [asyncio.create_task(run(server, None)) for server in servers]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     stop()
