@@ -24,8 +24,8 @@ def tell(decision: Decision) -> None:
         return
     if decision.now >= told.until and state.contact.up:
         told = Quotes(decision.now + QUOTES_SECONDS)
-    for line in said[: max(0, QUOTES - told.count)]:
-        told = replace(told, count=told.count + 1)
+    fitting = said[: QUOTES - told.count]
+    for line in fitting:
         request = control_pb2.RemarkRequest(caller=decision.caller(), text=line.text, warning=line.warning)
         decision.call("ReportRemark", request)
-    state.quotes = told
+    state.quotes = replace(told, count=told.count + len(fitting))

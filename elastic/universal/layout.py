@@ -151,19 +151,27 @@ def _configuration(given: Any) -> Mapping[str, Any]:
     if not isinstance(given, str):
         return given or {}
     try:
-        try:
-            text = Path(given).read_text(encoding="utf-8")
-        except OSError as error:
-            try:
-                text = base64.urlsafe_b64decode(given).decode()
-            except ValueError:
-                raise error from None
-        found = _parsed(text)
+        found = _parsed(_text(given))
     except (OSError, ValueError) as error:
         raise EnvironmentFailed(_unreadable(given, str(error))) from error
     if not isinstance(found, Mapping):
         raise EnvironmentFailed(_unreadable(given, "it is not an object"))
     return found
+
+
+def _text(given: str) -> str:
+    """Of the file with this path, or what it is in base64.
+
+    Raises:
+        OSError, ValueError: It is neither.
+    """
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except OSError as error:
+        try:
+            return base64.urlsafe_b64decode(given).decode()
+        except ValueError:
+            raise error from None
 
 
 def _parsed(text: str) -> Any:

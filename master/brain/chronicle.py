@@ -1,18 +1,16 @@
 """What happened to the job: typed events, the history of its worlds, and what follows from them. Pure values.
 
 Consoles, the HTTP edge's page and `/api/v1/events` are all made from these; what an agent says about its own node comes
-back as one of them (`remarks`). They are part of the job's record, so they
-outlive the master's process. Times are Unix seconds by the clock of the master that saw the event: they are for people,
-and decide nothing.
+back as one of them (`remarks`). They are part of the job's record, so they outlive the master's process. Times are Unix
+seconds by the clock of the master that saw the event: they are for people, and decide nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from heapq import merge
-from itertools import pairwise
+from itertools import chain, pairwise
 
 __all__ = (
     "EVENTS",
@@ -120,9 +118,9 @@ class EpochRecord:
     ended_at: float = 0.0
 
 
-def in_order(events: Sequence[JobEvent], remarks: Sequence[JobEvent]) -> tuple[JobEvent, ...]:
-    """Both, by their numbers, of which each kind has its own in ascending order."""
-    return tuple(merge(events, remarks, key=lambda event: event.sequence)) if remarks else tuple(events)
+def in_order(*logs: Iterable[JobEvent]) -> tuple[JobEvent, ...]:
+    """All of them by their numbers."""
+    return tuple(sorted(chain(*logs), key=lambda event: event.sequence))
 
 
 def parts_of(began: float, marks: Sequence[tuple[str, float]]) -> tuple[PausePart, ...]:

@@ -331,19 +331,10 @@ class RunLife:
 
 @dataclass
 class SharedLine:
-    """What an agent has said, and who says the same until `until`. It decides nothing, so a crash may take it."""
+    """Who says what another agent has just said, until `until`. It decides nothing, so a crash may take it."""
 
-    text: str
-    warning: bool
     until: float
     nodes: dict[str, None] = field(default_factory=dict)
-
-
-@dataclass
-class Crowd:
-    """Lines that agents said lately, oldest first."""
-
-    lines: dict[tuple[str, bool], SharedLine] = field(default_factory=dict)
 
 
 @dataclass
@@ -360,7 +351,8 @@ class Live:
     held: Held = field(default_factory=Held)
     pause: Pause | None = None
     missing: Missing = Missing()
-    crowd: Crowd = field(default_factory=Crowd)
+    # Lines that agents said lately, oldest first: the text, and whether it is a warning.
+    lines: dict[tuple[str, bool], SharedLine] = field(default_factory=dict)
     waits: Waits = field(default_factory=Waits)
     held_until: dict[str, float] = field(default_factory=dict)
     lost_at: dict[str, list[float]] = field(default_factory=dict)

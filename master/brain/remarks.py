@@ -27,14 +27,14 @@ def remark(turn: Turn, node: Node, message: control_pb2.RemarkRequest) -> tuple[
     """Quotes a line; or notes who has said it, too."""
     if not message.text or not admitted(turn, turn.presence(node), node.name):
         return "OK", ""
-    lines, said = turn.live.crowd.lines, (message.text, message.warning)
+    lines, said = turn.live.lines, (message.text, message.warning)
     if said in lines:
         lines[said].nodes[node.name] = None
         return "OK", ""
     if len(lines) >= MOST_LINES:
         close(turn, next(iter(lines)))
-    lines[said] = SharedLine(message.text, message.warning, turn.now + TOGETHER_SECONDS)
-    turn.quote(message.text, message.warning, [node.name])
+    lines[said] = SharedLine(turn.now + TOGETHER_SECONDS)
+    turn.quote(*said, [node.name])
     return "OK", ""
 
 
@@ -50,12 +50,12 @@ def admitted(turn: Turn, presence: Presence, name: str) -> bool:
 
 def tend(turn: Turn) -> None:
     """Quotes those who said the same, once their time is over."""
-    lines = turn.live.crowd.lines
+    lines = turn.live.lines
     for said in [said for said, line in lines.items() if turn.due(line.until)]:
         close(turn, said)
 
 
 def close(turn: Turn, said: tuple[str, bool]) -> None:
-    line = turn.live.crowd.lines.pop(said)
+    line = turn.live.lines.pop(said)
     if line.nodes:
-        turn.quote(line.text, line.warning, line.nodes)
+        turn.quote(*said, line.nodes)

@@ -94,26 +94,20 @@ class Turn:
     def note(self, kind: Kind, text: str, *, said: bool = False, **about: Any) -> None:
         """Adds an event that consoles do not show, unless it is `said`."""
         job = self.job
-        job.sequence += 1
-        event = JobEvent(job.sequence, text, kind=kind, said=said, at=self.unix, epoch=job.epoch, **about)
-        job.events = (*job.events, event)[-EVENTS:]
+        job.events = (*job.events, self._event(text, kind=kind, said=said, **about))[-EVENTS:]
         if said:
             job.noticed = job.sequence
 
     def quote(self, text: str, warning: bool, nodes: Iterable[str]) -> None:
         """Adds what agents said about their own nodes. Their consoles have shown it; others' do not."""
         job, listed = self.job, list(nodes)
-        job.sequence += 1
-        event = JobEvent(
-            job.sequence,
-            f"{names(listed)}: {text}",
-            warning,
-            said=False,
-            at=self.unix,
-            epoch=job.epoch,
-            nodes=about(listed),
-        )
+        event = self._event(f"{names(listed)}: {text}", warning=warning, said=False, nodes=about(listed))
         job.remarks = (*job.remarks, event)[-REMARKS:]
+
+    def _event(self, text: str, **about: Any) -> JobEvent:
+        """The next one."""
+        self.job.sequence += 1
+        return JobEvent(self.job.sequence, text, at=self.unix, epoch=self.job.epoch, **about)
 
     def mark(self, name: str) -> None:
         """Notes the end of one part of the pause that goes on."""

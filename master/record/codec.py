@@ -19,6 +19,7 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from ..brain.chronicle import in_order
 from ..brain.state import (
     Checkpoint,
     Checkpoints,
@@ -95,6 +96,10 @@ class _Kind:
             raise StoreError(
                 f"the stored state does not fit this version of dalsegno: {place}: {first['msg']}"
             ) from error
+
+    def all(self, plain: Mapping[str, Any], prefix: str) -> list[Any]:
+        """Those whose keys begin so."""
+        return [self.decode(row, key) for key, row in plain.items() if key.startswith(prefix)]
 
 
 def _places() -> dict[str, tuple[str, Any]]:
@@ -255,16 +260,12 @@ def _json(key: str, data: bytes) -> Any:
 def _job(plain: Mapping[str, Any], letters: str) -> Job:
     head = _HEAD.decode({**_SINCE, **plain[_JOB]}, _JOB)
     job = _unfolded(head)
-    nodes = [_NODES.decode(row, key) for key, row in plain.items() if key.startswith(_NODE)]
-    job.nodes = Nodes(sorted(nodes, key=lambda node: node.order))
-    records = [_CHECKPOINTS.decode(row, key) for key, row in plain.items() if key.startswith(_CHECKPOINT)]
-    job.checkpoints = Checkpoints(sorted(records, key=lambda record: record.age))
-    job.late = tuple(_CHECKPOINTS.decode(row, key) for key, row in plain.items() if key.startswith(_LATE))
-    gone = [_GONE.decode(row, key) for key, row in plain.items() if key.startswith(_PRUNED)]
-    job.pruned = tuple(sorted(gone, key=lambda one: one.number))
-    history = [_EPOCHS.decode(row, key) for key, row in plain.items() if key.startswith(_EPOCH)]
-    job.history = tuple(sorted(history, key=lambda entry: entry.epoch))
-    job.events, job.remarks = _logged(plain, _EVENT), _logged(plain, _REMARK)
+    job.nodes = Nodes(sorted(_NODES.all(plain, _NODE), key=lambda node: node.order))
+    job.checkpoints = Checkpoints(sorted(_CHECKPOINTS.all(plain, _CHECKPOINT), key=lambda record: record.age))
+    job.late = tuple(_CHECKPOINTS.all(plain, _LATE))
+    job.pruned = tuple(sorted(_GONE.all(plain, _PRUNED), key=lambda one: one.number))
+    job.history = tuple(sorted(_EPOCHS.all(plain, _EPOCH), key=lambda entry: entry.epoch))
+    job.events, job.remarks = (in_order(_EVENTS.all(plain, prefix)) for prefix in (_EVENT, _REMARK))
     if head.version == 2:
         job.events = tuple(_EVENTS.decode(row, _EVENT) for row in plain[_JOB].get("notices", ()))
         job.sequence = job.noticed
@@ -275,11 +276,6 @@ def _job(plain: Mapping[str, Any], letters: str) -> Job:
         parts = {m.incarnation: _PART_OF[letter] for m, letter in zip(world.members, letters, strict=True)}
         job.opened = Opened(world, parts, head.told)
     return job
-
-
-def _logged(plain: Mapping[str, Any], prefix: str) -> tuple[JobEvent, ...]:
-    events = [_EVENTS.decode(row, key) for key, row in plain.items() if key.startswith(prefix)]
-    return tuple(sorted(events, key=lambda event: event.sequence))
 
 
 def _unfolded(head: Any) -> Job:

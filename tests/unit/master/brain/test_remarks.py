@@ -82,7 +82,7 @@ def test_they_push_out_nothing_else() -> None:
         if not number % LINES_OF_NODE:
             job.state.live.nodes[nodes[0].name].lines_until = 0.0
         says(nodes[0], f"line {number}")
-        assert len(job.state.live.crowd.lines) <= MOST_LINES
+        assert len(job.state.live.lines) <= MOST_LINES
     assert job.job.events == events
     assert len(events) < EVENTS
     assert len(job.job.remarks) == REMARKS
