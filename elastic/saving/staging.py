@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -22,6 +22,10 @@ log = logging.getLogger(__name__)
 
 # What nobody changes needs no copy. (A list of thousands of numbers would take longer than the tensors.)
 _UNCHANGING = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype})
+# Of these torch copies any tensor bit by bit. Of its rarer dtypes it copies some by their bytes alone.
+_USUAL = frozenset(
+    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
+)
 
 
 class HostBuffers:
@@ -31,9 +35,12 @@ class HostBuffers:
     """
 
     def __init__(self) -> None:
-        # Free buffers by size in bytes and by whether they are for tensors of a card.
-        self._free: dict[tuple[int, bool], list[torch.Tensor]] = {}
-        self._used: list[tuple[bool, torch.Tensor]] = []
+        # Free buffers: of whole tensors by shape and dtype, of storages by bytes and by whether they are a card's.
+        self._free: dict[Hashable, list[torch.Tensor]] = {}
+        self._used: list[tuple[Hashable, torch.Tensor]] = []
+        # What the copy under way is still to copy, in one call: thousands of calls take as long as the bytes.
+        self._sources: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
         self._streams: dict[torch.device, Any] = {}
         # The buffers of the copy under way, and the events that are recorded at its end.
         self._busy: set[torch.device] = set()
@@ -50,10 +57,15 @@ class HostBuffers:
             state: Tensors, plain values and containers of them. Other objects are copied with ``copy.deepcopy``.
         """
         self._busy, self._ends = set(), []
-        memo: dict[Any, Any] = {}
+        self._sources, self._targets = [], []
+        memo: dict[Any, torch.Tensor] = {}
         try:
             result = self._copy(state, memo)
+            if self._sources:
+                with torch.no_grad():
+                    torch._foreach_copy_(self._targets, self._sources)
         finally:
+            self._sources, self._targets = [], []
             for device in self._busy:
                 torch.cuda.current_stream(device).wait_stream(self._streams[device])
                 end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -74,11 +86,11 @@ class HostBuffers:
 
     def release(self) -> None:
         """Allows reuse of the buffers: nobody reads any more what ``copy`` returned."""
-        for from_card, buffer in self._used:
-            self._free.setdefault((buffer.numel(), from_card), []).append(buffer)
+        for key, buffer in self._used:
+            self._free.setdefault(key, []).append(buffer)
         self._used.clear()
 
-    def _copy(self, value: Any, memo: dict[Any, Any]) -> Any:
+    def _copy(self, value: Any, memo: dict[Any, torch.Tensor]) -> Any:
         if type(value) in _UNCHANGING:
             return value
         if isinstance(value, torch.Tensor):
@@ -105,37 +117,51 @@ class HostBuffers:
             return alike
         return copy.deepcopy(value)
 
-    def _copy_tensor(self, tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
+    def _copy_tensor(self, tensor: torch.Tensor, memo: dict[Any, torch.Tensor]) -> torch.Tensor:
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.device.type == "meta":
             # Rare and small kinds of tensors, whose memory layout is unknown. From a card the caller waits for the
             # copy.
             return tensor.detach().clone() if tensor.device.type in ("cpu", "meta") else tensor.detach().cpu()
         storage = tensor.untyped_storage()
-        key = storage.data_ptr(), storage.nbytes(), tensor.device
-        if key not in memo:
-            memo[key] = self._copy_storage(storage)
-        view = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        return view.set_(memo[key], tensor.storage_offset(), tensor.size(), tensor.stride())
-
-    def _copy_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         count, device = storage.nbytes(), storage.device
+        key = storage.data_ptr(), count, device
+        known = memo.get(key)
+        if known is None:
+            if count == tensor.nbytes and not _is_card(device) and tensor.dtype in _USUAL and tensor.is_contiguous():
+                memo[key] = whole = self._whole(tensor)
+                return whole
+            known = memo[key] = self._copy_storage(storage, count, device)
+        view = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        return view.set_(known.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A buffer for all of its storage, which is copied at the end."""
+        key = tensor.shape, tensor.dtype
+        free = self._free.get(key)
+        buffer = free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        self._used.append((key, buffer))
+        self._sources.append(tensor)
+        self._targets.append(buffer)
+        return buffer
+
+    def _copy_storage(self, storage: torch.UntypedStorage, count: int, device: torch.device) -> torch.Tensor:
         from_card = _is_card(device)
         free = self._free.get((count, from_card))
         buffer = free.pop() if free else self._buffer(count, pinned=from_card)
-        self._used.append((from_card, buffer))
+        self._used.append(((count, from_card), buffer))
         source = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (count,), (1,))
         if not from_card:
             # By words: byte by byte torch takes a sixth longer.
             word = torch.int64 if count % 8 == 0 and storage.data_ptr() % 8 == 0 else torch.uint8
             buffer.view(word).copy_(source.view(word))
-            return buffer.untyped_storage()
+            return buffer
         stream = self._stream(device)
         with torch.cuda.stream(stream):
             buffer.copy_(source, non_blocking=True)
         # The storage may be freed while it is copied, and may belong to another stream than the training's.
         source.record_stream(stream)
-        return buffer.untyped_storage()
+        return buffer
 
     def _stream(self, device: torch.device) -> Any:
         """The stream for copies, which first waits for what the training has asked of the card so far."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,36 @@ def test_a_copy_is_equal_apart_and_tied_alike(tmp_path: Path) -> None:
     whole[3] = 99
     assert part[1] == 99
     assert (tmp_path / "copied.pt").stat().st_size < 1.1 * (tmp_path / "original.pt").stat().st_size
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [whole := torch.arange(4.0), whole.view(2, 2), whole[1:]],
+        lambda: [(whole := torch.arange(4.0)).as_strided((2, 2), (0, 1)), whole],
+        lambda: [(whole := torch.arange(6.0).view(2, 3)).t(), whole],
+        lambda: [torch.empty(0, 3), torch.empty(2, 0), torch.tensor(2.0)],
+        lambda: [torch.nn.Parameter(torch.ones(3)), torch.ones(3, dtype=torch.bfloat16), torch.tensor([True, False])],
+        lambda: [torch.arange(3, dtype=torch.uint8).view(torch.float8_e4m3fn), torch.ones(1, 4).expand(3, 4)],
+        lambda: [torch.tensor([float("nan"), -0.0]), torch.arange(4, dtype=torch.int16), torch.ones(2, 1)[:, :1]],
+    ],
+    ids=["tied", "expanded", "turned", "empty", "dtypes", "rare", "values"],
+)
+def test_any_tensor_is_copied_as_it_is(make: Callable[[], list[torch.Tensor]]) -> None:
+    """Again and again in the same memory: bits, shapes, strides, and which of them share memory."""
+    buffers = HostBuffers()
+    for _ in range(3):
+        originals = make()
+        copies = buffers.copy(originals)
+        for one, copied in zip(originals, copies, strict=True):
+            assert (copied.shape, copied.stride(), copied.dtype) == (one.shape, one.stride(), one.dtype)
+            bits = [tensor.detach().contiguous().view(torch.uint8).tolist() for tensor in (copied, one) if one.ndim]
+            assert bits[:1] == bits[1:]
+            assert not copied.requires_grad
+        places = [{tensor.untyped_storage().data_ptr() for tensor in tensors} for tensors in (originals, copies)]
+        assert len(places[0]) == len(places[1])
+        assert not places[0] & places[1] - {0}
+        buffers.release()
 
 
 class Told:
