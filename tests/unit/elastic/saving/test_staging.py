@@ -74,7 +74,7 @@ def test_a_copy_is_equal_apart_and_tied_alike(tmp_path: Path) -> None:
         lambda: [(whole := torch.arange(6.0).view(2, 3)).t(), whole],
         lambda: [torch.empty(0, 3), torch.empty(2, 0), torch.tensor(2.0)],
         lambda: [torch.nn.Parameter(torch.ones(3)), torch.ones(3, dtype=torch.bfloat16), torch.tensor([True, False])],
-        lambda: [torch.arange(3, dtype=torch.uint8).view(torch.float8_e4m3fn), torch.ones(1, 4).expand(3, 4)],
+        lambda: [torch.arange(3, dtype=torch.uint8).view(torch.uint4), torch.ones(1, 4).expand(3, 4)],
         lambda: [torch.tensor([float("nan"), -0.0]), torch.arange(4, dtype=torch.int16), torch.ones(2, 1)[:, :1]],
     ],
     ids=["tied", "expanded", "turned", "empty", "dtypes", "rare", "values"],
