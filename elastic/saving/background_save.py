@@ -144,9 +144,12 @@ class Flight:
         self._stuck: TimeoutError | None = None
         self._digest = ""
         self._entries: tuple[FileEntry, ...] = ()
+        self._may_begin = threading.Event()
         # Not a daemon: a script that ends while a save is under way waits for it.
         self._thread = threading.Thread(target=self._run, name="dalsegno-save")
         self._thread.start()
+        # What packs thousands of tensors keeps the interpreter for a while: only now, or `start` would wait for that.
+        self._may_begin.set()
 
     @property
     def failed(self) -> bool:
@@ -185,6 +188,7 @@ class Flight:
 
     def _run(self) -> None:
         try:
+            self._may_begin.wait()
             with self._reports:
                 self._work()
         # The main thread must hear of every error, and through it the other ranks.

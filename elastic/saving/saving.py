@@ -432,8 +432,9 @@ class Saver:
         said = {"digest": manifest.digest}
         if own.tier.leads:
             try:
-                # A directory is synced, too, which a slow disk takes its time for.
-                with SavingReports(self._link, own.name, lambda: own.moved, own.path):
+                # On a disk a directory is synced, too, which may take its time.
+                link = None if own.tier.in_memory else self._link
+                with SavingReports(link, own.name, lambda: own.moved, own.path):
                     own.tier.seal(manifest, entries)
             except (OSError, CheckpointDamaged) as error:
                 said = {"text": describe(error)}
