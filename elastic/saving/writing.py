@@ -18,6 +18,9 @@ from ..checkpoint.summing import SummingWriter
 from ..universal.recording import without_crc32
 from .bundles import Bundle, pieces
 
+# Torch writes some five pieces for each tensor, of which all but one are short: these are put together up to so many
+# bytes.
+SHORT_BYTES, TOGETHER_BYTES = 4 << 10, 64 << 10
 # The disk begins with so many bytes while the next ones are written, so that little is left to wait for at the end.
 AHEAD_BYTES = 32 << 20
 
@@ -78,6 +81,7 @@ class SummedFile:
     def __init__(self, path: Path, moved: Callable[[int], None] = lambda count: None, *, anew: bool = False) -> None:
         self._path, self._moved, self._anew = path, moved, anew
         self._error: OSError | None = None
+        self._short = bytearray()
         self._told = 0
 
     def __enter__(self) -> SummedFile:
@@ -95,19 +99,30 @@ class SummedFile:
     @property
     def size(self) -> int:
         """Bytes that were written."""
-        return self._file.size
+        return self._file.size + len(self._short)
 
     def write(self, data: Any) -> int:
         """Appends bytes, of whatever has a buffer. Returns how many there were."""
         view = memoryview(data).cast("B")
         count = len(view)
+        if count < SHORT_BYTES:
+            self._short += view
+            if len(self._short) >= TOGETHER_BYTES:
+                self._append()
+        else:
+            self._append(view)
+        return count
+
+    def _append(self, view: memoryview | bytes = b"") -> None:
+        """Writes what has come together, then these."""
+        short, self._short = self._short, bytearray()
         try:
             if self._error is None:
+                self._file.write(short)
                 self._file.write(view)
                 self._begin_to_write()
         except OSError as error:
             self._error = error
-        return count
 
     def _begin_to_write(self) -> None:
         if self.size - self._told >= AHEAD_BYTES:
@@ -115,7 +130,7 @@ class SummedFile:
             self._told = self.size
 
     def flush(self) -> None:
-        """Does nothing: nothing is held back. (Torch calls it.)"""
+        """Does nothing: `finish` does it. (Torch calls it.)"""
 
     def finish(self, *, lasting: bool = True) -> str:
         """Returns the checksum. Raises what went wrong.
@@ -123,6 +138,7 @@ class SummedFile:
         Args:
             lasting: Make it durable. False: somebody else will.
         """
+        self._append()
         if self._error is not None:
             raise self._error
         if self._is_spare:

@@ -31,12 +31,15 @@ def test_the_sum_is_that_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(writing, "begin_to_write", lambda descriptor, start, count: asked.append((start, count)))
     moved: list[int] = []
+    pieces = [os.urandom(count) for count in (1, 4095, 4096, 5000, 1, 30_000, *[700] * 100, 5000, 3)]
     with SummedFile(tmp_path / "file", moved.append) as file:
-        for count in (1, 4095, 4096, 5000, 1, 30_000):
-            assert file.write(os.urandom(count)) == count
+        for count, piece in enumerate(pieces, start=1):
+            assert file.write(piece) == len(piece)
+            assert file.size == sum(map(len, pieces[:count]))
         digest = file.finish()
+    assert (tmp_path / "file").read_bytes() == b"".join(pieces)
     assert FileEntry("file", file.size, digest) == checksum(tmp_path, "file")
-    assert sum(moved) == file.size == 43_193
+    assert sum(moved) == file.size == 118_196
     assert asked[0][0] == 0
     assert all(start + count == after for (start, count), (after, _) in pairwise(asked))
     content: dict[str, Any] = {"a": torch.randn(30_000), "b": [torch.ones(2, dtype=torch.bfloat16)]}
@@ -52,7 +55,7 @@ def test_the_sum_is_that_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_write_error_does_not_pass_through_torch(tmp_path: Path) -> None:
     """A device without room in the middle of torch.save: one clear error."""
-    for content in ({"weights": torch.zeros(1 << 20)}, Bundle(weights=torch.zeros(1 << 20))):
+    for content in ({"weights": torch.zeros(1 << 20)}, Bundle(weights=torch.zeros(1 << 20)), {"few": 1}):
         with SummedFile(Path("/dev/full"), anew=True) as file:
             writing.save(content, file)
             with pytest.raises(OSError, match="No space left") as caught:
