@@ -188,7 +188,7 @@ class Flight:
 
     def _run(self) -> None:
         try:
-            self._may_begin.wait()
+            self._may_begin.wait(LAST_LOOK_SECONDS)  # Whoever started this may have been interrupted.
             with self._reports:
                 self._work()
         # The main thread must hear of every error, and through it the other ranks.
