@@ -24,6 +24,8 @@ TIMEOUT_SECONDS = 1800.0
 PEER_LOOKS_SECONDS = (0.0, 0.02, 0.08)
 # A tag that no message of ours has, so that nobody ever answers.
 PEER_TAG = 0x5E6
+# Of the ranks' messages. Whoever changes what a round carries, changes this too.
+FORM = "2"
 # What each rank sends in the first round of a gather: the message's length, and as much of it as there is room for.
 LENGTH_BYTES, HEAD_BYTES = 8, 2048
 # Seconds between two looks at a collective that somebody may call off: at first, and at most.
@@ -284,10 +286,25 @@ class GlooCollective:
             # After a run's end ranks may meet again, for a last sum; the store still has the addresses of the group
             # before.
             prefixed = dist.PrefixStore(f"dalsegno/{self._epoch}/{self._left}", store)  # type: ignore[attr-defined]
+            _check_form(prefixed)
             self._store = store
             self._group = dist.ProcessGroupGloo(prefixed, rank, world_size, self._timeout)
             log.debug("the session's group of %d ranks stands after %.3f s", world_size, time.monotonic() - began)
         return self._group
+
+
+def _check_form(store: Any) -> None:
+    """Whoever comes first says in which form the ranks talk: gloo would abort a process that takes it for another.
+
+    Raises:
+        RuntimeError: This rank talks in another one.
+    """
+    said = store.compare_set("form", "", FORM).decode()
+    if said != FORM:
+        raise RuntimeError(
+            f"another rank's dalsegno talks in form {said} and this rank's in form {FORM}: nodes have different"
+            " versions of dalsegno; install the same one on all of them"
+        )
 
 
 def _padded(data: bytes, count: int) -> Any:

@@ -8,7 +8,10 @@ import socket
 import subprocess
 import sys
 
-from dalsegno.elastic.rank.collective import HEAD_BYTES, LENGTH_BYTES
+import pytest
+import torch.distributed as dist
+
+from dalsegno.elastic.rank.collective import FORM, HEAD_BYTES, LENGTH_BYTES, GlooCollective
 
 ROOM = HEAD_BYTES - LENGTH_BYTES
 RANK = """
@@ -49,3 +52,19 @@ def test_messages_are_gathered_whole_whatever_their_lengths() -> None:
     for rank in ranks:
         output, _ = rank.communicate(timeout=120)
         assert json.loads(output) == [expected, {"long": "x" * 5000}, [2]]
+
+
+@pytest.mark.parametrize("said", [FORM, "1"])
+def test_a_rank_of_another_version_is_told_so(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no rank of this world: gloo would abort it where messages are not as long as it expects."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    store.set("dalsegno/7/0/form", said)
+    place = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    for name, value in {**place, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
+        monkeypatch.setenv(name, str(value))
+    group = GlooCollective(0, 1, 7)
+    if said == FORM:
+        assert group.max([5]) == [5]
+        return
+    with pytest.raises(RuntimeError, match=f"form {said} and this rank's in form {FORM}.*install the same one"):
+        group.max([5])
