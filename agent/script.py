@@ -54,6 +54,8 @@ _OTHER_SIZE = re.compile(r"used a DP world size of [0-9]+ but the current world 
 _NOT_UNIVERSAL = re.compile("Invalid for universal checkpoint: .*latest_universal does not exist")
 # Its rank 1 found rank 0's model states in memory, and then has no room for them.
 _NO_MODEL_STATES = re.compile("^KeyError: 'model_states'")
+# Of the directory that `latest` names, or of the one above if there is nothing in that file.
+_NO_CHECKPOINT = re.compile(r"^AssertionError: assert len\(self\.ckpt_list\) > 0")
 # What torch says of weights that were saved with DistributedDataParallel around the model, and without, or the reverse.
 _WRAPPED = re.compile(r'(Missing|Unexpected) key\(s\) in state_dict: "module\.')
 _LOAD_UNIVERSAL = '"checkpoint": {"load_universal": os.environ.get("DALSEGNO_RESUME_FORM") == "universal"}'
@@ -297,6 +299,12 @@ def advice(error: str) -> str:
             "DLRover's DeepSpeedCheckpointer fails (KeyError) in its first save after it has loaded from memory, where "
             "a node has several ranks (ZeRO 1 and 2): the next world loads from the disk; with --nproc-per-node=1 and"
             " an agent for each rank it does not fail"
+        )
+    if _NO_CHECKPOINT.search(error):
+        return (
+            "DeepSpeed finds no checkpoint where the file `latest` leads: a kill while it was written leaves it empty. "
+            "Write the name of the last complete directory beside it into it; below '${save_dir}' each start gets a "
+            "`latest` that leads to the run's last checkpoint"
         )
     if _NOT_UNIVERSAL.search(error):
         return (

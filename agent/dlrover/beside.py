@@ -30,7 +30,7 @@ _SETTLES_WITHIN_SECONDS = 600.0
 # The part of --join-timeout that saving may take, after the end of workers and before this node joins.
 _PART_OF_JOINING = 0.75
 # What workers change in the library: modules with `install()`.
-_HOOKS = ["dalsegno.agent.dlrover.in_worker"]
+_HOOKS = ["dalsegno.agent.dlrover.in_worker", "dalsegno.agent.dlrover.latest"]
 _FIXES = "dalsegno.elastic.dlrover.fixes"
 
 logger = logging.getLogger(__name__)

@@ -39,6 +39,7 @@ from functools import partial
 from typing import Any
 
 from ..processes.keeper import DEAF_TO
+from . import latest
 from .orders import objects_of, plain_of
 from .watched import watch
 
@@ -66,6 +67,7 @@ class Companion:
 
     def __init__(self, say: Callable[[dict[str, Any]], None]) -> None:
         self._say = say
+        latest.install()
         self._module = importlib.import_module(_SAVER)
         self._module.time = _Impatient()  # type: ignore[attr-defined]
         queues = importlib.import_module(_QUEUES)

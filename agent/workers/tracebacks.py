@@ -14,6 +14,7 @@ __all__ = ["Raised", "last_raised"]
 _BEGIN = "Traceback (most recent call last):"
 # The last line of a traceback: the exception's name, not indented, alone or with its text.
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?$")
+_BARE = "AssertionError"
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+)(, in (?P<function>.+))?')
 # torch begins each line with it, where there are several ranks.
 _RANK = re.compile(r"\[rank\d+\]: ?")
@@ -54,8 +55,15 @@ def last_raised(lines: Sequence[str]) -> Raised | None:
             frames.append(frame)
         elif _EXCEPTION.match(line):
             rest = tuple(plain[number + 1 :])
-            return Raised(_with_more(line.strip(), rest), _where(frames), rest)
+            text = _asserted(plain[begins[-1] + 1 : number]) if line.strip() == _BARE else line.strip()
+            return Raised(_with_more(text, rest), _where(frames), rest)
     return None
+
+
+def _asserted(lines: Sequence[str]) -> str:
+    """An assertion without words of its own says at least what did not hold."""
+    code = next((line.strip() for line in reversed(lines) if line.strip().strip("^~")), "")
+    return f"{_BARE}: {code}" if code.startswith("assert ") else _BARE
 
 
 def _with_more(text: str, rest: Sequence[str]) -> str:

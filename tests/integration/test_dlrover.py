@@ -32,30 +32,6 @@ def flash(clusters: Clusters) -> Callable[..., Cluster]:
     return make
 
 
-def end(job: Cluster) -> None:
-    """Has the script make its last step. Nothing may be left of the job."""
-    (job.step_log / "over").touch()
-    for node in job.alive():
-        node.process.wait(120)
-    job.check_exits()
-    job.close()
-    assert users.left_behind(job) == []
-
-
-def finish(job: Cluster) -> int:
-    """The same where the script saves beside its notes. Returns the last step."""
-    end(job)
-    last = users.notes(job)[-1]
-    assert last[0] == "over"
-    assert (job.step_log / "dlrover_latest.txt").read_text(encoding="ascii") == last[1]
-    return int(last[1])
-
-
-def assert_one_history(job: Cluster) -> None:
-    """Every step that was made twice led to the same weights: nothing was resumed that another world had made."""
-    assert {step: found for step, found in users.sums(job).items() if len(found) > 1} == {}
-
-
 def test_a_crash_resumes_from_memory(flash: Callable[..., Cluster]) -> None:
     """A worker is killed: the next one goes on from the last step in memory, and nothing is left behind at the end."""
     job = flash()
@@ -67,8 +43,8 @@ def test_a_crash_resumes_from_memory(flash: Callable[..., Cluster]) -> None:
     users.wait_steps(job, 1)
     made = max(step for step in users.sums(job) if step <= users.worlds(job)[1].first + 1)
     assert users.worlds(job)[1].first >= made - 1 > 0
-    finish(job)
-    assert_one_history(job)
+    users.finish(job)
+    users.assert_one_history(job)
     assert any("steps are heard" in line or "1 node" in line for line in node.said())
 
 
@@ -99,8 +75,8 @@ def test_growth_crash_leave_and_kill(flash: Callable[..., Cluster]) -> None:
     users.wait_steps(job, 5)
     assert sweep(), "on this machine its keeper has died with it"
     assert (users.worlds(job)[5].size, users.worlds(job)[5].first >= last - 1) == (1, True)
-    finish(job)
-    assert_one_history(job)
+    users.finish(job)
+    users.assert_one_history(job)
 
 
 @pytest.mark.full
@@ -126,8 +102,8 @@ def test_what_is_spread_is_saved_by_all_or_none(flash: Callable[..., Cluster]) -
     users.wait_steps(job, 3)
     assert users.worlds(job)[3].first == saved, "nobody has the part of the node that was killed"
     assert a.alive
-    finish(job)
-    assert_one_history(job)
+    users.finish(job)
+    users.assert_one_history(job)
 
 
 def savers_of(job: Cluster, node: Node) -> list[int]:
@@ -164,8 +140,8 @@ def test_the_saver_dies(flash: Callable[..., Cluster]) -> None:
     users.crash(job, 0)
     users.wait_steps(job, 1, 12)
     assert users.worlds(job)[1].first > last
-    finish(job)
-    assert_one_history(job)
+    users.finish(job)
+    users.assert_one_history(job)
 
 
 @pytest.mark.full
@@ -181,8 +157,8 @@ def test_savers_of_two_nodes_die(flash: Callable[..., Cluster]) -> None:
     users.crash(job, 0)
     users.wait_steps(job, 1, 12)
     assert users.worlds(job)[1].first > last
-    finish(job)
-    assert_one_history(job)
+    users.finish(job)
+    users.assert_one_history(job)
 
 
 @pytest.mark.full
@@ -201,8 +177,8 @@ def test_a_saver_that_keeps_dying_waits_for_the_next_world(flash: Callable[..., 
     users.crash(job, 0)
     users.wait_steps(job, 1, 12)
     assert users.worlds(job)[1].first > 0, "from the disk"
-    finish(job)
-    assert_one_history(job)
+    users.finish(job)
+    users.assert_one_history(job)
 
 
 @pytest.mark.full
@@ -221,8 +197,8 @@ def test_its_checkpoints_become_the_runs(flash: Callable[..., Cluster]) -> None:
     job.start("b")
     users.wait_steps(job, 2)
     assert last >= users.worlds(job)[2].first >= 40
-    end(job)
-    assert_one_history(job)
+    users.end(job)
+    users.assert_one_history(job)
 
 
 @pytest.mark.full
@@ -236,8 +212,8 @@ def test_what_is_spread_becomes_the_runs_at_a_leave(flash: Callable[..., Cluster
     job.start("c")
     users.wait_steps(job, 1)
     assert users.worlds(job)[1].first >= last - 1
-    end(job)
-    assert_one_history(job)
+    users.end(job)
+    users.assert_one_history(job)
 
 
 @pytest.mark.full
@@ -252,5 +228,5 @@ def test_a_run_survives_more_crashes_than_restarts(flash: Callable[..., Cluster]
         users.wait_steps(job, world + 1, 1)
         assert time.monotonic() - began < 30
         assert users.worlds(job)[world + 1].first >= last - 1
-    finish(job)
-    assert_one_history(job)
+    users.finish(job)
+    users.assert_one_history(job)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .cluster import ROOT, Cluster, Training
-from .foreign import DLROVER, installed
+from .foreign import DLROVER, OLD_DEEPSPEED, installed
 
 FIXED = ROOT / "tests" / "support" / "workers" / "fixed_worker.py"
 FLASH = ROOT / "tests" / "support" / "workers" / "flash_worker.py"
@@ -26,7 +26,11 @@ class FlashTraining(Training):
 
     def environment(self, step_log: Path) -> dict[str, str]:
         step_log.mkdir(exist_ok=True)
-        return {"PYTHONPATH": f"{installed(*DLROVER)}{os.pathsep}{ROOT}"}
+        if "--zero" not in self.extra:
+            return {"PYTHONPATH": f"{installed(*DLROVER)}{os.pathsep}{ROOT}"}
+        paths = (installed(*OLD_DEEPSPEED), installed(*DLROVER), ROOT)
+        # DLRover's class loads with the default that torch had before 2.6.
+        return {"PYTHONPATH": os.pathsep.join(map(str, paths)), "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
 
 
 @dataclass(frozen=True)
@@ -88,3 +92,27 @@ def left_behind(job: Cluster) -> list[str]:
     """Sockets and segments of the job."""
     places = ((Path("/tmp/ckpt_sock"), job.job), (Path("/dev/shm"), job.job))
     return [str(path) for place, name in places for path in place.glob(f"{name}*")] if os.path.isdir("/dev/shm") else []
+
+
+def end(job: Cluster) -> None:
+    """Has the script make its last step. Nothing may be left of the job."""
+    (job.step_log / "over").touch()
+    for node in job.alive():
+        node.process.wait(120)
+    job.check_exits()
+    job.close()
+    assert left_behind(job) == []
+
+
+def finish(job: Cluster) -> int:
+    """The same where the script saves beside its notes. Returns the last step."""
+    end(job)
+    last = notes(job)[-1]
+    assert last[0] == "over"
+    assert (job.step_log / "dlrover_latest.txt").read_text(encoding="ascii") == last[1]
+    return int(last[1])
+
+
+def assert_one_history(job: Cluster) -> None:
+    """Every step that was made twice led to the same weights: nothing was resumed that another world had made."""
+    assert {step: found for step, found in sums(job).items() if len(found) > 1} == {}

@@ -14,6 +14,8 @@ from .cluster import ROOT
 
 # With what they import, as far as it is not there anyway; never torch.
 DLROVER = ("dlrover==0.6.1", "deprecated", "wrapt", "nvidia-ml-py")
+# The last one from whose states in memory DLRover's own class can load.
+OLD_DEEPSPEED = ("deepspeed==0.15.4",)
 RAY = ("ray==2.60.0",)
 IPYTHON = (
     *("ipython==9.18.1", "ipython-pygments-lexers", "jedi", "parso", "matplotlib-inline", "pexpect", "ptyprocess"),

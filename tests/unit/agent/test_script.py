@@ -59,6 +59,13 @@ def test_an_error_of_dlrovers_checkpointer_is_known() -> None:
     assert not advice("KeyError: 'model'")
 
 
+def test_a_latest_that_leads_nowhere_is_known() -> None:
+    """DeepSpeed's own assertion has no words."""
+    line = "AssertionError: assert len(self.ckpt_list) > 0 (train.py, line 46, in main) (see /logs/stderr.log)"
+    assert "Write the name of the last complete directory beside it into it" in advice(line)
+    assert not advice("AssertionError: assert len(names) > 0 (train.py, line 46, in main)")
+
+
 @pytest.mark.parametrize(
     ("line", "helps"),
     [

@@ -64,6 +64,7 @@ def test_what_a_logger_says_went_well_is_no_reason(tmp_path: Path, errors: str, 
 OWN = '  File "/tmp/it/train.py", line 10, in main\n    load(path)\n    ^^^^^^^^^^\n'
 LIBRARY = f'  File "{json.__file__}", line 346, in loads\n    return decode(s)\n'
 KEYS = '\tMissing key(s) in state_dict: "module.a", "module.b".\n\tUnexpected key(s) in state_dict: "a", "b".\n'
+ASSERTED = f'  File "{json.__file__}", line 9, in check\n    assert len(self.ckpt_list) > 0\n           ^^^^^^^^^~~~\n'
 PROGRAM = '  File "/env/lib/python3.11/site-packages/clip/main.py", line 7, in main\n    train()\n'
 INSTALLED = '  File "/env/lib/python3.11/site-packages/torch/nn/module.py", line 5, in forward\n    return f(x)\n'
 
@@ -84,6 +85,10 @@ INSTALLED = '  File "/env/lib/python3.11/site-packages/torch/nn/module.py", line
         # The message has several lines, and a library says something at the end.
         (f"{OWN}RuntimeError: CUDA error: x\nCompile with it.\n[W1 a.cpp:5] bye\n", "RuntimeError: CUDA error: x ("),
         (f"{OWN}KeyboardInterrupt\n", "KeyboardInterrupt (train.py, line 10, in main)"),
+        # An assertion without words of its own.
+        (f"{OWN}{ASSERTED}AssertionError\n", "AssertionError: assert len(self.ckpt_list) > 0 (train.py, line 10"),
+        (f"{OWN}{ASSERTED}AssertionError: why\n", "AssertionError: why (train.py, line 10"),
+        (f"{OWN}AssertionError\n", "AssertionError (train.py, line 10"),
         ('  File "/tmp/it/train.py", line 3\n    = 1\n    ^\nSyntaxError: invalid\n', "invalid (train.py, line 3)"),
         # The last of a chain.
         (f"{OWN}OSError: a\n\nDuring it\n\nTraceback (most recent call last):\n{OWN}KeyError: 'b'\n", "KeyError: 'b'"),
