@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -143,7 +142,8 @@ def _mended(plain: Any) -> Any:
     @functools.wraps(plain)
     def load_checkpoint(self: Any, load_dir: Any, tag: Any = None, *arguments: Any, **named: Any) -> Any:
         if tag is None and (told := mend(Path(load_dir))) and self.engine.global_rank == 0:
-            print(told, file=sys.stderr, flush=True)
+            # Where people see it: what workers say as errors goes to a file.
+            print(told, flush=True)
         return plain(self, load_dir, tag, *arguments, **named)
 
     return load_checkpoint

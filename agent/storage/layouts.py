@@ -196,17 +196,23 @@ def _of_deepspeed(path: Path, names: list[str], savers: _Savers) -> _Verdict | s
     partitioned = _engine(path, names, savers)
     if isinstance(partitioned, str):
         return partitioned
-    if not partitioned and _latest(path.parent) != path.name:
+    if not partitioned and not _is_named(path, names):
         return "`latest` does not name it yet"
     return "deepspeed", not partitioned, savers.known(_named(names))
 
 
-def _latest(directory: Path) -> str:
-    """The tag that DeepSpeed writes after all files of rank 0: then everything that is not partitioned is there."""
+def _is_named(path: Path, names: Iterable[str]) -> bool:
+    """Whether `latest` names it, which DeepSpeed writes after all files of rank 0: without ZeRO there are no others.
+
+    A kill right then leaves `latest` empty, but younger than all that it was to name.
+    """
+    note = path.parent / "latest"
     try:
-        return read_regular(directory / "latest", NOTE_BYTES).decode().strip()
+        named = read_regular(note, NOTE_BYTES).decode().strip()
+        written = os.stat(note).st_mtime_ns
     except FileNotFoundError:
-        return ""
+        return False
+    return named == path.name or (not named and all(os.stat(path / name).st_mtime_ns <= written for name in names))
 
 
 def _of_transformers(path: Path, names: list[str], savers: _Savers) -> _Verdict | str:

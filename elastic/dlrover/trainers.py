@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -178,9 +177,9 @@ def _say_once(accumulation: int) -> None:
     most = largest_world()
     if most % world and world not in _said and (not dist.is_initialized() or dist.get_rank() == 0):
         _said.add(world)
+        # Not among the errors: those go to a file.
         print(
             f"--dlrover-fixes: {accumulation * world} micro-batches make a global batch on {world} ranks, and {most} on"
             f" {most}: without ElasticDistributedSampler nobody can cut them smaller",
-            file=sys.stderr,
             flush=True,
         )

@@ -152,6 +152,40 @@ def test_deepspeeds_own_error_says_what_helps(clusters: Clusters) -> None:
     assert "or start with --deepspeed-load-universal" in said[0], node.text()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_kill_while_deepspeed_writes_latest(clusters: Clusters, undisturbed: Undisturbed, stage: int) -> None:
+    """It leaves this file empty. Below `${save_dir}` the next world finds another one, which leads to the last save."""
+    training = Training(script=PLAIN, steps=1000, save_every=20, extra=(f"--zero-stage={stage}",))
+    job = clusters(training=training, hooked=False, universal="")
+    job.script_flags = ["--save-dir=${save_dir}"]
+    (node,) = job.start("a")
+    last = adopted(job)
+    (job.holds / "die-in-latest").touch()
+    epoch = job.wait_world(1, steps=5, after=1)
+    (left,) = run_directory(job).glob("e1/latest")
+    assert left.read_text(encoding="ascii") == ""
+    assert job.first_step(epoch) > last + 20
+    job.wait_line(f"resumed at step {job.first_step(epoch) - 1}", node)
+    job.finish()
+    job.assert_undisturbed(undisturbed)
+
+
+@pytest.mark.full
+def test_a_latest_that_is_left_empty_says_what_helps(clusters: Clusters, tmp_path: Path) -> None:
+    """The same in a directory of the script's own: DeepSpeed's assertion has no words, so the agent says them."""
+    saves = tmp_path / "saves"
+    training = Training(script=PLAIN, steps=1000, save_every=20)
+    job = clusters(training=training, hooked=False, universal="")
+    job.script_flags = [f"--save-dir={saves}"]
+    (node,) = job.start("a")
+    job.wait_for((saves / "latest").exists, "a save")
+    (job.holds / "die-in-latest").touch()
+    node.expected = 1
+    job.wait_line("Write the name of the last complete directory beside it into it", node)
+    job.wait_exit(node)
+
+
 FAILS_AFTER_SAVES = """
 import os, pickle, sys
 path = f"{sys.argv[1]}/ckpt.pkl"

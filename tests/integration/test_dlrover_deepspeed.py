@@ -45,8 +45,8 @@ def test_crash_leave_and_kill(zero: Callable[..., Cluster]) -> None:
     job.kill_agent(c)
     job.start("d")
     users.wait_steps(job, 3)
-    first = users.worlds(job)[3].first
-    assert (first % 20, first >= last - 20) == (0, True), "nobody has the part of the node that was killed"
+    # Nobody has the part of the node that was killed: from the disk, where the leave or a save after it has left it.
+    assert users.worlds(job)[2].first <= users.worlds(job)[3].first <= last
     assert a.alive
     assert (job.step_log / "die-in-latest").exists()
     users.finish(job)

@@ -8,9 +8,7 @@ leaves its process number in `DIRECTORY/rank-<its rank>`. Its last step is made 
 from __future__ import annotations
 
 import argparse
-import builtins
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -24,7 +22,7 @@ from dlrover.trainer.torch.flash_checkpoint.fsdp import FsdpShardCheckpointer
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.workers.standing import stand_while_told
+from tests.support.workers.standing import die_where_told, stand_while_told
 
 ROWS = 12
 
@@ -107,21 +105,6 @@ class Zero(Ddp):
         return float(sum(value.detach().double().sum() for value in self.wrapped.parameters()))
 
 
-def _die_where_told(directory: Path) -> None:
-    """In the middle of a write that is open and then write, there is nothing of the file."""
-    plain = builtins.open
-
-    def opened(file: Any, mode: str = "r", *arguments: Any, **named: Any) -> Any:
-        found = plain(file, mode, *arguments, **named)
-        told = directory / f"die-in-{Path(file).name}" if "w" in mode and isinstance(file, str | Path) else None
-        if told is not None and told.exists():
-            told.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return found
-
-    builtins.open = opened
-
-
 def main() -> None:
     """Trains until it is told to end."""
     flags = argparse.ArgumentParser()
@@ -132,7 +115,7 @@ def main() -> None:
     flags.add_argument("--disk-every", type=int, default=1_000_000)
     flags.add_argument("--step-time", type=float, default=0.05)
     options = flags.parse_args()
-    _die_where_told(options.directory)
+    die_where_told(options.directory)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)

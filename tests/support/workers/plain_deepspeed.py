@@ -37,6 +37,10 @@ def main() -> None:
     flags.add_argument("--save-dir")
     flags.add_argument("--universal-checkpoint", action="store_true")
     options = flags.parse_args()
+    sys.path[:0] = [str(EXAMPLES), str(EXAMPLES.parent)]
+    from tests.support.workers.standing import die_where_told
+
+    die_where_told(HOLDS)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     for name, value in ALONE.items():
         os.environ.setdefault(name, value)
@@ -58,7 +62,6 @@ def main() -> None:
     if options.save_dir and (Path(options.save_dir) / "latest").exists():
         loaded, _ = engine.load_checkpoint(options.save_dir)
         assert loaded is not None
-    sys.path.insert(0, str(EXAMPLES))
     from common import StepLog
 
     log = StepLog(options.step_log, rank=rank, world_size=world, epoch=int(os.environ.get("DALSEGNO_EPOCH", 0)))

@@ -200,4 +200,4 @@ def test_a_load_without_a_tag_mends_first(
     checkpointer = changed(tmp_path)
     assert checkpointer.load_checkpoint(str(tmp_path), "7") == "7"
     assert checkpointer.load_checkpoint(str(tmp_path)) == "10"
-    assert "names 10 now" in capsys.readouterr().err
+    assert "names 10 now" in capsys.readouterr().out

@@ -220,3 +220,17 @@ def test_flash_checkpoints_are_complete_when_their_note_names_them(tmp_path: Pat
     assert whole(tmp_path) == [], "40 is being written"
     note.write_text("40", encoding="ascii")
     assert whole(tmp_path) == [("40", 40, "directory", False, True)]
+
+
+def test_deepspeed_without_zero_is_complete_when_latest_says_so(tmp_path: Path) -> None:
+    """Rank 0 writes that last. A kill in the middle of it leaves it empty, and younger than what it was to name."""
+    states(tmp_path, "global_step20/mp_rank_00_model_states.pt")
+    assert whole(tmp_path) == []
+    (tmp_path / "latest").write_text("global_step10")
+    assert whole(tmp_path) == []
+    (tmp_path / "latest").write_text("global_step20")
+    assert whole(tmp_path)[0][:3] == ("global_step20", 20, "deepspeed")
+    (tmp_path / "latest").write_text("")
+    assert whole(tmp_path)[0][:3] == ("global_step20", 20, "deepspeed")
+    os.utime(tmp_path / "latest", (1, 1))
+    assert whole(tmp_path) == [], "it was empty before"

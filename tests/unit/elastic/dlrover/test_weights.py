@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from dalsegno.elastic.dlrover import weights
+from dalsegno.elastic.dlrover import trainers, weights
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +55,17 @@ def test_a_loss_that_is_no_scalar_is_refused_by_torch() -> None:
     rows = torch.ones(3, requires_grad=True)
     with weights.weighted(0.5, lambda: None), pytest.raises(RuntimeError, match="scalar outputs"):
         rows.mul(2).backward()
+
+
+def test_another_batch_than_the_largest_worlds_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, by one rank, and where people see it: what workers print as errors goes to a file."""
+    monkeypatch.setattr(trainers, "_said", set())
+    monkeypatch.setattr(trainers, "largest_world", lambda: 4)
+    monkeypatch.setattr(trainers.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(trainers.dist, "get_world_size", lambda: 3)
+    for rank in (1, 0, 0):
+        monkeypatch.setattr(trainers.dist, "get_rank", lambda rank=rank: rank)
+        trainers._say_once(2)
+    assert capsys.readouterr().out.count("6 micro-batches make a global batch on 3 ranks, and 4 on 4") == 1
