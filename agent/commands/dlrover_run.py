@@ -29,6 +29,7 @@ from ..script import ScriptError, check_script, text_of
 from ..shell.output import Output
 from .ahead import command_line, launcher
 from .arguments import ignored, parse
+from .installed import outdated_dlrover
 
 __all__ = ["default_job_id", "main", "run"]
 
@@ -75,9 +76,10 @@ def check_dlrover(options: argparse.Namespace) -> list[str]:
     found = scripts.uses(text_of(Path(options.training_script)))
     if line := scripts.refusal(options.training_script, found):
         raise UsageError(line)
+    lines = outdated_dlrover(found)
     if options.dlrover_fixes:
-        return scripts.fixed(found)
-    return scripts.warnings(found, options.min_nodes, options.max_nodes, options.node_unit)
+        return lines + scripts.fixed(found)
+    return lines + scripts.warnings(found, options.min_nodes, options.max_nodes, options.node_unit)
 
 
 def leave_early(number: int, output: Output) -> NoReturn:

@@ -33,6 +33,7 @@ from ..processes.proc import adopt_orphans, end_descendants, kill_group
 from ..script import module_file, reaches_session, text_of
 from ..storage.macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand
 from ..workers.worker_link import sweep
+from .installed import outdated_dlrover, version_of
 
 __all__ = ["PARTS", "add_arguments", "doctor"]
 
@@ -116,11 +117,10 @@ def _installation() -> int:
             print("  several packages own it, and the last one installed wins; ours is also there as dalsegno-run")
     for extra, names_of in PARTS.items():
         for name in names_of:
-            try:
-                print(f"{name}: {importlib.metadata.version(name)}")
-            except importlib.metadata.PackageNotFoundError:
-                trouble += not extra
-                print(f"{name}: missing" + (f" (extra: pip install 'dalsegno[{extra}]')" if extra else ""))
+            version = version_of(name)
+            trouble += not version and not extra
+            missing = "missing" + (f" (extra: pip install 'dalsegno[{extra}]')" if extra else "")
+            print(f"{name}: {version or missing}")
     for name in (Variable.MASTER, Variable.SOCKET):
         if name in os.environ:
             print(f"{name} is set: {os.environ[name]}")
@@ -141,12 +141,8 @@ def _sweep() -> None:
 
 def _dlrover(script: str) -> int:
     """Says what a script uses of DLRover's client library."""
-    try:
-        version = importlib.metadata.version("dlrover")
-    except importlib.metadata.PackageNotFoundError:
-        version = ""
     found = scripts.uses(text_of(Path(script)))
-    for line in scripts.findings(script, found, version):
+    for line in (*scripts.findings(script, found, version_of("dlrover")), *outdated_dlrover(found)):
         print(line)
     # Which worlds may open is not known here: all that up to four nodes can form.
     for line in scripts.warnings(found, 1, 4, 1):

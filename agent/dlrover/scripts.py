@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["Uses", "findings", "fixed", "keeps_nothing", "refusal", "refused_class", "uses", "warnings"]
+__all__ = ["Uses", "findings", "fixed", "keeps_nothing", "outdated", "refusal", "refused_class", "uses", "warnings"]
 
 # Classes that ask DLRover's master for what they need, and what to use instead.
 _SHARDING = "DLRover's ElasticDistributedSampler, or ElasticSampler of dalsegno.elastic, which need no master"
@@ -31,6 +31,8 @@ _FIXED_STEP = re.compile(
     r"\bfix_total_batch_size\s*=\s*(?!False)\w|\bwith\s+[\w.]+\.step\(\s*(?!False|fix_total_batch_size)\w"
 )
 _LOADS = re.compile(r"\bload\w*\s*\(")
+# Versions of DeepSpeed, from which its calls no longer fit that class; and of torch, with another default.
+_SAVES_BEFORE, _LOADS_BEFORE, _LOADS_WEIGHTS_ONLY = (0, 17, 2), (0, 16, 4), (2, 6)
 _IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+(dlrover[\w.]*)", re.MULTILINE)
 
 
@@ -134,6 +136,29 @@ def warnings(found: Uses, min_nodes: int, max_nodes: int, node_unit: int) -> lis
             " it repeats samples, unless the script adds what was completed before it; --dlrover-fixes mends it"
         )
     return lines
+
+
+def outdated(found: Uses, deepspeed: str, torch: str, loads_all: bool) -> list[str]:
+    """What `DeepSpeedCheckpointer` cannot do with the installed libraries, one line; empty if it works with them.
+
+    Args:
+        deepspeed, torch: their versions; empty: not installed.
+        loads_all: torch is told to load as it did before 2.6.
+    """
+    if "DeepSpeedCheckpointer" not in found.checkpointers or not deepspeed:
+        return []
+    fails = f"dlrover's DeepSpeedCheckpointer fails with DeepSpeed {deepspeed}"
+    if _numbers(deepspeed) >= _SAVES_BEFORE:
+        return [f"{fails} at its first save; it works with DeepSpeed 0.15.4"]
+    if _numbers(deepspeed) >= _LOADS_BEFORE:
+        return [f"{fails} when it loads from memory, after a crash; it works with DeepSpeed 0.15.4"]
+    if _numbers(torch) >= _LOADS_WEIGHTS_ONLY and not loads_all:
+        return [f"DeepSpeed {deepspeed} loads with torch {torch} only under TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1: set it"]
+    return []
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"^\d+|(?<=\.)\d+", version.partition("+")[0])[:3])
 
 
 def fixed(found: Uses) -> list[str]:

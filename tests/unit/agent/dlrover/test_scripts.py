@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dalsegno.agent.dlrover.scripts import findings, refusal, uses, warnings
+import pytest
+
+from dalsegno.agent.dlrover.scripts import findings, outdated, refusal, uses, warnings
 
 DDP = """
 from dlrover.trainer.torch.elastic.sampler import ElasticDistributedSampler
@@ -64,3 +66,24 @@ def test_findings_say_what_will_happen() -> None:
     assert any("a crash resumes from there" in line for line in lines)
     assert findings("train.py", uses(DDP), "")[0] == "dlrover is not installed here"
     assert "does not import dlrover" in findings("train.py", uses("import torch"), "0.6.1")[0]
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "torch", "loads_all", "says"),
+    [
+        ("0.19.8", "2.13.0+cpu", True, "fails with DeepSpeed 0.19.8 at its first save"),
+        ("0.17.2", "2.5.1", True, "fails with DeepSpeed 0.17.2 at its first save"),
+        ("0.17.1", "2.5.1", True, "when it loads from memory"),
+        ("0.16.4+cu121", "2.5.1", True, "when it loads from memory"),
+        ("0.15.4", "2.13.0+cpu", False, "set it"),
+        ("0.15.4", "2.13.0+cpu", True, ""),
+        ("0.16.3.post1", "2.5.1", False, ""),
+        ("", "2.13.0", False, ""),
+    ],
+)
+def test_a_deepspeed_that_its_class_does_not_fit(deepspeed: str, torch: str, loads_all: bool, says: str) -> None:
+    """Nobody trains up to the first save to learn that. Other classes do not care."""
+    text = "from dlrover.trainer.torch.flash_checkpoint.deepspeed import DeepSpeedCheckpointer\n"
+    lines = outdated(uses(text), deepspeed, torch, loads_all)
+    assert [says in line for line in lines] == ([True] if says else [])
+    assert outdated(uses(text.replace("DeepSpeed", "Ddp")), deepspeed, torch, loads_all) == []
