@@ -67,7 +67,6 @@ class Companion:
 
     def __init__(self, say: Callable[[dict[str, Any]], None]) -> None:
         self._say = say
-        latest.install()
         self._module = importlib.import_module(_SAVER)
         self._module.time = _Impatient()  # type: ignore[attr-defined]
         queues = importlib.import_module(_QUEUES)
@@ -78,6 +77,8 @@ class Companion:
         self._torn: set[int] = set()
         # The step that the present world has found in memory.
         self._found = 0
+        # What the saver's own thread writes is given up for a later step.
+        self._given_up = False
         # (rank of this node, nodes) of the present world.
         self._place = (0, 0)
         self._lock = threading.Lock()
@@ -117,9 +118,20 @@ class Companion:
             for number, lock in enumerate(saver._shm_locks):
                 watch(lock, partial(self._torn.add, number))
             saver._save_shard = partial(_save_shard, saver, saver._save_shard)
-            saver._dist_make_dir = partial(_wait_for_directory, saver._dist_make_dir)
+            saver._dist_make_dir = partial(self._make_directory, saver, saver._dist_make_dir)
             threading.Thread(target=saver._sync_shm_to_storage, name="saver", daemon=True).start()
         self._made_in = self._world
+
+    def _make_directory(self, saver: Any, original: Any, path: str, timeout: int = 30) -> None:
+        """Makes a step's directory on the first node; others wait for it, and it may never do that.
+
+        Args:
+            timeout: seconds.
+        """
+        until = time.monotonic() + (0.0 if saver._is_agent_rank_0 else timeout)
+        while time.monotonic() < until and not self._given_up and not saver.storage.exists(path):
+            time.sleep(_LONGEST_PAUSE_SECONDS)  # why: the other node says nothing
+        original(path, 1)
 
     def _configs(self) -> Iterator[Any]:
         """What the memory of each local shard says of itself."""
@@ -236,8 +248,9 @@ class Companion:
         while self._is_busy():
             if part and saver._latest_step < step:
                 # An older step may wait for another node's part in vain. All nodes hold this one, and write it.
-                saver._stop_commit = True
+                saver._stop_commit = self._given_up = True
             time.sleep(_LOOK_EVERY_SECONDS)  # why: its thread says nothing when it is done
+        self._given_up = False
         if not saver.wait_saving_checkpoint():
             saver.release_locks()
         if step > saver._latest_step:
@@ -278,11 +291,6 @@ def _save_shard(saver: Any, original: Any, step: int, shard: int, config: Any, d
     if not config.world_size:
         config = replace(config, rank=saver._node_rank * saver.local_shard_num + shard)
     return original(step, shard, config, done)
-
-
-def _wait_for_directory(original: Any, path: str, timeout: int = 30) -> Any:
-    """Makes a directory on the first node; others wait for it, in pauses of a second that `_Impatient` cuts."""
-    return original(path, round(timeout / _LONGEST_PAUSE_SECONDS))
 
 
 class _Impatient:
@@ -332,6 +340,7 @@ def main() -> None:
         with writing:
             print(json.dumps(answer), file=answers, flush=True)
 
+    latest.install()
     try:
         companion = Companion(say)
     except Exception as error:

@@ -6,6 +6,7 @@ import importlib
 import json
 import queue
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,7 +79,7 @@ class Saver:
     global_shard_num: int = 1
     save_timeout: int = 600
     saved: list[int] = field(default_factory=list)
-    directories: list[tuple[float, str]] = field(default_factory=list)
+    directories: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._shm_handlers = [Handler() for _ in range(self.local_shard_num)]
@@ -93,8 +94,8 @@ class Saver:
         return True
 
     def _dist_make_dir(self, path: str, timeout: int = 30) -> None:
-        """Waits for it, in so many pauses of a second."""
-        self.directories.append((timeout * min(1.0, module._LONGEST_PAUSE_SECONDS), path))
+        """Is asked for it."""
+        self.directories.append(path)
 
     def wait_saving_checkpoint(self) -> bool:
         return False
@@ -312,12 +313,55 @@ def test_a_save_of_what_is_in_memory_is_waited_for(companion: Companion) -> None
     assert (saving.is_alive(), saver.saved) == (False, [])
 
 
-def test_a_directory_of_another_node_is_waited_for_as_long_as_the_library_does(companion: Companion) -> None:
-    """It counts its pauses of a second, which are shorter here."""
-    saver = made(companion)
-    saver._dist_make_dir("/ckpt/.done")
-    saver._dist_make_dir("/ckpt/.done", 300)
-    assert saver.directories == [(30.0, "/ckpt/.done"), (300.0, "/ckpt/.done")]
+class Staged(Saver):
+    """It is to write step 14, and waits for a directory that the first node has left out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._stop_commit = self.waits = self._is_agent_rank_0 = False
+        self.storage = SimpleNamespace(exists=lambda path: "there" in path)
+
+    def wait_saving_checkpoint(self) -> bool:
+        return self.waits
+
+    def wait_in(self, path: str) -> None:
+        self.waits = True
+        self._dist_make_dir(path)
+        self.waits = False
+
+
+SAVERS.Staged = Staged
+
+
+def test_a_directory_of_another_node_is_waited_for(companion: Companion) -> None:
+    """As long as the library does, and no longer than needed. The first node makes its own."""
+    enter(companion, 2, rank=1, nodes=2)
+    saver = made(companion, "Staged", global_shard_num=2)
+    saver._dist_make_dir("/ckpt/there", 300)
+    began = time.monotonic()
+    saver._dist_make_dir("/ckpt/never", 1)
+    assert time.monotonic() - began >= 1
+    enter(companion, 3, rank=0)
+    saver._dist_make_dir("/ckpt/never", 300)
+    assert saver.directories == ["/ckpt/there", "/ckpt/never", "/ckpt/never"]
+
+
+def test_a_directory_of_an_older_save_is_not_waited_for(companion: Companion) -> None:
+    """The first node has dropped that step. All hold a newer one, and write it: half a minute would be lost."""
+    enter(companion, 2, rank=1, nodes=2)
+    saver = made(companion, "Staged", global_shard_num=2)
+    saver.holds(15)
+    waiting = threading.Thread(target=saver.wait_in, args=("/ckpt/14.done",), daemon=True)
+    waiting.start()
+    companion.take({"do": "freeze"})
+    saving = threading.Thread(target=companion.take, args=({"do": "save", "part": True},), daemon=True)
+    saving.start()
+    saving.join(15)
+    assert (saving.is_alive(), waiting.is_alive(), saver.saved) == (False, False, [15])
+    # The next one is waited for again.
+    began = time.monotonic()
+    saver._dist_make_dir("/ckpt/never", 1)
+    assert time.monotonic() - began >= 1
 
 
 def test_a_worker_that_waits_with_its_lock_holds_nobody_up(companion: Companion) -> None:
