@@ -119,6 +119,7 @@ class Companion:
                 watch(lock, partial(self._torn.add, number))
             saver._save_shard = partial(_save_shard, saver, saver._save_shard)
             saver._dist_make_dir = partial(self._make_directory, saver, saver._dist_make_dir)
+            saver._check_shard_step_consistence = partial(self._holds_step, saver)
             threading.Thread(target=saver._sync_shm_to_storage, name="saver", daemon=True).start()
         self._made_in = self._world
 
@@ -133,9 +134,26 @@ class Companion:
             time.sleep(_LONGEST_PAUSE_SECONDS)  # why: the other node says nothing
         original(path, 1)
 
-    def _configs(self) -> Iterator[Any]:
+    def _holds_step(self, saver: Any, step: int, timeout: float = 15) -> bool:
+        """Whether all of this node's memory has a step, before it is written; it may just be coming.
+
+        A later one has been written over it, and then it does not come again. The library waits all the same.
+        """
+        until = time.monotonic() + timeout
+        while True:
+            configs = [
+                handler.get_checkpoint_config(self._module.CheckpointConfig()) for handler in saver._shm_handlers
+            ]
+            steps = [int(config.step) for config in configs if config.step > 0]
+            if all(one == step for one in steps):
+                return True
+            if self._given_up or max(steps) > step or time.monotonic() > until:
+                return False
+            time.sleep(_LOOK_EVERY_SECONDS)  # why: memory does not tell of a change
+
+    def _configs(self, saver: Any = None) -> Iterator[Any]:
         """What the memory of each local shard says of itself."""
-        for handler in self._saver._shm_handlers:
+        for handler in (saver or self._saver)._shm_handlers:
             yield handler.get_checkpoint_config(self._module.CheckpointConfig())
 
     def _step(self) -> int:

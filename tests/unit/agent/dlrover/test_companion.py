@@ -364,6 +364,21 @@ def test_a_directory_of_an_older_save_is_not_waited_for(companion: Companion) ->
     assert time.monotonic() - began >= 1
 
 
+def test_a_step_that_was_written_over_is_not_waited_for(companion: Companion) -> None:
+    """A worker saves to memory soon after it has asked for a save to the disk. One that is coming is waited for."""
+    saver = made(companion, local_shard_num=2)
+    saver.holds(14)
+    assert saver._check_shard_step_consistence(14)
+    saver._shm_handlers[1].config = Config(step=15, world_size=1)
+    began = time.monotonic()
+    assert not saver._check_shard_step_consistence(14)
+    assert time.monotonic() - began < 5, "the library waits for 15 s, and with it all that is to be written"
+    comes = threading.Timer(0.3, saver.holds, (15,))
+    comes.start()
+    assert saver._check_shard_step_consistence(15)
+    assert not saver._check_shard_step_consistence(16, 0.1)
+
+
 def test_a_worker_that_waits_with_its_lock_holds_nobody_up(companion: Companion) -> None:
     """Its peers may be gone. It is killed next, and has written nothing."""
     saver = made(companion)
