@@ -141,10 +141,7 @@ class Companion:
         """
         until = time.monotonic() + timeout
         while True:
-            configs = [
-                handler.get_checkpoint_config(self._module.CheckpointConfig()) for handler in saver._shm_handlers
-            ]
-            steps = [int(config.step) for config in configs if config.step > 0]
+            steps = [int(config.step) for config in self._configs(saver) if config.step > 0]
             if all(one == step for one in steps):
                 return True
             if self._given_up or max(steps) > step or time.monotonic() > until:
