@@ -57,6 +57,7 @@ def scale(sim: Simulation) -> None:
 
     # What is being allowed may happen before the person has the answer.
     sim.ledger.limit = max(sim.ledger.limit, wanted)
+    sim.ledger.shapes.scaled(wanted)
     sim.master.receive(Called(control_pb2.ScaleRequest(job_id="job", nodes=wanted)), answered)
 
 

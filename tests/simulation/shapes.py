@@ -53,12 +53,19 @@ class ShapeChecks:
         self._ledger = ledger
         # Members by incarnation of each world that failed.
         self._tried: list[frozenset[str]] = []
+        self._limit = ledger.sim.plan.settings.max_nodes
 
     def happened(self, run: Collective) -> None:
         """A world has failed by its size."""
         if self._ledger.worlds[run.epoch].resharded:
             return  # That may be what did not work: it is tried once more, with files that load anywhere.
         self._tried.append(frozenset(group.agent.client.incarnation for group in run.groups.values()))
+
+    def scaled(self, nodes: int) -> None:
+        """A person asks for so many nodes: with another number the master forgets what failed before."""
+        if nodes != self._limit:
+            self._limit = nodes
+            self._tried.clear()
 
     @property
     def excuse_the_end(self) -> bool:

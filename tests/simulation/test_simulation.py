@@ -32,7 +32,7 @@ RUNS = int(os.environ.get("SIM_RUNS", "1000"))
 FIRST_SEED = int(os.environ.get("SIM_SEED", "1"))
 # Schedules that once broke an invariant, by a fault of the product or of the model.
 BROKE_ONCE = (
-    *(2167, 2481, 2547, 4014, 4911, 5278, 5797, 20679, 20730, 20907, 21266),
+    *(2167, 2481, 2547, 4014, 4911, 5278, 5467, 5797, 20679, 20730, 20907, 21266),
     *(21537, 21922, 22033, 22911, 32199, 32257, 7300131, 7300822, 7301672, 7302298, 9208, 5128, 9517),
 )
 
