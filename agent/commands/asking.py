@@ -55,6 +55,11 @@ class NoAnswer(Exception):
         self.address, self.error, self.is_sent_on = address, error, is_sent_on
 
     @property
+    def is_from_master(self) -> bool:
+        """Whether a master has said it; else nobody was reached."""
+        return isinstance(self.error, grpc.Call) and bool(self.error.trailing_metadata())
+
+    @property
     def is_away(self) -> bool:
         """Whether no master could be reached."""
         return code_of(self.error) is grpc.StatusCode.UNAVAILABLE
@@ -95,7 +100,7 @@ class AskedMaster:
 
     def _call(self, method: str, request: Any, more_seconds: float) -> Any:
         ways, asked, is_sent_on = self._ways(), set[tuple[str, str]](), False
-        way = next(ways)
+        way, before = next(ways), None
         while True:
             asked.add(way)
             with self._credentials.channel(*way) as channel:
@@ -107,6 +112,10 @@ class AskedMaster:
                     named, again = (leader_of(error), ""), code_of(error) in RETRIED
                     is_sent_on = again and (is_sent_on or bool(named[0]))
                     said = NoAnswer(way[0], error, is_sent_on)
+                    if again and not is_sent_on and before is not None and before.is_from_master:
+                        # A master that stands by knows more than that one more is gone.
+                        said = before
+                    before = said
                     way = next((one for one in chain([named], ways) if one[0] and one not in asked), ("", ""))
                     if not way[0] or not again:
                         raise said from error
@@ -121,6 +130,8 @@ class AskedMaster:
         """Why there is no answer, for a person."""
         error = said.error
         text = f"the master at {said.address} does not answer: {said}"
+        if said.is_from_master:
+            text = f"the master at {said.address} says: {detail_of(error)}"
         if said.is_away and (known := self.without_master()):
             text = known[0]
         if code_of(error) in _REFUSED:

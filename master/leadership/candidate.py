@@ -54,8 +54,11 @@ class Serving(Protocol):
     def stop(self) -> None:
         """Ends `run` after the present turn."""
 
-    def stand_by(self, leader: str | None) -> None:
-        """Sends agents to this address from now on; empty: nobody is known to; None: this one ends."""
+    def stand_by(self, leader: str | None, etcd_is_away: bool = False) -> None:
+        """Sends agents to this address from now on; empty: nobody is known to; None: this one ends.
+
+        `etcd_is_away`: why nobody is known to.
+        """
 
 
 class Key(Protocol):
@@ -90,8 +93,8 @@ class Candidate:
         self._key, self._server, self._said = key, server, said
         self._clock = clock
         self._state = LeadershipState(me or secrets.token_hex(8), address)
-        # The other leader as it was said last; whether etcd did not answer last.
-        self._named, self._away = "", False
+        # The other leader as it was said last; what etcd did not do, and was said, since somebody led.
+        self._named, self._troubles = "", set[str]()
         self._term: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         # One thread: the key's calls wait for etcd, and the loop answers agents meanwhile.
@@ -137,21 +140,24 @@ class Candidate:
     async def _obey(self, order: KeyOrder) -> None:
         mine = Leader(self._state.me, self._state.address, self._state.generation)
         answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._key.carry_out, order, mine)
-        self._say(answer)
+        self._say(order, answer)
         self._learn(answer)
 
     def _learn(self, event: Event) -> None:
         self._state = after(self._state, event, self._clock())
         self._changed.set()
 
-    def _say(self, answer: Saw | Unanswered) -> None:
+    def _say(self, order: KeyOrder, answer: Saw | Unanswered) -> None:
         """Logs what is news for a person."""
-        away = isinstance(answer, Unanswered)
-        if isinstance(answer, Unanswered) and not self._away:
-            log.warning("cannot see in etcd who leads: %s; trying again", answer.why)
-        if self._away and not away:
+        if isinstance(answer, Unanswered):
+            trouble = "take the lead in etcd" if order is KeyOrder.CAMPAIGN else "see in etcd who leads"
+            if trouble not in self._troubles:
+                log.warning("cannot %s: %s; trying again", trouble, answer.why)
+            self._troubles.add(trouble)
+        elif self._troubles and answer.leader is not None:
+            # That nobody leads is no news of an etcd that is full: it can be read, and not written.
             log.warning("etcd says again who leads")
-        self._away = away
+            self._troubles.clear()
 
     async def _settle(self) -> None:
         """Begins to lead, or ends it, as the state says."""
@@ -162,7 +168,7 @@ class Candidate:
             if self._named != self._state.named:
                 self._named = self._state.named
                 log.info("standing by: %s", f"{self._named} leads" if self._named else "nobody is known to lead")
-            self._server.stand_by(self._elsewhere)
+            self._server.stand_by(self._elsewhere, bool(self._troubles))
         elif self._term is None:
             self._named = ""
             self._term = asyncio.create_task(self._lead())
@@ -174,7 +180,7 @@ class Candidate:
         if term is not None:
             self._server.stop()
             # Agents go at once: the last turn may wait for etcd.
-            self._server.stand_by(self._elsewhere)
+            self._server.stand_by(self._elsewhere, bool(self._troubles))
             await term
 
     @property

@@ -39,6 +39,8 @@ class Desk(grpc.GenericRpcHandler):
     def __init__(self) -> None:
         self._present: grpc.GenericRpcHandler | None = None
         self._leader: str | None = None
+        # Whether nobody is known to lead because etcd does not answer, or refuses.
+        self.etcd_is_away = False
         self._changed = asyncio.Event()
         service = pb.DESCRIPTOR.services_by_name["Control"]
         self._elsewhere = grpc.method_handlers_generic_handler(
@@ -75,8 +77,10 @@ class Desk(grpc.GenericRpcHandler):
         """Why calls are not served here."""
         if self.leader is None:
             return "the master is stopping or starting: try again"
-        where = f"the master at {self.leader} leads" if self.leader else "no other master is known to lead: try again"
-        return f"this master stands by: {where}"
+        if self.leader:
+            return f"this master stands by: the master at {self.leader} leads"
+        why = ", as etcd does not answer or refuses (this master's log says why)" if self.etcd_is_away else ""
+        return f"this master stands by: no other master is known to lead{why}: try again"
 
     def service(self, handler_call_details: Any) -> Any:
         """See grpc.GenericRpcHandler."""

@@ -175,9 +175,12 @@ class ControlServer:
         if self._driver is not None:
             self._driver.stop()
 
-    def stand_by(self, leader: str | None) -> None:
-        """Serves nobody: agents are sent to this address (HOST:PORT; empty: who leads is not known; None: to none)."""
-        self._desk.leader = leader
+    def stand_by(self, leader: str | None, etcd_is_away: bool = False) -> None:
+        """Serves nobody: agents are sent to this address (HOST:PORT; empty: who leads is not known; None: to none).
+
+        `etcd_is_away`: why it is not known, for people.
+        """
+        self._desk.leader, self._desk.etcd_is_away = leader, etcd_is_away
         if self._desk.present is not None:
             self._desk.present = None
             self.watchers.end_all(End.STOPPING)

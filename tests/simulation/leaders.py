@@ -290,7 +290,7 @@ class SimServer:
     def stop(self) -> None:
         self._stopping = True
 
-    def stand_by(self, leader: str | None) -> None:
+    def stand_by(self, leader: str | None, etcd_is_away: bool = False) -> None:
         self.leader = leader or ""
 
 

@@ -32,19 +32,22 @@ class Master(control_pb2_grpc.ControlServicer):
     def GetStatus(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:
         self.asked += 1
         if self.left >= self.asked:
-            context.set_trailing_metadata((("grpc-retry-pushback-ms", "-1"), (LEADER_METADATA, self.leader)))
+            named = ((LEADER_METADATA, self.leader),) if self.leader else ()
+            context.set_trailing_metadata((("grpc-retry-pushback-ms", "-1"), *named))
             context.abort(grpc.StatusCode.UNAVAILABLE, f"this master stands by: the master at {self.leader} leads")
         return pb.StatusReply(job_id="gpt")
 
 
-def ask(master: Master) -> pb.StatusReply:
+def ask(master: Master, *, gone_last: bool = False) -> pb.StatusReply:
     """As a command does that was given this master and the one that is gone."""
     server = grpc.server(futures.ThreadPoolExecutor(4))
     control_pb2_grpc.add_ControlServicer_to_server(master, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
+    addresses = [master.leader or f"127.0.0.1:{free_port()}", f"127.0.0.1:{port}"]
     options = argparse.Namespace(
-        **{"master": f"{master.leader},127.0.0.1:{port}", "job_id": "gpt", "checkpoint_dir": ".", "token_file": None},
+        **{"master": ",".join(sorted(addresses, key=lambda one: one.endswith(str(port)) != gone_last))},
+        **{"job_id": "gpt", "checkpoint_dir": ".", "token_file": None},
         **dict.fromkeys(("tls_ca", "tls_cert", "tls_key")),
     )
     try:
@@ -68,6 +71,15 @@ def test_where_nobody_follows_the_command_says_so(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(NoAnswer, match="stands by"):
         ask(master)
     assert master.asked > 1
+
+
+def test_what_a_master_says_counts_more_than_one_that_is_gone() -> None:
+    """Who stands by may know why nobody leads, as where etcd is away, in whatever order they are asked."""
+    for gone_last in (False, True):
+        with pytest.raises(NoAnswer) as said:
+            ask(Master("", 1000), gone_last=gone_last)
+        assert "this master stands by" in str(said.value)
+        assert said.value.is_from_master
 
 
 def test_numbers_of_events_and_orders_are_numbers() -> None:

@@ -689,13 +689,15 @@ def test_who_stands_by_names_who_leads(monkeypatch: pytest.MonkeyPatch) -> None:
         await server.listen()
         master = Master(server, MemoryStore(), asyncio.create_task(asyncio.sleep(0)))
         try:
-            for leader in ("", "other:1"):
-                server.stand_by(leader)
+            for leader, why in (("", ": try again"), ("", "as etcd does not answer or refuses"), ("other:1", "leads")):
+                server.stand_by(leader, "etcd" in why)
                 for call in (master.register(), anext(master.watch())):
                     with pytest.raises(grpc.aio.AioRpcError) as error:
                         await call
                     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-                    assert "stands by" in (error.value.details() or "")
+                    said_why = error.value.details() or ""
+                    assert "stands by" in said_why
+                    assert why in said_why
                     said = dict(error.value.trailing_metadata() or ())
                     assert said.get(LEADER_METADATA, "") == leader
                     assert said["grpc-retry-pushback-ms"] == "-1"
