@@ -2128,6 +2128,7 @@ class StatusReply(google.protobuf.message.Message):
     SAVE_ORDER_FIELD_NUMBER: builtins.int
     HELD_FIELD_NUMBER: builtins.int
     HELD_COPIES_FIELD_NUMBER: builtins.int
+    STORE_TROUBLE_FIELD_NUMBER: builtins.int
     generation: builtins.int
     job_id: builtins.str
     run_id: builtins.str
@@ -2148,6 +2149,8 @@ class StatusReply(google.protobuf.message.Message):
     """Number of the SaveNow that still stands: no commit has fulfilled it. 0: none does."""
     held_copies: builtins.int
     """So many nodes at least have each part of it: the loss of one fewer does not cost it."""
+    store_trouble: builtins.str
+    """Why the master can record nothing that it decides just now, so that changes wait. Empty: it can."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NodeStatus]: ...
     @property
@@ -2199,9 +2202,10 @@ class StatusReply(google.protobuf.message.Message):
         save_order: builtins.int = ...,
         held: global___Checkpoint | None = ...,
         held_copies: builtins.int = ...,
+        store_trouble: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_goodput", b"_goodput", "goodput", b"goodput", "head", b"head", "held", b"held", "leader", b"leader", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_goodput", b"_goodput", "checkpoints", b"checkpoints", "epoch", b"epoch", "generation", b"generation", "goodput", b"goodput", "head", b"head", "held", b"held", "held_copies", b"held_copies", "history", b"history", "job_id", b"job_id", "leader", b"leader", "limit", b"limit", "loss", b"loss", "milestones", b"milestones", "nodes", b"nodes", "phase", b"phase", "probe", b"probe", "reason", b"reason", "run_id", b"run_id", "save_order", b"save_order", "settings", b"settings", "step", b"step", "unheard", b"unheard"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_goodput", b"_goodput", "checkpoints", b"checkpoints", "epoch", b"epoch", "generation", b"generation", "goodput", b"goodput", "head", b"head", "held", b"held", "held_copies", b"held_copies", "history", b"history", "job_id", b"job_id", "leader", b"leader", "limit", b"limit", "loss", b"loss", "milestones", b"milestones", "nodes", b"nodes", "phase", b"phase", "probe", b"probe", "reason", b"reason", "run_id", b"run_id", "save_order", b"save_order", "settings", b"settings", "step", b"step", "store_trouble", b"store_trouble", "unheard", b"unheard"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_goodput", b"_goodput"]) -> typing.Literal["goodput"] | None: ...
 
 global___StatusReply = StatusReply

@@ -85,6 +85,8 @@ def status_lines(reply: control_pb2.StatusReply) -> list[str]:
     if reply.leader.address:
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(reply.leader.since))
         lines.append(f"  master: {reply.leader.address} leads since {since}, generation {reply.generation}")
+    if reply.store_trouble:
+        lines.append(f"  the master cannot record anything now: {reply.store_trouble}; changes wait, training goes on")
     for node in reply.nodes:
         rank = f" {node.group_rank}" if node.role == "member" else ""
         why = f": {node.reason}" if node.reason else ""

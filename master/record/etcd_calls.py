@@ -7,6 +7,7 @@ second try of one that was carried out changes nothing, and says so; a lease tha
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,11 @@ _CURES = {
     " (--etcd-ca, --etcd-cert, --etcd-key)",
     "permission denied": "grant the user's role read and write on the keys under /dalsegno/",
     "database space exceeded": "etcd is full: compact and defragment it or raise its quota, then disarm its alarm",
+    "connection refused": "more than half of its members have to run: the log of one that has ended says why, as that"
+    " its disk is full",
 }
+# What gRPC puts around the reason, which names the endpoint once more.
+_AROUND = re.compile(r"^failed to connect to all .*; last error: \w+: \S+: (failed to connect to remote host: )?")
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.enable_retries", 0),
@@ -325,7 +330,9 @@ def _channel(endpoint: str, contents: _Contents) -> grpc.Channel:
 
 
 def _reason(error: grpc.RpcError) -> str:
-    return one_line(str(error.details() or error.code().name).lower())
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "no answer in time"
+    return one_line(_AROUND.sub("", str(error.details() or error.code().name).lower()))
 
 
 def _told(reasons: dict[str, str]) -> str:

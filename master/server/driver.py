@@ -178,6 +178,8 @@ class Driver:
         self._said: set[str] = set()
         # One thread, so that two writes of one store never overlap.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="dalsegno-store")
+        # Why the present turn cannot be stored, for people; empty: it can.
+        self.store_trouble = ""
         # When an agent was last heard, for the embedded master's end.
         self.heard_at = clock()
 
@@ -358,6 +360,7 @@ class Driver:
         while True:
             try:
                 await loop.run_in_executor(self._writer, self._save, rows, generation)
+                self.store_trouble = ""
                 if said:
                     log.warning("the store takes writes again, after %.0f s", self._clock() - began)
                 return
@@ -368,6 +371,7 @@ class Driver:
                 if self._stopping or (not lasts and self._clock() + pause > began + SAVE_TIMEOUT_SECONDS):
                     raise
                 # A service that is away has another reason with each try.
+                self.store_trouble = str(error)
                 reason = type(error).__name__ if isinstance(error, StoreAway) else str(error)
                 if reason != said:
                     said = reason

@@ -195,8 +195,10 @@ class ControlServer:
         if not self.leads:
             return Reply("UNAVAILABLE", self._desk.refusal, None)
         reply = await self.driver.status()
-        if self.advertised and isinstance(reply.message, control_pb2.StatusReply):
-            reply.message.leader.address, reply.message.leader.since = self.advertised, self._since
+        if isinstance(reply.message, control_pb2.StatusReply):
+            reply.message.store_trouble = self.driver.store_trouble
+            if self.advertised:
+                reply.message.leader.address, reply.message.leader.since = self.advertised, self._since
         return reply
 
     async def call(self, message: Message) -> Reply:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,74 +23,13 @@ from dalsegno.master.leadership.standing import KeyOrder, Leader
 from dalsegno.master.record.etcd_calls import Etcd, EtcdFiles
 from dalsegno.master.record.store import open_store
 from tests.support.jobs.certificates import Authority, Certificate
-from tests.support.jobs.etcd_members import ETCD, MISSING, Members, etcd_members
-from tests.support.jobs.light import Crew
-from tests.support.jobs.master_process import asked_status, command, eventually, said_by, settings
+from tests.support.jobs.etcd_members import ETCD, MISSING, etcd_members
+from tests.support.jobs.etcd_scenes import crew, emptied, filled, master, served
+from tests.support.jobs.master_process import asked_status, eventually, said_by
 from tests.support.jobs.ports import free_port
 from tests.support.jobs.proxy import Proxy
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(ETCD is None, reason=MISSING)]
-
-
-@contextlib.contextmanager
-def master(store: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
-    """A master's process, killed in the end."""
-    line = command(store, *flags)
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def served(process: subprocess.Popen[str]) -> str:
-    """The address at which a master leads, once it does."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "generation" in (said := json.loads(line)):
-            return str(said["address"])
-    raise AssertionError("it has ended")
-
-
-@contextlib.contextmanager
-def crew(*addresses: str) -> Iterator[Crew]:
-    """Two agents, not in a world yet, that commit once they are."""
-    made = Crew("job", addresses, settings((2, 4), grow_interval=0.1))
-    try:
-        for name in "ab":
-            made.start(name)
-        made.train(0.1)
-        yield made
-    finally:
-        made.close()
-
-
-def filled(members: Members, size: int) -> None:
-    """Fills etcd until it refuses: nothing more is written, by whoever."""
-    with grpc.insecure_channel(members.endpoints[0]) as channel:
-        stub = rpc_pb2_grpc.KVStub(channel)
-        for number in range(1000):
-            try:
-                stub.Put(rpc_pb2.PutRequest(key=b"rubbish", value=bytes([number % 250]) * size), timeout=10)
-            except grpc.RpcError as error:
-                if "space exceeded" not in str(error):
-                    raise
-                return
-    raise AssertionError("etcd has room without end")
-
-
-def emptied(members: Members) -> None:
-    """Makes room, as an operator does: compact, defragment, disarm the alarm."""
-    with grpc.insecure_channel(members.endpoints[0]) as channel:
-        stub, care = rpc_pb2_grpc.KVStub(channel), rpc_pb2_grpc.MaintenanceStub(channel)
-        now = stub.DeleteRange(rpc_pb2.DeleteRangeRequest(key=b"rubbish"), timeout=10).header.revision
-        stub.Compact(rpc_pb2.CompactionRequest(revision=now, physical=True), timeout=10)
-        care.Defragment(rpc_pb2.DefragmentRequest(), timeout=30)
-        for one in care.Alarm(rpc_pb2.AlarmRequest(action=rpc_pb2.AlarmRequest.GET), timeout=10).alarms:
-            off = rpc_pb2.AlarmRequest(
-                action=rpc_pb2.AlarmRequest.DEACTIVATE, memberID=one.memberID, alarm=rpc_pb2.NOSPACE
-            )
-            care.Alarm(off, timeout=10)
 
 
 @pytest.mark.full

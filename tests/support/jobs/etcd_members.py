@@ -134,8 +134,11 @@ class Members:
             except (OSError, urllib.error.URLError):
                 pass
             time.sleep(0.05)  # why: a member tells nobody when it is there
-        log = (self._directory / f"{self._names[number]}.log").read_text(errors="replace")
-        raise AssertionError(f"member {number} is not healthy after {PATIENCE:.0f} s:\n{log[-3000:]}")
+        raise AssertionError(f"member {number} is not healthy after {PATIENCE:.0f} s:\n{self.log(number)[-3000:]}")
+
+    def log(self, number: int) -> str:
+        """What a member has said so far."""
+        return (self._directory / f"{self._names[number]}.log").read_text(errors="replace")
 
     def leader(self) -> int:
         """The number of the member that leads the others."""

@@ -127,3 +127,14 @@ def test_the_open_epoch_goes_on() -> None:
     assert "2 nodes, steps 29 to now, paused 0.0 s, lost 1 step" in second
     reply.phase = pb.PHASE_WAITING
     assert "steps 29 to 97," in status_lines(reply)[2]
+
+
+def test_a_master_that_can_record_nothing_says_so() -> None:
+    """Beside who leads: else all looks well but for a commit that gets older."""
+    reply = pb.StatusReply(job_id="job", phase=pb.PHASE_RUNNING, store_trouble="cannot write the store in etcd: full")
+    assert (
+        "  the master cannot record anything now: cannot write the store in etcd: full; changes wait, training goes on"
+        in (status_lines(reply))
+    )
+    reply.store_trouble = ""
+    assert not any("cannot record" in line for line in status_lines(reply))

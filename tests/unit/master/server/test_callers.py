@@ -291,15 +291,21 @@ class Starved(MemoryStore):
 
 @pytest.mark.slow
 def test_a_starved_store_is_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Longer than for one that fails: a new process would have no more descriptors. It is said once."""
+    """Longer than for one that fails: a new process would have no more of them. It is said once, and by the status."""
     monkeypatch.setattr(driver_module, "SAVE_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(driver_module, "STATUS_PATIENCE_SECONDS", 0.01)
     monkeypatch.setattr(driver_module, "MAX_SAVE_PAUSE_SECONDS", 0.1)
     caplog.set_level(logging.WARNING, "dalsegno")
 
     async def scene() -> None:
         async with serving(Starved()) as master:
-            await master.register()
+            registering = asyncio.ensure_future(master.register())
+            while not (trouble := (await master.status()).store_trouble):
+                assert not registering.done()
+            assert "no file descriptor is left" in trouble
+            await registering
             await master.join(1)
+            assert (await master.status()).store_trouble == ""
 
     asyncio.run(scene())
     lines = [record.getMessage() for record in caplog.records]
