@@ -93,8 +93,9 @@ class Candidate:
         self._key, self._server, self._said = key, server, said
         self._clock = clock
         self._state = LeadershipState(me or secrets.token_hex(8), address)
-        # The other leader as it was said last; what etcd did not do, and was said, since somebody led.
-        self._named, self._troubles = "", set[str]()
+        # The other leader as it was said last; whether it was a campaign that etcd did not answer, once said, since
+        # somebody led.
+        self._named, self._troubles = "", set[bool]()
         self._term: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         # One thread: the key's calls wait for etcd, and the loop answers agents meanwhile.
@@ -150,10 +151,13 @@ class Candidate:
     def _say(self, order: KeyOrder, answer: Saw | Unanswered) -> None:
         """Logs what is news for a person."""
         if isinstance(answer, Unanswered):
-            trouble = "take the lead in etcd" if order is KeyOrder.CAMPAIGN else "see in etcd who leads"
-            if trouble not in self._troubles:
-                log.warning("cannot %s: %s; trying again", trouble, answer.why)
-            self._troubles.add(trouble)
+            campaigned = order is KeyOrder.CAMPAIGN
+            if campaigned not in self._troubles:
+                if campaigned:
+                    log.warning("cannot take the lead in etcd: %s; trying again", answer.why)
+                else:
+                    log.warning("cannot see in etcd who leads: %s; trying again", answer.why)
+            self._troubles.add(campaigned)
         elif self._troubles and answer.leader is not None:
             # That nobody leads is no news of an etcd that is full: it can be read, and not written.
             log.warning("etcd says again who leads")
