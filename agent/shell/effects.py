@@ -81,6 +81,8 @@ class Effects:
         self._disagreement = self._passed_over = ""
         self._incarnation = ""
         self._epoch = 0
+        # How many Joins were to be prepared.
+        self._joins = 0
         # The newest commit that the master has told.
         self._head: control_pb2.Checkpoint | None = None
         find = partial(node_address, tuple(masters), config.local_addr)
@@ -295,8 +297,10 @@ class Effects:
     # ---- joining ----------------------------------------------------------------------------------------------------
 
     def _prepare_join(self, action: ev.PrepareJoin) -> None:
+        self._joins += 1
+        number = self._joins
         if action.take is None:
-            self._open_and_look(action)
+            self._open_and_look(action, number)
             return
 
         def take(world: control_pb2.World) -> None:
@@ -305,7 +309,7 @@ class Effects:
             except Exception:
                 # This node joins all the same.
                 logger.exception("what the script saved last in epoch %d is not taken", world.epoch)
-            self._open_and_look(action)
+            self._open_and_look(action, number)
 
         # On a thread, because it may copy a large checkpoint.
         try:
@@ -313,7 +317,8 @@ class Effects:
         except RuntimeError as error:
             self._mailbox.put(ev.JoinFailed(action.round, _digest(action.resume), shortage(error) or str(error)))
 
-    def _open_and_look(self, action: ev.PrepareJoin) -> None:
+    def _open_and_look(self, action: ev.PrepareJoin, number: int) -> None:
+        """`number`: of this Join. What it has waited for may end when the next one is prepared already."""
         digest, took = _digest(action.resume), action.take.epoch if action.take is not None else 0
         try:
             # A master that has lost its record counts rounds anew.
@@ -334,18 +339,19 @@ class Effects:
             )
 
         newest = (self._head.epoch, self._head.step) if self._head is not None else None
+        look = partial(self.storage.look, self.run_id, newer_than=newest, turn=number)
         if not action.parts or action.resume is None or self.memory is None:
-            self.storage.look(self.run_id, action.resume, action.patient, seen, newer_than=newest)
+            look(action.resume, action.patient, seen)
             return
 
         def fetched(found: control_pb2.Checkpoint | str) -> None:
             if isinstance(found, str) and action.anyway:
-                self.storage.look(self.run_id, None, False, lambda survey: seen(survey, lacks=True), newer_than=newest)
+                look(None, False, lambda survey: seen(survey, lacks=True))
             elif isinstance(found, str):
                 assert action.resume is not None
                 self._mailbox.put(ev.JoinFailed(action.round, digest, f"{action.resume.name} is not here yet: {found}"))
             else:
-                self.storage.look(self.run_id, None, False, lambda survey: seen(survey, found), newer_than=newest)
+                look(None, False, lambda survey: seen(survey, found))
 
         self.memory.gather(self.run_id, action.resume, action.parts, fetched)
 

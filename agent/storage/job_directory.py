@@ -197,7 +197,7 @@ class Storage:
         # Pools of their own, so that a slow verification or deletion does not hold up a Join.
         self._quick = ThreadPoolExecutor(2, thread_name_prefix="storage")
         self._slow = ThreadPoolExecutor(2, thread_name_prefix="storage-slow")
-        self._look = 0
+        self._look = self._turn = 0
         self._look_lock = threading.Lock()
         # Held while checkpoints are being deleted, until that is told: a look at the free room waits for it.
         self.deletion = threading.Lock()
@@ -223,14 +223,18 @@ class Storage:
         deliver: Callable[[Survey], None],
         seconds: float = LOOK_SECONDS,
         newer_than: tuple[int, int] | None = None,
+        turn: int = 0,
     ) -> None:
         """Looks until `resume` is in sight, at most `seconds` (for ever if `patient`), then delivers what is seen.
 
         If the directory is in sight, but has no usable manifest in several looks, that is delivered, and a patient look
-        then goes on. A later `look` ends an earlier one without a delivery. A directory that cannot be read counts as
-        empty.
+        then goes on. A later `look` ends an earlier one without a delivery; one of an earlier `turn` looks at nothing.
+        A directory that cannot be read counts as empty.
         """
         with self._look_lock:
+            if turn < self._turn:
+                return
+            self._turn = turn
             self._look += 1
             number = self._look
 

@@ -214,7 +214,7 @@ class Files:
         self._quick = Hands(agent.process, "storage")
         self._slow = Hands(agent.process, "storage-slow")
         self.deletion = threads.Lock()
-        self._look = 0
+        self._look = self._turn = 0
 
     def _later(self, low: float, high: float, hands: Hands, call: Callable[..., object], *args: Any) -> None:
         process = self._agent.process
@@ -235,7 +235,11 @@ class Files:
         deliver: Callable[[Survey], None],
         seconds: float = LOOK_FOR,
         newer_than: tuple[int, int] | None = None,
+        turn: int = 0,
     ) -> None:
+        if turn < self._turn:
+            return
+        self._turn = turn
         self._look += 1
         wanted = resume.digest if resume is not None else ""
         self._look_on(self._look, wanted, patient, self._sim.clock.now + LOOK_FOR, deliver)

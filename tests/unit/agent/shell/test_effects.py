@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,3 +117,35 @@ def test_a_master_without_memory_is_told_what_the_one_before_said(
     effects.perform(ev.Register("first", "me"))
     assert (registered[1].epoch, registered[1].known_settings) == (7, in_force)
     assert registered[1].settings.max_nodes == 1
+
+
+def test_a_gathering_that_ends_late_ends_no_look(
+    effects: Effects, mailbox: Mailbox[ev.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order has changed meanwhile: who waits for that Join would never hear of this node, and go on without it."""
+    gathered: list[Callable[[str], None]] = []
+
+    class Memory:
+        def gather(
+            self, run_id: str, ref: control_pb2.CheckpointRef, parts: object, then: Callable[[str], None]
+        ) -> None:
+            gathered.append(then)
+
+    looks = threading.Event()
+    plain = effects.storage.directory.look
+
+    def look(*arguments: Any) -> Survey:
+        looks.wait(30)
+        return plain(*arguments)
+
+    monkeypatch.setattr(effects, "memory", Memory())
+    monkeypatch.setattr(effects.storage.directory, "look", look)
+    lost = control_pb2.CheckpointRef(name="step-1.e1.1", digest="1" * 64)
+    effects.perform(ev.PrepareJoin(4, lost, parts=(control_pb2.HeldPart(),), anyway=True))
+    effects.perform(ev.PrepareJoin(4, None))
+    gathered[0]("nobody has part 1")
+    looks.set()
+    event = mailbox.get(20.0)
+    assert isinstance(event, ev.JoinPrepared)
+    assert event.resume_digest == ""
+    monkeypatch.undo()
