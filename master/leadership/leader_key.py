@@ -68,12 +68,12 @@ class LeaderKey:
         found = self._client.get(self._name)
         leader = _decoded(found)
         if found is not None and leader is not None and leader.master == mine.master:
-            self._client.change(self._name, found.revision, [Change(self._name, None)])
+            self._client.change(self._name, found.revision, [Change(self._name, None)], found.data)
         return None
 
     def _replace(self, found: Value | None, mine: Leader) -> Leader | None:
-        revision = 0 if found is None else found.revision
-        if self._client.change(self._name, revision, [Change(self._name, _encoded(mine), self._lease)]):
+        revision, held = (0, None) if found is None else (found.revision, found.data)
+        if self._client.change(self._name, revision, [Change(self._name, _encoded(mine), self._lease)], held):
             return mine
         # Somebody was faster; or this was done already, and the answer was lost.
         return self._look(mine)

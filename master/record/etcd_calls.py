@@ -181,8 +181,11 @@ class Etcd:
         found = self._call("Range", self._messages.RangeRequest(key=start, range_end=end, keys_only=True))
         return [one.key.decode() for one in found.kvs]
 
-    def change(self, key: str, revision: int, changes: Sequence[Change]) -> int:
+    def change(self, key: str, revision: int, changes: Sequence[Change], held: bytes | None = None) -> int:
         """Makes all changes if `key` was changed last in this revision (0: is not there), else none.
+
+        Args:
+            held: what it has to have, too (None: anything). An etcd that was set back counts its revisions anew.
 
         Returns:
             The revision in which they were made; 0: not now, but an earlier try may have made them.
@@ -191,10 +194,11 @@ class Etcd:
             EtcdUnavailable: nobody knows whether they were made.
         """
         messages = self._messages
-        asked = messages.Compare(
-            result=messages.Compare.EQUAL, target=messages.Compare.MOD, key=key.encode(), mod_revision=revision
-        )
-        request = messages.TxnRequest(compare=[asked], success=[self._operation(one) for one in changes])
+        equal, name = messages.Compare.EQUAL, key.encode()
+        asked = [messages.Compare(result=equal, target=messages.Compare.MOD, key=name, mod_revision=revision)]
+        if revision and held is not None:
+            asked.append(messages.Compare(result=equal, target=messages.Compare.VALUE, key=name, value=held))
+        request = messages.TxnRequest(compare=asked, success=[self._operation(one) for one in changes])
         reply = self._call("Txn", request)
         return int(reply.header.revision) if reply.succeeded else 0
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from dalsegno.protos.text import one_line
 
 from .chunks import BUCKETS, Head, WrongChunk, bucket_of, chunk_digest, decoded, encoded, packed, unpacked
-from .etcd_calls import Change, Etcd, EtcdFiles, EtcdUnavailable, endpoints_of
+from .etcd_calls import Change, Etcd, EtcdFiles, EtcdUnavailable, Value, endpoints_of
 from .store import Rows, StoreAway, StoreDamaged, StoreError, StoreUnavailable, Superseded, digest_of
 
 __all__ = ["PREFIX", "EtcdStore", "open_client", "open_etcd"]
@@ -80,8 +80,9 @@ class EtcdStore:
         self._client, self._job_id = client, job_id
         self._at = f"{PREFIX}/{job_id}/"
         self._owner = secrets.token_hex(8)
-        # The head as it was read or written last, with the revision of its key (0: it is not there), and the rows.
-        self._head, self._revision = Head(job_id), 0
+        # The head as it was read or written last, with its bytes, the revision of its key (0: it is not there), and the
+        # rows.
+        self._head, self._held, self._revision = Head(job_id), b"", 0
         self._rows: list[dict[str, bytes]] = [{} for _ in range(BUCKETS)]
         # Chunks that are there and that no head names any more.
         self._garbage: set[str] = set()
@@ -189,7 +190,7 @@ class EtcdStore:
             size += len(chunk)
         for group in groups[:-1]:
             # If the head is another one by now, nothing is written here, and the head's own write finds that out.
-            self._client.change(self._at + "head", self._revision, group)
+            self._client.change(self._at + "head", self._revision, group, self._held)
         return groups[-1]
 
     def _put_head(self, head: Head, changes: list[Change], rows: list[dict[str, bytes]]) -> bool:
@@ -198,7 +199,7 @@ class EtcdStore:
         deleted = sorted(old)[: max(0, MOST_CHANGES - len(changes))]
         changes = [*changes, *(Change(self._chunk(digest), None) for digest in deleted)]
         key, data = self._at + "head", encoded(head)
-        revision = self._client.change(key, self._revision, [*changes, Change(key, data)])
+        revision = self._client.change(key, self._revision, [*changes, Change(key, data)], self._held)
         if not revision:
             # Somebody else's is there; or ours, of a try of which the answer was lost.
             found = self._client.get(key)
@@ -206,7 +207,7 @@ class EtcdStore:
                 self._refresh()
                 return False
             revision = found.revision
-        self._head, self._revision, self._rows = head, revision, rows
+        self._head, self._held, self._revision, self._rows = head, data, revision, rows
         self._garbage = old - set(deleted)
         return True
 
@@ -228,22 +229,22 @@ class EtcdStore:
         if head.job_id != self._job_id:
             raise StoreError(f"{self._at}head in etcd is of job {head.job_id!r}: give each job its own name")
         if self._has_gone_back(head):
-            self._write_anew(head, found.revision)
+            self._write_anew(head, found)
             return
         self._rows = self._read(head, found.at)
-        self._head, self._revision = head, found.revision
+        self._head, self._held, self._revision = head, found.data, found.revision
 
     def _has_gone_back(self, head: Head) -> bool:
         """Whether this is older than what this owner wrote last: somebody has put an old copy of etcd in its place."""
         earlier = head.owner == self._owner or head.generation < self._head.generation
         return self._head.owner == self._owner and earlier and head.number < self._head.number
 
-    def _write_anew(self, old: Head, revision: int) -> None:
+    def _write_anew(self, old: Head, found: Value) -> None:
         """Writes all rows over an older record: mixed with that one's, changes that nobody repeats would be lost.
 
         Raises EtcdUnavailable; StoreAway if the record has changed meanwhile. Then the next try finds it out again.
         """
-        before = head, rows, *_ = self._head, self._rows, self._revision, self._garbage
+        before = head, rows, *_ = self._head, self._rows, self._held, self._revision, self._garbage
         log.warning(
             "the record in etcd has gone back, from write %d to write %d: all of it is written anew",
             head.number,
@@ -251,14 +252,14 @@ class EtcdStore:
         )
         everything: Rows = {key: data for bucket in rows for key, data in bucket.items()}
         self._head, self._rows = Head(self._job_id, number=old.number), [{} for _ in range(BUCKETS)]
-        self._revision, self._garbage = revision, old.digests()
+        self._held, self._revision, self._garbage = found.data, found.revision, old.digests()
         written = False
         try:
             written = self._put(self._changed(everything), head.generation)
         finally:
             if not written:
                 # Whatever was read meanwhile: this owner's own chunks may not be there.
-                self._head, self._rows, self._revision, self._garbage = before
+                self._head, self._rows, self._held, self._revision, self._garbage = before
         if not written:
             raise StoreAway("cannot write the store in etcd: it has gone back, and changed meanwhile")
         self._sweep()

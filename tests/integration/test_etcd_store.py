@@ -434,6 +434,37 @@ def test_etcd_goes_back_to_an_earlier_master(one: Members, job: str, taken: bool
     owners.close()
 
 
+@pytest.mark.full
+def test_revisions_that_come_again_are_no_fence(tmp_path: Path, job: str) -> None:
+    """An old copy counts its revisions anew: one who wrote at 9 then must not take another one's write at 9 for it."""
+    with etcd_members(tmp_path / "etcd", unread="it forgets") as members:
+        owners = Owners(members, job)
+        owners.store.save({"a": b"old"}, owners.store.raise_generation())
+        with members.put_back(0):
+            generation = owners.other.raise_generation()
+            for number in range(3):
+                owners.other.save({"a": b"%d" % number}, generation)
+            before = owners.etcd.get(f"/dalsegno/{job}/head")
+            assert before is not None
+        third = open_store(members.url, job)
+        now = third.raise_generation()
+        assert now == generation
+        for number in range(20):
+            third.save({"third": b"%d" % number}, now)
+            found = owners.etcd.get(f"/dalsegno/{job}/head")
+            assert found is not None
+            if found.revision == before.revision:
+                break
+        else:
+            raise AssertionError("the revisions do not meet")
+        with pytest.raises(Superseded):
+            owners.other.save({"b": b"stale"}, generation)
+        assert third.load() == {"a": b"old", "third": b"%d" % number}
+        third.save({"third": b"last"}, now)
+        third.close()
+        owners.close()
+
+
 def test_a_history_that_breaks_is_found(tmp_path: Path, job: str) -> None:
     """What every scene over etcd is asked in the end, also with its members gone."""
     with etcd_members(tmp_path / "etcd", unread="this is the test of it") as members:

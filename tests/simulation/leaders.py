@@ -133,8 +133,9 @@ class SimEtcd:
         lease = next((number for number, one in self.leases.items() if key in one.keys), 0)
         return Value(data, revision, self.revision, lease)
 
-    def change(self, key: str, revision: int, changes: Sequence[Change]) -> int:
-        if self.keys.get(key, (b"", 0))[1] != revision:
+    def change(self, key: str, revision: int, changes: Sequence[Change], held: bytes | None = None) -> int:
+        found = self.keys.get(key, (b"", 0))
+        if found[1] != revision or (revision and held is not None and found[0] != held):
             return 0
         if any(one.lease and self.leases[one.lease].ends_at < 0 for one in changes):
             raise EtcdUnavailable("requested lease not found")
@@ -167,8 +168,8 @@ class SimClient:
     def names(self, prefix: str) -> list[str]:
         return self._call(lambda: [key for key in self._etcd.keys if key.startswith(prefix)])
 
-    def change(self, key: str, revision: int, changes: Sequence[Change]) -> int:
-        return self._call(lambda: self._etcd.change(key, revision, changes))
+    def change(self, key: str, revision: int, changes: Sequence[Change], held: bytes | None = None) -> int:
+        return self._call(lambda: self._etcd.change(key, revision, changes, held))
 
     def grant(self, seconds: int) -> int:
         return self._call(lambda: self._etcd.grant(seconds))
