@@ -125,3 +125,32 @@ def test_the_leader_goes_while_etcd_is_full(tmp_path: Path) -> None:
         served(other)
         goes_on(agents)
         assert "cannot record" not in asked_by_command("status", *addresses).stdout
+
+
+@pytest.mark.full
+def test_a_member_comes_back_with_nothing(tmp_path: Path) -> None:
+    """Alone it is let in by no other member; taken in anew under its name it counts like those that never went."""
+    with contextlib.ExitStack() as stack:
+        members = stack.enter_context(etcd_members(tmp_path / "etcd", 3))
+        logs = [tmp_path / f"log{number}" for number in range(2)]
+        processes = [stack.enter_context(master(members.url, f"--log-file={log}")) for log in logs]
+        agents = stack.enter_context(crew(*(said_by(process)["address"] for process in processes)))
+        commits(agents)
+        gone = members.leader()
+        members.forget(gone)
+        commits(agents)
+        # As a supervisor starts it again, with an empty volume.
+        members.start(gone)
+        eventually(lambda: members.gone(gone), 30)
+        commits(agents)
+        members.admit(gone)
+        commits(agents)
+        # From here on nothing works without it.
+        other = (gone + 1) % 3
+        members.send(other, signal.SIGKILL)
+        commits(agents, 10)
+        members.start(other)
+        members.wait(other)
+        goes_on(agents)
+        for log in logs:
+            assert len(warnings(log, "WARNING")) < 15, log.read_text()

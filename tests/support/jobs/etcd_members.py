@@ -104,8 +104,11 @@ class Members:
         """Whether a member's process has ended."""
         return self._processes[self._names[number]].poll() is not None
 
-    def start(self, number: int, token: str = "etcd") -> None:
-        """Starts a member, or starts it again with what it had. Without its data a token makes another cluster."""
+    def start(self, number: int, token: str = "etcd", state: str = "new") -> None:
+        """Starts a member, or starts it again with what it had. Without its data a token makes another cluster.
+
+        `state`: "existing" for one that was added to those that run.
+        """
         assert ETCD is not None, MISSING
         name = self._names[number]
         client, peer = (f"http://{places[name]}" for places in (self._clients, self._peers))
@@ -113,7 +116,7 @@ class Members:
         command = [ETCD, "--name", name, "--data-dir", str(self._directory / name), "--log-level", "warn"]
         command += ["--listen-client-urls", client, "--advertise-client-urls", client]
         command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", f"http://{self._advertised[name]}"]
-        command += ["--initial-cluster", cluster, "--initial-cluster-state", "new", "--initial-cluster-token", token]
+        command += ["--initial-cluster", cluster, "--initial-cluster-state", state, "--initial-cluster-token", token]
         command += self._flags
         with open(self._directory / f"{name}.log", "ab") as log:
             if self._hosts:
@@ -206,6 +209,24 @@ class Members:
         process.send_signal(signum)
         if signum == signal.SIGKILL:
             process.wait()
+
+    def forget(self, number: int) -> None:
+        """A member dies with its disk."""
+        self.send(number, signal.SIGKILL)
+        shutil.rmtree(self._directory / self._names[number])
+
+    def admit(self, number: int) -> None:
+        """Has one that lost its data taken in under its name, as an operator does: `member remove`, `member add`."""
+        name = self._names[number]
+        with grpc.insecure_channel(self._reached[(number + 1) % len(self._names)]) as channel:
+            stub = rpc_pb2_grpc.ClusterStub(channel)
+            known = stub.MemberList(rpc_pb2.MemberListRequest(), timeout=10).members
+            (old,) = [one.ID for one in known if one.name == name]
+            stub.MemberRemove(rpc_pb2.MemberRemoveRequest(ID=old), timeout=10)
+            url = f"http://{self._advertised[name]}"
+            stub.MemberAdd(rpc_pb2.MemberAddRequest(peerURLs=[url]), timeout=10)
+        self.start(number, state="existing")
+        self.wait(number)
 
     @contextmanager
     def put_back(self, number: int) -> Iterator[None]:
