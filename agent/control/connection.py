@@ -195,6 +195,8 @@ class Connector:
         self._turn = 0
         # Which address to go to instead of the next one in turn; empty: none.
         self._leader = ""
+        # Addresses of masters that have refused the token.
+        self._refusing: set[str] = set()
         self._link: MasterLink | None = None
         self._last: Credentials | None = None
         self._unreadable = False
@@ -236,6 +238,15 @@ class Connector:
                 if not self._closed and (channel := self._open(address, target)) is not None:
                     self._link = MasterLink(channel, control_pb2_grpc.ControlStub(channel), address)
                 return self._link
+
+    def all_refuse(self, address: str) -> bool:
+        """Notes that the master there refuses the token. Whether all do, or the one that leads.
+
+        One of several that stands by may have another token.
+        """
+        with self._lock:
+            self._refusing.add(address)
+            return address == self._leader or self._refusing.issuperset(self._locate())
 
     def hopeless(self) -> str:
         """Why none of the addresses will ever answer, once several looks in a row have found the same reason.

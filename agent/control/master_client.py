@@ -312,7 +312,7 @@ class MasterClient:
             # gRPC raises ValueError for a channel that another thread closed.
             return False
         code, detail = code_of(error), detail_of(error)
-        if (refused := self._is_refusal(code)) or code in RETRIED:
+        if (refused := self._is_refusal(code)) or code in RETRIED or self._is_one_alone(link, code):
             logger.info("%s: %s: %s; it is repeated", waiting.method, code.name, detail)
             if waiting.method == "Register" and code is grpc.StatusCode.ABORTED:
                 self._tell(waiting.session, partial(self._listener.postponed, detail))
@@ -333,6 +333,10 @@ class MasterClient:
     def _is_refusal(self, code: grpc.StatusCode) -> bool:
         """Whether a master that took our token before takes it no more: somebody may give the old one back."""
         return code is grpc.StatusCode.UNAUTHENTICATED and self._hearing.heard_at is not None
+
+    def _is_one_alone(self, link: MasterLink, code: grpc.StatusCode) -> bool:
+        """Whether this master refuses our token, and there are others that were not asked yet."""
+        return code is grpc.StatusCode.UNAUTHENTICATED and not self._connector.all_refuse(link.address)
 
     def _can_never_register(self, waiting: _Waiting) -> bool:
         """Whether the first registration is hopeless. A master that was heard once is waited for: it may be mended."""

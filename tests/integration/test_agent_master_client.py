@@ -615,3 +615,39 @@ def test_a_master_that_stands_by_names_the_one_to_go_to() -> None:
         agent.client.close()
         for master in (leader, first, wrong):
             master.stop()
+
+
+@pytest.mark.parametrize("all_refuse", [False, True], ids=["one of two", "both"])
+def test_one_of_several_masters_that_has_another_token_keeps_nobody_out(all_refuse: bool) -> None:
+    """The first that is asked refuses, the next one lets this node in; where all refuse, the token is wrong."""
+    wrong, right = Master(), Master()
+    refusals = [(grpc.StatusCode.UNAUTHENTICATED, "missing or wrong token")]
+    wrong.servicer.errors["Register"] = list(refusals)
+    right.servicer.errors["Register"] = list(refusals) if all_refuse else []
+    agent = Agent(wrong.address, right.address)
+    try:
+        agent.register()
+        if all_refuse:
+            assert agent.expect("refused") == ("UNAUTHENTICATED", "missing or wrong token")
+        else:
+            agent.expect("registered")
+            assert "refused" not in agent.told()
+    finally:
+        agent.client.close()
+        for master in (wrong, right):
+            master.stop()
+
+
+def test_the_leader_that_has_another_token_keeps_everybody_out() -> None:
+    """The others name it: nobody else would let this node in."""
+    leader = Master()
+    leader.servicer.errors["Register"] = [(grpc.StatusCode.UNAUTHENTICATED, "missing or wrong token")]
+    standby = Master(StandsBy(leader.address))
+    agent = Agent(standby.address, leader.address)
+    try:
+        agent.register()
+        assert agent.expect("refused")[0] == "UNAUTHENTICATED"
+    finally:
+        agent.client.close()
+        for master in (leader, standby):
+            master.stop()

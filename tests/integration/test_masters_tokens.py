@@ -78,9 +78,9 @@ def test_the_token_and_the_certificate_of_all_are_changed(
     job.credentials = dataclasses.replace(job.credentials, token=NEW, tls_ca=others.ca)
     after, generation = job.leader()
     assert (after != leader, generation > before) == (True, True)
+    assert (job.epoch(), job.worker_pid(job.node("a"))) == (epoch, worker)
     job.start("b")
     job.wait_world(2, steps=3, after=epoch)
-    assert job.worker_pid(job.node("a")) == worker
     assert "refuses" not in job.node("a").text()
     job.finish()
     job.assert_lost({})
