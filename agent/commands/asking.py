@@ -42,6 +42,8 @@ CHANGE_SECONDS, CHANGE_PAUSE_SECONDS = 9.0, 0.5
 _LOOK_SECONDS = 1.0
 # Status codes with which the master did answer, so that the detail is the line to print.
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.NOT_FOUND)
+# Status codes behind which another master is asked: one of several may have another token than the job's.
+_ASK_ANOTHER = RETRIED | {grpc.StatusCode.UNAUTHENTICATED}
 
 
 class NoAnswer(Exception):
@@ -57,7 +59,8 @@ class NoAnswer(Exception):
     @property
     def is_from_master(self) -> bool:
         """Whether a master has said it; else nobody was reached."""
-        return isinstance(self.error, grpc.Call) and bool(self.error.trailing_metadata())
+        refuses = code_of(self.error) is grpc.StatusCode.UNAUTHENTICATED
+        return refuses or (isinstance(self.error, grpc.Call) and bool(self.error.trailing_metadata()))
 
     @property
     def is_away(self) -> bool:
@@ -109,15 +112,15 @@ class AskedMaster:
                     return call(request, timeout=TIMEOUT_SECONDS + more_seconds, metadata=self._credentials.metadata)
                 except grpc.RpcError as error:
                     # Whoever is named comes first, unless that one was asked.
-                    named, again = (leader_of(error), ""), code_of(error) in RETRIED
-                    is_sent_on = again and (is_sent_on or bool(named[0]))
+                    code, named = code_of(error), (leader_of(error), "")
+                    is_sent_on = code in RETRIED and (is_sent_on or bool(named[0]))
                     said = NoAnswer(way[0], error, is_sent_on)
-                    if again and not is_sent_on and before is not None and before.is_from_master:
+                    if code in RETRIED and not is_sent_on and before is not None and before.is_from_master:
                         # A master that stands by knows more than that one more is gone.
                         said = before
                     before = said
                     way = next((one for one in chain([named], ways) if one[0] and one not in asked), ("", ""))
-                    if not way[0] or not again:
+                    if not way[0] or code not in _ASK_ANOTHER:
                         raise said from error
 
     def _ways(self) -> Iterator[tuple[str, str]]:

@@ -38,23 +38,27 @@ class Master(control_pb2_grpc.ControlServicer):
         return pb.StatusReply(job_id="gpt")
 
 
-def ask(master: Master, *, gone_last: bool = False) -> pb.StatusReply:
-    """As a command does that was given this master and the one that is gone."""
+def ask(master: Master, *first: str, gone_last: bool = False) -> pb.StatusReply:
+    """As a command does that was given this master and, before or behind it, the one that is gone."""
     server = grpc.server(futures.ThreadPoolExecutor(4))
     control_pb2_grpc.add_ControlServicer_to_server(master, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    addresses = [master.leader or f"127.0.0.1:{free_port()}", f"127.0.0.1:{port}"]
-    options = argparse.Namespace(
-        **{"master": ",".join(sorted(addresses, key=lambda one: one.endswith(str(port)) != gone_last))},
-        **{"job_id": "gpt", "checkpoint_dir": ".", "token_file": None},
-        **dict.fromkeys(("tls_ca", "tls_cert", "tls_key")),
-    )
+    gone, here = master.leader or f"127.0.0.1:{free_port()}", f"127.0.0.1:{port}"
     try:
-        answer: pb.StatusReply = AskedMaster(options).call("GetStatus", pb.StatusRequest())
-        return answer
+        return asked(*first, *((here, gone) if gone_last else (gone, here)))
     finally:
         server.stop(0).wait(5)
+
+
+def asked(*addresses: str) -> pb.StatusReply:
+    """The answer of the first of these masters that has one."""
+    options = argparse.Namespace(
+        **{"master": ",".join(addresses), "job_id": "gpt", "checkpoint_dir": ".", "token_file": None},
+        **dict.fromkeys(("tls_ca", "tls_cert", "tls_key")),
+    )
+    answer: pb.StatusReply = AskedMaster(options).call("GetStatus", pb.StatusRequest())
+    return answer
 
 
 def test_a_leader_that_is_gone_has_a_successor_soon() -> None:
@@ -80,6 +84,30 @@ def test_what_a_master_says_counts_more_than_one_that_is_gone() -> None:
             ask(Master("", 1000), gone_last=gone_last)
         assert "this master stands by" in str(said.value)
         assert said.value.is_from_master
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["one of two", "the only one"])
+def test_a_master_with_another_token_is_passed_over(alone: bool) -> None:
+    """One of several that stands by may have it; where no other answers, that is what is said."""
+
+    class Refuses(Master):
+        def GetStatus(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "missing or wrong token")
+            raise AssertionError
+
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    control_pb2_grpc.add_ControlServicer_to_server(Refuses("", 0), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    other = f"127.0.0.1:{free_port()}"
+    try:
+        if alone:
+            with pytest.raises(NoAnswer, match="missing or wrong token"):
+                asked(f"127.0.0.1:{port}", other)
+        else:
+            assert ask(Master("", 0), f"127.0.0.1:{port}").job_id == "gpt"
+    finally:
+        server.stop(0).wait(5)
 
 
 def test_numbers_of_events_and_orders_are_numbers() -> None:
