@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -227,6 +228,40 @@ def test_a_master_that_is_away_is_said_to_be(shown: tuple[Served, Browser]) -> N
     assert text(browser, "title") == "Job vision, run-0001"
     served.do(lambda: setattr(served.master, "answer", Reply("OK", "", told(250))))
     browser.until("document.title", lambda title: title == "vision: step 250")
+
+
+@pytest.mark.full
+def test_a_master_that_can_record_nothing_says_so_on_the_page(shown: tuple[Served, Browser]) -> None:
+    """All else looks well then."""
+    served, browser = shown
+    troubled = told(250)
+    troubled.store_trouble = "cannot write the store in etcd: it is full"
+    served.do(lambda: setattr(served.master, "answer", Reply("OK", "", troubled)))
+    browser.until("document.getElementById('reason').textContent", lambda said: "etcd: it is full" in said)
+    assert browser.tell("document.getElementById('reason').className") == "bad"
+    served.do(lambda: setattr(served.master, "answer", Reply("OK", "", told(260))))
+    browser.until("document.getElementById('reason').textContent", lambda said: "record" not in said)
+
+
+@pytest.mark.full
+def test_the_page_bears_all_remarks_that_are_kept(shown: tuple[Served, Browser]) -> None:
+    """A thousand events, and three hundred long lines of nodes: they are there, and the page answers."""
+    served, browser = shown
+    many = [JobEvent(number, f"event {number}", at=1_795_000_000.0 + number, epoch=3) for number in range(1, 1001)]
+    lines = [
+        JobEvent(number, f"n-{number}: <b>no</b> {'x' * 400}", bool(number % 2), at=1_795_001_000.0 + number, epoch=3)
+        for number in range(1001, 1301)
+    ]
+    served.do(lambda: served.master.feed.show((*many, *lines)))
+    browser.until("document.getElementById('events').textContent", lambda said: "n-1300: <b>no</b>" in said)
+    browser.resize(480, 2400)
+    assert browser.tell("document.documentElement.scrollWidth") <= 480
+    began = time.monotonic()
+    browser.tell("document.getElementById('warnings').click()")
+    assert "n-1300" not in text(browser, "events")
+    assert "n-1299" in text(browser, "events")
+    browser.tell("document.getElementById('warnings').click()")
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.slow
