@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 import subprocess
 import sys
 import time
@@ -177,7 +178,8 @@ def test_bad_scene_is_one_line(
     began = time.monotonic()
     assert demo.main(["--output", str(tmp_path / "out"), "--timeout=30", "--plain"]) == 1
     assert time.monotonic() - began < 30
-    assert "node-1 ended with 3, not 0" in capsys.readouterr().err
+    # Both of the first two fail, and either may be seen first.
+    assert re.search(r"node-[12] ended with 3, not 0", capsys.readouterr().err)
 
 
 def test_both_runs_get_the_same_flags() -> None:
