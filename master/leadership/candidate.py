@@ -57,7 +57,7 @@ class Serving(Protocol):
     def stand_by(self, leader: str | None, etcd_is_away: bool = False) -> None:
         """Sends agents to this address from now on; empty: nobody is known to; None: this one ends.
 
-        `etcd_is_away`: why nobody is known to.
+        `etcd_is_away`: why nobody is known to, or that one may do so no longer.
         """
 
 

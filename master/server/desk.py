@@ -39,7 +39,7 @@ class Desk(grpc.GenericRpcHandler):
     def __init__(self) -> None:
         self._present: grpc.GenericRpcHandler | None = None
         self._leader: str | None = None
-        # Whether nobody is known to lead because etcd does not answer, or refuses.
+        # Whether etcd does not answer, or refuses, so that who leads is not known, or was known last.
         self.etcd_is_away = False
         self._changed = asyncio.Event()
         service = pb.DESCRIPTOR.services_by_name["Control"]
@@ -77,9 +77,11 @@ class Desk(grpc.GenericRpcHandler):
         """Why calls are not served here."""
         if self.leader is None:
             return "the master is stopping or starting: try again"
+        away = "etcd does not answer or refuses (this master's log says why)"
         if self.leader:
-            return f"this master stands by: the master at {self.leader} leads"
-        why = ", as etcd does not answer or refuses (this master's log says why)" if self.etcd_is_away else ""
+            led = f", or did: {away}" if self.etcd_is_away else ""
+            return f"this master stands by: the master at {self.leader} leads{led}"
+        why = f", as {away}" if self.etcd_is_away else ""
         return f"this master stands by: no other master is known to lead{why}: try again"
 
     def service(self, handler_call_details: Any) -> Any:

@@ -178,7 +178,7 @@ class ControlServer:
     def stand_by(self, leader: str | None, etcd_is_away: bool = False) -> None:
         """Serves nobody: agents are sent to this address (HOST:PORT; empty: who leads is not known; None: to none).
 
-        `etcd_is_away`: why it is not known, for people.
+        `etcd_is_away`: why it is not known, or may be so no longer; for people.
         """
         self._desk.leader, self._desk.etcd_is_away = leader, etcd_is_away
         if self._desk.present is not None:

@@ -689,7 +689,12 @@ def test_who_stands_by_names_who_leads(monkeypatch: pytest.MonkeyPatch) -> None:
         await server.listen()
         master = Master(server, MemoryStore(), asyncio.create_task(asyncio.sleep(0)))
         try:
-            for leader, why in (("", ": try again"), ("", "as etcd does not answer or refuses"), ("other:1", "leads")):
+            for leader, why in (
+                ("", ": try again"),
+                ("", "as etcd does not answer or refuses"),
+                ("other:1", "leads, or did: etcd does not answer or refuses"),
+                ("other:1", "leads"),
+            ):
                 server.stand_by(leader, "etcd" in why)
                 for call in (master.register(), anext(master.watch())):
                     with pytest.raises(grpc.aio.AioRpcError) as error:
