@@ -31,6 +31,7 @@ __all__ = [
     "module_file",
     "modules_of",
     "reaches_session",
+    "reads_form",
     "reads_resume_point",
     "refuses_flag",
     "runs_ahead",
@@ -278,6 +279,12 @@ def reads_resume_point(script: Script) -> bool:
     """Whether the script's text says that it finds the resume point by itself, in its environment."""
     source = script.source
     return isinstance(source, Path) and Variable.RESUME_DIR in text_of(source)
+
+
+def reads_form(script: Script) -> bool:
+    """Whether the script's text says that it asks in its environment whether it resumes from universal files."""
+    source = script.source
+    return isinstance(source, Path) and Variable.RESUME_FORM in text_of(source)
 
 
 def tells_of_a_peer(error: str) -> str:

@@ -58,7 +58,9 @@ def _progress(reply: control_pb2.StatusReply) -> str:
     """How far the run is, as far as nodes have reported."""
     if reply.unheard:
         return f"resumed at step {reply.step}, no steps heard since" if reply.step else "no steps heard"
-    return f"step {reply.step}" + (f", loss {reply.loss:.4f}" if math.isfinite(reply.loss) else "")
+    # A master that took the record of a finished run over knows from its epochs how far that came.
+    done = [one.last_step for one in reply.history if one.epoch == reply.epoch and reply.phase not in _TRAINS]
+    return f"step {max([reply.step, *done])}" + (f", loss {reply.loss:.4f}" if math.isfinite(reply.loss) else "")
 
 
 def _course(record: control_pb2.EpochRecord, reply: control_pb2.StatusReply) -> str:

@@ -32,7 +32,7 @@ from ..decisions.told import told
 from ..dlrover.beside import DlroverSupport
 from ..processes.lifeline import Lifeline
 from ..processes.signals import SignalWatch
-from ..script import FLAG, Script, advice, modules_of, reads_resume_point, refuses_flag, tells_of_a_peer
+from ..script import FLAG, Script, advice, modules_of, reads_form, reads_resume_point, refuses_flag, tells_of_a_peer
 from ..standby.nursery_start import StartedNursery
 from ..standby.room import has_room_beside
 from ..standby.standby_pool import StandbyPool
@@ -114,8 +114,7 @@ class ElasticAgent(LocalElasticAgent):
         self._place: WorldPlace | None = None
         self._use_flag = config.script_flag
         self._starts, self._hub = 0, HubKnowledge(script, effects.say, directory=effects.storage.directory.private)
-        self._advised: set[str] = set()
-        self._prepared_for = 0  # the epoch whose successors the standby workers are
+        self._advised, self._prepared_for = set[str](), 0  # the epoch whose successors the standby workers are
         self._link = WorkerLink(self._worker_said)
         self._link.leave_to(lifeline)
         self._adoption = Adoption(
@@ -124,6 +123,7 @@ class ElasticAgent(LocalElasticAgent):
             config.checkpoint_glob,
             config.keep_saves,
             looks=reads_resume_point(script),
+            is_told=config.deepspeed_load_universal or reads_form(script),
             initial=config.initial,
             best=config.best,
             slow=partial(said_while_slow, effects.say),
@@ -357,7 +357,7 @@ class ElasticAgent(LocalElasticAgent):
             envs[local] = environment
         of_run = self._effects.run_dir(), world, self._origin(place.world_size)
         arguments = self._adoption.begin(*of_run, self._arguments(world), first=place.group_rank == 0)
-        if not self._config.deepspeed_load_universal and (hint := self._adoption.hint(world, arguments)):
+        if hint := self._adoption.hint(world, arguments):
             self._mailbox.put(ev.Remark(hint))
         self._starts += 1
         self._link.expect(world.epoch, place.first_rank, place.nproc)

@@ -148,6 +148,7 @@ class Adoption:
         pattern: `--checkpoint-glob`; empty: none.
         keep: `--keep-saves`; 0: all.
         looks: the script reads `DALSEGNO_RESUME_DIR` itself, and needs no copy of the resume point.
+        is_told: the script, or what loads for it, knows when it resumes from universal files.
         initial: what it starts from while the run has no checkpoint; None: nothing.
         best: see `Adopter`.
         slow: tells people what is waited for within a context, where that takes long.
@@ -161,6 +162,7 @@ class Adoption:
         keep: int = 0,
         *,
         looks: bool = False,
+        is_told: bool = False,
         initial: Path | None = None,
         best: BestRule | None = None,
         slow: Slow = lambda what: nullcontext(),
@@ -168,6 +170,7 @@ class Adoption:
         self._initial, self._best, self._slow = initial, best, slow
         self._macros = macros_of(arguments)
         self.wanted = SAVE_DIR in self._macros
+        self._is_told = is_told
         self._places = self.wanted and not looks and not {RESUME_DIR, RESUME_PATH} & self._macros
         self._deliver, self._pattern, self._keep = deliver, pattern, keep
         self._adopter: Adopter | None = None
@@ -264,7 +267,7 @@ class Adoption:
 
     def hint(self, world: control_pb2.World, arguments: Sequence[str]) -> str:
         """What people must change for the script to find its resume point; empty if nothing."""
-        if not self.wanted or world.resume.form != control_pb2.FORM_UNIVERSAL or FLAG in arguments:
+        if not self.wanted or self._is_told or world.resume.form != control_pb2.FORM_UNIVERSAL or FLAG in arguments:
             return ""
         return (
             f"the script resumes at another number of ranks, from universal files, and is not told so: start with "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.script import Script, advice, knows_us, tells_of_a_peer
+from dalsegno.agent.script import Script, advice, knows_us, reads_form, tells_of_a_peer
 
 
 @pytest.mark.parametrize(
@@ -100,3 +100,13 @@ def test_who_needs_no_flag(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(text)
     assert knows_us(Script(sys.executable, ("-u", *command))) is knows
+
+
+def test_a_script_with_the_documented_line_is_told_of_universal_files(tmp_path: Path) -> None:
+    """It is not warned that it is not told."""
+    script = tmp_path / "train.py"
+    found = []
+    for load_universal in ('os.environ.get("DALSEGNO_RESUME_FORM") == "universal"', "True"):
+        script.write_text(f'config["checkpoint"] = {{"load_universal": {load_universal}}}\n', encoding="utf-8")
+        found.append(reads_form(Script(sys.executable, ("-u", str(script)))))
+    assert found == [True, False]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.support.pages.rows import ROWS
@@ -12,10 +14,11 @@ SCRIPTS = [line.split("|")[1].strip() for line in PAGE.splitlines() if line.star
 
 
 def is_full(test: str) -> bool:
-    """Whether a mark right above it keeps it out of `make test`."""
+    """Whether a mark right above it, or one of its whole file, keeps it out of `make test`."""
     file, _, name = test.partition("::")
     above = (ROOT / "tests" / "integration" / file).read_text(encoding="utf-8").split(f"\ndef {name}(")[0]
-    return "pytest.mark.full" in above.rpartition("\n\n\n")[2]
+    of_file = re.findall(r"^pytestmark = .*$", above, re.MULTILINE)
+    return any("pytest.mark.full" in marks for marks in (above.rpartition("\n\n\n")[2], *of_file))
 
 
 def test_every_row_has_its_tests() -> None:

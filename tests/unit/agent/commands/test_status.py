@@ -127,6 +127,9 @@ def test_the_open_epoch_goes_on() -> None:
     assert "2 nodes, steps 29 to now, paused 0.0 s, lost 1 step" in second
     reply.phase = pb.PHASE_WAITING
     assert "steps 29 to 97," in status_lines(reply)[2]
+    # A master that took the record of a finished run over has heard of no step.
+    reply.phase, reply.step, reply.history[1].last_step = pb.PHASE_SUCCEEDED, 28, 120
+    assert "succeeded, epoch 2, step 120" in status_lines(reply)[0]
 
 
 def test_a_master_that_can_record_nothing_says_so() -> None:

@@ -521,4 +521,5 @@ def test_a_script_that_is_not_told_of_universal_files_is_named(tmp_path: Path) -
     assert "start with --universal-checkpoint" in taken.hint(universal, ["train.py"])
     assert taken.hint(universal, ["train.py", "--universal-checkpoint"]) == ""
     assert taken.hint(world(2, "step-20.e1.1"), ["train.py"]) == ""
+    assert Adoption(["${save_dir}"], lambda event: None, is_told=True).hint(universal, ["train.py"]) == ""
     assert Adoption(["x"], lambda event: None).hint(universal, ["train.py"]) == ""
