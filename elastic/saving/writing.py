@@ -94,7 +94,10 @@ class SummedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._file.descriptor)
+        try:
+            self._append()
+        finally:
+            os.close(self._file.descriptor)
 
     @property
     def size(self) -> int:

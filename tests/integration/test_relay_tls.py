@@ -110,7 +110,9 @@ def test_a_certificate_that_is_not_trusted_is_one_line(
         ):
             assert dalsegno(["relay", file, "--no-mount-check", *flags]) == 2, flags
             error = capfd.readouterr().err
-            assert (len(error.splitlines()), line in error, TOKEN in error) == (1, True, False), error
+            # Those of gRPC are about servers of tests before this one, which end in this process.
+            said = [one for one in error.splitlines() if "(event_engine)" not in one]
+            assert (len(said), line in error, TOKEN in error) == (1, True, False), error
         assert dalsegno(["relay", "status", file, f"--tls-ca={keys.ca}"]) == 0
         assert capfd.readouterr().out.startswith("my-run: WAITING")
         assert dalsegno(["relay", "status", file, f"--tls-ca={other.path}"]) == 1

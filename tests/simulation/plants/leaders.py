@@ -17,7 +17,7 @@ from .brain import Plant
 def writes_over_whatever_is_there(original: Any) -> Any:
     def put_head(self: Any, head: Any, changes: Any, rows: Any) -> bool:
         found = self._client.get(self._at + "head")
-        self._revision = 0 if found is None else found.revision
+        self._revision, self._held = (0, b"") if found is None else (found.revision, found.data)
         done: bool = original(self, head, changes, rows)
         return done
 
