@@ -32,15 +32,7 @@ def test_crash_leave_and_kill(zero: Callable[..., Cluster]) -> None:
     a, b = job.start("a", "b")
     (job.step_log / "die-in-latest").touch()
     last = users.wait_steps(job, 0, 30)
-    users.crash(job, 1)
-    users.wait_steps(job, 1)
-    assert users.worlds(job)[1].first >= last - 1
-    last = users.wait_steps(job, 1, 12)
-    job.leave(b, LEFT)
-    job.wait_exit(b)
-    (c,) = job.start("c")
-    users.wait_steps(job, 2)
-    assert users.worlds(job)[2].first >= last - 1
+    c = users.crash_and_leave(job, last, b)
     last = users.wait_steps(job, 2, 30)
     job.kill_agent(c)
     job.start("d")

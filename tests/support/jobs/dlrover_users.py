@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from .cluster import ROOT, Cluster, Training
+from .cluster import LEFT, ROOT, Cluster, Node, Training
 from .foreign import DLROVER, OLD_DEEPSPEED, installed
 
 FIXED = ROOT / "tests" / "support" / "workers" / "fixed_worker.py"
@@ -86,6 +86,24 @@ def crash(job: Cluster, rank: int) -> None:
     os.kill(int((job.step_log / f"rank-{rank}").read_text(encoding="ascii")), signal.SIGKILL)
     gate.unlink()
     stands.unlink()
+
+
+def crash_and_leave(job: Cluster, last: int, leaver: Node) -> Node:
+    """A worker crashes behind step ``last`` of the first world, then a node leaves: no step is lost.
+
+    Returns:
+        The node that comes next.
+    """
+    crash(job, 1)
+    wait_steps(job, 1)
+    assert worlds(job)[1].first >= last - 1
+    last = wait_steps(job, 1, 12)
+    job.leave(leaver, LEFT)
+    job.wait_exit(leaver)
+    (newcomer,) = job.start("c")
+    wait_steps(job, 2)
+    assert worlds(job)[2].first >= last - 1
+    return newcomer
 
 
 def left_behind(job: Cluster) -> list[str]:
