@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .master_process import said_by
+from .ports import free_port
 
 TOKEN = "0123456789abcdef0123"
 ADMIN_TOKEN = "admin-0123456789abcdef"
@@ -102,7 +103,9 @@ class Commander:
 @contextlib.contextmanager
 def commander(store: Path, files: Sequence[Path], *arguments: str, token: str | None = TOKEN) -> Iterator[Commander]:
     """Runs one, and ends it, whatever became of it."""
-    command = [sys.executable, "-m", "dalsegno.master", f"--store=sqlite:///{store}", "--http-port=0", *arguments]
+    # A port that the kernel gives to nobody else while this one is started again.
+    port = f"--http-port={free_port()}"
+    command = [sys.executable, "-m", "dalsegno.master", f"--store=sqlite:///{store}", port, *arguments]
     command += [f"--relay={path}" for path in files]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DALSEGNO_")}
     if token is not None:
