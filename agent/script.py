@@ -15,8 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dalsegno.protos.contract import Variable
-
 __all__ = [
     "ALWAYS",
     "FLAG",
@@ -31,8 +29,7 @@ __all__ = [
     "module_file",
     "modules_of",
     "reaches_session",
-    "reads_form",
-    "reads_resume_point",
+    "reads",
     "refuses_flag",
     "runs_ahead",
     "tells_of_a_peer",
@@ -275,16 +272,10 @@ def runs_ahead(script: Script, wanted: str) -> bool:
     return wanted == "always" or (wanted == "auto" and expects_session(script))
 
 
-def reads_resume_point(script: Script) -> bool:
-    """Whether the script's text says that it finds the resume point by itself, in its environment."""
+def reads(script: Script, variable: str) -> bool:
+    """Whether the script's text says that it looks this up in its environment by itself."""
     source = script.source
-    return isinstance(source, Path) and Variable.RESUME_DIR in text_of(source)
-
-
-def reads_form(script: Script) -> bool:
-    """Whether the script's text says that it asks in its environment whether it resumes from universal files."""
-    source = script.source
-    return isinstance(source, Path) and Variable.RESUME_FORM in text_of(source)
+    return isinstance(source, Path) and variable in text_of(source)
 
 
 def tells_of_a_peer(error: str) -> str:

@@ -58,18 +58,24 @@ def _progress(reply: control_pb2.StatusReply) -> str:
     """How far the run is, as far as nodes have reported."""
     if reply.unheard:
         return f"resumed at step {reply.step}, no steps heard since" if reply.step else "no steps heard"
-    # A master that took the record of a finished run over knows from its epochs how far that came.
-    done = [one.last_step for one in reply.history if one.epoch == reply.epoch and reply.phase not in _TRAINS]
-    return f"step {max([reply.step, *done])}" + (f", loss {reply.loss:.4f}" if math.isfinite(reply.loss) else "")
+    return f"step {_last_step(reply)}" + (f", loss {reply.loss:.4f}" if math.isfinite(reply.loss) else "")
+
+
+def _last_step(reply: control_pb2.StatusReply) -> int:
+    """The last step that was heard of, or that the newest epoch's record names, which it does once that is over.
+
+    A master that took the record of a finished run over has heard of none.
+    """
+    over = [one.last_step for one in reply.history if one.epoch == reply.epoch and reply.phase not in _TRAINS]
+    return max([reply.step, *over])
 
 
 def _course(record: control_pb2.EpochRecord, reply: control_pb2.StatusReply) -> str:
     """The steps of an epoch, and what its beginning cost."""
     if record.unheard:
         return "no steps heard"
-    # The newest epoch's record gets its last step only when the epoch is over.
     newest = record.epoch == reply.epoch
-    last_step = max(record.last_step, reply.step) if newest else record.last_step
+    last_step = _last_step(reply) if newest else record.last_step
     until = "now" if newest and reply.phase in _TRAINS else str(last_step)
     lost = counted(record.lost_steps, "step")
     if record.lost_more:

@@ -32,7 +32,7 @@ from ..decisions.told import told
 from ..dlrover.beside import DlroverSupport
 from ..processes.lifeline import Lifeline
 from ..processes.signals import SignalWatch
-from ..script import FLAG, Script, advice, modules_of, reads_form, reads_resume_point, refuses_flag, tells_of_a_peer
+from ..script import FLAG, Script, advice, modules_of, reads, refuses_flag, tells_of_a_peer
 from ..standby.nursery_start import StartedNursery
 from ..standby.room import has_room_beside
 from ..standby.standby_pool import StandbyPool
@@ -122,8 +122,8 @@ class ElasticAgent(LocalElasticAgent):
             mailbox.put,
             config.checkpoint_glob,
             config.keep_saves,
-            looks=reads_resume_point(script),
-            is_told=config.deepspeed_load_universal or reads_form(script),
+            looks=reads(script, Variable.RESUME_DIR),
+            is_told=config.deepspeed_load_universal or reads(script, Variable.RESUME_FORM),
             initial=config.initial,
             best=config.best,
             slow=partial(said_while_slow, effects.say),

@@ -71,12 +71,7 @@ def assert_same_run(job: Cluster) -> None:
 
 def wait_over(job: Cluster) -> None:
     """Has the script end with its data epoch; nothing of it is left."""
-    (job.step_log / "over").touch()
-    for node in job.alive():
-        node.process.wait(120)
-    job.check_exits()
-    job.close()
-    assert users.left_behind(job) == []
+    users.end(job)
     assert users.notes(job)[-1][0] == "over"
 
 

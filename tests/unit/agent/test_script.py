@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.script import Script, advice, knows_us, reads_form, tells_of_a_peer
+from dalsegno.agent.script import Script, advice, knows_us, reads, tells_of_a_peer
+from dalsegno.protos.contract import Variable
 
 
 @pytest.mark.parametrize(
@@ -108,5 +109,5 @@ def test_a_script_with_the_documented_line_is_told_of_universal_files(tmp_path: 
     found = []
     for load_universal in ('os.environ.get("DALSEGNO_RESUME_FORM") == "universal"', "True"):
         script.write_text(f'config["checkpoint"] = {{"load_universal": {load_universal}}}\n', encoding="utf-8")
-        found.append(reads_form(Script(sys.executable, ("-u", str(script)))))
+        found.append(reads(Script(sys.executable, ("-u", str(script))), Variable.RESUME_FORM))
     assert found == [True, False]
