@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from dalsegno.elastic.checkpoint import CheckpointStore
+from dalsegno.elastic.checkpoint import CheckpointStore, Manifest
 from dalsegno.protos import control_pb2, control_pb2_grpc
 from dalsegno.protos.addresses import addresses_of
 from dalsegno.protos.contract import Variable
@@ -66,6 +67,23 @@ class NoAnswer(Exception):
     def is_away(self) -> bool:
         """Whether no master could be reached."""
         return code_of(self.error) is grpc.StatusCode.UNAVAILABLE
+
+
+@dataclass(frozen=True)
+class JobOnDisk:
+    """How a job stands whose master is gone.
+
+    Attributes:
+        text: One line.
+        run: The last run's name; empty: there is none.
+        newest: Its newest checkpoint.
+        finished: Whether the run reached its end.
+    """
+
+    text: str
+    run: str = ""
+    newest: Manifest | None = None
+    finished: bool = False
 
 
 class AskedMaster:
@@ -136,16 +154,13 @@ class AskedMaster:
         if said.is_from_master:
             text = f"the master at {said.address} says: {detail_of(error)}"
         if said.is_away and (known := self.without_master()):
-            text = known[0]
+            text = known.text
         if code_of(error) in _REFUSED:
             text = detail_of(error)
         return one_line(mismatch(said.address, self._credentials) or text)
 
-    def without_master(self) -> tuple[str, bool] | None:
-        """How a job stands that has no master just now, by its directory, and whether it is finished.
-
-        None: its directory is not known.
-        """
+    def without_master(self) -> JobOnDisk | None:
+        """How a job stands that has no master just now, by its directory. None: its directory is not known."""
         if self._options.master:
             return None
         return _without_master(Path(self._options.checkpoint_dir) / self._options.job_id)
@@ -162,11 +177,8 @@ def show(options: argparse.Namespace, method: str, request: Any, lines_of: Calla
         reply = asked.call(method, request)
     except NoAnswer as said:
         known = asked.without_master() if said.is_away else None
-        if known is not None and known[1] and method == "GetStatus":
-            ended = control_pb2.StatusReply(
-                job_id=options.job_id, phase=control_pb2.PHASE_SUCCEEDED, reason=one_line(known[0])
-            )
-            put(options, ended, lambda reply: [reply.reason])
+        if known is not None and known.finished and method == "GetStatus":
+            put(options, _as_reply(options.job_id, known), lambda reply: [reply.reason])
             return EXIT_FINISHED
         print(f"dalsegno: {asked.why(said)}", file=sys.stderr)
         return EXIT_FAILED
@@ -216,17 +228,26 @@ def _is_served(claim: Claim | None) -> bool:
     return claim is not None and answers(claim.address, _LOOK_SECONDS)
 
 
-def _without_master(runs: Path) -> tuple[str, bool]:
-    """How the last run of a job stands that has no master just now, by its directory; and whether it is finished."""
+def _without_master(runs: Path) -> JobOnDisk:
+    """How the last run of a job stands that has no master just now, by its directory."""
     job, names = runs.name, runs_in_order(os.listdir(runs) if runs.is_dir() else ())
     if not names:
-        return f"nobody runs job {job} just now, and it has no run: its dlrover-run command begins one", False
+        return JobOnDisk(f"nobody runs job {job} just now, and it has no run: its dlrover-run command begins one")
     run = CheckpointStore(runs / names[-1])
     newest = run.newest()
     kept = f"its newest checkpoint is {newest.name}" if newest is not None else "it has no checkpoint"
     if run.finished:
         text = f"job {job}, {names[-1]}: finished; {kept}; the same dlrover-run command with --new-run trains again"
-        return text, True
+        return JobOnDisk(text, names[-1], newest, finished=True)
     goes_on = f"step {newest.step}" if newest is not None else "step 0"
     text = f"nobody runs job {job} just now: {names[-1]} is not finished, {kept}; the dlrover-run command that began it"
-    return f"{text} goes on from {goes_on}", False
+    return JobOnDisk(f"{text} goes on from {goes_on}", names[-1], newest)
+
+
+def _as_reply(job: str | None, known: JobOnDisk) -> control_pb2.StatusReply:
+    """What a master would say of a finished job, as far as its directory tells."""
+    reply = control_pb2.StatusReply(job_id=job or "", run_id=known.run, phase=control_pb2.PHASE_SUCCEEDED)
+    reply.reason = one_line(known.text)
+    if known.newest is not None:
+        reply.step, reply.epoch = known.newest.step, known.newest.epoch
+    return reply

@@ -162,7 +162,7 @@ def events(options: argparse.Namespace) -> int:
                 is_away = True
                 time.sleep(LOOK_SECONDS)  # why: nobody tells when another master is there
                 continue
-            return EXIT_FINISHED if left is not None and left[1] else EXIT_FAILED
+            return EXIT_FINISHED if left is not None and left.finished else EXIT_FAILED
         if after > reply.newest:
             after = 0  # of a record that was lost
         for event in reply.events:

@@ -374,6 +374,8 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
         turn.cause(f"scaled to {of_nodes(job.limit)}")
     causes = job.next.causes + ((f"{names(arrived)} joined",) if arrived else ())
     size = sum(node.nproc for node in nodes)
+    # What was trained behind the step that a person went back to is not lost, and nothing about it is unknown.
+    went_back = next((one for one in job.run.gone_back[-1:] if one.epoch == job.epoch), None)
     job.epoch = max(job.epoch, job.recollection.epoch) + 1
     world = World(
         epoch=job.epoch,
@@ -388,7 +390,7 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
         resharded=resume is not None and resharded(job, resume, size),
         resumed_step=resume.step if resume is not None else 0,
         causes=causes or ("no newcomer joined after all" if job.grown else "restarted",),
-        left_step=job.run.left_step,
+        left_step=job.run.left_step if went_back is None else went_back.step,
         grown=job.grown and bool(arrived),
         arrived=len(arrived),
     )
@@ -404,7 +406,7 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     for node in nodes:
         turn.update(job.nodes[node.name], joined=None)
     exactly = live.gathering.counted or not (old or job.run.ever_stepped or live.gathering.unheard)
-    exactly = exactly and not (live.pause is not None and live.pause.more_lost)
+    exactly = went_back is not None or (exactly and not (live.pause is not None and live.pause.more_lost))
     live.epoch = EpochLife(epoch=job.epoch, opened=turn.heard, moved=turn.heard, lost_exactly=exactly)
     turn.gather_anew()
     turn.mark("formed")

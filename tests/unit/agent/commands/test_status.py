@@ -80,6 +80,7 @@ def test_a_finished_job_says_so_from_what_it_left(tmp_path: Path, capsys: pytest
     assert run(["status", "--json", f"--checkpoint-dir={tmp_path}"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["phase"], answer["reason"]) == ("PHASE_SUCCEEDED", said.strip())
+    assert (answer["run_id"], answer["step"], answer["epoch"]) == ("run-0001", 12, 1)
     assert run(["scale", "2", f"--checkpoint-dir={tmp_path}"]) == 1
     assert "finished" in capsys.readouterr().err
 

@@ -260,6 +260,20 @@ def test_what_is_aside_does_not_count_as_lost() -> None:
     assert job.job.run.left_step == 10
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_nothing_about_a_way_back_is_unknown(stored: bool) -> None:
+    """The history shows no lost step, and none that may be: a person gave them up. Also over another master."""
+    job = trained(10, 20)
+    if stored:
+        job.restart()
+        job.wait(60)
+    late = job.node(resume_step=10)
+    run(job, late)
+    late.step(11)
+    newest = job.job.history[-1]
+    assert (newest.first_step, newest.lost_steps, newest.lost_more) == (11, 0, False)
+
+
 def test_what_the_last_world_sealed_without_a_record_is_aside_too() -> None:
     """The node that joins sees it; without this it would be newer than where the run went back to."""
     job = trained(10, 20)
