@@ -1,12 +1,15 @@
-"""How long readers over HTTP hold the master's loop, which also answers agents: all of them ask at once.
+"""How long readers over HTTP hold the master's loop, which also answers agents.
 
-The readers are another process. What the brain takes for a look is not part of this.
+Some ask all at once, and read; many more ask for everything, never read, and come back. They are another process. What
+the brain takes for a look is not part of this.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
+import socket
 import statistics
 import sys
 import time
@@ -21,9 +24,13 @@ from dalsegno.master.server.feed import Feed
 from dalsegno.protos import control_pb2 as pb
 
 READERS, NODES, REPEATS = 10, 1000, 5
+# Readers that never read: how many, for how many seconds, and how often they hang up and come back. While they are
+# there, so many turns of the brain end in a second, each of which makes everything new.
+DEAF, DEAF_SECONDS, BACK_SECONDS, TURNS = 500, 6.0, 1.0, 5
 # The longest that the loop may be held at a time, in seconds: an agent's call waits for as long.
 BOUND_SECONDS = 0.1
 ASKED = {f"{EVENTS} events": "/api/v1/events", f"a job of {NODES} nodes": "/api/v1/job"}
+STREAM = "the stream of events"
 
 
 class _Shown:
@@ -72,21 +79,37 @@ async def _measured() -> list[dict[str, object]]:
                 longest, seconds = await _asked(edge.address, path)
                 held.append(longest)
                 took.append(seconds)
-            columns = {"held at most (ms)": round(1000 * max(held), 1), "median (ms)": round(1000 * _middle(held), 1)}
-            rows.append({"each reads": name, **columns, "all have it after (s)": round(_middle(took), 2)})
+            rows.append({"readers": f"{READERS} read {name}", **_held(held), "all have it after (s)": _middle(took)})
+        for name, path in {**ASKED, STREAM: "/api/v1/events"}.items():
+            turning = asyncio.create_task(_turning(shown))
+            held = [
+                (await _asked(edge.address, path, "stream" if name == STREAM else "deaf"))[0] for _ in range(REPEATS)
+            ]
+            turning.cancel()
+            rows.append({"readers": f"{DEAF} ask for {name} and never read", **_held(held)})
     finally:
         await edge.close()
     return rows
 
 
+def _held(held: Sequence[float]) -> dict[str, object]:
+    return {"held at most (ms)": round(1000 * max(held), 1), "median (ms)": round(1000 * statistics.median(held), 1)}
+
+
 def _middle(values: Sequence[float]) -> float:
-    return statistics.median(values)
+    return round(statistics.median(values), 2)
 
 
-async def _asked(address: str, path: str) -> tuple[float, float]:
-    """The longest time between two turns of the loop while all readers are served, and their time; in seconds."""
+async def _turning(shown: _Shown) -> None:
+    while True:
+        shown.turn()
+        await asyncio.sleep(1 / TURNS)
+
+
+async def _asked(address: str, path: str, how: str = "read") -> tuple[float, float]:
+    """The longest time between two turns of the loop while readers are there, and their time; in seconds."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.edge", address, path),
+        *(sys.executable, "-m", "benchmarks.edge", address, path, how),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -106,9 +129,17 @@ async def _asked(address: str, path: str) -> tuple[float, float]:
     return longest, time.perf_counter() - began
 
 
-def _read(address: str, path: str) -> None:
+def _readers(address: str, path: str, how: str) -> None:
     """The readers: says that they are there, waits for a line, and asks."""
+    print("here", flush=True)
+    sys.stdin.readline()
+    if how == "read":
+        _read(address, path)
+    else:
+        _never_read(address, path, "text/event-stream" if how == "stream" else "*/*")
 
+
+def _read(address: str, path: str) -> None:
     def ask(_: int) -> None:
         connection = http.client.HTTPConnection(address, timeout=60)
         connection.request("GET", path)
@@ -117,10 +148,23 @@ def _read(address: str, path: str) -> None:
             raise RuntimeError(f"the edge answered {answer.status}")
 
     with ThreadPoolExecutor(READERS) as readers:
-        print("here", flush=True)
-        sys.stdin.readline()
         list(readers.map(ask, range(READERS)))
 
 
+def _never_read(address: str, path: str, accept: str) -> None:
+    host, port = address.rsplit(":", 1)
+    request = f"GET {path} HTTP/1.1\r\nhost: {address}\r\naccept: {accept}\r\n\r\n".encode()
+    until = time.monotonic() + DEAF_SECONDS
+    while time.monotonic() < until:
+        again = time.monotonic() + BACK_SECONDS
+        with contextlib.ExitStack() as stack:
+            for _ in range(DEAF):
+                # A master that ends a connection is what is hoped for.
+                with contextlib.suppress(OSError):
+                    connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=BACK_SECONDS))
+                    connection.sendall(request)
+            time.sleep(max(0.0, again - time.monotonic()))
+
+
 if __name__ == "__main__":
-    _read(*sys.argv[1:3])
+    _readers(*sys.argv[1:4])
