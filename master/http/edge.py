@@ -1,13 +1,18 @@
 """The HTTP edge: health, metrics, the job and its events as JSON, orders, and one page for a person.
 
-It runs in the master's own process and loop, so it shows the state that was stored and nothing older. It needs the
-extra `http` (FastAPI, uvicorn, prometheus-client); without it the master runs as well, but without this edge.
+It runs in the master's own process, so it shows the state that was stored and nothing older, but in a thread of its
+own: however many ask, a turn does not wait for them. It needs the extra `http` (FastAPI, uvicorn, prometheus-client);
+without it the master runs as well, but without this edge.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
+import logging
+import sys
+import threading
 from collections.abc import Callable
 
 from fastapi import Depends, FastAPI, HTTPException, Request
@@ -15,6 +20,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
 from ..server.auth import TlsFiles
+from .across import Across
 from .api import Api
 from .guard import Guard
 from .looking import Looking, Master
@@ -26,6 +32,13 @@ __all__ = ("Edge",)
 
 # Seconds between two looks at the job, for the page's curve.
 SAMPLE_INTERVAL_SECONDS = 1.0
+# Seconds in which the thread ends, once it is told to.
+CLOSE_SECONDS = 4.0
+# The longest that a thread keeps the interpreter while another one waits for it. Python's own 0.005 would be waited for
+# behind each look of the master's loop at its sockets: dozens of times in a turn.
+SWITCH_SECONDS = 0.0005
+
+log = logging.getLogger(__name__)
 
 
 class Edge:
@@ -44,20 +57,44 @@ class Edge:
     ) -> None:
         """Listens at once (port 0: any free one). If `token` is given, everything that shows the job requires it.
 
-        A master that `stands_by` is healthy, but not ready. Raises OSError if the address is not available.
+        A master that `stands_by` is healthy, but not ready. Made in the master's running loop. Raises OSError if the
+        address is not available.
         """
-        self._looking, self._guard = Looking(master), Guard(token)
-        self._api = Api(master, self._guard, self._looking)
+        self._master = Across(master, asyncio.get_running_loop())
+        self._looking, self._guard = Looking(self._master), Guard(token)
+        self._api = Api(self._master, self._guard, self._looking)
         self._stands_by = stands_by
         self._port = Port(self._application(loopback), host, port, tls)
         self.address = self._port.address
 
+        self._thread: threading.Thread | None = None
+        self._over: concurrent.futures.Future[None] = concurrent.futures.Future()
+
     def start(self) -> None:
         """Starts to answer. An edge that fails says so in the log; the job does not depend on it."""
-        self._port.start(self._sample())
+        sys.setswitchinterval(SWITCH_SECONDS)
+        self._thread = threading.Thread(target=self._run, name="dalsegno-http", daemon=True)
+        self._thread.start()
 
     async def close(self) -> None:
         """Ends within a bounded time: open connections are cut."""
+        if not self._over.done():
+            self._over.set_result(None)
+        if self._thread is None:
+            await self._port.close()
+        else:
+            await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception:
+            log.exception("the HTTP edge failed; the job goes on without it")
+
+    async def _serve(self) -> None:
+        await self._master.open()
+        self._port.start(self._sample())
+        await asyncio.wrap_future(self._over)
         await self._port.close()
 
     def _application(self, loopback: bool) -> FastAPI:

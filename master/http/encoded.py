@@ -1,6 +1,7 @@
 """What readers get, as JSON: each event and each look at the job is encoded once for all of them.
 
-It happens on the master's loop, which also answers the agents. So it is let go every few milliseconds.
+It happens in a loop that answers others as well: readers, and in a Commander the agents of its runs. So that loop is
+let go every few milliseconds.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Pieces:
 
 
 class EncodedEvents:
-    """The texts of events. Everything happens in the server's loop.
+    """The texts of events. Everything happens in the readers' loop.
 
     Args:
         feed: Whose events they are.

@@ -22,7 +22,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Guard:
-    """Checks requests.
+    """Checks requests, in the loop: FastAPI asks what is no coroutine in threads, and forty of them hold everybody up.
 
     Args:
         token: What each request must show, except those for health and the page; None: nothing.
@@ -33,14 +33,14 @@ class Guard:
         self._token = None if token is None else f"Bearer {token}".encode()
         self._admin = None if admin is None else f"Bearer {admin}".encode()
 
-    def reads(self, request: Request) -> None:
+    async def reads(self, request: Request) -> None:
         """Lets a request see the job. Raises HTTPException (401) for a missing or wrong token."""
         if self._token is not None and not _shows(request, self._token) and not self._is_admins(request):
             raise HTTPException(401, "missing or wrong token: send `authorization: Bearer <token>`")
 
-    def rules(self, request: Request) -> None:
+    async def rules(self, request: Request) -> None:
         """Lets a request overrule others. Raises HTTPException (401, 403)."""
-        self.orders(request)
+        await self.orders(request)
         if not self._is_admins(request):
             known = "send it as `authorization: Bearer <token>`" if self._admin else "there is none here"
             raise HTTPException(403, f"only the admin's token ({Variable.ADMIN_TOKEN}) may do that: {known}")
@@ -48,12 +48,12 @@ class Guard:
     def _is_admins(self, request: Request) -> bool:
         return self._admin is not None and _shows(request, self._admin)
 
-    def orders(self, request: Request) -> None:
+    async def orders(self, request: Request) -> None:
         """Lets a request change something. Raises HTTPException: 401, or 403 for a page from elsewhere.
 
         A browser says whose page sends an order. Only the edge's own may.
         """
-        self.reads(request)
+        await self.reads(request)
         origin = request.headers.get("origin")
         host = request.headers.get("host", "").lower()
         if origin is not None and origin.lower().partition("://")[2] != host:

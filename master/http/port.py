@@ -1,4 +1,4 @@
-"""A port on which FastAPI answers, in the master's own process and loop."""
+"""A port on which FastAPI answers, in the loop in which it is started."""
 
 from __future__ import annotations
 

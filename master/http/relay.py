@@ -222,7 +222,7 @@ class RelayEdge:
 
     async def _acquire(self, wanted: Acquire, request: Request) -> JSONResponse:
         if wanted.force:
-            self._guard.rules(request)
+            await self._guard.rules(request)
         lessor = self._lessor(wanted.run_id)
         return _answer(await lessor.acquire(wanted.worker_id, max(1, wanted.cap.count), force=wanted.force))
 
