@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Response
+from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Request, Response
 from google.protobuf.message import Message
 from pydantic import BaseModel, Field
 
@@ -13,6 +14,7 @@ from dalsegno.protos.contract import CONTROL_PROTOCOL
 
 from ..brain.chronicle import EVENTS
 from ..brain.door import ShapeError, admit
+from ..server.feed import Feed
 from .encoded import EncodedEvents
 from .guard import Guard
 from .looking import Looking, Master
@@ -31,6 +33,8 @@ STATUS_OF = {
 }
 # Seconds that a request for events may wait for one; less than a connection lasts.
 LONGEST_WAIT_SECONDS = 20.0
+# Seconds after which it is seen that a reader who waits has hung up.
+GONE_WITHIN_SECONDS = 0.5
 _JSON = "application/json"
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     401: {"description": "The token is missing or wrong"},
@@ -102,6 +106,7 @@ class Api:
 
     async def _events(
         self,
+        request: Request,
         after: Annotated[int, Query(ge=0, le=2**53)] = 0,
         limit: Annotated[int, Query(ge=1, le=EVENTS)] = EVENTS,
         wait: Annotated[float, Query(ge=0, le=LONGEST_WAIT_SECONDS, description="Seconds, if there is none")] = 0.0,
@@ -118,7 +123,7 @@ class Api:
         if streams:
             return EventStream(feed, after if last_event_id is None else last_event_id, self._readers, self._encoded)
         with self._readers.one():
-            await feed.wait(after, wait)
+            await _until_news(request, feed, after, wait)
         return await self._answer(after, limit)
 
     async def _answer(self, after: int, limit: int) -> Response:
@@ -158,3 +163,11 @@ class Api:
         if reply.message is None:
             raise HTTPException(STATUS_OF.get(reply.code, 500), reply.detail)
         return reply.message
+
+
+async def _until_news(request: Request, feed: Feed, after: int, seconds: float) -> None:
+    """Waits for an event behind this one, at most so long, and while the reader is there."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + seconds
+    while not feed.after(after, 1) and (left := until - loop.time()) > 0 and not await request.is_disconnected():
+        await feed.wait(after, min(left, GONE_WITHIN_SECONDS))

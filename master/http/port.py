@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 # The most bytes of a request's line and headers.
 LONGEST_HEAD_BYTES = 16 << 10
+# Seconds in which answers that are on their way end.
+CLOSE_SECONDS = 2.0
 # Host names under which a loopback edge answers, so that a foreign name that was pointed here is refused.
 LOOPBACK_NAMES = ["127.0.0.1", "localhost", "[::1]"]
 
@@ -77,8 +79,11 @@ class Port:
 
     async def close(self) -> None:
         """Ends within a bounded time: open connections are cut."""
-        self._server.should_exit = self._server.force_exit = True
-        done, _ = await asyncio.wait(self._tasks[:1], timeout=2.0) if self._tasks else (set(), set())
+        # What is not answered yet ends because its reader is gone. uvicorn would log a traceback if it were cancelled.
+        self._socket.end_all()
+        self._server.should_exit = True
+        done, _ = await asyncio.wait(self._tasks[:1], timeout=CLOSE_SECONDS) if self._tasks else (set(), set())
+        self._server.force_exit = True
         for task in self._tasks:
             if task not in done:
                 task.cancel()

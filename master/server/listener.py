@@ -57,6 +57,11 @@ class Listener(socket.socket):
         while self._accepted and now - self._accepted[0][0] > LONGEST_CONNECTION_SECONDS:
             _end(self._accepted.popleft()[1])
 
+    def end_all(self) -> None:
+        """Ends all connections: whoever answers one of them hears that its reader has gone."""
+        while self._accepted:
+            _end(self._accepted.popleft()[1])
+
 
 def _end(connection: socket.socket) -> None:
     """Ends a connection: its reader sees the end and closes it, as does asyncio, whose socket this is."""

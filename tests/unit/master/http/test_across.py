@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import time
 
@@ -17,7 +18,7 @@ from dalsegno.master.brain.events import Reply
 from dalsegno.master.http.across import Across
 from dalsegno.master.http.api import Api
 from dalsegno.master.http.edge import Edge
-from tests.unit.master.http.test_http import Small, done, event, get, post, serving, status
+from tests.unit.master.http.test_http import Small, done, event, get, ids, opened, post, serving, status
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -96,6 +97,24 @@ def test_an_edge_that_has_ended_is_told_nothing_more() -> None:
         assert master.feed._followers == []
 
     asyncio.run(scene())
+
+
+def test_the_end_of_an_edge_that_streams_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """A page that is open when the master stops leaves no traceback in its log."""
+
+    async def scene() -> None:
+        master = Small(Reply("OK", "", status()))
+        master.feed.show((event(1),))
+        async with serving(master) as edge:
+            waiting = asyncio.create_task(get(edge, "/api/v1/events?after=1&wait=9"))
+            reader, writer = await opened(edge)
+            assert await ids(reader, 1) == [1]
+        writer.close()
+        with pytest.raises((http.client.HTTPException, OSError)):
+            await asyncio.wait_for(waiting, 10)
+
+    asyncio.run(scene())
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 @pytest.mark.parametrize("starts", [False, True])
