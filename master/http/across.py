@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -17,6 +17,8 @@ from ..server.feed import Feed
 from .looking import Master
 
 __all__ = ("Across",)
+
+T = TypeVar("T")
 
 
 class Across:
@@ -66,5 +68,5 @@ class Across:
         message.CopyFrom(reply.message)
         return Reply(reply.code, reply.detail, message)
 
-    async def _at_home(self, work: Coroutine[Any, Any, Any]) -> Any:
+    async def _at_home(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._home))
