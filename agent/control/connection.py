@@ -160,6 +160,8 @@ class MasterLink:
     channel: grpc.Channel
     stub: control_pb2_grpc.ControlStub
     address: str
+    # Where it leads, among the addresses of a name; empty: there was no choice.
+    target: str = ""
 
 
 class Connector:
@@ -195,8 +197,9 @@ class Connector:
         self._turn = 0
         # Which address to go to instead of the next one in turn; empty: none.
         self._leader = ""
-        # Addresses of masters that have refused the token.
-        self._refusing: set[str] = set()
+        # Masters that have refused the token: HOST:PORT, and which address of a name. Behind such a name each is asked
+        # alone from then on, so that it is known which one refuses.
+        self._refusing: set[tuple[str, str]] = set()
         self._link: MasterLink | None = None
         self._last: Credentials | None = None
         self._unreadable = False
@@ -233,20 +236,22 @@ class Connector:
                 if not addresses:
                     return None
                 address = self._leader or addresses[self._turn % len(addresses)]
-            target = self._places.target(address)
+                alone = any(address == refusing for refusing, _ in self._refusing)
+            target = self._places.target(address, alone)
             with self._lock:
                 if not self._closed and (channel := self._open(address, target)) is not None:
-                    self._link = MasterLink(channel, control_pb2_grpc.ControlStub(channel), address)
+                    self._link = MasterLink(channel, control_pb2_grpc.ControlStub(channel), address, target)
                 return self._link
 
-    def all_refuse(self, address: str) -> bool:
+    def all_refuse(self, link: MasterLink) -> bool:
         """Notes that the master there refuses the token. Whether all do, or the one that leads.
 
         One of several that stands by may have another token.
         """
         with self._lock:
-            self._refusing.add(address)
-            return address == self._leader or self._refusing.issuperset(self._locate())
+            self._refusing.add((link.address, link.target))
+            asked = {(address, target) for address in self._locate() for target in self._places.each(address)}
+            return link.address == self._leader or self._refusing.issuperset(asked)
 
     def hopeless(self) -> str:
         """Why none of the addresses will ever answer, once several looks in a row have found the same reason.

@@ -336,7 +336,7 @@ class MasterClient:
 
     def _is_one_alone(self, link: MasterLink, code: grpc.StatusCode) -> bool:
         """Whether this master refuses our token, and there are others that were not asked yet."""
-        return code is grpc.StatusCode.UNAUTHENTICATED and not self._connector.all_refuse(link.address)
+        return code is grpc.StatusCode.UNAUTHENTICATED and not self._connector.all_refuse(link)
 
     def _can_never_register(self, waiting: _Waiting) -> bool:
         """Whether the first registration is hopeless. A master that was heard once is waited for: it may be mended."""

@@ -36,23 +36,31 @@ class MasterPlaces:
         # When each address was begun with, as a count of connections.
         self._asked: dict[tuple[str, str], int] = {}
         self._count = 0
+        # Of each HOST:PORT with a choice, what it was: a target for each address.
+        self._each: dict[str, list[str]] = {}
 
-    def target(self, address: str) -> str:
+    def target(self, address: str, alone: bool = False) -> str:
         """Where gRPC is to connect for a master at HOST:PORT: the address that was begun with the longest ago first.
 
-        The others of its kind (IPv4, IPv6) come behind it, for the case that nobody listens at the first. Empty: there
-        is no choice, or the name is not known now; then gRPC does it all.
+        The others of its kind (IPv4, IPv6) come behind it, for the case that nobody listens at the first, unless it is
+        to be asked `alone`. Empty: there is no choice, or the name is not known now; then gRPC does it all.
         """
         host, port, found = self._choice(address)
         if not found:
+            self._each.pop(address, None)
             return ""
+        self._each[address] = [_written([one], port) for one in found]
         # Sorting keeps the order of those that were never begun with.
         found.sort(key=lambda one: self._asked.get((host, one), 0))
         if len(self._asked) >= _MOST_ADDRESSES:
             self._asked.clear()
         self._count += 1
         self._asked[host, found[0]] = self._count
-        return _written(found, port)
+        return _written(found[:1] if alone else found, port)
+
+    def each(self, address: str) -> list[str]:
+        """What `target` may return `alone`, as it knew it last: no name is looked up, so it may be called any time."""
+        return self._each.get(address) or [""]
 
     def targets(self, address: str) -> list[str]:
         """As `target`, for whoever may have to ask all of them: one for each address; one that is empty: see there."""

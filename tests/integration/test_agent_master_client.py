@@ -17,6 +17,7 @@ import pytest
 from dalsegno.agent.control import client_threads, master_client
 from dalsegno.agent.control.connection import Connector, Credentials
 from dalsegno.agent.control.master_client import ClientCallbacks, MasterClient
+from dalsegno.agent.control.places import MasterPlaces
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos import control_pb2_grpc
 from dalsegno.protos.contract import CONTROL_PROTOCOL, LEADER_METADATA
@@ -77,15 +78,15 @@ for _name in ("Join", "Leave", "Heartbeat", "ReportProgress", "ReportWarm", "Rep
 class Master:
     """A server that can be stopped and started again at the same port."""
 
-    def __init__(self, servicer: Servicer | None = None, port: int = 0) -> None:
+    def __init__(self, servicer: Servicer | None = None, port: int = 0, host: str = "127.0.0.1") -> None:
         self.servicer = servicer or Servicer()
-        self.port = port
+        self.host, self.port = host, port
         self.start()
 
     def start(self) -> None:
         self.server = grpc.server(futures.ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)])
         control_pb2_grpc.add_ControlServicer_to_server(self.servicer, self.server)
-        self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self.port = self.server.add_insecure_port(f"{self.host}:{self.port}")
         self.server.start()
 
     def stop(self) -> None:
@@ -93,17 +94,17 @@ class Master:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
 
 class Agent:
     """A client with everything that it told."""
 
-    def __init__(self, *addresses: str, token: str | None = None) -> None:
+    def __init__(self, *addresses: str, token: str | None = None, places: MasterPlaces | None = None) -> None:
         self.events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.missing = 0
         self.addresses = list(addresses)
-        self.connector = Connector(lambda: self.addresses, lambda: Credentials(token), self._missed)
+        self.connector = Connector(lambda: self.addresses, lambda: Credentials(token), self._missed, places=places)
         self.client = MasterClient(
             self.connector,
             "job",
@@ -636,6 +637,51 @@ def test_one_of_several_masters_that_has_another_token_keeps_nobody_out(all_refu
         agent.client.close()
         for master in (wrong, right):
             master.stop()
+
+
+@pytest.mark.parametrize("right", [0, 1, 2, None])
+def test_one_behind_a_name_that_has_another_token_keeps_nobody_out(right: int | None) -> None:
+    """All addresses of the name are asked before the token counts as wrong, each one once that listens."""
+    refusal = (grpc.StatusCode.UNAUTHENTICATED, "missing or wrong token")
+    hosts, masters, port = ["127.0.0.1", "127.0.0.2", "127.0.0.3"], list[Master](), 0
+    for number, host in enumerate(hosts):
+        masters.append(Master(port=port, host=host))
+        port = masters[0].port
+        # One refusal more than there may be, so that a master that is asked again does not let the node in.
+        masters[-1].servicer.errors["Register"] = [] if number == right else [refusal] * 9
+    agent = Agent(f"masters.test:{port}", places=MasterPlaces(lambda host, port: hosts))
+    try:
+        agent.register()
+        if right is None:
+            assert agent.expect("refused") == ("UNAUTHENTICATED", "missing or wrong token")
+        else:
+            agent.expect("registered")
+        assert "refused" not in agent.told()
+        # The first connection falls back on the others where nobody listens: it proves nothing of one of them.
+        assert sum(len(master.servicer.of("Register")) for master in masters) <= 4
+    finally:
+        agent.client.close()
+        for master in masters:
+            master.stop()
+
+
+def test_one_behind_a_name_that_is_away_may_have_the_right_token() -> None:
+    """The one that is there refuses; the token is not wrong before the other has said so, too."""
+    hosts, there = ["127.0.0.1", "127.0.0.2"], Master(host="127.0.0.2")
+    there.servicer.errors["Register"] = [(grpc.StatusCode.UNAUTHENTICATED, "missing or wrong token")] * 99
+    agent = Agent(f"masters.test:{there.port}", places=MasterPlaces(lambda host, port: hosts))
+    comes = None
+    try:
+        agent.register()
+        wait_for(lambda: len(there.servicer.of("Register")) > 2)
+        comes = Master(port=there.port, host="127.0.0.1")
+        agent.expect("registered")
+        assert "refused" not in agent.told()
+    finally:
+        agent.client.close()
+        for master in (there, comes):
+            if master is not None:
+                master.stop()
 
 
 def test_the_leader_that_has_another_token_keeps_everybody_out() -> None:
