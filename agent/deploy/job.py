@@ -15,7 +15,7 @@ from dalsegno.protos.yaml_text import InputRefused
 
 from .table import YamlMapping
 
-__all__ = ("BEYOND_DRAIN_SECONDS", "Host", "JobSpec", "MasterSpec", "Secrets", "VolumeClaim", "job_of")
+__all__ = ("BEYOND_DRAIN_SECONDS", "Autoscale", "Host", "JobSpec", "MasterSpec", "Secrets", "VolumeClaim", "job_of")
 
 # Between the end of the notice and SIGKILL: an agent's ranks end, the checkpoint is sealed, the master hears of it.
 BEYOND_DRAIN_SECONDS = 15
@@ -45,6 +45,23 @@ class Secrets:
     token: str = ""
     tls: str = ""
     etcd: str = ""
+
+
+@dataclass(frozen=True)
+class Autoscale:
+    """By what a HorizontalPodAutoscaler sets the number of nodes, within `nnodes`; nothing set: there is none.
+
+    Attributes:
+        cpu: percent of their CPU requests that nodes are to use on average; 0: not by that.
+        metric: name of an external metric, of which each node stands for `target`; empty: not by one.
+    """
+
+    cpu: int = 0
+    metric: str = ""
+    target: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.cpu or self.metric)
 
 
 @dataclass(frozen=True)
@@ -98,6 +115,7 @@ class JobSpec:
     replicas: int
     nproc: str
     controller: str
+    autoscale: Autoscale
     claim: VolumeClaim
     checkpoints: str
     secrets: Secrets
@@ -145,6 +163,7 @@ def job_of(values: Any) -> JobSpec:
         replicas=table.whole("replicas", high, least=1),
         nproc=_nproc(table.text("nproc", "1")),
         controller=table.one_of("controller", ("Job", "Deployment"), "Job"),
+        autoscale=_autoscale(table.below("autoscale"), "replicas" in table),
         claim=_claim(table),
         checkpoints=table.path("checkpoints", "/checkpoints"),
         secrets=_secrets(table.below("secrets")),
@@ -229,6 +248,24 @@ def _secrets(table: YamlMapping) -> Secrets:
 def _is_address(text: str) -> bool:
     found = re.fullmatch(r"[A-Za-z0-9._-]+:([0-9]{1,5})", text)
     return found is not None and 0 < int(found[1]) < 65536
+
+
+def _autoscale(table: YamlMapping, replicas: bool) -> Autoscale:
+    found = Autoscale(
+        cpu=table.whole("cpu", 0, 1, 1000) if "cpu" in table else table.whole("cpu", 0),
+        metric=table.text("metric"),
+        target=table.quantity("target"),
+    )
+    table.done()
+    if found.metric and not re.fullmatch(r"[A-Za-z0-9]([-A-Za-z0-9_.:|]{0,200}[A-Za-z0-9])?", found.metric):
+        raise InputRefused(f"autoscale.metric: {found.metric!r} is no name of a metric, like free_nodes")
+    if found.cpu and found.metric:
+        raise InputRefused("autoscale.metric: cpu is there, too: write one of the two")
+    if bool(found.metric) != bool(found.target):
+        raise InputRefused("autoscale: metric and target belong together: each node stands for so much of the metric")
+    if found and replicas:
+        raise InputRefused("replicas: the autoscaler sets their number, between the two of nnodes: leave it out")
+    return found
 
 
 def _endpoints(table: YamlMapping) -> tuple[str, ...]:

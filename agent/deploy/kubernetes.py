@@ -21,6 +21,10 @@ STATE = "/state"
 LOST_PODS = 100
 # Seconds that a silent master's port may stay closed: it waits for its store, and ends itself if it hangs.
 LIVENESS_PERIOD_SECONDS, LIVENESS_FAILURES = 20, 15
+# Seconds for which a metric must ask for more nodes, or for fewer, until it is obeyed, as each change costs a pause.
+GROW_AFTER_SECONDS, SHRINK_AFTER_SECONDS = 60, 300
+# The most nodes that it takes out within so many seconds.
+SHRINK_NODES, SHRINK_PERIOD_SECONDS = 1, 120
 
 
 def objects(job: JobSpec) -> list[Object]:
@@ -28,6 +32,8 @@ def objects(job: JobSpec) -> list[Object]:
     found = [_claim(job)] if job.claim.size else []
     found += [_service(job), _masters(job) if job.etcd else _master(job)]
     found += [_trainers_deployment(job) if job.controller == "Deployment" else _trainers_job(job)]
+    if job.autoscale:
+        found.append(_autoscaler(job))
     found += [_master_policy(job), _trainer_policy(job)]
     if budget := _budget(job):
         found.append(budget)
@@ -168,12 +174,45 @@ def _trainers_job(job: JobSpec) -> Object:
 def _trainers_deployment(job: JobSpec) -> Object:
     """Nodes to scale. `Recreate`: two versions of a script never train in one world."""
     spec = {
-        "replicas": job.replicas,
+        # With an autoscaler their number is not said: applied again, it would undo what that has set.
+        **({} if job.autoscale else {"replicas": job.replicas}),
         "strategy": {"type": "Recreate"},
         "selector": {"matchLabels": labels(job, TRAINER)},
         "template": _trainer_pod(job, "Always"),
     }
     return _object("apps/v1", "Deployment", meta(job, job.name, TRAINER), spec)
+
+
+def _autoscaler(job: JobSpec) -> Object:
+    """Sets the number of nodes within `nnodes`.
+
+    All that are missing come at once, as newcomers join in one growth; surplus ones go one by one, each on a notice.
+    """
+    if job.autoscale.cpu:
+        target = {"type": "Utilization", "averageUtilization": job.autoscale.cpu}
+        metric: Object = {"type": "Resource", "resource": {"name": "cpu", "target": target}}
+    else:
+        target = {"type": "AverageValue", "averageValue": job.autoscale.target}
+        metric = {"type": "External", "external": {"metric": {"name": job.autoscale.metric}, "target": target}}
+    down = {
+        "type": "Pods",
+        "value": SHRINK_NODES,
+        "periodSeconds": min(1800, max(SHRINK_PERIOD_SECONDS, 2 * job.grace)),
+    }
+    spec = {
+        "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": job.name},
+        "minReplicas": job.nnodes[0],
+        "maxReplicas": job.nnodes[1],
+        "metrics": [metric],
+        "behavior": {
+            "scaleUp": {
+                "stabilizationWindowSeconds": GROW_AFTER_SECONDS,
+                "policies": [{"type": "Pods", "value": job.nnodes[1], "periodSeconds": GROW_AFTER_SECONDS}],
+            },
+            "scaleDown": {"stabilizationWindowSeconds": SHRINK_AFTER_SECONDS, "policies": [down]},
+        },
+    }
+    return _object("autoscaling/v2", "HorizontalPodAutoscaler", meta(job, job.name, TRAINER), spec)
 
 
 def _trainer_pod(job: JobSpec, restart: str) -> Object:
@@ -235,7 +274,7 @@ def _budget(job: JobSpec) -> Object | None:
 
     A budget that forbade every eviction would only hold up who empties a machine: a node that leaves loses no step.
     """
-    keep = min(job.nnodes[0], job.replicas - 1)
+    keep = min(job.nnodes[0], (job.nnodes[0] if job.autoscale else job.replicas) - 1)
     if not keep:
         return None
     spec = {

@@ -99,12 +99,29 @@ def _kubernetes(job: JobSpec) -> Iterator[str]:
             f"claim.access: one node alone can mount a {job.claim.access} claim, and this job has up to {most}:"
             " take a ReadWriteMany one (NFS, CephFS, ...), or write nnodes: 1"
         )
+    yield from _autoscaled(job)
     if job.etcd and job.secrets.tls:
         yield (
             "secrets.tls: with etcd the masters send agents to each other by the address of a pod, which no certificate"
             " names: leave out etcd (one master, restarted), or secrets.tls (in a network that you trust)"
         )
     yield from _mounts(job)
+
+
+def _autoscaled(job: JobSpec) -> Iterator[str]:
+    """Why an autoscaler would never change the number of nodes."""
+    if not job.autoscale:
+        return
+    low, high = job.nnodes
+    if job.controller != "Deployment":
+        yield "autoscale: it cannot set the number of a Job's nodes: write controller: Deployment"
+    if low == high:
+        yield f"autoscale: nnodes {low} is one number: write nnodes: MIN:MAX"
+    if job.autoscale.cpu and "cpu" not in job.resources.get("requests", {}):
+        yield (
+            "autoscale.cpu: it is percent of what a node requests, and none is requested: write resources: {cpu: ...},"
+            " or take a metric of yours: {metric: NAME, target: N}"
+        )
 
 
 def _mounts(job: JobSpec) -> Iterator[str]:

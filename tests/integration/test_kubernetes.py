@@ -33,6 +33,7 @@ CRASH = range(1, TRAINING.save_every + 1)
 QUICK = ["--grow-interval=0"]
 # Seconds of silence after which a node is dead, for scenes that wait for it.
 NODE_TIMEOUT = "--node-timeout=5"
+AUTOSCALED = OVERLAYS / "autoscaled" / "job.yaml"
 DEPLOYMENT = OVERLAYS / "deployment" / "job.yaml"
 TLS_JOB = OVERLAYS / "tls" / "job.yaml"
 ETCD_JOB = OVERLAYS / "etcd" / "job.yaml"
@@ -162,6 +163,25 @@ def test_a_deployment_is_scaled_and_restarted(tmp_path: Path, undisturbed: Undis
         run.cluster.restart("Deployment", "ddp")
         run.wait_world(2, after=second)
         assert [pod.codes for pod in before] == [[LEFT], [LEFT]]
+        end(run, undisturbed)
+        assert run.lost() == {}
+
+
+@pytest.mark.full
+def test_an_autoscaler_changes_the_number_of_nodes(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """By a metric that says for how many nodes there is room: one, three, two; and no step is lost."""
+    room = {"metric": "free_cards", "target": 8}
+    with Run(tmp_path / "run", TRAINING, AUTOSCALED, autoscale=room, flags=QUICK) as run:
+        run.cluster.metrics["free_cards"] = 8
+        run.apply()
+        epoch = run.wait_world(1)
+        run.cluster.metrics["free_cards"] = 24
+        epoch = run.wait_world(3, after=epoch)
+        before = run.pods()
+        run.cluster.metrics["free_cards"] = 16
+        run.wait_world(2, after=epoch)
+        (gone,) = run.wait_for(lambda: [pod for pod in before if pod.codes], "a node that has gone")
+        assert gone.codes == [LEFT]
         end(run, undisturbed)
         assert run.lost() == {}
 

@@ -25,6 +25,8 @@ FULL = {
     **{"node_selector": {"pool": "gpu"}, "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}]},
     **{"master": {"image": "registry.example/master:1", "size": "2Gi", "storage_class": "fast", "port": 30000}},
 }
+AUTOSCALED = {"controller": "Deployment", "autoscale": {"cpu": 70}, "resources": {"cpu": 2}}
+BY_METRIC = {"controller": "Deployment", "nnodes": "2:4", "autoscale": {"metric": "free_nodes", "target": 1}}
 
 
 def job(**changes: Any) -> JobSpec:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from ..hosts.hosts import NETWORK, Host, SwitchProcess
+from .autoscaler import Past, autoscaler
 from .controllers import deployment, stateful_set
 from .job_controller import JobStatus, job
 from .kubelet import Kubelet, Storage
@@ -88,6 +89,9 @@ class Kubernetes:
         self.storage = Storage(directory)
         self.workloads: dict[tuple[str, str], Workload] = {}
         self._services: dict[str, tuple[dict[str, Any], str, dict[str, ServicePort]]] = {}
+        # Autoscalers by the names of their Deployments, with what each remembers; external metrics.
+        self._autoscalers: dict[str, tuple[Mapping[str, Any], Past]] = {}
+        self.metrics: dict[str, float] = {}
         self._lost: dict[str, float] = {}
         self._nodes = [f"node-{number}" for number in range(nodes)]
         self._all: list[Kubelet] = []
@@ -123,6 +127,8 @@ class Kubernetes:
                 self._service(name, one["spec"])
             elif kind == "PersistentVolumeClaim":
                 self._claim(name)
+            elif kind == "HorizontalPodAutoscaler":
+                self._autoscalers[one["spec"]["scaleTargetRef"]["name"]] = one["spec"], Past()
             elif kind == "ConfigMap":
                 self.storage.keep("config", name, {key: text.encode() for key, text in one["data"].items()})
             else:
@@ -251,6 +257,8 @@ class Kubernetes:
             pod.tick(now)
         for name, since in self._lost.items():
             self._give_up(name, now - since)
+        for name, (rules, past) in self._autoscalers.items():
+            self._autoscalers[name] = rules, self._autoscale(name, rules, past, now)
         for one in self.workloads.values():
             for pod in [pod for pod in one.pods if pod.is_gone]:
                 if one.kind != "Job" or pod.pod.name in one.status.counted:
@@ -263,6 +271,16 @@ class Kubernetes:
                     pod.delete(now)
         for spec, _, ports in self._services.values():
             self._lead(spec, ports)
+
+    def _autoscale(self, name: str, rules: Mapping[str, Any], past: Past, now: float) -> Past:
+        """Sets a Deployment's number by its metric; returns what its autoscaler remembers."""
+        one, metric = self.workloads["Deployment", name], rules["metrics"][0]["external"]["metric"]["name"]
+        # One that says no number has one pod.
+        replicas = one.spec.setdefault("replicas", 1)
+        if metric not in self.metrics:
+            return past
+        one.spec["replicas"], past = autoscaler(rules, replicas, self.metrics[metric], past, now, self._pace)
+        return past
 
     def _give_up(self, node: str, silent: float) -> None:
         for pod in self._pods():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.kubernetes.autoscaler import Past, autoscaler
 from tests.support.kubernetes.controllers import deployment, stateful_set
 from tests.support.kubernetes.job_controller import JobStatus, failure_action, job
 from tests.support.kubernetes.pod_spec import command_line, environment, port_of, volumes
@@ -38,6 +39,48 @@ def ended(number: int, index: int, code: int, when: float = 0.0) -> Pod:
 
 def leaving(pod: Pod) -> Pod:
     return replace(pod, deleting=True, ready=False)
+
+
+# ---- HorizontalPodAutoscaler -----------------------------------------------------------------------------------------
+
+AUTOSCALER: dict[str, Any] = {
+    **{"minReplicas": 1, "maxReplicas": 4},
+    "metrics": [{"type": "External", "external": {"target": {"type": "AverageValue", "averageValue": "8"}}}],
+    "behavior": {
+        "scaleUp": {
+            "stabilizationWindowSeconds": 60,
+            "policies": [{"type": "Pods", "value": 4, "periodSeconds": 60}],
+        },
+        "scaleDown": {
+            "stabilizationWindowSeconds": 300,
+            "policies": [{"type": "Pods", "value": 1, "periodSeconds": 120}],
+        },
+    },
+}
+
+
+def numbers(values: list[tuple[float, float]], replicas: int = 1) -> list[int]:
+    """What it has set at these moments, with these values of the metric."""
+    found, past = [], Past()
+    for now, value in values:
+        replicas, past = autoscaler(AUTOSCALER, replicas, value, past, now, 1.0)
+        found.append(replicas)
+    return found
+
+
+def test_an_autoscaler_obeys_a_metric_that_stays() -> None:
+    """All at once upwards, after its window; one in each period downwards, after its own."""
+    assert numbers([(0, 8), (30, 32), (59, 32), (91, 32), (100, 32)]) == [1, 1, 1, 4, 4]
+    assert numbers([(0, 32), (200, 8), (301, 8), (400, 8), (422, 8), (700, 8)], 4) == [4, 4, 3, 3, 2, 1]
+
+
+def test_an_autoscaler_keeps_to_its_bounds() -> None:
+    """No more than most, no fewer than least, and none where somebody has set none; a tenth is no change."""
+    assert numbers([(0, 800), (61, 800)]) == [4, 4]
+    assert numbers([(0, 0), (301, 0)], 2) == [1, 1]
+    assert numbers([(0, 8)], 0) == [0]
+    assert numbers([(0, 8.7), (61, 8.7)]) == [1, 1]
+    assert numbers([(0, 8), (61, 8)], 7) == [4, 3]
 
 
 # ---- Deployment ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dalsegno.agent.commands import arguments
 from dalsegno.agent.deploy.kubernetes import objects
 from dalsegno.agent.deploy.refusals import refusals
 from dalsegno.master import cli
-from tests.support.deploy import ETCD, FULL, GPT, TLS, expanded, job, of_kind, pods
+from tests.support.deploy import AUTOSCALED, BY_METRIC, ETCD, FULL, GPT, TLS, expanded, job, of_kind, pods
 from tests.support.kubernetes.job_controller import JobStatus
 from tests.support.kubernetes.job_controller import job as run_job
 from tests.support.kubernetes.states import Create, Phase, Pod
@@ -21,7 +21,7 @@ from tests.support.kubernetes.states import Create, Phase, Pod
 VERSIONS = [f"1.{minor}" for minor in range(30, 38)]
 # Each megabyte of definitions is read once, not once for each object.
 utils.schema_contents = functools.cache(utils.schema_contents)
-KINDS: dict[str, dict[str, Any]] = {"plain": {}, "etcd": ETCD, "tls": TLS, "full": FULL}
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "etcd": ETCD, "tls": TLS, "full": FULL, "autoscaled": AUTOSCALED}
 SHELL = {"command": None, "shell": "cd /app && exec dalsegno-run --nnodes=1:$WORKER_NUM train.py", "env": {"A": "$(B)"}}
 
 
@@ -29,7 +29,7 @@ SHELL = {"command": None, "shell": "cd /app && exec dalsegno-run --nnodes=1:$WOR
 @pytest.mark.parametrize("version", VERSIONS)
 def test_objects_are_valid(version: str) -> None:
     """Every object of every kind of job, strictly: a key that the API server would drop is an error, too."""
-    for changes in (*KINDS.values(), SHELL):
+    for changes in (*KINDS.values(), SHELL, BY_METRIC):
         for one in objects(job(**changes)):
             kubernetes_validate.validate(one, version, strict=True)
 
@@ -90,6 +90,35 @@ def test_nodes_that_come_back_often_hold_up_no_other() -> None:
     ended = [Pod(f"pod-{n}", n, "", int(n == 5), Phase.FAILED, exit_code=75, ended=100.0) for n in range(6)]
     rest = [Pod(f"pod-{n}", n, "", n - 4, Phase.RUNNING) for n in (6, 7)]
     assert run_job(spec, JobStatus(), [*ended, *rest], 110.0)[1] == [Create(1)]
+
+
+@pytest.mark.parametrize(("changes", "least"), [(AUTOSCALED, 1), (BY_METRIC, 2)])
+def test_an_autoscaler_sets_the_number_of_nodes(changes: dict[str, Any], least: int) -> None:
+    """Alone, as the Deployment names none, which would be set anew whenever it is applied; within `nnodes`."""
+    made = objects(job(**changes))
+    deployment = of_kind(made, "Deployment")
+    autoscaler = of_kind(made, "HorizontalPodAutoscaler")["spec"]
+    assert "replicas" not in deployment["spec"]
+    named = {"apiVersion": "apps/v1", "kind": "Deployment", "name": deployment["metadata"]["name"]}
+    assert autoscaler["scaleTargetRef"] == named
+    assert (autoscaler["minReplicas"], autoscaler["maxReplicas"]) == (least, 4)
+    assert f"--nnodes={least}:4" in deployment["spec"]["template"]["spec"]["containers"][0]["command"]
+    # At its least number of nodes an emptied machine still gets rid of them, one by one.
+    kept = [one["spec"]["minAvailable"] for one in made if one["kind"] == "PodDisruptionBudget"]
+    assert kept == [least - 1] * (least > 1)
+    (metric,) = autoscaler["metrics"]
+    assert metric == (
+        {"type": "Resource", "resource": {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 70}}}
+        if changes is AUTOSCALED
+        else {
+            "type": "External",
+            "external": {"metric": {"name": "free_nodes"}, "target": {"type": "AverageValue", "averageValue": "1"}},
+        }
+    )
+    # One at a time, and not before the last one has had its notice.
+    (down,) = autoscaler["behavior"]["scaleDown"]["policies"]
+    grace = deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert (down["type"], down["value"], down["periodSeconds"] > grace) == ("Pods", 1, True)
 
 
 def test_one_master_keeps_its_claim_and_several_keep_nothing() -> None:

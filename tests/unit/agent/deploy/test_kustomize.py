@@ -10,7 +10,7 @@ import pytest
 
 from dalsegno.agent.deploy.kubernetes import objects
 from dalsegno.agent.deploy.kustomize import base, overlay
-from tests.support.deploy import ETCD, FULL, TLS, job
+from tests.support.deploy import AUTOSCALED, ETCD, FULL, TLS, job
 from tests.unit.agent.deploy.test_committed import built
 
 # Selectors of nodes are mappings that no list is around: one is taken away, one changed, and its key has a slash in it.
@@ -19,6 +19,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "etcd": ETCD,
     "tls": TLS,
     "full": {**FULL, "namespace": None},
+    "autoscaled": AUTOSCALED,
     "one": {"node_selector": {"cloud/pool~a": "1"}},
     "two": {"node_selector": {"cloud/pool~a": "2"}},
 }

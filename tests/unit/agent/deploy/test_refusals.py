@@ -9,7 +9,7 @@ import pytest
 from dalsegno.agent.deploy.job import job_of
 from dalsegno.agent.deploy.refusals import TARGETS, refusals
 from dalsegno.protos.yaml_text import InputRefused
-from tests.support.deploy import ETCD, FULL, GPT, TLS, job
+from tests.support.deploy import AUTOSCALED, BY_METRIC, ETCD, FULL, GPT, TLS, job
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("k8s", {"nnodes": "3:4", "replicas": 2}, "replicas: 2 nodes are started, and nnodes 3:4 waits for 3"),
@@ -39,6 +39,10 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         {"nnodes": "1", "replicas": 2, "claim": {"name": "c", "access": "ReadWriteOnce"}},
         "claim.access: one node",
     ),
+    ("k8s", {**BY_METRIC, "controller": "Job"}, "autoscale: it cannot set the number of a Job's nodes"),
+    ("k8s", {**BY_METRIC, "nnodes": 2}, "autoscale: nnodes 2 is one number: write nnodes: MIN:MAX"),
+    ("k8s", {**AUTOSCALED, "resources": None}, "autoscale.cpu: it is percent of what a node requests"),
+    ("k8s", {**AUTOSCALED, "resources": {"limits": {"cpu": 2}}}, "autoscale.cpu: it is percent of what a node"),
     ("k8s", {**ETCD, **TLS}, "secrets.tls: with etcd the masters send agents to each other by the address of a pod"),
     ("k8s", {"mounts": {"data": "data"}}, "mounts.data: 'data' is no absolute path"),
     ("k8s", {"mounts": {"data": "/checkpoints/"}}, "mounts.data: /checkpoints/ is where the checkpoints are"),
@@ -75,7 +79,7 @@ def test_what_cannot_work_is_refused(target: str, changes: dict[str, Any], line:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("changes", [{}, ETCD, TLS, FULL], ids=["plain", "etcd", "tls", "full"])
+@pytest.mark.parametrize("changes", [{}, ETCD, TLS, FULL, AUTOSCALED, BY_METRIC])
 def test_what_works_is_not(target: str, changes: dict[str, Any]) -> None:
     """Nothing cries wolf."""
     assert refusals(job(**changes), target) == []
@@ -109,6 +113,14 @@ UNREADABLE: list[tuple[dict[str, Any], str]] = [
     ({"command": [["a"]]}, "command: ['a'] is no text"),
     ({"controller": "StatefulSet"}, "controller: 'StatefulSet' is none of Job, Deployment"),
     ({"claim": {"name": "c", "access": "ReadOnlyMany"}}, "claim.access: 'ReadOnlyMany' is none of"),
+    ({**AUTOSCALED, "replicas": 2}, "replicas: the autoscaler sets their number"),
+    ({"autoscale": {"cpu": 0}}, "autoscale.cpu: 0 is no whole number from 1 to 1000"),
+    ({"autoscale": {"cpu": "70%"}}, "autoscale.cpu: '70%' is no whole number"),
+    ({"autoscale": {"metric": "free_nodes"}}, "autoscale: metric and target belong together"),
+    ({"autoscale": {"target": 1}}, "autoscale: metric and target belong together"),
+    ({"autoscale": {"cpu": 70, "metric": "a", "target": 1}}, "autoscale.metric: cpu is there, too"),
+    ({"autoscale": {"metric": "free nodes", "target": 1}}, "autoscale.metric: 'free nodes' is no name of a metric"),
+    ({"autoscale": 70}, "autoscale: 70 is no mapping"),
     ({"claim": {"name": "c", "size": "big"}}, "claim.size: 'big' is no size"),
     ({"checkpoints": "relative"}, "checkpoints: 'relative' is no absolute path"),
     ({"etcd": ["https://a:1"]}, "etcd: 'https://a:1' is not HOST:PORT"),
