@@ -26,7 +26,7 @@ from dalsegno.protos import control_pb2
 from ..brain.events import Called, Event, Reply, StreamClosed, StreamOpened, Tick
 from ..record.store import Rows, Store, StoreAway, StoreStarved, StoreUnavailable
 
-__all__ = ("HELD_UP_AFTER_SECONDS", "Brain", "BrainState", "Driver", "Views")
+__all__ = ("HELD_UP_AFTER_SECONDS", "Brain", "BrainState", "Driver", "OrderLate", "Views")
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,8 @@ SAVE_PAUSE_SECONDS = 0.1
 MAX_SAVE_PAUSE_SECONDS = 2.0
 # Seconds that a request for the status waits for what is being stored; less than an agent waits for an answer.
 STATUS_PATIENCE_SECONDS = 1.0
+# Seconds that an order of people and tools waits for its turn to be stored; less than they wait for an answer.
+ORDER_PATIENCE_SECONDS = 4.0
 # Least seconds between two timer turns, so that a wake-up time in the past does not burn a core.
 TICK_PAUSE_SECONDS = 0.01
 # After a turn the loop serves calls for at least so many times the turn's duration, up to so many seconds: events that
@@ -130,12 +132,19 @@ NOTED = (control_pb2.HeartbeatRequest, control_pb2.ProgressRequest)
 
 _HEARD = Reply("OK", "", None)
 _REFUSED = Reply("UNAVAILABLE", "the master is stopping or starting: try again", None)
+_FULL = Reply("RESOURCE_EXHAUSTED", "the master has too many calls waiting: try again", None)
 
 
-@dataclass
+class OrderLate(Exception):
+    """An order is not on the record in time; one line for a person, which says whether it may get there yet."""
+
+
+@dataclass(eq=False)
 class _Entry:
     event: Event
     answer: asyncio.Future[Reply]
+    # A turn has taken it: what follows from it may be stored at any moment.
+    is_decided: bool = False
 
 
 class Driver:
@@ -193,8 +202,39 @@ class Driver:
         if isinstance(message, NOTED):
             return self._note(message, now)
         if len(self._queue) >= QUEUE_LIMIT:
-            return Reply("RESOURCE_EXHAUSTED", "the master has too many calls waiting: try again", None)
-        return await self._put(Called(message))
+            return _FULL
+        return await self._put(Called(message)).answer
+
+    async def order(self, message: Message) -> Reply:
+        """As `call`, for an order of people and tools, which does not wait for a store that is away.
+
+        What no turn has taken by then is withdrawn: nobody wants it carried out when the store is back, perhaps hours
+        later. Raises OrderLate.
+        """
+        self._beat()
+        if len(self._queue) >= QUEUE_LIMIT:
+            return _FULL
+        entry = self._put(Called(message))
+        try:
+            await asyncio.wait([entry.answer], timeout=ORDER_PATIENCE_SECONDS)
+        finally:
+            # Also of a caller that hangs up.
+            with contextlib.suppress(ValueError):
+                self._queue.remove(entry)
+        if entry.answer.done() and not (entry.is_decided and entry.answer.result() is _REFUSED):
+            return entry.answer.result()
+        why = f"the master cannot record it: {self._why_late()}"
+        if not entry.is_decided:
+            raise OrderLate(f"the order was not taken, as {why}; give it again once dalsegno status no longer says so")
+        raise OrderLate(
+            f"the order may not have been taken, as {why}; once dalsegno status no longer says so, look with dalsegno"
+            " events whether it was, and give it again if not"
+        )
+
+    def _why_late(self) -> str:
+        if self._stopping:
+            return self.store_trouble or "it stops"
+        return self.store_trouble or ("its store does not answer" if self._storing else "it has too much to do")
 
     def events(self) -> Any:
         """What happened, as of the last turn, oldest first; the same object while nothing has been added."""
@@ -254,7 +294,7 @@ class Driver:
 
         The future is done (with an empty reply) once the event was handled.
         """
-        return self._put(event)
+        return self._put(event).answer
 
     def views(self) -> Views:
         """The present views. Only within `on_turn`: between turns the state is durable, during one it may not be."""
@@ -286,7 +326,7 @@ class Driver:
             self._queue.clear()
             self._stopping = True
 
-    def _put(self, event: Event) -> asyncio.Future[Reply]:
+    def _put(self, event: Event) -> _Entry:
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         entry = _Entry(event, answer)
         if self._stopping:
@@ -294,7 +334,7 @@ class Driver:
         else:
             self._queue.append(entry)
             self._arrived.set()
-        return answer
+        return entry
 
     async def _wait(self) -> None:
         """Returns when there is an event, a due timer, or a reason to stop."""
@@ -317,6 +357,8 @@ class Driver:
         now = self._beat()
         self._news = False
         entries = [self._queue.popleft() for _ in range(min(len(self._queue), TURN_LIMIT))]
+        for entry in entries:
+            entry.is_decided = True
         events = [entry.event for entry in entries] or [Tick()]
         self._storing = True
         try:

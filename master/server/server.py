@@ -25,9 +25,9 @@ from ..record.descriptors import connections_left
 from ..record.store import Store
 from .auth import TlsFiles, TokenInterceptor, check_exposure
 from .desk import Desk
-from .driver import HELD_UP_AFTER_SECONDS, Brain, Driver, Views
+from .driver import HELD_UP_AFTER_SECONDS, Brain, Driver, OrderLate, Views
 from .feed import Feed
-from .service import ControlService
+from .service import ORDERS, ControlService
 from .watchers import MOST_STREAMS, End, Watcher, Watchers
 
 __all__ = ("BindError", "ControlServer", "ServerOptions")
@@ -205,7 +205,12 @@ class ControlServer:
         """The brain's reply to a request of the HTTP edge, once it is stored, if this master leads."""
         if not self.leads:
             return Reply("UNAVAILABLE", self._desk.refusal, None)
-        return await self.driver.call(message)
+        if not isinstance(message, ORDERS):
+            return await self.driver.call(message)
+        try:
+            return await self.driver.order(message)
+        except OrderLate as error:
+            return Reply("UNAVAILABLE", str(error), None)
 
     async def close(self) -> None:
         """Ends streams and calls, then lets go of port and store; safe after a failed start."""

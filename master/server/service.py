@@ -19,11 +19,11 @@ from ..brain.chronicle import EVENTS
 from ..brain.door import ShapeError, admit
 from ..brain.events import Reply, StreamClosed, StreamOpened
 from ..brain.views import event_proto
-from .driver import Driver
+from .driver import Driver, OrderLate
 from .feed import Feed
 from .watchers import End, TooManyStreams, Watchers
 
-__all__ = ("ControlService",)
+__all__ = ("ORDERS", "ControlService")
 
 log = logging.getLogger(__name__)
 
@@ -32,16 +32,9 @@ MOST_SAID = 1000
 
 # How long a call for events may wait for one.
 LONGEST_WAIT_SECONDS = 30.0
+ORDERS = (pb.ScaleRequest, pb.DrainNodeRequest, pb.StopRequest, pb.StartRequest, pb.SaveNowRequest)
 # Calls of people and tools, which need not name the job.
-OF_PEOPLE = (
-    pb.StatusRequest,
-    pb.ScaleRequest,
-    pb.DrainNodeRequest,
-    pb.StopRequest,
-    pb.StartRequest,
-    pb.SaveNowRequest,
-    pb.EventsRequest,
-)
+OF_PEOPLE = (pb.StatusRequest, pb.EventsRequest, *ORDERS)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -175,8 +168,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return message
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleReply:
-        await self._admit(request, context)
-        message = await self._answer(await self._driver.call(request), context)
+        message = await self._ordered(request, context)
         assert isinstance(message, pb.ScaleReply), f"the brain answered Scale with {type(message).__name__}"
         return message
 
@@ -202,10 +194,17 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return reply
 
     async def _order(self, request: Any, context: Context) -> pb.OrderReply:
-        await self._admit(request, context)
-        message = await self._answer(await self._driver.call(request), context)
+        message = await self._ordered(request, context)
         assert isinstance(message, pb.OrderReply), f"the brain answered an order with {type(message).__name__}"
         return message
+
+    async def _ordered(self, request: Any, context: Context) -> Message | None:
+        await self._admit(request, context)
+        try:
+            return await self._answer(await self._driver.order(request), context)
+        except OrderLate as error:
+            # Not UNAVAILABLE: no other master could do better, and nobody is to repeat it by himself.
+            return await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
     async def _ack(self, request: Any, context: Context) -> pb.Ack:
         await self._admit(request, context)

@@ -14,8 +14,10 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf.message import Message
 
 from dalsegno.master import cli
+from dalsegno.master.brain.events import Reply
 from dalsegno.master.record.store import MemoryStore, Rows, StoreAway, StoreDamaged, StoreUnavailable, Superseded
 from dalsegno.master.server import desk
 from dalsegno.master.server import driver as driver_module
@@ -26,7 +28,7 @@ from dalsegno.master.server.server import BindError, ControlServer, ServerOption
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos import control_pb2_grpc
 from dalsegno.protos.contract import CONTROL_PROTOCOL, LEADER_METADATA
-from tests.support.jobs.fake_brain import SOMEBODY_ELSES, FakeBrain
+from tests.support.jobs.fake_brain import SOMEBODY_ELSES, FakeBrain, FakeState
 
 pytestmark = pytest.mark.timeout(60)
 TOKEN = "0123456789abcdef"
@@ -80,9 +82,11 @@ def caller(node: str = "a", incarnation: str = "1", request: int = 0, protocol: 
 
 
 @contextlib.asynccontextmanager
-async def serving(store: MemoryStore | None = None, options: ServerOptions | None = None) -> AsyncIterator[Master]:
+async def serving(
+    store: MemoryStore | None = None, options: ServerOptions | None = None, brain: FakeBrain | None = None
+) -> AsyncIterator[Master]:
     store = store if store is not None else MemoryStore()
-    server = ControlServer("job", FakeBrain(), store, options or ServerOptions())
+    server = ControlServer("job", brain or FakeBrain(), store, options or ServerOptions())
     await server.start()
     task = asyncio.create_task(server.run())
     master = Master(server, store, task)
@@ -451,6 +455,62 @@ def test_status_shows_nothing_that_a_crash_takes_back(monkeypatch: pytest.Monkey
             assert {(await status).phase for status in seen} == {pb.PHASE_SUCCEEDED}
             assert store.saves == 2
             await end
+
+    asyncio.run(scene())
+
+
+class Ordered(FakeBrain):
+    """Keeps the orders that it has decided on."""
+
+    def _called(self, state: FakeState, message: Message, now: float) -> Reply:
+        if isinstance(message, pb.ScaleRequest):
+            state.job[f"scaled to {message.nodes}"] = 1
+        return super()._called(state, message, now)
+
+
+def test_an_order_does_not_wait_for_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits behind a turn is withdrawn, and what is in one may be stored yet. Over HTTP it is the same."""
+    monkeypatch.setattr(driver_module, "ORDER_PATIENCE_SECONDS", 0.3)
+
+    async def scene() -> None:
+        store = SometimesFull()
+        async with serving(store, brain=Ordered()) as master:
+            store.writable = False
+            refusal = grpc.StatusCode.FAILED_PRECONDITION
+            line = (
+                "the order may not have been taken, as the master cannot record it: cannot write the store: no space;"
+            )
+            await fails(master.stub.Scale(pb.ScaleRequest(nodes=2), timeout=30), refusal, line)
+            line = "the order was not taken, as the master cannot record it: cannot write the store: no space; give it"
+            await fails(master.stub.Scale(pb.ScaleRequest(nodes=3), timeout=30), refusal, line)
+            await fails(master.stub.Stop(pb.StopRequest(), timeout=30), refusal, line)
+            over_http = await master.server.call(pb.ScaleRequest(nodes=4))
+            assert (over_http.code, over_http.detail.startswith(line)) == ("UNAVAILABLE", True)
+            # So it is where the caller hangs up: nobody wants it any more.
+            monkeypatch.setattr(driver_module, "ORDER_PATIENCE_SECONDS", 30.0)
+            hung_up = asyncio.ensure_future(master.server.call(pb.ScaleRequest(nodes=4)))
+            await until(lambda: _true(len(master.server.driver._queue) == 1))
+            hung_up.cancel()
+            await until(lambda: _true(not master.server.driver._queue))
+            store.writable = True
+            assert (await master.stub.Scale(pb.ScaleRequest(nodes=5), timeout=30)).limit == 5
+            assert {node.node for node in (await master.status()).nodes} == {"scaled to 2", "scaled to 5"}
+
+    asyncio.run(scene())
+
+
+def test_an_order_whose_master_ends_meanwhile_may_have_been_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its turn was not stored, as far as this master knows: another one may find it on the record."""
+
+    async def scene() -> None:
+        store = SometimesFull()
+        async with serving(store, brain=Ordered()) as master:
+            store.writable = False
+            order = asyncio.ensure_future(master.server.call(pb.ScaleRequest(nodes=2)))
+            await until(lambda: _true(store.attempts > 1))
+            master.server.stop()
+            reply = await order
+            assert (reply.code, "may not have been taken" in reply.detail) == ("UNAVAILABLE", True)
 
     asyncio.run(scene())
 
