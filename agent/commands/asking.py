@@ -43,6 +43,7 @@ CHANGE_SECONDS, CHANGE_PAUSE_SECONDS = 9.0, 0.5
 _LOOK_SECONDS = 1.0
 # Status codes with which the master did answer, so that the detail is the line to print.
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.NOT_FOUND)
+_ANSWERED = (*_REFUSED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 # Status codes behind which another master is asked: one of several may have another token than the job's.
 _ASK_ANOTHER = RETRIED | {grpc.StatusCode.UNAUTHENTICATED}
 
@@ -62,6 +63,14 @@ class NoAnswer(Exception):
         """Whether a master has said it; else nobody was reached."""
         refuses = code_of(self.error) is grpc.StatusCode.UNAUTHENTICATED
         return refuses or (isinstance(self.error, grpc.Call) and bool(self.error.trailing_metadata()))
+
+    @property
+    def is_in_vain(self) -> bool:
+        """Whether the call was certainly not carried out: nobody listened, or a master has refused it."""
+        code, detail = code_of(self.error), detail_of(self.error)
+        if code is grpc.StatusCode.UNAVAILABLE:
+            return self.is_from_master or detail.startswith("failed to connect")
+        return code in _ANSWERED
 
     @property
     def is_away(self) -> bool:
@@ -100,6 +109,8 @@ class AskedMaster:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._addresses, self._credentials = _master_of(options)
+        # A master may have carried out a call that it has not answered.
+        self._is_uncertain = False
 
     def call(self, method: str, request: Any, more_seconds: float = 0.0) -> Any:
         """The answer of the master that leads: of several the others name it. Raises NoAnswer.
@@ -109,12 +120,11 @@ class AskedMaster:
         `more_seconds`: how long the call may wait by itself.
         """
         request.job_id = self._options.job_id or ""
-        until = None
+        until = time.monotonic() + CHANGE_SECONDS + more_seconds
         while True:
             try:
                 return self._call(method, request, more_seconds)
             except NoAnswer as said:
-                until = until or time.monotonic() + CHANGE_SECONDS
                 if not said.is_sent_on or time.monotonic() >= until:
                     raise
             time.sleep(CHANGE_PAUSE_SECONDS)  # why: nobody tells who is about to lead
@@ -133,6 +143,7 @@ class AskedMaster:
                     code, named = code_of(error), (leader_of(error), "")
                     is_sent_on = code in RETRIED and (is_sent_on or bool(named[0]))
                     said = NoAnswer(way[0], error, is_sent_on)
+                    self._is_uncertain = self._is_uncertain or not said.is_in_vain
                     if code in RETRIED and not is_sent_on and before is not None and before.is_from_master:
                         # A master that stands by knows more than that one more is gone.
                         said = before
@@ -147,8 +158,8 @@ class AskedMaster:
             for target in MasterPlaces().targets(address):
                 yield address, target
 
-    def why(self, said: NoAnswer) -> str:
-        """Why there is no answer, for a person."""
+    def why(self, said: NoAnswer, order: bool = False) -> str:
+        """Why there is no answer, for a person; of an `order` also whether it was taken."""
         error = said.error
         text = f"the master at {said.address} does not answer: {said}"
         if said.is_from_master:
@@ -157,7 +168,15 @@ class AskedMaster:
             text = known.text
         if code_of(error) in _REFUSED:
             text = detail_of(error)
-        return one_line(mismatch(said.address, self._credentials) or text)
+        return one_line(mismatch(said.address, self._credentials) or f"{text}{self._fate(said) if order else ''}")
+
+    def _fate(self, said: NoAnswer) -> str:
+        """What has become of an order that was not answered; empty: what is said tells it."""
+        if self._is_uncertain:
+            return "; the order may have been taken: look with dalsegno events once a master answers"
+        if self._options.master and code_of(said.error) not in _ANSWERED:
+            return "; the order was not taken: give it again once a master answers"
+        return ""
 
     def without_master(self) -> JobOnDisk | None:
         """How a job stands that has no master just now, by its directory. None: its directory is not known."""
@@ -166,8 +185,10 @@ class AskedMaster:
         return _without_master(Path(self._options.checkpoint_dir) / self._options.job_id)
 
 
-def show(options: argparse.Namespace, method: str, request: Any, lines_of: Callable[[Any], list[str]]) -> int:
-    """Makes one call to the job's master, prints the answer, and returns the exit code.
+def show(
+    options: argparse.Namespace, method: str, request: Any, lines_of: Callable[[Any], list[str]], *, order: bool = False
+) -> int:
+    """Makes one call to the job's master, perhaps an order, prints the answer, and returns the exit code.
 
     Raises:
         ValueError, OSError: see `AskedMaster`.
@@ -180,7 +201,7 @@ def show(options: argparse.Namespace, method: str, request: Any, lines_of: Calla
         if known is not None and known.finished and method == "GetStatus":
             put(options, _as_reply(options.job_id, known), lambda reply: [reply.reason])
             return EXIT_FINISHED
-        print(f"dalsegno: {asked.why(said)}", file=sys.stderr)
+        print(f"dalsegno: {asked.why(said, order=order)}", file=sys.stderr)
         return EXIT_FAILED
     put(options, reply, lines_of)
     return EXIT_FINISHED

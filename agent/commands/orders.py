@@ -57,7 +57,7 @@ def stop(options: argparse.Namespace) -> int:
 
 def start(options: argparse.Namespace) -> int:
     """Lets agents of a stopped job in again. Returns the exit code; raises as `AskedMaster`."""
-    return show(options, "Start", pb.StartRequest(protocol=CONTROL_PROTOCOL), _text)
+    return show(options, "Start", pb.StartRequest(protocol=CONTROL_PROTOCOL), _text, order=True)
 
 
 def checkpoint(options: argparse.Namespace) -> int:
@@ -92,7 +92,7 @@ def _order(options: argparse.Namespace, method: str, request: Any, done: Done, *
     try:
         reply = asked.call(method, request)
     except NoAnswer as said:
-        print(f"dalsegno: {asked.why(said)}", file=sys.stderr)
+        print(f"dalsegno: {asked.why(said, order=True)}", file=sys.stderr)
         return EXIT_FAILED
     if not options.json:
         print(one_line(reply.text), flush=True)

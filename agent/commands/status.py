@@ -36,7 +36,8 @@ def scale(options: argparse.Namespace) -> int:
     """
     if not 1 <= options.nodes <= MOST_SETTING:
         raise ValueError(f"a world has 1 to {MOST_SETTING} nodes, not {options.nodes}")
-    return show(options, "Scale", control_pb2.ScaleRequest(protocol=CONTROL_PROTOCOL, nodes=options.nodes), scale_lines)
+    request = control_pb2.ScaleRequest(protocol=CONTROL_PROTOCOL, nodes=options.nodes)
+    return show(options, "Scale", request, scale_lines, order=True)
 
 
 def counted(number: int, what: str) -> str:

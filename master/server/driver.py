@@ -225,16 +225,16 @@ class Driver:
             return entry.answer.result()
         why = f"the master cannot record it: {self._why_late()}"
         if not entry.is_decided:
-            raise OrderLate(f"the order was not taken, as {why}; give it again once dalsegno status no longer says so")
+            raise OrderLate(f"the order was not taken, as {why}; give it again once dalsegno status shows no trouble")
         raise OrderLate(
-            f"the order may not have been taken, as {why}; once dalsegno status no longer says so, look with dalsegno"
+            f"the order may not have been taken, as {why}; once dalsegno status shows no trouble, look with dalsegno"
             " events whether it was, and give it again if not"
         )
 
     def _why_late(self) -> str:
-        if self._stopping:
-            return self.store_trouble or "it stops"
-        return self.store_trouble or ("its store does not answer" if self._storing else "it has too much to do")
+        if self.store_trouble or self._storing:
+            return self.store_trouble or "its store does not answer"
+        return "it stops" if self._stopping else "it has too much to do"
 
     def events(self) -> Any:
         """What happened, as of the last turn, oldest first; the same object while nothing has been added."""

@@ -110,6 +110,45 @@ def test_a_master_with_another_token_is_passed_over(alone: bool) -> None:
         server.stop(0).wait(5)
 
 
+@pytest.mark.parametrize(
+    ("code", "detail", "told"),
+    [
+        # As a master that stands by.
+        (grpc.StatusCode.UNAVAILABLE, "this master stands by", "the order was not taken: give it again once a master"),
+        (None, "", "the order was not taken: give it again once a master answers"),
+        # As of one whose end closed the connection, or that hangs.
+        (grpc.StatusCode.UNKNOWN, "Stream removed", "the order may have been taken: look with dalsegno events once"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "", "the order may have been taken: look with dalsegno events once"),
+        # What a master has said of it is all.
+        (grpc.StatusCode.FAILED_PRECONDITION, "the order was not taken, as the master cannot", "master cannot\n"),
+        (grpc.StatusCode.UNAUTHENTICATED, "missing or wrong token", "missing or wrong token\n"),
+    ],
+)
+@pytest.mark.parametrize("words", [["scale", "2"], ["stop"], ["start"], ["drain", "a"], ["checkpoint"]])
+def test_an_order_without_an_answer_says_whether_it_was_taken(
+    capsys: pytest.CaptureFixture[str], words: list[str], code: grpc.StatusCode | None, detail: str, told: str
+) -> None:
+    """One line, whatever the order is; where no master is, it was not."""
+
+    class Fails(control_pb2_grpc.ControlServicer):
+        def _fail(self, request: Any, context: Any) -> Any:
+            context.set_trailing_metadata((("grpc-retry-pushback-ms", "-1"),))
+            context.abort(code, detail)
+
+        Scale = Stop = Start = DrainNode = SaveNow = _fail
+
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    control_pb2_grpc.add_ControlServicer_to_server(Fails(), server)
+    port = server.add_insecure_port("127.0.0.1:0") if code is not None else free_port()
+    server.start()
+    try:
+        assert run([*words, f"--master=127.0.0.1:{port}"]) == 1
+    finally:
+        server.stop(0).wait(5)
+    line = capsys.readouterr().err
+    assert (told in line, line.count("\n")) == (True, 1)
+
+
 def test_numbers_of_events_and_orders_are_numbers() -> None:
     """As over HTTP; what is optional is there only where it is known."""
     event = plain(pb.Event(sequence=7, epoch=2, lost_steps=1, kind="stepped", seconds=0.5))
