@@ -6,10 +6,9 @@ import ipaddress
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-__all__ = ["AddressChanged", "MoveTo", "is_loopback", "rank_interfaces"]
+__all__ = ["AddressChanged", "MoveTo", "is_loopback", "rank_interfaces", "ranks_elsewhere"]
 
-# How each library takes the name of an interface: gloo as it is, NCCL as a prefix unless there is "=" before it.
-_FORMS = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ def rank_interfaces(address: str, interfaces: Iterable[tuple[str, str]], chosen:
 
     Args:
         address: the node's own, as other nodes are told it.
-        interfaces: name and IP address of each interface; one may have several.
+        interfaces: name and IP address of each interface; one may have several, some with a label (`eth0:ranks`).
         chosen: variables that somebody has set: they stand. An empty one counts as set.
 
     Returns: nothing for a node that only this machine can reach, or whose address no interface has.
@@ -48,4 +47,24 @@ def rank_interfaces(address: str, interfaces: Iterable[tuple[str, str]], chosen:
     if is_loopback(address):
         return {}
     name = next((name for name, own in interfaces if own == address), "")
-    return {variable: form.format(name) for variable, form in _FORMS.items() if name and variable not in chosen}
+    # gloo takes a label for an interface. NCCL would take what is behind the colon for a port, and takes a name for the
+    # beginning of one unless there is "=" before it.
+    found = {GLOO: name, NCCL: f"={name.partition(':')[0]}"} if name else {}
+    return {variable: value for variable, value in found.items() if variable not in chosen}
+
+
+def ranks_elsewhere(address: str, interfaces: Iterable[tuple[str, str]], chosen: Collection[str]) -> str:
+    """What a person is to know if gloo meets other nodes at another address than `address`; empty: it does not.
+
+    It takes the first address that an interface has, of whatever kind. Args: see `rank_interfaces`.
+    """
+    there = list(interfaces)
+    name = rank_interfaces(address, there, chosen).get(GLOO, "")
+    first = next((own for one, own in there if one == name), address)
+    if first == address or ":" in address:
+        return ""
+    return (
+        f"the ranks of this node meet others at {first}, the first address of {name}, and not at {address}, as gloo"
+        f" takes no other; if other nodes do not reach that one, give {address} a label: ip addr add {address}/BITS"
+        f" dev {name} label {name}:ranks"
+    )

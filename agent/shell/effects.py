@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import secrets
 import socket
 import threading
@@ -32,7 +33,7 @@ from ..processes.lifeline import Lifeline
 from ..storage.job_directory import JobDirectory, Storage, Survey
 from ..storage.room import RoomWatch
 from ..workers.conversion_job import ConversionJob
-from ..workers.own_address import AddressWatch, node_address, node_variables
+from ..workers.own_address import AddressWatch, elsewhere, node_address, node_variables
 from ..workers.tcp_stores import StoreServers
 from .config import AgentConfig, differences
 from .mailbox import Mailbox
@@ -259,6 +260,8 @@ class Effects:
             return
         if not self._incarnation and self._config.announcement:
             self.say(self._config.announcement, False)
+        if not self._incarnation and (line := elsewhere(self._address, os.environ)):
+            self._mailbox.put(ev.Remark(line))
         self._incarnation = incarnation
         self.run_id = reply.run_id or self.run_id
         if reply.HasField("settings"):

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from dalsegno.protos.addresses import host_and_port
 
-from ..decisions.interfaces import is_loopback, rank_interfaces
+from ..decisions.interfaces import is_loopback, rank_interfaces, ranks_elsewhere
 
-__all__ = ["AddressWatch", "interfaces", "node_address", "node_variables"]
+__all__ = ["AddressWatch", "elsewhere", "interfaces", "node_address", "node_variables"]
 
 # Of linux/sockios.h: all IPv4 addresses, in records of name and socket address.
 _SIOCGIFCONF = 0x8912
@@ -62,7 +62,7 @@ def _towards(master: str) -> str:
 
 
 def interfaces() -> list[tuple[str, str]]:
-    """Name and IP address of each interface of this node; one may have several.
+    """Name and IP address of each interface of this node; one may have several, some with a label in place of the name.
 
     Sources: netdevice(7) for IPv4, Linux's `/proc/net/if_inet6`.
     """
@@ -82,8 +82,7 @@ def _records() -> list[tuple[str, str]]:
     length, data = struct.unpack("iP", answered)[0], room.tobytes()
     found = []
     for start in range(0, length, _RECORD_BYTES):
-        # Behind a colon is the label of one of its addresses.
-        name = data[start : start + _NAME_BYTES].split(b"\0")[0].decode(errors="replace").split(":")[0]
+        name = data[start : start + _NAME_BYTES].split(b"\0")[0].decode(errors="replace")
         found.append((name, socket.inet_ntoa(data[start + _ADDRESS_AT : start + _ADDRESS_AT + 4])))
     return found
 
@@ -91,6 +90,11 @@ def _records() -> list[tuple[str, str]]:
 def node_variables(address: str, environment: Mapping[str, str]) -> dict[str, str]:
     """See `rank_interfaces`; what NCCL's own files set stands, too."""
     return rank_interfaces(address, interfaces(), {*environment} | _set_for_nccl(environment))
+
+
+def elsewhere(address: str, environment: Mapping[str, str]) -> str:
+    """See `ranks_elsewhere`."""
+    return ranks_elsewhere(address, interfaces(), environment.keys())
 
 
 def _set_for_nccl(environment: Mapping[str, str]) -> set[str]:

@@ -133,6 +133,26 @@ def test_another_address_than_that_of_the_route(tmp_path: Path, undisturbed: Und
 
 
 @pytest.mark.full
+def test_a_second_address_of_an_interface(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """With a label ranks meet there; gloo would take the first one, which a node without a label says in one line."""
+    addresses = {name: f"10.78.0.{number}" for number, name in enumerate(ALL, 11)}
+    flags = {name: (f"--local-addr={address}",) for name, address in addresses.items()}
+    *labelled, bare = ALL
+    with hosted_job(tmp_path, training=TRAINING, flags_of=flags) as job:
+        for name, address in addresses.items():
+            label = ("label", "eth0:ranks") if name in labelled else ()
+            job.hosts[name].run("ip", "addr", "add", f"{address}/24", "dev", "eth0", *label)
+        start_all(job, *ALL)
+        for node in job.nodes:
+            listening = job.host(node).run("ss", "-ltnH")
+            elsewhere = node.name == bare
+            assert elsewhere or f"{addresses[node.name]}:" in listening
+            assert (f"{job.host(node).address}:" in listening) == elsewhere
+            assert ("the ranks of this node meet others at" in node.text()) == elsewhere
+        finish(job, undisturbed)
+
+
+@pytest.mark.full
 def test_a_node_hosts_the_master(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """Hosts meet at an address of one of them, as torchrun's do, without any master started by hand."""
     with hosted_job(tmp_path, ALL, training=TRAINING) as job:

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from dalsegno.agent.decisions import events as ev
-from dalsegno.agent.decisions.interfaces import is_loopback, rank_interfaces
+from dalsegno.agent.decisions.interfaces import is_loopback, rank_interfaces, ranks_elsewhere
 from dalsegno.protos import control_pb2
 from tests.unit.agent.decisions.test_decisions import ME, Agent, kinds
 
@@ -40,6 +40,28 @@ def test_what_the_user_has_set_stands() -> None:
 def test_an_address_of_no_interface() -> None:
     """Nothing is guessed."""
     assert rank_interfaces("192.0.2.1", HERE, ()) == {}
+
+
+SEVERAL = [("eth0", "10.0.0.4"), ("eth0", "10.0.0.5"), ("eth0:ranks", "10.0.0.6"), ("eth0", "fd00::4")]
+
+
+def test_an_address_with_a_label_is_found_by_it() -> None:
+    """By gloo alone: NCCL takes the first address of an interface, and a colon for what is before a port."""
+    assert rank_interfaces("10.0.0.6", SEVERAL, ()) == {
+        "GLOO_SOCKET_IFNAME": "eth0:ranks",
+        "NCCL_SOCKET_IFNAME": "=eth0",
+    }
+    assert ranks_elsewhere("10.0.0.6", SEVERAL, ()) == ""
+
+
+def test_ranks_that_meet_elsewhere_than_the_node_says_so() -> None:
+    """One line, with what helps; none where the user chose, on loopback, or where it is the first address."""
+    line = ranks_elsewhere("10.0.0.5", SEVERAL, ())
+    assert "meet others at 10.0.0.4, the first address of eth0, and not at 10.0.0.5" in line
+    assert line.endswith("ip addr add 10.0.0.5/BITS dev eth0 label eth0:ranks")
+    assert ranks_elsewhere("10.0.0.5", SEVERAL, ["GLOO_SOCKET_IFNAME"]) == ""
+    for address in ("10.0.0.4", "127.0.0.1", "192.0.2.1"):
+        assert ranks_elsewhere(address, SEVERAL, ()) == ""
 
 
 def test_a_node_that_moved_joins_anew() -> None:
