@@ -37,7 +37,7 @@ from .server.job_brain import JobBrain
 from .server.lifetime import Lifetime
 from .server.server import BindError, ControlServer, ServerOptions
 from .server.watchdog import HANG_TIMEOUT_SECONDS, Watchdog
-from .serving import STOP, print_line, run, tls_files
+from .serving import STOP, print_line, run, say_end, tls_files
 
 if TYPE_CHECKING:
     from .http.edge import Edge
@@ -216,8 +216,7 @@ async def _stand(server: ControlServer, edge: Edge | None, options: argparse.Nam
     try:
         await candidate.run()
     except StoreError as error:
-        log.error("%s", error)
-        print(f"dlrover-master: {error}", file=sys.stderr)
+        say_end(error)
         return EXIT_USAGE if isinstance(error, SameAddress) else EXIT_FAILED
     except Exception:
         log.exception("the master failed")

@@ -18,7 +18,7 @@ from .server.auth import TlsFiles
 from .server.lifetime import Lifetime
 from .server.server import ControlServer
 
-__all__ = ("STOP", "print_line", "run", "tls_files")
+__all__ = ("STOP", "print_line", "run", "say_end", "tls_files")
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +32,13 @@ async def run(server: ControlServer, lifetime: Lifetime | None) -> int:
         await server.run()
     except Superseded as error:
         # Not this process's error: it was stopped or cut off while the job got another master.
-        log.warning("%s", error)
         if lifetime is not None:
+            log.warning("%s", error)
             return EXIT_FINISHED
-        print(f"dlrover-master: {error}", file=sys.stderr)
+        say_end(error)
         return MASTER_SUPERSEDED
     except StoreError as error:
-        log.error("%s", error)
-        print(f"dlrover-master: {error}", file=sys.stderr)
+        say_end(error)
         return EXIT_FAILED
     except Exception:
         log.exception("the master failed")
@@ -48,6 +47,13 @@ async def run(server: ControlServer, lifetime: Lifetime | None) -> int:
         if watch is not None:
             watch.cancel()
     return EXIT_FINISHED
+
+
+def say_end(error: StoreError) -> None:
+    """Says why this master ends: one line on stderr, and one in its log where that is elsewhere."""
+    if not any(type(handler) is logging.StreamHandler for handler in logging.getLogger("dalsegno").handlers):
+        log.error("%s", error)
+    print(f"dlrover-master: {error}", file=sys.stderr)
 
 
 def print_line(said: dict[str, object]) -> None:

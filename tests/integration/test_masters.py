@@ -228,6 +228,8 @@ def test_one_address_for_two_masters_is_one_line(tmp_path: Path) -> None:
                 serving(process)
         assert processes[1].wait(60) == 2
         assert processes[1].stderr is not None
-        (line,) = [one for one in processes[1].stderr.read().splitlines() if one.startswith("dlrover-master: ")]
-        assert line.endswith("another master of this job advertises 127.0.0.1:7000, too: give each its own --advertise")
+        (line,) = processes[1].stderr.read().splitlines()
+        assert line == (
+            "dlrover-master: another master of this job advertises 127.0.0.1:7000, too: give each its own --advertise"
+        )
         assert processes[0].poll() is None
