@@ -14,8 +14,9 @@ from .tracebacks import last_raised
 
 __all__ = ["error_message", "last_words", "without_file"]
 
-# How many bytes at the end of a worker's errors are read, and how many characters of its last line are shown.
-_TAIL_BYTES = 8192
+# How many bytes at the end of a worker's errors are read (a traceback through a model of transformers has some ten
+# thousand), and how many characters of its last line are shown.
+_TAIL_BYTES = 65536
 _LONGEST_LINE = 300
 # A progress bar of tqdm: `  5%|▌    | 5/100 [00:01<00:19, 4.9it/s]`, or `5it [00:01, 4.9it/s]`.
 _BAR = re.compile(r"^.*\[\d+:\d\d(:\d\d)?(<|, )[^\]]*\]")

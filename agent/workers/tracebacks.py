@@ -12,9 +12,18 @@ from dataclasses import dataclass
 __all__ = ["Raised", "last_raised"]
 
 _BEGIN = "Traceback (most recent call last):"
+# torch hands an exception of a DataLoader's worker process on in this form, with the traceback there below it.
+_CAUGHT = re.compile(r"[\w.]+: Caught \w+ in (?P<place>.+)\.$")
+_ORIGINAL = f"Original {_BEGIN}"
+# Pools of processes print theirs between such lines, above the traceback of who waited for it.
+_QUOTES = '"""'
+# What an exception group draws at the left of its lines, and between those that are in it.
+_GROUP = f"+ Exception Group {_BEGIN}"
+_MARGIN = re.compile(r" *(\| ?|\+ |\+-[+-]*.*)")
 # The last line of a traceback: the exception's name, not indented, alone or with its text.
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?$")
 _BARE = "AssertionError"
+_COMPILING = ("SyntaxError", "IndentationError", "TabError")
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+)(, in (?P<function>.+))?')
 # torch begins each line with it, where there are several ranks.
 _RANK = re.compile(r"\[rank\d+\]: ?")
@@ -46,18 +55,44 @@ class Raised:
 def last_raised(lines: Sequence[str]) -> Raised | None:
     """The exception of the last traceback in these lines, if it is whole."""
     plain = [_RANK.sub("", line, count=1) for line in lines]
+    if any(line.strip() == _GROUP for line in plain):
+        plain = [_MARGIN.sub("", line, count=1) for line in plain]
     begins = [number for number, line in enumerate(plain) if line.startswith(_BEGIN)]
     if not begins:
+        return _not_compiled(plain)
+    found = _exception(plain[begins[-1] + 1 :])
+    if found is None:
         return None
+    text, frames, rest = found
+    caught = _CAUGHT.match(text)
+    if caught and rest[:1] == (_ORIGINAL,) and (first := _exception(rest[1:])):
+        text, frames, rest = f"{first[0]} (in {caught['place']})", [*frames, *first[1]], first[2]
+    elif begins[1:] and plain[begins[-2] - 1].strip() == _QUOTES:
+        there = _exception(plain[begins[-2] + 1 :])
+        frames += there[1] if there is not None and there[0] == text else []
+    return Raised(_with_more(text, rest), _where(frames), rest)
+
+
+def _exception(lines: Sequence[str]) -> tuple[str, list[re.Match[str]], tuple[str, ...]] | None:
+    """What a traceback says below its first line: the exception, its frames, and what follows it."""
     frames: list[re.Match[str]] = []
-    for number, line in enumerate(plain[begins[-1] + 1 :], begins[-1] + 1):
+    for number, line in enumerate(lines):
         if frame := _FRAME.match(line):
             frames.append(frame)
         elif _EXCEPTION.match(line):
-            rest = tuple(plain[number + 1 :])
-            text = _asserted(plain[begins[-1] + 1 : number]) if line.strip() == _BARE else line.strip()
-            return Raised(_with_more(text, rest), _where(frames), rest)
+            text = _asserted(lines[:number]) if line.strip() == _BARE else line.strip()
+            return text, frames, tuple(lines[number + 1 :])
     return None
+
+
+def _not_compiled(lines: Sequence[str]) -> Raised | None:
+    """The error of a script that Python could not compile, which is printed with its place and without a traceback."""
+    starts = [number for number, line in enumerate(lines) if _FRAME.match(line)]
+    found = _exception(lines[starts[-1] :]) if starts else None
+    if found is None or not found[0].startswith(_COMPILING):
+        return None
+    text, frames, rest = found
+    return Raised(text, _place(frames[-1]), rest)
 
 
 def _asserted(lines: Sequence[str]) -> str:

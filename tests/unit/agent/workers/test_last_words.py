@@ -14,9 +14,9 @@ from dalsegno.agent.workers.last_words import last_words
 def test_the_last_line_of_the_errors_is_the_reason(tmp_path: Path) -> None:
     """Without torch's `@record` the traceback's last line says it, with the file that has the rest."""
     path = tmp_path / "stderr.log"
-    path.write_text("Traceback (most recent call last):\n" + "x" * 20000 + "\nValueError: boom\n\n")
+    path.write_text("Traceback (most recent call last):\n" + "x" * 100_000 + "\nValueError: boom\n\n")
     assert last_words(str(path), 1) == f"ValueError: boom (see {path})"
-    path.write_text("y" * 20000)
+    path.write_text("y" * 100_000)
     assert len(last_words(str(path), 1)) < 400
     path.write_text("")
     assert last_words(str(path), 1) == last_words(str(path), -9) == ""
@@ -61,6 +61,7 @@ def test_what_a_logger_says_went_well_is_no_reason(tmp_path: Path, errors: str, 
     assert last_words(str(path), 3) == (f"{reason} (see {path})" if reason else f"see {path}")
 
 
+BEGIN = "Traceback (most recent call last):\n"
 OWN = '  File "/tmp/it/train.py", line 10, in main\n    load(path)\n    ^^^^^^^^^^\n'
 LIBRARY = f'  File "{json.__file__}", line 346, in loads\n    return decode(s)\n'
 KEYS = '\tMissing key(s) in state_dict: "module.a", "module.b".\n\tUnexpected key(s) in state_dict: "a", "b".\n'
@@ -105,6 +106,81 @@ def test_an_exception_is_named_with_the_scripts_own_line(tmp_path: Path, errors:
     assert reason in said
     assert said.endswith(f"(see {path})")
     assert ("rank3" in said) == (bool(prefix) and "cut off" in errors)
+
+
+FETCHES = f'  File "{json.__file__}", line 54, in fetch\n    data = dataset[index]\n'
+ITEM = '  File "/tmp/it/data.py", line 7, in __getitem__\n    assert row, "no row 20"\n           ^^^\n'
+CAUGHT = f"AssertionError: Caught AssertionError in DataLoader worker process 3.\nOriginal {BEGIN}"
+REMOTE = f'pool.RemoteTraceback: \n"""\n{BEGIN}'
+DIRECT = f'"""\n\nThe above exception was the direct cause of the following exception:\n\n{BEGIN}'
+LONG = INSTALLED.replace("return f(x)", "x" * 150) * 60
+NOISE = "".join(f"[W {number}] caf\udce9, never mind\n" for number in range(10_000))
+GROUP = """  + Exception Group Traceback (most recent call last):
+  |   File "/tmp/it/train.py", line 10, in main
+  |     async with TaskGroup() as group:
+  | ExceptionGroup: unhandled errors in a TaskGroup (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "/tmp/it/data.py", line 7, in fetch
+    |     raise ValueError("no row 20")
+    | ValueError: no row 20
+    +------------------------------------
+"""
+
+
+@pytest.mark.parametrize(
+    ("errors", "reason"),
+    [
+        # torch hands on what a DataLoader's worker process raised, and where.
+        (
+            f"{BEGIN}{OWN}{LIBRARY}{CAUGHT}{FETCHES}{ITEM}AssertionError: no row 20\n\n",
+            "AssertionError: no row 20 (in DataLoader worker process 3) (data.py, line 7, in __getitem__)",
+        ),
+        # There, too, it may be nobody's own line.
+        (
+            f"{BEGIN}{OWN}{INSTALLED}{CAUGHT}{FETCHES}AssertionError: no row 20\n\n",
+            "AssertionError: no row 20 (in DataLoader worker process 3) (train.py, line 10, in main)",
+        ),
+        (
+            f"{BEGIN}{OWN}{CAUGHT}{FETCHES}  cut off",
+            "AssertionError: Caught AssertionError in DataLoader worker process",
+        ),
+        # What a pool's process raised; what was raised because of it is another thing.
+        (
+            f"{REMOTE}{FETCHES}{ITEM}ValueError: bad\n{DIRECT}{OWN}{LIBRARY}ValueError: bad\n",
+            "ValueError: bad (data.py, line 7, in __getitem__)",
+        ),
+        (
+            f"{REMOTE}{FETCHES}{ITEM}ValueError: bad\n{DIRECT}{OWN}{LIBRARY}OSError: worse\n",
+            "OSError: worse (train.py, line 10, in main)",
+        ),
+        (GROUP, "ValueError: no row 20 (data.py, line 7, in fetch)"),
+        # Python prints no traceback for a script that it cannot compile.
+        (
+            '  File "/tmp/it/train.py", line 2\n    print(\n         ^\nSyntaxError: never closed\n',
+            "closed (train.py, line 2)",
+        ),
+        (
+            '  File "/tmp/it/train.py", line 2\n    x\nIndentationError: bad\n',
+            "IndentationError: bad (train.py, line 2)",
+        ),
+        # A warning's place is none.
+        ('  File "/tmp/it/train.py", line 2\n    x\nDeprecationWarning: old\nthe data is wrong\n', "the data is wrong"),
+        # It passed through many layers, each printed with its code; and what was printed before it.
+        (f"{BEGIN}{OWN}{LONG}ValueError: deep\nin the model\n", "ValueError: deep (train.py, line 10, in main)"),
+        (f"{NOISE}{BEGIN}{OWN}ValueError: boom\n", "ValueError: boom (train.py, line 10, in main)"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "[rank3]: "])
+def test_what_another_process_raised_is_named_with_its_own_line(
+    tmp_path: Path, errors: str, reason: str, prefix: str
+) -> None:
+    """And all that is printed in another form than the usual one."""
+    path = tmp_path / "stderr.log"
+    path.write_text("".join(f"{prefix}{line}\n" for line in errors.splitlines()), errors="surrogateescape")
+    said = last_words(str(path), 1)
+    assert reason in said
+    assert said.endswith(f"(see {path})")
 
 
 def test_what_a_lost_peer_makes_gloo_and_nccl_say_is_short(tmp_path: Path) -> None:
