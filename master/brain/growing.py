@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dalsegno.protos.contract import GROW_SOON_SECONDS
 
-from . import announcements, beside, waits
+from . import announcements, beside, shapes, waits
 from .checkpoints import only_size, resume_point
-from .membership import may_call_session, members_of, newcomers, select
+from .membership import counts, may_call_session, members_of, newcomers, select
 from .state import MemberState, Node
-from .turn import Turn, names, world_of
+from .turn import Turn, names, of_nodes, world_of
 
 # Seconds after the newcomers' Join, and after the first step, from which nodes that are not warm are taken as they are.
 # The others train on meanwhile. So it is longer than an agent waits for its imports (120) and for its script to run
@@ -100,9 +100,22 @@ def to_take_in(turn: Turn) -> list[Node]:
     new = newcomers(turn)
     grown = select(turn, members_of(turn) + new) if new else []
     if len(grown) <= len(world.members) or only_size(job) not in (0, sum(node.nproc for node in grown)):
+        say_put_off(turn, members_of(turn) + new)
         return []
     chosen = {node.incarnation for node in grown}
     return [node for node in new if node.incarnation in chosen]
+
+
+def say_put_off(turn: Turn, nodes: list[Node]) -> None:
+    """Says when newcomers are taken in with whom the world has a number of workers that failed at its start."""
+    larger = [count for count in counts(turn, nodes) if count > len(world_of(turn).members)]
+    found = shapes.put_off(turn, nodes, larger)
+    if found is None:
+        return
+    shape, new, at = found
+    left, who = at - turn.now, names(sorted(node.name for node in new))
+    text = f"{who} joined: with {of_nodes(shape.nodes)} the script failed at its start; they are tried again with {who}"
+    waits.say(turn, "shape", text, left, now=left > waits.SAID_AFTER_SECONDS)
 
 
 def is_warm(turn: Turn, members: list[Node], new: list[Node]) -> bool:

@@ -19,7 +19,7 @@ from itertools import accumulate
 from .state import FailedShape, Node, World
 from .turn import Turn, names, of_nodes
 
-__all__ = ("LIVED_SECONDS", "RETRY_SECONDS", "best", "give_up", "note_worked", "why_spare")
+__all__ = ("LIVED_SECONDS", "RETRY_SECONDS", "best", "give_up", "note_worked", "put_off", "why_spare")
 
 # Without a session nobody hears of steps: a world that has lived for so many seconds has worked. Longer than scripts
 # take to build what they assert something about.
@@ -129,10 +129,39 @@ def say(turn: Turn, failed: FailedShape, ready: list[Node], chosen: list[Node], 
         turn.notice(f"{text} at its start: the run goes on with {len(chosen)}{spares}. {failed.nodes} {AGAIN}", True)
 
 
-def why_spare(failed: tuple[FailedShape, ...], node: Node, size: int) -> str:
-    """Why a node has no place beside a world of `size` workers, if larger ones failed; empty if none did."""
-    tried = [shape for shape in failed if shape.size > size and (node.trained or node.incarnation in shape.suspects)]
+def put_off(turn: Turn, nodes: list[Node], counts: Iterable[int]) -> tuple[FailedShape, list[Node], float] | None:
+    """The failed number of workers that newcomers wait to try again: which it is, who they are, and when.
+
+    None if they wait for nothing of the kind.
+    """
+    shapes = turn.job.run.shapes
+    for count in counts:
+        for shape in shapes.failed:
+            chosen = [node for node in nodes if node.incarnation not in shape.suspects][:count]
+            new = [node for node in chosen if not node.trained]
+            fits = len(chosen) == count and sum(node.nproc for node in chosen) == shape.size
+            if fits and 0 < len(new) < count and not turn.due(at := may_try_again(turn, shape)):
+                return shape, new, at
+    return None
+
+
+def why_spare(failed: tuple[FailedShape, ...], node: Node, size: int, nodes: Iterable[Node]) -> str:
+    """Why a node has no place beside a world of `size` workers, if larger ones failed; empty if none did.
+
+    One that took part in no such world may try it, if there are enough others that took part in none; see `put_off`.
+    """
+    there = list(nodes)
+    tried = [
+        shape
+        for shape in failed
+        if shape.size > size
+        and (
+            node.trained
+            or node.incarnation in shape.suspects
+            or sum(one.nproc for one in there if one.incarnation not in shape.suspects) < shape.size
+        )
+    ]
     if not tried:
         return ""
-    nodes, message = of_nodes(tried[-1].nodes), tried[-1].message
-    return f"{node.name} is a spare: with {nodes} the script failed at its start ({message}). They {AGAIN}"
+    at_start, message = f"with {of_nodes(tried[-1].nodes)} the script failed at its start", tried[-1].message
+    return f"{node.name} is a spare: {at_start} ({message}). They {AGAIN}"

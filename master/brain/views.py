@@ -267,7 +267,8 @@ def spare_reason(state: State, node: Node) -> str:
     if node.name in state.live.held_until:
         return f"{node.name} was lost too often lately: it is a spare for {state.job.holds[node.name]:.0f} s"
     job = state.job
-    if job.world is not None and (why := shapes.why_spare(job.run.shapes.failed, node, job.world.size)):
+    failed = job.run.shapes.failed
+    if job.world is not None and (why := shapes.why_spare(failed, node, job.world.size, job.nodes.values())):
         return why
     head = resume_point(job)
     if job.world is not None and len(job.world.members) >= job.most_nodes:

@@ -254,7 +254,11 @@ def test_another_newcomer_may_try_after_a_while() -> None:
     d = job.node()
     d.join()
     d.warm()
-    job.wait(RETRY_SECONDS - 10)
+    job.wait(1)
+    said = f"{d.name} joined: with 3 nodes the script failed at its start; they are tried again with {d.name}; at most"
+    (line,) = [line for line in job.notices.splitlines() if said in line]
+    assert "27 s" in line or "28 s" in line or "29 s" in line
+    job.wait(RETRY_SECONDS - 11)
     assert job.phase is Phase.RUNNING
     job.wait(11)
     assert job.phase is Phase.DRAINING
@@ -269,6 +273,32 @@ def test_another_newcomer_may_try_after_a_while() -> None:
     assert shape.failures == 2
     for node in (c, d):
         assert "is a spare" in node.directive.wait.reason
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_newcomer_beside_who_was_new_when_it_failed_is_told_why_it_waits(heard: bool) -> None:
+    """A trained node dies, and the spare takes its place: three of these would have it in them once more."""
+    job, a, b = pair(heard)
+    c = joins(job, [a, b])
+    fail(job, [a, b, c])
+    if not heard:
+        fail(job, [a, b, c])
+    b.hang_up()
+    job.wait(2)
+    all_join([a, c])
+    job.wait(3 * RETRY_SECONDS)
+    assert set(job.members) == {a.name, c.name}
+    if heard:
+        a.step(50)
+        c.step(50)
+    d = job.node()
+    d.join()
+    d.warm()
+    job.wait(1)
+    assert d.order == "wait"
+    assert f"{d.name} is a spare: with 3 nodes the script failed at its start" in d.directive.wait.reason
+    job.wait(3 * RETRY_SECONDS)
+    assert set(job.members) == {a.name, c.name}
 
 
 def test_a_new_master_knows_what_failed() -> None:
