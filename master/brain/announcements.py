@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from . import waits
 from .checkpoints import resume_point
 from .chronicle import HISTORY, Kind, PausePart, parts_of
 from .membership import may_call_session, members_of
 from .state import EpochRecord, Job, MemberState, Node, World
 from .turn import Turn, names, of_nodes
-from .waits import SAID_AFTER_SECONDS
 
 # Seconds after the start of its workers from which a script that has not called `session()` may have none.
 SESSION_WITHIN_SECONDS = 30.0
@@ -104,6 +104,15 @@ def unexplained(turn: Turn, *, now: bool) -> None:
         turn.notice(f"{pending.node}: {pending.message}; which rank ended first is not known", True)
 
 
+def no_step_yet(turn: Turn, world: World) -> None:
+    """Says why a later world has begun, where its first step is long in coming: only then it is presented."""
+    if world.epoch == 1 or turn.job.told.first_step or turn.job.told.unheard:
+        return
+    resumed = f" from step {world.resumed_step}" if world.resume else ""
+    text = f"{', '.join(world.causes)}: {of_nodes(len(world.members))} began{resumed}, no step is heard yet"
+    waits.say(turn, "first step of all", text)
+
+
 def without_steps(turn: Turn, world: World) -> None:
     """Says once for each world that it was started, if no steps are reported for long, and why so little is known.
 
@@ -182,7 +191,7 @@ def waiting_to_grow(turn: Turn, new: list[Node], until: float | None, since: flo
     """
     who, epoch = frozenset(node.name for node in new), turn.open
     hopes = not turn.job.told.unheard and turn.open.first_step_at is None
-    if until is None and hopes and not turn.overdue(since + SAID_AFTER_SECONDS):
+    if until is None and hopes and not turn.overdue(since + waits.SAID_AFTER_SECONDS):
         return
     if who <= epoch.growth_told and (until is not None or not turn.overdue(epoch.growth_told_at)):
         return

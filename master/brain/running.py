@@ -53,6 +53,7 @@ def running(turn: Turn) -> bool:
         return True
     if not job.has_session and turn.overdue(turn.live.phase_heard + announcements.SESSION_WITHIN_SECONDS):
         announcements.without_steps(turn, world_of(turn))
+    announcements.no_step_yet(turn, world_of(turn))
     return False
 
 

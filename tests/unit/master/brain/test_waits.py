@@ -152,3 +152,27 @@ def test_a_wait_that_is_over_is_forgotten() -> None:
     for node in (a, b):
         node.drained(2)
     assert "boundary" not in job.state.live.waits.known
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_why_a_world_has_begun_is_said_before_its_first_step(heard: bool) -> None:
+    """That may be long in coming: a model is loaded, or nobody hears of steps."""
+    job = Driven(settings(stall_timeout=10_000.0))
+    a, b = job.start(2)
+    if heard:
+        a.step(7)
+    job.wait(3)
+    b.hang_up()
+    job.wait(2)
+    a.join()
+    assert job.phase is Phase.RUNNING
+    if heard:
+        a.step(0)  # its hello
+    assert not said(job, "was lost")
+    job.wait(SOON)
+    (line,) = said(job, f"{b.name} was lost (its connection closed): 1 node began, no step is heard yet")
+    job.wait(8)
+    assert len(said(job, line)) == 2, "and again when that wait has doubled"
+    a.step(1)
+    job.wait(30)
+    assert len(said(job, line)) == 2
