@@ -78,6 +78,8 @@ class HubKnowledge:
         decided = OFFLINE in environ or "TRANSFORMERS_OFFLINE" in environ
         self._wanted = not decided and self._url.startswith("http") and asks_hub(script)
         self._silent = False
+        # Until its own answer has come; and of nothing that a person has decided.
+        self._takes_others_word = self._wanted
         self._note = None if directory is None else HubNote(directory, self._url)
 
     def begin(self) -> None:
@@ -97,7 +99,11 @@ class HubKnowledge:
     def variables(self, epoch: int) -> dict[str, str]:
         """What the workers of this epoch are told."""
         self.begin()
-        return {Variable.HUB_UNREACHABLE: self._url} if self._silent and epoch > 1 else {}
+        if epoch <= 1:
+            return {}
+        # A node that came in the run's first seconds has begun to ask before anybody knew.
+        others = self._takes_others_word and self._note is not None and self._note.is_fresh()
+        return {Variable.HUB_UNREACHABLE: self._url} if self._silent or others else {}
 
     def _watch(self) -> None:
         """Asks until somebody answers."""
@@ -115,6 +121,7 @@ class HubKnowledge:
                     False,
                 )
             time.sleep(self._pauses[failed >= TIMES])  # why: no event tells that a hub answers
+        self._takes_others_word = False
         if told:
             self._silent = False  # for this node it does, and was never said to be silent
         elif self._silent:

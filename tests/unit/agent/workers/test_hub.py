@@ -179,6 +179,25 @@ def test_a_newcomer_takes_the_word_of_the_others_at_once(tmp_path: Path, monkeyp
     assert not HubNote(tmp_path / "private", "http://hub").is_fresh()
 
 
+def test_a_newcomer_of_the_first_seconds_takes_their_word_once_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asking: Asking
+) -> None:
+    """It began to ask before anybody knew, and its own question is still out when its workers start."""
+    answered = threading.Event()
+    monkeypatch.setattr(knowledge, "answers", lambda _url, _seconds: answered.wait(30))
+    newcomer = node(tmp_path, "http://hub", [])
+    newcomer.begin()
+    assert newcomer.variables(2) == {}, "nobody knows"
+    note = HubNote(tmp_path / "private", "http://hub")
+    note.write()
+    assert newcomer.variables(1) == {}
+    assert newcomer.variables(2) == {Variable.HUB_UNREACHABLE: "http://hub"}
+    answered.set()
+    until(lambda: not asking)
+    assert newcomer.variables(3) == {}, "it has found itself that the hub is there"
+    assert note.is_fresh()
+
+
 @pytest.mark.slow
 def test_a_newcomer_that_reaches_the_hub_asks_it(tmp_path: Path, forbidding: str) -> None:
     """The others' network may be another one; they keep what they have found."""
