@@ -253,7 +253,9 @@ def _without_master(runs: Path) -> JobOnDisk:
     """How the last run of a job stands that has no master just now, by its directory."""
     job, names = runs.name, runs_in_order(os.listdir(runs) if runs.is_dir() else ())
     if not names:
-        return JobOnDisk(f"nobody runs job {job} just now, and it has no run: its dlrover-run command begins one")
+        # There may have been a run: one that failed before it saved anything.
+        text = f"nobody runs job {job} just now, and nothing of it was saved: its dlrover-run command begins at step 0"
+        return JobOnDisk(text)
     run = CheckpointStore(runs / names[-1])
     newest = run.newest()
     kept = f"its newest checkpoint is {newest.name}" if newest is not None else "it has no checkpoint"

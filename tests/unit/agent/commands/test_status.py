@@ -62,6 +62,7 @@ def test_a_job_that_nobody_runs_is_said_to_be_so(
     assert "dlrover-run command" in said
     assert ("run-0010 is not finished" in said) == bool(run)
     assert ("goes on from step 12" in said) == bool(run and checkpoint)
+    assert ("nothing of it was saved" in said) == (not run), "it may have failed before its first save"
     assert "UNAVAILABLE" not in said
 
 
