@@ -136,8 +136,20 @@ def _not_now(turn: Turn, wish: GoneBack, there: list[str]) -> Reply:
 
 def _no_such_step(job: Job, wish: GoneBack) -> str:
     steps = sorted({record.step for record in _on_disk(job)})
+    why = _given_up(job, wish.step)
     if not steps:
-        return f"--resume-step={wish.step}: {job.run_id} has no checkpoint to go back to: leave it out"
+        return f"--resume-step={wish.step}: {job.run_id} has no checkpoint to go back to{why}: leave it out"
     more = "..., " if len(steps) > STEPS_NAMED else ""
     there = ", ".join(map(str, steps[-STEPS_NAMED:]))
-    return f"--resume-step={wish.step}: {job.run_id} has no checkpoint of that step; it has those of {more}{there}"
+    return f"--resume-step={wish.step}: {job.run_id} has no checkpoint of that step{why}; it has those of {more}{there}"
+
+
+def _given_up(job: Job, step: int) -> str:
+    """What has become of one of that step whose files a person may still see; empty if there is none."""
+    known = [record for record in job.checkpoints.retired if record.step == step and not record.parts]
+    if not known:
+        return ""
+    one = max(known, key=lambda record: record.age)
+    if one.aside:
+        return f" ({one.name} is kept aside, since the run went back)"
+    return f" ({one.name} is {'damaged' if one.damaged else 'about to be deleted, --keep-checkpoints'})"

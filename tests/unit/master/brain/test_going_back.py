@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dalsegno.master.brain.checkpoints import prunable
+from dalsegno.master.brain.checkpoints import prunable, retire
 from dalsegno.master.brain.state import Budget, Phase
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import Driven, Node, settings
@@ -164,7 +164,22 @@ def test_a_step_without_a_checkpoint_is_refused() -> None:
 def test_what_is_aside_is_no_step_to_go_back_to() -> None:
     job = trained(10, 20, 30)
     gone(job, job.node(resume_step=10))
-    assert refusal(job, resume_step=30)[0] == "FAILED_PRECONDITION"
+    code, said = refusal(job, resume_step=30)
+    assert code == "FAILED_PRECONDITION"
+    assert said.endswith(
+        "no checkpoint of that step (step-30.e1.1 is kept aside, since the run went back); it has those of 10"
+    )
+
+
+@pytest.mark.parametrize(("damaged", "why"), [(False, "about to be deleted, --keep-checkpoints"), (True, "damaged")])
+def test_what_is_given_up_is_no_step_to_go_back_to(damaged: bool, why: str) -> None:
+    """Its files may still be there, but a node may be deleting them: the line says so."""
+    job = trained(10, 20, 30)
+    (one,) = (record for record in job.job.checkpoints.usable if record.step == 10)
+    retire(job.job, one, damaged=damaged)
+    code, said = refusal(job, resume_step=10)
+    assert code == "FAILED_PRECONDITION"
+    assert said.endswith(f"no checkpoint of that step (step-10.e1.1 is {why}); it has those of 20, 30")
 
 
 def test_a_run_that_trains_is_not_moved() -> None:
