@@ -98,6 +98,27 @@ def test_what_is_spread_is_saved_by_all_or_none(flash: Callable[..., Cluster]) -
     users.assert_one_history(job)
 
 
+@pytest.mark.full
+def test_a_growth_of_what_is_spread_keeps_the_nodes_that_it_had(flash: Callable[..., Cluster]) -> None:
+    """FSDP: DLRover's class cannot load at another number of ranks. The run goes back, and the newcomer is a spare."""
+    job = flash("--fsdp", nnodes="2:3", agent_flags=["--grow-wait=1", "--max-restarts=0"])
+    a, _ = job.start("a", "b")
+    first = users.wait_steps(job, 0, 12)
+    (c,) = job.start("c")
+    job.wait_line("with 3 nodes the script failed at its start: the run goes on with 2, and c is a spare", a)
+    job.wait_line("c is a spare: with 3 nodes the script failed", c)
+    last = users.wait_steps(job, 1, 12)
+    again = users.worlds(job)[-1]
+    assert (again.size, again.nodes, again.first >= first) == (2, 2, True)
+    # The spare takes the place of one that leaves.
+    job.leave(job.node("b"), LEFT)
+    users.wait_steps(job, 2, 12)
+    moved = users.worlds(job)[-1]
+    assert (moved.size, moved.first >= last - 1) == (2, True)
+    users.finish(job)
+    users.assert_one_history(job)
+
+
 def savers_of(job: Cluster, node: Node) -> list[int]:
     """The processes of this node's savers."""
     return [pid for pid in job.processes(node) if "dlrover.companion" in processes.command_line(pid)]

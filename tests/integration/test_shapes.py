@@ -44,7 +44,10 @@ def trains(job: Cluster, node: Node, ranks: int, times: int = 1) -> None:
 
 
 def test_a_newcomer_ends_no_healthy_job_of_a_plain_script(clusters: Clusters) -> None:
-    """Two go on from what the script had saved; everybody hears why, and the newcomer why it is a spare."""
+    """Two go on from what the script had saved; everybody hears why, and the newcomer why it is a spare.
+
+    It takes the place of one that leaves, and is killed there: each time the others go on from what was saved last.
+    """
     job = plain(clusters)
     a, b = job.start("a", "b")
     trains(job, a, 2)
@@ -55,8 +58,15 @@ def test_a_newcomer_ends_no_healthy_job_of_a_plain_script(clusters: Clusters) ->
     job.wait_line("c is a spare: with 3 nodes the script failed .*4 micro-batches on 3 ranks", c)
     trains(job, a, 2, times=2)
     assert "training on 2 from 0" not in a.text().partition(FAILED)[2]
+    job.leave(b, LEFT_UNSAVED)
+    trains(job, a, 2, times=3)
+    job.kill_node(c)
+    trains(job, a, 1)
+    begun = [int(step) for step in re.findall(r"training on \d from (\d+)", a.text())]
+    assert begun == sorted(begun)
+    assert begun[1] >= 5, "the first save"
     (job.directory / "stop").touch()
-    job.wait_exit()
+    job.wait_exit(a)
 
 
 @pytest.mark.full

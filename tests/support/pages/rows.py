@@ -27,6 +27,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "Lightning": ("test_adoption.py::test_a_script_of_lightnings_goes_on",),
     "DeepSpeed as it is": ("test_adoption.py::test_a_deepspeed_script_without_a_session",),
     "anything else": (
+        "test_shapes.py::test_a_newcomer_ends_no_healthy_job_of_a_plain_script",
         "test_shapes.py::test_the_next_number_of_nodes_is_tried",
         "test_shapes.py::test_a_plain_script_that_does_nothing_about_a_notice_is_not_waited_for",
     ),
