@@ -11,7 +11,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -222,9 +222,9 @@ class Members:
             stub = rpc_pb2_grpc.ClusterStub(channel)
             known = stub.MemberList(rpc_pb2.MemberListRequest(), timeout=10).members
             (old,) = [one.ID for one in known if one.name == name]
-            stub.MemberRemove(rpc_pb2.MemberRemoveRequest(ID=old), timeout=10)
+            insist(lambda: stub.MemberRemove(rpc_pb2.MemberRemoveRequest(ID=old), timeout=10))
             url = f"http://{self._advertised[name]}"
-            stub.MemberAdd(rpc_pb2.MemberAddRequest(peerURLs=[url]), timeout=10)
+            insist(lambda: stub.MemberAdd(rpc_pb2.MemberAddRequest(peerURLs=[url]), timeout=10))
         self.start(number, state="existing")
         self.wait(number)
 
@@ -252,6 +252,22 @@ class Members:
             way.close()
         if self._wires is not None:
             self._wires.close()
+
+
+def insist(change: Callable[[], object]) -> None:
+    """Changes who the members are, as soon as etcd lets it.
+
+    It adds nobody ("unhealthy cluster") before those that are there have been connected for 5 s without a break.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            change()
+            return
+        except grpc.RpcError as error:
+            if "unhealthy cluster" not in str(error.details()) or time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)  # why: etcd tells nobody when it would
 
 
 def assert_one_history(heads: Sequence[Head]) -> None:
