@@ -93,9 +93,9 @@ class Candidate:
         self._key, self._server, self._said = key, server, said
         self._clock = clock
         self._state = LeadershipState(me or secrets.token_hex(8), address)
-        # The other leader as it was said last; whether it was a campaign that etcd did not answer, once said, since
-        # somebody led.
-        self._named, self._troubles = "", set[bool]()
+        # The other leader as it was said last; what was said of an etcd that does not answer, since somebody led:
+        # whether it was a campaign, and what a person can do.
+        self._named, self._troubles = "", set[tuple[bool, str]]()
         self._term: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         # One thread: the key's calls wait for etcd, and the loop answers agents meanwhile.
@@ -152,12 +152,14 @@ class Candidate:
         """Logs what is news for a person."""
         if isinstance(answer, Unanswered):
             campaigned = order is KeyOrder.CAMPAIGN
-            if campaigned not in self._troubles:
+            known = {cure for was_campaign, cure in self._troubles if was_campaign is campaigned}
+            # An outage may begin with "no answer in time", as each loss of etcd's leader does, and be another one soon.
+            if not known or (answer.cure and answer.cure not in known):
                 if campaigned:
                     log.warning("cannot take the lead in etcd: %s; trying again", answer.why)
                 else:
                     log.warning("cannot see in etcd who leads: %s; trying again", answer.why)
-            self._troubles.add(campaigned)
+            self._troubles.add((campaigned, answer.cure))
         elif self._troubles and answer.leader is not None:
             # That nobody leads is no news of an etcd that is full: it can be read, and not written.
             log.warning("etcd says again who leads")

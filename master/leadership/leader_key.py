@@ -38,7 +38,7 @@ class LeaderKey:
         try:
             return Saw(self._acts[order](self, mine))
         except EtcdUnavailable as error:
-            return Unanswered(str(error))
+            return Unanswered(str(error), error.cure)
 
     def close(self) -> None:
         self._client.close()

@@ -84,9 +84,10 @@ class Saw:
 
 @dataclass(frozen=True)
 class Unanswered:
-    """Nobody knows whether the order was carried out; the reason is for a person."""
+    """Nobody knows whether the order was carried out; the reason is for a person, as is what they can do about it."""
 
     why: str = ""
+    cure: str = ""
 
 
 @dataclass(frozen=True)

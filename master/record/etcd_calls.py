@@ -59,7 +59,15 @@ _Contents = tuple[bytes | None, bytes | None, bytes | None]
 
 
 class EtcdUnavailable(Exception):
-    """No member could do it, in all the time there was; the message is a reason for a person."""
+    """No member could do it, in all the time there was; the message is a reason for a person.
+
+    Attributes:
+        cure: what a person can do about it, which the message says, too; empty: it is not known.
+    """
+
+    def __init__(self, why: str, cure: str = "") -> None:
+        super().__init__(f"{why} ({cure})" if cure else why)
+        self.cure = cure
 
 
 @dataclass(frozen=True)
@@ -300,10 +308,10 @@ class Etcd:
                     self._checked.discard(self._present)
                     self._renew()
                     if error.code() not in _PASSING:
-                        raise EtcdUnavailable(_told(reasons)) from error
+                        raise _unavailable(reasons) from error
                 self._present = (self._present + 1) % len(self._endpoints)
                 if time.monotonic() >= deadline:
-                    raise EtcdUnavailable(_told(reasons))
+                    raise _unavailable(reasons)
             time.sleep(PAUSE_SECONDS)  # why: nobody tells when a member is back
 
 
@@ -339,7 +347,6 @@ def _reason(error: grpc.RpcError) -> str:
     return one_line(_AROUND.sub("", str(error.details() or error.code().name).lower()))
 
 
-def _told(reasons: dict[str, str]) -> str:
+def _unavailable(reasons: dict[str, str]) -> EtcdUnavailable:
     told = "; ".join(f"{endpoint}: {reason}" for endpoint, reason in reasons.items())
-    cures = [cure for said, cure in _CURES.items() if said in told]
-    return f"{told} ({'; '.join(cures)})" if cures else told
+    return EtcdUnavailable(told, "; ".join(cure for said, cure in _CURES.items() if said in told))

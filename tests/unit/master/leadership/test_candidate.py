@@ -1,4 +1,4 @@
-"""What a candidate tells people while etcd refuses: once, and the truth."""
+"""What a candidate tells people while etcd refuses: once, the truth, and what they can do."""
 
 from __future__ import annotations
 
@@ -27,6 +27,31 @@ class FullEtcd:
                 return Unanswered(FULL)
             self._written = mine
         return Saw(self._written)
+
+    def close(self) -> None: ...
+
+
+class FallingEtcd:
+    """Has no leader for a moment, then ever fewer members."""
+
+    SAID = (
+        Unanswered("h1:2379: no answer in time"),
+        Unanswered("h2:2379: no answer in time"),
+        Unanswered("h1:2379: connection refused (start it)", "start it"),
+        Unanswered("h1:2379: no answer in time"),
+        Unanswered("h2:2379: connection refused (start it)", "start it"),
+        Unanswered("h2:2379: database space exceeded (make room)", "make room"),
+        Unanswered("h1:2379: connection refused (start it)", "start it"),
+        Saw(Leader("another", "h:2", 3)),
+        Unanswered("h1:2379: connection refused (start it)", "start it"),
+    )
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def carry_out(self, order: KeyOrder, mine: Leader, /) -> Saw | Unanswered:
+        self.asked += 1
+        return self.SAID[min(self.asked, len(self.SAID)) - 1]
 
     def close(self) -> None: ...
 
@@ -76,3 +101,28 @@ def test_an_etcd_that_can_be_read_and_not_written_is_one_line(caplog: pytest.Log
 
     with caplog.at_level(logging.INFO, logger="dalsegno"):
         asyncio.run(scene())
+
+
+def test_what_a_person_can_do_is_said_once_when_it_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    """An outage that begins as an election is not known from its first answer. No reason comes twice."""
+
+    async def scene() -> None:
+        key = FallingEtcd()
+        candidate = Candidate(key, Nobody(), "h:1")
+        running = asyncio.create_task(candidate.run())
+        try:
+            while key.asked <= len(key.SAID):
+                await asyncio.sleep(0.01)  # why: its thread tells nobody
+        finally:
+            candidate.stop()
+            await asyncio.wait_for(running, 10)
+
+    with caplog.at_level(logging.INFO, logger="dalsegno"):
+        asyncio.run(scene())
+    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
+        "cannot see in etcd who leads: h1:2379: no answer in time; trying again",
+        "cannot see in etcd who leads: h1:2379: connection refused (start it); trying again",
+        "cannot see in etcd who leads: h2:2379: database space exceeded (make room); trying again",
+        "etcd says again who leads",
+        "cannot see in etcd who leads: h1:2379: connection refused (start it); trying again",
+    ]
