@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from ..record.store import StoreAway, StoreError, StoreUnavailable, Superseded
+from ..record.store import StoreAway, StoreError, StoreUnavailable, Superseded, is_news
 from .standing import (
     Event,
     KeyOrder,
@@ -214,14 +214,13 @@ class Candidate:
 
     async def _taken_over(self) -> int | None:
         """The record's generation; None: another master leads meanwhile. Etcd may be away for any time."""
-        said = False
+        said = set[str]()
         while leads(self._state):
             try:
                 generation = await self._server.lead()
                 return generation if leads(self._state) else None
             except StoreUnavailable as error:
-                if not said:
+                if is_news(error, said):
                     log.warning("%s; trying again", error)
-                said = True
             await asyncio.sleep(AGAIN_SECONDS)
         return None

@@ -300,7 +300,7 @@ class EtcdStore:
         try:
             yield
         except EtcdUnavailable as error:
-            raise StoreAway(f"cannot {doing} the store in etcd: {error}") from error
+            raise StoreAway(f"cannot {doing} the store in etcd: {error}", error.cure) from error
         except WrongChunk as error:
             raise StoreDamaged(f"the store in etcd ({self._at}) is damaged: {error}; {_CURE}") from error
 

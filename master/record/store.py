@@ -44,6 +44,7 @@ __all__ = (
     "StoreUnavailable",
     "Superseded",
     "digest_of",
+    "is_news",
     "open_store",
 )
 
@@ -84,7 +85,26 @@ class StoreStarved(StoreUnavailable):
 
 
 class StoreAway(StoreUnavailable):
-    """The store is a service of its own that does not answer. It comes back without this process's end."""
+    """The store is a service of its own that does not answer. It comes back without this process's end.
+
+    Attributes:
+        cure: what a person can do about it, which the message says, too; empty: it is not known.
+    """
+
+    def __init__(self, why: str, cure: str = "") -> None:
+        super().__init__(why)
+        self.cure = cure
+
+
+def is_news(error: StoreUnavailable, said: set[str]) -> bool:
+    """Whether a person should hear this of an outage of which they have heard `said`; it is added there.
+
+    A service that is away has another reason with each try. The first one is news, and later what they can do.
+    """
+    what = error.cure if isinstance(error, StoreAway) else str(error)
+    news = not said or (what != "" and what not in said)
+    said.add(what)
+    return news
 
 
 class Superseded(StoreError):

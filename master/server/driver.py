@@ -24,7 +24,7 @@ from google.protobuf.message import Message
 from dalsegno.protos import control_pb2
 
 from ..brain.events import Called, Event, Reply, StreamClosed, StreamOpened, Tick
-from ..record.store import Rows, Store, StoreAway, StoreStarved, StoreUnavailable
+from ..record.store import Rows, Store, StoreAway, StoreStarved, StoreUnavailable, is_news
 
 __all__ = ("HELD_UP_AFTER_SECONDS", "Brain", "BrainState", "Driver", "OrderLate", "Views")
 
@@ -398,7 +398,7 @@ class Driver:
         loop = asyncio.get_running_loop()
         began = self._clock()
         pause = SAVE_PAUSE_SECONDS
-        said = ""
+        said = set[str]()
         while True:
             try:
                 await loop.run_in_executor(self._writer, self._save, rows, generation)
@@ -412,11 +412,8 @@ class Driver:
                 lasts = isinstance(error, StoreStarved | StoreAway)
                 if self._stopping or (not lasts and self._clock() + pause > began + SAVE_TIMEOUT_SECONDS):
                     raise
-                # A service that is away has another reason with each try.
                 self.store_trouble = str(error)
-                reason = type(error).__name__ if isinstance(error, StoreAway) else str(error)
-                if reason != said:
-                    said = reason
+                if is_news(error, said):
                     log.warning("%s; trying again", error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, MAX_SAVE_PAUSE_SECONDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections import Counter
@@ -282,6 +283,28 @@ def test_a_store_that_stays_unwritable_ends_the_master(monkeypatch: pytest.Monke
             await fails(master.join(3), grpc.StatusCode.UNAVAILABLE, "try again")
 
     asyncio.run(scene())
+
+
+def test_what_a_person_can_do_about_a_store_that_is_away_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Its reasons differ with each try: the first one is said, and later ones where they say what to do."""
+    reasons = [StoreAway("no answer"), StoreAway("no answer from h2"), StoreAway("full (make room)", "make room")]
+    reasons += [StoreAway("no answer"), StoreAway("h2 is full (make room)", "make room")]
+
+    class Away(MemoryStore):
+        def save(self, rows: Rows, generation: int) -> None:
+            if reasons:
+                raise reasons.pop(0)
+            super().save(rows, generation)
+
+    async def scene() -> None:
+        async with serving(Away()) as master:
+            await master.register()
+
+    with caplog.at_level(logging.WARNING, logger="dalsegno"):
+        asyncio.run(scene())
+    said = [record.message for record in caplog.records if record.name == driver_module.log.name]
+    assert [*said[:2], len(said)] == ["no answer; trying again", "full (make room); trying again", 3]
+    assert "the store takes writes again" in said[2]
 
 
 def test_two_masters_on_one_store() -> None:
