@@ -194,10 +194,11 @@ class SqliteStore:
 
     The entry has a seal of its own, because every write relies on the generation in it, which is the fence.
 
-    A rollback journal, not a WAL: one file that can be copied when the master is down, and that works on the file
-    systems where a WAL's shared memory does not. `synchronous=EXTRA` is FULL plus a sync of the directory after the
-    journal was removed: without it a power cut right after a commit may bring the journal back and undo the commit
-    (https://sqlite.org/pragma.html#pragma_synchronous), and by then its effects have left.
+    A rollback journal, not a WAL: one file that can be copied when the master is down (after a kill with its
+    `-journal`, if there is one), and that works on the file systems where a WAL's shared memory does not.
+    `synchronous=EXTRA` is FULL plus a sync of the directory after the journal was removed: without it a power cut right
+    after a commit may bring the journal back and undo the commit (https://sqlite.org/pragma.html#pragma_synchronous),
+    and by then its effects have left.
     """
 
     def __init__(self, path: Path, job_id: str) -> None:
