@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,17 @@ from tests.support.jobs.cluster import Cluster, Node, Training
 pytestmark = pytest.mark.timeout(300)
 
 Clusters = Callable[..., Cluster]
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A place of this test's own: other tests' agents would sweep the common one, too.
+
+    Its path is short. A spawned reader of data has a socket 32 bytes below TMPDIR, of 107 that there are, and where it
+    cannot have it, says so and is waited for without end.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory)
 
 
 def sockets_of(node: Node) -> Path:
@@ -32,11 +44,8 @@ def memory_of(node: Node) -> Path:
 
 
 @pytest.mark.full
-def test_the_next_agent_removes_what_a_node_without_its_keeper_left(clusters: Clusters, tmp_path: Path) -> None:
+def test_the_next_agent_removes_what_a_node_without_its_keeper_left(short: Path, clusters: Clusters) -> None:
     """Of any job, also one without memory checkpoints. What living agents have stays, theirs of the same job too."""
-    short = tmp_path / "t"
-    short.mkdir()
-    # A place of this test's own: other tests' agents would sweep the common one, too.
     environment = {"TMPDIR": str(short), "DALSEGNO_TEST_LOADERS": "spawn"}
     options = {"training": Training(steps=1000, save_every=1000), "universal": False}
     job = clusters(nnodes="1:2", agent_flags=("--memory-replicas=1", "--quiet-time=60"), executed=2, **options)
