@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import re
@@ -37,7 +36,7 @@ from .server.job_brain import JobBrain
 from .server.lifetime import Lifetime
 from .server.server import BindError, ControlServer, ServerOptions
 from .server.watchdog import HANG_TIMEOUT_SECONDS, Watchdog
-from .serving import STOP, print_line, run, say_end, tls_files
+from .serving import STOP, collect_rarely, print_line, run, say_end, tls_files
 
 if TYPE_CHECKING:
     from .http.edge import Edge
@@ -71,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _set_up_logging(options.log_file, options.job_id or "commander")
         raise_limit()
         prove_room()
-        _collect_rarely()
+        collect_rarely()
         # The loop hears signals once it serves; a store may be waited for before. Asyncio would only note a SIGINT.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if not options.embedded:
@@ -86,12 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"dlrover-master: it cannot go on: {why}", file=sys.stderr)
         return EXIT_FAILED
-
-
-def _collect_rarely() -> None:
-    """Makes full garbage collections rare: with thousands of nodes one takes 0.2 s and finds next to nothing."""
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
 
 
 async def _serve(options: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import signal
@@ -18,11 +19,21 @@ from .server.auth import TlsFiles
 from .server.lifetime import Lifetime
 from .server.server import ControlServer
 
-__all__ = ("STOP", "print_line", "run", "say_end", "tls_files")
+__all__ = ("STOP", "collect_rarely", "print_line", "run", "say_end", "tls_files")
 
 log = logging.getLogger(__name__)
 
 STOP = (signal.SIGTERM, signal.SIGINT)
+
+
+def collect_rarely() -> None:
+    """Keeps garbage collections short, and full ones rare: with thousands of nodes one takes 0.2 s and finds nothing.
+
+    Each holds up all threads. One of what hundreds of requests over HTTP leave took 0.17 s when it came after 20 small
+    ones.
+    """
+    gc.freeze()
+    gc.set_threshold(20_000, 1, 500)
 
 
 async def run(server: ControlServer, lifetime: Lifetime | None) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import gc
 import logging
 import sys
 import threading
@@ -73,6 +74,8 @@ class Edge:
     def start(self) -> None:
         """Starts to answer. An edge that fails says so in the log; the job does not depend on it."""
         sys.setswitchinterval(SWITCH_SECONDS)
+        # What was imported for it stays: no collection needs to look at it.
+        gc.freeze()
         self._thread = threading.Thread(target=self._run, name="dalsegno-http", daemon=True)
         self._thread.start()
 
