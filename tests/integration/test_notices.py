@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import local_processes as processes
+from tests.support.jobs.attacks import is_keeper
 from tests.support.jobs.cluster import Cluster, Node, Training, Undisturbed
 from tests.support.jobs.master_process import eventually
 
@@ -54,8 +55,9 @@ def tree(job: Cluster, node: Node) -> dict[str, list[int]]:
     loaders = job.wait_for(lambda: loaders_of(worker), "the worker's loaders")
     nursery = int(processes.stat_fields(worker)[1])
     assert nursery in ours
-    keepers = [pid for pid in processes.children(node.pid) if pid not in ours and pid != master]
-    found = {"agent": [node.pid], "keeper": keepers, "nursery": [nursery], "worker": [worker]}
+    # A forked agent has children besides, that wait to become its later nurseries.
+    (keeper,) = (pid for pid in processes.children(node.pid) if is_keeper(pid))
+    found = {"agent": [node.pid], "keeper": [keeper], "nursery": [nursery], "worker": [worker]}
     return {**found, "loaders": loaders, "master": [master]}
 
 
