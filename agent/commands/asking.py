@@ -28,13 +28,15 @@ from ..control.connection import RETRIED, Credentials, code_of, detail_of, leade
 from ..control.credentials import CredentialFiles
 from ..control.handshake import mismatch
 from ..control.places import MasterPlaces
-from ..control.spawning import read_token
+from ..control.spawning import events_on_record, read_token
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
 from ..storage.survey import runs_in_order
 from .endpoint import answers
 
 __all__ = ["AskedMaster", "NoAnswer", "show"]
 
+# Below the checkpoint directory: of each job what only its own nodes may read.
+PRIVATE = ".dalsegno"
 TIMEOUT_SECONDS = 5.0
 # How long a leader that is gone may be named by those who stand by, and the pause between two tries: its lease, and the
 # time that etcd takes to find a leader of its own where that is gone, too.
@@ -184,6 +186,11 @@ class AskedMaster:
             return None
         return _without_master(Path(self._options.checkpoint_dir) / self._options.job_id)
 
+    def events_without_master(self) -> control_pb2.EventsReply:
+        """What happened to it, as far as its record says."""
+        job = self._options.job_id
+        return events_on_record(Path(self._options.checkpoint_dir) / PRIVATE / job, job)
+
 
 def show(
     options: argparse.Namespace, method: str, request: Any, lines_of: Callable[[Any], list[str]], *, order: bool = False
@@ -222,7 +229,7 @@ def _master_of(options: argparse.Namespace) -> tuple[list[str], Credentials]:
         files = CredentialFiles.given(options, os.environ.get(Variable.TOKEN))
         files.check()
         return addresses_of(options.master), files.read()
-    private = Path(options.checkpoint_dir) / ".dalsegno"
+    private = Path(options.checkpoint_dir) / PRIVATE
     jobs = sorted(path.parent.name for path in private.glob("*/claim.json"))
     job = options.job_id or _the_one(private, jobs)
     if job is None:

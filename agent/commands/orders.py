@@ -145,7 +145,8 @@ def _text(reply: pb.OrderReply) -> list[str]:
 def events(options: argparse.Namespace) -> int:
     """Prints what happened; with --follow as long as there may be more. Returns the exit code; raises as `AskedMaster`.
 
-    The master of a service comes back, or another one does; with the master that an agent hosts its job has ended.
+    The master of a service comes back, or another one does. With the master that an agent hosts its job has ended, and
+    what happened is read from its record.
     """
     asked, after, is_away = AskedMaster(options), options.after, False
     while True:
@@ -156,6 +157,8 @@ def events(options: argparse.Namespace) -> int:
         except NoAnswer as said:
             left = asked.without_master() if said.is_away else None
             waits = options.follow and said.is_away and left is None
+            if left is not None:
+                _print_events(options, asked.events_without_master(), after)
             if not (waits and is_away):
                 print(f"dalsegno: {asked.why(said)}{'; waiting for it' if waits else ''}", file=sys.stderr)
             if waits:
@@ -163,13 +166,20 @@ def events(options: argparse.Namespace) -> int:
                 time.sleep(LOOK_SECONDS)  # why: nobody tells when another master is there
                 continue
             return EXIT_FINISHED if left is not None and left.finished else EXIT_FAILED
-        if after > reply.newest:
-            after = 0  # of a record that was lost
-        for event in reply.events:
-            put(options, event, event_lines)
-            after = event.sequence
+        after = _print_events(options, reply, after)
         if not options.follow:
             return EXIT_FINISHED
+
+
+def _print_events(options: argparse.Namespace, reply: pb.EventsReply, after: int) -> int:
+    """Prints the events behind this one. Returns the number of the last one that is known."""
+    if after > reply.newest:
+        after = 0  # of a record that was lost
+    for event in reply.events:
+        if event.sequence > after:
+            put(options, event, event_lines)
+            after = event.sequence
+    return after
 
 
 def event_lines(event: pb.Event) -> list[str]:

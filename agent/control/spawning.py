@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import selectors
@@ -12,7 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from google.protobuf.message import DecodeError
+
 from dalsegno.elastic.checkpoint.files import publish
+from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.credentials import SHORTEST_TOKEN, is_token
 from dalsegno.protos.shortage import crowded, starting
@@ -27,15 +31,21 @@ __all__ = [
     "MasterError",
     "SpawnedMaster",
     "TokenLostError",
+    "events_on_record",
     "make_token",
     "read_token",
     "start_master",
 ]
 
+logger = logging.getLogger(__name__)
+
 LOOPBACK = ("127.0.0.1", 0)
 COMMAND = (sys.executable, "-m", "dalsegno.master")
+# Its store, in the job's private directory.
+_STORE = "master.sqlite"
 # Seconds.
 _START_TIMEOUT_SECONDS = 60.0
+_READ_TIMEOUT_SECONDS = 30.0
 
 
 class MasterError(Exception):
@@ -101,6 +111,22 @@ class SpawnedMaster:
     remark: str
 
 
+def events_on_record(directory: Path, job_id: str) -> control_pb2.EventsReply:
+    """What happened to a job whose own master is gone, as far as it is on its record; nothing if that is not read.
+
+    Args:
+        directory: private to the job.
+        job_id: the job's.
+    """
+    command = [sys.executable, "-m", f"{COMMAND[-1]}.on_record", str(directory / _STORE), job_id]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False, timeout=_READ_TIMEOUT_SECONDS)
+        return control_pb2.EventsReply.FromString(done.stdout)
+    except (OSError, subprocess.TimeoutExpired, DecodeError) as error:
+        logger.warning("the record in %s cannot be read: %s", directory, error)
+        return control_pb2.EventsReply()
+
+
 def start_master(
     directory: Path, job_id: str, command: Sequence[str] = COMMAND, listen: tuple[str, int] = LOOPBACK
 ) -> SpawnedMaster:
@@ -121,7 +147,7 @@ def start_master(
     words = [
         *command,
         *("--host", listen[0], "--port", str(listen[1]), "--job-id", job_id),
-        *("--store", f"sqlite:///{directory / 'master.sqlite'}"),
+        *("--store", f"sqlite:///{directory / _STORE}"),
         *("--token-file", str(directory / "token"), "--log-file", str(log), "--embedded"),
     ]
     # It outlives this agent: no lifeline, no terminal, no output but its first line. It does not read

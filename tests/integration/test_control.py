@@ -265,6 +265,41 @@ def test_a_save_that_its_master_did_not_see_is_not_called_done(tmp_path: Path) -
         agent.channel.close()
 
 
+def test_what_happened_to_a_job_whose_own_master_is_gone_is_on_its_record(tmp_path: Path) -> None:
+    """Also what a reader has missed that was there when the master ended; a damaged record, or none, says nothing."""
+    private = tmp_path / ".dalsegno" / "job"
+    private.mkdir(parents=True)
+    store = private / "master.sqlite"
+    words = [sys.executable, "-m", "dalsegno.agent.commands.dalsegno", "events", f"--checkpoint-dir={tmp_path}"]
+
+    def told(*more: str) -> tuple[list[str], str]:
+        done = subprocess.run([*words, *more], capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 1, "the job is not finished"
+        return done.stdout.splitlines(), done.stderr
+
+    with master_process(store) as master:
+        claim = {"host": "h", "boot_id": "b", "pid": 1, "start_time": 1, "generation": 1, "counter": 1}
+        (private / "claim.json").write_text(json.dumps({**claim, "address": master.address}), encoding="utf-8")
+        (private / "token").write_text("x" * 32, encoding="ascii")
+        (private / "token").chmod(0o600)
+        assert asked(master, "stop").returncode == 0
+        alive = asked(master, "events").stdout.splitlines()
+    assert any("the job stops by order" in line for line in alive)
+    before = store.read_bytes()
+    for _ in range(2):
+        lines, error = told()
+        assert lines == alive
+        assert error.startswith("dalsegno: nobody runs job job just now")
+    assert told("--after=1")[0] == alive[1:]
+    assert [json.loads(line)["sequence"] for line in told("--json", "--follow")[0]] == [*range(1, len(alive) + 1)]
+    assert store.read_bytes() == before, "the next master goes on with it"
+    store.write_bytes(before[:-100] + bytes(100))
+    assert told()[0] == []
+    store.unlink()
+    assert told()[0] == []
+    assert not store.exists()
+
+
 def test_who_has_seen_enough_of_the_events_sees_no_traceback(tmp_path: Path) -> None:
     """Neither with Ctrl-C nor with a reader, like `head`, that has closed its end."""
     with master_process(tmp_path / "s.sqlite") as master:
