@@ -348,6 +348,10 @@ COMMANDS: dict[str, How] = {
     "python -m dalsegno.master": Elsewhere(
         _INSIDE, "tests/integration/test_agent_jobs.py::test_status_of_an_embedded_job"
     ),
+    "python -m dalsegno.master.on_record FILE JOB": Elsewhere(
+        _INSIDE,
+        "tests/integration/test_control.py::test_what_happened_to_a_job_whose_own_master_is_gone_is_on_its_record",
+    ),
     "python -m": Name(_INSIDE),
     "python -I -S": Name(_INSIDE),
     "python -u -m dalsegno.agent.standby.nursery --channel FD …": Name(_INSIDE),
