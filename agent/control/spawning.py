@@ -121,6 +121,8 @@ def events_on_record(directory: Path, job_id: str) -> control_pb2.EventsReply:
     command = [sys.executable, "-m", f"{COMMAND[-1]}.on_record", str(directory / _STORE), job_id]
     try:
         done = subprocess.run(command, capture_output=True, check=False, timeout=_READ_TIMEOUT_SECONDS)
+        if done.returncode:
+            logger.warning("%s", done.stderr.decode(errors="replace").strip())
         return control_pb2.EventsReply.FromString(done.stdout)
     except (OSError, subprocess.TimeoutExpired, DecodeError) as error:
         logger.warning("the record in %s cannot be read: %s", directory, error)

@@ -151,16 +151,14 @@ def why_spare(failed: tuple[FailedShape, ...], node: Node, size: int, nodes: Ite
     One that took part in no such world may try it, if there are enough others that took part in none; see `put_off`.
     """
     there = list(nodes)
-    tried = [
-        shape
-        for shape in failed
-        if shape.size > size
-        and (
-            node.trained
-            or node.incarnation in shape.suspects
-            or sum(one.nproc for one in there if one.incarnation not in shape.suspects) < shape.size
-        )
-    ]
+
+    def bars(shape: FailedShape) -> bool:
+        if node.trained or node.incarnation in shape.suspects:
+            return True
+        others = sum(one.nproc for one in there if one.incarnation not in shape.suspects)
+        return not shape.doubtful and others < shape.size
+
+    tried = [shape for shape in failed if shape.size > size and bars(shape)]
     if not tried:
         return ""
     at_start, message = f"with {of_nodes(tried[-1].nodes)} the script failed at its start", tried[-1].message
