@@ -174,11 +174,11 @@ class AskedMaster:
 
     def _fate(self, said: NoAnswer) -> str:
         """What has become of an order that was not answered; empty: what is said tells it."""
+        if code_of(said.error) in _ANSWERED:
+            return ""
         if self._is_uncertain:
             return "; the order may have been taken: look with dalsegno events once a master answers"
-        if self._options.master and code_of(said.error) not in _ANSWERED:
-            return "; the order was not taken: give it again once a master answers"
-        return ""
+        return "; the order was not taken: give it again once a master answers" if self._options.master else ""
 
     def without_master(self) -> JobOnDisk | None:
         """How a job stands that has no master just now, by its directory. None: its directory is not known."""

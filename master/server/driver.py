@@ -211,7 +211,7 @@ class Driver:
         What no turn has taken by then is withdrawn: nobody wants it carried out when the store is back, perhaps hours
         later. Raises OrderLate.
         """
-        self._beat()
+        self.heard_at = self._beat()
         if len(self._queue) >= QUEUE_LIMIT:
             return _FULL
         entry = self._put(Called(message))
@@ -221,7 +221,8 @@ class Driver:
             # Also of a caller that hangs up.
             with contextlib.suppress(ValueError):
                 self._queue.remove(entry)
-        if entry.answer.done() and not (entry.is_decided and entry.answer.result() is _REFUSED):
+        if entry.answer.done():
+            # Also that this master ends: the next one may be asked, as orders may be repeated.
             return entry.answer.result()
         why = f"the master cannot record it: {self._why_late()}"
         if not entry.is_decided:
@@ -232,9 +233,7 @@ class Driver:
         )
 
     def _why_late(self) -> str:
-        if self.store_trouble or self._storing:
-            return self.store_trouble or "its store does not answer"
-        return "it stops" if self._stopping else "it has too much to do"
+        return self.store_trouble or ("its store does not answer" if self._storing else "it has too much to do")
 
     def events(self) -> Any:
         """What happened, as of the last turn, oldest first; the same object while nothing has been added."""

@@ -522,18 +522,20 @@ def test_an_order_does_not_wait_for_a_store_that_is_away(monkeypatch: pytest.Mon
     asyncio.run(scene())
 
 
-def test_an_order_whose_master_ends_meanwhile_may_have_been_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its turn was not stored, as far as this master knows: another one may find it on the record."""
+def test_an_order_whose_master_ends_meanwhile_goes_to_the_next() -> None:
+    """At once: whether its turn was stored or not, another master may be given it, as orders may be repeated."""
 
     async def scene() -> None:
         store = SometimesFull()
         async with serving(store, brain=Ordered()) as master:
             store.writable = False
-            order = asyncio.ensure_future(master.server.call(pb.ScaleRequest(nodes=2)))
+            decided = asyncio.ensure_future(master.server.call(pb.ScaleRequest(nodes=2)))
             await until(lambda: _true(store.attempts > 1))
+            waiting = asyncio.ensure_future(master.server.call(pb.ScaleRequest(nodes=3)))
+            await until(lambda: _true(len(master.server.driver._queue) == 1))
             master.server.stop()
-            reply = await order
-            assert (reply.code, "may not have been taken" in reply.detail) == ("UNAVAILABLE", True)
+            for reply in (await decided, await waiting):
+                assert (reply.code, "stopping or starting: try again" in reply.detail) == ("UNAVAILABLE", True)
 
     asyncio.run(scene())
 
