@@ -169,7 +169,7 @@ def test_a_deployment_is_scaled_and_restarted(tmp_path: Path, undisturbed: Undis
 
 @pytest.mark.full
 def test_an_autoscaler_changes_the_number_of_nodes(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """By a metric that says for how many nodes there is room: one, three, two; and no step is lost."""
+    """By a metric that says for how many nodes there is room: one, three, two; a person, once it is deleted: three."""
     room = {"metric": "free_cards", "target": 8}
     with Run(tmp_path / "run", TRAINING, AUTOSCALED, autoscale=room, flags=QUICK) as run:
         run.cluster.metrics["free_cards"] = 8
@@ -179,9 +179,12 @@ def test_an_autoscaler_changes_the_number_of_nodes(tmp_path: Path, undisturbed: 
         epoch = run.wait_world(3, after=epoch)
         before = run.pods()
         run.cluster.metrics["free_cards"] = 16
-        run.wait_world(2, after=epoch)
+        epoch = run.wait_world(2, after=epoch)
         (gone,) = run.wait_for(lambda: [pod for pod in before if pod.codes], "a node that has gone")
         assert gone.codes == [LEFT]
+        run.cluster.delete("HorizontalPodAutoscaler", "ddp")
+        run.cluster.scale("Deployment", "ddp", 3)
+        run.wait_world(3, after=epoch)
         end(run, undisturbed)
         assert run.lost() == {}
 

@@ -170,6 +170,10 @@ class Kubernetes:
 
     def delete(self, kind: str, name: str) -> None:
         """`kubectl delete`: its pods go with it. Returns when they are gone."""
+        if kind == "HorizontalPodAutoscaler":
+            # It has the name of its Deployment, whose number stays as it is.
+            del self._autoscalers[name]
+            return
         one = self.workloads[kind, name]
         one.spec |= {"replicas": 0, "parallelism": 0}
         self.wait_for(lambda: not [pod for pod in one.pods if not pod.pod.phase.is_terminal], f"the end of {name}")

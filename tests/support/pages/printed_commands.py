@@ -265,6 +265,10 @@ COMMANDS: dict[str, How] = {
         _CLUSTER, "tests/integration/test_kubernetes.py::test_a_job_loses_pods"
     ),
     "kubectl delete node": Name("another program's, named"),
+    "kubectl scale": Name("another program's, named"),
+    "kubectl delete hpa/gpt": Elsewhere(
+        _CLUSTER, "tests/integration/test_kubernetes.py::test_an_autoscaler_changes_the_number_of_nodes"
+    ),
     "kubectl rollout status": Name("another program's, named"),
     "kubectl apply -k deploy/kubernetes/overlays/etcd": Elsewhere(
         _CLUSTER, "tests/unit/agent/deploy/test_committed.py::test_kustomize_comes_to_what_the_job_says"
@@ -280,6 +284,8 @@ COMMANDS: dict[str, How] = {
         "a synopsis", "tests/integration/zero/test_convert_command.py::test_a_checkpoint_of_deepspeeds"
     ),
     "dalsegno scale": Name(_PROGRAM),
+    "dalsegno drain": Name(_PROGRAM),
+    "dalsegno render k8s": Name(_PROGRAM),
     "python -m tests.support.jobs.schedules --seed 1 --runs 200 --jobs 3": Elsewhere(
         _HOURS, "tests/integration/test_partitions.py::test_a_random_schedule"
     ),
