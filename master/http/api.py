@@ -41,7 +41,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     403: {"description": "The order comes from a page of another site"},
     404: {"description": "There is no such node"},
     409: {"description": "It cannot be done as the job stands; the detail says why"},
-    503: {"description": "This master stands by or stops, or its store is away; the detail says what became of an order"},
+    503: {"description": "This master stands by or stops, or its store is away: see the detail"},
 }
 
 
