@@ -30,13 +30,12 @@ from ..control.handshake import mismatch
 from ..control.places import MasterPlaces
 from ..control.spawning import events_on_record, read_token
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
+from ..storage.private import PRIVATE
 from ..storage.survey import runs_in_order
 from .endpoint import answers
 
 __all__ = ["AskedMaster", "NoAnswer", "show"]
 
-# Below the checkpoint directory: of each job what only its own nodes may read.
-PRIVATE = ".dalsegno"
 TIMEOUT_SECONDS = 5.0
 # How long a leader that is gone may be named by those who stand by, and the pause between two tries: its lease, and the
 # time that etcd takes to find a leader of its own where that is gone, too.

@@ -35,7 +35,7 @@ from dalsegno.protos.limits import MOST_CHECKPOINTS, MOST_FINISHED_RUNS
 from dalsegno.protos.text import one_line
 
 from ..decisions.events import ManifestRead, Pruned, Sighted, VerificationDone, VerificationMoved
-from .private import NotPrivateError, check_private, read_private
+from .private import PRIVATE, NotPrivateError, check_private, read_private
 from .survey import Manifests, Survey, look_at, newest_of, runs_in_order
 
 __all__ = ["JobDirectory", "Storage", "StorageError", "Survey"]
@@ -73,7 +73,7 @@ class JobDirectory:
     def __init__(self, checkpoint_dir: Path, job_id: str) -> None:
         self.root = checkpoint_dir
         self.job_id = job_id
-        self.private = checkpoint_dir / ".dalsegno" / job_id
+        self.private = checkpoint_dir / PRIVATE / job_id
         self.runs = checkpoint_dir / job_id
         self._manifests = Manifests()
 

@@ -14,8 +14,10 @@ import stat
 import time
 from pathlib import Path
 
-__all__ = ["NotPrivateError", "check_private", "open_private", "put_aside", "read_private"]
+__all__ = ["PRIVATE", "NotPrivateError", "check_private", "open_private", "put_aside", "read_private"]
 
+# Below the checkpoint directory; below it each job has one.
+PRIVATE = ".dalsegno"
 # The most bytes of a file of ours.
 _MOST_READ_BYTES = 1 << 16
 _MOST_PUT_ASIDE = 9

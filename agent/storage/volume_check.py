@@ -14,7 +14,7 @@ from pathlib import Path
 from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.checkpoint.files import list_files
 
-from .private import read_private
+from .private import PRIVATE, read_private
 
 __all__ = ["VolumeCheck"]
 
@@ -40,7 +40,7 @@ class VolumeCheck:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self.lag = 0.0
-        self._probe = run_dir.parent.parent / ".dalsegno" / run_dir.parent.name / "probe"
+        self._probe = run_dir.parent.parent / PRIVATE / run_dir.parent.name / "probe"
         # Without a master of ours there is none.
         self._was = self._read() if os.path.lexists(self._probe) else b""
 

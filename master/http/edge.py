@@ -11,7 +11,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import gc
-import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from .guard import Guard
 from .looking import Looking, Master
 from .metrics import CONTENT_TYPE, metrics
 from .page import PAGE, PAGE_POLICY
-from .port import Port, application
+from .port import Port, application, say_failure
 
 __all__ = ("Edge",)
 
@@ -38,8 +37,6 @@ CLOSE_SECONDS = 4.0
 # The longest that a thread keeps the interpreter while another one waits for it. Python's own 0.005 would be waited for
 # behind each look of the master's loop at its sockets: dozens of times in a turn.
 SWITCH_SECONDS = 0.0005
-
-log = logging.getLogger(__name__)
 
 
 class Edge:
@@ -91,8 +88,8 @@ class Edge:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        except Exception:
-            log.exception("the HTTP edge failed; the job goes on without it")
+        except Exception as error:
+            say_failure(error)
 
     async def _serve(self) -> None:
         await self._master.open()

@@ -20,7 +20,7 @@ from ..server.auth import TlsFiles
 from ..server.listener import Listener
 from .guard import Bounded
 
-__all__ = ("Port", "application")
+__all__ = ("Port", "application", "say_failure")
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +110,11 @@ def _ssl_options(tls: TlsFiles | None) -> dict[str, Any]:
     return options
 
 
+def say_failure(error: BaseException | None) -> None:
+    """Logs that nobody is answered any more, with why."""
+    log.error("the HTTP edge failed; the job goes on without it", exc_info=error)
+
+
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
-        log.error("the HTTP edge failed; the job goes on without it", exc_info=task.exception())
+        say_failure(task.exception())

@@ -115,11 +115,16 @@ def test_names_that_mean_something_else(tmp_path: Path, undisturbed: Undisturbed
         finish(job, undisturbed)
 
 
+def second_addresses() -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    """Of each host another address than that of its cable, and the flag that announces it."""
+    addresses = {name: f"10.78.0.{number}" for number, name in enumerate(ALL, 11)}
+    return addresses, {name: (f"--local-addr={address}",) for name, address in addresses.items()}
+
+
 @pytest.mark.full
 def test_another_address_than_that_of_the_route(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """`--local-addr` overrides: stores listen there, and ranks meet there."""
-    addresses = {name: f"10.78.0.{number}" for number, name in enumerate(ALL, 11)}
-    flags = {name: (f"--local-addr={address}",) for name, address in addresses.items()}
+    addresses, flags = second_addresses()
     with hosted_job(tmp_path, training=TRAINING, flags_of=flags) as job:
         for name, address in addresses.items():
             job.hosts[name].connect_to_switch("eth1", address)
@@ -135,8 +140,7 @@ def test_another_address_than_that_of_the_route(tmp_path: Path, undisturbed: Und
 @pytest.mark.full
 def test_a_second_address_of_an_interface(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """With a label ranks meet there; gloo would take the first one, which a node without a label says in one line."""
-    addresses = {name: f"10.78.0.{number}" for number, name in enumerate(ALL, 11)}
-    flags = {name: (f"--local-addr={address}",) for name, address in addresses.items()}
+    addresses, flags = second_addresses()
     *labelled, bare = ALL
     with hosted_job(tmp_path, training=TRAINING, flags_of=flags) as job:
         for name, address in addresses.items():
