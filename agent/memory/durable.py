@@ -33,6 +33,7 @@ from dalsegno.elastic.checkpoint.durability import FileSystem, at_once, unwritte
 from dalsegno.elastic.checkpoint.files import BUFFER_BYTES, THREADS, checksum
 from dalsegno.elastic.checkpoint.marks import marked
 from dalsegno.elastic.checkpoint.reading import NotRegular, size_of_regular
+from dalsegno.elastic.checkpoint.spares import take_spare
 from dalsegno.elastic.checkpoint.summing import SummingWriter
 
 from .pieces import open_sealed
@@ -158,7 +159,7 @@ def _write(
     with _aside(target) as aside, FileSystem(target) as system:
         for batch in _batches(manifest, here, target, stopped):
             for number, entry in enumerate(batch):
-                _copy(source, entry, aside / str(number), stopped)
+                _copy(source, entry, target.parent, aside / str(number), stopped)
             _sync(system, [aside / str(number) for number in range(len(batch))])
             for number, entry in enumerate(batch):
                 if why := stopped():
@@ -255,18 +256,21 @@ def _is_there(target: Path, entry: FileEntry) -> bool:
     return True
 
 
-def _copy(source: Path, entry: FileEntry, path: Path, stopped: Callable[[], str]) -> None:
+def _copy(source: Path, entry: FileEntry, run_dir: Path, path: Path, stopped: Callable[[], str]) -> None:
     """Writes one file aside, and sums it on the way."""
     buffer = memoryview(bytearray(min(BUFFER_BYTES, entry.size) or 1))
+    spare = take_spare(run_dir, entry.path, path)
+    new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with (
+        open(os.open(path, new, 0o666) if spare is None else spare, "wb", buffering=0) as file,
         open(open_sealed(source, entry), "rb", buffering=0) as reader,
-        open(path, "xb", buffering=0) as file,
     ):
         writer = SummingWriter(file.fileno())
         while count := reader.readinto(buffer):
             if why := stopped():
                 raise _Stopped(why)
             writer.write(buffer[:count])
+        file.truncate(writer.size)
     if writer.digest != entry.xxh3_128:
         raise CheckpointDamaged(source, entry.path, Damage.WRONG_CHECKSUM)
 

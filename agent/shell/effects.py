@@ -31,7 +31,7 @@ from ..memory.place import NoMemoryError, remove_leftovers, root_of_user
 from ..memory.tier import HeldParts, MemoryTier
 from ..processes.lifeline import Lifeline
 from ..storage.job_directory import JobDirectory, Storage, Survey
-from ..storage.room import RoomWatch
+from ..storage.room import RoomWatch, give_back_spares
 from ..workers.conversion_job import ConversionJob
 from ..workers.own_address import AddressWatch, elsewhere, node_address, node_variables
 from ..workers.tcp_stores import StoreServers
@@ -200,6 +200,8 @@ class Effects:
         self.conversion.stop()
         self._room.close()
         self.storage.close()
+        if self.run_id:
+            give_back_spares(self._directory.run(self.run_id))
         if self.memory is not None:
             self.memory.close()
         self.client.close()

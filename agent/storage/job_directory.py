@@ -349,7 +349,7 @@ class Storage:
         problems: Mapping[str, Exception]
         try:
             store = CheckpointStore(self._own_run(run_id))
-            problems = store.prune(self._with_forms(store.run_dir, ref))
+            problems = store.prune(self._with_forms(store.run_dir, ref), replaced=True)
         except (OSError, ValueError) as error:
             problems = {ref.name: error}
         for name, problem in problems.items():

@@ -8,9 +8,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from dalsegno.elastic.checkpoint.spares import clear_spares, spare_bytes
 from dalsegno.protos import control_pb2
 
-__all__ = ["RoomWatch", "missing_bytes"]
+__all__ = ["RoomWatch", "give_back_spares", "missing_bytes"]
 
 LOOK_EVERY_SECONDS = 3.0
 # A disk with less is full.
@@ -18,6 +19,8 @@ FULL_BYTES = 16 << 20
 # What else is written beside a checkpoint: logs, notes, a larger one.
 SPARE_BYTES = 32 << 20
 SPARE_SHARE = 0.05
+# The longest that the agent's end waits until files are deleted. The disk may hang.
+GIVE_BACK_SECONDS = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,13 @@ def missing_bytes(free_bytes: int, next_bytes: int, at_commit: bool) -> int:
     if not at_commit and free_bytes >= FULL_BYTES:
         return 0
     return max(0, next_bytes + int(next_bytes * SPARE_SHARE) + SPARE_BYTES - free_bytes)
+
+
+def give_back_spares(run_dir: Path) -> None:
+    """Deletes the files that later saves would have written over, or leaves them if that takes too long."""
+    thread = threading.Thread(target=clear_spares, args=[run_dir], name="storage-spares", daemon=True)
+    thread.start()
+    thread.join(GIVE_BACK_SECONDS)
 
 
 class RoomWatch:
@@ -89,11 +99,17 @@ class RoomWatch:
     def _look(self, directory: Path, head: control_pb2.Checkpoint, at_commit: bool) -> None:
         with self._deletion:
             try:
-                usage = shutil.disk_usage(directory)
+                missing = self._missing(directory, head, at_commit)
+                if missing and spare_bytes(directory):
+                    clear_spares(directory)
+                    missing = self._missing(directory, head, at_commit)
             except OSError as error:
                 logger.info("the room in %s is not known: %s", directory, error)
                 return
-            # A file system without a limit says that it has no size at all.
-            missing = missing_bytes(usage.free, self._copies * head.bytes, at_commit) if usage.total else 0
             if missing:
                 self._deliver(missing)
+
+    def _missing(self, directory: Path, head: control_pb2.Checkpoint, at_commit: bool) -> int:
+        usage = shutil.disk_usage(directory)
+        # A file system without a limit says that it has no size at all.
+        return missing_bytes(usage.free, self._copies * head.bytes, at_commit) if usage.total else 0

@@ -10,15 +10,20 @@ from pathlib import Path
 
 from .layout import MANIFEST
 from .marks import unmark
+from .spares import keep_retired
 
 log = logging.getLogger(__name__)
 
 
-def delete(directory: Path) -> None:
+def delete(directory: Path, *, replaced: bool = False) -> None:
     """Deletes one checkpoint's directory. Nothing happens if it is gone already.
 
     Mark and manifest go first. So what an interrupted deletion leaves is not sealed, and nobody misses it. A link to a
     directory is removed itself; what it points to stays.
+
+    Args:
+        directory: The checkpoint's.
+        replaced: A newer one counts: the next one may be written over its files, see `spares`.
 
     Raises:
         OSError: The file system refused a deletion; this is the first such error. Everything else is deleted.
@@ -39,6 +44,9 @@ def delete(directory: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    # Its seal is gone for good, so nobody takes what is written there for its own.
+    if replaced:
+        keep_retired(directory.parent, directory)
     failures: list[BaseException] = []
 
     def failed(function: object, path: str, failure: tuple[type[BaseException], BaseException, object]) -> None:

@@ -56,6 +56,15 @@ def tells(kind: int, release: str) -> bool:
     return kind in TELLING and version is not None and tuple(map(int, version.groups())) >= FIRST_LINUX
 
 
+def is_of_this_machine(directory: Path) -> bool:
+    """Whether its file system is known to be used by this machine alone. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _kind(descriptor) in TELLING
+    finally:
+        os.close(descriptor)
+
+
 def unwritten() -> int:
     """Bytes that this machine has in memory and not on a disk yet; 0 if it does not say."""
     try:

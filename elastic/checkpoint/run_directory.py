@@ -139,8 +139,12 @@ class CheckpointStore:
         old = [name for name in self._names() if is_checkpoint_name(name) and is_old(CheckpointName.parse(name))]
         return sorted(name for name in old if self._has_no_manifest(self.run_dir / name))
 
-    def prune(self, names: Iterable[str]) -> dict[str, OSError]:
+    def prune(self, names: Iterable[str], *, replaced: bool = False) -> dict[str, OSError]:
         """Deletes exactly the given checkpoints, see ``delete``. One that is gone already counts as deleted.
+
+        Args:
+            names: Which.
+            replaced: Newer ones count: files of one of them are kept for the next one to write over.
 
         Returns:
             What could not be deleted, by name. If a form was named before its source and could not be deleted, the
@@ -155,7 +159,7 @@ class CheckpointStore:
             try:
                 if stays:
                     raise OSError(errno.EBUSY, f"{stays[0]} could not be deleted before it", str(path))
-                delete(path)
+                delete(path, replaced=replaced and CheckpointName.parse(path.name).form == SHARDED)
             except OSError as error:
                 failures[path.name] = error
         return failures

@@ -1,12 +1,13 @@
-"""Files of memory checkpoints that newer ones have replaced: their pages are written again.
+"""Files of checkpoints that newer ones have replaced: their pages are written again.
 
-A new page in shared memory must be found and cleared, and where a virtual machine has given it back, its host must find
-one first. That costs 2 to 25 µs for 4 KiB, and copying them takes half a microsecond. So the file of an older
-checkpoint gets the name of a new one, and is written over. One of each path is kept, in `FOLDER` of a run's directory
-in memory. The agent decides what lies there; a directory on a disk has no such folder.
+A new page of a file must be found and cleared, and where a virtual machine has given it back, its host must find one
+first. That costs 2 to 25 µs for 4 KiB, and copying them takes half a microsecond. So the file of an older checkpoint
+gets the name of a new one, and is written over. One of each path is kept, in `FOLDER` of a run's directory: in memory
+the agent decides what lies there, on a disk whoever deletes checkpoints that have been replaced.
 
 Nobody else may see the bytes change. So a file is taken only where the kernel grants a lease for writing (fcntl(2),
-F_SETLEASE): it does if no process has the file open or mapped.
+F_SETLEASE): it does if no process has the file open or mapped. It knows of the processes of its own machine alone, so
+only file systems of this machine have spares.
 """
 
 from __future__ import annotations
@@ -15,17 +16,65 @@ import contextlib
 import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
 
+from .durability import is_of_this_machine
+from .errors import CheckpointDamaged
+from .files import list_files
 from .layout import is_checkpoint_name
 
-__all__ = ["FOLDER", "LEAST_BYTES", "clear_spares", "keep_spares", "spare_bytes", "take_spare", "take_spare_of"]
+__all__ = [
+    "FOLDER",
+    "LEAST_BYTES",
+    "clear_spares",
+    "clear_spares_of",
+    "keep_retired",
+    "keep_spares",
+    "spare_bytes",
+    "take_spare",
+    "take_spare_of",
+]
 
 FOLDER = ".spare"
 # Smaller files cost more than their pages.
 LEAST_BYTES = 128 << 10
+# On a disk spares are kept where so many times their size stays free beside them, and so many bytes more.
+FREE_TIMES, FREE_BYTES = 2, 256 << 20
+# Whether a file is still in memory is looked up every so many bytes, but not more often than so many times.
+_LOOK_BYTES, _MOST_LOOKS = 1 << 20, 10_000
+
+
+def keep_retired(run_dir: Path, directory: Path) -> None:
+    """`keep_spares` for a checkpoint on a disk that is no longer sealed, and is about to be deleted.
+
+    Nothing is kept where others may read the files from another machine, or where room is short. Errors keep nothing:
+    the deletion is what counts.
+
+    Args:
+        run_dir: The run's directory.
+        directory: Of the checkpoint, in it.
+    """
+    try:
+        sizes = {path: _own_bytes(directory / path) for path in list_files(directory)}
+        there = os.statvfs(run_dir)
+    except (OSError, CheckpointDamaged):
+        return
+    total = sum(sizes.values())
+    free = there.f_bavail * there.f_frsize + spare_bytes(run_dir)
+    if total and is_of_this_machine(run_dir) and free >= FREE_TIMES * total + FREE_BYTES:
+        keep_spares(run_dir, directory, [path for path, size in sizes.items() if size])
+    else:
+        clear_spares(run_dir)
+
+
+def _own_bytes(path: Path) -> int:
+    """The size of a file that is worth keeping, and has no other name; else 0."""
+    about = os.lstat(path)
+    alone = stat.S_ISREG(about.st_mode) and about.st_nlink == 1
+    return about.st_size if alone and about.st_size >= LEAST_BYTES else 0
 
 
 def keep_spares(run_dir: Path, directory: Path, paths: Iterable[str]) -> None:
@@ -83,7 +132,7 @@ def _alone(claimed: Path, target: Path) -> int | None:
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         # Another name of the file may be somebody's, who has not opened it yet.
-        if os.fstat(descriptor).st_nlink == 1:
+        if os.fstat(descriptor).st_nlink == 1 and _is_in_memory(descriptor):
             os.link(claimed, target)  # unlike a rename it replaces nothing
             return descriptor
     except (OSError, AttributeError):  # Python has no F_SETLEASE where there are no leases
@@ -93,12 +142,40 @@ def _alone(claimed: Path, target: Path) -> int | None:
     return None
 
 
+def _is_in_memory(descriptor: int) -> bool:
+    """Whether writing over the file reads nothing from the disk: pages that are written in part would have to be read.
+
+    Where the file system cannot tell, they are taken to be there.
+    """
+    size = os.fstat(descriptor).st_size
+    buffer = [bytearray(1)]
+    try:
+        for offset in range(0, size, max(_LOOK_BYTES, size // _MOST_LOOKS)):
+            os.preadv(descriptor, buffer, offset, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    except (OSError, AttributeError):
+        pass
+    return True
+
+
 def take_spare_of(target: Path) -> int | None:
     """`take_spare` for a file in the directory of a checkpoint; None also where ``target`` is in none."""
-    for directory in target.parents:
-        if is_checkpoint_name(directory.name):
-            return take_spare(directory.parent, str(target.relative_to(directory)), target)
-    return None
+    directory = _checkpoint_of(target)
+    return None if directory is None else take_spare(directory.parent, str(target.relative_to(directory)), target)
+
+
+def clear_spares_of(target: Path) -> bool:
+    """`clear_spares` beside the checkpoint that a file is in. Returns whether there were any."""
+    directory = _checkpoint_of(target)
+    if directory is None or not spare_bytes(directory.parent):
+        return False
+    clear_spares(directory.parent)
+    return True
+
+
+def _checkpoint_of(target: Path) -> Path | None:
+    return next((directory for directory in target.parents if is_checkpoint_name(directory.name)), None)
 
 
 def spare_bytes(run_dir: Path) -> int:

@@ -21,7 +21,7 @@ def prune(store: CheckpointStore, identity: Identity, resume: ResumePoint | None
         gone = retirable(found, keep, used)
         if gone.left:
             log.warning("%s: of steps that the run has made again since it went back", ", ".join(gone.left))
-        failures = store.prune([*gone.left, *gone.old])
+        failures = store.prune([*gone.left, *gone.old], replaced=True)
     except OSError as error:
         log.warning("old checkpoints could not be removed: %s", error)
         return

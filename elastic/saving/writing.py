@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -13,7 +14,7 @@ import torch
 
 from ..checkpoint import FileEntry
 from ..checkpoint.durability import begin_to_write
-from ..checkpoint.spares import take_spare_of
+from ..checkpoint.spares import clear_spares_of, take_spare_of
 from ..checkpoint.summing import SummingWriter
 from ..universal.recording import without_crc32
 from .bundles import Bundle, pieces
@@ -121,11 +122,21 @@ class SummedFile:
         short, self._short = self._short, bytearray()
         try:
             if self._error is None:
-                self._file.write(short)
-                self._file.write(view)
+                self._put(short)
+                self._put(view)
                 self._begin_to_write()
         except OSError as error:
             self._error = error
+
+    def _put(self, data: bytes | bytearray | memoryview) -> None:
+        """Writes; where room is short, what is kept for later saves goes."""
+        before = self._file.size
+        try:
+            self._file.write(data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not clear_spares_of(self._path):
+                raise
+            self._file.write(memoryview(data)[self._file.size - before :])
 
     def _begin_to_write(self) -> None:
         if self.size - self._told >= AHEAD_BYTES:

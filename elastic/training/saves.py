@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoint import CheckpointStore, Manifest, Ref
+from ..checkpoint.spares import clear_spares
 from ..rank.collective import Collective
 from ..rank.identity import Identity
 from ..rank.link import Link
@@ -205,3 +206,10 @@ class Saves:
         """Alone: deletes what need not stay."""
         if self._identity.alone and self._identity.rank == 0 and self.store is not None:
             prune(self.store, self._identity, self._resume, self.keep)
+
+    def close(self) -> None:
+        """Ends saves, and leaves nothing that only later ones would have used."""
+        if self.saver is not None:
+            self.saver.close()
+        if self._identity.alone and self._identity.rank == 0 and self.store is not None:
+            clear_spares(self.store.run_dir)

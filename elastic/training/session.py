@@ -446,8 +446,7 @@ class BareSession:
         """Leaves the session's group and the agent's socket, for scripts that go on doing other things."""
         self.meetings.over = self.closed = True
         self._notice.release()
-        if self.saves.saver is not None:
-            self.saves.saver.close()
+        self.saves.close()
         self._exchange.close()
         self._collective.close()
         if self._link is not None:
