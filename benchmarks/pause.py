@@ -58,6 +58,8 @@ LAUNCHERS = {"ours": "dlrover-run", "torchrun": "torchrun, tuned"}
 SCENES = ("join", "leave", "kill")
 # Steps and seconds that a world trains before something happens to it: standby workers are warm by then.
 STEPS, SETTLE = 5, 4.0
+# Its saves until then: so many that older ones are deleted.
+SAVES = 5
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Options:
 
     scenes: Sequence[str] = SCENES
     save_every: int = 10
+    saves: int = SAVES
     step_time: float = 0.1
     settle: float = SETTLE
     patience: float = 300.0
@@ -155,12 +158,12 @@ def _scenes(asked: Sequence[str]) -> list[str]:
 
 
 def _settle(job: Job, size: int, since: float, options: Options) -> None:
-    """Waits until a world of this size has made some steps, and one more after its save, and is at rest."""
+    """Waits until a world of this size has made some steps, and three more after its saves, and is at rest."""
     job.wait(lambda: len(job.steps_of_world(size, since)) >= STEPS, f"a world of {size}")
     first = job.steps_of_world(size, since)[0]
-    saved = (max(line.step for line in job.lines) // options.save_every + 1) * options.save_every
+    saved = (max(line.step for line in job.lines) // options.save_every + options.saves) * options.save_every
     job.wait(
-        lambda: time.time() - first >= options.settle and max(line.step for line in job.poll()) > saved,
+        lambda: time.time() - first >= options.settle and max(line.step for line in job.poll()) > saved + 2,
         f"a world of {size} that has saved",
     )
 
@@ -212,6 +215,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS))
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--save-every", type=int, default=10, help="steps between two saves (%(default)s)")
+    parser.add_argument("--saves", type=int, default=SAVES, help="saves before each change (%(default)s)")
     parser.add_argument("--step-time", type=float, default=0.1, help="least seconds of a step (%(default)s)")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds that a change may take (%(default)s)")
     parser.add_argument(
@@ -240,9 +244,8 @@ def main(arguments: Sequence[str] = ()) -> int:
     results.parent.mkdir(parents=True, exist_ok=True)
     # Each `with` ends what it has started, even if this process is ended by a signal.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    options = Options(
-        flags.scenes, flags.save_every, flags.step_time, patience=flags.patience, directory=flags.directory
-    )
+    given = ("scenes", "save_every", "saves", "step_time", "patience", "directory")
+    options = Options(**{name: getattr(flags, name) for name in given})
     print(machine(), flush=True)
     failed = 0
     with own_memory(flags.own_memory):

@@ -365,10 +365,12 @@ class Storage:
         def work() -> None:
             try:
                 store = CheckpointStore(self._own_run(run_id))
-                for name in store.lost_manifest(epoch):
-                    logger.warning("%s was sealed and has lost its manifest: it stays, delete it by hand", name)
-                left = [name for name in store.never_sealed(epoch, step) if not _is_form(name, converting)]
-                problems = store.prune(left)
+                # A checkpoint that is being deleted looks like one that was never sealed.
+                with self.deletion:
+                    for name in store.lost_manifest(epoch):
+                        logger.warning("%s was sealed and has lost its manifest: it stays, delete it by hand", name)
+                    left = [name for name in store.never_sealed(epoch, step) if not _is_form(name, converting)]
+                    problems = store.prune(left)
             except OSError as error:
                 logger.warning("unsealed checkpoints cannot be removed: %s", error)
                 return

@@ -45,6 +45,8 @@ LEAST_BYTES = 128 << 10
 FREE_TIMES, FREE_BYTES = 2, 256 << 20
 # Whether a file is still in memory is looked up every so many bytes, but not more often than so many times.
 _LOOK_BYTES, _MOST_LOOKS = 1 << 20, 10_000
+# The share of it that may be away.
+_MOST_AWAY = 0.1
 
 
 def keep_retired(run_dir: Path, directory: Path) -> None:
@@ -143,20 +145,22 @@ def _alone(claimed: Path, target: Path) -> int | None:
 
 
 def _is_in_memory(descriptor: int) -> bool:
-    """Whether writing over the file reads nothing from the disk: pages that are written in part would have to be read.
+    """Whether writing over the file reads little from the disk: pages that are written in part would have to be read.
 
-    Where the file system cannot tell, they are taken to be there.
+    A few may look as if they were not there, because something is done with them just now. Where the file system cannot
+    tell, all are taken to be there.
     """
     size = os.fstat(descriptor).st_size
-    buffer = [bytearray(1)]
-    try:
-        for offset in range(0, size, max(_LOOK_BYTES, size // _MOST_LOOKS)):
-            os.preadv(descriptor, buffer, offset, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return False
-    except (OSError, AttributeError):
-        pass
-    return True
+    looks = range(0, size, max(_LOOK_BYTES, size // _MOST_LOOKS))
+    away = 0
+    for offset in looks:
+        try:
+            os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
+        except BlockingIOError:
+            away += 1
+        except (OSError, AttributeError):
+            return True
+    return away <= max(1, len(looks) * _MOST_AWAY)
 
 
 def take_spare_of(target: Path) -> int | None:

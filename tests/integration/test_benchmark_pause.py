@@ -29,7 +29,7 @@ class Played(NamedTuple):
 def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     """A node joins and leaves, another one joins and is killed, once for all tests."""
     marks = tmp_path_factory.mktemp("marks")
-    options = Options(save_every=5, step_time=STEP_SECONDS, settle=0.5, patience=90.0, trace=marks)
+    options = Options(save_every=5, saves=1, step_time=STEP_SECONDS, settle=0.5, patience=90.0, trace=marks)
     found = pause.measure(Cell("ddp", 10**5, 16, "ours"), options)
     return Played({one.scene: one for one in found}, marks)
 

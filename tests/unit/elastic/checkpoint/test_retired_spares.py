@@ -1,0 +1,177 @@
+"""Checkpoints on a disk that newer ones have replaced: the next save writes over their files, or they go."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from dalsegno.elastic.checkpoint import CheckpointStore, durability, spares
+from dalsegno.elastic.checkpoint.spares import FOLDER, LEAST_BYTES, spare_bytes, take_spare
+from dalsegno.elastic.saving.writing import SummedFile
+from tests.support.jobs.faults import volume
+
+OLD, NEW = b"o" * (LEAST_BYTES + 5), b"n" * (LEAST_BYTES + 9)
+STEP, FORM, NEXT = "step-1.e1.1", "step-1.e1.1.universal.2", "step-2.e1.1"
+
+
+@pytest.fixture(autouse=True)
+def a_known_file_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Wherever the tests' files lie (an overlay, for one), the kernel's leases tell of all who read them."""
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    monkeypatch.setitem(durability.TELLING, durability._kind(descriptor), "of the tests")
+    os.close(descriptor)
+
+
+def a_step(run: Path, name: str = STEP, data: bytes = OLD) -> Path:
+    directory = run / name
+    (directory / "ranks").mkdir(parents=True)
+    (directory / "MANIFEST.json").write_bytes(b"{}")
+    for path in ("model.pt", "ranks/0.pt"):
+        (directory / path).write_bytes(data)
+    (directory / "small").write_bytes(b"s")
+    return directory
+
+
+def next_save(run: Path, path: str = "model.pt") -> Path:
+    """Saves a file of the next step."""
+    target = run / NEXT / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with SummedFile(target, anew=True) as file:
+        file.write(NEW)
+        assert file.finish() == xxhash.xxh3_128(NEW).hexdigest()
+    assert target.read_bytes() == NEW
+    return target
+
+
+def test_the_next_save_writes_over_what_was_replaced(tmp_path: Path) -> None:
+    """The same files, by their paths; nothing else of the old checkpoint stays."""
+    directory = a_step(tmp_path)
+    files = {path: os.stat(directory / path).st_ino for path in ("model.pt", "ranks/0.pt")}
+    assert CheckpointStore(tmp_path).prune([STEP], replaced=True) == {}
+    assert not directory.exists()
+    assert spare_bytes(tmp_path) == 2 * len(OLD)
+    for path, number in files.items():
+        assert os.stat(next_save(tmp_path, path)).st_ino == number
+    assert spare_bytes(tmp_path) == 0
+    CheckpointStore(tmp_path).prune([NEXT], replaced=True)
+    assert spare_bytes(tmp_path) == 2 * len(NEW)
+
+
+def test_what_is_only_deleted_leaves_nothing(tmp_path: Path) -> None:
+    """On a person's order, or because it was never sealed; nor does a later form."""
+    a_step(tmp_path)
+    a_step(tmp_path, FORM)
+    store = CheckpointStore(tmp_path)
+    assert store.prune([FORM], replaced=True) == {}
+    assert store.prune([STEP]) == {}
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_deletion_that_was_interrupted_keeps_what_it_finds(tmp_path: Path) -> None:
+    """Its seal was gone already."""
+    directory = a_step(tmp_path)
+    os.unlink(directory / "MANIFEST.json")
+    os.unlink(directory / "model.pt")
+    assert CheckpointStore(tmp_path).prune([STEP], replaced=True) == {}
+    assert os.listdir(tmp_path / FOLDER) == ["=ranks%2F0.pt"]
+
+
+def test_nothing_is_kept_where_room_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was kept before goes, too."""
+    a_step(tmp_path)
+    CheckpointStore(tmp_path).prune([STEP], replaced=True)
+    there = os.statvfs(tmp_path)
+    monkeypatch.setattr(spares, "FREE_BYTES", there.f_blocks * there.f_frsize)
+    a_step(tmp_path, NEXT)
+    CheckpointStore(tmp_path).prune([NEXT], replaced=True)
+    assert os.listdir(tmp_path) == []
+
+
+def test_nothing_is_kept_where_others_may_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a network, or below what the kernel does not know: no lease would tell."""
+    monkeypatch.setattr(durability, "TELLING", {})
+    a_step(tmp_path)
+    CheckpointStore(tmp_path).prune([STEP], replaced=True)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_with_another_name_is_left_to_it(tmp_path: Path) -> None:
+    """Somebody has kept it for himself: it takes no room here, and is not written over."""
+    (tmp_path / "run").mkdir()
+    directory = a_step(tmp_path / "run")
+    os.link(directory / "model.pt", tmp_path / "kept")
+    CheckpointStore(tmp_path / "run").prune([STEP], replaced=True)
+    assert os.listdir(tmp_path / "run" / FOLDER) == ["=ranks%2F0.pt"]
+    next_save(tmp_path / "run")
+    assert (tmp_path / "kept").read_bytes() == OLD
+
+
+@pytest.mark.parametrize("of", ["file", "folder"])
+def test_a_link_in_a_checkpoint_is_not_followed(tmp_path: Path, of: str) -> None:
+    """What it leads to stays where it is, as it is."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "0.pt").write_bytes(OLD)
+    run = tmp_path / "run"
+    directory = run / STEP
+    directory.mkdir(parents=True)
+    if of == "file":
+        (directory / "model.pt").symlink_to(elsewhere / "0.pt")
+    else:
+        (directory / "ranks").symlink_to(elsewhere)
+    assert CheckpointStore(run).prune([STEP], replaced=True) == {}
+    next_save(run, "ranks/0.pt")
+    next_save(run)
+    assert (elsewhere / "0.pt").read_bytes() == OLD
+
+
+def test_a_file_that_is_not_in_memory_is_not_written_over(tmp_path: Path) -> None:
+    """Each page that is written in part would have to be read from the disk first."""
+    directory = a_step(tmp_path, data=os.urandom(4 << 20))
+    descriptor = os.open(directory / "model.pt", os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    try:
+        os.preadv(descriptor, [bytearray(1)], 0, os.RWF_NOWAIT)
+        pytest.skip("this file system keeps what it was told to forget")
+    except BlockingIOError:
+        pass
+    except OSError as error:
+        pytest.skip(f"this file system does not tell what is in memory: {error}")
+    finally:
+        os.close(descriptor)
+    CheckpointStore(tmp_path).prune([STEP], replaced=True)
+    (tmp_path / NEXT / "ranks").mkdir(parents=True)
+    assert take_spare(tmp_path, "model.pt", tmp_path / NEXT / "model.pt") is None
+    taken = take_spare(tmp_path, "ranks/0.pt", tmp_path / NEXT / "ranks" / "0.pt")
+    assert taken is not None
+    os.close(taken)
+    assert spare_bytes(tmp_path) == 0
+
+
+def test_a_full_disk_gets_the_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that finds no room goes on where it was, once what was kept for others is gone."""
+    monkeypatch.setattr(spares, "FREE_BYTES", 0)
+    monkeypatch.setattr(spares, "FREE_TIMES", 0)
+    with volume(tmp_path / "volume", 16) as disk:
+        a_step(disk.path, data=b"o" * (4 << 20))
+        CheckpointStore(disk.path).prune([STEP], replaced=True)
+        assert spare_bytes(disk.path) == 8 << 20
+        (disk.path / NEXT).mkdir()
+        content = os.urandom(12 << 20)
+        with SummedFile(disk.path / NEXT / "another.pt") as file:
+            for at in range(0, len(content), 1 << 20):
+                file.write(content[at : at + (1 << 20)])
+            assert file.finish() == xxhash.xxh3_128(content).hexdigest()
+        assert (disk.path / NEXT / "another.pt").read_bytes() == content
+        assert spare_bytes(disk.path) == 0
+        # Nothing is left to give back.
+        with SummedFile(disk.path / NEXT / "more") as file:
+            file.write(content)
+            with pytest.raises(OSError, match="No space left") as failure:
+                file.finish()
+        assert failure.value.errno == errno.ENOSPC
