@@ -73,7 +73,7 @@ def test_the_leader_goes(job: Several, members: Members, undisturbed: Undisturbe
     """Another one leads soon, the ranks go on as they are, and the world grows under the new one."""
     job.start("a")
     first = job.wait_world(1, steps=2)
-    job.wait_status(lambda status: status.head.step >= 5, "a commit")
+    known = job.wait_status(lambda status: status.head.step >= 5, "a commit").history[0]
     worker = job.worker_pid(job.node("a"))
     leader, before = job.leader()
     began = time.monotonic()
@@ -85,6 +85,11 @@ def test_the_leader_goes(job: Several, members: Members, undisturbed: Undisturbe
     assert job.worker_pid(job.node("a")) == worker
     job.start("b")
     job.wait_world(2, steps=3, after=first)
+    # Goodput is counted on from the worlds that the last leader knew.
+    status = job.wait_status(lambda status: len(status.history) > 1 and status.goodput > 0, "the new world's record")
+    then = status.history[0]
+    assert (then.epoch, then.first_step, then.paused) == (known.epoch, known.first_step, known.paused)
+    assert status.goodput <= 1
     if how == "stopped":
         job.signal_master(leader, signal.SIGCONT)
         job.wait_standby(leader, after[0])
