@@ -14,9 +14,10 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dalsegno.protos import processes
 from dalsegno.protos.addresses import ADDRESS, host_and_port
@@ -25,6 +26,7 @@ from dalsegno.protos.options import Parser, UsageError, job_id, nnodes, seconds
 from dalsegno.protos.shortage import prove_room, shortage
 from dalsegno.protos.text import one_line
 
+from .http.edge import Edge
 from .leadership.candidate import Candidate, SameAddress
 from .leadership.leader_key import LeaderKey
 from .record.descriptors import raise_limit
@@ -37,9 +39,6 @@ from .server.lifetime import Lifetime
 from .server.server import BindError, ControlServer, ServerOptions
 from .server.watchdog import HANG_TIMEOUT_SECONDS, Watchdog
 from .serving import STOP, collect_rarely, print_line, run, say_end, tls_files
-
-if TYPE_CHECKING:
-    from .http.edge import Edge
 
 __all__ = ("main",)
 
@@ -284,10 +283,8 @@ def _put_aside(url: str) -> Path:
 def _edge(server: ControlServer, options: argparse.Namespace, token: str | None) -> Edge | None:
     if options.http_port is None:
         return None
-    try:
-        from .http.edge import Edge
-    except ImportError as error:
-        raise UsageError(f"--http-port needs the extra `http`: pip install 'dalsegno[http]' ({error})") from error
+    if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]:
+        raise UsageError(f"--http-port needs the extra `http`: pip install 'dalsegno[http]' (no {missing[0]})")
     try:
         return Edge(
             server,

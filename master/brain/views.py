@@ -9,7 +9,7 @@ from dalsegno.protos import control_pb2
 
 from . import durable, flash, memory, saves, shapes
 from .checkpoints import only_size, prunable, resume_point, to_proto, witnesses
-from .chronicle import JobEvent, PausePart, goodput
+from .chronicle import JobEvent, Kind, PausePart, goodput
 from .forming import missing
 from .live import State
 from .milestones import milestones_proto
@@ -17,7 +17,7 @@ from .registration import settings_proto
 from .state import Checkpoint, Job, Member, MemberState, Node, Phase, World
 from .turn import of_nodes
 
-__all__ = ("Common", "event_proto", "status", "view")
+__all__ = ("Common", "event_of", "event_proto", "status", "view")
 
 # The most checkpoints of which the status tells.
 MOST_SHOWN = 20
@@ -422,4 +422,22 @@ def event_proto(event: JobEvent) -> control_pb2.Event:
         parts=parts_proto(event.parts),
         lost_steps=event.lost_steps,
         checkpoint=event.checkpoint,
+    )
+
+
+def event_of(proto: control_pb2.Event) -> JobEvent:
+    """The inverse of `event_proto`; whether consoles show it is not part of that. Raises ValueError."""
+    return JobEvent(
+        proto.sequence,
+        proto.text,
+        proto.warning,
+        Kind(proto.kind),
+        at=proto.at,
+        epoch=proto.epoch,
+        nodes=tuple(proto.nodes),
+        step=proto.step if proto.HasField("step") else None,
+        seconds=proto.seconds,
+        parts=tuple(PausePart(part.name, part.seconds) for part in proto.parts),
+        lost_steps=proto.lost_steps,
+        checkpoint=proto.checkpoint,
     )

@@ -1,42 +1,37 @@
-"""The HTTP edge: health, metrics, the job and its events as JSON, orders, and one page for a person.
+"""The HTTP edge of a master: a process of its own, so that however many ask, no turn waits for them.
 
-It runs in the master's own process, so it shows the state that was stored and nothing older, but in a thread of its
-own: however many ask, a turn does not wait for them. It needs the extra `http` (FastAPI, uvicorn, prometheus-client);
-without it the master runs as well, but without this edge.
+It shows the state that was stored and nothing older. The listening socket is the master's: a process that ends is
+started again, and serves the same address. It needs the extra `http`; without it the master runs as well.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import contextlib
-import gc
+import logging
+import os
+import socket
 import sys
-import threading
+from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable
-
-from fastapi import Depends, FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from typing import TYPE_CHECKING, Any
 
 from ..server.auth import TlsFiles
-from .across import Across
-from .api import Api
-from .guard import Guard
-from .looking import Looking, Master
-from .metrics import CONTENT_TYPE, metrics
-from .page import PAGE, PAGE_POLICY
-from .port import Port, application, say_failure
+from ..server.listener import Listener
+from .home import Home
+from .wire import LARGEST_ASK_BYTES, Wire, WireError
+
+if TYPE_CHECKING:
+    from .looking import Master
 
 __all__ = ("Edge",)
 
-# Seconds between two looks at the job, for the page's curve.
-SAMPLE_INTERVAL_SECONDS = 1.0
-# Seconds in which the thread ends, once it is told to.
+log = logging.getLogger(__name__)
+
+# Seconds: after which an edge that says nothing is ended (it looks at the job every second); in which it ends by
+# itself; before the next one, at first and at most.
+SILENT_SECONDS = 30
 CLOSE_SECONDS = 4.0
-# The longest that a thread keeps the interpreter while another one waits for it. Python's own 0.005 would be waited for
-# behind each look of the master's loop at its sockets: dozens of times in a turn.
-SWITCH_SECONDS = 0.0005
+PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 
 
 class Edge:
@@ -58,83 +53,112 @@ class Edge:
         A master that `stands_by` is healthy, but not ready. Made in the master's running loop. Raises OSError if the
         address is not available.
         """
-        self._master = Across(master, asyncio.get_running_loop())
-        self._looking, self._guard = Looking(self._master), Guard(token)
-        self._api = Api(self._master, self._guard, self._looking)
-        self._stands_by = stands_by
-        self._port = Port(self._application(loopback), host, port, tls)
-        self.address = self._port.address
-
-        self._thread: threading.Thread | None = None
-        self._over: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._master, self._stands_by = master, stands_by
+        self._listener = Listener.open(host, port)
+        self.address = self._listener.address
+        self._settings: dict[str, Any] = {"what": "settings", "token": token, "loopback": loopback, "tls": None}
+        if tls is not None:
+            # The process has another working directory.
+            files = (tls.certificate, tls.key, tls.client_ca)
+            self._settings["tls"] = [None if path is None else os.path.abspath(path) for path in files]
+        self._over = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Starts to answer. An edge that fails says so in the log; the job does not depend on it."""
-        sys.setswitchinterval(SWITCH_SECONDS)
-        # What was imported for it stays: no collection needs to look at it.
-        gc.freeze()
-        self._thread = threading.Thread(target=self._run, name="dalsegno-http", daemon=True)
-        self._thread.start()
+        """Starts to answer. An edge that fails says so in the log, and is started again."""
+        self._task = asyncio.create_task(self._keep())
 
     async def close(self) -> None:
-        """Ends within a bounded time: open connections are cut."""
-        if not self._over.done():
-            self._over.set_result(None)
-        if self._thread is None:
-            await self._port.close()
-        else:
-            await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
+        """Ends within a bounded time: open connections are cut. Safe at any moment, and twice."""
+        self._over.set()
+        if self._task is not None:
+            await self._task
+        self._listener.close()
 
-    def _run(self) -> None:
+    async def _keep(self) -> None:
+        loop, pause = asyncio.get_running_loop(), PAUSE_SECONDS
+        while not self._over.is_set():
+            began = loop.time()
+            why = await self._once()
+            if self._over.is_set():
+                return
+            if loop.time() - began > LONGEST_PAUSE_SECONDS:
+                pause = PAUSE_SECONDS
+            log.error("the HTTP edge %s; the job does not depend on it, and it starts again in %g s", why, pause)
+            await asyncio.wait([over := asyncio.create_task(self._over.wait())], timeout=pause)
+            over.cancel()
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    async def _once(self) -> str:
+        """Has one process serve until it ends, or `close`; returns what happened."""
         try:
-            asyncio.run(self._serve())
-        except Exception as error:
-            say_failure(error)
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            return f"cannot be started ({error})"
+        with ours, theirs:
+            try:
+                process = await self._started(theirs)
+                theirs.close()
+            except OSError as error:
+                return f"cannot be started ({error})"
+            try:
+                wire = await Wire.over(ours, LARGEST_ASK_BYTES)
+                try:
+                    return await self._served(process, wire)
+                finally:
+                    wire.end()
+            finally:
+                await _end(process, CLOSE_SECONDS if self._over.is_set() else 0.0)
 
-    async def _serve(self) -> None:
-        await self._master.open()
-        self._port.start(self._sample())
-        await asyncio.wrap_future(self._over)
-        await self._port.close()
+    async def _started(self, theirs: socket.socket) -> Process:
+        descriptors = theirs.fileno(), self._listener.fileno()
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", f"{__package__}.edge_process", *map(str, descriptors)),
+            stdin=DEVNULL,
+            stdout=DEVNULL,
+            pass_fds=descriptors,
+            # Signals that a terminal sends to all that it runs are for the master.
+            start_new_session=True,
+            # `-m` imports from the working directory first, where a user may have modules of his own.
+            cwd="/",
+        )
 
-    def _application(self, loopback: bool) -> FastAPI:
-        app = application("Control and events of one elastic training job", loopback, "/api/v1/openapi.json")
-        app.add_exception_handler(RequestValidationError, _wrong)
-        app.add_api_route("/", _page, include_in_schema=False)
-        app.add_api_route("/healthz", self._health, summary="200 while the process works")
-        app.add_api_route("/readyz", self._ready, summary="200 where agents are served")
-        reads = [Depends(self._guard.reads)]
-        app.add_api_route("/metrics", self._metrics, dependencies=reads, summary="Prometheus' text format")
-        app.include_router(self._api.router)
-        return app
-
-    async def _health(self) -> PlainTextResponse:
-        if not self._stands_by():
-            await self._looking.now()
-        return PlainTextResponse("ok\n")
-
-    async def _ready(self) -> PlainTextResponse:
-        """200 where agents are served, 503 with the reason elsewhere."""
-        await self._looking.now()
-        return PlainTextResponse("ok\n")
-
-    async def _metrics(self) -> PlainTextResponse:
-        return PlainTextResponse(metrics(await self._looking.now()), media_type=CONTENT_TYPE)
-
-    async def _sample(self) -> None:
-        while True:
-            with contextlib.suppress(HTTPException):
-                await self._looking.now()
-            self._port.drop_old()
-            await asyncio.sleep(SAMPLE_INTERVAL_SECONDS)
+    async def _served(self, process: Process, wire: Wire) -> str:
+        home = Home(self._master, wire, self._stands_by)
+        tasks: list[asyncio.Task[Any]] = []
+        try:
+            await asyncio.wait_for(wire.send(self._settings), CLOSE_SECONDS)
+            tasks = [asyncio.create_task(work) for work in (home.serve(), _silence(home), process.wait())]
+            over = asyncio.create_task(self._over.wait())
+            tasks.append(over)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[1].done():
+                return f"has said nothing for {SILENT_SECONDS} s"
+            if tasks[0].done() and isinstance(tasks[0].exception(), WireError):
+                return f"said nonsense ({tasks[0].exception()})"
+            return "has ended"
+        except (OSError, asyncio.TimeoutError):
+            return "has ended"
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _wrong(request: Request, error: Exception) -> JSONResponse:
-    """What is wrong with a request, without its values: some of them (NaN, lone surrogates) are no JSON."""
-    assert isinstance(error, RequestValidationError)
-    found = [{name: one[name] for name in ("type", "loc", "msg")} for one in error.errors()]
-    return JSONResponse({"detail": found}, 422)
+async def _silence(home: Home) -> None:
+    """Returns once nothing was heard for so many of this loop's own seconds: one that was stopped heard nothing."""
+    silent = 0
+    while silent < SILENT_SECONDS:
+        await asyncio.sleep(1.0)
+        silent = 0 if home.heard else silent + 1
+        home.heard = False
 
 
-async def _page() -> HTMLResponse:
-    return HTMLResponse(PAGE, headers={"content-security-policy": PAGE_POLICY})
+async def _end(process: Process, seconds: float) -> None:
+    """Waits so long for the process to end by itself, then kills it."""
+    try:
+        await asyncio.wait_for(process.wait(), seconds)
+    except asyncio.TimeoutError:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()

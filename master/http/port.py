@@ -6,14 +6,12 @@ import asyncio
 import contextlib
 import logging
 import ssl
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 from fastapi.middleware.trustedhost import TrustedHostMiddleware
-
-from dalsegno.protos.addresses import address_of
 
 from ..record.descriptors import HTTP_CONNECTIONS
 from ..server.auth import TlsFiles
@@ -32,6 +30,11 @@ CLOSE_SECONDS = 2.0
 LOOPBACK_NAMES = ["127.0.0.1", "localhost", "[::1]"]
 
 
+def say_failure(error: BaseException) -> None:
+    """Logs that nobody is answered any more, with why."""
+    log.error("the HTTP edge failed; the job goes on without it", exc_info=error)
+
+
 class _Server(uvicorn.Server):
     """Leaves the process's signals to the master."""
 
@@ -43,12 +46,16 @@ class _Server(uvicorn.Server):
 class Port:
     """Serves from `start` to `close`."""
 
-    def __init__(self, app: FastAPI, host: str, port: int, tls: TlsFiles | None = None) -> None:
-        """Listens at once (port 0: any free one). Raises OSError if the address is not available."""
+    def __init__(
+        self,
+        app: FastAPI,
+        listener: Listener,
+        tls: TlsFiles | None = None,
+        failed: Callable[[BaseException], None] = say_failure,
+    ) -> None:
+        """`listener` is open, and is closed with this. `failed` hears the error if serving fails."""
         self._tasks: list[asyncio.Task[None]] = []
-        self._socket = Listener.open(host, port)
-        bound = self._socket.getsockname()[1]
-        self.address = address_of(host, bound)
+        self._socket, self._failed = listener, failed
         # uvicorn's loggers stay unconfigured: its errors reach the master's log, and requests are not logged, not even
         # those that are no HTTP: a stranger without a token would fill the disk with lines about them.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
@@ -67,11 +74,15 @@ class Port:
         )
 
     def start(self, *beside: Coroutine[Any, Any, None]) -> None:
-        """Starts to answer, with work `beside`. What fails says so in the log; the job does not depend on it."""
+        """Starts to answer, with work `beside`."""
         for work in (self._server.serve(sockets=[self._socket]), *beside):
             task = asyncio.create_task(work)
-            task.add_done_callback(_log_failure)
+            task.add_done_callback(self._note)
             self._tasks.append(task)
+
+    def _note(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failed(error)
 
     def drop_old(self) -> None:
         """Ends connections that have been open for longer than anybody needs."""
@@ -108,13 +119,3 @@ def _ssl_options(tls: TlsFiles | None) -> dict[str, Any]:
     if tls.client_ca is not None:
         options |= {"ssl_ca_certs": str(tls.client_ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
     return options
-
-
-def say_failure(error: BaseException | None) -> None:
-    """Logs that nobody is answered any more, with why."""
-    log.error("the HTTP edge failed; the job goes on without it", exc_info=error)
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        say_failure(task.exception())

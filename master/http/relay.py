@@ -29,6 +29,7 @@ from dalsegno.protos.text import name_problem, one_line
 
 from ..brain.door import MOST_WORKERS
 from ..server.auth import TlsFiles
+from ..server.listener import Listener
 from .api import Api
 from .guard import Guard
 from .lease import Answer, LeaseRefused, Lessor, RelayedRun, Report
@@ -147,8 +148,9 @@ class RelayEdge:
         self._add_routes(app)
         for run_id, run in runs.items():
             app.include_router(Api(run.master, self._guard, self._looks[run_id], run_path(run_id)).router)
-        self._port = Port(app, host, port, tls)
-        self.address = self._port.address
+        listener = Listener.open(host, port)
+        self._port = Port(app, listener, tls)
+        self.address = listener.address
 
     def start(self) -> None:
         """Starts to answer. An edge that fails says so in the log; the runs of ours do not depend on it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from bisect import bisect_right
-from collections.abc import Callable
 
 from ..brain.chronicle import JobEvent
 
@@ -22,7 +21,6 @@ class Feed:
     def __init__(self) -> None:
         self._events: tuple[JobEvent, ...] = ()
         self._more = asyncio.Event()
-        self._followers: list[Callable[[tuple[JobEvent, ...]], None]] = []
 
     def show(self, events: tuple[JobEvent, ...]) -> None:
         """What is stored now, oldest first; wakes up everybody who waits."""
@@ -31,20 +29,17 @@ class Feed:
         self._events = events
         self._more.set()
         self._more = asyncio.Event()
-        for follower in tuple(self._followers):
-            self._tell(follower)
 
-    def follow(self, follower: Callable[[tuple[JobEvent, ...]], None]) -> None:
-        """Tells it what is stored, now and whenever that changes. One that raises RuntimeError is gone."""
-        self._followers.append(follower)
-        self._tell(follower)
+    @property
+    def events(self) -> tuple[JobEvent, ...]:
+        """What is stored, oldest first."""
+        return self._events
 
-    def _tell(self, follower: Callable[[tuple[JobEvent, ...]], None]) -> None:
-        try:
-            follower(self._events)
-        except RuntimeError:
-            # Its loop has ended.
-            self._followers.remove(follower)
+    async def other_than(self, events: tuple[JobEvent, ...]) -> tuple[JobEvent, ...]:
+        """What is stored, once it is not this very tuple. The caller bounds the wait, or ends it."""
+        while self._events is events:
+            await self._more.wait()
+        return self._events
 
     @property
     def oldest(self) -> int:

@@ -13,6 +13,8 @@ import time
 from collections import deque
 from typing import Any
 
+from dalsegno.protos.addresses import address_of
+
 from ..record.descriptors import HTTP_CONNECTIONS
 
 __all__ = ("Listener",)
@@ -24,15 +26,17 @@ LONGEST_CONNECTION_SECONDS = 30.0
 class Listener(socket.socket):
     """A listening socket for asyncio, which accepts from it and closes what it accepted."""
 
-    def __init__(self, family: int) -> None:
-        super().__init__(family, socket.SOCK_STREAM)
+    def __init__(self, family: int = -1, kind: int = -1, fileno: int | None = None) -> None:
+        super().__init__(family, kind, fileno=fileno)
+        # HOST:PORT, where it listens.
+        self.address = ""
         # The oldest first.
         self._accepted: deque[tuple[float, socket.socket]] = deque()
 
     @classmethod
     def open(cls, host: str, port: int) -> Listener:
         """Listens there (port 0: any free one). Raises OSError if the address is not available."""
-        listener = cls(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener = cls(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
@@ -40,6 +44,14 @@ class Listener(socket.socket):
         except OSError:
             listener.close()
             raise
+        listener.address = address_of(host, listener.getsockname()[1])
+        return listener
+
+    @classmethod
+    def adopt(cls, descriptor: int) -> Listener:
+        """One that another process opened, from the descriptor that this one inherited. Raises OSError."""
+        listener = cls(fileno=descriptor)
+        listener.address = address_of(*listener.getsockname()[:2])
         return listener
 
     def accept(self) -> tuple[socket.socket, Any]:

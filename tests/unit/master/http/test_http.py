@@ -19,15 +19,16 @@ from google.protobuf.message import Message
 from dalsegno.master.brain.chronicle import JobEvent, Kind, PausePart
 from dalsegno.master.brain.events import Reply
 from dalsegno.master.http import stream
-from dalsegno.master.http.edge import Edge
 from dalsegno.master.http.encoded import finite
 from dalsegno.master.http.guard import LARGEST_BODY_BYTES
 from dalsegno.master.http.looking import CURVE_POINTS, Curve, Looking
 from dalsegno.master.http.metrics import metrics
 from dalsegno.master.http.page import PAGE
+from dalsegno.master.http.site import Site
 from dalsegno.master.record.descriptors import HTTP_CONNECTIONS
 from dalsegno.master.server import listener
 from dalsegno.master.server.feed import Feed
+from dalsegno.master.server.listener import Listener
 from dalsegno.protos import control_pb2 as pb
 
 pytestmark = pytest.mark.timeout(60)
@@ -73,9 +74,9 @@ def event(sequence: int, **about: object) -> JobEvent:
 
 
 @contextlib.asynccontextmanager
-async def serving(answer: Reply | Small, token: str | None = None) -> AsyncIterator[Edge]:
+async def serving(answer: Reply | Small, token: str | None = None) -> AsyncIterator[Site]:
     master = answer if isinstance(answer, Small) else Small(answer)
-    edge = Edge(master, "127.0.0.1", 0, token, loopback=True)
+    edge = Site(master, Listener.open("127.0.0.1", 0), token, loopback=True)
     edge.start()
     try:
         yield edge
@@ -83,16 +84,16 @@ async def serving(answer: Reply | Small, token: str | None = None) -> AsyncItera
         await edge.close()
 
 
-async def get(edge: Edge, path: str, **headers: str) -> tuple[int, str]:
+async def get(edge: Site, path: str, **headers: str) -> tuple[int, str]:
     return await asks(edge, "GET", path, **headers)
 
 
-async def post(edge: Edge, path: str, body: object = None, **headers: str) -> tuple[int, str]:
+async def post(edge: Site, path: str, body: object = None, **headers: str) -> tuple[int, str]:
     data = b"" if body is None else json.dumps(body).encode()
     return await asks(edge, "POST", path, data, **{"content-type": "application/json", **headers})
 
 
-async def asks(edge: Edge, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, str]:
+async def asks(edge: Site, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, str]:
     def ask() -> tuple[int, str]:
         connection = http.client.HTTPConnection(edge.address, timeout=10)
         with contextlib.closing(connection):
@@ -403,7 +404,7 @@ def test_a_request_for_events_may_wait_for_one() -> None:
     asyncio.run(scene())
 
 
-async def opened(edge: Edge, *headers: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def opened(edge: Site, *headers: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     host, port = edge.address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     lines = (f"host: {edge.address}", "accept: text/event-stream", *headers)

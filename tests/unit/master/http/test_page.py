@@ -14,7 +14,8 @@ pytest.importorskip("fastapi", reason="needs the extra http")
 
 from dalsegno.master.brain.chronicle import JobEvent, Kind
 from dalsegno.master.brain.events import Reply
-from dalsegno.master.http.edge import Edge
+from dalsegno.master.http.site import Site
+from dalsegno.master.server.listener import Listener
 from dalsegno.protos import control_pb2 as pb
 from tests.support.pages.browser import CHROMIUM, Browser
 from tests.unit.master.http.test_http import Small
@@ -87,7 +88,7 @@ class Served:
     async def _serve(self) -> None:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         self.master.feed.show(EVENTS)
-        edge = Edge(self.master, "127.0.0.1", 0, self._token, loopback=True)
+        edge = Site(self.master, Listener.open("127.0.0.1", 0), self._token, loopback=True)
         edge.start()
         self.url = f"http://{edge.address}/"
         self._ready.set()
