@@ -55,13 +55,16 @@ async def _serve(wire_descriptor: int, listener_descriptor: int) -> int:
     lines = _Lines(master)
     logging.getLogger().addHandler(lines)
     failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-    tls = settings["tls"]
+    tls = None
+    if settings["tls"] is not None:
+        certificate, key, client_ca = settings["tls"]
+        tls = TlsFiles(Path(certificate), Path(key), None if client_ca is None else Path(client_ca))
     site = Site(
         master,
         Listener.adopt(listener_descriptor),
         settings["token"],
         loopback=settings["loopback"],
-        tls=None if tls is None else TlsFiles(*(None if path is None else Path(path) for path in tls)),
+        tls=tls,
         stands_by=lambda: master.stands_by,
         failed=lambda error: None if failed.done() else failed.set_result(error),
     )
