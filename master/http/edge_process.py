@@ -1,10 +1,11 @@
-"""The process of a master's HTTP edge: `python -m dalsegno.master.http.edge_process WIRE_FD LISTENER_FD`."""
+"""The process of a master's HTTP edge. Its arguments are two descriptors that it inherits: the wire, the listener."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -40,19 +41,20 @@ async def _serve(wire_descriptor: int, listener_descriptor: int) -> int:
     # Only now: signals could have come while they are imported.
     from ..server.auth import TlsFiles
     from ..server.listener import Listener
-    from ..serving import collect_rarely
     from .across import Across
     from .site import Site
     from .wire import LARGEST_ANSWER_BYTES, Wire
 
-    collect_rarely()
+    # As the master does: each collection holds up all readers.
+    gc.freeze()
+    gc.set_threshold(2_000, 5, 1_000)
     wire = await Wire.over(socket.socket(fileno=wire_descriptor), LARGEST_ANSWER_BYTES)
     frame = await wire.receive()
     if frame is None:
         return 0
     settings: dict[str, Any] = frame[0]
     master = Across(wire)
-    lines = _Lines(master)
+    lines = _ErrorsHome(master)
     logging.getLogger().addHandler(lines)
     failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
     tls = None
@@ -81,7 +83,7 @@ async def _serve(wire_descriptor: int, listener_descriptor: int) -> int:
     return int(error is not None)
 
 
-class _Lines(logging.Handler):
+class _ErrorsHome(logging.Handler):
     """Sends errors to the master, whose log has one writer."""
 
     def __init__(self, master: Across) -> None:
