@@ -13,7 +13,7 @@ from ..brain.chronicle import JobEvent
 from ..brain.events import Reply
 from ..brain.views import event_of
 from ..server.feed import Feed
-from .wire import Wire
+from .wire import EdgeWire
 
 __all__ = ("Across",)
 
@@ -34,7 +34,7 @@ _IN_DOUBT = Reply(
 class Across:
     """A `Master` at the other end of a wire."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: EdgeWire) -> None:
         self._wire = wire
         self.feed = Feed()
         # Grows with whatever may have changed the job, so that whoever asks after that gets another look.

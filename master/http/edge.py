@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..server.auth import TlsFiles
 from ..server.listener import Listener
 from .home import Home
-from .wire import LARGEST_ASK_BYTES, Wire, WireError
+from .wire import LARGEST_ASK_BYTES, EdgeWire, WireError
 
 if TYPE_CHECKING:
     from .looking import Master
@@ -102,7 +102,7 @@ class Edge:
             except OSError as error:
                 return f"cannot be started ({error})"
             try:
-                wire = await Wire.over(ours, LARGEST_ASK_BYTES)
+                wire = await EdgeWire.over(ours, LARGEST_ASK_BYTES)
                 try:
                     return await self._served(process, wire)
                 finally:
@@ -123,7 +123,7 @@ class Edge:
             cwd="/",
         )
 
-    async def _served(self, process: Process, wire: Wire) -> str:
+    async def _served(self, process: Process, wire: EdgeWire) -> str:
         home = Home(self._master, wire, self._stands_by)
         tasks: list[asyncio.Task[Any]] = []
         try:

@@ -43,12 +43,12 @@ async def _serve(wire_descriptor: int, listener_descriptor: int) -> int:
     from ..server.listener import Listener
     from .across import Across
     from .site import Site
-    from .wire import LARGEST_ANSWER_BYTES, Wire
+    from .wire import LARGEST_ANSWER_BYTES, EdgeWire
 
     # As the master does: each collection holds up all readers.
     gc.freeze()
     gc.set_threshold(2_000, 5, 1_000)
-    wire = await Wire.over(socket.socket(fileno=wire_descriptor), LARGEST_ANSWER_BYTES)
+    wire = await EdgeWire.over(socket.socket(fileno=wire_descriptor), LARGEST_ANSWER_BYTES)
     frame = await wire.receive()
     if frame is None:
         return 0

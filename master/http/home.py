@@ -15,7 +15,7 @@ from ..brain.chronicle import JobEvent
 from ..brain.events import Reply
 from ..brain.views import event_proto
 from ..server.service import ORDERS
-from .wire import Wire, WireError
+from .wire import EdgeWire, WireError
 
 if TYPE_CHECKING:
     from .looking import Master
@@ -38,7 +38,7 @@ class Home:
     An answer and the events that led to it go out in the order in which they became true.
     """
 
-    def __init__(self, master: Master, wire: Wire, stands_by: Callable[[], bool]) -> None:
+    def __init__(self, master: Master, wire: EdgeWire, stands_by: Callable[[], bool]) -> None:
         self._master, self._wire, self._stands_by = master, wire, stands_by
         self._lock = asyncio.Lock()
         # What the other end has, by sequence number: a record that was lost begins with the same numbers again.

@@ -11,7 +11,7 @@ import socket
 import struct
 from typing import Any
 
-__all__ = ("Wire", "WireError")
+__all__ = ("EdgeWire", "WireError")
 
 # Bytes of a header, and of a body from either end.
 LONGEST_HEADER_BYTES = 256 << 10
@@ -24,14 +24,14 @@ class WireError(Exception):
     """The other end sent what is no frame; one line."""
 
 
-class Wire:
+class EdgeWire:
     """One end of a pair of sockets. Frames are sent one at a time by its only owner."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, largest_bytes: int) -> None:
         self._reader, self._writer, self._largest = reader, writer, largest_bytes
 
     @classmethod
-    async def over(cls, end: socket.socket, largest_bytes: int) -> Wire:
+    async def over(cls, end: socket.socket, largest_bytes: int) -> EdgeWire:
         """A wire over this end, which reads bodies of at most so many bytes. Raises OSError."""
         reader, writer = await asyncio.open_connection(sock=end)
         return cls(reader, writer, largest_bytes)

@@ -25,7 +25,7 @@ from dalsegno.master.brain.views import event_of, event_proto
 from dalsegno.master.http.across import Across
 from dalsegno.master.http.edge import Edge
 from dalsegno.master.http.home import Home
-from dalsegno.master.http.wire import LARGEST_ANSWER_BYTES, LARGEST_ASK_BYTES, Wire, WireError
+from dalsegno.master.http.wire import LARGEST_ANSWER_BYTES, LARGEST_ASK_BYTES, EdgeWire, WireError
 from dalsegno.protos import control_pb2 as pb
 from tests.unit.master.http.test_http import TOKEN, Small, done, event, ids, opened, serving, status
 
@@ -33,10 +33,10 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @contextlib.asynccontextmanager
-async def joined(master: Small) -> AsyncIterator[tuple[Across, Wire]]:
+async def joined(master: Small) -> AsyncIterator[tuple[Across, EdgeWire]]:
     """A master, and what the edge sees of it, in one loop; the wire is the edge's end."""
     ours, theirs = socket.socketpair()
-    home_wire, wire = await Wire.over(ours, LARGEST_ASK_BYTES), await Wire.over(theirs, LARGEST_ANSWER_BYTES)
+    home_wire, wire = await EdgeWire.over(ours, LARGEST_ASK_BYTES), await EdgeWire.over(theirs, LARGEST_ANSWER_BYTES)
     across = Across(wire)
     tasks = [asyncio.create_task(Home(master, home_wire, lambda: False).serve()), asyncio.create_task(across.run())]
     try:
@@ -137,7 +137,7 @@ def test_nothing_else_is_asked() -> None:
             assert not master.orders
         for header, body in (({"what": "?"}, b""), ({"what": "ask", "id": "1"}, b""), ({}, b"x" * (1 << 17))):
             ours, theirs = socket.socketpair()
-            home, wire = await Wire.over(ours, LARGEST_ASK_BYTES), await Wire.over(theirs, LARGEST_ANSWER_BYTES)
+            home, wire = await EdgeWire.over(ours, LARGEST_ASK_BYTES), await EdgeWire.over(theirs, LARGEST_ANSWER_BYTES)
             served = asyncio.create_task(Home(master, home, lambda: False).serve())
             await wire.send(header, body)
             with pytest.raises(WireError):
