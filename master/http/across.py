@@ -42,7 +42,8 @@ class Across:
         # Whether another master leads, as this one said last.
         self.stands_by = False
         self._events: dict[int, JobEvent] = {}
-        self._asked: dict[int, asyncio.Future[Reply]] = {}
+        # Who waits, with what is said if no answer comes.
+        self._asked: dict[int, tuple[asyncio.Future[Reply], Reply]] = {}
         self._last = 0
         self._over = False
         self._lock = asyncio.Lock()
@@ -54,9 +55,9 @@ class Across:
                 self._take(*frame)
         finally:
             self._over = True
-            for asked in self._asked.values():
+            for asked, unanswered in self._asked.values():
                 if not asked.done():
-                    asked.set_result(_SILENT)
+                    asked.set_result(unanswered)
 
     async def status(self) -> Reply:
         """A `StatusReply`, or why there is none."""
@@ -73,20 +74,20 @@ class Across:
         async with self._lock:
             await self._wire.send({"what": "log", "text": text})
 
-    async def _ask(self, message: Message, seconds: float, late: Reply) -> Reply:
+    async def _ask(self, message: Message, seconds: float, unanswered: Reply) -> Reply:
         if self._over:
             return _SILENT
         self._last += 1
         number = self._last
         asked: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._asked[number] = asked
+        self._asked[number] = asked, unanswered
         header = {"what": "ask", "id": number, "kind": message.DESCRIPTOR.name}
         try:
             return await asyncio.wait_for(self._answered(header, message.SerializeToString(), asked), seconds)
         except (asyncio.TimeoutError, OSError):
             # Nothing is known of it any more, neither whether it stands by.
             self.stands_by = False
-            return late
+            return unanswered
         finally:
             del self._asked[number]
 
@@ -107,6 +108,6 @@ class Across:
             return
         self.stands_by = bool(header["stands_by"])
         message = _ANSWERS[header["kind"]].FromString(body) if header["kind"] else None
-        asked = self._asked.get(header["id"])
+        asked, _ = self._asked.get(header["id"], (None, None))
         if asked is not None and not asked.done():
             asked.set_result(Reply(header["code"], header["detail"], message))

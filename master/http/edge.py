@@ -7,6 +7,7 @@ started again, and serves the same address. It needs the extra `http`; without i
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import socket
@@ -93,35 +94,37 @@ class Edge:
         """Has one process serve until it ends, or `close`; returns what happened."""
         try:
             ours, theirs = socket.socketpair()
-        except OSError as error:
-            return f"cannot be started ({error})"
-        with ours, theirs:
-            try:
+            with ours, theirs:
                 process = await self._started(theirs)
-                theirs.close()
-            except OSError as error:
-                return f"cannot be started ({error})"
-            try:
-                wire = await EdgeWire.over(ours, LARGEST_ASK_BYTES)
                 try:
-                    return await self._served(process, wire)
+                    theirs.close()
+                    wire = await EdgeWire.over(ours, LARGEST_ASK_BYTES)
+                    try:
+                        return await self._served(process, wire)
+                    finally:
+                        wire.end()
                 finally:
-                    wire.end()
-            finally:
-                await _end(process, CLOSE_SECONDS if self._over.is_set() else 0.0)
+                    await _end(process, CLOSE_SECONDS if self._over.is_set() else 0.0)
+        except (OSError, RuntimeError) as error:  # no room for a process, a thread that waits for it, or a descriptor
+            return f"cannot be started ({error})"
 
     async def _started(self, theirs: socket.socket) -> Process:
-        descriptors = theirs.fileno(), self._listener.fileno()
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", f"{__package__}.edge_process", *map(str, descriptors)),
-            stdin=DEVNULL,
-            stdout=DEVNULL,
-            pass_fds=descriptors,
-            # Signals that a terminal sends to all that it runs are for the master.
-            start_new_session=True,
-            # `-m` imports from the working directory first, where a user may have modules of his own.
-            cwd="/",
-        )
+        # A master without standard streams may have got their numbers for these.
+        descriptors = [fcntl.fcntl(one.fileno(), fcntl.F_DUPFD_CLOEXEC, 3) for one in (theirs, self._listener)]
+        try:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", f"{__package__}.edge_process", *map(str, descriptors)),
+                stdin=DEVNULL,
+                stdout=DEVNULL,
+                pass_fds=descriptors,
+                # Signals that a terminal sends to all that it runs are for the master.
+                start_new_session=True,
+                # `-m` imports from the working directory first, where a user may have modules of his own.
+                cwd="/",
+            )
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     async def _served(self, process: Process, wire: EdgeWire) -> str:
         home = Home(self._master, wire, self._stands_by)
@@ -134,8 +137,11 @@ class Edge:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[1].done():
                 return f"has said nothing for {SILENT_SECONDS} s"
-            if tasks[0].done() and isinstance(tasks[0].exception(), WireError):
-                return f"said nonsense ({tasks[0].exception()})"
+            failure = tasks[0].exception() if tasks[0].done() else None
+            if isinstance(failure, WireError):
+                return f"said nonsense ({failure})"
+            if failure is not None and not isinstance(failure, OSError):
+                log.error("answers for the HTTP edge failed", exc_info=failure)
             return "has ended"
         except (OSError, asyncio.TimeoutError):
             return "has ended"

@@ -87,13 +87,8 @@ def test_health_is_the_master_s(tmp_path: Path) -> None:
         eventually(lambda: health(master.http) == 200, 30)
 
 
-def test_modules_of_a_user_do_no_harm(tmp_path: Path) -> None:
-    """A `fastapi.py` or `logging.py` in the master's working directory is not the edge's."""
-    for name in ("fastapi", "logging", "ctypes", "dalsegno"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('a stranger was imported')\n", encoding="utf-8")
-    code = """
-import sys
-sys.path = [entry for entry in sys.path if entry]
+# A master with an edge, that asks for its own health.
+SMALL = """
 import asyncio
 from dalsegno.master.brain.events import Reply
 from dalsegno.master.http.edge import Edge
@@ -108,12 +103,39 @@ async def main():
     host, port = edge.address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"GET /healthz HTTP/1.0\\r\\nhost: localhost\\r\\n\\r\\n")
-    print((await asyncio.wait_for(reader.readline(), 20)).decode().split()[1], "fastapi" in sys.modules)
+    said = (await asyncio.wait_for(reader.readline(), 20)).decode().split()[1]
     writer.close()
     await edge.close()
-asyncio.run(main())
+    return said
+said = asyncio.run(main())
 """
-    line = [sys.executable, "-c", code]
+
+
+def test_modules_of_a_user_do_no_harm(tmp_path: Path) -> None:
+    """A `fastapi.py` or `logging.py` in the master's working directory is not the edge's."""
+    for name in ("fastapi", "logging", "ctypes", "dalsegno"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a stranger was imported')\n", encoding="utf-8")
     # The directory is the working one, and not on the path of the master itself.
+    own = "import sys\nsys.path = [entry for entry in sys.path if entry]\n"
+    line = [sys.executable, "-c", own + SMALL + "print(said, 'fastapi' in sys.modules)"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
     assert (done.stdout, done.stderr) == ("503 False\n", "")
+
+
+# Just before the edge's wire is made: the loop has its own files by then.
+CLOSED = """
+import os, socket
+made = socket.socketpair
+def pair():
+    for number in range(3):
+        os.close(number)
+    return made()
+"""
+
+
+def test_a_master_without_standard_streams(tmp_path: Path) -> None:
+    """Their numbers are given to other files, and the edge has its own."""
+    code = CLOSED + SMALL.replace("    edge.start()", "    socket.socketpair = pair\n    edge.start()")
+    code += f"open({str(tmp_path / 'said')!r}, 'w').write(said)"
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+    assert (tmp_path / "said").read_text() == "503"

@@ -26,6 +26,7 @@ from dalsegno.master.http.across import Across
 from dalsegno.master.http.edge import Edge
 from dalsegno.master.http.home import Home
 from dalsegno.master.http.wire import LARGEST_ANSWER_BYTES, LARGEST_ASK_BYTES, EdgeWire, WireError
+from dalsegno.master.server.auth import TlsFiles
 from dalsegno.protos import control_pb2 as pb
 from tests.unit.master.http.test_http import TOKEN, Small, done, event, ids, opened, serving, status
 
@@ -165,6 +166,70 @@ def test_with_the_master_all_waits_end() -> None:
             assert (await across.status()).code == "UNAVAILABLE"
 
     asyncio.run(scene())
+
+
+def test_an_order_without_an_answer_is_in_doubt() -> None:
+    """Its reader hears that it may be carried out; one that comes too late for the master hears to try again."""
+
+    class Stuck(Small):
+        async def call(self, message: Message) -> Reply:
+            begun.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    begun = asyncio.Event()
+
+    async def scene() -> None:
+        async with joined(Stuck(Reply("OK", "", status()))) as (across, wire):
+            asked = asyncio.create_task(across.call(pb.StopRequest()))
+            await asyncio.wait_for(begun.wait(), 5)
+            wire.end()
+            reply = await asyncio.wait_for(asked, 5)
+            assert (reply.code, "may carry it out" in reply.detail) == ("UNAVAILABLE", True)
+            assert "try again" in (await across.call(pb.StopRequest())).detail
+
+    asyncio.run(scene())
+
+
+def test_an_edge_that_cannot_serve_says_why_in_the_master_s_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With its own error, and is started again and again, ever more rarely."""
+    (tmp_path / "pem").write_text("no certificate\n", encoding="utf-8")
+
+    async def scene() -> None:
+        edge = Edge(
+            Small(Reply("OK", "", status())), "127.0.0.1", 0, None, loopback=True, tls=TlsFiles(*2 * [tmp_path / "pem"])
+        )
+        edge.start()
+        await asyncio.wait_for(until(lambda: "it starts again in 2 s" in caplog.text), 30)
+        await edge.close()
+
+    asyncio.run(scene())
+    assert "the HTTP edge cannot serve" in caplog.text
+    assert "SSLError" in caplog.text
+
+
+def test_an_edge_that_cannot_be_started_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There was no room for a process, or for a thread that waits for it."""
+    start, failures = asyncio.create_subprocess_exec, [RuntimeError("can't start new thread"), BlockingIOError("full")]
+
+    async def full(*words: object, **options: object) -> object:
+        if failures:
+            raise failures.pop()
+        return await start(*words, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", full)
+
+    async def scene() -> None:
+        async with edge_of(Small(Reply("OK", "", status()))) as edge:
+            assert (await answered(edge, "/healthz"))[0] == 200
+
+    asyncio.run(scene())
+    assert "cannot be started (full)" in caplog.text
+    assert "cannot be started (can't start new thread)" in caplog.text
 
 
 def test_a_killed_edge_is_served_again(caplog: pytest.LogCaptureFixture) -> None:
