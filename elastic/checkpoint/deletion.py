@@ -8,9 +8,14 @@ import os
 import shutil
 from pathlib import Path
 
-from .layout import MANIFEST
+from .errors import CheckpointDamaged
+from .layout import MANIFEST, SHARDED
+from .manifest import Manifest
 from .marks import unmark
 from .spares import keep_retired
+
+# Where a Trainer of transformers writes, inside a checkpoint.
+_OF_TRAINERS = "checkpoint-"
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +28,8 @@ def delete(directory: Path, *, replaced: bool = False) -> None:
 
     Args:
         directory: The checkpoint's.
-        replaced: A newer one counts: the next one may be written over its files, see `spares`.
+        replaced: A newer one counts: the next one may be written over its files, see `spares`. (Not over what a
+            script or a library has written by itself: nobody would ever take these.)
 
     Raises:
         OSError: The file system refused a deletion; this is the first such error. Everything else is deleted.
@@ -36,6 +42,7 @@ def delete(directory: Path, *, replaced: bool = False) -> None:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return
+    files = _written_here(directory) if replaced else []
     try:
         unmark(directory)
         # It was never sealed, is gone already, or is no file at all: then there is no seal either.
@@ -45,8 +52,8 @@ def delete(directory: Path, *, replaced: bool = False) -> None:
     finally:
         os.close(descriptor)
     # Its seal is gone for good, so nobody takes what is written there for its own.
-    if replaced:
-        keep_retired(directory.parent, directory)
+    if files:
+        keep_retired(directory.parent, directory, files)
     failures: list[BaseException] = []
 
     def failed(function: object, path: str, failure: tuple[type[BaseException], BaseException, object]) -> None:
@@ -58,3 +65,14 @@ def delete(directory: Path, *, replaced: bool = False) -> None:
     shutil.rmtree(directory, onerror=failed)
     if failures:
         raise failures[0]
+
+
+def _written_here(directory: Path) -> list[str]:
+    """The files of a checkpoint that the session has written itself."""
+    try:
+        manifest = Manifest.read(directory)
+    except (CheckpointDamaged, OSError, ValueError):
+        return []
+    if manifest.form != SHARDED or manifest.saved_as is not None:
+        return []
+    return [entry.path for entry in manifest.files if not entry.path.startswith(_OF_TRAINERS)]

@@ -159,7 +159,7 @@ class CheckpointStore:
             try:
                 if stays:
                     raise OSError(errno.EBUSY, f"{stays[0]} could not be deleted before it", str(path))
-                delete(path, replaced=replaced and CheckpointName.parse(path.name).form == SHARDED)
+                delete(path, replaced=replaced)
             except OSError as error:
                 failures[path.name] = error
         return failures

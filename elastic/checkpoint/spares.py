@@ -16,14 +16,13 @@ import contextlib
 import fcntl
 import os
 import secrets
+import signal
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
 
 from .durability import is_of_this_machine
-from .errors import CheckpointDamaged
-from .files import list_files
 from .layout import is_checkpoint_name
 
 __all__ = [
@@ -49,7 +48,7 @@ _LOOK_BYTES, _MOST_LOOKS = 1 << 20, 10_000
 _MOST_AWAY = 0.1
 
 
-def keep_retired(run_dir: Path, directory: Path) -> None:
+def keep_retired(run_dir: Path, directory: Path, paths: Iterable[str]) -> None:
     """`keep_spares` for a checkpoint on a disk that is no longer sealed, and is about to be deleted.
 
     Nothing is kept where others may read the files from another machine, or where room is short. Errors keep nothing:
@@ -58,11 +57,12 @@ def keep_retired(run_dir: Path, directory: Path) -> None:
     Args:
         run_dir: The run's directory.
         directory: Of the checkpoint, in it.
+        paths: Its files.
     """
     try:
-        sizes = {path: _own_bytes(directory / path) for path in list_files(directory)}
+        sizes = {path: _own_bytes(directory / path) for path in paths}
         there = os.statvfs(run_dir)
-    except (OSError, CheckpointDamaged):
+    except OSError:
         return
     total = sum(sizes.values())
     free = there.f_bavail * there.f_frsize + spare_bytes(run_dir)
@@ -131,6 +131,8 @@ def _alone(claimed: Path, target: Path) -> int | None:
     descriptor = -1
     try:
         descriptor = os.open(claimed, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # If somebody opens it just now, the kernel tells us: by a signal that does nothing, not by SIGIO, which kills.
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         # Another name of the file may be somebody's, who has not opened it yet.

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
 
-from dalsegno.elastic.checkpoint import CheckpointStore, durability, spares
+from dalsegno.elastic.checkpoint import CheckpointStore, Ref, durability, spares
+from dalsegno.elastic.checkpoint.saved_as import SavedAs
 from dalsegno.elastic.checkpoint.spares import FOLDER, LEAST_BYTES, spare_bytes, take_spare
 from dalsegno.elastic.saving.writing import SummedFile
+from tests.support.checkpoints.memory import manifest_of
 from tests.support.jobs.faults import volume
 
 OLD, NEW = b"o" * (LEAST_BYTES + 5), b"n" * (LEAST_BYTES + 9)
@@ -26,13 +30,15 @@ def a_known_file_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     os.close(descriptor)
 
 
-def a_step(run: Path, name: str = STEP, data: bytes = OLD) -> Path:
+def a_step(run: Path, name: str = STEP, data: bytes = OLD, **changes: Any) -> Path:
+    """A sealed checkpoint."""
     directory = run / name
-    (directory / "ranks").mkdir(parents=True)
-    (directory / "MANIFEST.json").write_bytes(b"{}")
-    for path in ("model.pt", "ranks/0.pt"):
-        (directory / path).write_bytes(data)
-    (directory / "small").write_bytes(b"s")
+    files = {"model.pt": data, "ranks/0.pt": data, "small": b"s", "checkpoint-1/model.safetensors": data}
+    for path, content in files.items():
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).write_bytes(content)
+    manifest = replace(manifest_of(name.partition(".universal")[0], {0: files}), **{"name": name, **changes})
+    (directory / "MANIFEST.json").write_bytes(manifest.to_bytes())
     return directory
 
 
@@ -57,27 +63,24 @@ def test_the_next_save_writes_over_what_was_replaced(tmp_path: Path) -> None:
     for path, number in files.items():
         assert os.stat(next_save(tmp_path, path)).st_ino == number
     assert spare_bytes(tmp_path) == 0
+    a_step(tmp_path, NEXT, NEW)
     CheckpointStore(tmp_path).prune([NEXT], replaced=True)
     assert spare_bytes(tmp_path) == 2 * len(NEW)
 
 
-def test_what_is_only_deleted_leaves_nothing(tmp_path: Path) -> None:
-    """On a person's order, or because it was never sealed; nor does a later form."""
-    a_step(tmp_path)
-    a_step(tmp_path, FORM)
+def test_what_nobody_would_take_is_not_kept(tmp_path: Path) -> None:
+    """Of a person's order, of a later form, and of what a script without a session or a Trainer has written."""
     store = CheckpointStore(tmp_path)
-    assert store.prune([FORM], replaced=True) == {}
+    a_step(tmp_path)
     assert store.prune([STEP]) == {}
+    a_step(tmp_path, FORM, form="universal", source=Ref(STEP, "0" * 64))
+    assert store.prune([FORM], replaced=True) == {}
+    a_step(tmp_path, saved_as=SavedAs(below="", newest="model.pt"))
+    assert store.prune([STEP], replaced=True) == {}
+    unsealed = a_step(tmp_path)
+    os.unlink(unsealed / "MANIFEST.json")
+    assert store.prune([STEP], replaced=True) == {}
     assert os.listdir(tmp_path) == []
-
-
-def test_a_deletion_that_was_interrupted_keeps_what_it_finds(tmp_path: Path) -> None:
-    """Its seal was gone already."""
-    directory = a_step(tmp_path)
-    os.unlink(directory / "MANIFEST.json")
-    os.unlink(directory / "model.pt")
-    assert CheckpointStore(tmp_path).prune([STEP], replaced=True) == {}
-    assert os.listdir(tmp_path / FOLDER) == ["=ranks%2F0.pt"]
 
 
 def test_nothing_is_kept_where_room_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +122,8 @@ def test_a_link_in_a_checkpoint_is_not_followed(tmp_path: Path, of: str) -> None
     run = tmp_path / "run"
     directory = run / STEP
     directory.mkdir(parents=True)
+    files = {"model.pt": OLD, "ranks/0.pt": OLD}
+    (directory / "MANIFEST.json").write_bytes(manifest_of(STEP, {0: files}).to_bytes())
     if of == "file":
         (directory / "model.pt").symlink_to(elsewhere / "0.pt")
     else:

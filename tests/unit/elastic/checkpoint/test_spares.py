@@ -124,6 +124,34 @@ def test_who_reads_a_file_does_not_see_it_change(tmp_path: Path, reader: Callabl
     assert target.read_bytes() == NEW
 
 
+OPENED_MEANWHILE = """
+import fcntl, os, subprocess, sys
+from pathlib import Path
+from dalsegno.elastic.checkpoint import spares
+ask = fcntl.fcntl
+def late(descriptor, what, argument=0):
+    done = ask(descriptor, what, argument)
+    if (what, argument) == (fcntl.F_SETLEASE, fcntl.F_WRLCK):
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        code = "import os, sys; os.open(sys.argv[1], os.O_RDONLY | os.O_NONBLOCK)"
+        opens = subprocess.run([sys.executable, "-S", "-c", code, name], capture_output=True, text=True)
+        print("BlockingIOError" in opens.stderr)
+    return done
+spares.fcntl.fcntl = late
+run = Path(sys.argv[1])
+print(spares.take_spare(run, "model.pt", run / "new") is not None)
+"""
+
+
+def test_whoever_opens_a_file_that_is_just_taken_kills_nobody(tmp_path: Path) -> None:
+    """The kernel tells who holds the lease by a signal; its own choice would end the process."""
+    step = a_step(tmp_path, 1, {"model.pt": OLD})
+    keep_spares(tmp_path, step, ["model.pt"])
+    line = [sys.executable, "-c", OPENED_MEANWHILE, str(tmp_path)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "True\nTrue\n"), done
+
+
 def test_nothing_is_replaced(tmp_path: Path) -> None:
     kept(tmp_path, {"a/model.pt": OLD})
     target = next_file(tmp_path)
