@@ -42,10 +42,6 @@ FOLDER = ".spare"
 LEAST_BYTES = 128 << 10
 # On a disk spares are kept where so many times their size stays free beside them, and so many bytes more.
 FREE_TIMES, FREE_BYTES = 2, 256 << 20
-# Whether a file is still in memory is looked up every so many bytes, but not more often than so many times.
-_LOOK_BYTES, _MOST_LOOKS = 1 << 20, 10_000
-# The share of it that may be away.
-_MOST_AWAY = 0.1
 
 
 def keep_retired(run_dir: Path, directory: Path, paths: Iterable[str]) -> None:
@@ -136,7 +132,7 @@ def _alone(claimed: Path, target: Path) -> int | None:
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         # Another name of the file may be somebody's, who has not opened it yet.
-        if os.fstat(descriptor).st_nlink == 1 and _is_in_memory(descriptor):
+        if os.fstat(descriptor).st_nlink == 1:
             os.link(claimed, target)  # unlike a rename it replaces nothing
             return descriptor
     except (OSError, AttributeError):  # Python has no F_SETLEASE where there are no leases
@@ -144,25 +140,6 @@ def _alone(claimed: Path, target: Path) -> int | None:
     if descriptor >= 0:
         os.close(descriptor)
     return None
-
-
-def _is_in_memory(descriptor: int) -> bool:
-    """Whether writing over the file reads little from the disk: pages that are written in part would have to be read.
-
-    A few may look as if they were not there, because something is done with them just now. Where the file system cannot
-    tell, all are taken to be there.
-    """
-    size = os.fstat(descriptor).st_size
-    looks = range(0, size, max(_LOOK_BYTES, size // _MOST_LOOKS))
-    away = 0
-    for offset in looks:
-        try:
-            os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
-        except BlockingIOError:
-            away += 1
-        except (OSError, AttributeError):
-            return True
-    return away <= max(1, len(looks) * _MOST_AWAY)
 
 
 def take_spare_of(target: Path) -> int | None:

@@ -22,6 +22,7 @@ from .bundles import Bundle, pieces
 # Torch writes some five pieces for each tensor, of which all but one are short: these are put together up to so many
 # bytes.
 SHORT_BYTES, TOGETHER_BYTES = 4 << 10, 64 << 10
+PAGE_BYTES = 4 << 10
 # The disk begins with so many bytes while the next ones are written, so that little is left to wait for at the end.
 AHEAD_BYTES = 32 << 20
 
@@ -96,7 +97,7 @@ class SummedFile:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._append()
+            self._append(last=True)
         finally:
             os.close(self._file.descriptor)
 
@@ -117,13 +118,26 @@ class SummedFile:
             self._append(view)
         return count
 
-    def _append(self, view: memoryview | bytes = b"") -> None:
-        """Writes what has come together, then these."""
+    def _append(self, view: memoryview | bytes = b"", *, last: bool = False) -> None:
+        """Writes what has come together, then these, in whole pages. The rest waits for more, unless this is the last.
+
+        A page of an older file that is written in part would have to be read, if it is no longer in memory.
+        """
         short, self._short = self._short, bytearray()
+        left = 0 if last else (len(short) + len(view)) % PAGE_BYTES
+        if left > len(view):
+            short += view
+            view = b""
+            short, self._short = short[: len(short) - left], short[len(short) - left :]
+        else:
+            self._short += view[len(view) - left :]
+            view = view[: len(view) - left]
+        begin = -len(short) % PAGE_BYTES
+        short += view[:begin]
         try:
             if self._error is None:
                 self._put(short)
-                self._put(view)
+                self._put(view[begin:])
                 self._begin_to_write()
         except OSError as error:
             self._error = error
@@ -152,7 +166,7 @@ class SummedFile:
         Args:
             lasting: Make it durable. False: somebody else will.
         """
-        self._append()
+        self._append(last=True)
         if self._error is not None:
             raise self._error
         if self._is_spare:
