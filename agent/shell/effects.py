@@ -200,7 +200,7 @@ class Effects:
         self.conversion.stop()
         self._room.close()
         self.storage.close()
-        if self.run_id:
+        if self.storage.keeps_spares:
             give_back_spares(self._directory.run(self.run_id))
         if self.memory is not None:
             self.memory.close()

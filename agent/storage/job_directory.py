@@ -30,6 +30,7 @@ from dalsegno.elastic.checkpoint import (
 )
 from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.checkpoint.files import Meter, publish
+from dalsegno.elastic.checkpoint.spares import clear_spares, spare_bytes
 from dalsegno.protos import control_pb2
 from dalsegno.protos.limits import MOST_CHECKPOINTS, MOST_FINISHED_RUNS
 from dalsegno.protos.text import one_line
@@ -200,7 +201,7 @@ class Storage:
         self._look = self._turn = 0
         self._look_lock = threading.Lock()
         # Held while checkpoints are being deleted, until that is told: a look at the free room waits for it.
-        self.deletion = threading.Lock()
+        self.deletion, self.keeps_spares = threading.Lock(), False
 
     def survey(self, deliver: Callable[[Survey], None], failed: Callable[[str], None]) -> None:
         """Looks at the job's directory once."""
@@ -350,6 +351,7 @@ class Storage:
         try:
             store = CheckpointStore(self._own_run(run_id))
             problems = store.prune(self._with_forms(store.run_dir, ref), replaced=True)
+            self.keeps_spares = spare_bytes(store.run_dir) > 0
         except (OSError, ValueError) as error:
             problems = {ref.name: error}
         for name, problem in problems.items():
@@ -419,6 +421,7 @@ class Storage:
         future = self._submit(self._quick, work)
         if future is not None and wait([future], timeout_seconds).not_done:
             logger.warning("FINISHED.json was not written within %.0f s", timeout_seconds)
+        self._submit(self._slow, lambda: clear_spares(self.directory.run(run_id)))
 
     def close(self) -> None:
         """Lets running work end by itself; what was not begun is dropped."""
