@@ -23,6 +23,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from .durability import is_of_this_machine
+from .errors import CheckpointDamaged
+from .files import list_files
 from .layout import is_checkpoint_name
 
 __all__ = [
@@ -38,6 +40,8 @@ __all__ = [
 ]
 
 FOLDER = ".spare"
+# What the name of each spare begins with.
+_MARK = "="
 # Smaller files cost more than their pages.
 LEAST_BYTES = 128 << 10
 # On a disk spares are kept where so many times their size stays free beside them, and so many bytes more.
@@ -56,13 +60,15 @@ def keep_retired(run_dir: Path, directory: Path, paths: Iterable[str]) -> None:
         paths: Its files.
     """
     try:
-        sizes = {path: _own_bytes(directory / path) for path in paths}
-        there = os.statvfs(run_dir)
-    except OSError:
+        # Listed first: below a link lie files of somebody else.
+        here = set(list_files(directory))
+        sizes = {path: _own_bytes(directory / path) for path in paths if path in here}
+        there, local = os.statvfs(run_dir), is_of_this_machine(run_dir)
+    except (OSError, CheckpointDamaged):
         return
     total = sum(sizes.values())
     free = there.f_bavail * there.f_frsize + spare_bytes(run_dir)
-    if total and is_of_this_machine(run_dir) and free >= FREE_TIMES * total + FREE_BYTES:
+    if total and local and free >= FREE_TIMES * total + FREE_BYTES:
         keep_spares(run_dir, directory, [path for path, size in sizes.items() if size])
     else:
         clear_spares(run_dir)
@@ -89,8 +95,9 @@ def keep_spares(run_dir: Path, directory: Path, paths: Iterable[str]) -> None:
         with contextlib.suppress(OSError):
             if (name := _name(path)) and os.lstat(directory / path).st_size >= LEAST_BYTES:
                 folder.mkdir(mode=0o700, exist_ok=True)
-                os.rename(directory / path, folder / name)
-                kept.add(name)
+                if _is_ours(folder):
+                    os.rename(directory / path, folder / name)
+                    kept.add(name)
     _remove(folder, kept)
 
 
@@ -107,13 +114,13 @@ def take_spare(run_dir: Path, path: str, target: Path) -> int | None:
     Returns:
         A descriptor; None where there is no spare, or somebody still reads it.
     """
-    name = _name(path)
-    if not name:
+    name, folder = _name(path), run_dir / FOLDER
+    if not name or not _is_ours(folder):
         return None
     # In a directory that is deleted if this process is killed here.
     claimed = target.with_name(f".spare-{secrets.token_hex(8)}")
     try:
-        os.rename(run_dir / FOLDER / name, claimed)  # only one of many gets it
+        os.rename(folder / name, claimed)  # only one of many gets it
     except OSError:
         return None
     try:
@@ -148,13 +155,10 @@ def take_spare_of(target: Path) -> int | None:
     return None if directory is None else take_spare(directory.parent, str(target.relative_to(directory)), target)
 
 
-def clear_spares_of(target: Path) -> bool:
-    """`clear_spares` beside the checkpoint that a file is in. Returns whether there were any."""
-    directory = _checkpoint_of(target)
-    if directory is None or not spare_bytes(directory.parent):
-        return False
-    clear_spares(directory.parent)
-    return True
+def clear_spares_of(target: Path) -> None:
+    """`clear_spares` beside the checkpoint that a file is in, if it is in one."""
+    if (directory := _checkpoint_of(target)) is not None:
+        clear_spares(directory.parent)
 
 
 def _checkpoint_of(target: Path) -> Path | None:
@@ -164,6 +168,8 @@ def _checkpoint_of(target: Path) -> Path | None:
 def spare_bytes(run_dir: Path) -> int:
     """What the spares take."""
     total = 0
+    if not _is_ours(run_dir / FOLDER):
+        return 0
     with contextlib.suppress(OSError), os.scandir(run_dir / FOLDER) as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
@@ -177,16 +183,26 @@ def clear_spares(run_dir: Path) -> None:
 
 
 def _remove(folder: Path, but: set[str]) -> None:
+    if not _is_ours(folder):
+        return
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
-            if name not in but:
-                with contextlib.suppress(FileNotFoundError):  # somebody has taken it just now
+            if name.startswith(_MARK) and name not in but:
+                with contextlib.suppress(OSError):  # somebody has taken it just now, or put something else there
                     os.unlink(folder / name)
         if not but:
             os.rmdir(folder)
 
 
+def _is_ours(folder: Path) -> bool:
+    """Whether it is there, and no link: nothing is moved or deleted elsewhere."""
+    try:
+        return stat.S_ISDIR(os.lstat(folder).st_mode)
+    except OSError:
+        return False
+
+
 def _name(path: str) -> str:
     """One path component; empty where it would be too long."""
-    name = "=" + quote(path, safe="")
+    name = _MARK + quote(path, safe="")
     return name if len(name) < 200 else ""

@@ -90,10 +90,17 @@ class SummedFile:
         descriptor = take_spare_of(self._path)
         self._is_spare = descriptor is not None
         if descriptor is None:
-            how = os.O_TRUNC if self._anew else os.O_EXCL
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | how, 0o644)
+            descriptor = self._new()
         self._file = SummingWriter(descriptor, self._moved)
         return self
+
+    def _new(self) -> int:
+        how = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if self._anew else os.O_EXCL)
+        try:
+            return os.open(self._path, how, 0o644)
+        except OSError as error:
+            self._make_room(error)
+            return os.open(self._path, how, 0o644)
 
     def __exit__(self, *_: object) -> None:
         try:
@@ -143,14 +150,18 @@ class SummedFile:
             self._error = error
 
     def _put(self, data: bytes | bytearray | memoryview) -> None:
-        """Writes; where room is short, what is kept for later saves goes."""
         before = self._file.size
         try:
             self._file.write(data)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not clear_spares_of(self._path):
-                raise
+            self._make_room(error)
             self._file.write(memoryview(data)[self._file.size - before :])
+
+    def _make_room(self, error: OSError) -> None:
+        """Gives back what is kept for later saves; it is worth another try. Raises ``error`` if that would not help."""
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise error
+        clear_spares_of(self._path)
 
     def _begin_to_write(self) -> None:
         if self.size - self._told >= AHEAD_BYTES:

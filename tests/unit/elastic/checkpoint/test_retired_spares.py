@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import xxhash
 
 from dalsegno.elastic.checkpoint import CheckpointStore, Ref, durability, spares
 from dalsegno.elastic.checkpoint.saved_as import SavedAs
-from dalsegno.elastic.checkpoint.spares import FOLDER, LEAST_BYTES, spare_bytes
+from dalsegno.elastic.checkpoint.spares import FOLDER, LEAST_BYTES, clear_spares, spare_bytes
 from dalsegno.elastic.saving.writing import SummedFile
 from tests.support.checkpoints.memory import manifest_of
 from tests.support.jobs.faults import volume
@@ -115,23 +116,46 @@ def test_a_file_with_another_name_is_left_to_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("of", ["file", "folder"])
 def test_a_link_in_a_checkpoint_is_not_followed(tmp_path: Path, of: str) -> None:
-    """What it leads to stays where it is, as it is."""
+    """What it leads to stays where it is, as it is, whatever else is there."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "0.pt").write_bytes(OLD)
     run = tmp_path / "run"
-    directory = run / STEP
-    directory.mkdir(parents=True)
-    files = {"model.pt": OLD, "ranks/0.pt": OLD}
-    (directory / "MANIFEST.json").write_bytes(manifest_of(STEP, {0: files}).to_bytes())
+    directory = a_step(run)
     if of == "file":
+        os.unlink(directory / "model.pt")
         (directory / "model.pt").symlink_to(elsewhere / "0.pt")
     else:
+        shutil.rmtree(directory / "ranks")
         (directory / "ranks").symlink_to(elsewhere)
     assert CheckpointStore(run).prune([STEP], replaced=True) == {}
     next_save(run, "ranks/0.pt")
     next_save(run)
     assert (elsewhere / "0.pt").read_bytes() == OLD
+
+
+def test_a_link_in_place_of_the_folder_is_not_followed(tmp_path: Path) -> None:
+    """Nothing is deleted, moved or written elsewhere."""
+    elsewhere, run = tmp_path / "elsewhere", tmp_path / "run"
+    elsewhere.mkdir()
+    (elsewhere / "=model.pt").write_bytes(OLD)
+    a_step(run)
+    (run / FOLDER).symlink_to(elsewhere)
+    assert CheckpointStore(run).prune([STEP], replaced=True) == {}
+    clear_spares(run)
+    next_save(run)
+    assert os.listdir(elsewhere) == ["=model.pt"]
+    assert (elsewhere / "=model.pt").read_bytes() == OLD
+
+
+def test_what_a_stranger_put_there_stays(tmp_path: Path) -> None:
+    """And does not keep the rest from going."""
+    a_step(tmp_path)
+    CheckpointStore(tmp_path).prune([STEP], replaced=True)
+    (tmp_path / FOLDER / "=a").mkdir()
+    (tmp_path / FOLDER / "thesis.tex").write_bytes(b"x")
+    clear_spares(tmp_path)
+    assert sorted(os.listdir(tmp_path / FOLDER)) == ["=a", "thesis.tex"]
 
 
 def test_pages_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,3 +204,20 @@ def test_a_full_disk_gets_the_room_back(tmp_path: Path, monkeypatch: pytest.Monk
             with pytest.raises(OSError, match="No space left") as failure:
                 file.finish()
         assert failure.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize("call", ["open", "write"])
+def test_two_who_find_the_disk_full_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """The other one has given the room back a moment before: both go on. Names may need room, too."""
+    (tmp_path / NEXT).mkdir()
+    ask, failures = getattr(os, call), [OSError(errno.ENOSPC, "No space left on device")]
+
+    def full(*words: Any) -> Any:
+        # Only what is written to the new file, or makes it.
+        if failures and (call == "write" or str(words[0]).endswith("model.pt")):
+            raise failures.pop()
+        return ask(*words)
+
+    monkeypatch.setattr(os, call, full)
+    next_save(tmp_path)
+    assert not failures
