@@ -8,6 +8,7 @@ its checksum is there for good. Several nodes may do this at the same time: what
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -33,7 +34,7 @@ from dalsegno.elastic.checkpoint.durability import FileSystem, at_once, unwritte
 from dalsegno.elastic.checkpoint.files import BUFFER_BYTES, THREADS, checksum
 from dalsegno.elastic.checkpoint.marks import marked
 from dalsegno.elastic.checkpoint.reading import NotRegular, size_of_regular
-from dalsegno.elastic.checkpoint.spares import take_spare
+from dalsegno.elastic.checkpoint.spares import clear_spares, take_spare
 from dalsegno.elastic.checkpoint.summing import SummingWriter
 
 from .pieces import open_sealed
@@ -159,7 +160,7 @@ def _write(
     with _aside(target) as aside, FileSystem(target) as system:
         for batch in _batches(manifest, here, target, stopped):
             for number, entry in enumerate(batch):
-                _copy(source, entry, target.parent, aside / str(number), stopped)
+                _copy_in(source, entry, target.parent, aside / str(number), stopped)
             _sync(system, [aside / str(number) for number in range(len(batch))])
             for number, entry in enumerate(batch):
                 if why := stopped():
@@ -254,6 +255,18 @@ def _is_there(target: Path, entry: FileEntry) -> bool:
         return False
     _fsync(target / entry.path)
     return True
+
+
+def _copy_in(source: Path, entry: FileEntry, run_dir: Path, path: Path, stopped: Callable[[], str]) -> None:
+    """`_copy`; where room is short, what is kept for later saves goes."""
+    try:
+        _copy(source, entry, run_dir, path, stopped)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        clear_spares(run_dir)
+        path.unlink(missing_ok=True)
+        _copy(source, entry, run_dir, path, stopped)
 
 
 def _copy(source: Path, entry: FileEntry, run_dir: Path, path: Path, stopped: Callable[[], str]) -> None:

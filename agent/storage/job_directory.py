@@ -37,6 +37,7 @@ from dalsegno.protos.text import one_line
 
 from ..decisions.events import ManifestRead, Pruned, Sighted, VerificationDone, VerificationMoved
 from .private import PRIVATE, NotPrivateError, check_private, read_private
+from .room import prune_replaced
 from .survey import Manifests, Survey, look_at, newest_of, runs_in_order
 
 __all__ = ["JobDirectory", "Storage", "StorageError", "Survey"]
@@ -192,15 +193,14 @@ class Storage:
     """
 
     def __init__(self, directory: JobDirectory, threads: int = 4) -> None:
-        self.directory = directory
-        self._threads = threads
+        self.directory, self._threads = directory, threads
         self._closing = threading.Event()
         # Pools of their own, so that a slow verification or deletion does not hold up a Join.
         self._quick = ThreadPoolExecutor(2, thread_name_prefix="storage")
         self._slow = ThreadPoolExecutor(2, thread_name_prefix="storage-slow")
         self._look = self._turn = 0
         self._look_lock = threading.Lock()
-        # Held while checkpoints are being deleted, until that is told: a look at the free room waits for it.
+        # Held while checkpoints are deleted, until that is told: a look at the free room waits for it.
         self.deletion, self.keeps_spares = threading.Lock(), False
 
     def survey(self, deliver: Callable[[Survey], None], failed: Callable[[str], None]) -> None:
@@ -350,7 +350,7 @@ class Storage:
         problems: Mapping[str, Exception]
         try:
             store = CheckpointStore(self._own_run(run_id))
-            problems = store.prune(self._with_forms(store.run_dir, ref), replaced=True)
+            problems = prune_replaced(store, self._with_forms(store.run_dir, ref), self._closing)
             self.keeps_spares = spare_bytes(store.run_dir) > 0
         except (OSError, ValueError) as error:
             problems = {ref.name: error}

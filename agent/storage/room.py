@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from dalsegno.elastic.checkpoint import CheckpointStore
 from dalsegno.elastic.checkpoint.spares import clear_spares, spare_bytes
 from dalsegno.protos import control_pb2
 
-__all__ = ["RoomWatch", "give_back_spares", "missing_bytes"]
+__all__ = ["RoomWatch", "give_back_spares", "missing_bytes", "prune_replaced"]
 
 LOOK_EVERY_SECONDS = 3.0
 # A disk with less is full.
@@ -37,6 +38,14 @@ def missing_bytes(free_bytes: int, next_bytes: int, at_commit: bool) -> int:
     if not at_commit and free_bytes >= FULL_BYTES:
         return 0
     return max(0, next_bytes + int(next_bytes * SPARE_SHARE) + SPARE_BYTES - free_bytes)
+
+
+def prune_replaced(store: CheckpointStore, names: Iterable[str], ends: threading.Event) -> dict[str, OSError]:
+    """`CheckpointStore.prune` of what newer ones have replaced. Nothing is kept once the agent `ends`."""
+    problems = store.prune(names, replaced=True)
+    if ends.is_set():
+        clear_spares(store.run_dir)
+    return problems
 
 
 def give_back_spares(run_dir: Path) -> None:

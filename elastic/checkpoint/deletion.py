@@ -42,17 +42,19 @@ def delete(directory: Path, *, replaced: bool = False) -> None:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return
-    files = _written_here(directory) if replaced else []
+    files, gone = _written_here(directory) if replaced else [], False
     try:
         unmark(directory)
         # It was never sealed, is gone already, or is no file at all: then there is no seal either.
         with contextlib.suppress(FileNotFoundError, IsADirectoryError):
             os.unlink(MANIFEST, dir_fd=descriptor)
             os.fsync(descriptor)
+            gone = True
     finally:
         os.close(descriptor)
-    # Its seal is gone for good, so nobody takes what is written there for its own.
-    if files:
+    # Its seal is gone for good, so nobody takes what is written there for its own. (Not known where another process has
+    # just removed it.)
+    if gone and files:
         keep_retired(directory.parent, directory, files)
     failures: list[BaseException] = []
 

@@ -117,7 +117,7 @@ def take_spare(run_dir: Path, path: str, target: Path) -> int | None:
     name, folder = _name(path), run_dir / FOLDER
     if not name or not _is_ours(folder):
         return None
-    # In a directory that is deleted if this process is killed here.
+    # In the directory of a checkpoint that is not sealed yet, if this process is killed here.
     claimed = target.with_name(f".spare-{secrets.token_hex(8)}")
     try:
         os.rename(folder / name, claimed)  # only one of many gets it

@@ -7,9 +7,11 @@ started again, and serves the same address. It needs the extra `http`; without i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import logging
 import os
+import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ..server.auth import TlsFiles
 from ..server.listener import Listener
 from .home import Home
-from .wire import LARGEST_ASK_BYTES, EdgeWire, WireError
+from .wire import LARGEST_ASK_BYTES, READY, EdgeWire, WireError
 
 if TYPE_CHECKING:
     from .looking import Master
@@ -98,33 +100,52 @@ class Edge:
                 process = await self._started(theirs)
                 try:
                     theirs.close()
-                    wire = await EdgeWire.over(ours, LARGEST_ASK_BYTES)
-                    try:
-                        return await self._served(process, wire)
-                    finally:
-                        wire.end()
+                    return await self._lent(process, ours)
                 finally:
+                    ours.close()
                     await _end(process, CLOSE_SECONDS if self._over.is_set() else 0.0)
-        except (OSError, RuntimeError) as error:  # no room for a process, a thread that waits for it, or a descriptor
+        # No room for a process, for a thread that waits for it, or for a descriptor.
+        except (OSError, RuntimeError) as error:
             return f"cannot be started ({error})"
 
     async def _started(self, theirs: socket.socket) -> Process:
-        # A master without standard streams may have got their numbers for these.
-        descriptors = [fcntl.fcntl(one.fileno(), fcntl.F_DUPFD_CLOEXEC, 3) for one in (theirs, self._listener)]
+        # A master without standard streams may have got one of their numbers for it.
+        wire = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
         try:
             return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", f"{__package__}.edge_process", *map(str, descriptors)),
+                *(sys.executable, "-m", f"{__package__}.edge_process", str(wire)),
                 stdin=DEVNULL,
                 stdout=DEVNULL,
-                pass_fds=descriptors,
+                pass_fds=[wire],
                 # Signals that a terminal sends to all that it runs are for the master.
                 start_new_session=True,
                 # `-m` imports from the working directory first, where a user may have modules of his own.
                 cwd="/",
+                env=_environment(),
             )
         finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            os.close(wire)
+
+    async def _lent(self, process: Process, ours: socket.socket) -> str:
+        """Lends the process the listening socket, and has it serve; returns what happened.
+
+        It says first that it ends with the master: one that is killed before that leaves nobody who holds its port.
+        """
+        ours.setblocking(False)
+        ready = asyncio.create_task(asyncio.get_running_loop().sock_recv(ours, 1))
+        over = asyncio.create_task(self._over.wait())
+        await asyncio.wait((ready, over), timeout=SILENT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        over.cancel()
+        ready.cancel()
+        (said,) = await asyncio.gather(ready, return_exceptions=True)
+        if said != READY:
+            return "has ended before it served"
+        socket.send_fds(ours, [READY], [self._listener.fileno()])
+        wire = await EdgeWire.over(ours, LARGEST_ASK_BYTES)
+        try:
+            return await self._served(process, wire)
+        finally:
+            wire.end()
 
     async def _served(self, process: Process, wire: EdgeWire) -> str:
         home = Home(self._master, wire, self._stands_by)
@@ -151,6 +172,14 @@ class Edge:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _environment() -> dict[str, str]:
+    """This process's, for another working directory."""
+    found = dict(os.environ)
+    if paths := found.get("PYTHONPATH"):
+        found["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in paths.split(os.pathsep) if path)
+    return found
+
+
 async def _silence(home: Home) -> None:
     """Returns once nothing was heard for so many of this loop's own seconds: one that was stopped heard nothing."""
     silent = 0
@@ -165,6 +194,8 @@ async def _end(process: Process, seconds: float) -> None:
     try:
         await asyncio.wait_for(process.wait(), seconds)
     except asyncio.TimeoutError:
+        # Not `process.kill`, which may take the exit code away from the thread that waits for it.
         if process.returncode is None:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
         await process.wait()

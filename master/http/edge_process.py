@@ -1,4 +1,4 @@
-"""The process of a master's HTTP edge. Its arguments are two descriptors that it inherits: the wire, the listener."""
+"""The process of a master's HTTP edge. Its argument is the wire's descriptor, over which the master lends the rest."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .wire import READY
 
 if TYPE_CHECKING:
     from .across import Across
@@ -31,13 +33,20 @@ def main() -> int:
     # A master that is killed must leave no process behind that holds its port.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Terminals, Slurm and supervisors send these to all processes of a job: the master decides when this one ends.
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     os.nice(NICENESS)
-    return asyncio.run(_serve(int(sys.argv[1]), int(sys.argv[2])))
+    end = socket.socket(fileno=int(sys.argv[1]))
+    # A master that has ended already lends nothing.
+    try:
+        end.sendall(READY)
+        _, lent, _, _ = socket.recv_fds(end, 1, 1)
+    except OSError:
+        return 0
+    return asyncio.run(_serve(end, lent[0])) if lent else 0
 
 
-async def _serve(wire_descriptor: int, listener_descriptor: int) -> int:
+async def _serve(end: socket.socket, listener_descriptor: int) -> int:
     # Only now: signals could have come while they are imported.
     from ..server.auth import TlsFiles
     from ..server.listener import Listener
@@ -48,7 +57,7 @@ async def _serve(wire_descriptor: int, listener_descriptor: int) -> int:
     # As the master does: each collection holds up all readers.
     gc.freeze()
     gc.set_threshold(2_000, 5, 1_000)
-    wire = await EdgeWire.over(socket.socket(fileno=wire_descriptor), LARGEST_ANSWER_BYTES)
+    wire = await EdgeWire.over(end, LARGEST_ANSWER_BYTES)
     frame = await wire.receive()
     if frame is None:
         return 0

@@ -29,6 +29,8 @@ AT_ONCE = 100
 MOST_ASKS = 256
 # The most characters of a line for the log.
 LONGEST_LINE = 20_000
+# The most lines in so many seconds.
+MOST_LINES, LINES_SECONDS = 20, 60.0
 _KINDS: dict[str, type[Message]] = {kind.DESCRIPTOR.name: kind for kind in (pb.StatusRequest, *ORDERS)}
 
 
@@ -45,6 +47,8 @@ class Home:
         self._there: dict[int, JobEvent] = {}
         self._told: tuple[JobEvent, ...] = ()
         self._asks: set[asyncio.Task[None]] = set()
+        # When lines of it were logged.
+        self._said: list[float] = []
         # Whether the edge has said anything since this was set to False.
         self.heard = True
 
@@ -56,22 +60,34 @@ class Home:
             while (frame := await self._wire.receive()) is not None:
                 self.heard = True
                 await self._take(*frame)
+                # Frames that are here already are read without a wait: others are served in between.
+                await asyncio.sleep(0)
         finally:
             for task in (news, *self._asks):
                 task.cancel()
             await asyncio.gather(news, *self._asks, return_exceptions=True)
 
     async def _take(self, header: dict[str, Any], body: bytes) -> None:
-        if header.get("what") == "log":
-            log.log(logging.ERROR, "%s", str(header.get("text"))[:LONGEST_LINE])
-        elif header.get("what") == "ask" and type(header.get("id")) is int:
+        what, number, kind = header.get("what"), header.get("id"), header.get("kind")
+        if what == "log" and isinstance(header.get("text"), str):
+            self._log(header["text"])
+        elif what == "ask" and type(number) is int and isinstance(kind, str):
             while len(self._asks) >= MOST_ASKS:
                 await asyncio.wait(self._asks, return_when=asyncio.FIRST_COMPLETED)
-            task = asyncio.create_task(self._answer(header["id"], str(header.get("kind")), body))
+            task = asyncio.create_task(self._answer(number, kind, body))
             self._asks.add(task)
             task.add_done_callback(self._end_ask)
         else:
-            raise WireError(f"a frame of no known kind: {str(header.get('what'))[:40]!r}")
+            raise WireError("a frame of no known kind")
+
+    def _log(self, text: str) -> None:
+        """Logs a line of the edge's, if it has not said too much of late: whoever took it over fills no disk."""
+        now = asyncio.get_running_loop().time()
+        self._said = [at for at in self._said if now - at < LINES_SECONDS]
+        if len(self._said) < MOST_LINES:
+            self._said.append(now)
+            # What is no character would be one error more for each line.
+            log.error("%s", text[:LONGEST_LINE].encode(errors="backslashreplace").decode())
 
     def _end_ask(self, task: asyncio.Task[None]) -> None:
         self._asks.discard(task)

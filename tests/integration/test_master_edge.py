@@ -62,6 +62,16 @@ def test_a_killed_master_leaves_no_edge(tmp_path: Path) -> None:
         assert health(second.http) == 200
 
 
+def test_a_master_that_is_killed_at_once_leaves_its_port(tmp_path: Path) -> None:
+    """Its edge is still starting then."""
+    for number in range(4):
+        with master_process(tmp_path / f"{number}.sqlite", "--http-port", "0") as first:
+            first.kill()
+        port = first.http.rpartition(":")[2]
+        with master_process(tmp_path / f"{number}.sqlite", "--http-port", port) as second:
+            assert second.http == first.http
+
+
 def test_a_stopped_edge_holds_no_master_up(tmp_path: Path) -> None:
     """SIGSTOP: orders over gRPC are carried out, and the master ends well and in time."""
     with master_process(tmp_path / "s.sqlite", "--http-port", "0") as master:

@@ -144,3 +144,15 @@ def test_a_closed_watch_looks_no_more(
     disk.free = 0
     one.committed(tmp_path, head("a"))
     assert nothing(told)
+
+
+def test_nothing_is_kept_for_later_saves_once_the_agent_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deletion that was under way then keeps nothing either."""
+    kept = []
+    monkeypatch.setattr(room.CheckpointStore, "prune", lambda self, names, *, replaced: kept.append(replaced) or {})
+    monkeypatch.setattr(room, "clear_spares", kept.append)
+    ends = threading.Event()
+    assert room.prune_replaced(room.CheckpointStore(tmp_path), ["step-1.e1.1"], ends) == {}
+    ends.set()
+    assert room.prune_replaced(room.CheckpointStore(tmp_path), ["step-1.e1.1"], ends) == {}
+    assert kept == [True, True, tmp_path]

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -23,8 +24,8 @@ from dalsegno.master.brain.chronicle import Kind, PausePart
 from dalsegno.master.brain.events import Reply
 from dalsegno.master.brain.views import event_of, event_proto
 from dalsegno.master.http.across import Across
-from dalsegno.master.http.edge import Edge
-from dalsegno.master.http.home import Home
+from dalsegno.master.http.edge import Edge, _environment
+from dalsegno.master.http.home import MOST_LINES, Home
 from dalsegno.master.http.wire import LARGEST_ANSWER_BYTES, LARGEST_ASK_BYTES, EdgeWire, WireError
 from dalsegno.master.server.auth import TlsFiles
 from dalsegno.protos import control_pb2 as pb
@@ -302,3 +303,48 @@ def test_an_edge_is_closed_at_any_moment(starts: bool) -> None:
         assert children() == []
 
     asyncio.run(scene())
+
+
+# An edge that says the same again and again, and hears everything.
+LIAR = """
+import socket, struct, sys, threading
+end = socket.socket(fileno=int(sys.argv[1]))
+end.sendall(b".")
+socket.recv_fds(end, 1, 1)
+threading.Thread(target=lambda: all(iter(lambda: end.recv(1 << 20), b"")), daemon=True).start()
+text = rb'{"what": "log", "text": "x\\udc80"}'
+frames = (struct.pack(">II", len(text), 0) + text) * 2000
+while True:
+    end.sendall(frames)
+"""
+
+
+def test_an_edge_that_never_stops_talking_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its frames are read one at a time, others are served in between, and few of its lines are logged."""
+    start = asyncio.create_subprocess_exec
+
+    async def liar(*words: str, **options: object) -> object:
+        return await start(sys.executable, "-c", LIAR, words[-1], **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", liar)
+
+    async def scene() -> None:
+        loop, longest = asyncio.get_running_loop(), 0.0
+        async with edge_of(Small(Reply("OK", "", status()))):
+            until = loop.time() + 3
+            while (began := loop.time()) < until:
+                await asyncio.sleep(0.005)
+                longest = max(longest, loop.time() - began)
+        assert longest < 0.5
+
+    asyncio.run(scene())
+    assert caplog.messages.count("x\\udc80") == MOST_LINES
+
+
+def test_a_relative_path_of_modules_is_the_same_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The edge runs in another directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "src::/opt/lib")
+    assert _environment()["PYTHONPATH"] == f"{tmp_path}/src:/opt/lib"
