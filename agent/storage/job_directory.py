@@ -198,8 +198,7 @@ class Storage:
         # Pools of their own, so that a slow verification or deletion does not hold up a Join.
         self._quick = ThreadPoolExecutor(2, thread_name_prefix="storage")
         self._slow = ThreadPoolExecutor(2, thread_name_prefix="storage-slow")
-        self._look = self._turn = 0
-        self._look_lock = threading.Lock()
+        self._look_lock, self._look, self._turn = threading.Lock(), 0, 0
         # Held while checkpoints are deleted, until that is told: a look at the free room waits for it.
         self.deletion, self.keeps_spares = threading.Lock(), False
 
