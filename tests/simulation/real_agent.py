@@ -213,7 +213,7 @@ class Files:
         self._sim = agent.sim
         self._quick = Hands(agent.process, "storage")
         self._slow = Hands(agent.process, "storage-slow")
-        self.deletion = threads.Lock()
+        self.deletion, self.keeps_spares = threads.Lock(), False
         self._look = self._turn = 0
 
     def _later(self, low: float, high: float, hands: Hands, call: Callable[..., object], *args: Any) -> None:
