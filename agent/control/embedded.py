@@ -7,7 +7,6 @@ wait for it, and say so once.
 
 from __future__ import annotations
 
-import errno
 import logging
 import subprocess
 import threading
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import grpc
 
+from dalsegno.elastic.checkpoint.errors import is_full
 from dalsegno.protos import control_pb2, control_pb2_grpc
 from dalsegno.protos.contract import CONTROL_PROTOCOL
 from dalsegno.protos.shortage import CannotStartError, starting
@@ -211,7 +211,7 @@ class EmbeddedMaster:
                     if isinstance(error, LocksUnavailable):
                         self._say(f"the claim cannot be renewed: {error}", True)
                 said = str(error)
-                if not full and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                if not full and isinstance(error, OSError) and is_full(error):
                     full = True
                     # The master needs room for each decision, and is only silent.
                     self._say(

@@ -8,7 +8,6 @@ its checksum is there for good. Several nodes may do this at the same time: what
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import shutil
@@ -34,7 +33,7 @@ from dalsegno.elastic.checkpoint.durability import FileSystem, at_once, unwritte
 from dalsegno.elastic.checkpoint.files import BUFFER_BYTES, THREADS, checksum
 from dalsegno.elastic.checkpoint.marks import marked
 from dalsegno.elastic.checkpoint.reading import NotRegular, size_of_regular
-from dalsegno.elastic.checkpoint.spares import clear_spares, take_spare
+from dalsegno.elastic.checkpoint.spares import make_room, take_spare
 from dalsegno.elastic.checkpoint.summing import SummingWriter
 
 from .pieces import open_sealed
@@ -262,9 +261,7 @@ def _copy_in(source: Path, entry: FileEntry, run_dir: Path, path: Path, stopped:
     try:
         _copy(source, entry, run_dir, path, stopped)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        clear_spares(run_dir)
+        make_room(run_dir, error)
         path.unlink(missing_ok=True)
         _copy(source, entry, run_dir, path, stopped)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, FileEntry, Manifest
+from dalsegno.elastic.checkpoint.errors import is_full
 from dalsegno.elastic.checkpoint.manifest import MAX_BYTES
 from dalsegno.elastic.checkpoint.spares import LEAST_BYTES, take_spare
 from dalsegno.elastic.checkpoint.summing import SummingWriter
@@ -25,7 +26,6 @@ from .space import NoSpaceError, Space
 
 __all__ = ["Incoming", "PartRefusedError", "named", "receive", "received_header"]
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 
 
 class PartRefusedError(Exception):
@@ -235,7 +235,7 @@ class Incoming:
         self._place.write_part(self._header.group_rank, paths)
 
     def _failed(self, error: OSError) -> PartRefusedError:
-        if error.errno in _NO_ROOM:
+        if is_full(error) or error.errno == errno.ENOMEM:
             reason = f"there is no room for {named(self._header)}: {error.strerror}"
             return PartRefusedError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
         return PartRefusedError(grpc.StatusCode.INTERNAL, f"{named(self._header)} cannot be written: {error}")

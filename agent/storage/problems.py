@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
-
 from dalsegno.elastic.checkpoint import CheckpointDamaged, Damage
-from dalsegno.elastic.checkpoint.errors import printable
+from dalsegno.elastic.checkpoint.errors import is_full, printable
 
 __all__ = ["problem_of"]
 
 
 def problem_of(error: Exception) -> str:
     """The reason for a person; of each checkpoint of a script with the same habit the same, as it is said once."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and is_full(error):
         return f"{error.strerror}: the run's copy of it takes as much room again; make room, then it is taken"
     if isinstance(error, CheckpointDamaged) and error.reason is Damage.NOT_A_FILE:
         return (

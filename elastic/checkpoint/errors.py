@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import errno
 from pathlib import Path
 
 
@@ -32,6 +33,11 @@ class CheckpointDamaged(Exception):
         self.directory, self.file, self.reason, self.detail = directory, file, reason, detail
         where = printable(f"{directory.name}/{file}")
         super().__init__(f"{where}: {reason.value}" + (f" ({printable(detail)})" if detail else ""))
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a write failed because the disk, or somebody's share of it, has no room left."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def printable(text: str) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from .durability import is_of_this_machine
-from .errors import CheckpointDamaged
+from .errors import CheckpointDamaged, is_full
 from .files import list_files
 from .layout import is_checkpoint_name
 
@@ -31,9 +31,10 @@ __all__ = [
     "FOLDER",
     "LEAST_BYTES",
     "clear_spares",
-    "clear_spares_of",
     "keep_retired",
     "keep_spares",
+    "make_room",
+    "make_room_for",
     "spare_bytes",
     "take_spare",
     "take_spare_of",
@@ -155,10 +156,11 @@ def take_spare_of(target: Path) -> int | None:
     return None if directory is None else take_spare(directory.parent, str(target.relative_to(directory)), target)
 
 
-def clear_spares_of(target: Path) -> None:
-    """`clear_spares` beside the checkpoint that a file is in, if it is in one."""
-    if (directory := _checkpoint_of(target)) is not None:
-        clear_spares(directory.parent)
+def make_room_for(target: Path, error: OSError) -> None:
+    """`make_room` beside the checkpoint that a file is in. Raises ``error`` also where it is in none."""
+    if (directory := _checkpoint_of(target)) is None:
+        raise error
+    make_room(directory.parent, error)
 
 
 def _checkpoint_of(target: Path) -> Path | None:
@@ -180,6 +182,17 @@ def spare_bytes(run_dir: Path) -> int:
 def clear_spares(run_dir: Path) -> None:
     """Deletes all of them."""
     _remove(run_dir / FOLDER, set())
+
+
+def make_room(run_dir: Path, error: OSError) -> None:
+    """After a write that failed: gives back what is kept for later saves, so that another try is worth it.
+
+    Raises:
+        OSError: ``error``, where the disk is not what is full.
+    """
+    if not is_full(error):
+        raise error
+    clear_spares(run_dir)
 
 
 def _remove(folder: Path, but: set[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -14,7 +13,7 @@ import torch
 
 from ..checkpoint import FileEntry
 from ..checkpoint.durability import begin_to_write
-from ..checkpoint.spares import clear_spares_of, take_spare_of
+from ..checkpoint.spares import make_room_for, take_spare_of
 from ..checkpoint.summing import SummingWriter
 from ..universal.recording import without_crc32
 from .bundles import Bundle, pieces
@@ -99,7 +98,7 @@ class SummedFile:
         try:
             return os.open(self._path, how, 0o644)
         except OSError as error:
-            self._make_room(error)
+            make_room_for(self._path, error)
             return os.open(self._path, how, 0o644)
 
     def __exit__(self, *_: object) -> None:
@@ -154,14 +153,8 @@ class SummedFile:
         try:
             self._file.write(data)
         except OSError as error:
-            self._make_room(error)
+            make_room_for(self._path, error)
             self._file.write(memoryview(data)[self._file.size - before :])
-
-    def _make_room(self, error: OSError) -> None:
-        """Gives back what is kept for later saves; it is worth another try. Raises ``error`` if that would not help."""
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise error
-        clear_spares_of(self._path)
 
     def _begin_to_write(self) -> None:
         if self.size - self._told >= AHEAD_BYTES:

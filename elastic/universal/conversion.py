@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from threading import Lock
 
 from ..checkpoint import UNIVERSAL, CheckpointDamaged, CheckpointName, FileEntry, Manifest, seal, verify
+from ..checkpoint.errors import is_full
 from ..checkpoint.files import checksums, place_file
 from ..checkpoint.manifest import VERSION
 from .effort import Effort
@@ -265,7 +265,7 @@ def seal_form(manifest: Manifest, target: Path, entries: tuple[FileEntry, ...]) 
 
 
 def _describe_os_error(error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_full(error):
         return f"no space left for the universal checkpoint ({error.filename or error.strerror})"
     return str(error)
 
