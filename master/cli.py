@@ -34,11 +34,12 @@ from .record.etcd_calls import EtcdFiles
 from .record.etcd_store import EtcdStore, open_client
 from .record.store import Store, StoreAway, StoreDamaged, StoreError, open_store
 from .server.auth import AuthError, check_exposure, is_loopback, read_token
+from .server.garbage import collect_rarely
 from .server.job_brain import JobBrain
 from .server.lifetime import Lifetime
 from .server.server import BindError, ControlServer, ServerOptions
 from .server.watchdog import HANG_TIMEOUT_SECONDS, Watchdog
-from .serving import STOP, collect_rarely, print_line, run, say_end, tls_files
+from .serving import STOP, print_line, run, say_end, tls_files
 
 __all__ = ("main",)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import json
 import logging
 import signal
@@ -19,21 +18,11 @@ from .server.auth import TlsFiles
 from .server.lifetime import Lifetime
 from .server.server import ControlServer
 
-__all__ = ("STOP", "collect_rarely", "print_line", "run", "say_end", "tls_files")
+__all__ = ("STOP", "print_line", "run", "say_end", "tls_files")
 
 log = logging.getLogger(__name__)
 
 STOP = (signal.SIGTERM, signal.SIGINT)
-
-
-def collect_rarely() -> None:
-    """Keeps garbage collections short, and full ones rare: with thousands of nodes one takes 0.2 s and finds nothing.
-
-    Each holds up all threads. With ten times as many objects at a time, those behind hundreds of requests took 0.02 to
-    0.17 s.
-    """
-    gc.freeze()
-    gc.set_threshold(2_000, 5, 1_000)
 
 
 async def run(server: ControlServer, lifetime: Lifetime | None) -> int:

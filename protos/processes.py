@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -18,6 +19,7 @@ __all__ = [
     "ProcessIdentity",
     "Status",
     "boot_id",
+    "ends_with_parent",
     "is_gone",
     "is_of_earlier_boot",
     "machine",
@@ -27,6 +29,7 @@ __all__ = [
     "status_of",
 ]
 
+_PR_SET_PDEATHSIG = 1
 # The kernel's own number of the namespace that processes outside of containers are in (proc_ns.h).
 _OUTSIDE = "pid:[4026531836]"
 
@@ -152,3 +155,23 @@ def _may_live(pid: int, started: int) -> bool:
         return True  # Another user's, of which /proc may show nothing.
     status = status_of(pid)
     return status is not None and status.is_of(started)
+
+
+def ends_with_parent(signum: int, parent: int) -> Callable[[], None]:
+    """What a new process calls to get a signal once its parent ends (prctl(2)): safe between fork and exec.
+
+    Args:
+        signum: The signal.
+        parent: Its number; who has another parent when it calls, gets the signal at once. It counts as ended when the
+            thread ends that has started the process.
+    """
+    import ctypes
+
+    prctl = ctypes.CDLL(None).prctl
+
+    def bind() -> None:
+        prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signum)
+
+    return bind

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -13,28 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dalsegno.protos.processes import ends_with_parent
 from dalsegno.protos.shortage import starting
 
 if TYPE_CHECKING:
     from .volume import Volume
 
-__all__ = ("AgentProcess", "MirrorProcess", "ends_with_parent")
+__all__ = ("AgentProcess", "MirrorProcess")
 
-_PR_SET_PDEATHSIG = 1
 # Seconds that the mirror has to end.
 _MIRROR_END_SECONDS = 2.0
-
-
-def ends_with_parent(number: int = signal.SIGTERM) -> Callable[[], None]:
-    """For a new process: it gets the signal when the one that started it ends, whose main thread does so (prctl(2))."""
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
-
-    def bind() -> None:
-        prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-        if os.getppid() != parent:  # it has ended already
-            os.kill(os.getpid(), number)
-
-    return bind
 
 
 class AgentProcess:
@@ -56,7 +43,7 @@ class AgentProcess:
                     [sys.executable, "-m", "dalsegno.agent.commands.dlrover_run", *flags],
                     pass_fds=[teller, commands],
                     process_group=0,
-                    preexec_fn=ends_with_parent(),
+                    preexec_fn=ends_with_parent(signal.SIGTERM, os.getpid()),
                 )
         finally:
             os.close(teller)
@@ -139,7 +126,7 @@ class MirrorProcess:
                 *self._flags,
             ],
             process_group=0,
-            preexec_fn=ends_with_parent(),
+            preexec_fn=ends_with_parent(signal.SIGTERM, os.getpid()),
         )
 
     def ask_to_end(self) -> None:

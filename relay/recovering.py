@@ -15,9 +15,9 @@ from typing import Any
 from dalsegno.elastic.checkpoint import Manifest
 from dalsegno.elastic.checkpoint.files import fsync_tree, replace_file
 from dalsegno.protos.commander_api import RunState
+from dalsegno.protos.processes import ends_with_parent
 from dalsegno.protos.run_file import RunFile
 
-from .agent_process import ends_with_parent
 from .milestones import restore
 from .milestones.alone import alone
 from .milestones.commander_client import Milestone
@@ -240,7 +240,7 @@ def _made(command: tuple[str, ...], volume: Volume, say: Say, *, locked: bool) -
     words = [word.replace("${save_dir}", str(target)) for word in command]
     say(f"the run begins from a baseline: {' '.join(words)}")
     try:
-        process = subprocess.Popen(words, process_group=0, preexec_fn=ends_with_parent(signal.SIGKILL))
+        process = subprocess.Popen(words, process_group=0, preexec_fn=ends_with_parent(signal.SIGKILL, os.getpid()))
     except OSError as error:
         raise Stuck(f"baseline: {words[0]} cannot be executed: {error.strerror or error}") from error
     try:

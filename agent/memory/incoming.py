@@ -27,7 +27,6 @@ from .space import NoSpaceError, Space
 __all__ = ["Incoming", "PartRefusedError", "named", "receive", "received_header"]
 
 
-
 class PartRefusedError(Exception):
     """A part, or a call, that is not taken: the status, and one line that says why."""
 

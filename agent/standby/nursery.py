@@ -34,6 +34,7 @@ import threading
 import warnings
 
 from dalsegno.protos.contract import FRAME
+from dalsegno.protos.processes import ends_with_parent
 from dalsegno.protos.ready import readable
 from dalsegno.protos.shortage import shortage
 
@@ -42,7 +43,6 @@ from .worker_main import Assignment, become
 
 __all__ = ["CANNOT_START", "receive", "send"]
 
-_PR_SET_PDEATHSIG = 1
 _CUDA_NOT_INITIALIZED = 3
 # Stands for an exit status if there was no process (EX_OSERR of sysexits.h).
 CANNOT_START = 71
@@ -69,13 +69,6 @@ def _read(channel: socket.socket, count: int) -> bytes | None:
             return None
         received += data
     return bytes(received)
-
-
-def _die_with_parent(parent: int) -> None:
-    """In addition to the keeper: SIGKILL when the thread that spawned this process ends (prctl(2))."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        raise SystemExit("the parent is gone")
 
 
 def _import_all(modules: list[str], niceness: int, failed: dict[str, str]) -> None:
@@ -251,7 +244,7 @@ class _Nursery:
             return None
         self._leave()
         os.setsid()
-        _die_with_parent(nursery)
+        ends_with_parent(signal.SIGKILL, nursery)()
         theirs.send(b"\0")
         ours.close()
         self.word, self.ahead = Word(theirs), ahead
@@ -346,7 +339,8 @@ def main() -> None:
     for fd in (options.channel, *options.console):
         os.set_inheritable(fd, False)
     if options.parent:
-        _die_with_parent(options.parent)
+        # In addition to the keeper.
+        ends_with_parent(signal.SIGKILL, options.parent)()
     # Lets torch look for devices without initializing CUDA's driver, after which this process could not fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     console = (options.console[0], options.console[1])

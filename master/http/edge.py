@@ -152,13 +152,13 @@ class Edge:
         tasks: list[asyncio.Task[Any]] = []
         try:
             await asyncio.wait_for(wire.send(self._settings), CLOSE_SECONDS)
-            tasks = [asyncio.create_task(work) for work in (home.serve(), _silence(home), process.wait())]
-            over = asyncio.create_task(self._over.wait())
-            tasks.append(over)
+            served, silent, _, _ = tasks = [
+                asyncio.create_task(work) for work in (home.serve(), _silence(home), process.wait(), self._over.wait())
+            ]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[1].done():
+            if silent.done():
                 return f"has said nothing for {SILENT_SECONDS} s"
-            failure = tasks[0].exception() if tasks[0].done() else None
+            failure = served.exception() if served.done() else None
             if isinstance(failure, WireError):
                 return f"said nonsense ({failure})"
             if failure is not None and not isinstance(failure, OSError):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import gc
 import logging
 import os
 import signal
@@ -14,14 +12,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .wire import READY
+from dalsegno.protos.processes import ends_with_parent
+
+from .wire import LONGEST_LINE, READY
 
 if TYPE_CHECKING:
     from .across import Across
 
 __all__ = ("main",)
 
-_PR_SET_PDEATHSIG = 1
 # Processor time goes to the master and to training first: a page may come later.
 NICENESS = 5
 # Seconds in which the last lines reach the master.
@@ -31,7 +30,8 @@ LAST_LINES_SECONDS = 1.0
 def main() -> int:
     """Serves until the wire ends; returns the exit code: 0, or 1 if serving failed."""
     # A master that is killed must leave no process behind that holds its port.
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # One that has ended already lends no socket.
+    ends_with_parent(signal.SIGKILL, os.getppid())()
     # Terminals, Slurm and supervisors send these to all processes of a job: the master decides when this one ends.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
@@ -49,14 +49,13 @@ def main() -> int:
 async def _serve(end: socket.socket, listener_descriptor: int) -> int:
     # Only now: signals could have come while they are imported.
     from ..server.auth import TlsFiles
+    from ..server.garbage import collect_rarely
     from ..server.listener import Listener
     from .across import Across
     from .site import Site
     from .wire import LARGEST_ANSWER_BYTES, EdgeWire
 
-    # As the master does: each collection holds up all readers.
-    gc.freeze()
-    gc.set_threshold(2_000, 5, 1_000)
+    collect_rarely()
     wire = await EdgeWire.over(end, LARGEST_ANSWER_BYTES)
     frame = await wire.receive()
     if frame is None:
@@ -120,7 +119,7 @@ class _ErrorsHome(logging.Handler):
 
     async def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):
-            await self._master.say(text[:20_000])
+            await self._master.say(text[:LONGEST_LINE])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from ..brain.chronicle import JobEvent
 from ..brain.events import Reply
 from ..brain.views import event_proto
 from ..server.service import ORDERS
-from .wire import EdgeWire, WireError
+from .wire import LONGEST_LINE, EdgeWire, WireError
 
 if TYPE_CHECKING:
     from .looking import Master
@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 # The most events of a frame, and the most asks that are answered at a time: further ones are not read.
 AT_ONCE = 100
 MOST_ASKS = 256
-# The most characters of a line for the log.
-LONGEST_LINE = 20_000
 # The most lines in so many seconds.
 MOST_LINES, LINES_SECONDS = 20, 60.0
 _KINDS: dict[str, type[Message]] = {kind.DESCRIPTOR.name: kind for kind in (pb.StatusRequest, *ORDERS)}

@@ -11,12 +11,14 @@ import socket
 import struct
 from typing import Any
 
-__all__ = ("READY", "EdgeWire", "WireError")
+__all__ = ("LONGEST_LINE", "READY", "EdgeWire", "WireError")
 
 # Bytes of a header, and of a body from either end.
 LONGEST_HEADER_BYTES = 256 << 10
 LARGEST_ASK_BYTES = 64 << 10
 LARGEST_ANSWER_BYTES = 256 << 20
+# The most characters of a line of the edge's for the master's log.
+LONGEST_LINE = 20_000
 # Before the first frame: the edge says it when it ends with its master, which sends it back with the listening socket.
 READY = b"."
 _LENGTHS = struct.Struct(">II")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -83,3 +84,19 @@ def test_a_container_does_not_know_its_machine(monkeypatch: pytest.MonkeyPatch) 
     assert len(processes.machine()) in (0, 64)
     monkeypatch.setattr(processes, "namespace", lambda kind: f"{kind}:[4026532201]")
     assert processes.machine() == ""
+
+
+def test_a_child_whose_parent_is_gone_already_ends() -> None:
+    """Nobody would tell it any more."""
+    begin = (
+        "import os, signal; from dalsegno.protos.processes import ends_with_parent; "
+        "bind = ends_with_parent(signal.SIGTERM, os.getpid())"
+    )
+    # The second one was not started by the process that has prepared it.
+    for code, ended in (
+        ("child = os.fork(); os.waitpid(child, 0) if child else (bind(), print('on'))", 0),
+        ("bind(); print('on')", -signal.SIGTERM),
+    ):
+        command = [sys.executable, "-c", f"{begin}\n{code}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        assert (done.returncode, done.stdout) == (ended, "" if ended else "on\n"), done.stderr

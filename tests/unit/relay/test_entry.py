@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -259,19 +257,6 @@ def test_a_machine_that_takes_no_logs_is_not_the_volume(pod: Any, monkeypatch: p
     with pytest.raises(entry.UsageError, match=r"logs.*No usable temporary directory.*TMPDIR"):
         pod.run()
     assert not pod.volume.state.exists()
-
-
-def test_a_child_whose_parent_is_gone_already_ends() -> None:
-    """Nobody would tell it any more."""
-    begin = "import os; from dalsegno.relay.agent_process import ends_with_parent; bind = ends_with_parent()"
-    # The second one was not started by the process that has prepared it.
-    for code, ended in (
-        ("child = os.fork(); os.waitpid(child, 0) if child else (bind(), print('on'))", 0),
-        ("bind(); print('on')", -signal.SIGTERM),
-    ):
-        command = [sys.executable, "-c", f"{begin}\n{code}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-        assert (done.returncode, done.stdout) == (ended, "" if ended else "on\n"), done.stderr
 
 
 def test_a_pod_whose_agent_is_refused_in_mid_run_says_that_it_is_gone(pod: Any) -> None:
