@@ -21,7 +21,7 @@ from dalsegno.master.brain.chronicle import EVENTS, JobEvent, Kind, PausePart
 from dalsegno.master.brain.events import Reply
 from dalsegno.master.http.edge import Edge
 from dalsegno.master.server.feed import Feed
-from dalsegno.master.serving import collect_rarely
+from dalsegno.master.server.garbage import collect_rarely
 from dalsegno.protos import control_pb2 as pb
 
 READERS, NODES, REPEATS = 10, 1000, 5
