@@ -134,10 +134,12 @@ class _PutTogether:
         requires_grad: bool,
         hooks: Any,
     ) -> Tensor:
-        if hooks or requires_grad is True or type(storage) is not tuple:
+        if hooks or type(requires_grad) is not bool or type(storage) is not tuple:
             raise NotPlainError("a tensor in it is no plain one")
-        # torch refuses what does not lie within the storage.
-        return torch.empty(0, dtype=storage[1]).set_(storage[0], offset, shape, stride)
+        # torch refuses what does not lie within the storage, and gradients of whole numbers. DeepSpeed's weights in
+        # fp32 require them.
+        placed = torch.empty(0, dtype=storage[1]).set_(storage[0], offset, shape, stride)
+        return placed.requires_grad_(requires_grad)
 
 
 class _Unchanging(type):

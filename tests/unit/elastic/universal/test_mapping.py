@@ -97,17 +97,26 @@ def test_what_is_written_to_it_stays_out_of_the_file(tmp_path: Path) -> None:
     [
         nn.Linear(1, 1),
         nn.Parameter(torch.ones(1)),
-        torch.ones(1, requires_grad=True),
         torch.ones(2).to_sparse(),
         {1, 2},
         b"x",
     ],
-    ids=["module", "parameter", "gradient", "sparse", "set", "bytes"],
+    ids=["module", "parameter", "sparse", "set", "bytes"],
 )
 def test_what_is_more_is_left_to_torch(tmp_path: Path, content: Any) -> None:
     """It knows it, or says why not."""
     with pytest.raises(NotPlainError):
         opened(saved(tmp_path / "file.pt", content))
+
+
+def test_a_weight_that_requires_its_gradient_still_does(tmp_path: Path) -> None:
+    """DeepSpeed saves its weights in fp32 like that; what cannot have a gradient is left to torch."""
+    content = [torch.ones(2, requires_grad=True), torch.zeros(2)]
+    path = saved(tmp_path / "file.pt", content)
+    assert [(one.tolist(), one.requires_grad) for one in opened(path)] == [([1.0, 1.0], True), ([0.0, 0.0], False)]
+    described = zipfile.ZipFile(path).read("file/data.pkl").replace(b"FloatStorage", b"IntStorage")
+    with pytest.raises(NotPlainError, match="floating point"):
+        opened(remade(path, described))
 
 
 class Plain:
