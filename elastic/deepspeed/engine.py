@@ -28,7 +28,6 @@ from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import deepspeed
-import deepspeed.ops
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_CHECKPOINT_VERSION_KEY
@@ -65,7 +64,7 @@ from .loading import (
     torch_optimizer,
     trained,
 )
-from .making import count_duplicates
+from .making import spare_work
 from .view import ZERO, resharded_view, sharded_view, universal_view
 from .writers import collected, errors_after_collectives, why_not_collected
 
@@ -103,8 +102,7 @@ class Plan(Protocol):
 def prepare(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
     """Initialises ``torch.distributed`` for DeepSpeed, also in a world of one without torchrun.
 
-    Skips the compilation of ``deepspeed_shm_comm``, which takes 40 CPU seconds, needs a compiler and is not used under
-    torchrun. (If a process is killed during it, a lock remains that blocks the next start for ever.)
+    Spares DeepSpeed what is not needed here, see ``making``.
 
     Args:
         backend: As in ``torch.distributed``; None: the accelerator's (gloo on a CPU).
@@ -114,8 +112,7 @@ def prepare(backend: str | None = None, *, timeout: timedelta | None = None) -> 
         RuntimeError: There are several ranks, and the environment does not say this one's number on its node.
     """
     _check_environment()
-    count_duplicates()
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    spare_work()
     if backend is None:
         accelerator = get_accelerator()
         backend = "gloo" if accelerator.device_name() == "cpu" else accelerator.communication_backend_name()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import nn
 
 pytest.importorskip("deepspeed")
 
+import deepspeed.ops
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from dalsegno.elastic.deepspeed import making
 
@@ -66,3 +69,67 @@ def test_weights_that_all_load_next_are_not_sent(monkeypatch: pytest.MonkeyPatch
     assert not made(other)
     making.send_nothing(other)
     assert made(other, experts=True)
+
+
+def test_nothing_is_compiled_and_no_compiler_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where DeepSpeed looks only when it is asked; an older version has looked already, and is told."""
+
+    def refuses() -> dict[str, bool]:
+        raise AssertionError("it has looked at all operations")
+
+    communication: Any = importlib.import_module("deepspeed.comm.torch")
+    monkeypatch.delitem(vars(deepspeed.ops), "__compatible_ops__", raising=False)
+    monkeypatch.setattr(deepspeed.ops, "_probe_compatible_ops", refuses)
+    monkeypatch.setattr(communication, "build_shm_op", communication.build_shm_op)
+    making.compile_nothing()
+    assert communication.build_shm_op() is None
+    monkeypatch.delattr(communication, "build_shm_op")
+    monkeypatch.setitem(vars(deepspeed.ops), "__compatible_ops__", known := {"deepspeed_shm_comm": True})
+    making.compile_nothing()
+    assert known == {"deepspeed_shm_comm": False}
+
+
+def test_no_gradients_are_made_for_a_step_that_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offloading keeps them, Adagrad is made anew, and a version that makes the step is left alone."""
+    theirs: list[Any] = []
+
+    def known(optimizer: Any) -> None:
+        theirs.append(optimizer)
+
+    def steps(optimizer: Any) -> None:
+        optimizer.step()
+
+    weights = nn.Parameter(torch.ones(2))
+
+    def made(*, offload: bool = False, kind: Any = torch.optim.AdamW) -> bool:
+        optimizer: Any = SimpleNamespace(
+            cpu_offload=offload, optimizer=kind([weights]), single_partition_of_fp32_groups=[weights]
+        )
+        weights.grad = torch.ones(2)
+        before = len(theirs)
+        initialize: Any = DeepSpeedZeroOptimizer.initialize_optimizer_states
+        initialize(optimizer)
+        assert (weights.grad is None) == (len(theirs) == before)
+        return len(theirs) > before
+
+    for version in (known, steps):
+        monkeypatch.setattr(DeepSpeedZeroOptimizer, "initialize_optimizer_states", version)
+        making.make_no_gradients()
+        making.make_no_gradients()
+        if version is known:
+            assert [made(), made(offload=True), made(kind=torch.optim.Adagrad)] == [False, True, True]
+    assert DeepSpeedZeroOptimizer.initialize_optimizer_states is steps
+
+
+def test_versions_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And say what they said."""
+    helper: Any = importlib.import_module("deepspeed.utils.torch")
+    known = getattr(helper.required_torch_version, "__wrapped__", helper.required_torch_version)
+    monkeypatch.setattr(helper, "required_torch_version", known)
+    making.compare_versions_once()
+    ours: Any = helper.required_torch_version
+    making.compare_versions_once()
+    assert helper.required_torch_version is ours
+    for options in ({"min_version": 2.1}, {"min_version": 99}, {"max_version": 1.5}, {"min_version": 2.1}):
+        assert ours(**options) == known(**options)
+    assert ours.cache_info().hits == 1
