@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ from ..universal.loading import load
 from ..universal.source import ADAM_STATES, FP32
 from ..universal.values import STEP, Values
 from .view import COMMON, NESTED, ZERO, model_state_files
+from .weights import weights_from_file
 
 TRAINED_NOTE = "dalsegno_trained"
 """Key in the model states of stage 0, whose files do not name the optimizer's parameters: `trained`."""
@@ -70,6 +72,9 @@ def own_loading(engine: Any, values: Values, directory: Path) -> Iterator[None]:
             trained = int(engine.global_steps) > int(engine.skipped_steps)
             load_groups(optimizer, groups, values, load(Path(folder) / ZERO / COMMON), trained=trained)
 
+        gather = optimizer.update_lp_params
+        optimizer.update_lp_params = lambda: None if weights_from_file(engine, directory) else gather()
+
     setattr(optimizer, _loader(engine), ours)
     own_states = loads_any_state(engine)
     if own_states:
@@ -80,6 +85,7 @@ def own_loading(engine: Any, values: Values, directory: Path) -> Iterator[None]:
         yield
     finally:
         delattr(optimizer, _loader(engine))
+        vars(optimizer).pop("update_lp_params", None)
         if own_states:
             del optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3
 
@@ -214,7 +220,7 @@ def load_sub_groups(optimizer: Any, values: Values, trained: Callable[[], bool],
         names = [optimizer.param_names[parameter] for parameter in parameters]
         _check_states(values, names, _wanted(values, names[0], group, made))
         state = optimizer.optimizer.state[flat]
-        _make_states(values, names[0], flat, state, common)
+        _make_states(values, names[0], flat, state, common, [slice(None)])
         for key in sorted(values.states(names[0]) - {FP32, STEP}):
             offset = 0
             for name, parameter in zip(names, parameters, strict=True):
@@ -249,8 +255,8 @@ def load_groups(
         _check_states(values, names, _wanted(values, names[0], saved, trained))
         flat = group["params"][0]
         state = optimizer.optimizer.state[flat]
-        _make_states(values, names[0], flat, state, common)
         own = [pair for pair in zip(names, parameters, strict=True) if pair[1]._hp_mapping is not None]
+        _make_states(values, names[0], flat, state, common, _gaps(flat, [parameter for _, parameter in own]))
         load_fragments = functools.partial(_load_fragments, values, state)
         if flat.device.type == "cpu":
             shared_out(load_fragments, own)
@@ -274,18 +280,31 @@ def _check_states(values: Values, names: Sequence[str], wanted: set[str]) -> Non
             raise RuntimeError(f"{name} has no {missing[0]} in the checkpoint")
 
 
-def _make_states(values: Values, name: str, flat: Tensor, state: dict[str, Any], common: Mapping[str, Any]) -> None:
-    """An optimizer's states to be filled: flat like the partition, zeros, with the saved dtype.
+def _gaps(flat: Tensor, parameters: Sequence[Any]) -> list[slice]:
+    """Where no parameter of a flat partition lies."""
+    places = sorted(
+        (address.start, address.start + address.numel)
+        for address in (parameter._hp_mapping.get_hp_fragment_address() for parameter in parameters)
+    )
+    bounds = itertools.pairwise([(0, 0), *places, (flat.numel(), flat.numel())])
+    return [slice(end, start) for (_, end), (start, _) in bounds if start > end]
 
-    DeepSpeed has made them as a rule, and memory that is new costs more than zeros.
+
+def _make_states(
+    values: Values, name: str, flat: Tensor, state: dict[str, Any], common: Mapping[str, Any], zeros: Sequence[slice]
+) -> None:
+    """An optimizer's states to be filled: flat like the partition, with the saved dtype.
+
+    Memory that is new costs more than what is written to it. So what was made already stays, and zeros are written
+    only to ``zeros``: the rest is filled by many threads.
     """
     saved = values.states(name)
     for key in sorted(saved - {FP32, STEP}):
         made, dtype = state.get(key), values.dtype(name, key)
-        if type(made) is Tensor and (made.shape, made.dtype, made.device) == (flat.shape, dtype, flat.device):
-            made.zero_()
-        else:
-            state[key] = torch.zeros_like(flat, dtype=dtype)
+        if type(made) is not Tensor or (made.shape, made.dtype, made.device) != (flat.shape, dtype, flat.device):
+            made = state[key] = torch.empty_like(flat, dtype=dtype)
+        for place in zeros:
+            made[place].zero_()
     if STEP in saved:
         state[STEP] = values.step(name)
     elif NESTED in common:  # made by stage 3

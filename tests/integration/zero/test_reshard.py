@@ -106,6 +106,21 @@ def rewritten(made: Path, tmp_path: Path, **more: Any) -> Path:
     return source
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_the_optimizer_has_counts(sources: Sources, tmp_path: Path, stage: int) -> None:
+    """The file of the model's weights has another bit than the optimizer: no rank trains with the file's."""
+    made, saved = sources.get(stage, 2)
+    source = tmp_path / made.name
+    shutil.copytree(made, source)
+    (path,) = source.glob("*_model_states.pt")
+    content = torch.load(path, weights_only=False)
+    weight = next(iter(content["module"].values()))
+    bits = weight.detach().view(-1).view(torch.int32)
+    bits[0] ^= 1
+    torch.save(content, path)
+    assert_all(load(tmp_path / "out", 3, stage, source), saved)
+
+
 def test_a_layout_that_is_not_known_is_refused(sources: Sources, tmp_path: Path) -> None:
     """Half of the values are not where they are said to be: nobody trains with what happens to lie there."""
     made, _ = sources.get(2, 2)

@@ -1,0 +1,63 @@
+"""The weights of a model that ZeRO 1 or 2 trains, from the file that has them all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..training.reading_state import copied_by_name
+from ..universal.loading import load
+from .view import model_state_files
+
+
+def weights_from_file(engine: Any, directory: Path) -> bool:
+    """Fills the model's weights from the file that has them all, where each rank is about to gather them from all.
+
+    On CPUs a rank reads them faster (two ranks with 160 MB on one machine: 0.05 s instead of 0.2). Collective.
+
+    Args:
+        engine: At stage 1 or 2. Its optimizer has its part of the weights already.
+        directory: The directory that DeepSpeed was told to load.
+
+    Returns:
+        Whether all ranks have found there, bit for bit, what their optimizers have.
+    """
+    optimizer, device = engine.optimizer, torch.device(engine.device)
+    world_size = dist.get_world_size(optimizer.dp_process_group)
+    if device.type != "cpu" or world_size == 1 or getattr(engine, "has_moe_layers", False):
+        return False
+    found = torch.tensor(int(_fill_weights(engine, directory)), device=device)
+    dist.all_reduce(found, dist.ReduceOp.MIN, group=optimizer.dp_process_group)
+    return bool(found)
+
+
+def _fill_weights(engine: Any, directory: Path) -> bool:
+    weights = load(model_state_files(directory)[0], mmap=True).get("module")
+    if not isinstance(weights, Mapping) or not copied_by_name(engine.module, weights):
+        return False
+    optimizer = engine.optimizer
+    parts, exact = next(
+        (getattr(optimizer, parts), getattr(optimizer, exact))
+        for parts, exact in _WEIGHTS
+        if hasattr(optimizer, parts) and hasattr(optimizer, exact)
+    )
+    ranks = (dist.get_rank(group) for group in optimizer.real_dp_process_group)
+    return all(_same_bits(own[rank], whole) for own, rank, whole in zip(parts, ranks, exact, strict=True))
+
+
+# Names of the ranks' parts of the weights, and of this rank's in fp32, by group: of ZeRO and of DeepSpeed's bf16.
+_WEIGHTS = (
+    ("parallel_partitioned_bit16_groups", "single_partition_of_fp32_groups"),
+    ("bf16_partitioned_groups", "fp32_groups_flat_partition"),
+)
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    kind = _BITS[one.element_size()]
+    return torch.equal(one.detach().view(kind), other.detach().to(one.dtype).view(kind))
