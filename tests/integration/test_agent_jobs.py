@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from dalsegno.agent.commands.arguments import parse
+from dalsegno.agent.commands.beginning import take_large_pages
 from dalsegno.agent.commands.dlrover_run import default_job_id
 from dalsegno.agent.processes.proc import start_time
 from tests.support.jobs.local_processes import is_same_process, process_state
@@ -112,6 +113,9 @@ def test_workers_do_not_see_the_master(programs: Programs) -> None:
     assert "DLROVER_MASTER_ADDR" not in environment
     # Else the threads of nodes on one machine would take its cores from each other.
     assert environment["GOMP_SPINCOUNT"] == "1000"
+    expected: dict[str, str] = {}
+    take_large_pages(expected)
+    assert {name: value for name, value in environment.items() if name.startswith("THP_")} == expected
     assert not [name for name, value in environment.items() if "sesame" in value or master.address in value]
     assert f"dlrover-run: job {job} (from user, script and arguments" in text
 

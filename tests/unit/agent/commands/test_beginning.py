@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dalsegno.agent.commands import launch
 from dalsegno.agent.commands.arguments import parse
-from dalsegno.agent.commands.beginning import nursery_spec, script_of, spin_little
+from dalsegno.agent.commands.beginning import nursery_spec, script_of, spin_little, take_large_pages
 from dalsegno.agent.script import modules_of
 from dalsegno.agent.shell import console
 
@@ -83,6 +84,28 @@ def test_threads_wait_asleep_unless_somebody_chose_otherwise(chosen: dict[str, s
     environment = dict(chosen)
     spin_little(environment)
     assert environment == {**chosen, **({} if spins is None else {"GOMP_SPINCOUNT": spins})}
+
+
+@pytest.mark.parametrize(
+    ("enabled", "size", "chosen", "found"),
+    [
+        ("always [madvise] never", 2 << 20, {}, {"THP_MEM_ALLOC_ENABLE": "1"}),
+        ("[always] madvise never", 2 << 20, {"A": "B"}, {"A": "B", "THP_MEM_ALLOC_ENABLE": "1"}),
+        ("always [madvise] never", 2 << 20, {"THP_MEM_ALLOC_ENABLE": "0"}, {"THP_MEM_ALLOC_ENABLE": "0"}),
+        ("always madvise [never]", 2 << 20, {}, {}),
+        ("always [madvise] never", 512 << 20, {}, {}),
+        ("always [madvise] never", "?", {}, {}),
+        (None, 2 << 20, {}, {}),
+    ],
+)
+def test_large_pages_are_taken_where_there_are_any(
+    tmp_path: Path, enabled: str | None, size: Any, chosen: dict[str, str], found: dict[str, str]
+) -> None:
+    if enabled is not None:
+        (tmp_path / "enabled").write_text(enabled)
+    (tmp_path / "hpage_pmd_size").write_text(f"{size}\n")
+    take_large_pages(chosen, tmp_path)
+    assert chosen == found
 
 
 def test_cards_are_counted_as_torch_would(script: str) -> None:
