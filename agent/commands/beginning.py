@@ -41,8 +41,10 @@ _CARD = re.compile("nvidia[0-9]+")
 _SPINS, _WAIT_POLICY = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
 # What libgomp itself takes where it knows of more threads than cores. It knows those of its own process alone.
 _FEW_SPINS = "1000"
-# Whether PyTorch asks Linux for large pages for tensors on the CPU of 2 MiB and more; what Linux says of itself.
-_LARGE_PAGES, _OF_LINUX = "THP_MEM_ALLOC_ENABLE", Path("/sys/kernel/mm/transparent_hugepage")
+# Whether PyTorch asks Linux for large pages for tensors on the CPU of 2 MiB and more; what Linux says of this machine.
+_LARGE_PAGES, _OF_LINUX = "THP_MEM_ALLOC_ENABLE", Path("/sys")
+# A virtual machine's balloon, and which of its features has it give free memory back to the host (virtio, 5.5).
+_BALLOON, _REPORTING = 5, 5
 # Where a large page is larger than that (512 MiB on some machines), there is rarely one.
 _LARGEST_PAGE_BYTES = 16 << 20
 
@@ -141,18 +143,32 @@ def take_large_pages(environment: MutableMapping[str, str], of_linux: Path = _OF
     """Has PyTorch take new memory of workers for large tensors in large pages, unless somebody chose otherwise.
 
     A new process touches all that it has for the first time. On Linux that is 2 GB/s in pages of 4 KiB, and 5 to 8 in
-    pages of 2 MiB.
+    pages of 2 MiB. Not on virtual machines that give free memory back to their host: that is done with pieces as large
+    as large pages, and the host then has to find each of them first, at 0.4 GB/s.
 
     Args:
         of_linux: Where it says whether there are any. PyTorch warns in each process where there are none.
     """
+    pages = of_linux / "kernel/mm/transparent_hugepage"
     try:
-        given = "[never]" not in (of_linux / "enabled").read_text(encoding="ascii")
-        size = int((of_linux / "hpage_pmd_size").read_text(encoding="ascii"))
+        given = "[never]" not in (pages / "enabled").read_text(encoding="ascii")
+        size = int((pages / "hpage_pmd_size").read_text(encoding="ascii"))
     except (OSError, ValueError):
         return
-    if given and size <= _LARGEST_PAGE_BYTES:
+    if given and size <= _LARGEST_PAGE_BYTES and not _gives_memory_back(of_linux):
         environment.setdefault(_LARGE_PAGES, "1")
+
+
+def _gives_memory_back(of_linux: Path) -> bool:
+    """Whether free memory goes back to this machine's host by itself (free page reporting)."""
+    for device in (of_linux / "bus/virtio/devices").glob("*"):
+        try:
+            kind, features = (device / "device").read_text(encoding="ascii"), (device / "features").read_text("ascii")
+            if int(kind, 16) == _BALLOON and features[_REPORTING : _REPORTING + 1] == "1":
+                return True
+        except (OSError, ValueError):
+            continue
+    return False
 
 
 def spin_little(environment: MutableMapping[str, str]) -> None:

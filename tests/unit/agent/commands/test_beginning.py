@@ -101,11 +101,34 @@ def test_threads_wait_asleep_unless_somebody_chose_otherwise(chosen: dict[str, s
 def test_large_pages_are_taken_where_there_are_any(
     tmp_path: Path, enabled: str | None, size: Any, chosen: dict[str, str], found: dict[str, str]
 ) -> None:
+    pages = tmp_path / "kernel/mm/transparent_hugepage"
+    pages.mkdir(parents=True)
     if enabled is not None:
-        (tmp_path / "enabled").write_text(enabled)
-    (tmp_path / "hpage_pmd_size").write_text(f"{size}\n")
+        (pages / "enabled").write_text(enabled)
+    (pages / "hpage_pmd_size").write_text(f"{size}\n")
     take_large_pages(chosen, tmp_path)
     assert chosen == found
+
+
+@pytest.mark.parametrize(
+    ("device", "features", "found"),
+    [("0x0005", "011001", {}), ("0x0005", "0110001", {"THP_MEM_ALLOC_ENABLE": "1"}), ("0x0002", "111111", None)],
+    ids=["gives back", "keeps", "disk"],
+)
+def test_memory_that_goes_back_to_the_host_is_taken_in_small_pages(
+    tmp_path: Path, device: str, features: str, found: dict[str, str] | None
+) -> None:
+    """Of all its virtual devices a machine's balloon says so."""
+    pages, balloon = tmp_path / "kernel/mm/transparent_hugepage", tmp_path / "bus/virtio/devices/virtio0"
+    for folder in (pages, balloon, balloon.with_name("virtio1")):
+        folder.mkdir(parents=True)
+    (pages / "enabled").write_text("always [madvise] never\n")
+    (pages / "hpage_pmd_size").write_text("2097152\n")
+    (balloon / "device").write_text(f"{device}\n")
+    (balloon / "features").write_text(f"{features:0<64}\n")
+    environment: dict[str, str] = {}
+    take_large_pages(environment, tmp_path)
+    assert environment == ({"THP_MEM_ALLOC_ENABLE": "1"} if found is None else found)
 
 
 def test_cards_are_counted_as_torch_would(script: str) -> None:
