@@ -32,6 +32,7 @@ from ..saving.schedules import check_factors, factors, has_moved, left_out, plac
 from ..saving.writing import write_files
 from .parts import Stateful, check_same, kept_of, kind
 from .reading_state import check_same_dtypes, check_same_names, load_part, load_weights, read_tensors
+from .sending import send_what_differs
 from .session import BareSession
 from .unlisted import Unlisted
 from .wrappers import frozen, tell_frozen
@@ -216,6 +217,7 @@ class TrainingState:
         with self._session.meetings.together(), paused():
             if self._session.resume is not None:
                 self._load_own(self._session.resume)
+        send_what_differs(self._model)
 
     def unread(self) -> list[str]:
         """Names of files that `go_on` does not read: what is in them this process has."""
@@ -265,6 +267,7 @@ class TrainingState:
         mark("built")
         with self._session.meetings.together(), paused():
             self._load(resume, cast, other_schedule, weights_only)
+        send_what_differs(self._model)
         mark("loaded")
         return True
 
