@@ -31,6 +31,6 @@ def tensors_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     made, start = [], 0
     for tensor, size, place in zip(tensors, sizes, places, strict=True):
         flat = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        made.append(flat.set_(whole[start : start + size], 0, (tensor.numel(),)).view(tensor.shape))
+        made.append(flat.set_(whole[start : start + size], 0, (tensor.numel(),), (1,)).view(tensor.shape))
         start += place
     return made
