@@ -72,7 +72,7 @@ def own_loading(engine: Any, values: Values, directory: Path) -> Iterator[None]:
             trained = int(engine.global_steps) > int(engine.skipped_steps)
             load_groups(optimizer, groups, values, load(Path(folder) / ZERO / COMMON), trained=trained)
 
-        gather = optimizer.update_lp_params
+        gather, scripts = optimizer.update_lp_params, vars(optimizer).get("update_lp_params")
         optimizer.update_lp_params = lambda: None if weights_from_file(engine, directory) else gather()
 
     setattr(optimizer, _loader(engine), ours)
@@ -86,6 +86,8 @@ def own_loading(engine: Any, values: Values, directory: Path) -> Iterator[None]:
     finally:
         delattr(optimizer, _loader(engine))
         vars(optimizer).pop("update_lp_params", None)
+        if scripts is not None:
+            optimizer.update_lp_params = scripts
         if own_states:
             del optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3
 

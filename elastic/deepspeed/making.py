@@ -48,13 +48,14 @@ def make_no_gradients() -> None:
     """Has ZeRO 1 and 2 make no gradients of zeros, as large as a rank's weights in fp32, which they delete again.
 
     They were for a step that made an optimizer's states; versions that make it are left alone, and so are offloading,
-    which keeps the gradients, and Adagrad, which is made anew.
+    which keeps the gradients, Adagrad, which is made anew, and what a script has put in the method's place.
     """
     known = DeepSpeedZeroOptimizer.initialize_optimizer_states
-    if known.__module__ == __name__ or "step" in known.__code__.co_names:
+    ours_or_a_scripts = hasattr(known, "__wrapped__") or known.__module__ != DeepSpeedZeroOptimizer.__module__
+    if ours_or_a_scripts or "step" in known.__code__.co_names:
         return
 
-    @functools.wraps(known, assigned=())
+    @functools.wraps(known)
     def initialize(optimizer: Any) -> None:
         if optimizer.cpu_offload or isinstance(optimizer.optimizer, torch.optim.Adagrad):
             known(optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor
 from ..training.reading_state import copied_by_name
 from ..universal.loading import load
 from .view import model_state_files
+
+log = logging.getLogger(__name__)
 
 
 def weights_from_file(engine: Any, directory: Path) -> bool:
@@ -31,7 +34,13 @@ def weights_from_file(engine: Any, directory: Path) -> bool:
     world_size = dist.get_world_size(optimizer.dp_process_group)
     if device.type != "cpu" or world_size == 1 or getattr(engine, "has_moe_layers", False):
         return False
-    found = torch.tensor(int(_fill_weights(engine, directory)), device=device)
+    try:
+        filled = _fill_weights(engine, directory)
+    # The others wait for this rank: whatever it cannot read, it can gather.
+    except Exception as error:
+        log.info("the weights are gathered, as they cannot be read: %s", error)
+        filled = False
+    found = torch.tensor(int(filled), device=device)
     dist.all_reduce(found, dist.ReduceOp.MIN, group=optimizer.dp_process_group)
     return bool(found)
 

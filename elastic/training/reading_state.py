@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from dalsegno.protos.text import few
 
-from ..rank.new_memory import tensors_like
 from ..rank.threads import shared_out
 from ..saving.bundles import unpacked
 from ..universal.archive import Packed, refuse_packed
@@ -73,7 +72,7 @@ def _only_tensors(state: Mapping[str, Any]) -> bool:
 
 def _fill(part: Any, state: Mapping[str, Any]) -> None:
     """Puts each parameter's state where torch would put it, with the dtype that was saved, and copied once."""
-    together: list[tuple[dict[str, Any], str]] = []
+    moved: list[tuple[dict[str, Any], str, torch.device]] = []
     for saved, group in zip(state["param_groups"], part.param_groups, strict=True):
         on_device = group.get("capturable") or group.get("fused")
         for number, parameter in zip(saved["params"], group["params"], strict=True):
@@ -82,17 +81,13 @@ def _fill(part: Any, state: Mapping[str, Any]) -> None:
                 if "step" in own:
                     step = own["step"]
                     own["step"] = step.to(parameter.device, torch.float32, copy=True) if on_device else step.clone()
-                for key in [key for key in own if key != "step"]:
-                    if parameter.device.type == "cpu" and own[key].is_contiguous():
-                        together.append((own, key))
-                    else:
-                        own[key] = own[key].to(parameter.device, copy=True)
-    values = [own[key] for own, key in together]
-    places = tensors_like(values)
-    if places:
-        shared_out(_copied, list(zip(places, values, strict=True)))
-    for (own, key), place in zip(together, places, strict=True):
-        own[key] = place
+                moved += [(own, key, parameter.device) for key in own if key != "step"]
+    _each(_copied_there, moved, all(device.type == "cpu" for _, _, device in moved))
+
+
+def _copied_there(share: Sequence[tuple[dict[str, Any], str, torch.device]]) -> None:
+    for own, key, device in share:
+        own[key] = own[key].to(device, copy=True)
 
 
 def _as_saved(loaded: Any, saved: Any, cast: bool) -> Any:

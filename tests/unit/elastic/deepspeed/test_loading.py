@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,46 @@ def test_what_no_parameter_fills_is_zero(
     loading._make_states(Values(), "w", flat, state, {}, gaps)  # type: ignore[arg-type]
     assert state["moment"].eq(0).nonzero().flatten().tolist() == zeros
     assert int(state["moment"].isnan().sum()) == 8 - len(zeros)
+
+
+@pytest.mark.parametrize("others", [0, 1], ids=["others cannot", "others can"])
+@pytest.mark.parametrize("own", [True, False, OSError("away")], ids=["can", "cannot", "fails"])
+def test_a_rank_that_cannot_read_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: bool | OSError, others: int
+) -> None:
+    """The others wait for its word: an error of it must not keep it back."""
+
+    def fill(*_: Any) -> bool:
+        if isinstance(own, OSError):
+            raise own
+        return own
+
+    asked: list[int] = []
+
+    def reduced(told: Tensor, operation: Any, group: Any) -> None:
+        asked.append(int(told))
+        told.copy_(torch.minimum(told, torch.tensor(others)))
+
+    monkeypatch.setattr(weights, "_fill_weights", fill)
+    monkeypatch.setattr(weights.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(weights.dist, "all_reduce", reduced)
+    engine = SimpleNamespace(device="cpu", optimizer=SimpleNamespace(dp_process_group=None))
+    assert weights.weights_from_file(engine, tmp_path) == (own is True and others == 1)
+    assert asked == [int(own is True)]
+
+
+def test_what_a_script_has_put_there_is_there_again(tmp_path: Path) -> None:
+    """Its own way to make weights of the optimizer's, on one engine."""
+    engine: Any = SimpleNamespace(
+        optimizer=SimpleNamespace(
+            mpu=None, update_lp_params="the script's", load_hp_checkpoint_state_from_checkpoint_dir=1
+        ),
+        module=torch.nn.Linear(1, 1),
+        zero_optimization_stage=lambda: 2,
+    )
+    with loading.own_loading(engine, Values(), tmp_path):  # type: ignore[arg-type]
+        assert callable(engine.optimizer.update_lp_params)
+    assert engine.optimizer.update_lp_params == "the script's"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

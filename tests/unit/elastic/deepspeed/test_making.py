@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +100,8 @@ def test_no_gradients_are_made_for_a_step_that_is_not_made(monkeypatch: pytest.M
     def steps(optimizer: Any) -> None:
         optimizer.step()
 
+    known.__module__ = steps.__module__ = DeepSpeedZeroOptimizer.__module__
+
     weights = nn.Parameter(torch.ones(2))
 
     def made(*, offload: bool = False, kind: Any = torch.optim.AdamW) -> bool:
@@ -119,6 +122,20 @@ def test_no_gradients_are_made_for_a_step_that_is_not_made(monkeypatch: pytest.M
         if version is known:
             assert [made(), made(offload=True), made(kind=torch.optim.Adagrad)] == [False, True, True]
     assert DeepSpeedZeroOptimizer.initialize_optimizer_states is steps
+
+
+def test_what_a_script_has_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may do more than DeepSpeed."""
+    known: Any = DeepSpeedZeroOptimizer.initialize_optimizer_states
+
+    @functools.wraps(known)
+    def wrapped(optimizer: Any) -> None:
+        known(optimizer)
+
+    for theirs in (wrapped, lambda optimizer: None):
+        monkeypatch.setattr(DeepSpeedZeroOptimizer, "initialize_optimizer_states", theirs)
+        making.make_no_gradients()
+        assert DeepSpeedZeroOptimizer.initialize_optimizer_states is theirs
 
 
 def test_versions_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
