@@ -14,7 +14,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,6 @@ def own_loading(engine: Any, values: Values, directory: Path) -> Iterator[None]:
             trained = int(engine.global_steps) > int(engine.skipped_steps)
             load_groups(optimizer, groups, values, load(Path(folder) / ZERO / COMMON), trained=trained)
 
-        gather, scripts = optimizer.update_lp_params, vars(optimizer).get("update_lp_params")
-        optimizer.update_lp_params = lambda: None if weights_from_file(engine, directory) else gather()
-
     setattr(optimizer, _loader(engine), ours)
     own_states = loads_any_state(engine)
     if own_states:
@@ -82,12 +79,10 @@ def own_loading(engine: Any, values: Values, directory: Path) -> Iterator[None]:
             load_sub_groups, optimizer, values, lambda: int(engine.global_steps) > int(engine.skipped_steps)
         )
     try:
-        yield
+        with nullcontext() if int(engine.zero_optimization_stage()) == 3 else weights_from_file(engine, directory):
+            yield
     finally:
         delattr(optimizer, _loader(engine))
-        vars(optimizer).pop("update_lp_params", None)
-        if scripts is not None:
-            optimizer.update_lp_params = scripts
         if own_states:
             del optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3
 

@@ -75,7 +75,7 @@ def test_a_rank_that_cannot_read_says_so(
     monkeypatch.setattr(weights.dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(weights.dist, "all_reduce", reduced)
     engine = SimpleNamespace(device="cpu", optimizer=SimpleNamespace(dp_process_group=None))
-    assert weights.weights_from_file(engine, tmp_path) == (own is True and others == 1)
+    assert weights.filled_everywhere(engine, tmp_path) == (own is True and others == 1)
     assert asked == [int(own is True)]
 
 
