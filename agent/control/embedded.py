@@ -211,7 +211,7 @@ class EmbeddedMaster:
                     if isinstance(error, LocksUnavailable):
                         self._say(f"the claim cannot be renewed: {error}", True)
                 said = str(error)
-                if not full and isinstance(error, OSError) and is_full(error):
+                if not full and is_full(error):
                     full = True
                     # The master needs room for each decision, and is only silent.
                     self._say(

@@ -10,7 +10,7 @@ __all__ = ["problem_of"]
 
 def problem_of(error: Exception) -> str:
     """The reason for a person; of each checkpoint of a script with the same habit the same, as it is said once."""
-    if isinstance(error, OSError) and is_full(error):
+    if is_full(error):
         return f"{error.strerror}: the run's copy of it takes as much room again; make room, then it is taken"
     if isinstance(error, CheckpointDamaged) and error.reason is Damage.NOT_A_FILE:
         return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import errno
 from pathlib import Path
+from typing import TypeGuard
 
 
 class Damage(enum.Enum):
@@ -35,7 +36,7 @@ class CheckpointDamaged(Exception):
         super().__init__(f"{where}: {reason.value}" + (f" ({printable(detail)})" if detail else ""))
 
 
-def is_full(error: BaseException) -> bool:
+def is_full(error: BaseException) -> TypeGuard[OSError]:
     """Whether a write failed because the disk, or somebody's share of it, has no room left."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import weakref
 from typing import Any
@@ -38,7 +37,7 @@ def send_what_differs(model: nn.Module) -> None:
         if _loaded.pop(id(module), None) is not module or not _alike(module, process_group):
             known(module, process_group, *arguments, **options)
 
-    setattr(distributed, _SEND, functools.wraps(known, assigned=("__doc__",))(send))
+    setattr(distributed, _SEND, send)
 
 
 def _alike(module: nn.Module, process_group: Any) -> bool:

@@ -30,7 +30,6 @@ LAST_LINES_SECONDS = 1.0
 def main() -> int:
     """Serves until the wire ends; returns the exit code: 0, or 1 if serving failed."""
     # A master that is killed must leave no process behind that holds its port.
-    # One that has ended already lends no socket.
     ends_with_parent(signal.SIGKILL, os.getppid())()
     # Terminals, Slurm and supervisors send these to all processes of a job: the master decides when this one ends.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
