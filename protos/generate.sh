@@ -14,5 +14,5 @@ export PATH="$(dirname "$(command -v "$python")"):$PATH"
 (cd "$farm" && "$python" -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. dalsegno/protos/*.proto)
 mkdir -p "$out"
 cp "$farm"/dalsegno/protos/*_pb2*.py "$farm"/dalsegno/protos/*_pb2*.pyi "$out"/
-# worker.proto has no service: an empty stub file says nothing.
-rm -f "$out"/worker_pb2_grpc.py "$out"/worker_pb2_grpc.pyi
+# These have no service: an empty stub file says nothing.
+rm -f "$out"/{worker,peer}_pb2_grpc.py "$out"/{worker,peer}_pb2_grpc.pyi

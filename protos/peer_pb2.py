@@ -24,21 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64\x61lsegno/protos/peer.proto\x12\x10\x64\x61lsegno.peer.v1\"K\n\x05Piece\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.dalsegno.peer.v1.HeaderH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04\x62ody\"\x90\x01\n\x06Header\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x12\n\ngroup_rank\x18\x06 \x01(\r\x12\x16\n\x0emanifest_bytes\x18\x07 \x01(\x04\x12\r\n\x05paths\x18\x08 \x03(\t\"\x0b\n\tHoldReply\"`\n\x0c\x46\x65tchRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x12\n\ngroup_rank\x18\x05 \x01(\r2\x8a\x01\n\x04Peer\x12>\n\x04Hold\x12\x17.dalsegno.peer.v1.Piece\x1a\x1b.dalsegno.peer.v1.HoldReply(\x01\x12\x42\n\x05\x46\x65tch\x12\x1e.dalsegno.peer.v1.FetchRequest\x1a\x17.dalsegno.peer.v1.Piece0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64\x61lsegno/protos/peer.proto\x12\x10\x64\x61lsegno.peer.v1\"\x1b\n\x05Hello\x12\x12\n\ncredential\x18\x01 \x01(\t\"i\n\x04\x43\x61ll\x12(\n\x04hold\x18\x01 \x01(\x0b\x32\x18.dalsegno.peer.v1.HeaderH\x00\x12/\n\x05\x66\x65tch\x18\x02 \x01(\x0b\x32\x1e.dalsegno.peer.v1.FetchRequestH\x00\x42\x06\n\x04what\"^\n\x06\x41nswer\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12(\n\x06header\x18\x03 \x01(\x0b\x32\x18.dalsegno.peer.v1.Header\x12\x0c\n\x04here\x18\x04 \x01(\x08\"\x90\x01\n\x06Header\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x12\n\ngroup_rank\x18\x06 \x01(\r\x12\x16\n\x0emanifest_bytes\x18\x07 \x01(\x04\x12\r\n\x05paths\x18\x08 \x03(\t\"`\n\x0c\x46\x65tchRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x12\n\ngroup_rank\x18\x05 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dalsegno.protos.peer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PIECE']._serialized_start=48
-  _globals['_PIECE']._serialized_end=123
-  _globals['_HEADER']._serialized_start=126
-  _globals['_HEADER']._serialized_end=270
-  _globals['_HOLDREPLY']._serialized_start=272
-  _globals['_HOLDREPLY']._serialized_end=283
-  _globals['_FETCHREQUEST']._serialized_start=285
-  _globals['_FETCHREQUEST']._serialized_end=381
-  _globals['_PEER']._serialized_start=384
-  _globals['_PEER']._serialized_end=522
+  _globals['_HELLO']._serialized_start=48
+  _globals['_HELLO']._serialized_end=75
+  _globals['_CALL']._serialized_start=77
+  _globals['_CALL']._serialized_end=182
+  _globals['_ANSWER']._serialized_start=184
+  _globals['_ANSWER']._serialized_end=278
+  _globals['_HEADER']._serialized_start=281
+  _globals['_HEADER']._serialized_end=425
+  _globals['_FETCHREQUEST']._serialized_start=427
+  _globals['_FETCHREQUEST']._serialized_end=523
 # @@protoc_insertion_point(module_scope)

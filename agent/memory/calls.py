@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import grpc
 
-from dalsegno.elastic.checkpoint import CheckpointDamaged
 from dalsegno.protos import peer_pb2
 from dalsegno.protos.text import one_line
 
+from .connection import PIECE_BYTES, BrokenOff, Connection, Stranger
 from .holdings import HeldParts, Holdings, StepPart
-from .identity import StrangerError
-from .incoming import PartRefusedError, receive, received_header
-from .pieces import PIECE_BYTES, read_part
+from .incoming import PartRefusedError, receive
+from .pieces import header_of, read_manifest, read_part
 from .space import Space
 from .watch import StallWatch, WatchedCall
-from .wire import SERVICE, Wire, code_of, detail_of
+from .wire import Wire
 
 __all__ = ["OPEN_PORTS", "PeerError", "Peers", "SendPace"]
 
 # What to do where nobody answers.
 OPEN_PORTS = "nodes must reach each other's ports (is there a firewall between them?)"
 
-# The least bytes of one message, and how many messages the bytes of a second are cut into.
+# The least bytes of one piece, and how many pieces the bytes of a second are cut into.
 _SMALLEST_PIECE, _PIECES_IN_A_SECOND = 4 << 10, 10
+_STATUS = {status.value[0]: status for status in grpc.StatusCode}
 
 
 class PeerError(Exception):
@@ -72,7 +73,7 @@ class SendPace:
         self._hurried = wanted
 
     def wait(self, count: int) -> None:
-        """Before `count` bytes are sent. Each message waits for those before it: about 0.1 s for each buddy."""
+        """Before `count` bytes are sent. Each piece waits for those before it: about 0.1 s for each buddy."""
         if self._rate is None or self._hurried:
             return
         now = time.monotonic()
@@ -101,36 +102,34 @@ class Peers:
             PeerError: it has not.
             CheckpointDamaged: the part is not what was sealed.
         """
-        problems: list[CheckpointDamaged | OSError] = []
-        started: list[WatchedCall] = []
-        begun = threading.Event()
-
-        def messages() -> Iterator[bytes]:
-            begun.wait()
+        with self._holdings.at_work(part.run_id, part.manifest.name):
             try:
-                for message in read_part(part, self._job_id, pace.piece_bytes):
-                    pace.wait(len(message))
-                    started[0].moved()
-                    yield message
-            except (CheckpointDamaged, OSError) as error:
-                # An end that comes too early: gRPC would log what is raised here.
-                problems.append(error)
+                manifest = read_manifest(part)
+                header = header_of(part, self._job_id, len(manifest))
+                pieces = read_part(part, manifest, pace.piece_bytes)
+                with self._call(address, peer_pb2.Call(hold=header)) as (connection, transfer, answer):
+                    if not answer.here:
+                        self._send(connection, pieces, pace, transfer)
+            except OSError as error:
+                raise PeerError(grpc.StatusCode.INTERNAL, f"{part} cannot be read: {error}", ours=True) from error
 
-        with self._holdings.at_work(part.run_id, part.manifest.name), self._channel(address) as channel:
-            hold: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(f"/{SERVICE}/Hold")
-            call = hold.future(messages(), metadata=self._metadata(address))
-            with self._watch.over(call.cancel) as transfer:
-                started.append(transfer)
-                begun.set()
-                try:
-                    call.result()
-                except (grpc.RpcError, grpc.FutureCancelledError) as error:
-                    if problems and isinstance(problems[0], CheckpointDamaged):
-                        raise problems[0] from error
-                    if problems:
-                        reason = f"{part} cannot be read: {problems[0]}"
-                        raise PeerError(grpc.StatusCode.INTERNAL, reason, ours=True) from error
-                    raise _failed(error, transfer) from error
+    def _send(
+        self, connection: Connection, pieces: Iterator[memoryview], pace: SendPace, transfer: WatchedCall
+    ) -> None:
+        try:
+            for piece in pieces:
+                pace.wait(len(piece))
+                transfer.moved()
+                if connection.has_spoken:
+                    break
+                connection.send(piece)
+            else:
+                connection.send(b"")
+        except BrokenOff:
+            if connection.cancelled:
+                raise
+            # It may have said why before it hung up.
+        _check(connection.hear_answer())
 
     def fetch(
         self, address: str, run_id: str, name: str, digest: str, group_rank: int, stopped: Callable[[], bool]
@@ -148,60 +147,69 @@ class Peers:
         request = peer_pb2.FetchRequest(
             job_id=self._job_id, run_id=run_id, name=name, digest=digest, group_rank=group_rank
         )
-        with self._channel(address) as channel:
-            ask: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/{SERVICE}/Fetch")
-            call = ask(request.SerializeToString(), metadata=self._metadata(address))
-            with self._watch.over(call.cancel, stopped) as transfer:
-                try:
-                    return self._take(call, request, transfer, stopped)
-                except grpc.RpcError as error:
-                    raise _failed(error, transfer) from error
-                except ValueError as error:
-                    raise PeerError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
-                except PartRefusedError as refused:
-                    ours = refused.code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INTERNAL)
-                    raise PeerError(refused.code, str(refused), ours=ours) from refused
-                finally:
-                    call.cancel()
+        with self._call(address, peer_pb2.Call(fetch=request), stopped) as (connection, transfer, answer):
+            fields = ("job_id", "run_id", "name", "digest", "group_rank")
+            if any(getattr(answer.header, field) != getattr(request, field) for field in fields):
+                raise PeerError(
+                    grpc.StatusCode.INVALID_ARGUMENT, f"another part was sent than {group_rank} of {one_line(name)}"
+                )
 
-    def _take(
-        self,
-        messages: Iterator[bytes],
-        request: peer_pb2.FetchRequest,
-        transfer: WatchedCall,
-        stopped: Callable[[], bool],
-    ) -> HeldParts:
-        header = received_header(messages)
-        fields = ("job_id", "run_id", "name", "digest", "group_rank")
-        if any(getattr(header, field) != getattr(request, field) for field in fields):
-            raise ValueError(f"another part was sent than {request.group_rank} of {request.name}")
+            def pieces() -> Iterator[memoryview]:
+                yield from connection.pieces()
+                _check(connection.hear_answer())
 
-        def moved() -> None:
-            transfer.moved()
-            if stopped():
-                raise PeerError(grpc.StatusCode.CANCELLED, "it is not wanted any more", ours=True)
+            def moved() -> None:
+                transfer.moved()
+                if stopped():
+                    raise PeerError(grpc.StatusCode.CANCELLED, "it is not wanted any more", ours=True)
 
-        return receive(header, messages, self._holdings, self._space, moved)
+            try:
+                return receive(answer.header, pieces(), self._holdings, self._space, moved)
+            except ValueError as error:
+                raise PeerError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+            except PartRefusedError as refused:
+                ours = refused.code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INTERNAL)
+                raise PeerError(refused.code, str(refused), ours=ours) from refused
 
-    def _channel(self, address: str) -> grpc.Channel:
+    @contextlib.contextmanager
+    def _call(
+        self, address: str, call: peer_pb2.Call, stopped: Callable[[], bool] = lambda: False
+    ) -> Iterator[tuple[Connection, WatchedCall, peer_pb2.Answer]]:
+        """Makes a call, which ends with this; the first answer is one of success."""
+        with (
+            contextlib.closing(self._connect(address)) as connection,
+            self._watch.over(connection.cancel, stopped) as transfer,
+        ):
+            try:
+                connection.say(peer_pb2.Hello(credential=self._credential(address)), call)
+                answer = connection.hear_answer()
+                _check(answer)
+                yield connection, transfer, answer
+            except BrokenOff as error:
+                if transfer.stalled:
+                    reason = "not a byte has moved for too long"
+                    raise PeerError(grpc.StatusCode.DEADLINE_EXCEEDED, reason) from error
+                if connection.cancelled:
+                    raise PeerError(grpc.StatusCode.CANCELLED, "it was ended", ours=True) from error
+                raise PeerError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+
+    def _connect(self, address: str) -> Connection:
         try:
-            return self._wire.channel(address)
-        except StrangerError as error:
+            return self._wire.connect(address)
+        except Stranger as error:
             raise PeerError(grpc.StatusCode.UNAUTHENTICATED, str(error)) from error
-        except OSError as error:
-            raise PeerError(grpc.StatusCode.UNAVAILABLE, f"it cannot be reached: {error.strerror or error}") from error
+        except BrokenOff as error:
+            raise PeerError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
 
-    def _metadata(self, address: str) -> tuple[tuple[str, str], ...]:
+    def _credential(self, address: str) -> str:
         try:
-            return self._wire.metadata(address)
+            return self._wire.credential(address)
         except (OSError, ValueError) as error:
             raise PeerError(grpc.StatusCode.UNAUTHENTICATED, f"no token: {error}", ours=True) from error
 
 
-def _failed(error: BaseException, transfer: WatchedCall) -> PeerError:
-    if transfer.stalled:
-        return PeerError(grpc.StatusCode.DEADLINE_EXCEEDED, "not a byte has moved for too long")
-    if not isinstance(error, grpc.RpcError):
-        return PeerError(grpc.StatusCode.CANCELLED, "it was ended", ours=True)
-    code, detail = code_of(error), one_line(detail_of(error))
-    return PeerError(code, "it has ended the call" if detail == code.name else detail)
+def _check(answer: peer_pb2.Answer) -> None:
+    """Raises PeerError: it is none of success."""
+    if answer.code:
+        code = _STATUS.get(answer.code, grpc.StatusCode.UNKNOWN)
+        raise PeerError(code, answer.detail or "it has ended the call")

@@ -2,32 +2,22 @@
 
 Certificates of an operator would not do: most agents have none, and what they have seldom names the address under which
 another agent calls. So each signs its own. The certificate's digest is part of the address that the agent registers,
-over the master's TLS, and that the master hands out (`PeerAddress`). A caller asks for the certificate, goes on only if
-it has that digest, and then trusts this one alone.
+over the master's TLS, and that the master hands out (`PeerAddress`). A caller trusts what has that digest alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
-import socket
 import ssl
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from dalsegno.protos.addresses import host_and_port
-from dalsegno.protos.peer_address import PeerAddress
+__all__ = ["MemoryIdentity", "caller_context", "digest_of"]
 
-__all__ = ["NAME", "MemoryIdentity", "StrangerError", "certificate_at"]
-
-# The name in each certificate, by which callers check it: they know it by its digest, and not by its address.
-NAME = "dalsegno-peer"
-# For connecting, and for the handshake; seconds.
-_PATIENCE_SECONDS = 5.0
-
-
-class StrangerError(Exception):
-    """What answers at an address cannot be called by this agent; one line that says why. Waiting does not help."""
+# The name in each certificate: there must be one, and nobody looks at it.
+_NAME = "dalsegno-peer"
 
 
 @dataclass(frozen=True)
@@ -46,7 +36,23 @@ class MemoryIdentity:
     @property
     def digest(self) -> str:
         """SHA-256 of the certificate, as callers compare it."""
-        return _digest_of(ssl.PEM_cert_to_DER_cert(self.certificate.decode()))
+        return digest_of(ssl.PEM_cert_to_DER_cert(self.certificate.decode()))
+
+    def context(self) -> ssl.SSLContext:
+        """For who is called."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        # Nobody comes back, and the caller looks whether it was answered while it sends: tickets would look like that.
+        context.num_tickets = 0
+        # Python loads keys from files alone. This one is in memory, without a name.
+        descriptor = os.memfd_create("identity", os.MFD_CLOEXEC)
+        try:
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(self.key + self.certificate)
+            context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+        finally:
+            os.close(descriptor)
+        return context
 
     @classmethod
     def make(cls) -> MemoryIdentity:
@@ -60,7 +66,7 @@ class MemoryIdentity:
         from cryptography.hazmat.primitives.asymmetric import ec
 
         key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, NAME)])
+        name = x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, _NAME)])
         made = (
             x509.CertificateBuilder()
             .subject_name(name)
@@ -70,7 +76,6 @@ class MemoryIdentity:
             # It is valid as long as it is registered. With dates, clocks that differ would cut agents off.
             .not_valid_before(datetime(2000, 1, 1))
             .not_valid_after(datetime(9999, 12, 31, 23, 59, 59))
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName(NAME)]), critical=False)
             .sign(key, hashes.SHA256())
         )
         pem = serialization.Encoding.PEM
@@ -78,34 +83,17 @@ class MemoryIdentity:
         return cls(key.private_bytes(pem, *plain), made.public_bytes(pem))
 
 
-def certificate_at(address: PeerAddress) -> bytes:
-    """The certificate (PEM) that is shown there, if it is the one with the address's digest.
+def caller_context() -> ssl.SSLContext:
+    """For who calls an agent. What it shows is looked at by its digest, which says more than a name and a signature.
 
-    Nothing is sent but a handshake, which proves nothing by itself: whoever has seen the certificate can show it. What
-    trusts this certificate alone then makes the other side prove that it has the key.
-
-    Raises:
-        StrangerError: Another one is shown, or none.
-        OSError: Nobody answers. Blocks for 10 s at most.
+    In TLS 1.3 whoever shows a certificate proves in the same handshake that it has the key.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # The digest says more than a name and a signature could.
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
-    try:
-        with (
-            socket.create_connection(host_and_port(address.target), _PATIENCE_SECONDS) as plain,
-            context.wrap_socket(plain) as secured,
-        ):
-            shown = secured.getpeercert(binary_form=True) or b""
-    except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
-        raise OSError(f"it hung up: {error.reason or error}") from error
-    except ssl.SSLError as error:
-        raise StrangerError(f"what answers there does not speak TLS ({error.reason or error})") from error
-    if _digest_of(shown) != address.certificate:
-        raise StrangerError("what answers there shows another certificate than the one that the agent has registered")
-    return ssl.DER_cert_to_PEM_cert(shown).encode()
+    return context
 
 
-def _digest_of(certificate: bytes) -> str:
+def digest_of(certificate: bytes) -> str:
+    """SHA-256 of a certificate (DER), hex."""
     return hashlib.sha256(certificate).hexdigest()

@@ -7,7 +7,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,10 +21,9 @@ from dalsegno.elastic.checkpoint.summing import SummingWriter
 from dalsegno.protos import peer_pb2
 
 from .holdings import HeldParts, Holdings, checked_paths, manifest_of
-from .pieces import decode
 from .space import NoSpaceError, Space
 
-__all__ = ["Incoming", "PartRefusedError", "named", "receive", "received_header"]
+__all__ = ["Incoming", "PartRefusedError", "named", "receive"]
 
 
 class PartRefusedError(Exception):
@@ -40,41 +39,25 @@ def named(header: peer_pb2.Header) -> str:
     return f"part {header.group_rank} of {header.name}"
 
 
-def received_header(messages: Iterator[bytes]) -> peer_pb2.Header:
-    """What a part begins with.
-
-    Raises:
-        ValueError: something else came, or nothing.
-    """
-    header = decode(next(messages, b""))
-    if not isinstance(header, peer_pb2.Header):
-        raise ValueError("the first message is no header")
-    return header
-
-
 def receive(
-    header: peer_pb2.Header, messages: Iterator[bytes], holdings: Holdings, space: Space, moved: Callable[[], None]
+    header: peer_pb2.Header, pieces: Iterable[memoryview], holdings: Holdings, space: Space, moved: Callable[[], None]
 ) -> HeldParts:
     """Takes the part behind a header, and puts it in its place.
 
     Args:
         header: its names are checked already.
-        messages: what comes behind it.
+        pieces: its bytes. What this raises ends it.
         holdings, space: of this node.
-        moved: called with each message; what it raises ends this.
+        moved: called with each piece; what it raises ends this.
 
     Raises:
         PartRefusedError: it cannot be, or is not what was announced.
-        ValueError: a message is not of this kind.
     """
     incoming = Incoming(header, holdings, space)
     try:
-        for message in messages:
+        for piece in pieces:
             moved()
-            data = decode(message)
-            if isinstance(data, peer_pb2.Header):
-                raise ValueError("a second header")
-            incoming.feed(data)
+            incoming.feed(piece)
         return incoming.finish()
     finally:
         incoming.close()

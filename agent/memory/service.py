@@ -1,37 +1,44 @@
-"""What other agents may ask of this one: to hold a part, and to hand one out. Serves `Peer` of peer.proto."""
+"""What other agents may ask of this one: to hold a part, and to hand one out. See peer.proto."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import socket
+import threading
+import time
+from collections.abc import Callable
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged
 from dalsegno.protos import peer_pb2
 
+from .connection import BrokenOff, Connection, Stranger
 from .fence import Fence
 from .holdings import HeldParts, Holdings, StepPart
-from .incoming import PartRefusedError, receive, received_header
-from .pieces import read_part
+from .incoming import PartRefusedError, receive
+from .pieces import header_of, read_manifest, read_part
 from .space import Space
 from .watch import StallWatch, WatchedCall
-from .wire import SERVICE, TokenGate, Wire
+from .wire import Wire
 
 __all__ = ["PeerServer", "PeerService"]
 
 # At once. What comes beyond that is told so, and asks again.
 MOST_CALLS = 16
+# With those that have not shown yet who they are: what comes beyond that is hung up on.
+MOST_CONNECTIONS = 256
 # For calls to end when the server stops, seconds.
 _STOP_WITHIN_SECONDS = 5.0
+# Where no connection can be accepted, as this process has no descriptor left for it; seconds.
+_AGAIN_SECONDS = 0.2
 
 logger = logging.getLogger(__name__)
 
 
 class PeerService:
-    """The two calls. Every message is decoded here, so that nonsense is answered and not logged by gRPC.
+    """The two calls.
 
     Args:
         on_held: told what is here of a step, after a part has come.
@@ -51,68 +58,66 @@ class PeerService:
         self._job_id, self._holdings, self._fence, self._space = job_id, holdings, fence, space
         self._watch, self._on_held, self._on_bad = watch, on_held, on_bad
 
-    def handlers(self) -> grpc.GenericRpcHandler:
-        """For a server."""
-        return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                "Hold": grpc.stream_unary_rpc_method_handler(self.hold),
-                "Fetch": grpc.unary_stream_rpc_method_handler(self.fetch),
-            },
-        )
+    def serve(self, connection: Connection) -> None:
+        """Carries out one call of somebody who was let in.
 
-    def hold(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        """See peer.proto."""
-        with self._watch.over(context.cancel) as transfer:
+        Raises:
+            BrokenOff: the caller is gone, or moved no byte for too long.
+        """
+        with self._watch.over(connection.cancel) as transfer:
             try:
-                held = self._take(requests, transfer)
+                self._carry_out(connection, transfer)
             except PartRefusedError as refused:
-                logger.info("refused a part: %s", refused)
-                context.abort(refused.code, str(refused))
-            except grpc.RpcError:
-                # Whoever sent it is gone, or moved no byte for too long.
-                logger.info("a part did not arrive: its sender has gone")
-                return b""
-        if held is not None:
-            self._on_held(held)
-        return peer_pb2.HoldReply().SerializeToString()
+                logger.info("refused: %s", refused)
+                connection.refuse(refused.code, str(refused))
+            except ValueError as error:
+                connection.refuse(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
-    def _take(self, requests: Iterator[bytes], transfer: WatchedCall) -> HeldParts | None:
-        """None: it is here already."""
-        try:
-            header = received_header(requests)
-            self._fence.check(header)
-            if self._holdings.has(header.run_id, header.name, header.digest, header.group_rank):
-                return None
-            return receive(header, requests, self._holdings, self._space, transfer.moved)
-        except ValueError as error:
-            raise PartRefusedError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+    def _carry_out(self, connection: Connection, transfer: WatchedCall) -> None:
+        call = connection.hear(peer_pb2.Call)
+        which = call.WhichOneof("what")
+        if which is None:
+            raise ValueError("not a call of this protocol")
+        if which == "hold":
+            self._hold(connection, call.hold, transfer)
+        else:
+            self._fetch(connection, self._part(call.fetch), transfer)
 
-    def fetch(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """See peer.proto."""
-        try:
-            part = self._part(message)
-        except PartRefusedError as refused:
-            context.abort(refused.code, str(refused))
-        with (
-            self._watch.over(context.cancel) as transfer,
-            self._holdings.at_work(part.run_id, part.manifest.name),
-        ):
+    def _hold(self, connection: Connection, header: peer_pb2.Header, transfer: WatchedCall) -> None:
+        self._fence.check(header)
+        if self._holdings.has(header.run_id, header.name, header.digest, header.group_rank):
+            connection.say(peer_pb2.Answer(here=True))
+            return
+        connection.say(peer_pb2.Answer())
+        held = receive(header, connection.pieces(), self._holdings, self._space, transfer.moved)
+        self._on_held(held)
+        connection.say(peer_pb2.Answer())
+
+    def _fetch(self, connection: Connection, part: StepPart, transfer: WatchedCall) -> None:
+        with self._holdings.at_work(part.run_id, part.manifest.name):
             try:
-                for piece in read_part(part, self._job_id):
+                manifest = read_manifest(part)
+            except (CheckpointDamaged, OSError) as error:
+                raise self._unreadable(part, error) from error
+            connection.say(peer_pb2.Answer(header=header_of(part, self._job_id, len(manifest))))
+            last = peer_pb2.Answer()
+            try:
+                for piece in read_part(part, manifest):
                     transfer.moved()
-                    yield piece
-            except CheckpointDamaged as damaged:
-                self._on_bad(part, damaged)
-                context.abort(grpc.StatusCode.DATA_LOSS, str(damaged))
-            except OSError as error:
-                context.abort(grpc.StatusCode.INTERNAL, f"{part} cannot be read: {error}")
+                    connection.send(piece)
+            except (CheckpointDamaged, OSError) as error:
+                failed = self._unreadable(part, error)
+                last = peer_pb2.Answer(code=failed.code.value[0], detail=str(failed))
+        connection.send(b"")
+        connection.say(last)
 
-    def _part(self, message: bytes) -> StepPart:
-        try:
-            request = peer_pb2.FetchRequest.FromString(message)
-        except DecodeError as error:
-            raise PartRefusedError(grpc.StatusCode.INVALID_ARGUMENT, "not a request of this protocol") from error
+    def _unreadable(self, part: StepPart, error: CheckpointDamaged | OSError) -> PartRefusedError:
+        if isinstance(error, CheckpointDamaged):
+            self._on_bad(part, error)
+            return PartRefusedError(grpc.StatusCode.DATA_LOSS, str(error))
+        return PartRefusedError(grpc.StatusCode.INTERNAL, f"{part} cannot be read: {error}")
+
+    def _part(self, request: peer_pb2.FetchRequest) -> StepPart:
         self._fence.check_job(request.job_id)
         part = self._holdings.part(request.run_id, request.name, request.digest, request.group_rank)
         if part is None:
@@ -123,23 +128,92 @@ class PeerService:
 
 
 class PeerServer:
-    """Serves until `close`.
+    """Serves until `close`, each connection on a thread of its own.
 
     Raises:
         RuntimeError: `host` cannot be listened on.
     """
 
     def __init__(self, host: str, wire: Wire, service: PeerService) -> None:
-        self._server = grpc.server(
-            ThreadPoolExecutor(MOST_CALLS, thread_name_prefix="memory-serve"),
-            interceptors=[TokenGate(wire)],
-            options=wire.server_options(),
-            maximum_concurrent_rpcs=MOST_CALLS,
-        )
-        self._server.add_generic_rpc_handlers((service.handlers(),))
-        self.address = wire.bind(self._server, host)
-        self._server.start()
+        self._wire, self._service = wire, service
+        try:
+            self._listener = _listen(host)
+        except OSError as error:
+            raise RuntimeError(f"cannot listen on {host}: {error.strerror or error}") from error
+        self.address = wire.address(host, self._listener.getsockname()[1])
+        self._lock = threading.Lock()
+        self._serving: dict[Connection, threading.Thread] = {}
+        self._closing = threading.Event()
+        self._places = threading.Semaphore(MOST_CALLS)
+        threading.Thread(target=self._accept, name="memory-accept", daemon=True).start()
 
     def close(self) -> None:
         """Ends calls under way, and waits for that a little."""
-        self._server.stop(0).wait(_STOP_WITHIN_SECONDS)
+        self._closing.set()
+        # It wakes the thread that accepts; closing alone does not.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            serving = dict(self._serving)
+        for connection in serving:
+            connection.cancel()
+        deadline = time.monotonic() + _STOP_WITHIN_SECONDS
+        for thread in serving.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                opened, _ = self._listener.accept()
+            except OSError:
+                # Who calls waits in the queue of the kernel meanwhile.
+                self._closing.wait(_AGAIN_SECONDS)
+                continue
+            try:
+                self._begin(opened)
+            except (OSError, RuntimeError) as error:  # it is gone already, or there is no room for a thread
+                logger.warning("a peer is hung up on: %s", error)
+                opened.close()
+
+    def _begin(self, opened: socket.socket) -> None:
+        connection = Connection(opened)
+        thread = threading.Thread(target=self._serve, args=(connection,), name="memory-serve", daemon=True)
+        with self._lock:
+            if self._closing.is_set() or len(self._serving) >= MOST_CONNECTIONS:
+                raise RuntimeError("too many are served")
+            self._serving[connection] = thread
+            try:
+                thread.start()
+            except RuntimeError:
+                del self._serving[connection]
+                raise
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            if not self._wire.let_in(connection):
+                return
+            if not self._places.acquire(blocking=False):
+                connection.refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, f"it serves {MOST_CALLS} others just now")
+                return
+            try:
+                self._service.serve(connection)
+            finally:
+                self._places.release()
+        except BrokenOff as error:
+            logger.info("a call of a peer came to nothing: %s", error)
+        except Stranger as error:
+            logger.info("a stranger is hung up on: %s", error)
+            connection.hang_up()
+        except Exception:
+            logger.exception("a call of a peer")
+        finally:
+            connection.close()
+            with self._lock:
+                del self._serving[connection]
+
+
+def _listen(host: str) -> socket.socket:
+    """On a free port. Raises OSError."""
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return socket.create_server(address[:2], family=family, backlog=MOST_CONNECTIONS)

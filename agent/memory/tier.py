@@ -22,7 +22,7 @@ from .gathering import Gatherer
 from .holdings import HeldParts, Holdings, StepPart
 from .identity import MemoryIdentity
 from .line import Line
-from .pieces import read_part
+from .pieces import read_manifest, read_part
 from .place import MemoryPlace, NoMemoryError, default_root
 from .service import PeerServer, PeerService
 from .space import Space
@@ -312,7 +312,7 @@ class MemoryTier:
             for group_rank in () if held is None else held.parts:
                 part = self._holdings.part(run_id, ref.name, ref.digest, group_rank)
                 try:
-                    for _ in () if part is None else read_part(part, ""):
+                    for _ in () if part is None else read_part(part, read_manifest(part)):
                         if self._ending.is_set():
                             return "the agent ends"
                 except CheckpointDamaged as damaged:

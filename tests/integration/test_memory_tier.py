@@ -1,10 +1,12 @@
-"""Memory checkpoints between agents: real gRPC, real files, processes that are killed and stopped."""
+"""Memory checkpoints between agents: real connections, real files, processes that are killed and stopped."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -12,19 +14,22 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
-from dalsegno.agent.memory import buddies, durable, service
+from dalsegno.agent.memory import buddies, durable, service, wire
 from dalsegno.agent.memory.calls import PeerError, SendPace
+from dalsegno.agent.memory.connection import PIECE_BYTES, BrokenOff, Connection
 from dalsegno.agent.memory.holdings import Holdings
-from dalsegno.agent.memory.pieces import read_part
-from dalsegno.agent.memory.wire import SERVICE
+from dalsegno.agent.memory.pieces import header_of, read_manifest, read_part
+from dalsegno.agent.memory.service import PeerServer
+from dalsegno.agent.memory.wire import Wire
 from dalsegno.elastic.checkpoint import FileEntry, Manifest, read_sealed, verify, verify_files
 from dalsegno.elastic.checkpoint.spares import FOLDER
-from dalsegno.protos import control_pb2
-from tests.support.checkpoints.memory import JOB, RUN, SMALL, Node, manifest_of, nodes, write_own
+from dalsegno.protos import control_pb2, peer_pb2
+from tests.support.checkpoints.memory import JOB, RUN, SMALL, TOKEN, Node, manifest_of, nodes, write_own
 from tests.support.checkpoints.power import Power, only_whole_checkpoints, sealed
 from tests.support.jobs.memory_node import SENT, Process, durable_step, sent_step
 
@@ -294,20 +299,87 @@ def test_another_job_is_another_job(tmp_path: Path) -> None:
         assert "of job job" in str(other.gathers(manifest_of(STEP, SMALL), {1: [one.tier.address]}))
 
 
-def test_hostile_messages(tmp_path: Path) -> None:
-    """Nonsense is answered with a status; the agent goes on."""
-    with nodes(tmp_path, 1) as (one,), grpc.insecure_channel(one.tier.address) as channel:
-        metadata = one.tier._peers._wire.metadata(one.tier.address)
-        hold = channel.stream_unary(f"/{SERVICE}/Hold")
-        fetch = channel.unary_stream(f"/{SERVICE}/Fetch")
-        for messages in ([], [b""], [b"\xff"], [b"\x12\x03abc"], [b"\x0a\x00"]):
-            with pytest.raises(grpc.RpcError) as error:
-                hold(iter(messages), metadata=metadata, timeout=30)
-            assert error.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND), messages
-        for message in (b"", b"\xff"):
-            with pytest.raises(grpc.RpcError) as error:
-                list(fetch(message, metadata=metadata, timeout=30))
-            assert error.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
+HELLO = peer_pb2.Hello(credential=TOKEN)
+NONSENSE = {
+    "silence": b"",
+    "no word": b"\0\0\0\0",
+    "gRPC": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0" * 100,
+    "HTTP": b"GET / HTTP/1.1\r\n\r\n",
+    "no hello": b"DSMEM/1\n",
+    "half a length": b"DSMEM/1\n\0\0",
+    "half a hello": b"DSMEM/1\n\0\0\0\x09abc",
+    "no message": b"DSMEM/1\n\0\0\0\x01\xff",
+    "endless hello": b"DSMEM/1\n\xff\xff\xff\xff" + b"x" * 100_000,
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Whoever does not say the right words is hung up on soon, and hears eight bytes at most; the agent goes on."""
+    monkeypatch.setattr(wire, "PATIENCE_SECONDS", 0.5)
+    with nodes(tmp_path, 2) as two:
+        host, port = two[0].tier.address.split(":")
+        with socket.create_connection((host, int(port)), 10) as stranger:
+            stranger.sendall(NONSENSE[what])
+            assert heard(stranger) in (b"DSMEM/1\n", b"")
+        world(two)
+
+
+def heard(stranger: socket.socket) -> bytes:
+    """All that is said until the other side hangs up."""
+    said = b""
+    with contextlib.suppress(ConnectionResetError):
+        while more := stranger.recv(1000):
+            said += more
+    return said
+
+
+CALLS = {
+    "no call": peer_pb2.Call(),
+    "no call at all": peer_pb2.Hello(credential="\x01" * 3),
+    "empty hold": peer_pb2.Call(hold=peer_pb2.Header()),
+    "empty fetch": peer_pb2.Call(fetch=peer_pb2.FetchRequest()),
+    "nowhere": peer_pb2.Call(fetch=peer_pb2.FetchRequest(job_id=JOB, run_id="../..", name="../x", digest="d")),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_hostile_calls(tmp_path: Path, what: str) -> None:
+    """Nonsense of somebody with the token is answered with a status; the agent goes on."""
+    with nodes(tmp_path, 2) as two:
+        with contextlib.closing(two[0].tier._peers._wire.connect(two[0].tier.address)) as connection:
+            connection.say(HELLO, CALLS[what])
+            answer = connection.hear_answer()
+            assert answer.code in (grpc.StatusCode.INVALID_ARGUMENT.value[0], grpc.StatusCode.NOT_FOUND.value[0])
+            with pytest.raises(BrokenOff):
+                connection.hear_answer()
+        world(two)
+
+
+def test_pieces_that_are_too_large(tmp_path: Path) -> None:
+    """An agent keeps one piece in memory, however long the caller says that it is."""
+    with nodes(tmp_path, 2) as two:
+        manifest = manifest_of(STEP, {0: SMALL[0]})
+        header = peer_pb2.Header(job_id=JOB, run_id=RUN, epoch=1, name=STEP, digest=manifest.digest, manifest_bytes=9)
+        with contextlib.closing(two[0].tier._peers._wire.connect(two[0].tier.address)) as connection:
+            connection.say(HELLO, peer_pb2.Call(hold=header))
+            assert connection.hear_answer().code == 0
+            connection.send(bytes(PIECE_BYTES + 1))
+            answer = connection.hear_answer()
+            assert answer.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+            assert "a piece of" in answer.detail
+        world(two)
+
+
+def test_many_strangers_who_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are hung up on before long, beyond a number of them at once; agents call again."""
+    monkeypatch.setattr(service, "MOST_CONNECTIONS", 8)
+    monkeypatch.setattr(wire, "PATIENCE_SECONDS", 3.0)
+    with nodes(tmp_path, 2) as two, contextlib.ExitStack() as strangers:
+        host, port = two[0].tier.address.split(":")
+        for _ in range(20):
+            strangers.enter_context(socket.create_connection((host, int(port)), 10))
+        world(two)
 
 
 # ---- what goes wrong on the way --------------------------------------------------------------------------------------
@@ -317,25 +389,28 @@ _OVER = threading.Event()
 
 
 class FakePeer:
-    """Hands out a good part, as `spoil` makes it."""
+    """Hands out a good part, as `spoil` makes it: a header, and pieces."""
 
-    def __init__(
-        self, root: Path, manifest: Manifest, rank: int, spoil: Callable[[list[bytes]], Iterator[bytes]]
-    ) -> None:
+    def __init__(self, root: Path, manifest: Manifest, rank: int, spoil: Callable[[list[Any]], Iterator[Any]]) -> None:
         (root / RUN).mkdir(parents=True)
         write_own(root / RUN, manifest, rank, SMALL[rank])
-        part = Holdings(root).add_own(RUN, manifest.name, manifest.digest, rank)
+        self._part = Holdings(root).add_own(RUN, manifest.name, manifest.digest, rank)
+        self._spoil = spoil
         self.asked = 0
+        self.server = PeerServer("127.0.0.1", Wire(lambda: TOKEN), self)  # type: ignore[arg-type]
+        self.address = self.server.address
 
-        def fetch(message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-            self.asked += 1
-            return spoil(list(read_part(part, JOB)))
-
-        self.server = grpc.server(ThreadPoolExecutor(4))
-        handlers = {"Fetch": grpc.unary_stream_rpc_method_handler(fetch)}
-        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
-        self.server.start()
+    def serve(self, connection: Connection) -> None:
+        connection.hear(peer_pb2.Call)
+        self.asked += 1
+        data = read_manifest(self._part)
+        pieces = [bytes(piece) for piece in read_part(self._part, data)]
+        spoilt = self._spoil([header_of(self._part, JOB, len(data)), *pieces])
+        connection.say(peer_pb2.Answer(header=next(spoilt)))
+        for piece in spoilt:
+            connection.send(piece)
+        connection.send(b"")
+        connection.say(peer_pb2.Answer())
 
 
 @contextmanager
@@ -346,41 +421,42 @@ def fake_peer(*arguments: object) -> Iterator[FakePeer]:
         yield peer
     finally:
         _OVER.set()
-        peer.server.stop(0).wait(10)
+        peer.server.close()
 
 
-def _flip(messages: list[bytes]) -> Iterator[bytes]:
+def _flip(messages: list[Any]) -> Iterator[Any]:
     spoilt = bytearray(messages[-1])
     spoilt[len(spoilt) // 2] ^= 1
     yield from [*messages[:-1], bytes(spoilt)]
 
 
-def _cut(messages: list[bytes]) -> Iterator[bytes]:
+def _cut(messages: list[Any]) -> Iterator[Any]:
     yield from messages[:-1]
 
 
-def _breaks(messages: list[bytes]) -> Iterator[bytes]:
+def _breaks(messages: list[Any]) -> Iterator[Any]:
     yield from messages[:-1]
     raise RuntimeError("the peer breaks")
 
 
-def _stands_still(messages: list[bytes]) -> Iterator[bytes]:
+def _stands_still(messages: list[Any]) -> Iterator[Any]:
     yield from messages[:-1]
     _OVER.wait(20)
 
 
-def _says_nothing(messages: list[bytes]) -> Iterator[bytes]:
+def _says_nothing(messages: list[Any]) -> Iterator[Any]:
     yield from ()
 
 
-def _another(messages: list[bytes]) -> Iterator[bytes]:
-    yield messages[0].replace(b"step-10.e1.1", b"step-11.e1.1")
+def _another(messages: list[Any]) -> Iterator[Any]:
+    messages[0].name = "step-11.e1.1"
+    yield messages[0]
     yield from messages[1:]
 
 
 @pytest.mark.parametrize("spoil", [_flip, _cut, _breaks, _stands_still, _says_nothing, _another])
 def test_the_second_holder_is_asked_when_the_first_is_bad(
-    tmp_path: Path, spoil: Callable[[list[bytes]], Iterator[bytes]]
+    tmp_path: Path, spoil: Callable[[list[Any]], Iterator[Any]]
 ) -> None:
     """A flipped bit, a stream that ends early, breaks or stands still, another step than was asked for."""
     with nodes(tmp_path, 2, stall_seconds=1.0) as two:

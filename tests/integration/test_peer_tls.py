@@ -1,27 +1,28 @@
-"""TLS between agents that hold each other's memory: real gRPC, a proxy that remembers, and all that does not fit."""
+"""TLS between agents that hold each other's memory: a proxy that remembers, and all that does not fit."""
 
 from __future__ import annotations
 
 import socket
+import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
-import grpc
 import pytest
 from cryptography import x509
 
-from dalsegno.agent.memory import buddies, identity
-from dalsegno.agent.memory.identity import MemoryIdentity
-from dalsegno.agent.memory.wire import SERVICE, Wire
+from dalsegno.agent.memory import buddies, wire
+from dalsegno.agent.memory.connection import BrokenOff, Stranger
+from dalsegno.agent.memory.identity import MemoryIdentity, caller_context
+from dalsegno.agent.memory.service import PeerServer
+from dalsegno.agent.memory.wire import Wire
 from dalsegno.elastic.checkpoint import Manifest, read_sealed, verify
-from dalsegno.protos import control_pb2, peer_pb2
+from dalsegno.protos import control_pb2
+from dalsegno.protos.addresses import host_and_port
 from dalsegno.protos.peer_address import PeerAddress, shown
 from tests.support.checkpoints.memory import JOB, RUN, SMALL, TOKEN, Node, manifest_of, nodes
 from tests.support.jobs.proxy import Proxy, proxy
@@ -105,46 +106,26 @@ def test_each_process_has_a_certificate_of_its_own(tmp_path: Path) -> None:
 # ---- what does not fit -----------------------------------------------------------------------------------------------
 
 
-def expired() -> MemoryIdentity:
-    """As one of ours, of another time."""
+class Curious(Wire):
+    """Lets everybody in, and notes what they say first."""
 
-    class Past(datetime):
-        def __new__(cls, year: int, *rest: int) -> Past:
-            return super().__new__(cls, 2001 if year == 9999 else year, *rest)
+    def __init__(self, own: MemoryIdentity | None, heard: list[str]) -> None:
+        super().__init__(lambda: TOKEN, own)
+        self._heard = heard
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(identity, "datetime", Past)
-        return MemoryIdentity.make()
-
-
-def another_name() -> MemoryIdentity:
-    """As one of ours, for another name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(identity, "NAME", "elsewhere")
-        return MemoryIdentity.make()
+    def admits(self, credential: str) -> bool:
+        self._heard.append(credential)
+        return False
 
 
 @contextmanager
-def someone(wire: Wire, heard: list[dict[str, object]]) -> Iterator[str]:
-    """A server that takes everything, and notes with which metadata it was called; its address."""
-
-    def take(requests: object, context: grpc.ServicerContext) -> bytes:
-        heard.append(dict(context.invocation_metadata()))
-        return peer_pb2.HoldReply().SerializeToString()
-
-    server = grpc.server(ThreadPoolExecutor(2))
-    handlers = {"Hold": grpc.stream_unary_rpc_method_handler(take), "Fetch": grpc.stream_unary_rpc_method_handler(take)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    address = wire.bind(server, "127.0.0.1")
-    server.start()
+def someone(curious: Curious) -> Iterator[str]:
+    """A server that hears everybody; its address."""
+    server = PeerServer("127.0.0.1", curious, None)  # type: ignore[arg-type]
     try:
-        yield address
+        yield server.address
     finally:
-        server.stop(0).wait(10)
-
-
-def wire(own: MemoryIdentity | None) -> Wire:
-    return Wire(lambda: TOKEN, own)
+        server.close()
 
 
 def assert_refused(one: Node, two: Node, manifest: Manifest, address: str, words: str) -> None:
@@ -162,47 +143,45 @@ def assert_refused(one: Node, two: Node, manifest: Manifest, address: str, words
     assert len(one.said) == 1
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (MemoryIdentity.make, "another certificate than the one that the agent has registered"),
-        (expired, "certificate has expired"),
-        (another_name, "failed to connect to all addresses"),
-    ],
-)
-def test_a_certificate_that_is_not_that_agents(tmp_path: Path, make: Callable[[], MemoryIdentity], words: str) -> None:
-    """Of another agent, of another time, for another name: what shows it hears nothing, not even the token."""
-    heard: list[dict[str, object]] = []
-    with pair(tmp_path) as (one, two, manifest), someone(wire(make()), heard) as address:
-        if make == MemoryIdentity.make:
-            address = str(PeerAddress(shown(address), PeerAddress.parse(two.tier.address).certificate))
-        assert_refused(one, two, manifest, address, words)
+def test_a_certificate_that_is_not_that_agents(tmp_path: Path) -> None:
+    """What shows another one hears nothing, not even the token; with its own one it would."""
+    heard: list[str] = []
+    with pair(tmp_path) as (one, two, manifest), someone(Curious(MemoryIdentity.make(), heard)) as address:
+        lying = str(PeerAddress(shown(address), PeerAddress.parse(two.tier.address).certificate))
+        assert_refused(one, two, manifest, lying, "another certificate than the one that the agent has registered")
         assert not heard
+        assert "not an agent of this job" in str(one.gathers(manifest, {2: [address]}))
+        assert heard == [TOKEN]
 
 
-def test_who_only_has_the_certificate_is_found_out(tmp_path: Path) -> None:
-    """Whoever is in between passes the first look on to the right agent, and then answers itself."""
-    heard: list[dict[str, object]] = []
-    with (
-        pair(tmp_path) as (one, two, manifest),
-        someone(wire(MemoryIdentity.make()), heard) as impostor,
-        proxy(shown(two.tier.address)) as way,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        look = identity.certificate_at
+def test_a_caller_hears_no_older_tls(tmp_path: Path) -> None:
+    """In TLS 1.2 a handshake shows more, and a certificate is sent in plaintext."""
+    with pair(tmp_path) as (_, two, _manifest):
+        old = caller_context()
+        old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_2
+        plain = socket.create_connection(host_and_port(shown(two.tier.address)), 10)
+        with plain, pytest.raises(ssl.SSLError):
+            old.wrap_socket(plain)
 
-        def looks(address: PeerAddress) -> bytes:
-            way.lead_to(shown(two.tier.address))
-            found = look(address)
-            way.lead_to(shown(impostor))
-            return found
 
-        patch.setattr("dalsegno.agent.memory.wire.certificate_at", looks)
-        sends(one, manifest, led_through(way, two))
-        one.wait_for(lambda: one.said)
-        assert "CERTIFICATE_VERIFY_FAILED" in one.said[0]
-        assert not heard
-        assert way.accepted >= 2
+def test_a_part_is_refused_while_it_is_being_sent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its sender hears why, and sends no more of it."""
+    caplog.set_level("INFO")
+    content = bytes(200_000_000)
+    manifest = manifest_of(STEP, {0: {"x": content}})
+    for tls in (True, False):
+        root = tmp_path / str(tls)
+        room = nodes(root / "full", 1, tls=tls, budget_bytes=1000)
+        with (
+            nodes(root, 1, tls=tls) as (one,),
+            room as (full,),
+            proxy(shown(full.tier.address), remembers=True) as way,
+        ):
+            one.tier.open_epoch(RUN, 1, 0, [led_through(way, full)])
+            one.writes(manifest, 0, {"x": content})
+            one.wait_for(lambda one=one: one.said)  # type: ignore[misc]
+            assert "there is no room for part 0 of step-10.e1.1 (200 MB): the budget is 0.0 MB" in one.said[0]
+            assert sum(map(len, way.seen)) < 5 * len(content) / 4
 
 
 def test_an_agent_without_tls_beside_one_with(tmp_path: Path) -> None:
@@ -220,13 +199,9 @@ def test_an_agent_without_tls_beside_one_with(tmp_path: Path) -> None:
 def test_a_caller_in_plaintext_is_not_heard(tmp_path: Path) -> None:
     """Also one with the token, who knows where."""
     with pair(tmp_path) as (one, two, manifest):
-        request = peer_pb2.FetchRequest(job_id=JOB, run_id=RUN, name=STEP, digest=manifest.digest, group_rank=1)
-        metadata = wire(None).metadata(two.tier.address)
-        with grpc.insecure_channel(shown(two.tier.address)) as channel:
-            answers = channel.unary_stream(f"/{SERVICE}/Fetch")(request.SerializeToString(), metadata=metadata)
-            with pytest.raises(grpc.RpcError) as error:
-                list(answers)
-        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        plain = Wire(lambda: TOKEN)
+        with pytest.raises((BrokenOff, Stranger)):
+            plain.connect(shown(two.tier.address))
         works(one, two, manifest)
 
 
@@ -287,7 +262,7 @@ def test_addresses_that_are_none(tmp_path: Path, address: str) -> None:
 @pytest.mark.parametrize("how", ["says nothing", "hangs up", "is not there"])
 def test_what_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """It may be there again later: it is asked again, and then the next holder."""
-    monkeypatch.setattr(identity, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(wire, "PATIENCE_SECONDS", 0.5)
     with pair(tmp_path) as (one, two, manifest), socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         if how == "is not there":

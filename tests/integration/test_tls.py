@@ -7,6 +7,7 @@ import re
 import secrets
 import shlex
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -17,13 +18,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from dalsegno.agent.control.connection import Credentials
-from dalsegno.agent.memory.identity import certificate_at
+from dalsegno.agent.memory.connection import BrokenOff, Stranger
+from dalsegno.agent.memory.identity import caller_context, digest_of
 from dalsegno.agent.memory.place import root_of_user
+from dalsegno.agent.memory.wire import Wire
 from dalsegno.protos import control_pb2
+from dalsegno.protos.addresses import host_and_port
 from dalsegno.protos.peer_address import PeerAddress
 from tests.support.jobs import local_processes as processes
 from tests.support.jobs.certificates import Keys, as_flags, make_keys
@@ -146,9 +149,11 @@ def test_a_killed_nodes_run_goes_on_from_memory(
         assert {bool(address.secret) for address in addresses} == {mutual}
         for address in addresses:
             # It is the one that is shown there.
-            assert b"BEGIN CERTIFICATE" in certificate_at(address)
-            with grpc.insecure_channel(address.target) as channel, pytest.raises(grpc.FutureTimeoutError):
-                grpc.channel_ready_future(channel).result(2)
+            shown = caller_context().wrap_socket(socket.create_connection(host_and_port(address.target), 5))
+            with shown:
+                assert digest_of(shown.getpeercert(binary_form=True) or b"") == address.certificate
+            with pytest.raises((BrokenOff, Stranger)):
+                Wire(lambda: None).connect(address.target)
         wait_held(job, 20, parts=2)
         assert not job.sealed()
         job.kill_node(job.node("b"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ import grpc
 import pytest
 
 from dalsegno.agent.memory import incoming
+from dalsegno.agent.memory.connection import PIECE_BYTES
 from dalsegno.agent.memory.durable import make_durable
 from dalsegno.agent.memory.fence import Fence
 from dalsegno.agent.memory.holdings import Holdings, StepPart
 from dalsegno.agent.memory.incoming import PartRefusedError
-from dalsegno.agent.memory.pieces import PIECE_BYTES, decode, encode, read_part
+from dalsegno.agent.memory.pieces import header_of, read_manifest, read_part
 from dalsegno.agent.memory.space import RESERVE, NoSpaceError, Space
 from dalsegno.elastic.checkpoint import MANIFEST, CheckpointDamaged, Manifest, summing, verify_files
 from dalsegno.elastic.checkpoint.spares import keep_spares
@@ -47,37 +48,33 @@ def space(holdings: Holdings, budget: int | None = None) -> Space:
     return Space(budget, holdings.bytes, lambda: 1 << 40, lambda: 1 << 40)
 
 
-def receive(holdings: Holdings, messages: Iterator[bytes] | list[bytes], budget: int | None = None) -> Any:
-    rest = iter(messages)
-    return incoming.receive(incoming.received_header(rest), rest, holdings, space(holdings, budget), lambda: None)
+Sent = list[Any]
+"""A header, and the pieces behind it."""
 
 
-@pytest.mark.parametrize("length", [0, 1, 127, 128, 16_383, 16_384, PIECE_BYTES])
-def test_bytes_are_coded_as_protobuf_codes_them(length: int) -> None:
-    """Both ways, so that a peer of another make understands."""
-    data = os.urandom(length)
-    message = encode(memoryview(data))
-    assert peer_pb2.Piece.FromString(message) == peer_pb2.Piece(data=data)
-    assert message == peer_pb2.Piece(data=data).SerializeToString()
-    assert decode(message) == data
+def send(part: StepPart, what: Sent, piece_bytes: int = PIECE_BYTES) -> None:
+    manifest = read_manifest(part)
+    what.append(header_of(part, JOB, len(manifest)))
+    what.extend(bytes(piece) for piece in read_part(part, manifest, piece_bytes))
 
 
-def test_other_ways_to_code_the_same_are_understood() -> None:
-    """A length of more bytes than needed, a field that nobody knows; nonsense is said to be that."""
-    assert decode(b"\x12\x83\x00abc") == b"abc"
-    assert decode(b"\x12\x03abc\x98\x06\x01") == b"abc"
-    for nonsense in (b"\x12\x05abc", b"\xff", b"\x12", b"\x12" + b"\xff" * 10):
-        with pytest.raises(ValueError, match="not a message"):
-            decode(nonsense)
-    assert decode(b"") == b""
+def sent(part: StepPart, piece_bytes: int = PIECE_BYTES) -> Sent:
+    what: Sent = []
+    send(part, what, piece_bytes)
+    return what
+
+
+def receive(holdings: Holdings, what: Sent, budget: int | None = None) -> Any:
+    pieces = (memoryview(piece) for piece in what[1:])
+    return incoming.receive(what[0], pieces, holdings, space(holdings, budget), lambda: None)
 
 
 @pytest.mark.parametrize("piece", [1, 1000, PIECE_BYTES])
 def test_a_part_arrives_as_it_was_sealed(part: StepPart, holdings: Holdings, tmp_path: Path, piece: int) -> None:
-    """Whatever the pieces are cut like, with folders and empty files; many small files share one message."""
+    """Whatever the pieces are cut like, with folders and empty files; many small files share one piece."""
     if piece == 1:
         part = replace(part, entries=tuple(entry for entry in part.entries if entry.size < 4000))
-    messages = list(read_part(part, JOB, piece))
+    messages = sent(part, piece)
     if piece == PIECE_BYTES:
         assert len(messages) == 2 + -(-sum(map(len, SMALL[1].values())) // PIECE_BYTES)
     held = receive(holdings, messages)
@@ -95,7 +92,7 @@ def test_a_part_is_written_over_an_older_one(part: StepPart, holdings: Holdings,
     (older / "rank1.pt").write_bytes(b"older" * 600_000)
     os.chmod(older / "rank1.pt", 0o604)
     keep_spares(run_dir, older, ["rank1.pt"])
-    receive(holdings, read_part(part, JOB))
+    receive(holdings, sent(part))
     verify_files(run_dir / NAME, part.entries)
     assert os.stat(run_dir / NAME / "rank1.pt").st_mode & 0o777 == 0o604
     assert sorted(os.listdir(run_dir / f"{NAME}.parts")) == ["1.json"]
@@ -114,7 +111,7 @@ def test_a_part_is_written_as_the_page_cache_likes_it(
 
     monkeypatch.setattr(summing.os, "write", counted)
     assert max(map(len, SMALL[1].values())) > WRITE_BYTES
-    receive(holdings, read_part(part, JOB))
+    receive(holdings, sent(part))
     paths = {entry.path for entry in part.entries}
     assert sum(counts) >= sum(entry.size for entry in part.entries)
     assert max(counts) <= WRITE_BYTES
@@ -126,29 +123,30 @@ def test_a_part_is_written_as_the_page_cache_likes_it(
     assert max(counts) <= WRITE_BYTES
 
 
-def header(messages: list[bytes], **changes: Any) -> list[bytes]:
-    changed = peer_pb2.Piece.FromString(messages[0])
+def header(what: Sent, **changes: Any) -> Sent:
+    changed = peer_pb2.Header()
+    changed.CopyFrom(what[0])
     for name, value in changes.items():
         if name == "paths":
-            del changed.header.paths[:]
-            changed.header.paths.extend(value)
+            del changed.paths[:]
+            changed.paths.extend(value)
         else:
-            setattr(changed.header, name, value)
-    return [changed.SerializeToString(), *messages[1:]]
+            setattr(changed, name, value)
+    return [changed, *what[1:]]
 
 
-def flipped(messages: list[bytes], message: int, position: int) -> list[bytes]:
-    spoilt = bytearray(messages[message])
+def flipped(what: Sent, piece: int, position: int) -> Sent:
+    spoilt = bytearray(what[piece])
     spoilt[position] ^= 16
-    return [*messages[:message], bytes(spoilt), *messages[message + 1 :]]
+    return [*what[:piece], bytes(spoilt), *what[piece + 1 :]]
 
 
-HARM: dict[str, tuple[Callable[[list[bytes]], list[bytes]], grpc.StatusCode, str]] = {
+HARM: dict[str, tuple[Callable[[Sent], Sent], grpc.StatusCode, str]] = {
     "flipped": (lambda m: flipped(m, 2, 5000), grpc.StatusCode.DATA_LOSS, "did not arrive as it was sealed"),
     "flipped in the manifest": (lambda m: flipped(m, 1, 50), grpc.StatusCode.INVALID_ARGUMENT, "not the one"),
     "cut": (lambda m: m[:-1], grpc.StatusCode.DATA_LOSS, "ended too early"),
     "cut in the manifest": (lambda m: m[:1], grpc.StatusCode.DATA_LOSS, "ended too early"),
-    "too long": (lambda m: [*m, encode(memoryview(b"x"))], grpc.StatusCode.INVALID_ARGUMENT, "more bytes"),
+    "too long": (lambda m: [*m, b"x"], grpc.StatusCode.INVALID_ARGUMENT, "more bytes"),
     "another digest": (lambda m: header(m, digest="0" * 64), grpc.StatusCode.INVALID_ARGUMENT, "not the one"),
     "another name": (lambda m: header(m, name="step-11.e3.1"), grpc.StatusCode.INVALID_ARGUMENT, "is that of"),
     "another run": (lambda m: header(m, run_id="run-0002"), grpc.StatusCode.INVALID_ARGUMENT, "is that of"),
@@ -168,7 +166,7 @@ def test_what_is_not_what_was_sealed_is_not_taken(
     """And nothing of it is left."""
     spoil, code, said = HARM[harm]
     with pytest.raises(PartRefusedError, match=said) as refused:
-        receive(holdings, spoil(list(read_part(part, JOB))))
+        receive(holdings, spoil(sent(part)))
     assert refused.value.code is code
     assert holdings.all() == []
     assert [path for path in (tmp_path / "here").rglob("*") if path.is_file() or path.name.startswith(".")] == []
@@ -183,13 +181,13 @@ def test_a_link_in_the_way_leads_nowhere(part: StepPart, holdings: Holdings, tmp
     step.mkdir()
     (step / "deep").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PartRefusedError, match="link is in its way"):
-        receive(holdings, read_part(part, JOB))
+        receive(holdings, sent(part))
     assert list((tmp_path / "elsewhere").iterdir()) == []
     (step / "deep").unlink()
     shutil.rmtree(step)
     step.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PartRefusedError):
-        receive(holdings, read_part(part, JOB))
+        receive(holdings, sent(part))
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
@@ -213,11 +211,11 @@ def test_a_part_that_was_damaged_here_is_not_sent(
 ) -> None:
     """Its sender finds that itself, and what has arrived until then is no part."""
     spoil(part.place.files / name)
-    arrived: list[bytes] = []
+    arrived: Sent = []
     with pytest.raises(CheckpointDamaged) as damaged:
-        arrived.extend(read_part(part, JOB))
+        send(part, arrived)
     assert damaged.value.file == name
-    if len(arrived) > 1:
+    if arrived:
         with pytest.raises(PartRefusedError):
             receive(holdings, arrived)
 
@@ -226,9 +224,9 @@ def test_the_budget_counts_what_is_here_and_what_comes(part: StepPart, holdings:
     """Each byte of a part; the line names the flag."""
     size = sum(entry.size for entry in part.entries)
     with pytest.raises(PartRefusedError, match=r"no room for part 1 of step-10.e3.1.*--memory-budget") as refused:
-        receive(holdings, read_part(part, JOB), size - 1)
+        receive(holdings, sent(part), size - 1)
     assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    receive(holdings, read_part(part, JOB), size)
+    receive(holdings, sent(part), size)
     room = space(holdings, 2 * size)
     with room.promised(size, "it"), pytest.raises(NoSpaceError, match="budget"), room.promised(1, "more"):
         pass
@@ -259,7 +257,7 @@ def test_what_is_written_to_a_full_disk_is_refused(
     """Whoever else fills it meanwhile: the sender learns that there is no room."""
     monkeypatch.setattr(os, "write", lambda descriptor, data: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(PartRefusedError, match="no room") as refused:
-        receive(holdings, read_part(part, JOB))
+        receive(holdings, sent(part))
     assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
