@@ -109,6 +109,17 @@ def test_gaps_and_missing_ranks_are_found() -> None:
     assert sample_problems(kept_history(lines[:4]), steps=1) == ["1 steps too many, the first is 2"]
 
 
+def test_a_rank_that_was_killed_before_it_could_tell() -> None:
+    """Of a world's last step, which went on to count: not of any other, and with no sample that is not that step's."""
+    undisturbed = kept_history(world(0, 1, range(1, 5)))
+    lines = [line for line in world(1, 2, range(1, 3)) if (line.step, line.rank) != (2, 1)] + world(2, 1, range(3, 5))
+    assert compare(kept_history(lines), undisturbed).problems == ()
+    foreign = [line if line.step != 2 else StepLine(**{**line.__dict__, "sample_ids": (99,)}) for line in lines]
+    assert "other samples" in compare(kept_history(foreign), undisturbed).problems[0]
+    lines = [line for line in world(1, 2, range(1, 3)) if (line.step, line.rank) != (1, 1)] + world(2, 1, range(3, 5))
+    assert len(compare(kept_history(lines), undisturbed).problems) == 2
+
+
 def test_ranks_that_disagree_are_found() -> None:
     """The logged loss is a global mean: every rank must have computed the same."""
     lines = world(1, 2, range(1, 3))
