@@ -223,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=0.0,
         metavar="GIB",
-        help="keep so much memory from being given back to the host of this virtual machine; half of it is taken",
+        help="touch so much memory, and keep it from being given back to the host of this virtual machine",
     )
     parser.add_argument("--directory", type=Path, help="for checkpoints, on the disk to measure")
     parser.add_argument("--results", type=Path, help="lines are added to this file")
