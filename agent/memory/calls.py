@@ -116,6 +116,7 @@ class Peers:
     def _send(
         self, connection: Connection, pieces: Iterator[memoryview], pace: SendPace, transfer: WatchedCall
     ) -> None:
+        whole = False
         try:
             for piece in pieces:
                 pace.wait(len(piece))
@@ -125,11 +126,14 @@ class Peers:
                 connection.send(piece)
             else:
                 connection.send(b"")
+                whole = True
         except BrokenOff:
             if connection.cancelled:
                 raise
             # It may have said why before it hung up.
         _check(connection.hear_answer())
+        if not whole:
+            raise PeerError(grpc.StatusCode.INTERNAL, "it says that it has all before it was sent")
 
     def fetch(
         self, address: str, run_id: str, name: str, digest: str, group_rank: int, stopped: Callable[[], bool]

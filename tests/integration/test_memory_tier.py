@@ -478,6 +478,30 @@ def test_the_second_holder_is_asked_when_the_first_is_bad(
             third.tier.close()
 
 
+class Hasty:
+    """Says that it holds a part before it has read any of it."""
+
+    def serve(self, connection: Connection) -> None:
+        connection.hear(peer_pb2.Call)
+        connection.say(peer_pb2.Answer(), peer_pb2.Answer())
+        _OVER.wait(20)
+
+
+def test_who_says_too_early_that_it_has_all_is_not_believed(tmp_path: Path) -> None:
+    """A part counts as copied only if all of it was sent."""
+    manifest, files = sent_step(60_000_000)
+    _OVER.clear()
+    server = PeerServer("127.0.0.1", Wire(lambda: TOKEN), Hasty())  # type: ignore[arg-type]
+    with nodes(tmp_path, 1) as (one,):
+        one.tier.open_epoch(RUN, 1, 0, [server.address])
+        one.writes(manifest, 0, files)
+        one.wait_for(lambda: one.said)
+        assert "it says that it has all before it was sent" in one.said[0]
+        assert [held.copies for held in one.tier.held()] == [()]
+    _OVER.set()
+    server.close()
+
+
 def test_another_checkpoint_is_gathered_at_once(tmp_path: Path) -> None:
     """What is under way ends, also where its peer stands still: the master has changed its mind."""
     with nodes(tmp_path, 3) as three:
