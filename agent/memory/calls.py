@@ -121,17 +121,17 @@ class Peers:
             for piece in pieces:
                 pace.wait(len(piece))
                 transfer.moved()
-                if connection.has_spoken:
+                if connection.is_readable:
                     break
-                connection.send(piece)
+                connection.send_piece(piece)
             else:
-                connection.send(b"")
+                connection.send_piece(b"")
                 whole = True
         except BrokenOff:
             if connection.cancelled:
                 raise
             # It may have said why before it hung up.
-        _check(connection.hear_answer())
+        _check(connection.receive_answer())
         if not whole:
             raise PeerError(grpc.StatusCode.INTERNAL, "it says that it has all before it was sent")
 
@@ -159,8 +159,8 @@ class Peers:
                 )
 
             def pieces() -> Iterator[memoryview]:
-                yield from connection.pieces()
-                _check(connection.hear_answer())
+                yield from connection.receive_pieces()
+                _check(connection.receive_answer())
 
             def moved() -> None:
                 transfer.moved()
@@ -185,8 +185,8 @@ class Peers:
             self._watch.over(connection.cancel, stopped) as transfer,
         ):
             try:
-                connection.say(peer_pb2.Hello(credential=self._credential(address)), call)
-                answer = connection.hear_answer()
+                connection.send(peer_pb2.Hello(credential=self._credential(address)), call)
+                answer = connection.receive_answer()
                 _check(answer)
                 yield connection, transfer, answer
             except BrokenOff as error:

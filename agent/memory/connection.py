@@ -88,18 +88,18 @@ class Connection:
         """Says the first word. Raises BrokenOff."""
         self._put(_FIRST_WORD)
 
-    def hear_greeting(self) -> None:
+    def expect_greeting(self) -> None:
         """Raises BrokenOff; and Stranger: something else was said."""
         word = self._get(len(_FIRST_WORD))
         if word != _FIRST_WORD:
             raise Stranger("what answers there is no agent, or one of another version")
 
-    def say(self, *messages: Message) -> None:
+    def send(self, *messages: Message) -> None:
         """Sends them. Raises BrokenOff."""
         frames = (message.SerializeToString() for message in messages)
         self._put(b"".join(_length(len(frame)) + frame for frame in frames))
 
-    def hear(self, kind: type[Heard], most_bytes: int = MESSAGE_BYTES) -> Heard:
+    def receive(self, kind: type[Heard], most_bytes: int = MESSAGE_BYTES) -> Heard:
         """The next message.
 
         Raises:
@@ -114,17 +114,17 @@ class Connection:
         except DecodeError as error:
             raise ValueError("not a message of this protocol") from error
 
-    def hear_answer(self) -> peer_pb2.Answer:
+    def receive_answer(self) -> peer_pb2.Answer:
         """The next message, with a status that there is, and one line. Raises BrokenOff."""
         try:
-            answer = self.hear(peer_pb2.Answer)
+            answer = self.receive(peer_pb2.Answer)
         except ValueError as error:
             raise BrokenOff(f"it answers {error}") from error
         answer.detail = one_line(answer.detail)
         return answer
 
     @property
-    def has_spoken(self) -> bool:
+    def is_readable(self) -> bool:
         """Whether something can be heard, or the other side is gone."""
         if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
             return True
@@ -135,13 +135,13 @@ class Connection:
             return True
         return bool(look.poll(0))
 
-    def send(self, piece: Any) -> None:
+    def send_piece(self, piece: Any) -> None:
         """Sends some bytes of a part; none: that was all of it. Raises BrokenOff."""
         self._put(_length(len(piece)))
         if piece:
             self._put(piece)
 
-    def pieces(self) -> Iterator[memoryview]:
+    def receive_pieces(self) -> Iterator[memoryview]:
         """The bytes of a part as they come; each piece is good until the next one.
 
         Raises:
@@ -158,7 +158,7 @@ class Connection:
     def refuse(self, code: grpc.StatusCode, reason: str) -> None:
         """Answers with a status that is none of success, and ends the call."""
         with contextlib.suppress(BrokenOff):
-            self.say(peer_pb2.Answer(code=code.value[0], detail=reason))
+            self.send(peer_pb2.Answer(code=code.value[0], detail=reason))
             self.hang_up()
 
     def hang_up(self) -> None:

@@ -74,7 +74,7 @@ class PeerService:
                 connection.refuse(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     def _carry_out(self, connection: Connection, transfer: WatchedCall) -> None:
-        call = connection.hear(peer_pb2.Call)
+        call = connection.receive(peer_pb2.Call)
         which = call.WhichOneof("what")
         if which is None:
             raise ValueError("not a call of this protocol")
@@ -86,12 +86,12 @@ class PeerService:
     def _hold(self, connection: Connection, header: peer_pb2.Header, transfer: WatchedCall) -> None:
         self._fence.check(header)
         if self._holdings.has(header.run_id, header.name, header.digest, header.group_rank):
-            connection.say(peer_pb2.Answer(here=True))
+            connection.send(peer_pb2.Answer(here=True))
             return
-        connection.say(peer_pb2.Answer())
-        held = receive(header, connection.pieces(), self._holdings, self._space, transfer.moved)
+        connection.send(peer_pb2.Answer())
+        held = receive(header, connection.receive_pieces(), self._holdings, self._space, transfer.moved)
         self._on_held(held)
-        connection.say(peer_pb2.Answer())
+        connection.send(peer_pb2.Answer())
 
     def _fetch(self, connection: Connection, part: StepPart, transfer: WatchedCall) -> None:
         with self._holdings.at_work(part.run_id, part.manifest.name):
@@ -99,17 +99,17 @@ class PeerService:
                 manifest = read_manifest(part)
             except (CheckpointDamaged, OSError) as error:
                 raise self._unreadable(part, error) from error
-            connection.say(peer_pb2.Answer(header=header_of(part, self._job_id, len(manifest))))
+            connection.send(peer_pb2.Answer(header=header_of(part, self._job_id, len(manifest))))
             last = peer_pb2.Answer()
             try:
                 for piece in read_part(part, manifest):
                     transfer.moved()
-                    connection.send(piece)
+                    connection.send_piece(piece)
             except (CheckpointDamaged, OSError) as error:
                 failed = self._unreadable(part, error)
                 last = peer_pb2.Answer(code=failed.code.value[0], detail=str(failed))
-        connection.send(b"")
-        connection.say(last)
+        connection.send_piece(b"")
+        connection.send(last)
 
     def _unreadable(self, part: StepPart, error: CheckpointDamaged | OSError) -> PartRefusedError:
         if isinstance(error, CheckpointDamaged):

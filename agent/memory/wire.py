@@ -115,7 +115,7 @@ class Wire:
                     "what answers there shows another certificate than the one that the agent has registered"
                 )
             connection.greet()
-            connection.hear_greeting()
+            connection.expect_greeting()
         except BrokenOff as error:
             raise BrokenOff(f"it cannot be reached: {error}") from error
 
@@ -129,9 +129,9 @@ class Wire:
             if self._as_callee is not None:
                 connection.secure(self._as_callee, True)
             connection.greet()
-            connection.hear_greeting()
+            connection.expect_greeting()
             try:
-                hello = connection.hear(peer_pb2.Hello, _HELLO_BYTES)
+                hello = connection.receive(peer_pb2.Hello, _HELLO_BYTES)
             except ValueError as error:
                 raise Stranger(str(error)) from error
         if self.admits(hello.credential):

@@ -348,11 +348,11 @@ def test_hostile_calls(tmp_path: Path, what: str) -> None:
     """Nonsense of somebody with the token is answered with a status; the agent goes on."""
     with nodes(tmp_path, 2) as two:
         with contextlib.closing(two[0].tier._peers._wire.connect(two[0].tier.address)) as connection:
-            connection.say(HELLO, CALLS[what])
-            answer = connection.hear_answer()
+            connection.send(HELLO, CALLS[what])
+            answer = connection.receive_answer()
             assert answer.code in (grpc.StatusCode.INVALID_ARGUMENT.value[0], grpc.StatusCode.NOT_FOUND.value[0])
             with pytest.raises(BrokenOff):
-                connection.hear_answer()
+                connection.receive_answer()
         world(two)
 
 
@@ -362,10 +362,10 @@ def test_pieces_that_are_too_large(tmp_path: Path) -> None:
         manifest = manifest_of(STEP, {0: SMALL[0]})
         header = peer_pb2.Header(job_id=JOB, run_id=RUN, epoch=1, name=STEP, digest=manifest.digest, manifest_bytes=9)
         with contextlib.closing(two[0].tier._peers._wire.connect(two[0].tier.address)) as connection:
-            connection.say(HELLO, peer_pb2.Call(hold=header))
-            assert connection.hear_answer().code == 0
-            connection.send(bytes(PIECE_BYTES + 1))
-            answer = connection.hear_answer()
+            connection.send(HELLO, peer_pb2.Call(hold=header))
+            assert connection.receive_answer().code == 0
+            connection.send_piece(bytes(PIECE_BYTES + 1))
+            answer = connection.receive_answer()
             assert answer.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
             assert "a piece of" in answer.detail
         world(two)
@@ -401,16 +401,16 @@ class FakePeer:
         self.address = self.server.address
 
     def serve(self, connection: Connection) -> None:
-        connection.hear(peer_pb2.Call)
+        connection.receive(peer_pb2.Call)
         self.asked += 1
         data = read_manifest(self._part)
         pieces = [bytes(piece) for piece in read_part(self._part, data)]
         spoilt = self._spoil([header_of(self._part, JOB, len(data)), *pieces])
-        connection.say(peer_pb2.Answer(header=next(spoilt)))
+        connection.send(peer_pb2.Answer(header=next(spoilt)))
         for piece in spoilt:
-            connection.send(piece)
-        connection.send(b"")
-        connection.say(peer_pb2.Answer())
+            connection.send_piece(piece)
+        connection.send_piece(b"")
+        connection.send(peer_pb2.Answer())
 
 
 @contextmanager
@@ -482,8 +482,8 @@ class Hasty:
     """Says that it holds a part before it has read any of it."""
 
     def serve(self, connection: Connection) -> None:
-        connection.hear(peer_pb2.Call)
-        connection.say(peer_pb2.Answer(), peer_pb2.Answer())
+        connection.receive(peer_pb2.Call)
+        connection.send(peer_pb2.Answer(), peer_pb2.Answer())
         _OVER.wait(20)
 
 
