@@ -181,14 +181,17 @@ class Peers:
     ) -> Iterator[tuple[Connection, WatchedCall, peer_pb2.Answer]]:
         """Makes a call, which ends with this; the first answer is one of success."""
         with (
-            contextlib.closing(self._connect(address)) as connection,
+            contextlib.closing(self._connect(address, stopped)) as connection,
             self._watch.over(connection.cancel, stopped) as transfer,
         ):
             try:
+                self._wire.greet(connection, address)
                 connection.send(peer_pb2.Hello(credential=self._credential(address)), call)
                 answer = connection.receive_answer()
                 _check(answer)
                 yield connection, transfer, answer
+            except Stranger as error:
+                raise PeerError(grpc.StatusCode.UNAUTHENTICATED, str(error)) from error
             except BrokenOff as error:
                 if transfer.stalled:
                     reason = "not a byte has moved for too long"
@@ -197,12 +200,14 @@ class Peers:
                     raise PeerError(grpc.StatusCode.CANCELLED, "it was ended", ours=True) from error
                 raise PeerError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
 
-    def _connect(self, address: str) -> Connection:
+    def _connect(self, address: str, stopped: Callable[[], bool]) -> Connection:
         try:
-            return self._wire.connect(address)
+            return self._wire.connect(address, stopped)
         except Stranger as error:
             raise PeerError(grpc.StatusCode.UNAUTHENTICATED, str(error)) from error
         except BrokenOff as error:
+            if stopped():
+                raise PeerError(grpc.StatusCode.CANCELLED, "it is not wanted any more", ours=True) from error
             raise PeerError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
 
     def _credential(self, address: str) -> str:

@@ -61,16 +61,19 @@ class Connection:
             Stranger: it does not speak TLS.
             BrokenOff: it has hung up, or says nothing.
         """
-        self._socket.settimeout(self._left())
         try:
-            secured = context.wrap_socket(self._socket, server_side=server_side)
+            self._socket.settimeout(self._left())
+            # It is this connection's before it shakes hands, so that `cancel` ends that, too.
+            self._socket = secured = context.wrap_socket(
+                self._socket, server_side=server_side, do_handshake_on_connect=False
+            )
+            secured.do_handshake()
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
             raise BrokenOff("it hung up") from error
         except ssl.SSLError as error:
             raise Stranger(f"what answers there does not speak TLS ({error.reason or error})") from error
         except OSError as error:
-            raise BrokenOff(str(error.strerror or error)) from error
-        self._socket = secured
+            raise BrokenOff(_why(error)) from error
         return secured.getpeercert(binary_form=True) or b""
 
     @contextlib.contextmanager

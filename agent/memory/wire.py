@@ -5,11 +5,16 @@ Where the master speaks TLS they do, too, and never anything else: what would be
 
 from __future__ import annotations
 
+import errno
 import hmac
 import logging
+import os
+import select
 import socket
 import threading
+import time
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 
@@ -24,6 +29,8 @@ __all__ = ["Wire"]
 
 # For reaching somebody, for a handshake, and for the first words; seconds.
 PATIENCE_SECONDS = 5.0
+# Between two looks whether who is being reached is still wanted.
+_LOOK_SECONDS = 0.1
 # A credential has 32 characters, and an operator's own token some more.
 _HELLO_BYTES = 64 << 10
 
@@ -78,17 +85,18 @@ class Wire:
         token = self.token()
         return self._identity.secret if token is None and self._identity is not None else token
 
-    def connect(self, address: str) -> Connection:
-        """Opens a connection to an agent that is there, and, with TLS, the one that registered this address.
+    def connect(self, address: str, unwanted: Callable[[], bool] = lambda: False) -> Connection:
+        """Opens a connection to an agent, to which nothing must be said before `greet`.
+
+        Args:
+            address: as the master tells it (`PeerAddress`).
+            unwanted: asked now and then while nobody answers; where it is so, this ends.
 
         Raises:
-            Stranger: it is not, or it cannot be called.
+            Stranger: it cannot be called.
             BrokenOff: nobody answers, or not within `PATIENCE_SECONDS`.
         """
-        try:
-            peer = PeerAddress.parse(address)
-        except ValueError as error:
-            raise Stranger(f"its address {error}") from error
+        peer = _parsed(address)
         if self._identity is None and peer.certificate:
             raise Stranger("it speaks TLS, and this agent does not: give --tls-ca here, too")
         if self._identity is not None and not peer.certificate:
@@ -97,25 +105,26 @@ class Wire:
             )
         try:
             # Reached directly, whatever proxy the environment names for the web.
-            connection = Connection(socket.create_connection(host_and_port(peer.target), PATIENCE_SECONDS))
+            return Connection(_reached(peer.target, unwanted))
         except OSError as error:
             raise BrokenOff(f"it cannot be reached: {error.strerror or error}") from error
+
+    def greet(self, connection: Connection, address: str) -> None:
+        """Makes sure that an agent is there, and, with TLS, the one that registered this address.
+
+        Raises:
+            Stranger: it is not.
+            BrokenOff: it does not answer within `PATIENCE_SECONDS`, or is gone.
+        """
+        certificate = _parsed(address).certificate
         try:
             with connection.within(PATIENCE_SECONDS):
-                self._look_at(connection, peer)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def _look_at(self, connection: Connection, peer: PeerAddress) -> None:
-        try:
-            if peer.certificate and digest_of(connection.secure(caller_context(), False)) != peer.certificate:
-                raise Stranger(
-                    "what answers there shows another certificate than the one that the agent has registered"
-                )
-            connection.greet()
-            connection.expect_greeting()
+                if certificate and digest_of(connection.secure(caller_context(), False)) != certificate:
+                    raise Stranger(
+                        "what answers there shows another certificate than the one that the agent has registered"
+                    )
+                connection.greet()
+                connection.expect_greeting()
         except BrokenOff as error:
             raise BrokenOff(f"it cannot be reached: {error}") from error
 
@@ -152,3 +161,44 @@ class Wire:
             return self.token() is not None
         except (OSError, ValueError):  # it has one, which cannot be read now
             return True
+
+
+def _parsed(address: str) -> PeerAddress:
+    try:
+        return PeerAddress.parse(address)
+    except ValueError as error:
+        raise Stranger(f"its address {error}") from error
+
+
+def _reached(target: str, unwanted: Callable[[], bool]) -> socket.socket:
+    """A connected socket. Raises OSError: nobody answers in time at any of the host's addresses, or it is unwanted."""
+    host, port = host_and_port(target)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    problem = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        opened = socket.socket(family, kind, protocol)
+        try:
+            _connect(opened, address, deadline, unwanted)
+        except OSError as error:
+            opened.close()
+            problem = error
+        else:
+            return opened
+    raise problem
+
+
+def _connect(opened: socket.socket, address: Any, deadline: float, unwanted: Callable[[], bool]) -> None:
+    opened.setblocking(False)
+    code = opened.connect_ex(address)
+    look = select.poll()
+    look.register(opened, select.POLLOUT)
+    while code == errno.EINPROGRESS:
+        if unwanted():
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+        if time.monotonic() > deadline:
+            raise TimeoutError(errno.ETIMEDOUT, "it does not answer")
+        if look.poll(1000 * _LOOK_SECONDS):
+            code = opened.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, os.strerror(code))
+    opened.setblocking(True)

@@ -334,6 +334,15 @@ def heard(stranger: socket.socket) -> bytes:
     return said
 
 
+@contextmanager
+def called(node: Node) -> Iterator[Connection]:
+    """A connection to a node, of somebody who has the token and has said nothing yet."""
+    own = Wire(lambda: TOKEN)
+    with contextlib.closing(own.connect(node.tier.address)) as connection:
+        own.greet(connection, node.tier.address)
+        yield connection
+
+
 CALLS = {
     "no call": peer_pb2.Call(),
     "no call at all": peer_pb2.Hello(credential="\x01" * 3),
@@ -347,7 +356,7 @@ CALLS = {
 def test_hostile_calls(tmp_path: Path, what: str) -> None:
     """Nonsense of somebody with the token is answered with a status; the agent goes on."""
     with nodes(tmp_path, 2) as two:
-        with contextlib.closing(two[0].tier._peers._wire.connect(two[0].tier.address)) as connection:
+        with called(two[0]) as connection:
             connection.send(HELLO, CALLS[what])
             answer = connection.receive_answer()
             assert answer.code in (grpc.StatusCode.INVALID_ARGUMENT.value[0], grpc.StatusCode.NOT_FOUND.value[0])
@@ -361,7 +370,7 @@ def test_pieces_that_are_too_large(tmp_path: Path) -> None:
     with nodes(tmp_path, 2) as two:
         manifest = manifest_of(STEP, {0: SMALL[0]})
         header = peer_pb2.Header(job_id=JOB, run_id=RUN, epoch=1, name=STEP, digest=manifest.digest, manifest_bytes=9)
-        with contextlib.closing(two[0].tier._peers._wire.connect(two[0].tier.address)) as connection:
+        with called(two[0]) as connection:
             connection.send(HELLO, peer_pb2.Call(hold=header))
             assert connection.receive_answer().code == 0
             connection.send_piece(bytes(PIECE_BYTES + 1))
@@ -517,6 +526,42 @@ def test_another_checkpoint_is_gathered_at_once(tmp_path: Path) -> None:
             assert isinstance(description, control_pb2.Checkpoint), description
             assert time.monotonic() - begun < 15, "it was waited for"  # the peer stands still for 20 s
             assert [type(one) for one in ended] == [str]
+
+
+@contextmanager
+def unreachable() -> Iterator[str]:
+    """An address where nobody answers: as behind a firewall, or of a machine that is off."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, contextlib.ExitStack() as waiting:
+        address = listener.getsockname()
+        while True:
+            one = waiting.enter_context(socket.socket())
+            one.settimeout(0.5)
+            try:
+                one.connect(address)
+            except TimeoutError:
+                break
+        yield f"127.0.0.1:{address[1]}"
+
+
+def test_who_cannot_be_reached_is_not_waited_for_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The master has changed its mind while a machine that is off was being called."""
+    monkeypatch.setattr(wire, "PATIENCE_SECONDS", 60.0)
+    with nodes(tmp_path, 3) as three, unreachable() as address:
+        manifest = world(three[:2])
+        other = manifest_of("step-20.e1.1", SMALL)
+        part = control_pb2.HeldPart(group_rank=0, addresses=[address])
+        ended: list[control_pb2.Checkpoint | str] = []
+        three[2].tier.gather(RUN, other.ref.to_proto(), [part], ended.append)
+        time.sleep(0.5)
+        begun = time.monotonic()
+        description = three[2].gathers(manifest, addresses(three[:2], manifest))
+        assert isinstance(description, control_pb2.Checkpoint), description
+        assert time.monotonic() - begun < 30, "it was waited for"
+        assert [type(one) for one in ended] == [str]
+        monkeypatch.setattr(wire, "PATIENCE_SECONDS", 0.3)
+        reason = three[2].gathers(other, {0: [address]})
+        assert "it cannot be reached: it does not answer" in str(reason)
+        assert "firewall" in str(reason)
 
 
 def test_a_holder_that_many_ask_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import sys
@@ -204,9 +205,9 @@ def test_an_agent_without_tls_beside_one_with(tmp_path: Path) -> None:
 def test_a_caller_in_plaintext_is_not_heard(tmp_path: Path) -> None:
     """Also one with the token, who knows where."""
     with pair(tmp_path) as (one, two, manifest):
-        plain = Wire(lambda: TOKEN)
-        with pytest.raises((BrokenOff, Stranger)):
-            plain.connect(shown(two.tier.address))
+        plain, address = Wire(lambda: TOKEN), shown(two.tier.address)
+        with contextlib.closing(plain.connect(address)) as connection, pytest.raises((BrokenOff, Stranger)):
+            plain.greet(connection, address)
         works(one, two, manifest)
 
 

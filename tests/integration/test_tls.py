@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +153,9 @@ def test_a_killed_nodes_run_goes_on_from_memory(
             shown = caller_context().wrap_socket(socket.create_connection(host_and_port(address.target), 5))
             with shown:
                 assert digest_of(shown.getpeercert(binary_form=True) or b"") == address.certificate
-            with pytest.raises((BrokenOff, Stranger)):
-                Wire(lambda: None).connect(address.target)
+            plain = Wire(lambda: None)
+            with closing(plain.connect(address.target)) as connection, pytest.raises((BrokenOff, Stranger)):
+                plain.greet(connection, address.target)
         wait_held(job, 20, parts=2)
         assert not job.sealed()
         job.kill_node(job.node("b"))
