@@ -76,7 +76,8 @@ def test_parts_go_to_buddies_and_come_back(tmp_path: Path) -> None:
             (held,) = node.tier.held()
             assert held.copies == (three[(rank + 1) % 3].tier.address,)
             assert held.checkpoint.in_memory
-            assert node.changes[0].parts in ((rank,), ((rank - 1) % 3,))
+            own, other = {rank}, {(rank - 1) % 3}
+            assert set(node.changes[0].parts) in (own, other, own | other)  # both may have come before it was told
         where = addresses(three, manifest)
         three[1].tier.close()
         assert [three[1].tier.held(), three[1].tier.directory(RUN)] == [[], None]
