@@ -139,7 +139,9 @@ class PeerServer:
         try:
             self._listener = _listen(host)
         except OSError as error:
-            raise RuntimeError(f"cannot listen on {host}: {error.strerror or error}") from error
+            # Python says the address once more, in brackets.
+            reason = str(error.strerror or error).partition(" (while")[0]
+            raise RuntimeError(f"cannot listen on {host}: {reason}") from error
         self.address = wire.address(host, self._listener.getsockname()[1])
         self._lock = threading.Lock()
         self._serving: dict[Connection, threading.Thread] = {}
