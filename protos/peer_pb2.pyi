@@ -4,8 +4,8 @@ isort:skip_file
 What agents say to each other: parts of memory checkpoints, sent to those who hold them, and asked for.
 
 Each call has a TCP connection of its own. Where the master speaks TLS it has TLS 1.3, and nothing else is spoken: the
-address of an agent then has the digest of the only certificate that its callers accept. Each side begins with the eight
-bytes "DSMEM/1\\n". What follows are frames: a length of four bytes, most significant first, and so many bytes.
+address of an agent then has the digest of the only certificate that its callers accept. The caller begins with the
+eight bytes "DSMEM/1?", the callee with "DSMEM/1!". What follows are frames: a length of four bytes, most significant first, and so many bytes.
 
   hold    caller: Hello, Call      callee: Answer      caller: bytes, empty frame      callee: Answer
   fetch   caller: Hello, Call      callee: Answer, bytes, empty frame, Answer
@@ -74,6 +74,7 @@ class Answer(google.protobuf.message.Message):
     DETAIL_FIELD_NUMBER: builtins.int
     HEADER_FIELD_NUMBER: builtins.int
     HERE_FIELD_NUMBER: builtins.int
+    COMPLETE_FIELD_NUMBER: builtins.int
     code: builtins.int
     """A status of gRPC by its number; 0 is OK.
       UNAUTHENTICATED      the credential is wrong
@@ -87,6 +88,8 @@ class Answer(google.protobuf.message.Message):
     """Why, in one line."""
     here: builtins.bool
     """The part is here already: nothing is to be sent (hold, first Answer)."""
+    complete: builtins.bool
+    """All of the part has been taken (hold), or was sent (fetch): the last Answer."""
     @property
     def header(self) -> global___Header:
         """What comes (fetch, first Answer)."""
@@ -98,9 +101,10 @@ class Answer(google.protobuf.message.Message):
         detail: builtins.str = ...,
         header: global___Header | None = ...,
         here: builtins.bool = ...,
+        complete: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["code", b"code", "detail", b"detail", "header", b"header", "here", b"here"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["code", b"code", "complete", b"complete", "detail", b"detail", "header", b"header", "here", b"here"]) -> None: ...
 
 global___Answer = Answer
 

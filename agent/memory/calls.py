@@ -131,9 +131,10 @@ class Peers:
             if connection.cancelled:
                 raise
             # It may have said why before it hung up.
-        _check(connection.receive_answer())
-        if not whole:
-            raise PeerError(grpc.StatusCode.INTERNAL, "it says that it has all before it was sent")
+        answer = connection.receive_answer()
+        _check(answer)
+        if not (whole and answer.complete):
+            raise PeerError(grpc.StatusCode.INTERNAL, "it answers that all is well before it has all")
 
     def fetch(
         self, address: str, run_id: str, name: str, digest: str, group_rank: int, stopped: Callable[[], bool]
@@ -151,7 +152,7 @@ class Peers:
         request = peer_pb2.FetchRequest(
             job_id=self._job_id, run_id=run_id, name=name, digest=digest, group_rank=group_rank
         )
-        with self._call(address, peer_pb2.Call(fetch=request), stopped) as (connection, transfer, answer):
+        with self._call(address, peer_pb2.Call(fetch=request), stopped) as (connection, _, answer):
             fields = ("job_id", "run_id", "name", "digest", "group_rank")
             if any(getattr(answer.header, field) != getattr(request, field) for field in fields):
                 raise PeerError(
@@ -159,16 +160,17 @@ class Peers:
                 )
 
             def pieces() -> Iterator[memoryview]:
-                yield from connection.receive_pieces()
-                _check(connection.receive_answer())
-
-            def moved() -> None:
-                transfer.moved()
-                if stopped():
-                    raise PeerError(grpc.StatusCode.CANCELLED, "it is not wanted any more", ours=True)
+                for piece in connection.receive_pieces():
+                    if stopped():
+                        raise PeerError(grpc.StatusCode.CANCELLED, "it is not wanted any more", ours=True)
+                    yield piece
+                last = connection.receive_answer()
+                _check(last)
+                if not last.complete:
+                    raise PeerError(grpc.StatusCode.INTERNAL, "it answers that all is well before it has sent all")
 
             try:
-                return receive(answer.header, pieces(), self._holdings, self._space, moved)
+                return receive(answer.header, pieces(), self._holdings, self._space)
             except ValueError as error:
                 raise PeerError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
             except PartRefusedError as refused:
@@ -186,6 +188,7 @@ class Peers:
         ):
             try:
                 self._wire.greet(connection, address)
+                connection.moved = transfer.moved
                 connection.send(peer_pb2.Hello(credential=self._credential(address)), call)
                 answer = connection.receive_answer()
                 _check(answer)

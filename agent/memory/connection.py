@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import select
 import socket
 import ssl
+import struct
+import sys
+import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
@@ -18,15 +22,21 @@ from dalsegno.protos.text import one_line
 
 __all__ = ["MESSAGE_BYTES", "PIECE_BYTES", "BrokenOff", "Connection", "Stranger"]
 
-# What each side begins with; another protocol has another number. Who speaks TLS waits for 5 bytes before it says so.
-_FIRST_WORD = b"DSMEM/1\n"
+# What caller and callee begin with, so that an echo is no callee; another protocol has another number. Who expects TLS
+# waits for five bytes before it says what it got.
+_CALLER, _CALLEE = b"DSMEM/1?", b"DSMEM/1!"
 # Of a frame with a part's bytes.
 PIECE_BYTES = 1 << 20
 # Of a message: a header names all files of a part.
 MESSAGE_BYTES = 16 << 20
 _LENGTH_BYTES = 4
+# Of one call of the kernel's, which comes back when all of it is on its way.
+_SEND_BYTES = 128 << 10
+# Between two looks whether what was sent is getting on its way; milliseconds.
+_LOOK_MS = 1000
 # For what is still on its way to who has refused it: without that, TCP may take the refusal back. Seconds.
 _DRAIN_SECONDS = 2.0
+_SILENT = "it does not answer"
 
 Heard = TypeVar("Heard", bound=Message)
 
@@ -44,6 +54,9 @@ class Connection:
 
     Args:
         opened: connected.
+
+    Attributes:
+        moved: called whenever some bytes have come or gone.
     """
 
     def __init__(self, opened: socket.socket) -> None:
@@ -51,6 +64,7 @@ class Connection:
         self._until: float | None = None
         self._piece = memoryview(bytearray(0))
         self.cancelled = False
+        self.moved: Callable[[], None] = lambda: None
         # Answers are short, and waited for.
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -61,8 +75,8 @@ class Connection:
             Stranger: it does not speak TLS.
             BrokenOff: it has hung up, or says nothing.
         """
+        self._check()
         try:
-            self._socket.settimeout(self._left())
             # It is this connection's before it shakes hands, so that `cancel` ends that, too.
             self._socket = secured = context.wrap_socket(
                 self._socket, server_side=server_side, do_handshake_on_connect=False
@@ -74,6 +88,7 @@ class Connection:
             raise Stranger(f"what answers there does not speak TLS ({error.reason or error})") from error
         except OSError as error:
             raise BrokenOff(_why(error)) from error
+        self._check()
         return secured.getpeercert(binary_form=True) or b""
 
     @contextlib.contextmanager
@@ -87,14 +102,19 @@ class Connection:
             with contextlib.suppress(OSError):
                 self._socket.settimeout(None)
 
-    def greet(self) -> None:
-        """Says the first word. Raises BrokenOff."""
-        self._put(_FIRST_WORD)
+    def greet(self, *, calls: bool) -> None:
+        """Says the first word, and waits for the other side's.
 
-    def expect_greeting(self) -> None:
-        """Raises BrokenOff; and Stranger: something else was said."""
-        word = self._get(len(_FIRST_WORD))
-        if word != _FIRST_WORD:
+        Args:
+            calls: this is the caller.
+
+        Raises:
+            BrokenOff: nothing comes.
+            Stranger: something else does.
+        """
+        own, other = (_CALLER, _CALLEE) if calls else (_CALLEE, _CALLER)
+        self._put(own)
+        if self._get(len(other)) != other:
             raise Stranger("what answers there is no agent, or one of another version")
 
     def send(self, *messages: Message) -> None:
@@ -118,7 +138,15 @@ class Connection:
             raise ValueError("not a message of this protocol") from error
 
     def receive_answer(self) -> peer_pb2.Answer:
-        """The next message, with a status that there is, and one line. Raises BrokenOff."""
+        """The next message, with one line in it. Raises BrokenOff.
+
+        As long as what was sent gets on its way, something moves: over a slow line that may take minutes.
+        """
+        queued = self._queued()
+        while not self._is_readable(_LOOK_MS):
+            before, queued = queued, self._queued()
+            if queued < before:
+                self.moved()
         try:
             answer = self.receive(peer_pb2.Answer)
         except ValueError as error:
@@ -128,15 +156,8 @@ class Connection:
 
     @property
     def is_readable(self) -> bool:
-        """Whether something can be heard, or the other side is gone."""
-        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
-            return True
-        look = select.poll()
-        try:
-            look.register(self._socket, select.POLLIN)
-        except (OSError, ValueError):  # closed
-            return True
-        return bool(look.poll(0))
+        """Whether something can be received, or the other side is gone."""
+        return self._is_readable(0)
 
     def send_piece(self, piece: Any) -> None:
         """Sends some bytes of a part; none: that was all of it. Raises BrokenOff."""
@@ -165,10 +186,10 @@ class Connection:
             self.hang_up()
 
     def hang_up(self) -> None:
-        """Has said all, and hears nothing more; waits a little until the other side has heard it."""
+        """Has sent all, and takes nothing more; waits a little until the other side has it."""
         with contextlib.suppress(BrokenOff, OSError), self.within(_DRAIN_SECONDS):
             socket.socket.shutdown(self._socket, socket.SHUT_WR)
-            rest = memoryview(bytearray(PIECE_BYTES))
+            rest = memoryview(bytearray(_SEND_BYTES))
             while self._get_some(rest):
                 pass
 
@@ -176,6 +197,8 @@ class Connection:
         """Ends whatever is under way, from any thread."""
         self.cancelled = True
         with contextlib.suppress(OSError):
+            # So that the end is told in any case: after a shutdown Linux may leave the other side waiting for room.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             # Not that of an SSLSocket, which would go on in plaintext.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
@@ -198,26 +221,52 @@ class Connection:
         return view
 
     def _get_some(self, view: memoryview) -> int:
+        self._check()
         try:
-            self._bound()
-            return self._socket.recv_into(view)
+            count = self._socket.recv_into(view)
         except OSError as error:
             raise BrokenOff(_why(error)) from error
+        self.moved()
+        return count
 
     def _put(self, data: Any) -> None:
-        try:
-            self._bound()
-            self._socket.sendall(data)
-        except OSError as error:
-            raise BrokenOff(_why(error)) from error
+        rest = memoryview(data)
+        while rest:
+            self._check()
+            try:
+                self._socket.sendall(rest[:_SEND_BYTES])
+            except OSError as error:
+                raise BrokenOff(_why(error)) from error
+            rest = rest[_SEND_BYTES:]
+            self.moved()
 
-    def _bound(self) -> None:
+    def _check(self) -> None:
+        """Before each call of the kernel's. Raises BrokenOff: it was cancelled, or the time is over."""
+        if self.cancelled:
+            raise BrokenOff("it was ended")
         if self._until is not None:
-            self._socket.settimeout(self._left())
+            left = self._until - time.monotonic()
+            if left <= 0:
+                raise BrokenOff(_SILENT)
+            with contextlib.suppress(OSError):
+                self._socket.settimeout(left)
 
-    def _left(self) -> float | None:
-        """Seconds; a little where there are none: 0 would mean not to wait at all, which fails in another way."""
-        return None if self._until is None else max(1e-3, self._until - time.monotonic())
+    def _is_readable(self, milliseconds: int) -> bool:
+        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
+            return True
+        look = select.poll()
+        try:
+            look.register(self._socket, select.POLLIN)
+        except (OSError, ValueError):  # closed
+            return True
+        return bool(look.poll(milliseconds))
+
+    def _queued(self) -> int:
+        """Bytes that the other machine has not got yet."""
+        try:
+            return int.from_bytes(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        except (OSError, ValueError):  # closed
+            return 0
 
 
 def _length(count: int) -> bytes:
@@ -226,6 +275,6 @@ def _length(count: int) -> bytes:
 
 def _why(error: OSError) -> str:
     if isinstance(error, TimeoutError):
-        return "it does not answer"
+        return _SILENT
     gone = ConnectionResetError, BrokenPipeError, ssl.SSLEOFError, ssl.SSLZeroReturnError
     return "it has ended the call" if isinstance(error, gone) else str(error.strerror or error)

@@ -7,7 +7,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -39,16 +39,13 @@ def named(header: peer_pb2.Header) -> str:
     return f"part {header.group_rank} of {header.name}"
 
 
-def receive(
-    header: peer_pb2.Header, pieces: Iterable[memoryview], holdings: Holdings, space: Space, moved: Callable[[], None]
-) -> HeldParts:
+def receive(header: peer_pb2.Header, pieces: Iterable[memoryview], holdings: Holdings, space: Space) -> HeldParts:
     """Takes the part behind a header, and puts it in its place.
 
     Args:
         header: its names are checked already.
         pieces: its bytes. What this raises ends it.
         holdings, space: of this node.
-        moved: called with each piece; what it raises ends this.
 
     Raises:
         PartRefusedError: it cannot be, or is not what was announced.
@@ -56,7 +53,6 @@ def receive(
     incoming = Incoming(header, holdings, space)
     try:
         for piece in pieces:
-            moved()
             incoming.feed(piece)
         return incoming.finish()
     finally:

@@ -13,6 +13,7 @@ import grpc
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged
 from dalsegno.protos import peer_pb2
+from dalsegno.protos.text import LONGEST_NAME, one_line
 
 from .connection import BrokenOff, Connection, Stranger
 from .fence import Fence
@@ -20,7 +21,7 @@ from .holdings import HeldParts, Holdings, StepPart
 from .incoming import PartRefusedError, receive
 from .pieces import header_of, read_manifest, read_part
 from .space import Space
-from .watch import StallWatch, WatchedCall
+from .watch import StallWatch
 from .wire import Wire
 
 __all__ = ["PeerServer", "PeerService"]
@@ -65,45 +66,45 @@ class PeerService:
             BrokenOff: the caller is gone, or moved no byte for too long.
         """
         with self._watch.over(connection.cancel) as transfer:
+            connection.moved = transfer.moved
             try:
-                self._carry_out(connection, transfer)
+                self._carry_out(connection)
             except PartRefusedError as refused:
                 logger.info("refused: %s", refused)
                 connection.refuse(refused.code, str(refused))
             except ValueError as error:
                 connection.refuse(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
-    def _carry_out(self, connection: Connection, transfer: WatchedCall) -> None:
+    def _carry_out(self, connection: Connection) -> None:
         call = connection.receive(peer_pb2.Call)
         which = call.WhichOneof("what")
         if which is None:
             raise ValueError("not a call of this protocol")
         if which == "hold":
-            self._hold(connection, call.hold, transfer)
+            self._hold(connection, call.hold)
         else:
-            self._fetch(connection, self._part(call.fetch), transfer)
+            self._fetch(connection, self._part(call.fetch))
 
-    def _hold(self, connection: Connection, header: peer_pb2.Header, transfer: WatchedCall) -> None:
+    def _hold(self, connection: Connection, header: peer_pb2.Header) -> None:
         self._fence.check(header)
         if self._holdings.has(header.run_id, header.name, header.digest, header.group_rank):
             connection.send(peer_pb2.Answer(here=True))
             return
         connection.send(peer_pb2.Answer())
-        held = receive(header, connection.receive_pieces(), self._holdings, self._space, transfer.moved)
+        held = receive(header, connection.receive_pieces(), self._holdings, self._space)
         self._on_held(held)
-        connection.send(peer_pb2.Answer())
+        connection.send(peer_pb2.Answer(complete=True))
 
-    def _fetch(self, connection: Connection, part: StepPart, transfer: WatchedCall) -> None:
+    def _fetch(self, connection: Connection, part: StepPart) -> None:
         with self._holdings.at_work(part.run_id, part.manifest.name):
             try:
                 manifest = read_manifest(part)
             except (CheckpointDamaged, OSError) as error:
                 raise self._unreadable(part, error) from error
             connection.send(peer_pb2.Answer(header=header_of(part, self._job_id, len(manifest))))
-            last = peer_pb2.Answer()
+            last = peer_pb2.Answer(complete=True)
             try:
                 for piece in read_part(part, manifest):
-                    transfer.moved()
                     connection.send_piece(piece)
             except (CheckpointDamaged, OSError) as error:
                 failed = self._unreadable(part, error)
@@ -122,7 +123,8 @@ class PeerService:
         part = self._holdings.part(request.run_id, request.name, request.digest, request.group_rank)
         if part is None:
             raise PartRefusedError(
-                grpc.StatusCode.NOT_FOUND, f"part {request.group_rank} of {request.name} is not here"
+                grpc.StatusCode.NOT_FOUND,
+                f"part {request.group_rank} of {one_line(request.name, LONGEST_NAME)} is not here",
             )
         return part
 
@@ -165,6 +167,7 @@ class PeerServer:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _accept(self) -> None:
+        refusing = False
         while not self._closing.is_set():
             try:
                 opened, _ = self._listener.accept()
@@ -175,15 +178,22 @@ class PeerServer:
             try:
                 self._begin(opened)
             except (OSError, RuntimeError) as error:  # it is gone already, or there is no room for a thread
-                logger.warning("a peer is hung up on: %s", error)
                 opened.close()
+                # There may be thousands of them.
+                if not refusing:
+                    logger.warning("connections of peers are hung up on: %s", error)
+                refusing = True
+            else:
+                refusing = False
 
     def _begin(self, opened: socket.socket) -> None:
         connection = Connection(opened)
         thread = threading.Thread(target=self._serve, args=(connection,), name="memory-serve", daemon=True)
         with self._lock:
-            if self._closing.is_set() or len(self._serving) >= MOST_CONNECTIONS:
-                raise RuntimeError("too many are served")
+            if self._closing.is_set():
+                raise RuntimeError("this agent is closing")
+            if len(self._serving) >= MOST_CONNECTIONS:
+                raise RuntimeError(f"there are {MOST_CONNECTIONS} already")
             self._serving[connection] = thread
             try:
                 thread.start()
@@ -209,6 +219,7 @@ class PeerServer:
             connection.hang_up()
         except Exception:
             logger.exception("a call of a peer")
+            connection.refuse(grpc.StatusCode.UNKNOWN, "it has failed there: its agent.log says how")
         finally:
             connection.close()
             with self._lock:

@@ -57,8 +57,13 @@ class StallWatch:
             if self._closed:
                 cancel()
             elif self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="memory-watch", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="memory-watch", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # nobody would end this call; the next one tries again
+                    self._transfers.discard(transfer)
+                    raise
+                self._thread = thread
         try:
             yield transfer
         finally:

@@ -106,8 +106,8 @@ class Wire:
         try:
             # Reached directly, whatever proxy the environment names for the web.
             return Connection(_reached(peer.target, unwanted))
-        except OSError as error:
-            raise BrokenOff(f"it cannot be reached: {error.strerror or error}") from error
+        except (OSError, UnicodeError) as error:  # some texts are no names of hosts
+            raise BrokenOff(f"it cannot be reached: {getattr(error, 'strerror', '') or error}") from error
 
     def greet(self, connection: Connection, address: str) -> None:
         """Makes sure that an agent is there, and, with TLS, the one that registered this address.
@@ -123,8 +123,7 @@ class Wire:
                     raise Stranger(
                         "what answers there shows another certificate than the one that the agent has registered"
                     )
-                connection.greet()
-                connection.expect_greeting()
+                connection.greet(calls=True)
         except BrokenOff as error:
             raise BrokenOff(f"it cannot be reached: {error}") from error
 
@@ -137,8 +136,7 @@ class Wire:
         with connection.within(PATIENCE_SECONDS):
             if self._as_callee is not None:
                 connection.secure(self._as_callee, True)
-            connection.greet()
-            connection.expect_greeting()
+            connection.greet(calls=False)
             try:
                 hello = connection.receive(peer_pb2.Hello, _HELLO_BYTES)
             except ValueError as error:

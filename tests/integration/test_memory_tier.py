@@ -306,11 +306,11 @@ NONSENSE = {
     "no word": b"\0\0\0\0",
     "gRPC": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0" * 100,
     "HTTP": b"GET / HTTP/1.1\r\n\r\n",
-    "no hello": b"DSMEM/1\n",
-    "half a length": b"DSMEM/1\n\0\0",
-    "half a hello": b"DSMEM/1\n\0\0\0\x09abc",
-    "no message": b"DSMEM/1\n\0\0\0\x01\xff",
-    "endless hello": b"DSMEM/1\n\xff\xff\xff\xff" + b"x" * 100_000,
+    "no hello": b"DSMEM/1?",
+    "half a length": b"DSMEM/1?\0\0",
+    "half a hello": b"DSMEM/1?\0\0\0\x09abc",
+    "no message": b"DSMEM/1?\0\0\0\x01\xff",
+    "endless hello": b"DSMEM/1?\xff\xff\xff\xff" + b"x" * 100_000,
 }
 
 
@@ -322,7 +322,7 @@ def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: st
         host, port = two[0].tier.address.split(":")
         with socket.create_connection((host, int(port)), 10) as stranger:
             stranger.sendall(NONSENSE[what])
-            assert heard(stranger) in (b"DSMEM/1\n", b"")
+            assert heard(stranger) in (b"DSMEM/1!", b"")
         world(two)
 
 
@@ -420,7 +420,7 @@ class FakePeer:
         for piece in spoilt:
             connection.send_piece(piece)
         connection.send_piece(b"")
-        connection.send(peer_pb2.Answer())
+        connection.send(peer_pb2.Answer(complete=True))
 
 
 @contextmanager
@@ -493,7 +493,7 @@ class Hasty:
 
     def serve(self, connection: Connection) -> None:
         connection.receive(peer_pb2.Call)
-        connection.send(peer_pb2.Answer(), peer_pb2.Answer())
+        connection.send(peer_pb2.Answer(), peer_pb2.Answer(complete=True))
         _OVER.wait(20)
 
 
@@ -506,7 +506,7 @@ def test_who_says_too_early_that_it_has_all_is_not_believed(tmp_path: Path) -> N
         one.tier.open_epoch(RUN, 1, 0, [server.address])
         one.writes(manifest, 0, files)
         one.wait_for(lambda: one.said)
-        assert "it says that it has all before it was sent" in one.said[0]
+        assert "it answers that all is well before it has all" in one.said[0]
         assert [held.copies for held in one.tier.held()] == [()]
     _OVER.set()
     server.close()

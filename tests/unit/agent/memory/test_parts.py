@@ -66,7 +66,7 @@ def sent(part: StepPart, piece_bytes: int = PIECE_BYTES) -> Sent:
 
 def receive(holdings: Holdings, what: Sent, budget: int | None = None) -> Any:
     pieces = (memoryview(piece) for piece in what[1:])
-    return incoming.receive(what[0], pieces, holdings, space(holdings, budget), lambda: None)
+    return incoming.receive(what[0], pieces, holdings, space(holdings, budget))
 
 
 @pytest.mark.parametrize("piece", [1, 1000, PIECE_BYTES])

@@ -119,3 +119,16 @@ def test_several_senders_share_a_pace() -> None:
         for done in [pool.submit(pace.wait, 50_000) for _ in range(8)]:
             done.result(30)
     assert time.monotonic() - began >= 7 * 0.05
+
+
+def test_a_watch_that_could_not_start_starts_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call goes on that nobody would end."""
+    looking = StallWatch(0.2)
+    ended = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(watch.threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no thread")))
+        with pytest.raises(RuntimeError, match="no thread"), looking.over(ended.set):
+            pass
+    with looking.over(ended.set):
+        assert ended.wait(30)
+    looking.close()
