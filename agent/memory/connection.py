@@ -38,7 +38,7 @@ _LOOK_MS = 1000
 _DRAIN_SECONDS = 2.0
 _SILENT = "it does not answer"
 
-Heard = TypeVar("Heard", bound=Message)
+Received = TypeVar("Received", bound=Message)
 
 
 class BrokenOff(Exception):
@@ -93,7 +93,7 @@ class Connection:
 
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """All that is said and heard meanwhile takes so long at most, or BrokenOff is raised."""
+        """All that is sent and received meanwhile takes so long at most, or BrokenOff is raised."""
         self._until = time.monotonic() + seconds
         try:
             yield
@@ -122,14 +122,14 @@ class Connection:
         frames = (message.SerializeToString() for message in messages)
         self._put(b"".join(_length(len(frame)) + frame for frame in frames))
 
-    def receive(self, kind: type[Heard], most_bytes: int = MESSAGE_BYTES) -> Heard:
+    def receive(self, kind: type[Received], most_bytes: int = MESSAGE_BYTES) -> Received:
         """The next message.
 
         Raises:
             BrokenOff: none comes.
             ValueError: what comes is none of this kind, or a larger one.
         """
-        count = self._hear_length()
+        count = self._receive_length()
         if count > most_bytes:
             raise ValueError("not a message of this protocol: it is too large")
         try:
@@ -172,7 +172,7 @@ class Connection:
             BrokenOff: they do not all come.
             ValueError: a piece is too large.
         """
-        while count := self._hear_length():
+        while count := self._receive_length():
             if count > PIECE_BYTES:
                 raise ValueError(f"a piece of {count} bytes")
             if len(self._piece) < count:
@@ -205,7 +205,7 @@ class Connection:
     def close(self) -> None:
         self._socket.close()
 
-    def _hear_length(self) -> int:
+    def _receive_length(self) -> int:
         return int.from_bytes(self._get(_LENGTH_BYTES), "big")
 
     def _get(self, count: int) -> bytes:

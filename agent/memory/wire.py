@@ -171,12 +171,11 @@ def _parsed(address: str) -> PeerAddress:
 def _reached(target: str, unwanted: Callable[[], bool]) -> socket.socket:
     """A connected socket. Raises OSError: nobody answers in time at any of the host's addresses, or it is unwanted."""
     host, port = host_and_port(target)
-    deadline = time.monotonic() + PATIENCE_SECONDS
     problem = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         opened = socket.socket(family, kind, protocol)
         try:
-            _connect(opened, address, deadline, unwanted)
+            _connect(opened, address, unwanted)
         except OSError as error:
             opened.close()
             problem = error
@@ -185,7 +184,8 @@ def _reached(target: str, unwanted: Callable[[], bool]) -> socket.socket:
     raise problem
 
 
-def _connect(opened: socket.socket, address: Any, deadline: float, unwanted: Callable[[], bool]) -> None:
+def _connect(opened: socket.socket, address: Any, unwanted: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
     opened.setblocking(False)
     code = opened.connect_ex(address)
     look = select.poll()

@@ -32,6 +32,7 @@ from dalsegno.protos import control_pb2, peer_pb2
 from tests.support.checkpoints.memory import JOB, RUN, SMALL, TOKEN, Node, manifest_of, nodes, write_own
 from tests.support.checkpoints.power import Power, only_whole_checkpoints, sealed
 from tests.support.jobs.memory_node import SENT, Process, durable_step, sent_step
+from tests.support.jobs.unreachable import unreachable
 
 pytestmark = pytest.mark.timeout(120)
 STEP = "step-10.e1.1"
@@ -527,21 +528,6 @@ def test_another_checkpoint_is_gathered_at_once(tmp_path: Path) -> None:
             assert isinstance(description, control_pb2.Checkpoint), description
             assert time.monotonic() - begun < 15, "it was waited for"  # the peer stands still for 20 s
             assert [type(one) for one in ended] == [str]
-
-
-@contextmanager
-def unreachable() -> Iterator[str]:
-    """An address where nobody answers: as behind a firewall, or of a machine that is off."""
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, contextlib.ExitStack() as waiting:
-        address = listener.getsockname()
-        while True:
-            one = waiting.enter_context(socket.socket())
-            one.settimeout(0.5)
-            try:
-                one.connect(address)
-            except TimeoutError:
-                break
-        yield f"127.0.0.1:{address[1]}"
 
 
 def test_who_cannot_be_reached_is_not_waited_for_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

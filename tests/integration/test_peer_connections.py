@@ -23,6 +23,7 @@ from dalsegno.protos.addresses import host_and_port
 from dalsegno.protos.peer_address import shown
 from tests.support.checkpoints.memory import JOB, RUN, SMALL, TOKEN, Node, manifest_of, nodes
 from tests.support.jobs.memory_node import sent_step
+from tests.support.jobs.unreachable import unreachable
 
 pytestmark = pytest.mark.timeout(120)
 STEP = "step-10.e1.1"
@@ -120,6 +121,16 @@ def test_a_host_whose_name_is_none(tmp_path: Path) -> None:
         two.holds(STEP, 1)
         found = one.gathers(manifest, {1: ["a..b:7000", f"{'x' * 70}:7000", two.tier.address]})
         assert isinstance(found, control_pb2.Checkpoint), found
+
+
+def test_each_address_of_a_host_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first one leads nowhere, as IPv6 in half a network, the next one has as long as it."""
+    monkeypatch.setattr(wire, "PATIENCE_SECONDS", 0.5)
+    with nodes(tmp_path, 1) as (one,), unreachable() as nowhere:
+        own = host_and_port(one.tier.address)
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in (host_and_port(nowhere), own)]
+        monkeypatch.setattr(wire.socket, "getaddrinfo", lambda *_, **__: found)
+        called(one).close()
 
 
 def called(node: Node) -> Connection:
