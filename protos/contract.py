@@ -70,7 +70,7 @@ LEAST_NODE_TIMEOUT_SECONDS = 5.0
 # Defaults of --master-outage-timeout and --connect-timeout, which each node has for itself.
 MASTER_OUTAGE_TIMEOUT_SECONDS = 60.0
 CONNECT_TIMEOUT_SECONDS = 60.0
-# The header of each message on a socket between processes of one node: the message's length in bytes.
+# The header of each message on a socket between processes of one node, and between agents: its length in bytes.
 FRAME = struct.Struct(">I")
 
 

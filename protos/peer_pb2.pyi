@@ -5,7 +5,8 @@ What agents say to each other: parts of memory checkpoints, sent to those who ho
 
 Each call has a TCP connection of its own. Where the master speaks TLS it has TLS 1.3, and nothing else is spoken: the
 address of an agent then has the digest of the only certificate that its callers accept. The caller begins with the
-eight bytes "DSMEM/1?", the callee with "DSMEM/1!". What follows are frames: a length of four bytes, most significant first, and so many bytes.
+eight bytes "DSMEM/1?", the callee with "DSMEM/1!". What follows are frames: a length of four bytes, most significant
+first, and so many bytes.
 
   hold    caller: Hello, Call      callee: Answer      caller: bytes, empty frame      callee: Answer
   fetch   caller: Hello, Call      callee: Answer, bytes, empty frame, Answer

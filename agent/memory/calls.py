@@ -17,7 +17,7 @@ from .holdings import HeldParts, Holdings, StepPart
 from .incoming import PartRefusedError, receive
 from .pieces import header_of, read_manifest, read_part
 from .space import Space
-from .watch import StallWatch, WatchedCall
+from .watch import StallWatch
 from .wire import Wire
 
 __all__ = ["OPEN_PORTS", "PeerError", "Peers", "SendPace"]
@@ -107,21 +107,19 @@ class Peers:
                 manifest = read_manifest(part)
                 header = header_of(part, self._job_id, len(manifest))
                 pieces = read_part(part, manifest, pace.piece_bytes)
-                with self._call(address, peer_pb2.Call(hold=header)) as (connection, transfer, answer):
+                with self._call(address, peer_pb2.Call(hold=header)) as (connection, answer):
                     if not answer.here:
-                        self._send(connection, pieces, pace, transfer)
+                        self._send(connection, pieces, pace)
             except OSError as error:
                 raise PeerError(grpc.StatusCode.INTERNAL, f"{part} cannot be read: {error}", ours=True) from error
 
-    def _send(
-        self, connection: Connection, pieces: Iterator[memoryview], pace: SendPace, transfer: WatchedCall
-    ) -> None:
+    def _send(self, connection: Connection, pieces: Iterator[memoryview], pace: SendPace) -> None:
         whole = False
         try:
             for piece in pieces:
                 pace.wait(len(piece))
-                transfer.moved()
-                if connection.is_readable:
+                connection.moved()  # what is held back on purpose does not stand still
+                if connection.is_readable():
                     break
                 connection.send_piece(piece)
             else:
@@ -152,7 +150,7 @@ class Peers:
         request = peer_pb2.FetchRequest(
             job_id=self._job_id, run_id=run_id, name=name, digest=digest, group_rank=group_rank
         )
-        with self._call(address, peer_pb2.Call(fetch=request), stopped) as (connection, _, answer):
+        with self._call(address, peer_pb2.Call(fetch=request), stopped) as (connection, answer):
             fields = ("job_id", "run_id", "name", "digest", "group_rank")
             if any(getattr(answer.header, field) != getattr(request, field) for field in fields):
                 raise PeerError(
@@ -180,7 +178,7 @@ class Peers:
     @contextlib.contextmanager
     def _call(
         self, address: str, call: peer_pb2.Call, stopped: Callable[[], bool] = lambda: False
-    ) -> Iterator[tuple[Connection, WatchedCall, peer_pb2.Answer]]:
+    ) -> Iterator[tuple[Connection, peer_pb2.Answer]]:
         """Makes a call, which ends with this; the first answer is one of success."""
         with (
             contextlib.closing(self._connect(address, stopped)) as connection,
@@ -192,7 +190,7 @@ class Peers:
                 connection.send(peer_pb2.Hello(credential=self._credential(address)), call)
                 answer = connection.receive_answer()
                 _check(answer)
-                yield connection, transfer, answer
+                yield connection, answer
             except Stranger as error:
                 raise PeerError(grpc.StatusCode.UNAUTHENTICATED, str(error)) from error
             except BrokenOff as error:

@@ -18,9 +18,10 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from dalsegno.protos import peer_pb2
+from dalsegno.protos.contract import FRAME
 from dalsegno.protos.text import one_line
 
-__all__ = ["MESSAGE_BYTES", "PIECE_BYTES", "BrokenOff", "Connection", "Stranger"]
+__all__ = ["PIECE_BYTES", "BrokenOff", "Connection", "Stranger"]
 
 # What caller and callee begin with, so that an echo is no callee; another protocol has another number. Who expects TLS
 # waits for five bytes before it says what it got.
@@ -28,8 +29,7 @@ _CALLER, _CALLEE = b"DSMEM/1?", b"DSMEM/1!"
 # Of a frame with a part's bytes.
 PIECE_BYTES = 1 << 20
 # Of a message: a header names all files of a part.
-MESSAGE_BYTES = 16 << 20
-_LENGTH_BYTES = 4
+_MESSAGE_BYTES = 16 << 20
 # Of one call of the kernel's, which comes back when all of it is on its way.
 _SEND_BYTES = 128 << 10
 # Between two looks whether what was sent is getting on its way; milliseconds.
@@ -120,9 +120,9 @@ class Connection:
     def send(self, *messages: Message) -> None:
         """Sends them. Raises BrokenOff."""
         frames = (message.SerializeToString() for message in messages)
-        self._put(b"".join(_length(len(frame)) + frame for frame in frames))
+        self._put(b"".join(FRAME.pack(len(frame)) + frame for frame in frames))
 
-    def receive(self, kind: type[Received], most_bytes: int = MESSAGE_BYTES) -> Received:
+    def receive(self, kind: type[Received], most_bytes: int = _MESSAGE_BYTES) -> Received:
         """The next message.
 
         Raises:
@@ -143,7 +143,7 @@ class Connection:
         As long as what was sent gets on its way, something moves: over a slow line that may take minutes.
         """
         queued = self._queued()
-        while not self._is_readable(_LOOK_MS):
+        while not self.is_readable(_LOOK_MS):
             before, queued = queued, self._queued()
             if queued < before:
                 self.moved()
@@ -154,14 +154,20 @@ class Connection:
         answer.detail = one_line(answer.detail)
         return answer
 
-    @property
-    def is_readable(self) -> bool:
-        """Whether something can be received, or the other side is gone."""
-        return self._is_readable(0)
+    def is_readable(self, milliseconds: int = 0) -> bool:
+        """Whether something can be received, or the other side is gone; waits for that so long at most."""
+        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
+            return True
+        look = select.poll()
+        try:
+            look.register(self._socket, select.POLLIN)
+        except (OSError, ValueError):  # closed
+            return True
+        return bool(look.poll(milliseconds))
 
     def send_piece(self, piece: Any) -> None:
         """Sends some bytes of a part; none: that was all of it. Raises BrokenOff."""
-        self._put(_length(len(piece)))
+        self._put(FRAME.pack(len(piece)))
         if piece:
             self._put(piece)
 
@@ -206,7 +212,7 @@ class Connection:
         self._socket.close()
 
     def _receive_length(self) -> int:
-        return int.from_bytes(self._get(_LENGTH_BYTES), "big")
+        return int(FRAME.unpack(self._get(FRAME.size))[0])
 
     def _get(self, count: int) -> bytes:
         return bytes(self._fill(memoryview(bytearray(count))))
@@ -251,26 +257,12 @@ class Connection:
             with contextlib.suppress(OSError):
                 self._socket.settimeout(left)
 
-    def _is_readable(self, milliseconds: int) -> bool:
-        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
-            return True
-        look = select.poll()
-        try:
-            look.register(self._socket, select.POLLIN)
-        except (OSError, ValueError):  # closed
-            return True
-        return bool(look.poll(milliseconds))
-
     def _queued(self) -> int:
         """Bytes that the other machine has not got yet."""
         try:
             return int.from_bytes(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
         except (OSError, ValueError):  # closed
             return 0
-
-
-def _length(count: int) -> bytes:
-    return count.to_bytes(_LENGTH_BYTES, "big")
 
 
 def _why(error: OSError) -> str:

@@ -52,19 +52,15 @@ class StallWatch:
             unwanted: asked at each look; where it is so, the call is ended as well.
         """
         transfer = WatchedCall(cancel, unwanted)
-        with self._changed:
-            self._transfers.add(transfer)
-            if self._closed:
-                cancel()
-            elif self._thread is None:
-                thread = threading.Thread(target=self._run, name="memory-watch", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:  # nobody would end this call; the next one tries again
-                    self._transfers.discard(transfer)
-                    raise
-                self._thread = thread
         try:
+            with self._changed:
+                self._transfers.add(transfer)
+                if self._closed:
+                    cancel()
+                elif self._thread is None:
+                    thread = threading.Thread(target=self._run, name="memory-watch", daemon=True)
+                    thread.start()  # if it cannot, the next call tries again
+                    self._thread = thread
             yield transfer
         finally:
             with self._changed:

@@ -50,6 +50,7 @@ class Wire:
     def __init__(self, token: Callable[[], str | None], identity: MemoryIdentity | None = None) -> None:
         self._ask, self._identity = token, identity
         self._as_callee = None if identity is None else identity.context()
+        self._as_caller = caller_context()
         self._lock = threading.Lock()
         self._last: str | None = None
         self._known = False
@@ -119,7 +120,7 @@ class Wire:
         certificate = _parsed(address).certificate
         try:
             with connection.within(PATIENCE_SECONDS):
-                if certificate and digest_of(connection.secure(caller_context(), False)) != certificate:
+                if certificate and digest_of(connection.secure(self._as_caller, False)) != certificate:
                     raise Stranger(
                         "what answers there shows another certificate than the one that the agent has registered"
                     )

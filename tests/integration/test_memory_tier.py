@@ -29,7 +29,7 @@ from dalsegno.agent.memory.wire import Wire
 from dalsegno.elastic.checkpoint import FileEntry, Manifest, read_sealed, verify, verify_files
 from dalsegno.elastic.checkpoint.spares import FOLDER
 from dalsegno.protos import control_pb2, peer_pb2
-from tests.support.checkpoints.memory import JOB, RUN, SMALL, TOKEN, Node, manifest_of, nodes, write_own
+from tests.support.checkpoints.memory import JOB, RUN, SMALL, TOKEN, Node, called, manifest_of, nodes, write_own
 from tests.support.checkpoints.power import Power, only_whole_checkpoints, sealed
 from tests.support.jobs.memory_node import SENT, Process, durable_step, sent_step
 from tests.support.jobs.unreachable import unreachable
@@ -334,15 +334,6 @@ def heard(stranger: socket.socket) -> bytes:
         while more := stranger.recv(1000):
             said += more
     return said
-
-
-@contextmanager
-def called(node: Node) -> Iterator[Connection]:
-    """A connection to a node, of somebody who has the token and has said nothing yet."""
-    own = Wire(lambda: TOKEN)
-    with contextlib.closing(own.connect(node.tier.address)) as connection:
-        own.greet(connection, node.tier.address)
-        yield connection
 
 
 CALLS = {

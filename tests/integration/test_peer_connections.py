@@ -17,11 +17,10 @@ from dalsegno.agent.memory import connection as connections
 from dalsegno.agent.memory import incoming, service, wire
 from dalsegno.agent.memory.calls import PeerError, SendPace
 from dalsegno.agent.memory.connection import BrokenOff, Connection
-from dalsegno.agent.memory.wire import Wire
 from dalsegno.protos import control_pb2, peer_pb2
 from dalsegno.protos.addresses import host_and_port
 from dalsegno.protos.peer_address import shown
-from tests.support.checkpoints.memory import JOB, RUN, SMALL, TOKEN, Node, manifest_of, nodes
+from tests.support.checkpoints.memory import JOB, RUN, SMALL, TOKEN, called, manifest_of, nodes
 from tests.support.jobs.memory_node import sent_step
 from tests.support.jobs.unreachable import unreachable
 
@@ -130,14 +129,8 @@ def test_each_address_of_a_host_is_tried(tmp_path: Path, monkeypatch: pytest.Mon
         own = host_and_port(one.tier.address)
         found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in (host_and_port(nowhere), own)]
         monkeypatch.setattr(wire.socket, "getaddrinfo", lambda *_, **__: found)
-        called(one).close()
-
-
-def called(node: Node) -> Connection:
-    own = Wire(lambda: TOKEN)
-    opened = own.connect(node.tier.address)
-    own.greet(opened, node.tier.address)
-    return opened
+        with called(one):
+            pass
 
 
 def test_what_a_caller_names_is_logged_in_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -146,7 +139,7 @@ def test_what_a_caller_names_is_logged_in_a_line(tmp_path: Path, caplog: pytest.
     with nodes(tmp_path, 1) as (one,):
         for name in ("x\n2026-01-01 ERROR forged \x1b[31m", "y" * 5_000_000):
             fetch = peer_pb2.FetchRequest(job_id=JOB, run_id=RUN, name=name, digest="d")
-            with contextlib.closing(called(one)) as opened:
+            with called(one) as opened:
                 opened.send(peer_pb2.Hello(credential=TOKEN), peer_pb2.Call(fetch=fetch))
                 assert opened.receive_answer().code == 5
         one.wait_for(lambda: "yyy" in caplog.text)

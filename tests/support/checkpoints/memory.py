@@ -7,12 +7,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import xxhash
 
+from dalsegno.agent.memory.connection import Connection
 from dalsegno.agent.memory.tier import HeldParts, MemoryTier
+from dalsegno.agent.memory.wire import Wire
 from dalsegno.elastic.checkpoint import CheckpointName, FileEntry, Manifest, Position, Shape
 from dalsegno.protos import control_pb2
 
@@ -149,6 +151,15 @@ class Node:
             self.tier.write_parts(manifest.run_id, ref, run_dir, parts, then)
         assert done.wait(seconds)
         return found[0]
+
+
+@contextmanager
+def called(node: Node) -> Iterator[Connection]:
+    """A connection to a node, of somebody who has the token and has said nothing yet."""
+    own = Wire(lambda: TOKEN)
+    with closing(own.connect(node.tier.address)) as connection:
+        own.greet(connection, node.tier.address)
+        yield connection
 
 
 @contextmanager
