@@ -34,6 +34,8 @@ MOST_CONNECTIONS = 256
 _STOP_WITHIN_SECONDS = 5.0
 # Where no connection can be accepted, as this process has no descriptor left for it; seconds.
 _AGAIN_SECONDS = 0.2
+# Between two lines about those that are hung up on: there may be thousands of them, and some are let in now and then.
+_SILENT_SECONDS = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +169,7 @@ class PeerServer:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _accept(self) -> None:
-        refusing = False
+        silent_until = 0.0
         while not self._closing.is_set():
             try:
                 opened, _ = self._listener.accept()
@@ -179,12 +181,10 @@ class PeerServer:
                 self._begin(opened)
             except (OSError, RuntimeError) as error:  # it is gone already, or there is no room for a thread
                 opened.close()
-                # There may be thousands of them.
-                if not refusing:
+                now = time.monotonic()
+                if now >= silent_until:
                     logger.warning("connections of peers are hung up on: %s", error)
-                refusing = True
-            else:
-                refusing = False
+                    silent_until = now + _SILENT_SECONDS
 
     def _begin(self, opened: socket.socket) -> None:
         connection = Connection(opened)
