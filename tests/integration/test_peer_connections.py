@@ -220,7 +220,8 @@ def test_a_deadline_holds_for_who_always_has_something_to_say() -> None:
             while not stop.is_set():
                 far.sendall(bytes(1 << 16))
 
-    with contextlib.closing(Connection(near)) as refusing, ThreadPoolExecutor(1) as pool, far:
+    # It is closed before the flood is waited for: only then is the other side told in any case.
+    with ThreadPoolExecutor(1) as pool, far, contextlib.closing(Connection(near)) as refusing:
         pool.submit(flood)
         began = time.monotonic()
         refusing.hang_up()
