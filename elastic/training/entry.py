@@ -16,6 +16,7 @@ from ..checkpoint import CheckpointStore
 from ..data.loaders import shield_loaders
 from ..rank.agreement import agree
 from ..rank.collective import Collective, GlooCollective, Solo
+from ..rank.gloo_threads import settle_at_exit
 from ..rank.identity import Identity, from_environment
 from ..rank.link import Link
 from ..rank.meetings import Meetings, watch_the_end
@@ -137,6 +138,8 @@ def _open_with(
         # All ranks open their sessions in the same order, so these have numbers.
         collective = GlooCollective(identity.rank, identity.world_size, identity.epoch, number=_before[0])
         mark("met")
+        if identity.socket is None:  # dlrover-run's workers end without what could meet these threads.
+            settle_at_exit()
     link = lock = resume = None
     if identity.socket is not None:
         # Watch before the agent hears that there is a session: from then on it expects this rank to save.

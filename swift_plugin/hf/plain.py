@@ -5,7 +5,7 @@
     trainer.train()
 
 Under ``dlrover-run`` its world may change size between any two steps: the global batch, the order of samples and the
-loss curve stay those of an undisturbed run. Elsewhere nothing is changed. See ``docs/ms-swift.md``.
+loss curve stay those of an undisturbed run. Elsewhere the Trainer stays as it is. See ``docs/ms-swift.md``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from dalsegno.elastic.rank.gloo_threads import settle_at_exit
 from dalsegno.elastic.training.examination import is_examined
 from dalsegno.protos.contract import Variable
 
@@ -75,4 +76,6 @@ def elastic(
         changed: Any = trainer
         changed.__class__ = elastic_class(type(trainer))
         changed.become_elastic(options)
+    else:
+        settle_at_exit()
     return trainer

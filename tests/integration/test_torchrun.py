@@ -280,3 +280,34 @@ def test_torchruns_usual_line_for_several_nodes(programs: Programs) -> None:
     assert sorted(rows for rows in steps_of(out).values()) == [[(1, 2)], [(1, 2)]]
     claim = json.loads(next(programs.directory.rglob("claim.json")).read_text())
     assert claim["address"] == endpoint
+
+
+ENDS_AT_ONCE = """
+import torch, torch.distributed as dist
+from dalsegno.elastic import session
+dist.init_process_group("gloo")
+with session():
+    pass
+
+def gather():
+    for _ in range(20):
+        own = torch.ones(4)
+        every = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, own)
+
+gather()
+"""
+
+
+def test_a_script_that_ends_behind_a_collective_succeeds(programs: Programs) -> None:
+    """A thread of gloo's that still holds its tensors would abort the process, in about half of these runs."""
+    script = programs.directory / "script.py"
+    script.write_text(ENDS_AT_ONCE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    for attempt in range(3):
+        started = {
+            name: programs.start(name, *command, f"--master-port={free_port()}", str(script))
+            for name in (f"{attempt}-first", f"{attempt}-second")
+        }
+        for name, run in started.items():
+            assert run.wait(120) == 0, programs.log(name)
