@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
@@ -17,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..data.batches import Batches
-from ..rank.process_group import init_process_group, is_the_only_group
-from ..rank.remarks import remark
+from ..rank.process_group import init_process_group
 from ..saving.background_save import Background, background
 from ..training.parts import Stateful
 from ..training.session import BareSession
+from ..training.staying import Wrappers
 from ..training.training_state import TrainingState
 from .micros import Micros
 
@@ -71,8 +70,9 @@ class ScriptState(TrainingState):
         super().__init__(session, model=model, **parts)
         self.model = model
         self._wrap, self._bare = wrap, model
-        # What `wrap` has made so far.
-        self._made: list[weakref.ref[nn.Module]] = []
+        self._wrappers = Wrappers(
+            model, "the script has a reference of its own to what wrap= made. Call state.model each time instead"
+        )
         self._called = _Wrapped(model, self._model)
         self._micros: Micros | None = None
         self._where = self._places()
@@ -94,12 +94,11 @@ class ScriptState(TrainingState):
         self.model = (_sending_nothing(self._wrap, self._bare) if alike else self._wrap)(self._bare)
         if not isinstance(self.model, nn.Module):
             raise ValueError(f"s.state(wrap=...) made a {type(self.model).__name__} of the model, which is no module")
-        if self.model is not self._bare:
-            self._made.append(weakref.ref(self.model))
+        self._wrappers.note(self.model)
 
     def may_stay(self) -> bool:
         """Whether nothing but the wrapper belongs to the present world. Removes it if so."""
-        if self._wrap is None or not is_the_only_group() or any(map(_is_sharded, self._bare.parameters())):
+        if self._wrap is None or not self._wrappers.alone:
             return False
         self.model = self._bare
         if self._micros is not None:
@@ -107,14 +106,7 @@ class ScriptState(TrainingState):
         self._micros = None
         self._session.copies.forget()
         self._called = _Wrapped(self._bare, self._model)
-        gc.collect()
-        if any(made() is not None for made in self._made):
-            remark(
-                "this process cannot stay for the next world: the script has a reference of its own to what wrap= "
-                "made. Call state.model each time instead"
-            )
-            return False
-        return True
+        return self._wrappers.are_gone()
 
     def begin(self, data: Batches[Any]) -> Micros:
         """See `Trained`."""
@@ -189,11 +181,6 @@ def _sending_nothing(wrap: Wrap, model: nn.Module) -> Wrap:
     ours = any(module._non_persistent_buffers_set for module in model.modules())
     unsent = ours and not given.get("broadcast_buffers", True)
     return wrap if unsent else partial(wrap, **{"init_sync": False})
-
-
-def _is_sharded(parameter: nn.Parameter) -> bool:
-    """Whether it lies on a mesh of ranks."""
-    return hasattr(parameter, "device_mesh")
 
 
 def checked_parts(model: Any, parts: Mapping[str, Any], wrap: Any) -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-
-import torch.distributed as dist
 
 from dalsegno.protos.trace import mark
 
 from ..data.batches import Batches
 from ..rank.exits import Stays
-from ..training.entry import reopen
+from ..training.entry import move
 from ..training.session import BareSession
-from ..training.staying import wait_for_a_place
 from .data import DataWish, plan_of
 from .state import ScriptState
 
@@ -64,12 +60,7 @@ def _begun(
 def _move(
     session: BareSession, data: Batches[Any], wish: DataWish, state: ScriptState, held: Mapping[str, str]
 ) -> None:
-    """Leaves the old world, waits, and enters the next one as those do that begin in it."""
-    dist.destroy_process_group()
-    BareSession.close(session)
-    gc.collect()
-    wait_for_a_place(held)
-    reopen(session, state.unread())
+    move(session, held, state.unread())
     data.go_on(plan_of(session, wish), session.rank, session.resume)
     mark("built")
     state.go_on()

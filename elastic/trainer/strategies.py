@@ -26,6 +26,7 @@ from ..saving.replicas import check_whole, loadable
 from ..saving.writing import write_files
 from ..training.reading_state import load_part, owned, read_tensors
 from ..training.session import BareSession
+from ..training.staying import Wrappers
 from ..training.training_state import TrainingState
 from .loss_scale import LossScale
 from .made import steps_on_metric
@@ -147,6 +148,32 @@ class Strategy(ABC):
         """
         return None
 
+    # For processes that stay through a planned change. Not called unless `stays`.
+
+    @property
+    def stays(self) -> bool:
+        """Whether what `setup` has built can go on in another world."""
+        return False
+
+    def leave(self) -> bool:
+        """Lets go of what belongs to the present world. Returns whether nothing else does, so that the rest may stay.
+
+        The process ends if not.
+        """
+        return False
+
+    def unread(self) -> list[str]:
+        """Names of files of the resume point that `enter` does not read."""
+        return []
+
+    def enter(self, setting: Setting) -> dict[str, Any]:
+        """In another world, which resumes from what is here: what `setup` does of a load, and of a wrapper. Collective.
+
+        Returns, raises:
+            As `setup`.
+        """
+        raise NotImplementedError(f"strategy {self.name} stays in no other world")
+
     def write(self, path: Path, state: Mapping[str, Any]) -> None:
         """Writes this rank's files below ``path``."""
         write_files(path, self.files(state))
@@ -230,9 +257,37 @@ class DDP(Strategy):
         # No rank goes on to the wrapper, where ranks wait for one another, before all have come through this.
         with setting.session.meetings.together():
             state = self._load(model, make_optimizer, make_scheduler, setting)
-        if setting.session.world_size > 1:
-            self.model = DistributedDataParallel(model, **self._options)
+        self._wrappers = Wrappers(
+            model, "something holds the DistributedDataParallel that the Trainer has made: take trainer.model instead"
+        )
+        self._wrap(setting)
         return state
+
+    def _wrap(self, setting: Setting) -> None:
+        if setting.session.world_size > 1:
+            self.model = DistributedDataParallel(self._bare, **self._options)
+            self._wrappers.note(self.model)
+
+    @property
+    def stays(self) -> bool:
+        return True
+
+    def leave(self) -> bool:
+        if not self._wrappers.alone:
+            return False
+        self.model = self._bare
+        return self._wrappers.are_gone()
+
+    def unread(self) -> list[str]:
+        return self._training.unread()
+
+    def enter(self, setting: Setting) -> dict[str, Any]:
+        # Its own state is loaded, too: what callbacks keep may be each rank's own until rank 0's is saved.
+        self._held.source = None
+        with setting.session.meetings.together():
+            self._training.go_on()
+        self._wrap(setting)
+        return self._held.state_dict()
 
     def _load(
         self, model: nn.Module, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None, setting: Setting

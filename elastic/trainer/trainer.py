@@ -20,28 +20,27 @@ from torch.amp.grad_scaler import GradScaler
 
 from ..checkpoint import Best, Position, Tracked
 from ..data.batch import Batch
-from ..data.batches import Batches
 from ..data.counts import sum_over_ranks
 from ..data.evaluator import Evaluator, Interrupted, to_device
 from ..data.plan import BatchPlan
-from ..data.sampler import ElasticSampler
+from ..rank.exits import Stays
 from ..saving.background_save import background
-from ..saving.cadence import checked
 from ..saving.replicas import unwrapped
 from ..saving.resuming import check_strategy
 from ..saving.saving import SaveError
 from ..script.session import Session, session
 from ..training.accumulation import Accumulation
 from ..training.draws import drawn_in
+from ..training.entry import move
 from .alike import alike_of
 from .callbacks import Callback, Console, Logger, forgetful
 from .hooks import Hooks
-from .made import MadeByScript, listed
+from .made import MadeByScript
+from .options import batches_of, check, plan_of
+from .own_state import OwnState
 from .strategies import DDP, MakeOptimizer, MakeScheduler, Setting, Strategy, StrategyWrite
 
 log = logging.getLogger(__name__)
-
-STATE_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,8 @@ class Trainer:
         checkpoint_dir, keep: For runs outside ``dlrover-run``, see `session`.
         save_every, memory_every: Steps between saves, and between those to the nodes' memory, see ``Session.steps``.
         save_in_background: The training waits only while the state is copied to host memory.
+        stay: At a planned change of the world this process stays, with all that it has built. The script then talks to
+            other ranks in callbacks alone, and holds no wrapper of the model. DDP only. See `docs/trainer.md`.
         evaluator: Runs every ``evaluate_every`` steps (0: not in between), and after the last step.
         track: The metric that makes a checkpoint the best one. A better step is saved, even between saves. (If a leave
             cut an evaluation short, the resumed run makes up for it, but that step is saved already.)
@@ -127,6 +128,7 @@ class Trainer:
     save_every: int = 0
     memory_every: int | str = 0
     save_in_background: bool = False
+    stay: bool = False
     evaluator: Evaluator | None = None
     evaluate_every: int = 0
     track: Tracked | None = None
@@ -139,19 +141,8 @@ class Trainer:
     metrics: Mapping[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        if self.max_steps is None and self.data_epochs is None:
-            raise ValueError("when does the training end? Give max_steps or data_epochs")
-        if self.evaluator is None and (self.evaluate_every or self.track):
-            raise ValueError("evaluate_every and track need an evaluator")
-        if min(self.log_every - 1, self.evaluate_every, self.save_every) < 0:
-            raise ValueError("log_every must be at least 1; save_every and evaluate_every cannot be negative")
-        checked(self.memory_every)
         self._strategy = _strategy(self.strategy)
-        if self.grad_scaler is not None and self._strategy.loss_scale is None:
-            raise ValueError(
-                f"grad_scaler: strategy {self._strategy.name} takes none (DeepSpeed scales by itself, with fp16 in its "
-                "config)"
-            )
+        check(self, self._strategy)
         self._hooks = Hooks([*self.callbacks, *([Console()] if self.progress else [])])
         self._session: Session | None = None
         self._state, self._ends = "new", (self.max_steps, self.data_epochs)
@@ -159,8 +150,11 @@ class Trainer:
         in_between = self.track if self.evaluate_every else None
         engine = self._strategy.scale == "deepspeed"
         self._made = MadeByScript(self.optimizer, self.scheduler, in_between, steps_itself=engine)
-        # Whether an evaluation of the present step is still to be made, and the last step that has one.
-        self._owed, self._evaluated = False, 0
+        self._own = OwnState(self._made, self._hooks, drop_last=self.drop_last, other_schedule=self.other_schedule)
+        # Whether an evaluation of the present step is still to be made.
+        self._owed = False
+        # Whether callbacks are still to be told that the training has ended.
+        self._begun = False
 
     @property
     def rank(self) -> int:
@@ -196,45 +190,54 @@ class Trainer:
                     "again"
                 )
             return self._fitted()
-        self._state = "failed"  # until proven otherwise
+        self._state, self._begun = "failed", True  # until proven otherwise
         try:
-            self._open()
-            self._hooks.each(lambda hook: hook.on_fit_begin(self))
-            self._agree_to_stop()
+            self._session = session(self.checkpoint_dir, keep=self.keep)
+            self._begin(stayed=False)
             self._run()
         finally:
-            self._hooks.each(lambda hook: hook.on_fit_end(self))
-            for logger in self.loggers:
-                getattr(logger, "close", lambda: None)()
+            self._end_hooks()
+            self._close_loggers()
         self._state, self._ends = "finished", (self.max_steps, self.data_epochs)
         return self._fitted()
 
     # Opening.
 
-    def _open(self) -> None:
-        s = self._session = session(self.checkpoint_dir, keep=self.keep)
-        plan = BatchPlan(
-            self.global_batch_size, s.world_size, self.max_micro_batch_size, self.fixed_micro_batch, self.pad
-        )
+    def _begin(self, *, stayed: bool) -> None:
+        """Begins in the session's world, where all ranks do the same. Collective.
+
+        Args:
+            stayed: This process has trained in the world before, and holds what this one resumes from.
+        """
+        s = self._opened
+        plan = plan_of(self, s.world_size)
         s.compare(alike_of(self, plan, self._strategy.name))
         with s.meetings.telling():
-            self._load(s, plan)
+            self._load(s, plan, stayed=stayed)
+        if self.stay:
+            s.may_stay = self._may_stay
         held = self._strategy
         s.examination.learn_parts(held.model, held.optimizer)
         s.copies.know(held.model, held.optimizer, scheduler=held.scheduler, saved=True)
         s.examination.learn(stateless=forgetful(self.callbacks), twins=tuple(self._hooks.alike))
         s.examination.learn(loss_draws=drawn_in(self.loss))
-        self._owed = self.step > 0 and self._due(self.step, last=False) and self._evaluated != self.step
+        self._owed = self.step > 0 and self._due(self.step, last=False) and self._own.evaluated != self.step
+        self._begun = True
+        self._hooks.each(lambda hook: hook.on_fit_begin(self))
+        self._agree_to_stop()
 
-    def _load(self, s: Session, plan: BatchPlan) -> None:
+    def _load(self, s: Session, plan: BatchPlan, *, stayed: bool) -> None:
         check_strategy(s.resume, self._strategy.name)
         wanted = None if self.device is None else torch.device(self.device)
         self._where = self._strategy.start(s.world_size, s.local_rank, wanted)
         # Checked before anything large is loaded: another order of samples is refused here.
-        self._batches = self._make_batches(s, plan)
+        if not stayed:
+            self._batches = batches_of(self, s, plan, self._strategy.scale)
+        else:
+            self._batches.go_on(plan, s.rank, s.resume)
         self._batches.check_samples(s, self.max_steps)
         setting = Setting(s, self._where, plan, self.max_grad_norm, self.grad_scaler)
-        state = self._set_up(setting)
+        state = self._set_up(setting, stayed=stayed)
         own = [] if self._strategy.scale == "deepspeed" else [self._strategy.optimizer]
         self._accumulate = Accumulation(self._strategy.model, *own)
         self.step = s.step
@@ -242,31 +245,12 @@ class Trainer:
         if self.track is not None:
             s.track(self.track.metric, mode=self.track.mode, min_delta=self.track.min_delta)
         if s.resume is not None:
-            self._load_state(state)
+            self._own.load(state, s)
 
-    def _make_batches(self, s: Session, plan: BatchPlan) -> Batches[Any]:
-        length = len(self.dataset) if hasattr(self.dataset, "__len__") else None
-        sampler = ElasticSampler(
-            length, self.global_batch_size, seed=self.seed, shuffle=self.shuffle, drop_last=self.drop_last
-        )
-        return Batches(
-            self.dataset,
-            sampler,
-            plan,
-            s.rank,
-            collate=self.collate,
-            scale=self._strategy.scale,
-            resume=s.resume,
-            data_epochs=self.data_epochs,
-            seed=self.seed,
-            count_tokens=self.count_tokens,
-            reduce=None if self.count_tokens is None else s.sum,
-            loader_options=self.loader_options,
-            check_data=self.check_data,
-        )
-
-    def _set_up(self, setting: Setting) -> dict[str, Any]:
+    def _set_up(self, setting: Setting, *, stayed: bool) -> dict[str, Any]:
         resume, made = setting.session.resume, self._made
+        if stayed:
+            return self._strategy.enter(setting)
         try:
             model = unwrapped(self.model, compiled=True)
             return self._strategy.setup(model, made.optimizer, made.scheduler, setting)
@@ -281,7 +265,37 @@ class Trainer:
 
     def _run(self) -> None:
         s = self._opened
-        steps = s.steps(
+        while True:
+            try:
+                self._train_in_this_world()
+                break
+            except Stays as out:
+                held = out.holds
+            # Outside of the handler: nothing may hold what belongs to the old world.
+            self._move(held)
+        self.step = s.step
+        if self._owed:  # a leave cut it short; now all is saved
+            self._evaluate(interrupt=None)
+            value = self._tracked()
+            if value is not None:
+                s.measured(value)
+
+    def _may_stay(self) -> bool:
+        self._accumulate.close()
+        self._opened.copies.forget()
+        return self._strategy.leave()
+
+    def _move(self, held: Mapping[str, str]) -> None:
+        """Leaves the old world, waits for a place, and begins in the next one."""
+        self._end_hooks()
+        move(self._opened, held, self._strategy.unread())
+        if self.rank:
+            self._close_loggers()  # They are the new rank 0's.
+        self._begin(stayed=True)
+        log.info("epoch %d: this process has stayed, as rank %d of %d", self._opened.epoch, self.rank, self.world_size)
+
+    def _train_in_this_world(self) -> None:
+        steps = self._opened.steps(
             self._batches,
             max_steps=self.max_steps,
             save=self._saving(),
@@ -305,12 +319,6 @@ class Trainer:
                 self._finish_early(batch.position)
                 break
             self._train(batch)
-        self.step = s.step
-        if self._owed:  # a leave cut it short; now all is saved
-            self._evaluate(interrupt=None)
-            value = self._tracked()
-            if value is not None:
-                s.measured(value)
 
     def _agree_to_stop(self) -> None:
         self._stopping = self._stopping or sum_over_ranks([float(self._stop_wanted)], self._where)[0] > 0
@@ -388,7 +396,7 @@ class Trainer:
                 metrics = self.evaluator.run(model, device=self._where, interrupt=interrupt, busy=self._opened.busy)
         except Interrupted:
             return False
-        self._owed, self._evaluated, self.metrics = False, self.step, metrics
+        self._owed, self._own.evaluated, self.metrics = False, self.step, metrics
         self._send({f"eval/{name}": value for name, value in metrics.items()})
         value = self._tracked()
         # Not after a last step off the cadence, because a run that is made longer has no evaluation there.
@@ -426,38 +434,19 @@ class Trainer:
 
     def _saving(self) -> Any:
         """What the session saves with."""
-        write = StrategyWrite(self._strategy, self._state_dict, self.rank)
+        write = StrategyWrite(self._strategy, self._own.state_dict, self.rank)
         return background(write) if self.save_in_background else write
 
-    def _state_dict(self) -> dict[str, Any]:
-        return {
-            "version": STATE_VERSION,
-            "evaluated": self._evaluated,
-            "made": dict(self._made.kinds),
-            "drop_last": self.drop_last,
-            "factors": self._made.factors,
-            **self._hooks.state_dict(),
-        }
-
-    def _load_state(self, state: Mapping[str, Any]) -> None:
-        if state["version"] != STATE_VERSION:
-            raise ValueError(
-                f"the checkpoint's trainer state is of version {state['version']}, this program reads {STATE_VERSION}"
-            )
-        had = state.get("made", self._made.kinds)
-        if had != self._made.kinds:
-            raise ValueError(
-                f"the checkpoint's training has {listed(had)}, this one has {self._made}: it would go on "
-                "in another way than it began; make the same ones, or start a new run"
-            )
-        if state.get("drop_last", self.drop_last) != self.drop_last:
-            raise ValueError(f"the checkpoint's training has drop_last={not self.drop_last}, this one has the other")
-        if not self.other_schedule:
-            self._made.check_factors(state.get("factors", {}))
-        self._evaluated = state["evaluated"]
-        self._hooks.load_state_dict(state, self._opened)
-
     # Helpers.
+
+    def _end_hooks(self) -> None:
+        if self._begun:
+            self._begun = False
+            self._hooks.each(lambda hook: hook.on_fit_end(self))
+
+    def _close_loggers(self) -> None:
+        for logger in self.loggers:
+            getattr(logger, "close", lambda: None)()
 
     @property
     def _opened(self) -> Session:

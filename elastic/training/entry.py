@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import gc
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from dalsegno.protos import ahead
 from dalsegno.protos.trace import mark
@@ -26,6 +29,7 @@ from ..saving.resuming import Damaged, handed_out, newest
 from .examination import is_examined
 from .opening import check_directory, check_world, hello, refuse, take_lock
 from .session import BareSession
+from .staying import wait_for_a_place
 from .unopened import is_unopened, unopened
 
 # The session of this process, and how many it had before.
@@ -77,17 +81,24 @@ def _begin(kind: Callable[..., S], directory: Path | None, keep: int, verify: bo
     return found
 
 
-def reopen(session: BareSession, unread: Collection[str] = ()) -> None:
-    """Opens the session of this process for another world, in the same object. Collective with those that begin.
+def move(session: BareSession, held: Mapping[str, str], unread: Collection[str] = ()) -> None:
+    """Leaves the present world, waits for a place in the next one, and enters that as those do that begin there.
 
-    This process's variables tell its place there. What the script has told the session before stays with it.
+    The session of this process is then open in the same object. What it was told before stays with it.
 
     Args:
+        held: What this process holds, see ``protos.staying.Wait``.
         unread: Files of the resume point that this process will not read, because it has what is in them.
 
     Raises:
+        Drained: There is no place.
         OSError, RuntimeError, BadResumePoint: As with ``open_session``.
     """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    BareSession.close(session)
+    gc.collect()
+    wait_for_a_place(held)
     tracked = session.tracking.tracked
 
     def again(*arguments: Any, **options: Any) -> BareSession:

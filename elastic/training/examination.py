@@ -89,6 +89,8 @@ class Examination:
             if is_examined() and self._facts.strategy == "ddp" and self._facts.world_size > 1:
                 self.learn(unwrapped=_is_unwrapped(self._model))
             self._tell([f"{about}: {text}" for about, text in findings(self._facts)])
+            # Nothing more is asked of it, and a wrapper belongs to this world alone.
+            self._model = None
         refuse_to_go_on()
 
     def _tell(self, lines: list[str]) -> None:

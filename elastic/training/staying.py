@@ -6,7 +6,12 @@ it no place, and starts another process. Its session is opened anew in the same 
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping
+
+import torch.distributed as dist
+from torch import nn
 
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.staying import offered
@@ -14,8 +19,42 @@ from dalsegno.protos.staying import offered
 from ..checkpoint import Ref
 from ..rank.exits import EXIT_DRAINED, Drained, insist
 from ..rank.link import Link
+from ..rank.process_group import is_the_only_group
+from ..rank.remarks import remark
 
-__all__ = ["wait_for_a_place", "way_out"]
+__all__ = ["Wrappers", "wait_for_a_place", "way_out"]
+
+
+class Wrappers:
+    """What was made around a replicated model, for one world after another.
+
+    Args:
+        model: The model inside.
+        cause: For people: who holds a wrapper of an earlier world, and what to do.
+    """
+
+    def __init__(self, model: nn.Module, cause: str) -> None:
+        self._model, self._cause = model, cause
+        self._made: list[weakref.ref[nn.Module]] = []
+
+    def note(self, wrapper: nn.Module) -> None:
+        """It was made for the present world."""
+        if wrapper is not self._model:
+            self._made.append(weakref.ref(wrapper))
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing but the default group, and a wrapper in it, belongs to the present world."""
+        sharded = any(hasattr(parameter, "device_mesh") for parameter in self._model.parameters())
+        return not sharded and (not dist.is_initialized() or is_the_only_group())
+
+    def are_gone(self) -> bool:
+        """Whether nobody holds one of them any more; one line says so if somebody does."""
+        gc.collect()
+        if any(made() is not None for made in self._made):
+            remark("this process cannot stay for the next world: %s", self._cause)
+            return False
+        return True
 
 
 def way_out(link: Link | None, saved: Ref, stays: Callable[[], bool]) -> Mapping[str, str] | None:

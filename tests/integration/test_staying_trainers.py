@@ -1,0 +1,127 @@
+"""Processes of a `Trainer` that stay through planned changes: the same ones train on, and the curve is the same."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import local_processes as processes
+from tests.support.jobs.cluster import HOOKED, ROOT, Training, Undisturbed
+
+from .test_membership import AT_ONCE, Clusters, any_number, end, scaled, together
+from .test_staying import worker
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.executed]
+
+
+@dataclass(frozen=True)
+class Trained(Training):
+    """By a Trainer."""
+
+    script: Path = ROOT / "tests" / "support" / "workers" / "trainer_curve.py"
+    extra: tuple[str, ...] = ("--stay",)
+
+    def words(self, *, hooked: bool) -> list[str]:
+        return [str(HOOKED), str(self.script)] if hooked else [str(self.script)]
+
+
+def test_who_stays_trains_on_through_joins_and_leaves(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """1 to 2 to 3 nodes and back to 2: nobody who stays starts anew, no step is lost, callbacks keep their state."""
+    job = clusters(training=Trained())
+    job.open("a")
+    (a,) = job.nodes
+    first = worker(job, a)
+    job.start("b")
+    second = job.wait_world(2, steps=3)
+    b = job.node("b")
+    other = worker(job, b)
+    assert worker(job, a) == first
+    job.start("c")
+    third = job.wait_world(3, steps=3, after=second)
+    assert (worker(job, a), worker(job, b)) == (first, other)
+    job.leave(job.node("c"))
+    job.wait_exit(job.node("c"))
+    job.wait_world(2, steps=3, after=third)
+    assert (worker(job, a), worker(job, b)) == (first, other)
+    end(job, undisturbed)
+
+
+@pytest.mark.full
+def test_who_was_rank_1_becomes_rank_0(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """The first of two leaves: the other one trains on alone, without a wrapper, and writes what rank 0 writes."""
+    job, first = together(clusters, "a", "b", training=Trained())
+    a = next(node for node in job.nodes if job.group_ranks()[node.name] == 0)
+    b = next(node for node in job.nodes if node is not a)
+    pid = worker(job, b)
+    job.leave(a)
+    job.wait_exit(a)
+    second = job.wait_world(1, steps=3, after=first)
+    assert worker(job, b) == pid
+    job.start("c")
+    job.wait_world(2, steps=3, after=second)
+    assert worker(job, b) == pid
+    end(job, undisturbed)
+
+
+@pytest.mark.full
+def test_who_is_left_out_ends_and_comes_back(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """Scaled away and back: its callbacks were told of one end."""
+    job, first = together(clusters, "a", "b", training=Trained())
+    pids = {node.name: worker(job, node) for node in job.nodes}
+    assert scaled(job, 1).returncode == 0
+    second = job.wait_world(1, steps=3, after=first)
+    spare = next(node for node in job.nodes if node.name not in job.group_ranks())
+    job.wait_for(lambda: not processes.is_alive(pids[spare.name]), "the spare's process ends")
+    assert scaled(job, 2).returncode == 0
+    job.wait_world(2, steps=3, after=second)
+    stayed = next(node for node in job.nodes if node is not spare)
+    assert worker(job, stayed) == pids[stayed.name]
+    end(job, undisturbed)
+
+
+@pytest.mark.full
+def test_a_crash_starts_all_anew(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """A killed worker breaks the world for all; what is started then stays at the next planned change."""
+    job, first = together(clusters, "a", "b", training=Trained(), nnodes="2:3")
+    a, b = job.nodes
+    before = worker(job, a)
+    processes.send([worker(job, b)], signal.SIGKILL)
+    second = job.wait_world(2, steps=3, after=first)
+    after = worker(job, a)
+    assert after != before
+    job.start("c")
+    job.wait_world(3, steps=3, after=second)
+    assert worker(job, a) == after
+    end(job, undisturbed, lost={second: any_number(job)})
+
+
+@pytest.mark.full
+def test_who_stays_goes_on_from_memory(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """The drain's step lies in the nodes' memory, and is written to the disk behind."""
+    training = Trained(extra=("--stay", "--memory-every=5"))
+    job, first = together(clusters, "a", "b", training=training, nnodes="2:3", agent_flags=(*AT_ONCE, "--memory-replicas=1"))
+    pids = {node.name: worker(job, node) for node in job.nodes}
+    job.start("c")
+    second = job.wait_world(3, steps=3, after=first)
+    assert {node.name: worker(job, node) for node in job.nodes if node.name in pids} == pids
+    job.leave(job.node("c"))
+    job.wait_exit(job.node("c"))
+    job.wait_world(2, steps=3, after=second)
+    assert {node.name: worker(job, node) for node in job.nodes if node.name in pids} == pids
+    end(job, undisturbed)
+
+
+@pytest.mark.full
+def test_who_holds_the_wrapper_starts_anew(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """One line says why, and nothing is lost."""
+    job, first = together(clusters, "a", "b", training=Trained(extra=("--stay", "--holds")), nnodes="2:3")
+    a, _ = job.nodes
+    before = worker(job, a)
+    job.start("c")
+    job.wait_world(3, steps=3, after=first)
+    assert worker(job, a) != before
+    assert any("take trainer.model instead" in node.text() for node in job.nodes)
+    end(job, undisturbed)
