@@ -12,7 +12,7 @@ from tests.support.jobs import local_processes as processes
 from tests.support.jobs.cluster import HOOKED, ROOT, Training, Undisturbed
 
 from .test_membership import AT_ONCE, Clusters, any_number, end, scaled, together
-from .test_staying import worker
+from .test_staying import worker, workers
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.executed]
 
@@ -102,7 +102,8 @@ def test_a_crash_starts_all_anew(clusters: Clusters, undisturbed: Undisturbed) -
 def test_who_stays_goes_on_from_memory(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """The drain's step lies in the nodes' memory, and is written to the disk behind."""
     training = Trained(extra=("--stay", "--memory-every=5"))
-    job, first = together(clusters, "a", "b", training=training, nnodes="2:3", agent_flags=(*AT_ONCE, "--memory-replicas=1"))
+    flags = (*AT_ONCE, "--memory-replicas=1")
+    job, first = together(clusters, "a", "b", training=training, nnodes="2:3", agent_flags=flags)
     pids = {node.name: worker(job, node) for node in job.nodes}
     job.start("c")
     second = job.wait_world(3, steps=3, after=first)
@@ -124,4 +125,24 @@ def test_who_holds_the_wrapper_starts_anew(clusters: Clusters, undisturbed: Undi
     job.wait_world(3, steps=3, after=first)
     assert worker(job, a) != before
     assert any("take trainer.model instead" in node.text() for node in job.nodes)
+    end(job, undisturbed)
+
+
+@pytest.mark.full
+def test_ranks_of_a_node_that_stays(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """Two on each node, with processes that read the data: the node with the first two leaves."""
+    training = Trained(extra=("--stay", "--memory-every=5"))
+    environment = {"DALSEGNO_TEST_LOADERS": "fork"}
+    job = clusters(training=training, agent_flags=["--nproc-per-node=2"], agent_environment=environment)
+    job.start("a")
+    first = job.wait_world(2, steps=2)
+    job.start("b")
+    second = job.wait_world(4, steps=2, after=first)
+    leaver = job.member(0)
+    stays = next(node for node in job.nodes if node is not leaver)
+    pids = workers(job, stays)
+    job.leave(leaver)
+    job.wait_exit(leaver)
+    job.wait_world(2, steps=2, after=second)
+    assert workers(job, stays) == pids
     end(job, undisturbed)

@@ -532,6 +532,8 @@ def test_a_missing_logger_is_said_at_once(
         ({"save_every": -1}, "cannot be negative"),
         ({"strategy": "horovod"}, "strategy is 'ddp', 'fsdp', 'deepspeed' or a Strategy"),
         ({"strategy": DeepSpeed(), "grad_scaler": GradScaler("cpu")}, "deepspeed-zero-1 takes none"),
+        ({"strategy": "fsdp", "stay": True}, "strategy fsdp builds fits one number of ranks"),
+        ({"strategy": DeepSpeed(), "stay": True}, "strategy deepspeed-zero-1 builds fits one number of ranks"),
     ],
 )
 def test_options_that_cannot_go_together_are_refused(options: dict[str, Any], message: str) -> None:
