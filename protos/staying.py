@@ -15,12 +15,13 @@ __all__ = ["Wait", "offer", "offered"]
 class Wait(Protocol):
     """Waits for a place, with this process's variables and output set to it."""
 
-    def __call__(self, holds: Mapping[str, str]) -> bool:
+    def __call__(self, holds: Mapping[str, str], *, broken: bool = False) -> bool:
         """Returns whether there is a place; if not, this process is to end as one that has drained.
 
         Args:
             holds: The checkpoint that this process's state is equal to, as in the variables of a world that resumes
                 from it. Only such a world has a place for it.
+            broken: Its world has broken. For the agent it has failed.
         """
         ...
 

@@ -419,12 +419,16 @@ class Keeping(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     STEP_FIELD_NUMBER: builtins.int
+    STAYS_FIELD_NUMBER: builtins.int
     step: builtins.int
+    stays: builtins.bool
+    """Once that is sealed, this process leaves its world, and waits for a place in the next one."""
     def __init__(
         self,
         *,
         step: builtins.int = ...,
+        stays: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["stays", b"stays", "step", b"step"]) -> None: ...
 
 global___Keeping = Keeping

@@ -18,6 +18,8 @@ __all__ = ["awaits_word", "check", "end_workers", "kept", "may_keep", "writes"]
 ANSWER_SECONDS = 1.0
 # Seconds that writing may take, from the word that it begins.
 WRITE_SECONDS = 10.0
+# Seconds that a process that stays for the next world has to leave this one, once it has sealed.
+STAY_SECONDS = 5.0
 # Seconds in which what was sealed in memory shows itself as held.
 WORD_SECONDS = 2.0
 
@@ -43,9 +45,11 @@ def end_workers(decision: Decision) -> None:
     decision.wake_at(until)
 
 
-def writes(decision: Decision, rank: int) -> None:
-    """A rank saves what it holds."""
+def writes(decision: Decision, rank: int, *, stays: bool) -> None:
+    """A rank saves what it holds; ``stays``: its process then waits for a place in the next world."""
     epoch = decision.state.epoch
+    if stays:
+        epoch.own_save = replace(epoch.own_save, stayers=epoch.own_save.stayers | {rank})
     until = epoch.own_save.until
     if until is not None:
         until = max(until, decision.now + WRITE_SECONDS)
@@ -67,8 +71,12 @@ def kept(decision: Decision, rank: int, digest: str) -> None:
     """A rank has sealed something in this node's memory, which is looked at before it counts as held."""
     epoch = decision.state.epoch
     epoch.sealed_in_memory = SealedInMemory(digest)
-    if rank in epoch.own_save.writers:  # It has nothing more to save.
-        epoch.own_save = replace(epoch.own_save, keepers=epoch.own_save.keepers - {rank})
+    own = epoch.own_save
+    if rank in own.stayers:
+        until = None if own.until is None else max(own.until, decision.now + STAY_SECONDS)
+        epoch.own_save = replace(own, keepers=own.keepers | {rank}, until=until)
+    elif rank in own.writers:  # It has nothing more to save.
+        epoch.own_save = replace(own, keepers=own.keepers - {rank})
 
 
 def awaits_word(decision: Decision) -> bool:
@@ -86,7 +94,7 @@ def awaits_word(decision: Decision) -> bool:
 
 
 def _left(decision: Decision) -> frozenset[int]:
-    """Local ranks that run and may save something."""
+    """Ranks that run, and may save something or leave by themselves."""
     state, epoch = decision.state, decision.state.epoch
     world = state.world
     if world is None:

@@ -48,7 +48,7 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
         case "ready":
             epoch.start = replace(epoch.start, loaded_seconds=decision.now - epoch.start.began)
         case "keeping":
-            keeping.writes(decision, event.rank)
+            keeping.writes(decision, event.rank, stays=message.keeping.stays)
         case "progress":
             keeping.may_keep(decision, event.rank, message.progress.may_keep)
             progress(decision, event.rank, message.progress)

@@ -246,6 +246,8 @@ class OwnSave:
     # Ranks that may be able to save the last boundary, and those that have begun to.
     keepers: frozenset[int] = frozenset()
     writers: frozenset[int] = frozenset()
+    # Writers whose processes then leave the world, and wait for a place in the next one.
+    stayers: frozenset[int] = frozenset()
     # The world has broken: until when these ranks have time for that.
     until: float | None = None
 

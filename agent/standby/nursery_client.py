@@ -22,6 +22,8 @@ __all__ = ["Nursery", "StandbyProcess"]
 
 # Seconds to wait for a process after SIGKILL; one that waits for a missing file system may be stuck in the kernel.
 _KILL_TIMEOUT_SECONDS = 5.0
+# The exit code of a worker that has left a broken world: that of an error, as if its process had ended.
+_BROKEN = 1
 
 logger = logging.getLogger(__name__)
 
@@ -144,12 +146,12 @@ class StandbyProcess:
             if call is not None:
                 call()
 
-    def stays(self, nursery: Nursery, successor: StandbyProcess) -> None:
-        """Notes that it has drained, and that its process waits for a place as another worker."""
+    def stays(self, nursery: Nursery, successor: StandbyProcess, code: int) -> None:
+        """Notes that it has ended, and that its process waits for a place as another worker."""
         with self._lock:
             successor.pid, unwanted = self.pid, self._unwanted
         self.successor = (nursery, successor)
-        self.ended(WORKER_DRAINED)
+        self.ended(code)
         if unwanted:
             successor.discard()
 
@@ -321,7 +323,7 @@ class Nursery:
         if worker is None:
             return  # it was given up, and is being killed
         if "stays" in message:
-            self._stays(number, worker, message["stays"])
+            self._stays(number, worker, message)
             return
         if "of" in message:
             worker.said(message)
@@ -336,13 +338,14 @@ class Nursery:
             worker.failure = str(message.get("failure", ""))
             worker.ended(int(str(message["code"])))
 
-    def _stays(self, number: int, worker: StandbyProcess, holds: object) -> None:
+    def _stays(self, number: int, worker: StandbyProcess, message: dict[str, object]) -> None:
+        holds = message["stays"]
         successor = StandbyProcess(lambda: self._cancel(number), ahead=True)
-        successor.parked = "it has drained"
+        successor.parked = "it has left its world"
         successor.holds = {str(name): str(value) for name, value in holds.items()} if isinstance(holds, dict) else {}
         with self._lock:
             self._workers[number] = successor
-        worker.stays(self, successor)
+        worker.stays(self, successor, _BROKEN if message.get("broken") is True else WORKER_DRAINED)
 
     def _follow(self, worker: StandbyProcess) -> None:
         pid = self.process.pid

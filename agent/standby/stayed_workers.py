@@ -6,14 +6,16 @@ import logging
 import subprocess
 import threading
 import time
+from collections.abc import Mapping
 
+from dalsegno.elastic.checkpoint.layout import CheckpointName
 from dalsegno.protos.contract import Variable
 
 from .nursery_client import Nursery, StandbyProcess
 from .placing import TAKE_PATIENCE_SECONDS, Placing, place_of
 from .worker_main import Assignment
 
-__all__ = ["StayedWorkers", "held_by"]
+__all__ = ["StayedWorkers", "fits", "held_by"]
 
 # Seconds that a process that has no place after all may take to end, as any process that has drained.
 _LEAVE_SECONDS = 5.0
@@ -26,6 +28,18 @@ logger = logging.getLogger(__name__)
 def held_by(assignment: Assignment) -> dict[str, str]:
     """What a process must hold that stays for this: the checkpoint that its world resumes from."""
     return {name: assignment.environment.get(name, "") for name in _HELD}
+
+
+def fits(holds: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
+    """Whether a process that holds this has a place in a world that resumes from what is wanted."""
+    if holds == wanted:
+        return True
+    try:
+        one, other = (CheckpointName.parse(held.get(Variable.RESUME_NAME, "")) for held in (holds, wanted))
+    except ValueError:
+        return False
+    # Each node's survivor has saved, under a name of its own, and one of them was chosen.
+    return one.by_survivor and other.by_survivor and (one.step, one.epoch) == (other.step, other.epoch)
 
 
 class StayedWorkers:
@@ -64,7 +78,7 @@ class StayedWorkers:
             return None
         nursery, before, worker = known
         place = place_of(before, wanted)
-        if place is None or worker.holds != held_by(wanted):
+        if place is None or not fits(worker.holds, held_by(wanted)):
             logger.info("worker %d has stayed for another world than the one that opens", rank)
         elif self._placing.give(rank, nursery, worker, place):
             return worker

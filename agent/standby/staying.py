@@ -1,7 +1,8 @@
 """In a worker: waits for its place in the next world, with all that its script has built.
 
 Its session has saved, left the old world and told the agent. For the agent it has ended, with the exit code of a
-drain. What it still is in the nursery is a process that waits for a place, as one that has run ahead does.
+drain, or with that of a failure if its world had broken. What it still is in the nursery is a process that waits for a
+place, as one that has run ahead does.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ class Staying:
     """See ``protos.staying.Wait``.
 
     Args:
-        word: The way to the nursery. Sends `{"stays": HOLDS}`, and `{"taken": true}` once it has its place; receives a
-            place, as in `run_ahead`, or `{"leave": true}`.
+        word: The way to the nursery. Sends `{"stays": HOLDS, "broken": BOOL}`, and `{"taken": true}` once it has its
+            place; receives a place, as in `run_ahead`, or `{"leave": true}`.
     """
 
     def __init__(self, word: Word) -> None:
         self._word = word
 
-    def __call__(self, holds: Mapping[str, str]) -> bool:
+    def __call__(self, holds: Mapping[str, str], *, broken: bool = False) -> bool:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
-        if not self._word.say({"stays": dict(holds)}):
+        if not self._word.say({"stays": dict(holds), "broken": broken}):
             return False  # the script has closed descriptors that it does not know, so no place would reach it
         place = self._word.hear()
         if place is None:

@@ -355,6 +355,8 @@ class WorkersContext(SubprocessContext):
         unstarted = process.failure if isinstance(process, StandbyProcess) else ""
         if unstarted:
             self._on_exit(rank, CANNOT_START, unstarted)
+        elif stays:
+            self._on_exit(rank, code, "it lost a peer, and waits for the next world" if code == 1 else "")
         else:
             self._on_exit(rank, code, self._reason(rank, code) if code else "")
 

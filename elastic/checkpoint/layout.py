@@ -15,6 +15,9 @@ SEALED = ".sealed"
 SHARDED, UNIVERSAL, WEIGHTS = "sharded", "universal", "weights"
 FORMS = (SHARDED, UNIVERSAL, WEIGHTS)
 
+# From here on attempts are those of ranks that have saved by themselves, one for each node.
+FIRST_OF_SURVIVORS = 1000
+
 # The largest number in a name: 18 digits, which every part of the program can handle.
 MAX_NUMBER = 10**18 - 1
 _NUMBER = r"(0|[1-9][0-9]{0,17})"
@@ -65,6 +68,11 @@ class CheckpointName:
         if form is None:
             return cls(int(step), int(epoch), int(attempt))
         return cls(int(step), int(epoch), int(attempt), form, int(lease))
+
+    @property
+    def by_survivor(self) -> bool:
+        """Whether a rank has saved it by itself, behind a crash. All such of one step and epoch have the same state."""
+        return self.attempt >= FIRST_OF_SURVIVORS
 
     def later(self, form: str, lease: int) -> CheckpointName:
         """The directory beside this one in which ``lease`` writes ``form``."""

@@ -23,17 +23,18 @@ class Drained(SystemExit):
 
 
 class Stays(BaseException):
-    """The run was saved as with `Drained`, and this process may wait for a place in the next world.
+    """The run was saved, and this process may wait for a place in the next world.
 
     Only the loop that has asked for this sees it.
 
     Attributes:
         holds: The checkpoint that this process's state is equal to, see ``protos.staying.Wait``.
+        broken: The world has broken, and this may come between any two instructions of the loop's body.
     """
 
-    def __init__(self, holds: Mapping[str, str]) -> None:
-        super().__init__("drained, and waiting for a place")
-        self.holds = holds
+    def __init__(self, holds: Mapping[str, str], *, broken: bool = False) -> None:
+        super().__init__("everything is saved, and this process waits for a place")
+        self.holds, self.broken = holds, broken
 
 
 class BadResumePoint(SystemExit):

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from dalsegno.protos import worker_pb2
 from dalsegno.protos.contract import FRAME
+from dalsegno.protos.staying import offered
 from dalsegno.protos.trace import mark
 
 log = logging.getLogger(__name__)
@@ -88,8 +89,8 @@ class Link:
 
     @property
     def may_stay(self) -> bool:
-        """Once drained, this process may wait for a place in the next world instead of ending."""
-        return self._may_stay
+        """Once all is saved, this process may wait for a place in the next world instead of ending."""
+        return self._may_stay and offered() is not None
 
     @property
     def save_order(self) -> int:

@@ -120,7 +120,7 @@ class Meetings:
 _at_the_end: list[Callable[[BaseException, TracebackType | None], None]] = []
 
 
-def watch_the_end(meetings: Meetings, when_lost: Callable[[], None]) -> None:
+def watch_the_end(meetings: Meetings, when_lost: Callable[[], object]) -> None:
     """Makes sure that the agent learns why this process ends, if we know more than the error's text says.
 
     Either a peer is lost, or we refuse something, wherever in the script the refusal is raised. Refusals outside a

@@ -17,7 +17,7 @@ from dalsegno.protos import worker_pb2
 
 from ..checkpoint import CheckpointName, CheckpointStore, FileEntry, Manifest, Ref
 from ..checkpoint.files import write_exclusive
-from ..checkpoint.layout import MANIFEST
+from ..checkpoint.layout import FIRST_OF_SURVIVORS, MANIFEST
 from ..checkpoint.parts import delete_parts, write_part
 from ..rank import rng
 from ..rank.identity import Identity
@@ -25,9 +25,6 @@ from ..rank.link import Link
 from ..rank.reports import Reports
 from .content import Content
 from .writing import SummedFile, save
-
-# Attempts from this number on are those of survivors: each node's has a name of its own, and no other save has it.
-FIRST_ATTEMPT = 1000
 
 
 class Survivor:
@@ -40,20 +37,29 @@ class Survivor:
         reports: Tell the agent that this rank may do so.
 
     Attributes:
-        peer_lost: Called when this rank ends because a peer is gone.
+        peer_lost: Called when this rank ends because a peer is gone, and with whether its process stays. Returns what
+            it holds, in the words of a world that resumes from it; None: that is not known.
+        loop_stays: The loop takes a ``Stays``, behind a step.
+        anywhere: At this moment also inside of one, wherever its body is.
     """
 
     def __init__(self, identity: Identity, link: Link | None, resumed_from: Ref | None, reports: Reports) -> None:
         self._identity, self._link, self._resumed_from = identity, link, resumed_from
         self._reports = reports
-        self.peer_lost: Callable[[], None] = _nothing
+        self.peer_lost: Callable[[bool], Mapping[str, str] | None] = _nothing
+        self.loop_stays = self.anywhere = False
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether there is somebody who gives this process a place in the next world."""
+        return self._link is not None and self._link.may_stay
 
     @property
     def is_busy(self) -> bool:
         """The agent is being told something just now, perhaps by the thread that asks."""
         return self._link is not None and self._link.is_sending
 
-    def when_broken(self, lost: Callable[[], None], told: Callable[[], None]) -> None:
+    def when_broken(self, lost: Callable[[bool], Mapping[str, str] | None], told: Callable[[], None]) -> None:
         """Calls ``lost`` when this rank ends because a peer is gone, and ``told``, on any thread, as the agent says."""
         self.peer_lost = lost
         if self._link is not None:
@@ -63,13 +69,16 @@ class Survivor:
         """Tells the agent, with each progress, whether this rank may be able to save by itself."""
         self._reports.may_keep = may
 
-    def save(self, content: Content, files: Mapping[str, Any], generators: bytes) -> Manifest | None:
+    def save(
+        self, content: Content, files: Mapping[str, Any], generators: bytes, *, stays: bool = False
+    ) -> Manifest | None:
         """Writes and seals it, and tells the agent. None: another rank of this node does that, or has done it.
 
         Args:
             content: What is saved.
             files: As rank 0 would write them, see ``background``.
             generators: This rank's, as of that step.
+            stays: This process then leaves its world, and waits for a place in the next one.
 
         Raises:
             OSError: There is no room.
@@ -77,13 +86,13 @@ class Survivor:
         identity, link, began = self._identity, self._link, time.monotonic()
         assert identity.memory_dir is not None
         assert link is not None
-        name = str(CheckpointName(content.step, identity.epoch, FIRST_ATTEMPT + identity.group_rank))
+        name = str(CheckpointName(content.step, identity.epoch, FIRST_OF_SURVIVORS + identity.group_rank))
         path = CheckpointStore(identity.memory_dir).path(name)
         try:
             path.mkdir()
         except FileExistsError:
             return None
-        link.send(worker_pb2.ToAgent(keeping=worker_pb2.Keeping(step=content.step)))
+        link.send(worker_pb2.ToAgent(keeping=worker_pb2.Keeping(step=content.step, stays=stays)))
         try:
             manifest = self._write(path, content, {**files, rng.file_name(identity.rank): generators})
         except BaseException:
@@ -115,5 +124,5 @@ class Survivor:
         return manifest
 
 
-def _nothing() -> None:
+def _nothing(stays: bool) -> None:
     """Where no loop can save by itself."""

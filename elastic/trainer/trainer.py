@@ -32,6 +32,7 @@ from ..script.session import Session, session
 from ..training.accumulation import Accumulation
 from ..training.draws import drawn_in
 from ..training.entry import move
+from ..training.staying import outlived
 from .alike import alike_of
 from .callbacks import Callback, Console, Logger, forgetful
 from .hooks import Hooks
@@ -215,7 +216,7 @@ class Trainer:
         with s.meetings.telling():
             self._load(s, plan, stayed=stayed)
         if self.stay:
-            s.may_stay = self._may_stay
+            s.may_stay, s.survivor.loop_stays = self._may_stay, True
         held = self._strategy
         s.examination.learn_parts(held.model, held.optimizer)
         s.copies.know(held.model, held.optimizer, scheduler=held.scheduler, saved=True)
@@ -270,9 +271,15 @@ class Trainer:
                 self._train_in_this_world()
                 break
             except Stays as out:
-                held = out.holds
-            # Outside of the handler: nothing may hold what belongs to the old world.
-            self._move(held)
+                held, broken = out.holds, out.broken
+            except Exception as error:
+                found = outlived(s.meetings, s.survivor, error) if self.stay else None
+                if found is None:
+                    raise
+                held, broken = found, True
+                log.info("a peer was lost, and this process stays: %s", error)
+            # Outside of the handlers: nothing may hold what belongs to the old world.
+            self._move(held, broken=broken)
         self.step = s.step
         if self._owed:  # a leave cut it short; now all is saved
             self._evaluate(interrupt=None)
@@ -285,10 +292,13 @@ class Trainer:
         self._opened.copies.forget()
         return self._strategy.leave()
 
-    def _move(self, held: Mapping[str, str]) -> None:
+    def _move(self, held: Mapping[str, str], *, broken: bool) -> None:
         """Leaves the old world, waits for a place, and begins in the next one."""
+        self._opened.survivor.anywhere = False
         self._end_hooks()
-        move(self._opened, held, self._strategy.unread())
+        if broken and not self._may_stay():
+            raise RuntimeError("a peer was lost; what this rank held is saved")
+        move(self._opened, held, self._strategy.unread(), broken=broken)
         if self.rank:
             self._close_loggers()  # They are the new rank 0's.
         self._begin(stayed=True)
@@ -338,8 +348,9 @@ class Trainer:
         s.finish()
 
     def _train(self, batch: Batch[Any]) -> None:
-        strategy, loss_of = self._strategy, self.loss or _own_loss
+        strategy, loss_of, survivor = self._strategy, self.loss or _own_loss, self._opened.survivor
         total = torch.zeros((), dtype=torch.float64, device=self._where)
+        survivor.anywhere = self.stay
         for micro in self._accumulate(batch):
             loss = loss_of(strategy.model, to_device(micro.data, self._where))
             strategy.backward(micro.scale(loss))
@@ -347,6 +358,7 @@ class Trainer:
             if weight:  # a filler's loss may be NaN
                 mean = micro.mean(loss.detach()) if loss.dim() else loss.detach()
                 total += mean.to(torch.float64) * weight
+        survivor.anywhere = False
         norm = strategy.step()
         self.step = batch.step
         last = batch.step == self.max_steps or self._batches.left == 0

@@ -81,7 +81,7 @@ def _begin(kind: Callable[..., S], directory: Path | None, keep: int, verify: bo
     return found
 
 
-def move(session: BareSession, held: Mapping[str, str], unread: Collection[str] = ()) -> None:
+def move(session: BareSession, held: Mapping[str, str], unread: Collection[str] = (), *, broken: bool = False) -> None:
     """Leaves the present world, waits for a place in the next one, and enters that as those do that begin there.
 
     The session of this process is then open in the same object. What it was told before stays with it.
@@ -89,6 +89,7 @@ def move(session: BareSession, held: Mapping[str, str], unread: Collection[str] 
     Args:
         held: What this process holds, see ``protos.staying.Wait``.
         unread: Files of the resume point that this process will not read, because it has what is in them.
+        broken: The present world has.
 
     Raises:
         Drained: There is no place.
@@ -98,7 +99,7 @@ def move(session: BareSession, held: Mapping[str, str], unread: Collection[str] 
         dist.destroy_process_group()
     BareSession.close(session)
     gc.collect()
-    wait_for_a_place(held)
+    wait_for_a_place(held, broken=broken)
     tracked = session.tracking.tracked
 
     def again(*arguments: Any, **options: Any) -> BareSession:
@@ -188,5 +189,5 @@ def _open_with(
         shield_loaders()
     found = kind(identity, collective, link=link, lock=lock, resume=resume, keep=keep, notice=notice)
     if link is not None:
-        watch_the_end(found.meetings, lambda: found.survivor.peer_lost())
+        watch_the_end(found.meetings, lambda: found.survivor.peer_lost(False))
     return found

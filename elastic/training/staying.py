@@ -1,4 +1,4 @@
-"""A process that stays: at a planned change it keeps what it has built, and only the ranks meet anew.
+"""A process that stays: at a change of the world it keeps what it has built, and only the ranks meet anew.
 
 It saves as ever. The next world then resumes from exactly what it holds, so it loads nothing; otherwise the agent gives
 it no place, and starts another process. Its session is opened anew in the same object.
@@ -19,10 +19,12 @@ from dalsegno.protos.staying import offered
 from ..checkpoint import Ref
 from ..rank.exits import EXIT_DRAINED, Drained, insist
 from ..rank.link import Link
+from ..rank.meetings import Meetings, may_be_a_peers
 from ..rank.process_group import is_the_only_group
 from ..rank.remarks import remark
+from ..saving.survivor import Survivor
 
-__all__ = ["Wrappers", "wait_for_a_place", "way_out"]
+__all__ = ["Wrappers", "holding", "outlived", "wait_for_a_place", "way_out"]
 
 
 class Wrappers:
@@ -63,20 +65,34 @@ def way_out(link: Link | None, saved: Ref, stays: Callable[[], bool]) -> Mapping
     Args:
         stays: Whether its state outlives this world; asked last.
     """
-    may = link is not None and link.may_stay and offered() is not None and saved.name and saved.digest
-    if may and stays():
-        return {Variable.RESUME_NAME: saved.name, Variable.RESUME_DIGEST: saved.digest}
+    if link is not None and link.may_stay and saved.name and saved.digest and stays():
+        return holding(saved.name, saved.digest)
     insist(EXIT_DRAINED)
     return None
 
 
-def wait_for_a_place(holds: Mapping[str, str]) -> None:
+def outlived(meetings: Meetings, survivor: Survivor, error: Exception) -> Mapping[str, str] | None:
+    """After an error in the loop: what this process holds, if a lost peer is the cause, and that is saved.
+
+    Then nothing more can be done in this world. None: the error has to end this process.
+    """
+    if meetings.over or not survivor.may_stay or not may_be_a_peers(error):
+        return None
+    return survivor.peer_lost(True) if meetings.say_if_a_peer_is_lost() else None
+
+
+def holding(name: str, digest: str) -> Mapping[str, str]:
+    """What a process holds whose state is equal to this checkpoint, see ``protos.staying.Wait``."""
+    return {Variable.RESUME_NAME: name, Variable.RESUME_DIGEST: digest}
+
+
+def wait_for_a_place(holds: Mapping[str, str], *, broken: bool = False) -> None:
     """Waits for the place in the next world, to which this process's variables are set then.
 
     Raises:
         Drained: There is none: this process ends, as any that has drained.
     """
     wait = offered()
-    if wait is None or not wait(holds):
+    if wait is None or not wait(holds, broken=broken):
         insist(EXIT_DRAINED)
         raise Drained

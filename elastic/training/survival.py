@@ -24,10 +24,12 @@ from typing import Any, NamedTuple, NoReturn
 
 from ..checkpoint import Position
 from ..rank import rng
+from ..rank.exits import Stays
 from ..rank.interrupt import Interrupt
 from ..saving.content import Content
 from .held_state import HeldState, held_by
 from .session import BareSession
+from .staying import holding
 from .unchanged import BoundaryNote, Now, SeenState, UnclearError, is_due, why_not
 
 log = logging.getLogger(__name__)
@@ -68,6 +70,8 @@ class Survival:
         # The checksum of the last look, until it is compared; changes are seen, as that has shown; all ranks hold it.
         self._probe, self._proved, self._alike = "", False, False
         self._called = self._saving = False
+        # What this rank holds, once it has saved that.
+        self._kept: Mapping[str, str] | None = None
         # Of the thread that looks whether it can save, and saves. The main thread may be called while it does.
         self._turn = threading.RLock()
         self._watched_seconds, self._began = 0.0, time.monotonic()
@@ -100,7 +104,7 @@ class Survival:
         self._probe = ""
         self._judge(time.thread_time() - began)
         if self._called:
-            self._told()
+            self._told(self._session.survivor.loop_stays)
 
     def _noted(self, held: HeldState, step: int, position: Position) -> _Mark | None:
         try:
@@ -182,16 +186,26 @@ class Survival:
 
     # When the world has broken.
 
-    def peer_lost(self) -> None:
-        """This rank ends because a peer is lost."""
-        self._save()
+    def peer_lost(self, stays: bool) -> Mapping[str, str] | None:
+        """This rank ends because a peer is lost. Returns what it holds, if that is saved, by this rank."""
+        self._save(stays=stays)
+        return self._kept
 
-    def _told(self) -> None:
-        """The agent says so. Between any two instructions of the main thread; it is called again and again."""
+    def _told(self, stays: bool | None = None) -> None:
+        """The agent says so. Between any two instructions of the main thread; it is called again and again.
+
+        Args:
+            stays: Whether the loop takes a `Stays` here; None: as the loop says.
+        """
         self._called = True
+        survivor = self._session.survivor
+        stays = (survivor.anywhere if stays is None else stays) and survivor.may_stay
         with self._turn:
-            if not self._saving and not self._session.survivor.is_busy and self._save():
-                _end()
+            if self._saving or survivor.is_busy or not self._save(stays=stays):
+                return
+        if stays and self._kept is not None:
+            raise Stays(self._kept, broken=True)
+        _end()
 
     def _unheard(self) -> None:
         """The main thread does not hear that: it waits in a library, and hears it first when it returns."""
@@ -200,7 +214,7 @@ class Survival:
         try:
             # A state on a card is copied in the card's order, behind what waits there for the peers.
             on_host = self._held is not None and self._held.on_host
-            if on_host and not self._session.survivor.is_busy and self._save():
+            if on_host and not self._session.survivor.is_busy and self._save(stays=False):
                 _end()
         finally:
             self._turn.release()
@@ -215,17 +229,17 @@ class Survival:
         now = Now(held.seen(held.files()), held.versions(), held.plain(), self._stepping, lone)
         return why_not(known, mark.boundary, now)
 
-    def _save(self) -> bool:
+    def _save(self, *, stays: bool) -> bool:
         """Saves the boundary. Returns whether that is done, by this rank or another one of this node."""
         with self._turn:
-            return self._save_in_turn()
+            return self._save_in_turn(stays)
 
-    def _save_in_turn(self) -> bool:
+    def _save_in_turn(self, stays: bool) -> bool:
         self._saving = True
         try:
             why = self._why_not() if self._proved and self._alike else "that changes are seen was not shown"
             if not why:
-                self._write()
+                self._kept = self._write(stays) or self._kept
                 self._interrupt.close()
                 return True
         # Whatever it is, this process is about to end, and its own error says more.
@@ -236,17 +250,20 @@ class Survival:
         log.debug("the last boundary is not saved by this rank: %s", why)
         return False
 
-    def _write(self) -> None:
+    def _write(self, stays: bool) -> Mapping[str, str] | None:
+        """Returns what this rank holds then; None: another one has written it."""
         held, mark, session = self._held, self._mark, self._session
         assert held is not None
         assert mark is not None
         step, saver = mark.boundary.step, session.saves.saver
-        if session.saves.of(step) is not None:
-            return  # It is on the disk.
+        saved = session.saves.of(step)
+        if saved is not None and saved.digest:
+            return holding(saved.name, saved.digest)  # It is on the disk.
         best, candidate = (None, None) if saver is None else (saver.bests.best, saver.bests.strongest())
         options = {"cut": self._options["cut"], "best": best, "candidate": candidate}
         content = Content(step, mark.position, self._options["order"], **options)
-        session.survivor.save(content, held.files(), rng.encoded(mark.generators))
+        manifest = session.survivor.save(content, held.files(), rng.encoded(mark.generators), stays=stays)
+        return None if manifest is None else holding(manifest.name, manifest.digest)
 
 
 def _end() -> NoReturn:

@@ -13,6 +13,7 @@ from tests.support.jobs.cluster import HOOKED, ROOT, Training, Undisturbed
 
 from .test_membership import AT_ONCE, Clusters, any_number, end, scaled, together
 from .test_staying import worker, workers
+from .test_survivors import stood_still
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.executed]
 
@@ -98,12 +99,44 @@ def test_a_crash_starts_all_anew(clusters: Clusters, undisturbed: Undisturbed) -
     end(job, undisturbed, lost={second: any_number(job)})
 
 
+IN_MEMORY = (*AT_ONCE, "--memory-replicas=1")
+# Memory checkpoints are so far apart that the newest is older than anything a survivor holds.
+IN_STEPS = Trained(steps=40, save_every=1000, extra=("--stay", "--forgets", "--memory-every=15"))
+
+
+@pytest.mark.parametrize("names", ["ab", pytest.param("abc", marks=pytest.mark.full)])
+@pytest.mark.parametrize("what", ["worker", pytest.param("node", marks=pytest.mark.full)])
+@pytest.mark.parametrize("others", ["told", pytest.param("waiting", marks=pytest.mark.full)])
+def test_who_survives_a_crash_stays(
+    clusters: Clusters, undisturbed: Undisturbed, names: str, what: str, others: str
+) -> None:
+    """It saves what it holds, and trains on with that: no step is lost, and nothing is made or loaded anew.
+
+    The others compute, and are told of it; or they wait for the lost rank's gradients, and get an error.
+    """
+    pace = {"DALSEGNO_TEST_STEPS": "4", "DALSEGNO_TEST_STANDS": "backward" if others == "told" else "nowhere"}
+    job = clusters(training=IN_STEPS, nnodes=f"1:{len(names)}", agent_flags=IN_MEMORY, agent_environment=pace)
+    job.start(*names[:-1])
+    job.start(names[-1], environment={"DALSEGNO_TEST_STANDS": "backward"})
+    first = job.wait_world(len(names), steps=3)
+    last = stood_still(job, first)
+    lost = job.node(names[-1])
+    pids = {node.name: worker(job, node) for node in job.nodes if node is not lost}
+    if what == "worker":
+        processes.send([worker(job, lost)], signal.SIGKILL)
+    else:
+        job.kill_node(lost)
+    second = job.wait_world(len(names) - (what == "node"), after=first)
+    assert {node.name: worker(job, node) for node in job.nodes if node is not lost} == pids
+    assert job.change(second).resumed == last
+    end(job, undisturbed)
+
+
 @pytest.mark.full
 def test_who_stays_goes_on_from_memory(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """The drain's step lies in the nodes' memory, and is written to the disk behind."""
     training = Trained(extra=("--stay", "--memory-every=5"))
-    flags = (*AT_ONCE, "--memory-replicas=1")
-    job, first = together(clusters, "a", "b", training=training, nnodes="2:3", agent_flags=flags)
+    job, first = together(clusters, "a", "b", training=training, nnodes="2:3", agent_flags=IN_MEMORY)
     pids = {node.name: worker(job, node) for node in job.nodes}
     job.start("c")
     second = job.wait_world(3, steps=3, after=first)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dalsegno.elastic.checkpoint import MANIFEST, Manifest, Position, verify
+from dalsegno.elastic.checkpoint.layout import FIRST_OF_SURVIVORS
 from dalsegno.elastic.checkpoint.parts import read_parts
-from dalsegno.elastic.saving.survivor import FIRST_ATTEMPT
 from dalsegno.elastic.training.reading_state import read_tensors
 from dalsegno.elastic.training.training_state import MODEL_FILE, TRAINING_FILE
 from tests.support.workers import survivor_worker
@@ -34,7 +34,7 @@ def run(agent: FakeAgent, **told: Any) -> None:
 
 def kept(agent: FakeAgent, rank: int) -> Manifest | None:
     """What a rank has saved by itself."""
-    found = list(agent.memory(rank).glob(f"step-*.{FIRST_ATTEMPT + rank}"))
+    found = list(agent.memory(rank).glob(f"step-*.{FIRST_OF_SURVIVORS + rank}"))
     assert len(found) <= 1
     if not found:
         return None

@@ -1,6 +1,7 @@
 """A `Trainer` with all that it takes, that writes a step log; flags as the examples have them, and
 
 --stay         its processes stay through planned changes
+--forgets      its callback keeps no state, which rank 0's might have more of
 --holds        the script keeps the wrapper of its first world
 """
 
@@ -37,15 +38,15 @@ def measure(model: nn.Module, blocks: Tensor) -> dict[str, Any]:
 class Written(Callback):
     """Writes each step, and paces it. Counts the steps, which a checkpoint has to keep."""
 
-    def __init__(self, directory: str, seconds: float) -> None:
-        self._directory, self._clock = directory, common.StepClock(seconds)
+    def __init__(self, directory: str, seconds: float, *, forgets: bool) -> None:
+        self._directory, self._clock, self._forgets = directory, common.StepClock(seconds), forgets
         self._values: Mapping[str, float] = {}
         self._steps = self._begun = 0
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         self._begun += 1
         assert self._begun == 1, "told twice that the training begins"
-        assert self._steps == trainer.step, f"{self._steps} steps counted, and {trainer.step} done"
+        assert self._forgets or self._steps == trainer.step, f"{self._steps} steps counted, and {trainer.step} done"
         epoch = int(os.environ.get("DALSEGNO_EPOCH", 0))
         self._log = common.StepLog(self._directory, rank=trainer.rank, world_size=trainer.world_size, epoch=epoch)
 
@@ -69,7 +70,7 @@ class Written(Callback):
         self._log.close()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self._steps}
+        return {} if self._forgets else {"steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._steps = state["steps"]
@@ -78,6 +79,7 @@ class Written(Callback):
 def main() -> None:
     parser = common.parser("A Trainer.")
     parser.add_argument("--stay", action="store_true")
+    parser.add_argument("--forgets", action="store_true")
     parser.add_argument("--holds", action="store_true")
     flags = parser.parse_args()
     torch.manual_seed(flags.seed)
@@ -108,7 +110,7 @@ def main() -> None:
         evaluator=Evaluator(Subset(text, range(200)), measure),
         evaluate_every=15,
         track=Tracked("loss"),
-        callbacks=[Written(flags.step_log, flags.step_time)],
+        callbacks=[Written(flags.step_log, flags.step_time, forgets=flags.forgets)],
         log_every=1,
         progress=False,
     ).fit()

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from dalsegno.elastic.checkpoint import CheckpointName, Position, Ref, verify
+from dalsegno.elastic.checkpoint.layout import FIRST_OF_SURVIVORS
 from dalsegno.elastic.checkpoint.parts import read_parts
 from dalsegno.elastic.rank.identity import Identity
 from dalsegno.elastic.rank.reports import Reports
 from dalsegno.elastic.saving.content import Content
-from dalsegno.elastic.saving.survivor import FIRST_ATTEMPT, Survivor
+from dalsegno.elastic.saving.survivor import Survivor
 from tests.support.workers.fake_link import FakeLink
 
 CONTENT = Content(7, Position(0, 112))
@@ -49,7 +50,7 @@ def test_it_is_whole_and_the_agent_hears_of_it(tmp_path: Path) -> None:
     assert (manifest.step, manifest.epoch, manifest.position) == (7, 4, Position(0, 112))
     assert (manifest.shape.world_size, manifest.shape.loads_at(1)) == (6, True)
     assert manifest.resumed_from == Ref("step-5.e3.1", "d" * 64)
-    assert CheckpointName.parse(manifest.name).attempt == FIRST_ATTEMPT + 1
+    assert CheckpointName.parse(manifest.name).attempt == FIRST_OF_SURVIVORS + 1
     assert [message.WhichOneof("body") for message in link.said] == ["keeping", "sealed"]
     (sealed,) = link.of("sealed")
     assert (sealed.name, sealed.digest, sealed.in_memory) == (manifest.name, manifest.digest, True)
