@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 class Logger(Protocol):
-    """Called on rank 0 with named numbers of a step. If it has ``close()``, that is called when `Trainer.fit` ends."""
+    """Called on rank 0 with named numbers of a step.
+
+    If it has ``close()``, that is called when `Trainer.fit` ends. With ``stay`` also when this process is rank 0 no
+    more; it may become rank 0 once again, and then calls it again.
+    """
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None: ...
 

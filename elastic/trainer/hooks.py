@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
 from ..rank.remarks import remark
 from ..training.session import BareSession
 from .callbacks import Callback, states_of
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -50,6 +53,9 @@ class Hooks:
 
     Args:
         callbacks: In the order in which they were made, in which they are called.
+
+    Attributes:
+        begun: They are still to be told that the training has ended.
     """
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
@@ -64,9 +70,21 @@ class Hooks:
             counts[kind] += 1
             self._hooks[name] = hook
         self._known = {name: known(hook) for name, hook in self._hooks.items()}
+        self.begun = False
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._hooks.values())
+
+    def begin(self, trainer: Trainer) -> None:
+        """The training begins in this world."""
+        self.begun = True
+        self.each(lambda hook: hook.on_fit_begin(trainer))
+
+    def end(self, trainer: Trainer) -> None:
+        """It has ended, if it has begun since it ended last."""
+        if self.begun:
+            self.begun = False
+            self.each(lambda hook: hook.on_fit_end(trainer))
 
     def each(self, call: Callable[[Callback], None]) -> None:
         """Calls ``call`` with each callback."""

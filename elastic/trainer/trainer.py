@@ -23,7 +23,7 @@ from ..data.batch import Batch
 from ..data.counts import sum_over_ranks
 from ..data.evaluator import Evaluator, Interrupted, to_device
 from ..data.plan import BatchPlan
-from ..rank.exits import Stays
+from ..rank.exits import EXIT_DRAINED, Stays, insist
 from ..saving.background_save import background
 from ..saving.replicas import unwrapped
 from ..saving.resuming import check_strategy
@@ -154,8 +154,6 @@ class Trainer:
         self._own = OwnState(self._made, self._hooks, drop_last=self.drop_last, other_schedule=self.other_schedule)
         # Whether an evaluation of the present step is still to be made.
         self._owed = False
-        # Whether callbacks are still to be told that the training has ended.
-        self._begun = False
 
     @property
     def rank(self) -> int:
@@ -191,13 +189,13 @@ class Trainer:
                     "again"
                 )
             return self._fitted()
-        self._state, self._begun = "failed", True  # until proven otherwise
+        self._state, self._hooks.begun = "failed", True  # until proven otherwise
         try:
             self._session = session(self.checkpoint_dir, keep=self.keep)
             self._begin(stayed=False)
             self._run()
         finally:
-            self._end_hooks()
+            self._hooks.end(self)
             self._close_loggers()
         self._state, self._ends = "finished", (self.max_steps, self.data_epochs)
         return self._fitted()
@@ -223,8 +221,7 @@ class Trainer:
         s.examination.learn(stateless=forgetful(self.callbacks), twins=tuple(self._hooks.alike))
         s.examination.learn(loss_draws=drawn_in(self.loss))
         self._owed = self.step > 0 and self._due(self.step, last=False) and self._own.evaluated != self.step
-        self._begun = True
-        self._hooks.each(lambda hook: hook.on_fit_begin(self))
+        self._hooks.begin(self)
         self._agree_to_stop()
 
     def _load(self, s: Session, plan: BatchPlan, *, stayed: bool) -> None:
@@ -295,11 +292,17 @@ class Trainer:
     def _move(self, held: Mapping[str, str], *, broken: bool) -> None:
         """Leaves the old world, waits for a place, and begins in the next one."""
         self._opened.survivor.anywhere = False
-        self._end_hooks()
+        logs = self.rank == 0
+        try:
+            self._hooks.end(self)
+        except BaseException:
+            if not broken:  # All is saved, and the agent knows it.
+                insist(EXIT_DRAINED)
+            raise
         if broken and not self._may_stay():
             raise RuntimeError("a peer was lost; what this rank held is saved")
         move(self._opened, held, self._strategy.unread(), broken=broken)
-        if self.rank:
+        if logs and self.rank:
             self._close_loggers()  # They are the new rank 0's.
         self._begin(stayed=True)
         log.info("epoch %d: this process has stayed, as rank %d of %d", self._opened.epoch, self.rank, self.world_size)
@@ -331,7 +334,8 @@ class Trainer:
             self._train(batch)
 
     def _agree_to_stop(self) -> None:
-        self._stopping = self._stopping or sum_over_ranks([float(self._stop_wanted)], self._where)[0] > 0
+        # What this process has agreed on in an earlier world the new ranks of this one do not know.
+        self._stopping = sum_over_ranks([float(self._stop_wanted or self._stopping)], self._where)[0] > 0
 
     def _leave(self, position: Position) -> None:
         """Saves the boundary at which the model stands and ends the process; returns if the save failed."""
@@ -339,7 +343,7 @@ class Trainer:
         if s.can_save and s.save(self._saving(), position=position, drain=True, **self._save_options()) is None:
             s.drain_failed()
             return
-        s.leave_drained()
+        s.leave_drained(stays=s.may_stay)
 
     def _finish_early(self, position: Position) -> None:
         s = self._opened
@@ -450,11 +454,6 @@ class Trainer:
         return background(write) if self.save_in_background else write
 
     # Helpers.
-
-    def _end_hooks(self) -> None:
-        if self._begun:
-            self._begun = False
-            self._hooks.each(lambda hook: hook.on_fit_end(self))
 
     def _close_loggers(self) -> None:
         for logger in self.loggers:

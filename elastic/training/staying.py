@@ -23,6 +23,7 @@ from ..rank.meetings import Meetings, may_be_a_peers
 from ..rank.process_group import is_the_only_group
 from ..rank.remarks import remark
 from ..saving.survivor import Survivor
+from .wrappers import frozen
 
 __all__ = ["Wrappers", "holding", "outlived", "wait_for_a_place", "way_out"]
 
@@ -38,6 +39,7 @@ class Wrappers:
     def __init__(self, model: nn.Module, cause: str) -> None:
         self._model, self._cause = model, cause
         self._made: list[weakref.ref[nn.Module]] = []
+        self._frozen = frozen(model)
 
     def note(self, wrapper: nn.Module) -> None:
         """It was made for the present world."""
@@ -51,10 +53,15 @@ class Wrappers:
         return not sharded and (not dist.is_initialized() or is_the_only_group())
 
     def are_gone(self) -> bool:
-        """Whether nobody holds one of them any more; one line says so if somebody does."""
+        """Whether nobody holds one of them, and a new process would make the same; else one line says why not.
+
+        A wrapper averages the gradients of those parameters that are trained when it is made.
+        """
         gc.collect()
-        if any(made() is not None for made in self._made):
-            remark("this process cannot stay for the next world: %s", self._cause)
+        held = any(made() is not None for made in self._made)
+        if held or frozen(self._model) != self._frozen:
+            why = self._cause if held else "the script has frozen or unfrozen parameters since it began"
+            remark("this process cannot stay for the next world: %s", why)
             return False
         return True
 

@@ -38,6 +38,7 @@ from .unlisted import Unlisted
 from .wrappers import frozen, tell_frozen
 
 MODEL_FILE, TRAINING_FILE = "model.pt", "training.pt"
+EXTRA_STATE = "_extra_state"  # as torch names it
 UNLISTED_FILE = "unlisted.pt"
 """Name of the file for what no ``state_dict()`` contains but has changed; written only if something has."""
 
@@ -203,8 +204,8 @@ class TrainingState:
     def go_on(self) -> None:
         """In another world, which resumes from what is here: what all ranks have alike is not loaded again.
 
-        Collective with those that `load`. Buffers (BatchNorm's) and parts other than optimizers may be each rank's own
-        until rank 0 saves its for all, so these are loaded.
+        Collective with those that `load`. Buffers (BatchNorm's), extra states and parts other than optimizers may be
+        each rank's own until rank 0 saves its for all, so these are loaded.
 
         Raises:
             ValueError: On all ranks: something cannot be loaded.
@@ -222,17 +223,20 @@ class TrainingState:
     def unread(self) -> list[str]:
         """Names of files that `go_on` does not read: what is in them this process has."""
         own = any(not hasattr(part, "param_groups") for part in self._parts.values())
-        buffers = next(self._model.buffers(), None) is not None
-        return [name for name, read in ((MODEL_FILE, buffers), (TRAINING_FILE, own)) if not read]
+        model = next(self._model.buffers(), None) is not None or next(_with_extra_state(self._model), None) is not None
+        return [name for name, read in ((MODEL_FILE, model), (TRAINING_FILE, own)) if not read]
 
     def _load_own(self, resume: ResumePoint) -> None:
-        buffers = dict(self._model.named_buffers())
-        if buffers:
+        buffers, extra = dict(self._model.named_buffers()), dict(_with_extra_state(self._model))
+        if buffers or extra:
             weights = without_prefixes(read_tensors(resume.path / MODEL_FILE), self._model.state_dict())
             with torch.no_grad():
                 for name, buffer in buffers.items():
                     if name in weights:
                         buffer.copy_(weights[name])
+            for name, module in extra.items():
+                if name in weights:
+                    module.set_extra_state(weights[name])
         self._load_unlisted(resume)
         own = {name: part for name, part in self._parts.items() if not hasattr(part, "param_groups")}
         kept = read_tensors(resume.path / TRAINING_FILE) if own else {}
@@ -317,6 +321,13 @@ class TrainingState:
             self._had_frozen = kept[name].get("frozen")
             if "parameters" in kept[name]:
                 _same_parameters(checkpoint, kept[name]["parameters"], names)
+
+
+def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that save more than parameters and buffers, by the name of that in the model's ``state_dict()``."""
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE, module
 
 
 def _same_parameters(checkpoint: str, saved: Sequence[str], here: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import local_processes as processes
-from tests.support.jobs.cluster import HOOKED, ROOT, Training, Undisturbed
+from tests.support.jobs.cluster import HOOKED, ROOT, Cluster, Training, Undisturbed
 
 from .test_membership import AT_ONCE, Clusters, any_number, end, scaled, together
 from .test_staying import worker, workers
@@ -52,16 +52,21 @@ def test_who_stays_trains_on_through_joins_and_leaves(clusters: Clusters, undist
 
 @pytest.mark.full
 def test_who_was_rank_1_becomes_rank_0(clusters: Clusters, undisturbed: Undisturbed) -> None:
-    """The first of two leaves: the other one trains on alone, without a wrapper, and writes what rank 0 writes."""
-    job, first = together(clusters, "a", "b", training=Trained())
+    """The first leaves: another one writes what rank 0 writes, in the end alone, without a wrapper."""
+    job, first = together(clusters, "a", "b", training=Trained(), nnodes="1:3")
+    job.start("c")
+    first = job.wait_world(3, steps=2, after=first)
+    job.leave(job.node("c"))
+    job.wait_exit(job.node("c"))
+    first = job.wait_world(2, steps=2, after=first)
     a = next(node for node in job.nodes if job.group_ranks()[node.name] == 0)
-    b = next(node for node in job.nodes if node is not a)
+    b = next(node for node in job.alive() if node is not a)
     pid = worker(job, b)
     job.leave(a)
     job.wait_exit(a)
     second = job.wait_world(1, steps=3, after=first)
     assert worker(job, b) == pid
-    job.start("c")
+    job.start("d")
     job.wait_world(2, steps=3, after=second)
     assert worker(job, b) == pid
     end(job, undisturbed)
@@ -101,7 +106,7 @@ def test_a_crash_starts_all_anew(clusters: Clusters, undisturbed: Undisturbed) -
 
 IN_MEMORY = (*AT_ONCE, "--memory-replicas=1")
 # Memory checkpoints are so far apart that the newest is older than anything a survivor holds.
-IN_STEPS = Trained(steps=40, save_every=1000, extra=("--stay", "--forgets", "--memory-every=15"))
+IN_STEPS = Trained(steps=40, save_every=1000, extra=("--stay", "--odd=forgets", "--memory-every=15"))
 
 
 @pytest.mark.parametrize("names", ["ab", pytest.param("abc", marks=pytest.mark.full)])
@@ -151,7 +156,7 @@ def test_who_stays_goes_on_from_memory(clusters: Clusters, undisturbed: Undistur
 @pytest.mark.full
 def test_who_holds_the_wrapper_starts_anew(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """One line says why, and nothing is lost."""
-    job, first = together(clusters, "a", "b", training=Trained(extra=("--stay", "--holds")), nnodes="2:3")
+    job, first = together(clusters, "a", "b", training=Trained(extra=("--stay", "--odd=holds")), nnodes="2:3")
     a, _ = job.nodes
     before = worker(job, a)
     job.start("c")
@@ -179,3 +184,52 @@ def test_ranks_of_a_node_that_stays(clusters: Clusters, undisturbed: Undisturbed
     job.wait_world(2, steps=2, after=second)
     assert workers(job, stays) == pids
     end(job, undisturbed)
+
+
+def joined(clusters: Clusters, odd: str, *, stays: bool) -> Cluster:
+    """A job of one node that another one has joined; `stays`: whether the first one's process is the same then."""
+    job = clusters(training=Trained(extra=("--stay", f"--odd={odd}")))
+    first = job.open("a")
+    (a,) = job.nodes
+    pid = worker(job, a)
+    job.wait_step(6)
+    job.start("b")
+    second = job.wait_world(2, steps=3, after=first)
+    assert (worker(job, a) == pid) is stays
+    assert job.change(second).cause == "b joined"
+    return job
+
+
+@pytest.mark.full
+def test_a_change_that_cuts_an_evaluation_short(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """The process stays, and evaluates in the next world."""
+    end(joined(clusters, "evaluates", stays=True), undisturbed)
+
+
+@pytest.mark.full
+def test_who_has_frozen_parameters_starts_anew(clusters: Clusters) -> None:
+    """A wrapper that is made now would be another one than a new process makes."""
+    job = joined(clusters, "freezes", stays=False)
+    assert any("the script has frozen or unfrozen parameters" in node.text() for node in job.nodes)
+    job.finish()
+
+
+@pytest.mark.full
+def test_a_callback_that_raises_as_the_world_ends(clusters: Clusters) -> None:
+    """All is saved by then: it is the change that it was, and no crash."""
+    job = joined(clusters, "raises", stays=False)
+    for node in job.nodes:
+        job.leave(node)
+    for node in job.nodes:
+        job.wait_exit(node)
+
+
+@pytest.mark.full
+def test_a_stop_that_the_old_world_has_agreed_on(clusters: Clusters) -> None:
+    """The new rank hears of it, and both end there."""
+    job = clusters(training=Trained(extra=("--stay", "--odd=stops")))
+    job.open("a")
+    job.wait_step(21)
+    job.start("b")
+    job.finish()
+    assert max(line.step for line in job.poll()) in (21, 22)

@@ -1,24 +1,34 @@
 """A `Trainer` with all that it takes, that writes a step log; flags as the examples have them, and
 
 --stay         its processes stay through planned changes
---forgets      its callback keeps no state, which rank 0's might have more of
---holds        the script keeps the wrapper of its first world
+--odd WORDS    with commas, of these:
+
+forgets        its callback and its model keep no state of their own, of which rank 0's might have more, or which
+               changes before the optimizer's step
+holds          the script keeps the wrapper of its first world
+freezes        a callback freezes a part of the model behind step 4
+stops          it is stopped at step 20, and the world changes one step later
+raises         a callback raises as the training ends
+evaluates      it evaluates behind each step
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Subset
 
-from dalsegno.elastic import Batch, Callback, Evaluator, Tracked, Trainer
+from dalsegno.elastic import Batch, Callback, Evaluator, Tracked, Trainer, session
+from dalsegno.elastic.trainer.strategies import DDP
 
 # `hooked.py` has put it there already, to lengthen steps.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
@@ -35,18 +45,55 @@ def measure(model: nn.Module, blocks: Tensor) -> dict[str, Any]:
     return {"loss": (found, found.numel())}
 
 
+class Gelu(nn.GELU):
+    """Knows how often each rank has called it."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
+class OpenedOnce:
+    """A logger that can be closed, and not be opened again."""
+
+    def __init__(self) -> None:
+        self._file = open(os.devnull, "w")  # noqa: SIM115
+
+    def __call__(self, step: int, values: Mapping[str, float]) -> None:
+        print(step, dict(values), file=self._file)
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class Written(Callback):
     """Writes each step, and paces it. Counts the steps, which a checkpoint has to keep."""
 
-    def __init__(self, directory: str, seconds: float, *, forgets: bool) -> None:
-        self._directory, self._clock, self._forgets = directory, common.StepClock(seconds), forgets
+    def __init__(self, directory: str, seconds: float, odd: str) -> None:
+        self._directory, self._clock, self._odd = directory, common.StepClock(seconds), odd.split(",")
         self._values: Mapping[str, float] = {}
         self._steps = self._begun = 0
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         self._begun += 1
         assert self._begun == 1, "told twice that the training begins"
-        assert self._forgets or self._steps == trainer.step, f"{self._steps} steps counted, and {trainer.step} done"
+        assert "forgets" in self._odd or self._steps == trainer.step, (
+            f"{self._steps} steps counted, and {trainer.step} done"
+        )
+        # What a model keeps beside its parameters is rank 0's on all ranks that begin.
+        kept = torch.tensor([getattr(trainer.model[1], "calls", 0)])
+        told = [torch.zeros_like(kept) for _ in range(trainer.world_size)]
+        dist.all_gather(told, kept) if trainer.world_size > 1 else None
+        assert trainer.world_size == 1 or len({int(one) for one in told}) == 1, told
+        self._freeze(trainer)
         epoch = int(os.environ.get("DALSEGNO_EPOCH", 0))
         self._log = common.StepLog(self._directory, rank=trainer.rank, world_size=trainer.world_size, epoch=epoch)
 
@@ -62,15 +109,26 @@ class Written(Callback):
             loss=self._values["loss"],
             grad_norm=self._values["grad_norm"],
         )
+        self._freeze(trainer)
+        if "stops" in self._odd and batch.step == 20:
+            trainer.stop()
+        while "stops" in self._odd and batch.step == 21 and not session().should_drain:
+            time.sleep(0.01)  # until another node comes
         self._clock.wait()
+
+    def _freeze(self, trainer: Trainer) -> None:
+        if "freezes" in self._odd and trainer.step > 4:
+            trainer.model[0].requires_grad_(False)
 
     def on_fit_end(self, trainer: Trainer) -> None:
         self._begun -= 1
         assert self._begun == 0, "told twice that the training ends"
         self._log.close()
+        if "raises" in self._odd:
+            raise RuntimeError("at the end")
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._forgets else {"steps": self._steps}
+        return {} if "forgets" in self._odd else {"steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._steps = state["steps"]
@@ -79,15 +137,15 @@ class Written(Callback):
 def main() -> None:
     parser = common.parser("A Trainer.")
     parser.add_argument("--stay", action="store_true")
-    parser.add_argument("--forgets", action="store_true")
-    parser.add_argument("--holds", action="store_true")
+    parser.add_argument("--odd", default="")
     flags = parser.parse_args()
     torch.manual_seed(flags.seed)
-    model = nn.Sequential(nn.Embedding(common.VOCABULARY, 32), nn.GELU(), nn.Linear(32, common.VOCABULARY))
+    gelu = nn.GELU() if "forgets" in flags.odd else Gelu()
+    model = nn.Sequential(nn.Embedding(common.VOCABULARY, 32), gelu, nn.Linear(32, common.VOCABULARY))
     kept: list[Any] = []
 
     def loss(called: Any, blocks: Tensor) -> Tensor:
-        if flags.holds and not kept:
+        if "holds" in flags.odd and not kept:
             kept.append(called)
         return losses(called, blocks).mean()
 
@@ -108,9 +166,11 @@ def main() -> None:
         checkpoint_dir=flags.checkpoint_dir,
         stay=flags.stay,
         evaluator=Evaluator(Subset(text, range(200)), measure),
-        evaluate_every=15,
+        evaluate_every=1 if "evaluates" in flags.odd else 15,
+        strategy=DDP(find_unused_parameters="freezes" in flags.odd),
         track=Tracked("loss"),
-        callbacks=[Written(flags.step_log, flags.step_time, forgets=flags.forgets)],
+        callbacks=[Written(flags.step_log, flags.step_time, flags.odd)],
+        loggers=[OpenedOnce()],
         log_every=1,
         progress=False,
     ).fit()

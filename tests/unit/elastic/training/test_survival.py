@@ -51,9 +51,12 @@ class Loop:
         self.saved: list[tuple[int, Position]] = []
         survivor = SimpleNamespace(
             may_keep=self.may.append,
-            when_broken=lambda lost, told: setattr(self, "lost", lost),
-            save=lambda content, files, generators: self.saved.append((content.step, content.position)),
+            when_broken=lambda lost, told: setattr(self, "lost", lambda: lost(False)),
+            save=lambda content, files, generators, stays: self.saved.append((content.step, content.position)),
             is_busy=False,
+            anywhere=False,
+            loop_stays=False,
+            may_stay=False,
         )
         self.session = SimpleNamespace(
             rank=rank,
@@ -193,7 +196,7 @@ def test_the_main_thread_waits_for_another_one_that_saves(monkeypatch: pytest.Mo
     monkeypatch.setattr(survival, "_end", lambda: ends.append(1))
     loop.step(3)
 
-    def save(content: Any, files: Any, generators: bytes) -> None:
+    def save(content: Any, files: Any, generators: bytes, *, stays: bool) -> None:
         begun.set()
         assert go_on.wait(30)
         loop.saved.append((content.step, content.position))
