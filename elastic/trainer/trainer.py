@@ -265,17 +265,11 @@ class Trainer:
         s = self._opened
         while True:
             try:
-                self._train_in_this_world()
+                self._train_until_lost()
                 break
             except Stays as out:
                 held, broken = out.holds, out.broken
-            except Exception as error:
-                found = outlived(s.meetings, s.survivor, error) if self.stay else None
-                if found is None:
-                    raise
-                held, broken = found, True
-                log.info("a peer was lost, and this process stays: %s", error)
-            # Outside of the handlers: nothing may hold what belongs to the old world.
+            # Outside of the handler: nothing may hold what belongs to the old world.
             self._move(held, broken=broken)
         self.step = s.step
         if self._owed:  # a leave cut it short; now all is saved
@@ -306,6 +300,17 @@ class Trainer:
             self._close_loggers()  # They are the new rank 0's.
         self._begin(stayed=True)
         log.info("epoch %d: this process has stayed, as rank %d of %d", self._opened.epoch, self.rank, self.world_size)
+
+    def _train_until_lost(self) -> None:
+        """Trains in this world. Raises Stays if that changes, or has broken, and this process may wait for the next."""
+        try:
+            self._train_in_this_world()
+        except Exception as error:
+            held = outlived(self._opened.meetings, self._opened.survivor, error) if self.stay else None
+            if held is None:
+                raise
+            log.info("a peer was lost, and this process stays: %s", error)
+            raise Stays(held, broken=True) from None
 
     def _train_in_this_world(self) -> None:
         steps = self._opened.steps(

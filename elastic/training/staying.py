@@ -82,10 +82,18 @@ def outlived(meetings: Meetings, survivor: Survivor, error: Exception) -> Mappin
     """After an error in the loop: what this process holds, if a lost peer is the cause, and that is saved.
 
     Then nothing more can be done in this world. None: the error has to end this process.
+
+    Raises:
+        Stays: The agent was first to say so.
     """
     if meetings.over or not survivor.may_stay or not may_be_a_peers(error):
+        survivor.anywhere = False
         return None
-    return survivor.peer_lost(True) if meetings.say_if_a_peer_is_lost() else None
+    survivor.anywhere = True
+    try:
+        return survivor.peer_lost(True) if meetings.say_if_a_peer_is_lost() else None
+    finally:
+        survivor.anywhere = False
 
 
 def holding(name: str, digest: str) -> Mapping[str, str]:
