@@ -39,7 +39,8 @@ def fits(holds: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
     except ValueError:
         return False
     # Each node's survivor has saved, under a name of its own, and one of them was chosen.
-    return one.by_survivor and other.by_survivor and (one.step, one.epoch) == (other.step, other.epoch)
+    same = (one.step, one.epoch, one.form) == (other.step, other.epoch, other.form)
+    return same and one.by_survivor and other.by_survivor
 
 
 class StayedWorkers:

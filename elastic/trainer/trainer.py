@@ -86,8 +86,8 @@ class Trainer:
         checkpoint_dir, keep: For runs outside ``dlrover-run``, see `session`.
         save_every, memory_every: Steps between saves, and between those to the nodes' memory, see ``Session.steps``.
         save_in_background: The training waits only while the state is copied to host memory.
-        stay: At a planned change of the world this process stays, with all that it has built. The script then talks to
-            other ranks in callbacks alone, and holds no wrapper of the model. DDP only. See `docs/trainer.md`.
+        stay: At a planned change of the world, and where it can behind a crash, this process stays, with all that it
+            has built. The script then talks to other ranks in callbacks alone. DDP only. See `docs/trainer.md`.
         evaluator: Runs every ``evaluate_every`` steps (0: not in between), and after the last step.
         track: The metric that makes a checkpoint the best one. A better step is saved, even between saves. (If a leave
             cut an evaluation short, the resumed run makes up for it, but that step is saved already.)

@@ -70,8 +70,8 @@ class Survival:
         # The checksum of the last look, until it is compared; changes are seen, as that has shown; all ranks hold it.
         self._probe, self._proved, self._alike = "", False, False
         self._called = self._saving = False
-        # What this rank holds, once it has saved that.
-        self._kept: Mapping[str, str] | None = None
+        # The step that this rank has saved by itself, and what it holds then.
+        self._kept: tuple[int, Mapping[str, str]] | None = None
         # Of the thread that looks whether it can save, and saves. The main thread may be called while it does.
         self._turn = threading.RLock()
         self._watched_seconds, self._began = 0.0, time.monotonic()
@@ -188,8 +188,7 @@ class Survival:
 
     def peer_lost(self, stays: bool) -> Mapping[str, str] | None:
         """This rank ends because a peer is lost. Returns what it holds, if that is saved, by this rank."""
-        self._save(stays=stays)
-        return self._kept
+        return self._kept[1] if self._save(stays=stays) and self._kept is not None else None
 
     def _told(self, stays: bool | None = None) -> None:
         """The agent says so. Between any two instructions of the main thread; it is called again and again.
@@ -204,7 +203,7 @@ class Survival:
             if self._saving or survivor.is_busy or not self._save(stays=stays):
                 return
         if stays and self._kept is not None:
-            raise Stays(self._kept, broken=True)
+            raise Stays(self._kept[1], broken=True)
         _end()
 
     def _unheard(self) -> None:
@@ -239,7 +238,7 @@ class Survival:
         try:
             why = self._why_not() if self._proved and self._alike else "that changes are seen was not shown"
             if not why:
-                self._kept = self._write(stays) or self._kept
+                self._write(stays)
                 self._interrupt.close()
                 return True
         # Whatever it is, this process is about to end, and its own error says more.
@@ -250,20 +249,23 @@ class Survival:
         log.debug("the last boundary is not saved by this rank: %s", why)
         return False
 
-    def _write(self, stays: bool) -> Mapping[str, str] | None:
-        """Returns what this rank holds then; None: another one has written it."""
+    def _write(self, stays: bool) -> None:
         held, mark, session = self._held, self._mark, self._session
         assert held is not None
         assert mark is not None
         step, saver = mark.boundary.step, session.saves.saver
         saved = session.saves.of(step)
-        if saved is not None and saved.digest:
-            return holding(saved.name, saved.digest)  # It is on the disk.
+        if self._kept is not None and self._kept[0] == step:
+            return
+        if saved is not None:  # It is on the disk.
+            self._kept = (step, holding(saved.name, saved.digest)) if saved.digest else None
+            return
         best, candidate = (None, None) if saver is None else (saver.bests.best, saver.bests.strongest())
         options = {"cut": self._options["cut"], "best": best, "candidate": candidate}
         content = Content(step, mark.position, self._options["order"], **options)
         manifest = session.survivor.save(content, held.files(), rng.encoded(mark.generators), stays=stays)
-        return None if manifest is None else holding(manifest.name, manifest.digest)
+        # None: another rank has written it, or failed to.
+        self._kept = None if manifest is None else (step, holding(manifest.name, manifest.digest))
 
 
 def _end() -> NoReturn:

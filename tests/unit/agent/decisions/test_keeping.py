@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from dalsegno.agent.decisions import events as ev
-from dalsegno.agent.decisions.keeping import ANSWER_SECONDS, WORD_SECONDS, WRITE_SECONDS
+from dalsegno.agent.decisions.keeping import ANSWER_SECONDS, STAY_SECONDS, WORD_SECONDS, WRITE_SECONDS
 from dalsegno.protos import control_pb2, worker_pb2
 
 from .test_decisions import GATHER, Agent
@@ -71,6 +71,41 @@ def test_nobody_waits_for_one_that_has_sealed() -> None:
     agent.said(keeping=worker_pb2.Keeping(step=5))
     agent.said(sealed=SEALED)
     assert agent.did(ev.HoldPart) == [ev.HoldPart(KEPT.name, KEPT.digest)]
+    assert agent.did(ev.StopWorkers)
+
+
+def test_one_that_stays_for_the_next_world_has_time_to_leave_this_one() -> None:
+    agent = training(True)
+    agent.directed(gather=GATHER)
+    agent.said(keeping=worker_pb2.Keeping(step=5, stays=True))
+    agent.waits(WRITE_SECONDS - 0.1)
+    agent.said(sealed=SEALED)
+    agent.waits(STAY_SECONDS - 0.1)
+    assert not agent.did(ev.StopWorkers)
+    agent.exits(1)
+    assert agent.did(ev.StopWorkers) == [ev.StopWorkers(1, 0.0)]
+    assert not agent.calls("ReportFailure")
+
+
+def test_one_that_stays_and_does_not_leave_is_ended() -> None:
+    agent = training(True)
+    agent.directed(gather=GATHER)
+    agent.said(keeping=worker_pb2.Keeping(step=5, stays=True))
+    agent.waits(WRITE_SECONDS - 0.1)
+    agent.said(sealed=SEALED)
+    agent.waits(STAY_SECONDS + 0.1)
+    assert agent.did(ev.StopWorkers)
+
+
+def test_one_that_stays_leaves_before_the_master_says_so() -> None:
+    """Its end is a failure as ever, of which a lost peer is the cause."""
+    agent = training(True)
+    agent.said(peer_lost=worker_pb2.PeerLost())
+    agent.said(keeping=worker_pb2.Keeping(step=5, stays=True))
+    agent.said(sealed=SEALED)
+    agent.directed(gather=GATHER)
+    assert not agent.did(ev.StopWorkers)
+    agent.exits(1)
     assert agent.did(ev.StopWorkers)
 
 

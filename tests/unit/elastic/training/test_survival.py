@@ -21,6 +21,7 @@ from dalsegno.elastic.training.held_state import HeldState
 from dalsegno.elastic.training.session import BareSession
 from dalsegno.elastic.training.survival import JUDGED_STEPS, Survival
 from dalsegno.elastic.training.training_state import TrainingState
+from dalsegno.protos.contract import Variable
 
 OPTIONS = {"strategy": "ddp", "any_world_size": None, "order": None, "cut": None}
 
@@ -239,3 +240,25 @@ def test_a_loop_that_is_over_watches_no_longer() -> None:
         assert loop.may[-1]
     gc.collect()
     assert len(loop.optimizer._optimizer_step_pre_hooks) == before
+
+
+def test_a_rank_holds_what_it_has_saved_until_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that swallows the error, and goes on, must not be taken for one that stands where it was."""
+    loop = Loop()
+    loop.step(3)
+    monkeypatch.setattr(loop.session.survivor, "save", lambda *_, stays: SimpleNamespace(name="step-3", digest="d"))
+    held = loop.survival.peer_lost(True)
+    assert held == {Variable.RESUME_NAME: "step-3", Variable.RESUME_DIGEST: "d"}
+    monkeypatch.setattr(loop.session.survivor, "save", lambda *_, stays: None)
+    assert loop.survival.peer_lost(True) == held
+    with torch.no_grad():
+        next(loop.model.parameters()).add_(1)
+    assert loop.survival.peer_lost(True) is None
+
+
+def test_a_rank_that_another_one_of_its_node_has_saved_for_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not know what that has come to."""
+    loop = Loop()
+    loop.step(3)
+    monkeypatch.setattr(loop.session.survivor, "save", lambda *_, stays: None)
+    assert loop.survival.peer_lost(True) is None
