@@ -43,7 +43,7 @@ MEMORY, MEMORY_EVERY = ("--memory-replicas=1",), 5
 WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ddp": ("ddp", ()),
     "ddp-memory": ("ddp", MEMORY),
-    # The same, and processes stay through planned changes.
+    # The same by a Trainer, whose processes stay.
     "ddp-stay": ("ddp", MEMORY),
     "fsdp2": ("fsdp2", ()),
     "zero1": ("zero1", ()),

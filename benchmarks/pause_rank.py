@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import common
 
-from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler, TrainingState, session
+from dalsegno.elastic import Accumulation, Batches, BatchPlan, Callback, ElasticSampler, Trainer, TrainingState, session
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.trace import mark
 
@@ -114,27 +114,50 @@ def _note_step(log: common.StepLog, step: int, loss: float) -> None:
 # ---- with a session --------------------------------------------------------------------------------------------------
 
 
+class Paced(Callback):
+    """Writes each step, and paces it."""
+
+    def __init__(self, flags: argparse.Namespace) -> None:
+        self._directory, self._clock, self.loss = flags.step_log, common.StepClock(flags.step_time), 0.0
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        epoch = int(os.environ[Variable.EPOCH])
+        self._log = common.StepLog(self._directory, rank=trainer.rank, world_size=trainer.world_size, epoch=epoch)
+        mark("engine built")
+
+    def on_step(self, trainer: Trainer, batch: Any) -> None:
+        self._clock.wait()
+        _note_step(self._log, batch.step, self.loss)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self._log.close()
+
+
 def staying(flags: argparse.Namespace) -> None:
-    """The same training of DDP, in processes that stay through planned changes."""
-    s, where = session(), device()
-    model = make_model(flags).to(where)
+    """The same training of DDP by a Trainer, in processes that stay."""
+    model, paced = make_model(flags), Paced(flags)
     mark("model built")
-    state = s.state(model, make_optimizer(model), wrap=DistributedDataParallel)
-    mark("engine built")
-    data = s.data(Rows(flags.width), global_batch=GLOBAL_BATCH, micro_batch=GLOBAL_BATCH, seed=SEED)
-    log = common.StepLog(flags.step_log, rank=s.rank, world_size=s.world_size, epoch=s.epoch)
-    clock = common.StepClock(flags.step_time)
-    for batch in s.steps(data, state, max_steps=flags.steps, stay=True, **cadence(flags)):
-        loss = 0.0
-        for micro in batch:
-            own = loss_of(state.model, micro.data.to(where))
-            micro.scale(own).backward()
-            loss += float(own.detach())
-        state.parts["optimizer"].step()
-        state.parts["optimizer"].zero_grad()
-        clock.wait()
-        log.follow(s)
-        _note_step(log, batch.step, loss)
+
+    def loss(called: Any, rows: Tensor) -> Tensor:
+        found = loss_of(called, rows)
+        paced.loss = float(found.detach())
+        return found
+
+    Trainer(
+        model,
+        Rows(flags.width),
+        optimizer=make_optimizer,
+        loss=loss,
+        global_batch_size=GLOBAL_BATCH,
+        max_micro_batch_size=GLOBAL_BATCH,
+        max_steps=flags.steps,
+        seed=SEED,
+        stay=True,
+        callbacks=[paced],
+        log_every=flags.steps,
+        progress=False,
+        **cadence(flags),
+    ).fit()
 
 
 def elastic(flags: argparse.Namespace) -> None:

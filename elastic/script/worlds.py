@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from dalsegno.protos.trace import mark
-
 from ..data.batches import Batches
 from ..rank.exits import Stays
 from ..training.entry import move
@@ -62,8 +60,6 @@ def _move(
 ) -> None:
     move(session, held, state.unread())
     data.go_on(plan_of(session, wish), session.rank, session.resume)
-    mark("built")
     state.go_on()
-    mark("loaded")
     state.wrapped(alike=session.resume is not None)
     log.info("epoch %d: this process has stayed, as rank %d of %d", session.epoch, session.rank, session.world_size)

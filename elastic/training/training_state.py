@@ -210,6 +210,7 @@ class TrainingState:
         Raises:
             ValueError: On all ranks: something cannot be loaded.
         """
+        mark("built")
         self._make_known()
         self._loaded = self._stays = True
         # As after a load: gradients of the step before are nobody's.
@@ -219,6 +220,7 @@ class TrainingState:
             if self._session.resume is not None:
                 self._load_own(self._session.resume)
         send_what_differs(self._model)
+        mark("loaded")
 
     def unread(self) -> list[str]:
         """Names of files that `go_on` does not read: what is in them this process has."""
