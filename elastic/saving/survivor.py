@@ -69,6 +69,10 @@ class Survivor:
         """Tells the agent, with each progress, whether this rank may be able to save by itself."""
         self._reports.may_keep = may
 
+    def name_of(self, step: int) -> str:
+        """What is saved of a step; all ranks of a node have the same name for it."""
+        return str(CheckpointName(step, self._identity.epoch, FIRST_OF_SURVIVORS + self._identity.group_rank))
+
     def save(
         self, content: Content, files: Mapping[str, Any], generators: bytes, *, stays: bool = False
     ) -> Manifest | None:
@@ -86,13 +90,15 @@ class Survivor:
         identity, link, began = self._identity, self._link, time.monotonic()
         assert identity.memory_dir is not None
         assert link is not None
-        name = str(CheckpointName(content.step, identity.epoch, FIRST_OF_SURVIVORS + identity.group_rank))
-        path = CheckpointStore(identity.memory_dir).path(name)
+        path = CheckpointStore(identity.memory_dir).path(self.name_of(content.step))
+        keeping = worker_pb2.ToAgent(keeping=worker_pb2.Keeping(step=content.step, stays=stays))
         try:
             path.mkdir()
         except FileExistsError:
+            if stays:
+                link.send(keeping)
             return None
-        link.send(worker_pb2.ToAgent(keeping=worker_pb2.Keeping(step=content.step, stays=stays)))
+        link.send(keeping)
         try:
             manifest = self._write(path, content, {**files, rng.file_name(identity.rank): generators})
         except BaseException:
@@ -100,7 +106,7 @@ class Survivor:
                 delete_parts(path)
                 shutil.rmtree(path)
             raise
-        sealed = worker_pb2.Sealed(name=name, digest=manifest.digest, step=content.step, in_memory=True)
+        sealed = worker_pb2.Sealed(name=manifest.name, digest=manifest.digest, step=content.step, in_memory=True)
         sealed.seconds = time.monotonic() - began
         link.send(worker_pb2.ToAgent(sealed=sealed))
         return manifest

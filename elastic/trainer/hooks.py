@@ -14,7 +14,7 @@ import xxhash
 
 from ..rank.remarks import remark
 from ..training.session import BareSession
-from .callbacks import Callback, states_of
+from .callbacks import Callback, Console, states_of
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -74,6 +74,12 @@ class Hooks:
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._hooks.values())
+
+    @property
+    def do_something_at_the_end(self) -> bool:
+        """Whether somebody else than the console wants to know that the training has ended."""
+        plain = (Callback.on_fit_end, Console.on_fit_end)
+        return any(type(hook).on_fit_end not in plain for hook in self)
 
     def begin(self, trainer: Trainer) -> None:
         """The training begins in this world."""

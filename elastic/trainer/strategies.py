@@ -162,6 +162,10 @@ class Strategy(ABC):
         """
         return False
 
+    def unloaded(self) -> str:
+        """A checksum of what `enter` goes on with without loading it."""
+        return ""
+
     def unread(self) -> list[str]:
         """Names of files of the resume point that `enter` does not read."""
         return []
@@ -258,7 +262,9 @@ class DDP(Strategy):
         with setting.session.meetings.together():
             state = self._load(model, make_optimizer, make_scheduler, setting)
         self._wrappers = Wrappers(
-            model, "something holds the DistributedDataParallel that the Trainer has made: take trainer.model instead"
+            model,
+            "something holds the DistributedDataParallel that the Trainer has made, or a loss function is still at "
+            "work on another thread: take trainer.model instead, and wait for it",
         )
         self._wrap(setting)
         return state
@@ -277,6 +283,9 @@ class DDP(Strategy):
             return False
         self.model = self._bare
         return self._wrappers.are_gone()
+
+    def unloaded(self) -> str:
+        return self._training.unloaded()
 
     def unread(self) -> list[str]:
         return self._training.unread()

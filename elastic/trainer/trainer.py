@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..data.batch import Batch
 from ..data.counts import sum_over_ranks
 from ..data.evaluator import Evaluator, Interrupted, to_device
 from ..data.plan import BatchPlan
-from ..rank.exits import EXIT_DRAINED, Stays, insist
+from ..rank.exits import Stays
 from ..saving.background_save import background
 from ..saving.replicas import unwrapped
 from ..saving.resuming import check_strategy
@@ -37,6 +38,7 @@ from .alike import alike_of
 from .callbacks import Callback, Console, Logger, forgetful
 from .hooks import Hooks
 from .made import MadeByScript
+from .moving import end_broken, end_drained
 from .options import batches_of, check, plan_of
 from .own_state import OwnState
 from .strategies import DDP, MakeOptimizer, MakeScheduler, Setting, Strategy, StrategyWrite
@@ -189,7 +191,7 @@ class Trainer:
                     "again"
                 )
             return self._fitted()
-        self._state, self._hooks.begun = "failed", True  # until proven otherwise
+        self._state = "failed"  # until proven otherwise
         try:
             self._session = session(self.checkpoint_dir, keep=self.keep)
             self._begin(stayed=False)
@@ -285,18 +287,15 @@ class Trainer:
 
     def _move(self, held: Mapping[str, str], *, broken: bool) -> None:
         """Leaves the old world, waits for a place, and begins in the next one."""
-        self._opened.survivor.anywhere = False
-        logs = self.rank == 0
-        try:
-            self._hooks.end(self)
-        except BaseException:
-            if not broken:  # All is saved, and the agent knows it.
-                insist(EXIT_DRAINED)
-            raise
-        if broken and not self._may_stay():
-            raise RuntimeError("a peer was lost; what this rank held is saved")
+        survivor, first = self._opened.survivor, self.rank == 0
+        survivor.anywhere = False
+        if broken:
+            hold = partial(survivor.peer_lost, True)
+            end_broken(self, self._hooks, self._strategy, held, self._may_stay, hold)
+        else:
+            end_drained(self, self._hooks, self._strategy)
         move(self._opened, held, self._strategy.unread(), broken=broken)
-        if logs and self.rank:
+        if first and self.rank:
             self._close_loggers()  # They are the new rank 0's.
         self._begin(stayed=True)
         log.info("epoch %d: this process has stayed, as rank %d of %d", self._opened.epoch, self.rank, self.world_size)

@@ -13,10 +13,7 @@ Then another thread saves. The main one can change nothing meanwhile: as soon as
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -24,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ..checkpoint import Position
 from ..rank import rng
-from ..rank.exits import Stays
+from ..rank.exits import Stays, end_at_once
 from ..rank.interrupt import Interrupt
 from ..saving.content import Content
 from .held_state import HeldState, held_by
@@ -264,14 +261,11 @@ class Survival:
         options = {"cut": self._options["cut"], "best": best, "candidate": candidate}
         content = Content(step, mark.position, self._options["order"], **options)
         manifest = session.survivor.save(content, held.files(), rng.encoded(mark.generators), stays=stays)
-        # None: another rank has written it, or failed to.
-        self._kept = None if manifest is None else (step, holding(manifest.name, manifest.digest))
+        # If another rank of this node writes it, that has the same state, which need not be saved twice.
+        digest = "" if manifest is None else manifest.digest
+        self._kept = step, holding(session.survivor.name_of(step), digest)
 
 
 def _end() -> NoReturn:
     """Nothing else is of use: the agent waits for this end, and handlers may wait for peers."""
-    # A call that interrupts a print cannot flush what that has.
-    with contextlib.suppress(RuntimeError):
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-    os._exit(1)
+    end_at_once(1)

@@ -30,6 +30,7 @@ from ..saving.replicas import check_unsharded, check_whole, loadable, tensors, u
 from ..saving.resuming import ResumePoint
 from ..saving.schedules import check_factors, factors, has_moved, left_out, place_of, rates_of, unchanged
 from ..saving.writing import write_files
+from . import digest
 from .parts import Stateful, check_same, kept_of, kind
 from .reading_state import check_same_dtypes, check_same_names, load_part, load_weights, read_tensors
 from .sending import send_what_differs
@@ -221,6 +222,17 @@ class TrainingState:
                 self._load_own(self._session.resume)
         send_what_differs(self._model)
         mark("loaded")
+
+    def unloaded(self) -> str:
+        """A checksum of what `go_on` does not load: parameters, and what optimizers keep."""
+        values: list[Tensor] = list(self._model.parameters())
+        plain = []
+        for part in self._parts.values():
+            if hasattr(part, "param_groups"):
+                kept = part.state_dict()
+                values += [value for _, value in tensors(kept)]
+                plain.append(repr(kept["param_groups"]))
+        return digest.short([*digest.digests([value for value in values if digest.is_plain(value)]), *plain])
 
     def unread(self) -> list[str]:
         """Names of files that `go_on` does not read: what is in them this process has."""

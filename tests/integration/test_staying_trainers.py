@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -89,7 +89,7 @@ def test_who_is_left_out_ends_and_comes_back(clusters: Clusters, undisturbed: Un
 
 
 @pytest.mark.full
-def test_a_crash_starts_all_anew(clusters: Clusters, undisturbed: Undisturbed) -> None:
+def test_a_crash_without_memory_starts_all_anew(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """A killed worker breaks the world for all; what is started then stays at the next planned change."""
     job, first = together(clusters, "a", "b", training=Trained(), nnodes="2:3")
     a, b = job.nodes
@@ -134,6 +134,30 @@ def test_who_survives_a_crash_stays(
     second = job.wait_world(len(names) - (what == "node"), after=first)
     assert {node.name: worker(job, node) for node in job.nodes if node is not lost} == pids
     assert job.change(second).resumed == last
+    end(job, undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("odd", ["forgets", "forgets,swaps"])
+def test_ranks_beside_a_killed_one_stay(clusters: Clusters, undisturbed: Undisturbed, odd: str) -> None:
+    """Two on each node, of which one writes for both. Not if a callback then changes the weights."""
+    training = replace(IN_STEPS, extra=("--stay", f"--odd={odd}", "--memory-every=15"))
+    pace = {"DALSEGNO_TEST_STEPS": "4", "DALSEGNO_TEST_STANDS": "backward"}
+    flags = (*IN_MEMORY, "--nproc-per-node=2")
+    job = clusters(training=training, nnodes="1:2", agent_flags=flags, agent_environment=pace)
+    job.start("a", "b")
+    first = job.wait_world(4, steps=3)
+    last = stood_still(job, first)
+    before = [workers(job, node) for node in job.nodes]
+    killed = worker(job, job.nodes[0])
+    processes.send([killed], signal.SIGKILL)
+    second = job.wait_world(4, after=first)
+    after = [workers(job, node) for node in job.nodes]
+    kept = {pid for each in before for pid in each} & {pid for each in after for pid in each}
+    assert len(kept) == (0 if "swaps" in odd else 3), (before, killed, after)
+    assert job.change(second).resumed == last
+    if "swaps" in odd:
+        assert any("has changed the model or its optimizer in on_fit_end" in node.text() for node in job.nodes)
     end(job, undisturbed)
 
 
@@ -212,6 +236,12 @@ def test_who_has_frozen_parameters_starts_anew(clusters: Clusters) -> None:
     job = joined(clusters, "freezes", stays=False)
     assert any("the script has frozen or unfrozen parameters" in node.text() for node in job.nodes)
     job.finish()
+
+
+@pytest.mark.full
+def test_a_callback_that_changes_the_weights_as_the_world_ends(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """The process does not stay with them; it ends as one that has drained."""
+    end(joined(clusters, "swaps", stays=False), undisturbed)
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ holds          the script keeps the wrapper of its first world
 freezes        a callback freezes a part of the model behind step 4
 stops          it is stopped at step 20, and the world changes one step later
 raises         a callback raises as the training ends
+swaps          a callback changes the weights then
 evaluates      it evaluates behind each step
 """
 
@@ -126,6 +127,9 @@ class Written(Callback):
         self._log.close()
         if "raises" in self._odd:
             raise RuntimeError("at the end")
+        if "swaps" in self._odd:
+            for parameter in trainer.model.parameters():
+                parameter.data.mul_(0.9)  # as recipes do it, so that torch does not count it
 
     def state_dict(self) -> dict[str, Any]:
         return {} if "forgets" in self._odd else {"steps": self._steps}

@@ -58,6 +58,7 @@ class Loop:
             anywhere=False,
             loop_stays=False,
             may_stay=False,
+            name_of=lambda step: f"step-{step}",
         )
         self.session = SimpleNamespace(
             rank=rank,
@@ -256,9 +257,9 @@ def test_a_rank_holds_what_it_has_saved_until_that_changes(monkeypatch: pytest.M
     assert loop.survival.peer_lost(True) is None
 
 
-def test_a_rank_that_another_one_of_its_node_has_saved_for_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not know what that has come to."""
+def test_a_rank_that_another_one_of_its_node_has_saved_for_holds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not know the digest of what comes of that."""
     loop = Loop()
     loop.step(3)
     monkeypatch.setattr(loop.session.survivor, "save", lambda *_, stays: None)
-    assert loop.survival.peer_lost(True) is None
+    assert loop.survival.peer_lost(True) == {Variable.RESUME_NAME: "step-3", Variable.RESUME_DIGEST: ""}
