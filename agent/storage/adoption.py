@@ -34,7 +34,7 @@ from .problems import problem_of
 from .slices import Behind, SaveSlice, choose, names_it
 from .slots import Slots
 from .strays import strays
-from .taking import Before, Changed, Late, Origin, adopt, is_taken, save_directory
+from .taking import Before, Changed, Late, Origin, adopt, is_taken, save_directory, sealed_as
 from .volume_check import VolumeCheck
 
 __all__ = ["Adopter", "Before", "Origin", "adopt", "save_directory"]
@@ -122,7 +122,7 @@ class Adopter:
         self._listed: tuple[str, ...] | None = None
         self._strays_told = False
         # Something is new, or has changed: the next look decides.
-        self._undecided = False
+        self._undecided, self._told = False, ""
         # The file system has allowed all of the last look.
         self._calm = True
         # Seconds that the last look took, without copying.
@@ -369,6 +369,8 @@ class Adopter:
             other = is_taken(self._run_dir, piece.step, self._world.epoch)
             if other is not None or (self._late is not None and piece.newest.written < self._late.since):
                 self._undecided = other is False
+                if other:  # Its own word may come when the next world has been opened without this node.
+                    self._tell_sealed(sealed_as(self._run_dir, piece.step, self._world.epoch))
                 return True
         notes = () if piece.below else self._notes(piece, found)
         try:
@@ -395,8 +397,7 @@ class Adopter:
         self._before = Before(self._run_dir / manifest.name, self._known, saved_as)
         self._lacks, self._since = {}, None
         self._said &= {_BEGAN_ANEW}
-        sealed = worker_pb2.Sealed(name=manifest.name, digest=manifest.digest, step=manifest.step)
-        self._deliver(ev.WorkerSaid(self._world.epoch, 0, worker_pb2.ToAgent(sealed=sealed)))
+        self._tell_sealed(manifest)
         if anew and self._late is None and (text := self._resume.how_anew(anew)):
             self._deliver(ev.Remark(text))
         with self._news:
@@ -406,6 +407,12 @@ class Adopter:
                 self._met = self._request.is_answered_by(new)
             self._news.notify_all()
         return True
+
+    def _tell_sealed(self, manifest: Manifest | None) -> None:
+        if manifest is not None and manifest.name != self._told:
+            self._told = manifest.name
+            sealed = worker_pb2.Sealed(name=manifest.name, digest=manifest.digest, step=manifest.step)
+            self._deliver(ev.WorkerSaid(self._world.epoch, 0, worker_pb2.ToAgent(sealed=sealed)))
 
     def _note(self, files: Iterable[FileState]) -> None:
         try:

@@ -108,6 +108,12 @@ def is_taken(run_dir: Path, step: int, epoch: int) -> bool | None:
     return any(os.path.lexists(run_dir / name / MANIFEST) for name in same) if same else None
 
 
+def sealed_as(run_dir: Path, step: int, epoch: int) -> Manifest | None:
+    """What a node has sealed of this step in this epoch, if that is readable."""
+    sealed = CheckpointStore(run_dir).sealed(SHARDED)
+    return next((one for one in reversed(sealed) if (one.step, one.epoch) == (step, epoch)), None)
+
+
 class Changed(Exception):
     """The script writes a checkpoint again."""
 

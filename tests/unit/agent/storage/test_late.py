@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,6 +88,27 @@ def test_a_copy_of_the_resume_point_is_no_new_save(tmp_path: Path, monkeypatch: 
     states(tmp_path / "e2", "ckpt.pt")
     assert take(tmp_path, resumed) == []
     assert steps(tmp_path) == [1, 2]
+
+
+def test_a_leaver_commits_what_the_first_node_seals_in_the_same_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the master hears of it when the next world has been opened, and refuses it."""
+    states(tmp_path / "e1" / "global_step20", *ZERO_1)
+    heard: queue.Queue[ev.Event] = queue.Queue()
+    looked = adoption.is_taken
+
+    def sealed_meanwhile(*asked: Any) -> bool | None:
+        if not steps(tmp_path):
+            take(tmp_path, world(1))
+        return looked(*asked)
+
+    monkeypatch.setattr(adoption, "is_taken", sealed_meanwhile)
+    leaver = Adoption(["${save_dir}"], heard.put)
+    leaver.take_late(tmp_path, world(1), ORIGIN, JOIN_TIMEOUT, heard.put, since=1)
+    assert sealed_step(heard.get_nowait()) == 20
+    assert heard.empty()
+    assert steps(tmp_path) == [20]
 
 
 def test_what_was_being_written_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +200,7 @@ def test_a_leaver_takes_what_came_behind_its_notice(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_save_is_not_taken_by_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first node is about to: the leaver waits until it has, and takes nothing then."""
+    """The first node is about to: the leaver waits until it has, takes nothing then, and has that committed."""
     leaver = Leaver(tmp_path, queue.Queue())
     leaver.noticed()
     states(tmp_path / "e1", "step_20.pt")
@@ -192,7 +214,7 @@ def test_a_save_is_not_taken_by_two_nodes(tmp_path: Path, monkeypatch: pytest.Mo
     make_checkpoint(tmp_path / "aside", "step-20.e1.1")
     (tmp_path / "aside" / "step-20.e1.1").rename(tmp_path / "step-20.e1.1")
     looks.join(20)
-    assert found == [[]]
+    assert found == [[20]]
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-20.e1.1"]
     # The other way round: the first node's workers are gone, and the leaver was quicker.
     heard: queue.Queue[ev.Event] = queue.Queue()
@@ -200,5 +222,6 @@ def test_a_save_is_not_taken_by_two_nodes(tmp_path: Path, monkeypatch: pytest.Mo
     taken.begin(tmp_path, world(1), ORIGIN, ["${save_dir}"], first=True)
     taken.interrupt()
     taken.stopped(JOIN_TIMEOUT, 0.0)
+    assert sealed_step(heard.get_nowait()) == 20
     assert heard.empty()
     taken.close()
