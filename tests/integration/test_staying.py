@@ -50,6 +50,19 @@ def left_alone(clusters: Clusters, **options: object) -> tuple[Cluster, Node, in
     return job, a, pid, first
 
 
+def scale_away_and_back(job: Cluster, first: int) -> None:
+    """To one node of two, whose process stays, and back: the spare's has ended meanwhile."""
+    pids = {node.name: worker(job, node) for node in job.nodes}
+    assert scaled(job, 1).returncode == 0
+    second = job.wait_world(1, steps=3, after=first)
+    spare = next(node for node in job.nodes if node.name not in job.group_ranks())
+    job.wait_for(lambda: not processes.is_alive(pids[spare.name]), "the spare's process ends")
+    assert scaled(job, 2).returncode == 0
+    job.wait_world(2, steps=3, after=second)
+    stayed = next(node for node in job.nodes if node is not spare)
+    assert worker(job, stayed) == pids[stayed.name]
+
+
 def test_who_stays_trains_on_through_joins_and_leaves(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """1 to 2 to 3 nodes and back to 2: nobody who stays starts anew, nobody loads, no step is lost."""
     job = clusters(training=STAYS)
@@ -90,15 +103,7 @@ def test_a_crash_starts_all_anew_and_then_they_stay_again(clusters: Clusters, un
 def test_who_is_left_out_does_not_wait_for_ever(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """`dalsegno scale` makes a node a spare: its process ends, and another one takes the place that it gets again."""
     job, first = together(clusters, "a", "b", training=STAYS)
-    pids = {node.name: worker(job, node) for node in job.nodes}
-    assert scaled(job, 1).returncode == 0
-    second = job.wait_world(1, steps=3, after=first)
-    spare = next(node for node in job.nodes if node.name not in job.group_ranks())
-    job.wait_for(lambda: not processes.is_alive(pids[spare.name]), "the spare's process ends")
-    assert scaled(job, 2).returncode == 0
-    job.wait_world(2, steps=3, after=second)
-    stayed = next(node for node in job.nodes if node is not spare)
-    assert worker(job, stayed) == pids[stayed.name]
+    scale_away_and_back(job, first)
     end(job, undisturbed)
 
 

@@ -11,8 +11,8 @@ import pytest
 from tests.support.jobs import local_processes as processes
 from tests.support.jobs.cluster import HOOKED, ROOT, Cluster, Training, Undisturbed
 
-from .test_membership import AT_ONCE, Clusters, any_number, end, scaled, together
-from .test_staying import worker, workers
+from .test_membership import AT_ONCE, Clusters, any_number, end, together
+from .test_staying import scale_away_and_back, worker, workers
 from .test_survivors import stood_still
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.executed]
@@ -76,15 +76,7 @@ def test_who_was_rank_1_becomes_rank_0(clusters: Clusters, undisturbed: Undistur
 def test_who_is_left_out_ends_and_comes_back(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """Scaled away and back: its callbacks were told of one end."""
     job, first = together(clusters, "a", "b", training=Trained())
-    pids = {node.name: worker(job, node) for node in job.nodes}
-    assert scaled(job, 1).returncode == 0
-    second = job.wait_world(1, steps=3, after=first)
-    spare = next(node for node in job.nodes if node.name not in job.group_ranks())
-    job.wait_for(lambda: not processes.is_alive(pids[spare.name]), "the spare's process ends")
-    assert scaled(job, 2).returncode == 0
-    job.wait_world(2, steps=3, after=second)
-    stayed = next(node for node in job.nodes if node is not spare)
-    assert worker(job, stayed) == pids[stayed.name]
+    scale_away_and_back(job, first)
     end(job, undisturbed)
 
 
