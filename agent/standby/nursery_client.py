@@ -18,12 +18,12 @@ from ..processes.proc import kill_group
 from .nursery import receive, send
 from .worker_main import Assignment
 
-__all__ = ["Nursery", "StandbyProcess"]
+__all__ = ["BROKEN", "Nursery", "StandbyProcess"]
 
 # Seconds to wait for a process after SIGKILL; one that waits for a missing file system may be stuck in the kernel.
 _KILL_TIMEOUT_SECONDS = 5.0
 # The exit code of a worker that has left a broken world: that of an error, as if its process had ended.
-_BROKEN = 1
+BROKEN = 1
 
 logger = logging.getLogger(__name__)
 
@@ -345,7 +345,7 @@ class Nursery:
         successor.holds = {str(name): str(value) for name, value in holds.items()} if isinstance(holds, dict) else {}
         with self._lock:
             self._workers[number] = successor
-        worker.stays(self, successor, _BROKEN if message.get("broken") is True else WORKER_DRAINED)
+        worker.stays(self, successor, BROKEN if message.get("broken") is True else WORKER_DRAINED)
 
     def _follow(self, worker: StandbyProcess) -> None:
         pid = self.process.pid

@@ -32,7 +32,7 @@ from ..processes.signs import DiskWrites, Sign
 from ..script import Script
 from ..standby import hooks
 from ..standby.nursery import CANNOT_START
-from ..standby.nursery_client import StandbyProcess
+from ..standby.nursery_client import BROKEN, StandbyProcess
 from ..standby.standby_pool import StandbyPool
 from ..standby.worker_main import Assignment
 from .last_words import error_message, last_words
@@ -356,7 +356,7 @@ class WorkersContext(SubprocessContext):
         if unstarted:
             self._on_exit(rank, CANNOT_START, unstarted)
         elif stays:
-            self._on_exit(rank, code, "it lost a peer, and waits for the next world" if code == 1 else "")
+            self._on_exit(rank, code, "it lost a peer, and waits for the next world" if code == BROKEN else "")
         else:
             self._on_exit(rank, code, self._reason(rank, code) if code else "")
 

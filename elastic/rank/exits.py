@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import sys
@@ -61,12 +60,13 @@ def insist(code: int) -> None:
 
 def end_at_once(code: int) -> NoReturn:
     """Ends this process without handlers and destructors, and without waiting for threads."""
-    # A call that interrupts a print cannot flush what that has.
-    with contextlib.suppress(RuntimeError):
+    try:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
-    os._exit(code)
+    finally:
+        # Also where a stream cannot be flushed: a call that interrupts a print cannot flush what that has.
+        os._exit(code)
 
 
 def _end() -> NoReturn:
@@ -79,8 +79,5 @@ def _end() -> NoReturn:
         if utilities is not None:
             utilities._exit_function()
         logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
     finally:
-        os._exit(_Exit.code if _Exit.code is not None else 1)
+        end_at_once(_Exit.code if _Exit.code is not None else 1)

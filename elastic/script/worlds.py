@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,8 +11,6 @@ from ..training.entry import move
 from ..training.session import BareSession
 from .data import DataWish, plan_of
 from .state import ScriptState
-
-log = logging.getLogger(__name__)
 
 
 def through_worlds(
@@ -62,4 +59,3 @@ def _move(
     data.go_on(plan_of(session, wish), session.rank, session.resume)
     state.go_on()
     state.wrapped(alike=session.resume is not None)
-    log.info("epoch %d: this process has stayed, as rank %d of %d", session.epoch, session.rank, session.world_size)

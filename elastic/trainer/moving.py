@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..rank.exits import EXIT_DRAINED, Drained, end_at_once, insist
 from ..rank.remarks import remark
+from ..saving.survivor import Survivor
 from .hooks import Hooks
 from .strategies import Strategy
 
@@ -36,16 +37,16 @@ def end_broken(
     strategy: Strategy,
     held: Mapping[str, str],
     outlives: Callable[[], bool],
-    holds: Callable[[], Mapping[str, str] | None],
+    survivor: Survivor,
 ) -> None:
     """The same behind a crash. Returns if this process still holds what it has saved, and may stay; else that ends.
 
     Args:
         held: What it has saved.
         outlives: Lets go of what belongs to this world; whether nothing else does.
-        holds: What it holds now.
+        survivor: The session's; knows whether it still holds that.
     """
-    if not (outlives() and _ends_as_it_is(trainer, hooks, strategy) and holds() == held):
+    if not (outlives() and _ends_as_it_is(trainer, hooks, strategy) and survivor.peer_lost(True) == held):
         # Whoever waits for threads of the script's here keeps all others waiting.
         end_at_once(1)
 

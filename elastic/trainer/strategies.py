@@ -148,7 +148,7 @@ class Strategy(ABC):
         """
         return None
 
-    # For processes that stay through a planned change. Not called unless `stays`.
+    # For processes that stay for another world. Not called unless `stays`.
 
     @property
     def stays(self) -> bool:

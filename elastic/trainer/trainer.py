@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -290,15 +289,13 @@ class Trainer:
         survivor, first = self._opened.survivor, self.rank == 0
         survivor.anywhere = False
         if broken:
-            hold = partial(survivor.peer_lost, True)
-            end_broken(self, self._hooks, self._strategy, held, self._may_stay, hold)
+            end_broken(self, self._hooks, self._strategy, held, self._may_stay, survivor)
         else:
             end_drained(self, self._hooks, self._strategy)
         move(self._opened, held, self._strategy.unread(), broken=broken)
         if first and self.rank:
             self._close_loggers()  # They are the new rank 0's.
         self._begin(stayed=True)
-        log.info("epoch %d: this process has stayed, as rank %d of %d", self._opened.epoch, self.rank, self.world_size)
 
     def _train_until_lost(self) -> None:
         """Trains in this world. Raises Stays if that changes, or has broken, and this process may wait for the next."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -31,6 +32,8 @@ from .opening import check_directory, check_world, hello, refuse, take_lock
 from .session import BareSession
 from .staying import wait_for_a_place
 from .unopened import is_unopened, unopened
+
+log = logging.getLogger(__name__)
 
 # The session of this process, and how many it had before.
 _sessions: list[BareSession] = []
@@ -109,6 +112,7 @@ def move(session: BareSession, held: Mapping[str, str], unread: Collection[str] 
     _begin(again, None, session.saves.keep, _verifies[0], unread)
     if tracked is not None:
         session.tracking.track(tracked)
+    log.info("epoch %d: this process has stayed, as rank %d of %d", session.epoch, session.rank, session.world_size)
 
 
 def refused_together() -> AbstractContextManager[None]:

@@ -35,7 +35,7 @@ from .parts import Stateful, check_same, kept_of, kind
 from .reading_state import check_same_dtypes, check_same_names, load_part, load_weights, read_tensors
 from .sending import send_what_differs
 from .session import BareSession
-from .unlisted import Unlisted
+from .unlisted import Unlisted, has_extra_state
 from .wrappers import frozen, tell_frozen
 
 MODEL_FILE, TRAINING_FILE = "model.pt", "training.pt"
@@ -340,7 +340,7 @@ class TrainingState:
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules that save more than parameters and buffers, by the name of that in the model's ``state_dict()``."""
     for name, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
+        if has_extra_state(module):
             yield f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE, module
 
 

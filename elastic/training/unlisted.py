@@ -95,10 +95,15 @@ def said(attributes: tuple[str, ...]) -> str:
     )
 
 
+def has_extra_state(module: nn.Module) -> bool:
+    """Whether it saves more than its parameters and buffers."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
 def _attributes(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for prefix, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
+        if has_extra_state(module):
             continue
         for name, value in vars(module).items():
             number = type(value) in (int, float)

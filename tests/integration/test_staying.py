@@ -50,6 +50,54 @@ def left_alone(clusters: Clusters, **options: object) -> tuple[Cluster, Node, in
     return job, a, pid, first
 
 
+def join_and_leave(job: Cluster) -> None:
+    """1 to 2 to 3 nodes and back to 2: the processes of those who stay are the same."""
+    job.open("a")
+    (a,) = job.nodes
+    first = worker(job, a)
+    job.start("b")
+    second = job.wait_world(2, steps=3)
+    b = job.node("b")
+    other = worker(job, b)
+    assert worker(job, a) == first
+    job.start("c")
+    third = job.wait_world(3, steps=3, after=second)
+    assert (worker(job, a), worker(job, b)) == (first, other)
+    job.leave(job.node("c"))
+    job.wait_exit(job.node("c"))
+    job.wait_world(2, steps=3, after=third)
+    assert (worker(job, a), worker(job, b)) == (first, other)
+
+
+def leave_with_the_first_ranks(job: Cluster) -> None:
+    """Two ranks on each of two nodes: that with the first two leaves, and the other's processes are the same."""
+    job.start("a")
+    first = job.wait_world(2, steps=2)
+    job.start("b")
+    second = job.wait_world(4, steps=2, after=first)
+    leaver = job.member(0)
+    stays = next(node for node in job.nodes if node is not leaver)
+    pids = workers(job, stays)
+    job.leave(leaver)
+    job.wait_exit(leaver)
+    job.wait_world(2, steps=2, after=second)
+    assert workers(job, stays) == pids
+
+
+def crash_and_grow(job: Cluster, first: int) -> int:
+    """A killed worker starts both nodes' anew; what is started then stays as a third one joins. The crash's epoch."""
+    a, b = job.nodes
+    before = worker(job, a)
+    processes.send([worker(job, b)], signal.SIGKILL)
+    second = job.wait_world(2, steps=3, after=first)
+    after = worker(job, a)
+    assert after != before
+    job.start("c")
+    job.wait_world(3, steps=3, after=second)
+    assert worker(job, a) == after
+    return second
+
+
 def scale_away_and_back(job: Cluster, first: int) -> None:
     """To one node of two, whose process stays, and back: the spare's has ended meanwhile."""
     pids = {node.name: worker(job, node) for node in job.nodes}
@@ -66,20 +114,7 @@ def scale_away_and_back(job: Cluster, first: int) -> None:
 def test_who_stays_trains_on_through_joins_and_leaves(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """1 to 2 to 3 nodes and back to 2: nobody who stays starts anew, nobody loads, no step is lost."""
     job = clusters(training=STAYS)
-    job.open("a")
-    (a,) = job.nodes
-    first = worker(job, a)
-    job.start("b")
-    job.wait_world(2, steps=3)
-    b = job.node("b")
-    second = worker(job, b)
-    job.start("c")
-    third = job.wait_world(3, steps=3)
-    assert (worker(job, a), worker(job, b)) == (first, second)
-    job.leave(job.node("c"))
-    job.wait_exit(job.node("c"))
-    job.wait_world(2, steps=3, after=third)
-    assert (worker(job, a), worker(job, b)) == (first, second)
+    join_and_leave(job)
     end(job, undisturbed)
 
 
@@ -87,15 +122,7 @@ def test_who_stays_trains_on_through_joins_and_leaves(clusters: Clusters, undist
 def test_a_crash_starts_all_anew_and_then_they_stay_again(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """A killed worker breaks the world for all; what is started then stays at the next planned change."""
     job, first = two_of_three(clusters)
-    a, b = job.nodes
-    before = worker(job, a)
-    processes.send([worker(job, b)], signal.SIGKILL)
-    second = job.wait_world(2, steps=3, after=first)
-    after = worker(job, a)
-    assert after != before
-    job.start("c")
-    job.wait_world(3, steps=3, after=second)
-    assert worker(job, a) == after
+    second = crash_and_grow(job, first)
     end(job, undisturbed, lost={second: any_number(job)})
 
 
@@ -177,15 +204,5 @@ def test_the_old_world_leaves_no_loaders(clusters: Clusters, undisturbed: Undist
 def test_who_stays_may_get_another_rank(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """Two ranks on each node: the node with the first two leaves, and the others are the first two from then on."""
     job = clusters(training=STAYS, agent_flags=["--nproc-per-node=2"])
-    job.start("a")
-    first = job.wait_world(2, steps=2)
-    job.start("b")
-    second = job.wait_world(4, steps=2, after=first)
-    leaver = job.member(0)
-    stays = next(node for node in job.nodes if node is not leaver)
-    pids = workers(job, stays)
-    job.leave(leaver)
-    job.wait_exit(leaver)
-    job.wait_world(2, steps=2, after=second)
-    assert workers(job, stays) == pids
+    leave_with_the_first_ranks(job)
     end(job, undisturbed)

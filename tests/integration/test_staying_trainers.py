@@ -12,7 +12,14 @@ from tests.support.jobs import local_processes as processes
 from tests.support.jobs.cluster import HOOKED, ROOT, Cluster, Training, Undisturbed
 
 from .test_membership import AT_ONCE, Clusters, any_number, end, together
-from .test_staying import scale_away_and_back, worker, workers
+from .test_staying import (
+    crash_and_grow,
+    join_and_leave,
+    leave_with_the_first_ranks,
+    scale_away_and_back,
+    worker,
+    workers,
+)
 from .test_survivors import stood_still
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.executed]
@@ -32,21 +39,7 @@ class Trained(Training):
 def test_who_stays_trains_on_through_joins_and_leaves(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """1 to 2 to 3 nodes and back to 2: nobody who stays starts anew, no step is lost, callbacks keep their state."""
     job = clusters(training=Trained())
-    job.open("a")
-    (a,) = job.nodes
-    first = worker(job, a)
-    job.start("b")
-    second = job.wait_world(2, steps=3)
-    b = job.node("b")
-    other = worker(job, b)
-    assert worker(job, a) == first
-    job.start("c")
-    third = job.wait_world(3, steps=3, after=second)
-    assert (worker(job, a), worker(job, b)) == (first, other)
-    job.leave(job.node("c"))
-    job.wait_exit(job.node("c"))
-    job.wait_world(2, steps=3, after=third)
-    assert (worker(job, a), worker(job, b)) == (first, other)
+    join_and_leave(job)
     end(job, undisturbed)
 
 
@@ -84,15 +77,7 @@ def test_who_is_left_out_ends_and_comes_back(clusters: Clusters, undisturbed: Un
 def test_a_crash_without_memory_starts_all_anew(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """A killed worker breaks the world for all; what is started then stays at the next planned change."""
     job, first = together(clusters, "a", "b", training=Trained(), nnodes="2:3")
-    a, b = job.nodes
-    before = worker(job, a)
-    processes.send([worker(job, b)], signal.SIGKILL)
-    second = job.wait_world(2, steps=3, after=first)
-    after = worker(job, a)
-    assert after != before
-    job.start("c")
-    job.wait_world(3, steps=3, after=second)
-    assert worker(job, a) == after
+    second = crash_and_grow(job, first)
     end(job, undisturbed, lost={second: any_number(job)})
 
 
@@ -188,17 +173,7 @@ def test_ranks_of_a_node_that_stays(clusters: Clusters, undisturbed: Undisturbed
     training = Trained(extra=("--stay", "--memory-every=5"))
     environment = {"DALSEGNO_TEST_LOADERS": "fork"}
     job = clusters(training=training, agent_flags=["--nproc-per-node=2"], agent_environment=environment)
-    job.start("a")
-    first = job.wait_world(2, steps=2)
-    job.start("b")
-    second = job.wait_world(4, steps=2, after=first)
-    leaver = job.member(0)
-    stays = next(node for node in job.nodes if node is not leaver)
-    pids = workers(job, stays)
-    job.leave(leaver)
-    job.wait_exit(leaver)
-    job.wait_world(2, steps=2, after=second)
-    assert workers(job, stays) == pids
+    leave_with_the_first_ranks(job)
     end(job, undisturbed)
 
 
