@@ -231,6 +231,8 @@ def awaits_its_part(decision: Decision) -> bool:
     digest = drained_into(state)
     if not digest or state.world is None or has_own_part(state, digest):
         return False
+    if digest == state.world.resume.source.ref.digest:
+        return False  # They have made no step: whatever is here of it was told before this world opened.
     if state.epoch.part_deadline is None:
         state.epoch.part_deadline = decision.now + PART_PATIENCE_SECONDS
     if decision.now >= state.epoch.part_deadline:
@@ -240,9 +242,14 @@ def awaits_its_part(decision: Decision) -> bool:
 
 
 def has_own_part(state: AgentState, digest: str) -> bool:
-    """Whether the part of this node's own ranks is held here. Those of its buddies may come in earlier."""
+    """Whether the part of this node's own ranks is held here. Those of its buddies may come in earlier.
+
+    Of what another world has left nobody here has a part of its own: it is all that there is.
+    """
     held = state.memory.held.get(digest)
-    return held is not None and state.world is not None and state.world.place.group_rank in held.parts
+    if held is None or state.world is None:
+        return False
+    return held.checkpoint.epoch != state.world.epoch or state.world.place.group_rank in held.parts
 
 
 def needed(state: AgentState) -> control_pb2.CheckpointRef | None:

@@ -116,6 +116,38 @@ def test_who_stays_writes_its_own_part_where_no_master_is_heard() -> None:
     assert agent.did(ev.MakeDurable) == [ev.MakeDurable(REF)]
 
 
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("leaving", [True, False])
+def test_who_made_no_step_has_nothing_to_wait_for(leaving: bool, held: bool) -> None:
+    """A drain cuts short what comes before the first step: its ranks leave what they began with, of another world."""
+    agent = Agent().registered()
+    if held:  # It may have come to the disk since, and be gone from here.
+        agent.hear(ev.HeldChanged(STEP, (0, 1)))
+    run = world(2, rank=2, resume=6)
+    run.resume.source.CopyFrom(STEP)
+    agent.directed(run=run)
+    agent.said(hello=worker_pb2.Hello(epoch=2))
+    if leaving:
+        agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.said(drained=DRAINED)
+    agent.exits(ev.WORKER_DRAINED)
+    assert agent.calls("ReportDrained")
+
+
+def test_what_another_world_left_is_written_where_no_master_is_heard() -> None:
+    """Its parts are not numbered as this world's nodes are."""
+    agent = Agent().registered()
+    agent.hear(ev.HeldChanged(STEP, (0, 1)))
+    run = world(2, rank=2, resume=6)
+    run.resume.source.CopyFrom(STEP)
+    agent.directed(run=run)
+    agent.said(hello=worker_pb2.Hello(epoch=2))
+    agent.said(drained=DRAINED)
+    agent.exits(ev.WORKER_DRAINED)
+    agent.hear(ev.LinkChanged(False))
+    assert agent.did(ev.MakeDurable) == [ev.MakeDurable(REF)]
+
+
 def test_a_part_that_never_shows_itself_holds_nobody_up_for_ever() -> None:
     agent = drained()
     assert agent.state.wake is not None
