@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from dalsegno.agent.decisions.memory import PART_PATIENCE_SECONDS
 from tests.support.jobs import local_processes as processes
 from tests.support.jobs.cluster import HOOKED, ROOT, Cluster, Training, Undisturbed
 
@@ -195,6 +197,24 @@ def joined(clusters: Clusters, odd: str, *, stays: bool) -> Cluster:
 def test_a_change_that_cuts_an_evaluation_short(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """The process stays, and evaluates in the next world."""
     end(joined(clusters, "evaluates", stays=True), undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("extra", [("--stay",), ()])
+def test_a_leave_before_the_first_step(clusters: Clusters, undisturbed: Undisturbed, extra: tuple[str, ...]) -> None:
+    """A join cuts an evaluation short, and a leave the same one again: that world leaves memory as it found it."""
+    training = Trained(extra=(*extra, "--odd=lingers", "--memory-every=5"))
+    job, _ = together(clusters, "a", "b", training=training, nnodes="2:3", agent_flags=["--memory-replicas=1"])
+    a, _ = job.nodes
+    job.wait_for(lambda: "2 ranks evaluate" in a.text(), "an evaluation")
+    job.start("c")
+    job.wait_for(lambda: "3 ranks evaluate" in a.text(), "an evaluation of three")
+    second, told = job.epoch(), time.monotonic()
+    job.leave(job.node("c"))
+    job.wait_exit(job.node("c"))
+    assert time.monotonic() - told < PART_PATIENCE_SECONDS, "nobody waits for a part that no rank has written"
+    job.wait_world(2, steps=3, after=second)
+    end(job, undisturbed)
 
 
 @pytest.mark.full

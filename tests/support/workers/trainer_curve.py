@@ -11,6 +11,7 @@ stops          it is stopped at step 20, and the world changes one step later
 raises         a callback raises as the training ends
 swaps          a callback changes the weights then
 evaluates      it evaluates behind each step
+lingers        several ranks evaluate a few samples at a time, each 0.5 s long, and say so
 """
 
 from __future__ import annotations
@@ -153,6 +154,13 @@ def main() -> None:
             kept.append(called)
         return losses(called, blocks).mean()
 
+    def found(called: nn.Module, blocks: Tensor) -> dict[str, Any]:
+        if "lingers" in flags.odd and session().world_size > 1:
+            print(f"{session().world_size} ranks evaluate", flush=True)
+            time.sleep(0.5)  # as a large model would
+        return measure(called, blocks)
+
+    few = {"batch_size": 8, "interrupt_every": 1} if "lingers" in flags.odd else {}
     text = common.StdlibText()
     Trainer(
         model,
@@ -169,7 +177,7 @@ def main() -> None:
         memory_every=flags.memory_every,
         checkpoint_dir=flags.checkpoint_dir,
         stay=flags.stay,
-        evaluator=Evaluator(Subset(text, range(200)), measure),
+        evaluator=Evaluator(Subset(text, range(200)), found, **few),
         evaluate_every=1 if "evaluates" in flags.odd else 15,
         strategy=DDP(find_unused_parameters="freezes" in flags.odd),
         track=Tracked("loss"),
