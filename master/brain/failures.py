@@ -7,7 +7,7 @@ from dataclasses import replace
 from dalsegno.protos.contract import COUNTED_BY_TORCHRUN
 from dalsegno.protos.text import same_failure
 
-from . import running, shapes
+from . import memory, running, shapes
 from .membership import counts, has_answered, may_call_session
 from .state import Budget, Checkpoint, Failure, Member, MemberState, Node, Phase, World
 from .turn import Turn, of_nodes
@@ -64,10 +64,17 @@ def put_off_restart(turn: Turn, failure: Failure, budget: Budget) -> None:
 
 
 def as_told(turn: Turn, node: Node, message: str) -> str:
-    """The line about a failure: in full the first time; in a few words if it is the one before without progress."""
+    """The line about a failure: in full the first time; in a few words if it is the one before without progress.
+
+    Who survives it may only now save steps, in memory: then nobody knows yet how many failures it makes.
+    """
     budget, limit = turn.job.run.budget, turn.job.settings.max_restarts
-    if budget.failures and same_failure(budget.told, message):
-        attempt = f", attempt {budget.failures + 1} of {limit + 1}" if limit != COUNTED_BY_TORCHRUN else ""
+    held = memory.would_go_on_from(turn.state)
+    new = not budget.failures or (held is not None and held.step > budget.last_step)
+    if not new and same_failure(budget.told, message):
+        counted = turn.job.settings.memory_replicas <= 0 or turn.open.top_step <= budget.last_step
+        counted = counted and limit != COUNTED_BY_TORCHRUN
+        attempt = f", attempt {budget.failures + 1} of {limit + 1}" if counted else ""
         return f"{node.name}: failed as before{attempt}"
     turn.update_run(budget=replace(budget, told=message))
     return f"{node.name}: {message}"

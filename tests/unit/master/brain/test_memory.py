@@ -114,6 +114,40 @@ def test_people_see_what_is_in_memory_alone() -> None:
     assert told == [f"{made.ref.name} is committed in memory", f"{made.ref.name} is on the disk"]
 
 
+@pytest.mark.parametrize(
+    ("saves", "lines"),
+    [
+        ("before", ["{}: boom", "{}: boom", "{}: boom"]),
+        ("survivors", ["{}: boom", "{}: failed as before", "{}: failed as before"]),
+        ("nothing", ["{}: boom", "{}: failed as before, attempt 2 of 2"]),
+    ],
+)
+def test_steps_that_are_held_are_progress(saves: str, lines: list[str]) -> None:
+    """Failures count as those without progress if none was made; the disk has nothing new all the while.
+
+    What survivors save is not known yet when people are told of the failure.
+    """
+    job, nodes = started(2, max_restarts=1)
+    step, kept, told = 3, held(job, nodes, 3), list[str]()
+    nodes[0].step(step)
+    for _ in lines:
+        for node in nodes:
+            node.failed("boom")
+        if saves == "survivors" and step > 3:
+            kept = held(job, nodes, step)
+        joins(job, *nodes, sees=kept)
+        told += [line for line in job.notices.splitlines() if line.startswith(f"{nodes[0].name}: ")][len(told) :]
+        job.wait(5)
+        if job.phase is Phase.FAILED:
+            break
+        step += 10 * (saves != "nothing")
+        nodes[0].step(step)
+        if saves == "before":
+            kept = held(job, nodes, step - 1)
+    assert [line.split("; ")[0] for line in told] == [line.format(nodes[0].name) for line in lines]
+    assert (job.phase is Phase.FAILED) is (saves == "nothing")
+
+
 def test_a_step_of_which_a_part_is_nowhere_is_none_to_go_on_from() -> None:
     job, nodes = started(3)
     nodes[0].save(10, any_size=True)
