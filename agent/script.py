@@ -28,7 +28,6 @@ __all__ = [
     "knows_us",
     "module_file",
     "modules_of",
-    "reaches_session",
     "reads",
     "refuses_flag",
     "runs_ahead",
@@ -75,6 +74,8 @@ _HEAVY = (
     "dalsegno.swift_plugin",
     "swift",
 )
+# Nobody's own modules, wherever they lie.
+_LIBRARIES = {name.partition(".")[0] for name in (*ALWAYS, *_HEAVY)}
 # What these modules import only when used, which then takes seconds; "?": silently left out if it is missing.
 _LATER = {
     "deepspeed": ("deepspeed.runtime.zero.muon.muon_optimizer?",),
@@ -94,6 +95,8 @@ _ASK_HUB = frozenset(
 )
 _OWN_HUB = re.compile(r"HF_ENDPOINT|HF_HUB_OFFLINE|TRANSFORMERS_OFFLINE")
 _IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w.]+)", re.MULTILINE)
+# A package, and what is taken out of it, which may be modules.
+_FROM = re.compile(r"^[ \t]*from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)", re.MULTILINE)
 # With these a script imports what its text does not name.
 _RUN_OTHERS = frozenset({"__import__", "eval", "exec", "importlib", "pkgutil", "runpy", "site"})
 # Most files of one's own that are read for what a script imports.
@@ -192,17 +195,17 @@ def knows_us(script: Script) -> bool:
     """
     if _has_plugin(script):
         return True
-    source = script.source
-    if isinstance(source, str):
-        return source.startswith("swift.")
-    if source is None:
-        return False
-    text = text_of(source)
-    return "dalsegno.elastic" in text or "dalsegno.swift_plugin" in text
+    if isinstance(script.source, str) and script.source.startswith("swift."):
+        return True
+    texts = map(text_of, _own_files(script.source))
+    return any("dalsegno.elastic" in text or "dalsegno.swift_plugin" in text for text in texts)
 
 
 def expects_session(script: Script) -> bool:
-    """Whether its arguments or its own text say that it may call `session()`. If they don't, it still may."""
+    """Whether its arguments, or its text and its own modules', say that it may call `session()`.
+
+    If they don't, it still may.
+    """
     packages = ("dalsegno.elastic", "dalsegno.swift_plugin")
     return _has_plugin(script) or any(
         name == "dalsegno" or name.startswith(tuple(f"{one}." for one in packages)) or name in packages
@@ -210,26 +213,28 @@ def expects_session(script: Script) -> bool:
     )
 
 
-def reaches_session(file: Path) -> bool:
-    """Whether a script, or a module of one's own that it imports from beside it, names our library."""
-    return any(expects_session(Script(sys.executable, ("-u", str(one)))) for one in _with_own_modules(file))
+def _own_files(source: Path | str | None) -> list[Path]:
+    """The files of a script, or of a module that `-m` runs from the working directory, and of its own modules.
 
-
-def _with_own_modules(file: Path, where: Path | None = None) -> Iterator[Path]:
-    """A script, and the modules of one's own that it imports from beside it, as far as that is in their text.
-
-    Args:
-        file: the script.
-        where: where modules are looked for; None: beside it.
+    Those are found beside it, in the working directory and in PYTHONPATH, as far as they are in its text.
     """
-    seen, left, where = {file}, [file], where or file.parent
+    file = module_file(source) if isinstance(source, str) else source
+    if file is None or not file.is_file():
+        return []
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [path for path in paths if path and not path.rstrip("/").endswith("-packages")]  # of installed ones
+    return list(_with_own_modules(file, [Path(), *map(Path, paths)]))
+
+
+def _with_own_modules(script: Path, roots: Sequence[Path]) -> Iterator[Path]:
+    seen, left = {script.absolute()}, [script.absolute()]
     while left and len(seen) <= _MOST_FILES:
         one = left.pop()
         yield one
-        parts = [name.split(".") for name in _named_by(one)]
-        beside = {where.joinpath(*path) for path in parts} | {one.parent.joinpath(*path) for path in parts}
+        parts = [name.split(".") for name in _modules_in(one) if name.partition(".")[0] not in _LIBRARIES]
+        beside = {root.absolute().joinpath(*path) for path in parts for root in (script.parent, one.parent, *roots)}
         near = {path for base in beside for path in (base.with_suffix(".py"), base / "__init__.py")} - seen
-        found = [path for path in sorted(near) if path.is_file()]
+        found = [path for path in sorted(near) if path.is_file() and os.access(path, os.R_OK)]
         seen.update(found)
         left += found
 
@@ -250,13 +255,9 @@ def asks_hub(script: Script) -> bool:
 
     Not if one of them says where the hub is, or that there is none.
     """
-    source = script.source
-    file, where = (module_file(source), Path()) if isinstance(source, str) else (source, None)
-    own = list(_with_own_modules(file, where)) if file is not None and file.is_file() else []
-    if any(_OWN_HUB.search(text_of(one)) for one in own):
+    if any(_OWN_HUB.search(text_of(one)) for one in _own_files(script.source)):
         return False
-    named = _named_by(source).union(*map(_named_by, own))
-    return any(name.partition(".")[0] in _ASK_HUB for name in named)
+    return any(name.partition(".")[0] in _ASK_HUB for name in _named_by(script.source))
 
 
 def runs_ahead(script: Script, wanted: str) -> bool:
@@ -319,11 +320,11 @@ def advice(error: str) -> str:
 
 
 def modules_of(script: Path | str | None) -> tuple[str, ...]:
-    """The heavy modules to import for a script.
+    """The heavy modules to import for a script, as far as its text, and that of its own modules, names them.
 
     Args:
-        script: Its file, whose text is searched; or the name of a module, of which only the name counts, because
-            finding its file could need imports. None: neither.
+        script: Its file; or the name of a module. Of one that is not below the working directory only the name counts,
+            because finding its file could need imports. None: neither.
     """
     if isinstance(script, Path) and _is_plain(script):
         return ()
@@ -360,9 +361,20 @@ def text_of(path: Path) -> str:
 
 
 def _named_by(script: Path | str | None) -> set[str]:
-    if isinstance(script, str):
-        # These run ms-swift.
-        return {script, "swift"} if script.startswith("dalsegno.swift_plugin.") else {script}
-    if script is None or not script.is_file():
-        return set()
-    return set(_IMPORT.findall(text_of(script)))
+    """What a script, and its own modules, import by their text."""
+    named = {script} if isinstance(script, str) else set()
+    if isinstance(script, str) and script.startswith("dalsegno.swift_plugin."):
+        named.add("swift")  # these run ms-swift
+    return named.union(*map(_named_in, _own_files(script)))
+
+
+def _named_in(file: Path) -> set[str]:
+    return set(_IMPORT.findall(text_of(file)))
+
+
+def _modules_in(file: Path) -> set[str]:
+    """The same, and whatever might be a module in a package."""
+    taken = {
+        f"{package}.{name}" for package, names in _FROM.findall(text_of(file)) for name in re.findall(r"\w+", names)
+    }
+    return _named_in(file) | taken

@@ -45,6 +45,9 @@ WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ddp-memory": ("ddp", MEMORY),
     # The same by a Trainer, whose processes stay.
     "ddp-stay": ("ddp", MEMORY),
+    # A Trainer of transformers.
+    "hf": ("hf", ()),
+    "hf-memory": ("hf", MEMORY),
     "fsdp2": ("fsdp2", ()),
     "zero1": ("zero1", ()),
     "zero1-memory": ("zero1", MEMORY),

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "examples"), str(Path(__file__).resolve().parents[1])]
 
 import common
 
@@ -164,10 +164,20 @@ def elastic(flags: argparse.Namespace) -> None:
     """The script that `dlrover-run` runs."""
     if flags.stay:
         staying(flags)
+    elif flags.framework == "hf":
+        by_hugging_face(flags)
     elif flags.framework.startswith("zero"):
         engines(flags)
     else:
         lower(flags)
+
+
+def by_hugging_face(flags: argparse.Namespace) -> None:
+    """The same training of DDP by a Trainer of transformers, with a session and without."""
+    from benchmarks.pause_hf import train
+
+    directory = flags.own or flags.step_log.parent / "links"
+    train(flags, make_model(flags), Rows(flags.width), GLOBAL_BATCH, SEED, directory)
 
 
 def lower(flags: argparse.Namespace) -> None:
@@ -279,6 +289,9 @@ def cadence(flags: argparse.Namespace) -> dict[str, int]:
 def own(flags: argparse.Namespace) -> None:
     """The script that torchrun runs."""
     mark("session")
+    if flags.framework == "hf":
+        by_hugging_face(flags)
+        return
     if flags.framework.startswith("zero"):
         import deepspeed
         import deepspeed.ops
@@ -413,7 +426,7 @@ def _convert(source: Path, target: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--framework", choices=("ddp", "fsdp2", "zero1", "zero3"), default="ddp")
+    parser.add_argument("--framework", choices=("ddp", "hf", "fsdp2", "zero1", "zero3"), default="ddp")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--steps", type=int, default=100_000)

@@ -30,7 +30,7 @@ from ..dlrover import scripts
 from ..memory.place import NoMemoryError, remove_leftovers, root_of_user
 from ..processes.lifeline import Lifeline
 from ..processes.proc import adopt_orphans, end_descendants, kill_group
-from ..script import module_file, reaches_session, text_of
+from ..script import Script, expects_session, module_file, text_of
 from ..storage.macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand
 from ..workers.worker_link import sweep
 from .installed import outdated_dlrover, version_of
@@ -156,7 +156,7 @@ def _dlrover(script: str) -> int:
 def _examine(options: argparse.Namespace) -> int:
     timeout_seconds = _TIMEOUT_SECONDS if options.timeout is None else options.timeout
     file = module_file(options.script) if options.module else Path(options.script)
-    if options.timeout is None and file is not None and not reaches_session(file):
+    if options.timeout is None and file is not None and not expects_session(Script(sys.executable, ("-u", str(file)))):
         print(
             f"{options.script} was not run: nothing in it names dalsegno.elastic, so it would train and save here, to "
             "its end; --timeout=S runs it for S seconds"

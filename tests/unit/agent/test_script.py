@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.script import Script, advice, knows_us, reads, tells_of_a_peer
+from dalsegno.agent.script import Script, advice, expects_session, knows_us, modules_of, reads, tells_of_a_peer
 from dalsegno.protos.contract import Variable
 
 
@@ -111,3 +111,45 @@ def test_a_script_with_the_documented_line_is_told_of_universal_files(tmp_path: 
         script.write_text(f'config["checkpoint"] = {{"load_universal": {load_universal}}}\n', encoding="utf-8")
         found.append(reads(Script(sys.executable, ("-u", str(script))), Variable.RESUME_FORM))
     assert found == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("line", "module"),
+    [
+        ("import mine", "mine.py"),
+        ("from mine import train", "mine/__init__.py"),
+        ("from src.mine import (\n    Config,\n    train,\n)", "src/mine.py"),
+        ("from src import data, mine", "src/mine.py"),
+        ("from src import (  # ours\n    data,\n    mine,\n)", "src/mine.py"),
+    ],
+)
+@pytest.mark.parametrize("where", ["beside", "in the working directory", "in PYTHONPATH"])
+def test_a_script_is_what_its_own_modules_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, module: str, where: str
+) -> None:
+    """Most projects have a short script and their training elsewhere."""
+    root = tmp_path / "project"
+    script = (root if where == "beside" else root / "bin") / "train.py"
+    script.parent.mkdir(parents=True)
+    script.write_text(line)
+    (root / module).parent.mkdir(exist_ok=True)
+    (root / module).write_text("from transformers import Trainer\nfrom dalsegno.swift_plugin import hf\n")
+    monkeypatch.setenv("PYTHONPATH", str(root) if where == "in PYTHONPATH" else "")
+    monkeypatch.chdir(root if where == "in the working directory" else tmp_path)
+    found = Script(sys.executable, ("-u", str(script)))
+    assert "transformers" in modules_of(script)
+    assert expects_session(found)
+    assert knows_us(found)
+
+
+def test_libraries_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they import is not what the script needs, wherever somebody has put them."""
+    for name in ("transformers", "site-packages/other"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "__init__.py").write_text("import deepspeed")
+    script = tmp_path / "train.py"
+    script.write_text("import transformers, other\nimport other\nimport missing")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site-packages'}:{tmp_path / 'nowhere'}")
+    assert "transformers" in modules_of(script)
+    assert "deepspeed" not in modules_of(script)
