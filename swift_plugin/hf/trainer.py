@@ -21,6 +21,9 @@ from dalsegno.elastic import session
 from dalsegno.elastic.trainer.strategies import resume_rates
 from dalsegno.elastic.training import wrappers
 from dalsegno.elastic.training.accumulation import has_static_graph, synchronised
+from dalsegno.elastic.training.reading_state import load_part, read_tensors
+from dalsegno.elastic.training.sending import send_what_differs
+from dalsegno.protos.trace import mark
 
 from . import data, refusals, uneven
 from .checkpoints import Unfinished, is_foreign
@@ -134,6 +137,24 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         if self._run.session.resume is not None and isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
             resume_rates(self.optimizer, scheduler)
         return prepared
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        mark("built")
+        super()._load_from_checkpoint(*args, **kwargs)
+        send_what_differs(self.model)  # all ranks have loaded the same
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        files = [Path(checkpoint or "", name) for name in (upstream.OPTIMIZER_NAME, upstream.SCHEDULER_NAME)]
+        theirs = getattr(super()._load_optimizer_and_scheduler, "__func__", None)
+        plain = theirs is upstream.Trainer._load_optimizer_and_scheduler and self._run.strategy == "ddp"
+        if plain and checkpoint is not None and all(file.is_file() for file in files):
+            optimizer, scheduler = files
+            # In less than half of the time: nothing is copied more than once.
+            load_part(getattr(self.optimizer, "optimizer", self.optimizer), read_tensors(optimizer))
+            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        mark("loaded")
 
     def _load_engine(self, engine: Any, path: str, load_module_strict: bool = True) -> None:
         from dalsegno.elastic.deepspeed import restore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import math
@@ -470,6 +471,40 @@ def test_a_kill_goes_back_to_the_last_save(tmp_path: Path) -> None:
         train(make(tmp_path / "a", At(8, die)))
     found = train(make(tmp_path / "a"))
     assert without_end(found) == without_end(train(make(tmp_path / "b")))
+
+
+class LoadsByItself(Trainer):  # type: ignore[misc]
+    """Has its own way to load what it has saved."""
+
+    loaded: str | None = None
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        LoadsByItself.loaded = checkpoint
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+
+@pytest.mark.parametrize("base", [Trainer, LoadsByItself])
+def test_the_optimizer_resumes_as_it_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: type[Any]
+) -> None:
+    """All of its state, in memory of its own; a class that loads by itself is asked."""
+    monkeypatch.setattr(LoadsByItself, "loaded", None)
+    with pytest.raises(Drained):
+        train(make(tmp_path, At(6, drain), base=base))
+    (path,) = (tmp_path / "checkpoints").glob("step-6.*/checkpoint-6/optimizer.pt")
+    saved = torch.load(path, weights_only=True)
+    found: list[dict[str, Any]] = []
+
+    def look() -> None:
+        # Nothing is mapped any more: what is not copied would be gone.
+        path.write_bytes(bytes(path.stat().st_size))
+        found.append(copy.deepcopy(trainer.optimizer.state_dict()))
+
+    trainer = make(tmp_path, At(7, look), base=base)
+    train(trainer)
+    torch.testing.assert_close(found[0]["state"], saved["state"], rtol=0, atol=0)
+    assert found[0]["param_groups"] == saved["param_groups"]
+    assert LoadsByItself.loaded == (None if base is Trainer else str(path.parent))
 
 
 def test_dropout_with_fixed_micro_batches_survives_a_drain(tmp_path: Path) -> None:
