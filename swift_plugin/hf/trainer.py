@@ -51,6 +51,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
 
     elastic_run: ElasticRun | None = None
     control: Any  # the Trainer's, as the next one
+    optimizer: Any
     lr_scheduler: Any
     # Callbacks that count something and do not save it: names of their classes, and of the attributes.
     counting: ClassVar[Mapping[str, tuple[str, ...]]] = {}
