@@ -113,6 +113,8 @@ class AheadWorkers:
                 logger.info("worker %d has run ahead and waits: %s", rank, worker.parked)
             elif worker.failed:
                 self._give_up(f"worker {rank} failed ahead of its place: {worker.failed}")
+            elif worker.late:
+                logger.info("worker %d has its place too early: %s", rank, worker.late)
             elif worker.stale:
                 logger.info("worker %d has run ahead in vain: %s has changed since", rank, worker.stale)
                 self._stale += 1

@@ -11,7 +11,7 @@ nursery ends, and its workers with it.
 
 A worker that is started with `"ahead": true` has no place in a world yet: it runs as far as it can without one
 (`run_ahead`) and reports `"parked"`. `{"place": ID, …}` gives it its place, and it reports `"taken"`. If it cannot take
-the place, it reports why (`"stale"`, `"failed"`) and ends.
+the place, it reports why (`"stale"`, `"failed"`, `"late"`) and ends.
 
 Forking is safe because only imports have happened here: one thread, no CUDA, no connection. If an import started
 threads, or CUDA's driver, neither of which survives a fork, the nursery says so (`"unforkable"`) and is not used.

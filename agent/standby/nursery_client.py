@@ -44,6 +44,7 @@ class StandbyProcess:
         taken: it has its place, and is a worker like any other.
         stale: what it had looked at and has changed since, because of which it ended.
         failed: why its script ended ahead.
+        late: why it could not take its place in time; its script was not to blame.
         holds: for one that has stayed: the checkpoint that it holds, by the names of a world's variables.
         successor: this worker has drained, and its process stays: what it is from now on.
     """
@@ -52,7 +53,7 @@ class StandbyProcess:
         self._cancel = cancel
         # It runs, and has no place.
         self._ahead = ahead
-        self.parked = self.stale = self.failed = ""
+        self.parked = self.stale = self.failed = self.late = ""
         self.taken = False
         self.holds: Mapping[str, str] = {}
         self.successor: tuple[Nursery, StandbyProcess] | None = None
@@ -140,6 +141,7 @@ class StandbyProcess:
             self.parked = str(message.get("parked", self.parked))
             self.stale = str(message.get("stale", self.stale))
             self.failed = str(message.get("failed", self.failed))
+            self.late = str(message.get("late", self.late))
             news = "parked" in message or "taken" in message
             calls = (self._on_import if imported else None, self._on_news if news else None)
         for call in calls:

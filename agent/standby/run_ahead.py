@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, SupportsIndex
 
@@ -36,6 +37,9 @@ __all__ = ["RunAhead", "report_of"]
 # Seconds between checks whether the script waits for its output to be read; and seconds for the last of its output.
 _LOOK_AT_OUTPUT_SECONDS = 0.5
 _LAST_OUTPUT_SECONDS = 5.0
+# Seconds that a place waits for a script that is on its way to where it needs one, and between two looks. (Less than
+# what the agent waits for a worker to take its place.)
+_ON_ITS_WAY_SECONDS, _LOOK_SECONDS = 15.0, 0.02
 # Makes it the kernel's first choice when memory is short, as long as nobody needs it: trainers must not pay for it.
 _FIRST_TO_DIE = "1000"
 _OOM_SCORE = "/proc/self/oom_score_adj"
@@ -88,8 +92,8 @@ class RunAhead:
     """This process's life ahead of a world.
 
     Args:
-        word: The way to the nursery. Sends `{"parked": NEED}`, `{"stale": WHAT}`, `{"failed": WHY}` and `{"taken":
-            true}`; receives a place, `{"environment": {…}, "drop": […], "stdout": PATH or null, "stderr": PATH or
+        word: The way to the nursery. Sends `{"parked": NEED}`, `{"stale": WHAT}`, `{"failed": WHY}`, `{"late": WHY}` and
+            `{"taken": true}`; receives a place, `{"environment": {…}, "drop": […], "stdout": PATH or null, "stderr": PATH or
             null}`.
         console: Descriptors for output for which the place names no file.
     """
@@ -103,13 +107,15 @@ class RunAhead:
         self._said = False
         # Threads in `meet`: they do nothing until the place comes.
         self._waits = False
+        # The place has come, and nothing more is put before what goes on with it.
+        self._comes = False
         self._looked = Looked()
         self._holds = Holds(self.meet, self._looked)
         self._oom_score = ""
         self._thread: threading.Thread | None = None
         self._outputs: list[KeptOutput] = []
         self._environs: tuple[Any, Any] = (os.environ, os.environb)
-        self._first: Callable[[], None] | None = None
+        self._firsts: list[Callable[[], None]] = []
 
     @property
     def over(self) -> bool:
@@ -130,13 +136,18 @@ class RunAhead:
 
     def first(self, call: Callable[[], None]) -> None:
         """See `protos.ahead.Ahead`."""
-        self._first = call
+        with self._lock:
+            if not self._comes:
+                self._firsts.append(call)
+                return
+        self._placed.wait()
+        call()
 
     def meet(self, need: str) -> None:
         """Waits for the place. `need`: why the script wants it, for people."""
         if self.over or threading.current_thread() is self._thread:
             return
-        if self._first is not None and threading.current_thread() is not threading.main_thread():
+        if self._firsts and threading.current_thread() is not threading.main_thread():
             # What comes first is the main thread's, and nobody knows what that is doing.
             self._end({"failed": f"a thread of its own needs its place ({need}) before its session is used"})
         # Before anybody hears of it, as the place may come at once.
@@ -146,8 +157,8 @@ class RunAhead:
         if self._thread is not None:
             # This thread ends now, because a script may fork while it has no other thread.
             self._thread.join(_LAST_OUTPUT_SECONDS)
-        first, self._first = self._first, None
-        if first is not None:
+        firsts, self._firsts = self._firsts, []
+        for first in firsts:
             first()
 
     def _say_parked(self, need: str) -> None:
@@ -177,11 +188,9 @@ class RunAhead:
             place = self._word.hear()
             if place is None:
                 os._exit(1)  # the nursery is gone, and this process with it
+            self._await_script()
             if changed := self._looked.changed():
                 self._end({"stale": changed})
-            if self._first is not None and not self._waits:
-                # The script goes on, perhaps with something that must come after its session.
-                self._end({"failed": "it has not used its session when there was no room for more of its output"})
             with self._lock:
                 self._settle(place)
                 if not self._word.say({"taken": True}):
@@ -189,6 +198,24 @@ class RunAhead:
                 self._placed.set()
         except BaseException as error:
             self._end({"failed": f"{type(error).__name__}: {error}"})
+
+    def _await_script(self) -> None:
+        """Waits until the script waits, if something must come before it goes on with its place, such as its session.
+
+        Otherwise it just goes on.
+        """
+        deadline = time.monotonic() + _ON_ITS_WAY_SECONDS
+        while True:
+            with self._lock:
+                self._comes = self._waits or not self._firsts
+            if self._comes:
+                return
+            if any(output.full for output in self._outputs):
+                self._end({"failed": "it has not used its session when there was no room for more of its output"})
+            if time.monotonic() >= deadline:
+                self._end({"late": f"its script was still on its way to its session {_ON_ITS_WAY_SECONDS:.0f} s later"})
+            # Whoever waits notes that under no lock that could be waited for here: it may be a signal's handler.
+            threading.Event().wait(_LOOK_SECONDS)
 
     def _settle(self, place: dict[str, Any]) -> None:
         # The script may still run. Its kept output comes first, and it sees all variables of its place, or waits.

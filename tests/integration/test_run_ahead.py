@@ -255,6 +255,54 @@ def test_a_session_opens_when_it_is_used(make: Make, caplog: pytest.LogCaptureFi
     assert lines == ["True True", "True", "opens", *middle, "False True 3 True None"]
 
 
+def test_a_place_that_comes_early_waits_for_the_session(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """The script is still building: what it has done so far is not done again."""
+    ahead = make(modules=tuple(modules_of("import torch")))
+    worker = placed_early(ahead, "import time\ntime.sleep(4)\ns.rank")
+    assert not settles_soon(worker), "it is on its way"
+    assert worker.wait(60) == 0, ahead.errors.read_text()
+    assert ahead.out.read_text().splitlines() == ["True True", "True", "opens", "False True 3 True None"]
+    assert not caplog.messages
+
+
+def placed_early(ahead: Ahead, builds: str) -> StandbyProcess:
+    """The worker gets its place between `session()` and the first use of that."""
+    reached = ahead.directory / "cache" / "hub" / "reached"  # what may be written ahead
+    reached.parent.mkdir(parents=True)
+    ahead.environment["HF_HOME"] = str(reached.parents[1])
+    ahead.script.write_text(SESSION.format(use=f"open({str(reached)!r}, 'w').close()\n{builds}"))
+    ahead.begin()
+    deadline = time.monotonic() + 60
+    while not reached.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)  # why: another process makes it
+    return ahead.place()
+
+
+def settles_soon(worker: StandbyProcess) -> bool:
+    """Whether it takes its place, or ends, within a second."""
+    deadline = time.monotonic() + 1
+    while time.monotonic() < deadline and not worker.taken and worker.returncode is None:
+        time.sleep(0.02)  # why: until nothing has happened
+    return worker.taken or worker.returncode is not None
+
+
+@pytest.mark.full
+def test_a_script_that_is_too_slow_for_its_place_runs_ahead_the_next_time(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It starts anew for this place. It was not to blame."""
+    caplog.set_level(logging.INFO)
+    ahead = make(modules=tuple(modules_of("import torch")))
+    worker = placed_early(ahead, "import time\nif ahead.running(): time.sleep(60)")
+    assert worker.wait(60) != 0
+    assert worker.abandoned
+    assert any("has its place too early" in line for line in caplog.messages)
+    ahead.run(SESSION.format(use="s.rank"))
+    assert waits(caplog) == ["its session is used"]
+    assert ahead.finish().splitlines()[-1] == "False True 3 True None"
+
+
 MARKS = """
 import os
 from dalsegno.protos import ahead, trace
