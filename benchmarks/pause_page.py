@@ -29,7 +29,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "first step": ("first step",),
 }
 COLOURS = {
-    **{"ddp": "#1f77b4", "ddp-memory": "#aec7e8", "ddp-stay": "#17becf", "fsdp2": "#2ca02c"},
+    **{
+        "ddp": "#1f77b4",
+        "ddp-memory": "#aec7e8",
+        "ddp-stay": "#17becf",
+        "hf": "#bcbd22",
+        "hf-memory": "#dbdb8d",
+        "fsdp2": "#2ca02c",
+    },
     **{"zero1": "#d62728", "zero1-universal": "#ff9896", "zero1-beside": "#8c564b", "zero1-memory": "#c49c94"},
     **{"zero3": "#9467bd", "zero3-universal": "#c5b0d5", "zero3-beside": "#e377c2"},
 }

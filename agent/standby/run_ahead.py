@@ -92,9 +92,9 @@ class RunAhead:
     """This process's life ahead of a world.
 
     Args:
-        word: The way to the nursery. Sends `{"parked": NEED}`, `{"stale": WHAT}`, `{"failed": WHY}`, `{"late": WHY}` and
-            `{"taken": true}`; receives a place, `{"environment": {…}, "drop": […], "stdout": PATH or null, "stderr": PATH or
-            null}`.
+        word: The way to the nursery. Sends `{"parked": NEED}`, `{"stale": WHAT}`, `{"failed": WHY}`, `{"late": WHY}`
+            and `{"taken": true}`; receives a place, `{"environment": {…}, "drop": […], "stdout": PATH or null,
+            "stderr": PATH or null}`.
         console: Descriptors for output for which the place names no file.
     """
 
@@ -188,6 +188,8 @@ class RunAhead:
             place = self._word.hear()
             if place is None:
                 os._exit(1)  # the nursery is gone, and this process with it
+            with self._lock:
+                self._said = True  # nobody needs to hear any more that it waits
             self._await_script()
             if changed := self._looked.changed():
                 self._end({"stale": changed})

@@ -21,7 +21,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "master": ("dalsegno.protos",),
     "agent": ("dalsegno.protos", "dalsegno.elastic.checkpoint", "dalsegno.elastic.universal"),
     "relay": ("dalsegno.protos", "dalsegno.elastic.checkpoint", "dalsegno.agent.commands"),
-    "swift_plugin": ("dalsegno.elastic", "dalsegno.protos.contract"),
+    "swift_plugin": ("dalsegno.elastic", "dalsegno.protos.contract", "dalsegno.protos.trace"),
 }
 # Distribution -> the name it is imported by, where they differ.
 IMPORT_NAMES = {
