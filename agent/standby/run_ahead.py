@@ -4,7 +4,8 @@ Nothing that the script does ahead may be seen from outside, nor depend on anyth
 waits for its place as soon as it
 
 - reads one of the variables that tell its place (`init_process_group()` does), or all variables;
-- uses its session (`session()` alone tells only what comes first once the place is known);
+- uses its session (`session()` alone tells only what comes first once the place is known), or what TrainingArguments of
+  transformers tell of the place (`training_arguments.py`);
 - would write a file, change a directory, start a process, open a connection, or touch a card (`holds.py`);
 - has written as much as is kept (`kept_output.py`);
 - has ended well.
@@ -30,6 +31,7 @@ from . import hub_offline
 from .holds import Holds
 from .kept_output import KeptOutput
 from .looked import Looked, holds_a_lock
+from .training_arguments import TrainingArgumentsAhead
 from .word import Word
 
 __all__ = ["RunAhead", "report_of"]
@@ -111,6 +113,7 @@ class RunAhead:
         self._comes = False
         self._looked = Looked()
         self._holds = Holds(self.meet, self._looked)
+        self._training_arguments = TrainingArgumentsAhead(self)
         self._oom_score = ""
         self._thread: threading.Thread | None = None
         self._outputs: list[KeptOutput] = []
@@ -127,6 +130,7 @@ class RunAhead:
         self._outputs = [KeptOutput(stream) for stream in (1, 2)]
         self._set_oom_score(_FIRST_TO_DIE)
         self._holds.begin()
+        self._training_arguments.begin()
         _Environ.ahead = self
         for environ in self._environs:
             environ.__class__ = _Environ
@@ -231,6 +235,7 @@ class RunAhead:
             each.__class__ = os._Environ
         hub_offline.install(place["environment"])
         self._holds.end()
+        self._training_arguments.end()
         self._set_oom_score(self._oom_score)
 
     def _set_oom_score(self, score: str) -> None:

@@ -1,0 +1,173 @@
+"""In a worker that runs ahead: TrainingArguments of transformers need no place to be made.
+
+As they are made they initialise torch.distributed, for the sake of those who ask them later. Most scripts make them
+first, and then read their model and data, which takes much longer and needs no place. So that is put off until
+somebody asks for something that depends on it: the arguments themselves, accelerate's state, or torch's default group.
+Whatever asks for the place first, the arguments are set up before it goes on.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import sys
+import textwrap
+from collections.abc import Callable
+from types import FrameType, ModuleType
+from typing import Any
+
+from dalsegno.protos.ahead import Ahead
+from dalsegno.protos.imported import when_imported
+
+__all__ = ["TrainingArgumentsAhead"]
+
+# What they have of their place, besides what they compute from it.
+_SET = ("distributed_state", "_n_gpu")
+# With this transformers asks whether there is a group, only to find out whether the model is sharded as it is read.
+_SHARDS, _ASKS_FOR_SHARDS, _FRAMES = "ACCELERATE_USE_FSDP", "is_fsdp_enabled", 4
+
+
+class TrainingArgumentsAhead:
+    """Puts it off, and makes up for it.
+
+    Args:
+        ahead: This process's life ahead.
+    """
+
+    def __init__(self, ahead: Ahead) -> None:
+        self._ahead = ahead
+        self._over = False
+        # Those that are being made, and those that are to be set up, in the order in which they were made.
+        self._making: list[Any] = []
+        self._owed: list[Any] = []
+        # The owner, the name, ours, and what was there; None: nothing of its own.
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+
+    def begin(self) -> None:
+        """Does it from now on, as soon as they are imported."""
+        when_imported("transformers.training_args", self._change)
+
+    def end(self) -> None:
+        """Puts everything back as it was. What is owed is set up by the main thread, see ``Ahead.first``."""
+        self._over = True
+        for owner, name, ours, before in reversed(self._replaced):
+            if vars(owner).get(name) is not ours:
+                continue
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+    def _change(self, module: ModuleType) -> None:
+        kind, state = getattr(module, "TrainingArguments", None), getattr(module, "PartialState", None)
+        if self._over or kind is None or state is None or not _only_has_it_made(kind):
+            return
+        plain, device = kind.__post_init__, kind.device
+
+        def made(arguments: Any, *args: Any, **options: Any) -> None:
+            self._making.append(arguments)
+            try:
+                plain(arguments, *args, **options)
+            finally:
+                self._making.pop()
+
+        def its_device(arguments: Any) -> Any:
+            if not self._over and any(one is arguments for one in self._making):
+                self._owe(arguments)
+                return None  # which nobody looks at
+            self._ask("the device of its TrainingArguments")
+            return device.fget(arguments)
+
+        self._replace(kind, "__post_init__", made)
+        self._replace(kind, "device", property(its_device, doc=device.__doc__))
+        self._replace(kind, "__reduce_ex__", self._before("a copy of its TrainingArguments", kind.__reduce_ex__))
+        for name in _SET:
+            if not hasattr(kind, name):
+                self._replace(kind, name, _Asked(name, self._ask))
+        self._replace(state, "__init__", self._before("its PartialState", state.__init__))
+        self._watch_the_group()
+
+    def _watch_the_group(self) -> None:
+        from torch.distributed.distributed_c10d import GroupMember
+
+        kind = type(GroupMember)
+        plain = vars(kind).get("WORLD")
+        if not isinstance(plain, property):
+            return
+        get = plain.fget
+        assert get is not None
+
+        def world(member: Any) -> Any:
+            if self._owed and not _asks_for_shards(sys._getframe(1)):
+                self._ask("its group")
+            return get(member)
+
+        self._replace(kind, "WORLD", property(world, plain.fset, plain.fdel, plain.__doc__))
+
+    def _owe(self, arguments: Any) -> None:
+        self._owed.append(arguments)
+        if len(self._owed) == 1:
+            self._ahead.first(self._set_up)
+
+    def _set_up(self) -> None:
+        owed, self._owed = self._owed, []
+        for arguments in owed:
+            _ = arguments._setup_devices  # as they would have done themselves
+
+    def _ask(self, what: str) -> None:
+        if self._owed:
+            self._ahead.meet(what)
+
+    def _before(self, what: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*args: Any, **options: Any) -> Any:
+            self._ask(what)
+            return plain(*args, **options)
+
+        return asked
+
+    def _replace(self, owner: Any, name: str, ours: Any) -> None:
+        self._replaced.append((owner, name, ours, vars(owner).get(name)))
+        setattr(owner, name, ours)
+
+
+class _Asked:
+    """Stands for an attribute that instances do not have yet."""
+
+    def __init__(self, name: str, ask: Callable[[str], None]) -> None:
+        self._name, self._ask = name, ask
+
+    def __get__(self, arguments: Any, kind: type[Any] | None = None) -> Any:
+        if arguments is not None:
+            self._ask(f"{self._name} of its TrainingArguments")
+            if self._name in vars(arguments):
+                return vars(arguments)[self._name]
+        raise AttributeError(f"TrainingArguments have no {self._name}")
+
+
+def _only_has_it_made(kind: type[Any]) -> bool:
+    """Whether ``__post_init__`` names the device in lines that do nothing else, and so does not use it."""
+    if not isinstance(vars(kind).get("device"), property) or "_setup_devices" not in vars(kind):
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.__post_init__)))  # type: ignore[attr-defined]
+    except (AttributeError, OSError, SyntaxError, TypeError):
+        return False
+    named = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "device"]
+    alone = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    return bool(named) and all(any(node is one for one in alone) for node in named)
+
+
+def _asks_for_shards(frame: FrameType | None) -> bool:
+    """Whether transformers asks, and the answer is no whatever group there is."""
+    if os.environ.get(_SHARDS, "false").lower() not in ("0", "false", "no", "off", "n", "f", ""):
+        return False
+    for _ in range(_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == _ASKS_FOR_SHARDS and str(frame.f_globals.get("__name__")).startswith(
+            "transformers."
+        ):
+            return True
+        frame = frame.f_back
+    return False
