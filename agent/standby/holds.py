@@ -61,6 +61,9 @@ _ELSEWHERE = (
 _COPIES = (("tarfile", "bltn_open"), ("bz2", "_builtin_open"), ("tokenize", "_builtin_open"))
 _READERS = tuple((name, "safe_open") for name in ("safetensors", "safetensors._safetensors_rust", "safetensors.torch"))
 
+# Modules that list every directory of sys.path; and who has called a held function, as its check sees it.
+_SEARCH_PACKAGES, _CALLER = ("importlib.metadata", "importlib_metadata"), 2
+
 _Function = Callable[..., Any]
 
 
@@ -208,7 +211,9 @@ class Holds:
             self._before_writing(path)
 
     def _before_look(self, entries: bool, path: Any = ".", *args: object, **options: object) -> None:
-        if options.get("dir_fd") is None:
+        if entries and sys._getframe(_CALLER).f_globals.get("__name__") in _SEARCH_PACKAGES:
+            self._looked.note_packages(path)
+        elif options.get("dir_fd") is None:
             self._look(path, entries=entries)
 
     def _before_scan(self, path: Any = ".") -> None:

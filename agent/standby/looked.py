@@ -38,6 +38,8 @@ _MOST = 100_000
 
 # Existence and kind; for a file also size, times and number; for a directory whose entries were read, its times.
 _Print = tuple[int, ...] | None
+# What describes an installed package in a directory of sys.path, by the end of its name.
+_PACKAGES = (".dist-info", ".egg-info", ".egg")
 
 
 def _below(path: str, roots: tuple[str, ...]) -> bool:
@@ -71,6 +73,8 @@ class Looked:
         # Found out the first time, by writing there.
         self._temporary = _abspath(tempfile.gettempdir())
         self._prints: dict[tuple[str, bool], _Print] = {}
+        # For directories that were searched for packages: those that are there.
+        self._packages: dict[str, list[str]] = {}
 
     def is_shared(self, path: str, *, new: bool = False) -> bool:
         """Whether any process may write this file ahead: a cache's, compiled Python, a device, a temporary one.
@@ -99,6 +103,13 @@ class Looked:
             return
         self._prints[name, entries] = _print(name, entries)
 
+    def note_packages(self, path: object) -> None:
+        """The script has a directory searched for installed packages: what else is there it does not see."""
+        if isinstance(path, (str, bytes, os.PathLike)):
+            name = _abspath(os.fsdecode(path))
+            if name not in self._packages and not self._is_passed_over(name):
+                self._packages[name] = _packages(name)
+
     def few_entries(self, path: object) -> list[str]:
         """The paths of a directory's entries, if they are few."""
         if not isinstance(path, (str, bytes, os.PathLike)) or self._is_passed_over(root := _abspath(os.fsdecode(path))):
@@ -119,6 +130,9 @@ class Looked:
         for (name, entries), before in list(self._prints.items()):
             if _print(name, entries) != before:
                 return name
+        for name, packages in list(self._packages.items()):
+            if _packages(name) != packages:
+                return name
         return ""
 
 
@@ -132,6 +146,13 @@ def _print(name: str, entries: bool) -> _Print:
         return (kind, found.st_dev, found.st_ino)
     # `st_ctime`, because a copy may have been given the size and the time of what it replaced.
     return (kind, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+def _packages(name: str) -> list[str]:
+    try:
+        return sorted(entry for entry in _listdir(name) if entry.endswith(_PACKAGES))
+    except OSError:
+        return []
 
 
 def holds_a_lock() -> bool:

@@ -451,6 +451,10 @@ open("/dev/null", "w").write("x")
 os.environ["OF_ITS_OWN"] = "1"
 cache = pathlib.Path(os.environ["HF_HOME"], "hub")
 cache.joinpath("lock").write_text("x")
+import importlib.metadata
+sys.path.insert(0, os.getcwd())
+try: importlib.metadata.version("none")
+except importlib.metadata.PackageNotFoundError: pass
 handle, name = tempfile.mkstemp()
 os.unlink(name) if False else os.close(handle)
 os.listdir("scripts"), os.path.exists("nowhere"), open("scripts/script.py").read()
@@ -470,6 +474,7 @@ def test_what_harms_nobody_is_done_ahead(make: Make, caplog: pytest.LogCaptureFi
     ahead.run(HARMLESS)
     assert waits(caplog) == ["RANK"]
     assert (cache / "lock").exists()
+    (ahead.directory / "results").mkdir()  # beside the script, where it has looked for a package
     assert ahead.finish() == "so far\n1\n"
 
 
@@ -487,6 +492,10 @@ CHANGES = {
     "a file that was not there": ("os.path.exists('new')", lambda root: (root / "new").write_text("")),
     "a file that is gone": ("os.path.exists('data')", lambda root: (root / "data").unlink()),
     "a directory's entries": ("os.listdir('.')", lambda root: (root / "new").write_text("")),
+    "an installed package": (
+        "import importlib.metadata as m, sys; sys.path.insert(0, os.getcwd()); m.packages_distributions()",
+        lambda root: (root / "mine-1.0.dist-info").mkdir(),
+    ),
     "a directory walked": ("list(os.walk('scripts'))", lambda root: (root / "scripts" / "new").write_text("")),
     "a link": ("os.readlink('link')", lambda root: repointed(root / "link")),
     "the newest of some": (
