@@ -82,9 +82,16 @@ _LATER = {
     "dalsegno.elastic": ("dalsegno.elastic.script.session?",),
     # Both packages import nothing by themselves.
     "dlrover": ("dlrover.trainer.torch.elastic.trainer?", "dlrover.trainer.torch.flash_checkpoint.ddp?"),
-    "transformers": ("transformers.trainer?",),
+    # accelerate imports DeepSpeed, where that is installed, to find out whether a model is its engine.
+    "transformers": ("transformers.trainer?", "deepspeed?"),
+    "accelerate": ("deepspeed?",),
     "dalsegno.swift_plugin": ("dalsegno.swift_plugin.hf.trainer?",),
-    "swift": ("swift.pipelines.train.sft?", "swift.trainers.seq2seq_trainer?", "dalsegno.swift_plugin.swift_hooks?"),
+    "swift": (
+        "swift.pipelines.train.sft?",
+        "swift.trainers.seq2seq_trainer?",
+        "dalsegno.swift_plugin.swift_hooks?",
+        "deepspeed?",
+    ),
 }
 # These ask Hugging Face's hub for models and data. A script that says where it is, or not to ask, knows better.
 _ASK_HUB = frozenset(

@@ -153,3 +153,13 @@ def test_libraries_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site-packages'}:{tmp_path / 'nowhere'}")
     assert "transformers" in modules_of(script)
     assert "deepspeed" not in modules_of(script)
+
+
+@pytest.mark.parametrize(
+    "line", ["from transformers import Trainer", "import accelerate", "from swift import sft_main"]
+)
+def test_what_accelerate_looks_at_is_imported_before(tmp_path: Path, line: str) -> None:
+    """Each new process would import DeepSpeed as it makes its Trainer, which takes 0.2 s; if it is not there, nobody."""
+    (tmp_path / "train.py").write_text(line)
+    assert "deepspeed?" in modules_of(tmp_path / "train.py")
+    assert "deepspeed" not in modules_of(tmp_path / "train.py")
