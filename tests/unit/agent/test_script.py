@@ -159,7 +159,7 @@ def test_libraries_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     "line", ["from transformers import Trainer", "import accelerate", "from swift import sft_main"]
 )
 def test_what_accelerate_looks_at_is_imported_before(tmp_path: Path, line: str) -> None:
-    """Each new process would import DeepSpeed as it makes its Trainer, which takes 0.2 s; if it is not there, nobody."""
+    """Each new process would import DeepSpeed as it makes its Trainer, which takes 0.2 s, where that is installed."""
     (tmp_path / "train.py").write_text(line)
     assert "deepspeed?" in modules_of(tmp_path / "train.py")
     assert "deepspeed" not in modules_of(tmp_path / "train.py")
