@@ -225,7 +225,11 @@ class Holds:
     def _before_writing(self, path: Any, *, new: bool = False) -> None:
         if not isinstance(path, (str, bytes, os.PathLike)):
             self._meet("it writes a file")
-        elif not self._looked.is_shared(name := os.fsdecode(path), new=new):
+            return
+        name = os.fsdecode(path)
+        if new and self._looked.is_shared(name) and os.path.lexists(name):
+            return  # The call fails: so locks of caches find out whether their file is there.
+        if not self._looked.is_shared(name, new=new):
             self._meet(f"it writes {name}")
 
     def _look(self, path: Any, *, entries: bool = False) -> None:

@@ -455,6 +455,8 @@ import importlib.metadata
 sys.path.insert(0, os.getcwd())
 try: importlib.metadata.version("none")
 except importlib.metadata.PackageNotFoundError: pass
+try: os.open(cache / "lock", os.O_RDWR | os.O_CREAT | os.O_EXCL)
+except FileExistsError: os.close(os.open(cache / "lock", os.O_RDWR))
 handle, name = tempfile.mkstemp()
 os.unlink(name) if False else os.close(handle)
 os.listdir("scripts"), os.path.exists("nowhere"), open("scripts/script.py").read()
