@@ -87,6 +87,22 @@ class TrainingArgumentsAhead:
                 self._replace(kind, name, _Asked(name, self._ask))
         self._replace(state, "__init__", self._before("its PartialState", state.__init__))
         self._watch_the_group()
+        when_imported("accelerate.logging", self._change_logging)
+
+    def _change_logging(self, module: ModuleType) -> None:
+        """accelerate's loggers raise where there is no state yet, also for a message that nobody is to see."""
+        kind = getattr(module, "MultiProcessAdapter", None)
+        plain = getattr(kind, "log", None)
+        if self._over or kind is None or plain is None:
+            return
+
+        def log(logger: Any, level: int, *args: Any, **options: Any) -> None:
+            if self._owed and not logger.isEnabledFor(level):
+                return
+            self._ask("a logger of accelerate")
+            plain(logger, level, *args, **options)
+
+        self._replace(kind, "log", log)
 
     def _watch_the_group(self) -> None:
         from torch.distributed.distributed_c10d import GroupMember

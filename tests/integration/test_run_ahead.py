@@ -363,6 +363,7 @@ ARGUMENTS = """
 import copy, dataclasses, os, pickle
 import torch.distributed as dist
 from accelerate import PartialState
+from accelerate.logging import get_logger
 from transformers import AutoModelForCausalLM, TrainingArguments
 from dalsegno.protos import ahead
 args = TrainingArguments(output_dir="out", use_cpu=True, report_to="none", ddp_backend="gloo")
@@ -381,6 +382,8 @@ ASKED = {
     "a group": ("print(dist.is_initialized())", "its group"),
     "a rank of it": ("print(dist.get_rank())", "its group"),
     "accelerate": ("print(PartialState().num_processes)", "its PartialState"),
+    "a logger": ("get_logger('x').warning('careful')", "a logger of accelerate"),
+    "a message that nobody sees": ("get_logger('x').debug('so far')", "its group"),
     "a copy": ("args = copy.deepcopy(args)", "a copy of its TrainingArguments"),
     "a shallow copy": ("args = copy.copy(args)", "a copy of its TrainingArguments"),
     "others": ("args = dataclasses.replace(args, seed=3)", "its group"),
