@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,7 +103,7 @@ _ASK_HUB = frozenset(
 _OWN_HUB = re.compile(r"HF_ENDPOINT|HF_HUB_OFFLINE|TRANSFORMERS_OFFLINE")
 _IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w.]+)", re.MULTILINE)
 # A package, and what is taken out of it, which may be modules.
-_FROM = re.compile(r"^[ \t]*from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)", re.MULTILINE)
+_FROM = re.compile(r"^[ \t]*from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]{,4096}\)|[^\n#]*)", re.MULTILINE)
 # With these a script imports what its text does not name.
 _RUN_OTHERS = frozenset({"__import__", "eval", "exec", "importlib", "pkgutil", "runpy", "site"})
 # Most files of one's own that are read for what a script imports.
@@ -220,30 +220,61 @@ def expects_session(script: Script) -> bool:
     )
 
 
-def _own_files(source: Path | str | None) -> list[Path]:
+def _own_files(source: Path | str | None) -> tuple[Path, ...]:
     """The files of a script, or of a module that `-m` runs from the working directory, and of its own modules.
 
     Those are found beside it, in the working directory and in PYTHONPATH, as far as they are in its text.
     """
     file = module_file(source) if isinstance(source, str) else source
-    if file is None or not file.is_file():
-        return []
+    if file is None or not _is_readable(file):
+        return ()
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = [path for path in paths if path and not path.rstrip("/").endswith("-packages")]  # of installed ones
-    return list(_with_own_modules(file, [Path(), *map(Path, paths)]))
+    key = file.absolute(), tuple(Path(path).absolute() for path in ("", *paths))
+    known = _known.get(key, {})
+    if not known or any(_look(one) != look for one, look in known.items()):
+        _known.clear()
+        known = _known[key] = {one: _look(one) for one in _with_own_modules(*key)}
+    return tuple(known)
 
 
-def _with_own_modules(script: Path, roots: Sequence[Path]) -> Iterator[Path]:
-    seen, left = {script.absolute()}, [script.absolute()]
-    while left and len(seen) <= _MOST_FILES:
+# The files of the script that was asked for last, and how they looked. An agent asks several times, and each name is
+# looked for in each place.
+_known: dict[tuple[Path, tuple[Path, ...]], dict[Path, tuple[int, ...]]] = {}
+
+
+def _look(path: Path) -> tuple[int, ...]:
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _with_own_modules(script: Path, roots: tuple[Path, ...]) -> tuple[Path, ...]:
+    seen, left, read = {script}, [script], list[Path]()
+    while left and len(read) < _MOST_FILES:
         one = left.pop()
-        yield one
-        parts = [name.split(".") for name in _modules_in(one) if name.partition(".")[0] not in _LIBRARIES]
-        beside = {root.absolute().joinpath(*path) for path in parts for root in (script.parent, one.parent, *roots)}
-        near = {path for base in beside for path in (base.with_suffix(".py"), base / "__init__.py")} - seen
-        found = [path for path in sorted(near) if path.is_file() and os.access(path, os.R_OK)]
+        read.append(one)
+        names = [name for name in _modules_in(one) if name.partition(".")[0] not in _LIBRARIES and name.strip(".")]
+        near = {
+            root.joinpath(*path, end)
+            for *path, last in (name.split(".") for name in names)
+            for root in (script.parent, one.parent, *roots)
+            for end in (f"{last}.py", f"{last}/__init__.py")
+            if last
+        } - seen
+        found = [path for path in sorted(near) if _is_readable(path)]
         seen.update(found)
         left += found
+    return tuple(read)
+
+
+def _is_readable(path: Path) -> bool:
+    try:
+        return path.is_file() and os.access(path, os.R_OK)
+    except (OSError, ValueError):  # a mount that is gone, a directory of somebody else, a name that no file can have
+        return False
 
 
 def module_file(name: str) -> Path | None:

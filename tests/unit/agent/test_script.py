@@ -163,3 +163,41 @@ def test_what_accelerate_looks_at_is_imported_before(tmp_path: Path, line: str) 
     (tmp_path / "train.py").write_text(line)
     assert "deepspeed?" in modules_of(tmp_path / "train.py")
     assert "deepspeed" not in modules_of(tmp_path / "train.py")
+
+
+def test_places_that_cannot_be_searched_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script runs as it would with Python alone: from the root, with odd names and odd entries."""
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"from . import work\nfrom .. import more\nimport {'a' * 300}\n")
+    (package / "work.py").write_text("import transformers")
+    script = tmp_path / "train.py"
+    script.write_text("from mine import work")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'file'}:/proc/1/root/x\0y".replace("\0", ""))
+    monkeypatch.chdir("/")
+    denied = Path.is_file
+
+    def is_file(path: Path) -> bool:
+        if str(path).startswith("/proc/1"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return denied(path)
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    assert "transformers" in modules_of(script)
+
+
+def test_many_modules_are_read(tmp_path: Path) -> None:
+    """Up to a hundred of them, whatever their number: those that are named last, too, where there are fewer."""
+    names = [f"m{number}" for number in range(98)]
+    for name in names:
+        (tmp_path / f"{name}.py").write_text("import dalsegno.elastic" if name == "m97" else "")
+    script = tmp_path / "train.py"
+    script.write_text("\n".join(f"import {name}" for name in names) + "\nfrom a import (b\n" * 20000)
+    assert expects_session(Script(sys.executable, ("-u", str(script))))
+    for number in range(98, 120):
+        (tmp_path / f"m{number}.py").write_text("import dalsegno.elastic")
+        names.append(f"m{number}")
+    other = tmp_path / "other.py"
+    other.write_text("\n".join(f"import {name}" for name in names))
+    assert expects_session(Script(sys.executable, ("-u", str(other))))
