@@ -166,7 +166,7 @@ def _only_has_it_made(kind: type[Any]) -> bool:
     if not isinstance(vars(kind).get("device"), property) or "_setup_devices" not in vars(kind):
         return False
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.__post_init__)))  # type: ignore[attr-defined]
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.__post_init__)))
     except (AttributeError, OSError, SyntaxError, TypeError):
         return False
     named = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "device"]

@@ -33,7 +33,7 @@ def load_part(part: Stateful, state: Any, *, cast: bool = False) -> None:
         state: Its state, whose tensors may be mapped from a file.
         cast: An optimizer's tensors take its parameters' dtype, as torch does it; otherwise they keep their own.
     """
-    if not hasattr(part, "param_groups") or not isinstance(getattr(part, "state", None), Mapping):
+    if not _is_optimizer(part) or not _is_of(part, state):
         part.load_state_dict(owned(state))
         return
     if not cast and _loads_as_torch_does(part) and _only_tensors(state):
@@ -44,22 +44,41 @@ def load_part(part: Stateful, state: Any, *, cast: bool = False) -> None:
     part.load_state_dict(state)
     groups, held = part.param_groups, part.state  # type: ignore[attr-defined]  # torch makes new ones
     numbers = [number for group in state["param_groups"] for number in group["params"]]
+    converts = not _is_plain_load(part)
     for number, parameter in zip(numbers, (p for group in groups for p in group["params"]), strict=True):
         saved, loaded = state["state"].get(number, {}), held.get(parameter)
         if loaded is not None:
-            held[parameter] = {key: _as_saved(value, saved.get(key), cast) for key, value in loaded.items()}
+            only_from = parameter.dtype if converts else None
+            held[parameter] = {key: _as_saved(one, saved.get(key), cast, only_from) for key, one in loaded.items()}
 
 
-def _loads_as_torch_does(part: Any) -> bool:
-    """An optimizer whose state is loaded by nothing else than ``torch.optim.Optimizer.load_state_dict``."""
-    kind = type(part)
+def _is_optimizer(part: Stateful) -> bool:
+    return hasattr(part, "param_groups") and isinstance(getattr(part, "state", None), Mapping)
+
+
+def _is_of(part: Any, state: Any) -> bool:
+    """Whether a state has the form that torch's optimizers save. One that holds other optimizers may have its own."""
+    if _is_plain_load(part):
+        return True  # or torch says what is wrong
+    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
+        return False
+    saved, own = ([len(group["params"]) for group in groups] for groups in (state["param_groups"], part.param_groups))
+    return saved == own
+
+
+def _is_plain_load(part: Any) -> bool:
+    """Whether its state is loaded by nothing else than ``torch.optim.Optimizer.load_state_dict``."""
     hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
     return (
-        kind.__module__.startswith("torch.optim.")
-        and getattr(kind, "load_state_dict", None) is Optimizer.load_state_dict
+        getattr(type(part), "load_state_dict", None) is Optimizer.load_state_dict
         and "load_state_dict" not in vars(part)
         and not any(getattr(part, name, True) for name in hooks)
     )
+
+
+def _loads_as_torch_does(part: Any) -> bool:
+    """One of torch's own optimizers, of which nothing is changed."""
+    return type(part).__module__.startswith("torch.optim.") and _is_plain_load(part)
 
 
 def _only_tensors(state: Mapping[str, Any]) -> bool:
@@ -90,11 +109,17 @@ def _copied_there(share: Sequence[tuple[dict[str, Any], str, torch.device]]) -> 
         own[key] = own[key].to(device, copy=True)
 
 
-def _as_saved(loaded: Any, saved: Any, cast: bool) -> Any:
-    """A tensor of an optimizer's state, copied out of the file and as exact as it was saved."""
+def _as_saved(loaded: Any, saved: Any, cast: bool, only_from: torch.dtype | None) -> Any:
+    """A tensor of an optimizer's state, copied out of the file and as exact as it was saved.
+
+    Args:
+        only_from: Where a script may have converted it as well: the dtype to which torch does, and then it counts only
+            if that is the shorter one.
+    """
     if not isinstance(loaded, Tensor) or not isinstance(saved, Tensor):
         return owned(loaded)
-    if loaded.dtype != saved.dtype and not cast:
+    by_torch = only_from is None or (loaded.dtype == only_from and loaded.element_size() < saved.element_size())
+    if loaded.dtype != saved.dtype and not cast and by_torch:
         # torch has converted fp32 moments of bf16 parameters to bf16.
         return saved.to(loaded.device, copy=True)
     if type(loaded) is not Tensor or type(saved) is not Tensor:

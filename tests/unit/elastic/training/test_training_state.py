@@ -301,6 +301,94 @@ def test_an_optimizer_is_filled_as_torch_would(
                 assert torch.equal(one, value)
 
 
+class Both(torch.optim.Optimizer):
+    """Two optimizers, as people combine Muon and AdamW; saves what they save, in a form of its own."""
+
+    def __init__(self, *inner: torch.optim.Optimizer, form: str) -> None:
+        self.inner, self.form = inner, form
+        self.state: Any = {}
+        self.defaults = {}
+        self.param_groups = [group for one in inner for group in one.param_groups]
+
+    def state_dict(self) -> Any:
+        states = [one.state_dict() for one in self.inner]
+        if self.form == "much like torch's":
+            return {"state": states[1]["state"], "param_groups": states[1]["param_groups"], "others": states[:1]}
+        return states if self.form == "a list" else {"optimizers": states}
+
+    def load_state_dict(self, state: Any) -> None:
+        states = state["optimizers"] if self.form == "a dictionary" else state
+        if self.form == "much like torch's":
+            states = [*state["others"], {name: state[name] for name in ("state", "param_groups")}]
+        for one, own in zip(self.inner, states, strict=True):
+            one.load_state_dict(own)
+
+
+@pytest.mark.parametrize("form", ["a list", "a dictionary", "much like torch's"])
+def test_an_optimizer_with_a_form_of_its_own_loads_by_itself(tmp_path: Path, form: str) -> None:
+    def made() -> tuple[list[nn.Parameter], Both]:
+        first, second = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3))
+        sgd = torch.optim.SGD([first], lr=0.1, momentum=0.9)
+        return [first, second], Both(sgd, torch.optim.AdamW([second]), form=form)
+
+    parameters, optimizer = made()
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    for one in optimizer.inner:
+        one.step()
+    torch.save(optimizer.state_dict(), tmp_path / "file")
+    other = made()[1]
+    reading_state.load_part(other, read_tensors(tmp_path / "file"))
+    (tmp_path / "file").write_bytes(bytes((tmp_path / "file").stat().st_size))  # what is mapped of it is gone
+    for found, wanted in zip(other.inner, optimizer.inner, strict=True):
+        torch.testing.assert_close(found.state_dict()["state"], wanted.state_dict()["state"], rtol=0, atol=0)
+
+
+class Short(torch.optim.AdamW):
+    """Saves its moments in bf16, and makes them fp32 again as it loads."""
+
+    def state_dict(self) -> Any:
+        return shortened(super().state_dict())
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        lengthen(self)
+
+
+def shortened(state: Any) -> Any:
+    return {**state, "state": {n: {k: v.bfloat16() for k, v in one.items()} for n, one in state["state"].items()}}
+
+
+def lengthen(optimizer: torch.optim.Optimizer) -> None:
+    for values in optimizer.state.values():
+        values.update({key: value.float() for key, value in values.items()})
+
+
+def test_what_an_optimizer_converts_as_it_loads_stays_so(tmp_path: Path) -> None:
+    """By itself, or in a hook; what torch alone has made shorter is undone."""
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.full((3,), 0.3)
+    for kind in (Short, torch.optim.AdamW):
+        optimizer = kind([parameter])
+        optimizer.step()
+        state = optimizer.state_dict()
+        torch.save(state if kind is Short else shortened(state), tmp_path / "file")
+        other = kind([parameter])
+        if kind is not Short:
+            other.register_load_state_dict_post_hook(lengthen)
+        reading_state.load_part(other, read_tensors(tmp_path / "file"))
+        assert {value.dtype for value in other.state[parameter].values()} == {torch.float32}
+        other.step()
+    long = torch.optim.AdamW([parameter])
+    long.step()
+    torch.save(long.state_dict(), tmp_path / "file")
+    half = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    hooked = torch.optim.AdamW([half])
+    hooked.register_load_state_dict_post_hook(lambda found: None)
+    reading_state.load_part(hooked, read_tensors(tmp_path / "file"))
+    assert hooked.state[half]["exp_avg"].dtype == torch.float32
+
+
 def test_what_torch_would_ask_when_it_loads_is_asked() -> None:
     """Hooks, a `load_state_dict` of somebody's own, and numbers where there are tensors today: torch's own way."""
     parameter = nn.Parameter(torch.ones(2))
