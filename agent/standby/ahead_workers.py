@@ -45,6 +45,8 @@ class AheadWorkers:
         self._timer: threading.Timer | None = None
         # Why nothing runs ahead any more.
         self._given_up = ""
+        # Whether TrainingArguments are left as they are, because a script has failed where they were not.
+        self._plainly = False
         self._stale = 0
 
     @property
@@ -69,7 +71,7 @@ class AheadWorkers:
                 with starting("a thread for workers that run ahead"):
                     self._start_timer()
                 for rank in missing:
-                    started[rank] = nursery.start_worker(wanted[rank], ahead=True)
+                    started[rank] = nursery.start_worker(wanted[rank], ahead=True, plainly=self._plainly)
             except OSError as error:
                 logger.warning("no more workers run ahead: %s", error)
             self._workers |= {rank: (nursery, wanted[rank], worker) for rank, worker in started.items()}
@@ -111,6 +113,10 @@ class AheadWorkers:
                 self._stale = 0
             elif worker.parked and worker.returncode is None:
                 logger.info("worker %d has run ahead and waits: %s", rank, worker.parked)
+            elif worker.failed and worker.plainly:
+                logger.info("worker %d runs less far ahead from now on: %s", rank, worker.failed)
+                self._plainly = True
+                self._workers = {one: known for one, known in self._workers.items() if known[2] is not worker}
             elif worker.failed:
                 self._give_up(f"worker {rank} failed ahead of its place: {worker.failed}")
             elif worker.late:

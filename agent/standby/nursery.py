@@ -10,8 +10,8 @@ have run it, with the assignment's environment, arguments, working directory and
 nursery ends, and its workers with it.
 
 A worker that is started with `"ahead": true` has no place in a world yet: it runs as far as it can without one
-(`run_ahead`) and reports `"parked"`. `{"place": ID, …}` gives it its place, and it reports `"taken"`. If it cannot take
-the place, it reports why (`"stale"`, `"failed"`, `"late"`) and ends.
+(`run_ahead`, also of `"plainly"`) and reports `"parked"`. `{"place": ID, …}` gives it its place, and it reports
+`"taken"`. If it cannot take the place, it reports why (`"stale"`, `"failed"`, `"late"`) and ends.
 
 Forking is safe because only imports have happened here: one thread, no CUDA, no connection. If an import started
 threads, or CUDA's driver, neither of which survives a fork, the nursery says so (`"unforkable"`) and is not used.
@@ -135,7 +135,7 @@ class _Nursery:
         self._words: dict[int, socket.socket] = {}
         # In a forked worker: its end of that socket; and whether it runs ahead.
         self.word: Word | None = None
-        self.ahead = False
+        self.ahead = self.plainly = False
         self._selector = selectors.DefaultSelector()
         self._requests: list[dict[str, object]] = []
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -210,6 +210,7 @@ class _Nursery:
 
     def _start(self, message: dict[str, object]) -> Assignment | None:
         number, ahead = message.pop("start"), bool(message.pop("ahead", False))
+        plainly = bool(message.pop("plainly", False))
         assignment = Assignment(**message)  # type: ignore[arg-type]
         if ahead and (self._single or self.execs()):
             send(self._channel, {"exited": number, "code": CANNOT_START, "failure": "it is not forked"})
@@ -247,7 +248,7 @@ class _Nursery:
         ends_with_parent(signal.SIGKILL, nursery)()
         theirs.send(b"\0")
         ours.close()
-        self.word, self.ahead = Word(theirs), ahead
+        self.word, self.ahead, self.plainly = Word(theirs), ahead, plainly
         return assignment
 
     def _place(self, message: dict[str, object]) -> None:
@@ -352,7 +353,7 @@ def main() -> None:
     except (BrokenPipeError, ConnectionResetError):
         return  # the agent is gone
     if assignment is not None:
-        become(assignment, console, nursery.execs(), nursery.word, ahead=nursery.ahead)
+        become(assignment, console, nursery.execs(), nursery.word, ahead=nursery.ahead, plainly=nursery.plainly)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ class StandbyProcess:
         taken: it has its place, and is a worker like any other.
         stale: what it had looked at and has changed since, because of which it ended.
         failed: why its script ended ahead.
+        plainly: another one may come further that leaves TrainingArguments as they are.
         late: why it could not take its place in time; its script was not to blame.
         holds: for one that has stayed: the checkpoint that it holds, by the names of a world's variables.
         successor: this worker has drained, and its process stays: what it is from now on.
@@ -54,7 +55,7 @@ class StandbyProcess:
         # It runs, and has no place.
         self._ahead = ahead
         self.parked = self.stale = self.failed = self.late = ""
-        self.taken = False
+        self.taken = self.plainly = False
         self.holds: Mapping[str, str] = {}
         self.successor: tuple[Nursery, StandbyProcess] | None = None
         self._on_news: Callable[[], None] | None = None
@@ -141,6 +142,7 @@ class StandbyProcess:
             self.parked = str(message.get("parked", self.parked))
             self.stale = str(message.get("stale", self.stale))
             self.failed = str(message.get("failed", self.failed))
+            self.plainly = bool(message.get("plainly", self.plainly))
             self.late = str(message.get("late", self.late))
             news = "parked" in message or "taken" in message
             calls = (self._on_import if imported else None, self._on_news if news else None)
@@ -216,8 +218,8 @@ class Nursery:
         """Whether it lives; it may still be importing."""
         return not self._gone and self.process.poll() is None
 
-    def start_worker(self, assignment: Assignment, *, ahead: bool = False) -> StandbyProcess:
-        """Asks for a worker, `ahead` of its world or with its place; returns at once.
+    def start_worker(self, assignment: Assignment, *, ahead: bool = False, plainly: bool = False) -> StandbyProcess:
+        """Asks for a worker, `ahead` of its world (`plainly`: see `RunAhead`) or with its place; returns at once.
 
         Raises:
             OSError: the nursery is gone, or did not take the request within a few seconds.
@@ -228,7 +230,12 @@ class Nursery:
             self._number += 1
             number = self._number
             worker = self._workers[number] = StandbyProcess(lambda: self._cancel(number), ahead=ahead)
-            request: dict[str, object] = {"start": number, "ahead": ahead, **dataclasses.asdict(assignment)}
+            request: dict[str, object] = {
+                "start": number,
+                "ahead": ahead,
+                "plainly": plainly,
+                **dataclasses.asdict(assignment),
+            }
             try:
                 send(self._channel, request)
             except OSError:

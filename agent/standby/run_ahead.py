@@ -94,25 +94,28 @@ class RunAhead:
     """This process's life ahead of a world.
 
     Args:
-        word: The way to the nursery. Sends `{"parked": NEED}`, `{"stale": WHAT}`, `{"failed": WHY}`, `{"late": WHY}`
-            and `{"taken": true}`; receives a place, `{"environment": {…}, "drop": […], "stdout": PATH or null,
-            "stderr": PATH or null}`.
+        word: The way to the nursery. Sends `{"parked": NEED}`, `{"stale": WHAT}`, `{"failed": WHY}` (with `"plainly"`
+            where it is worth another try that leaves TrainingArguments as they are), `{"late": WHY}` and
+            `{"taken": true}`; receives a place, `{"environment": {…}, "drop": […], "stdout": PATH or null, "stderr":
+            PATH or null}`.
         console: Descriptors for output for which the place names no file.
+        plainly: TrainingArguments are left as they are.
     """
 
-    def __init__(self, word: Word, console: tuple[int, int]) -> None:
+    def __init__(self, word: Word, console: tuple[int, int], *, plainly: bool = False) -> None:
         self._word = word
         self._console = console
         self._placed = threading.Event()
         # A signal's handler, or a finalizer, may need the place while its thread reports that it waits.
         self._lock = threading.RLock()
         self._said = False
-        # Threads in `meet`: they do nothing until the place comes.
-        self._waits = False
+        # Some thread, and the main one, is in `meet`, and does nothing until the place comes.
+        self._waits = self._main_waits = False
         # The place has come, and nothing more is put before what goes on with it.
         self._comes = False
         self._looked = Looked()
         self._holds = Holds(self.meet, self._looked)
+        self._plainly = plainly
         self._training_arguments = TrainingArgumentsAhead(self)
         self._oom_score = ""
         self._thread: threading.Thread | None = None
@@ -130,7 +133,8 @@ class RunAhead:
         self._outputs = [KeptOutput(stream) for stream in (1, 2)]
         self._set_oom_score(_FIRST_TO_DIE)
         self._holds.begin()
-        self._training_arguments.begin()
+        if not self._plainly:
+            self._training_arguments.begin()
         _Environ.ahead = self
         for environ in self._environs:
             environ.__class__ = _Environ
@@ -151,19 +155,19 @@ class RunAhead:
         """Waits for the place. `need`: why the script wants it, for people."""
         if self.over or threading.current_thread() is self._thread:
             return
-        if self._firsts and threading.current_thread() is not threading.main_thread():
+        is_main = threading.current_thread() is threading.main_thread()
+        if self._firsts and not is_main:
             # What comes first is the main thread's, and nobody knows what that is doing.
             self._end({"failed": f"a thread of its own needs its place ({need}) before its session is used"})
         # Before anybody hears of it, as the place may come at once.
-        self._waits = True
+        self._waits, self._main_waits = True, self._main_waits or is_main
         self._say_parked(need)
         self._placed.wait()
         if self._thread is not None:
             # This thread ends now, because a script may fork while it has no other thread.
             self._thread.join(_LAST_OUTPUT_SECONDS)
-        firsts, self._firsts = self._firsts, []
-        for first in firsts:
-            first()
+        while is_main and self._firsts:
+            self._firsts.pop(0)()
 
     def _say_parked(self, need: str) -> None:
         with self._lock:
@@ -213,7 +217,7 @@ class RunAhead:
         deadline = time.monotonic() + _ON_ITS_WAY_SECONDS
         while True:
             with self._lock:
-                self._comes = self._waits or not self._firsts
+                self._comes = self._main_waits or not self._firsts
             if self._comes:
                 return
             if any(output.full for output in self._outputs):
@@ -245,6 +249,8 @@ class RunAhead:
             file.write(score)
 
     def _end(self, message: dict[str, object]) -> NoReturn:
+        if "failed" in message and self._training_arguments.owes:
+            message["plainly"] = True  # It may have failed for that.
         self._word.say(message)
         os._exit(1)
 

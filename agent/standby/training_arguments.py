@@ -9,15 +9,19 @@ Whatever asks for the place first, the arguments are set up before it goes on.
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import os
 import sys
 import textwrap
-from collections.abc import Callable
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from types import FrameType, ModuleType
 from typing import Any
 
 from dalsegno.protos.ahead import Ahead
+from dalsegno.protos.contract import is_of_a_world
 from dalsegno.protos.imported import when_imported
 
 __all__ = ["TrainingArgumentsAhead"]
@@ -40,9 +44,14 @@ class TrainingArgumentsAhead:
         self._over = False
         # Those that are being made, and those that are to be set up, in the order in which they were made.
         self._making: list[Any] = []
-        self._owed: list[Any] = []
+        self._owed: list[tuple[Any, _Then]] = []
         # The owner, the name, ours, and what was there; None: nothing of its own.
         self._replaced: list[tuple[Any, str, Any, Any]] = []
+
+    @property
+    def owes(self) -> bool:
+        """Whether something is put off."""
+        return bool(self._owed)
 
     def begin(self) -> None:
         """Does it from now on, as soon as they are imported."""
@@ -73,14 +82,15 @@ class TrainingArgumentsAhead:
                 self._making.pop()
 
         def its_device(arguments: Any) -> Any:
-            if not self._over and any(one is arguments for one in self._making):
+            if any(one is arguments for one in self._making) and self._may_owe(arguments, ours):
                 self._owe(arguments)
                 return None  # which nobody looks at
             self._ask("the device of its TrainingArguments")
             return device.fget(arguments)
 
         self._replace(kind, "__post_init__", made)
-        self._replace(kind, "device", property(its_device, doc=device.__doc__))
+        ours = property(its_device, doc=device.__doc__)
+        self._replace(kind, "device", ours)
         self._replace(kind, "__reduce_ex__", self._before("a copy of its TrainingArguments", kind.__reduce_ex__))
         for name in _SET:
             if not hasattr(kind, name):
@@ -121,15 +131,21 @@ class TrainingArgumentsAhead:
 
         self._replace(kind, "WORLD", property(world, plain.fset, plain.fdel, plain.__doc__))
 
+    def _may_owe(self, arguments: Any, ours: property) -> bool:
+        """Not where a class of the script's has its own device, which may use ours; or beside the main thread."""
+        is_main = threading.current_thread() is threading.main_thread()
+        return not self._over and is_main and inspect.getattr_static(type(arguments), "device") is ours
+
     def _owe(self, arguments: Any) -> None:
-        self._owed.append(arguments)
+        self._owed.append((arguments, _Then(arguments)))
         if len(self._owed) == 1:
             self._ahead.first(self._set_up)
 
     def _set_up(self) -> None:
         owed, self._owed = self._owed, []
-        for arguments in owed:
-            _ = arguments._setup_devices  # as they would have done themselves
+        for arguments, then in owed:
+            with then.again():
+                _ = arguments._setup_devices  # as they would have done themselves
 
     def _ask(self, what: str) -> None:
         if self._owed:
@@ -145,6 +161,52 @@ class TrainingArgumentsAhead:
     def _replace(self, owner: Any, name: str, ours: Any) -> None:
         self._replaced.append((owner, name, ours, vars(owner).get(name)))
         setattr(owner, name, ours)
+
+
+class _Then:
+    """What arguments are set up with, as it was when they were made: a script may have changed it since."""
+
+    def __init__(self, arguments: Any) -> None:
+        self._arguments, self._fields = arguments, dict(vars(arguments))
+        self._variables = _own_variables()
+        self._filters, self._threads = list(warnings.filters), _torch().get_num_threads()
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, it is as it was then. What is set up may change the number of threads, unless the script has."""
+        threads, variables, fields = _torch().get_num_threads(), _own_variables(), dict(vars(self._arguments))
+        with warnings.catch_warnings():
+            warnings.filters[:] = self._filters  # type: ignore[index]
+            _put(os.environ, variables, self._variables)
+            _put(vars(self._arguments), fields, self._fields)
+            try:
+                yield
+            finally:
+                _put(os.environ, self._variables, variables)
+                _put(vars(self._arguments), self._fields, fields)
+                if threads != self._threads:
+                    _torch().set_num_threads(threads)
+
+
+def _torch() -> Any:
+    """Which an agent, that imports this module, too, does not want to wait for."""
+    return sys.modules["torch"]
+
+
+def _own_variables() -> dict[str, str]:
+    """Those that are not the place's, without waiting for that."""
+    return {name: os.environ[name] for name in map(os.fsdecode, vars(os.environ)["_data"]) if not is_of_a_world(name)}
+
+
+def _put(where: MutableMapping[str, Any], now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
+    """Makes what differs what it was ``then``. What was set in between, and is in neither, stays."""
+    for name in now.keys() - then.keys():
+        where.pop(name, None)
+    for name in then:
+        before, after = now.get(name), then[name]
+        same = name in now and (before is after or (isinstance(after, str) and before == after))
+        if not same:
+            where[name] = after
 
 
 class _Asked:

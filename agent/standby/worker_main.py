@@ -135,18 +135,25 @@ class _SessionImport:
 
 
 def become(
-    assignment: Assignment, console: tuple[int, int], fresh: bool, word: Word | None = None, *, ahead: bool = False
+    assignment: Assignment,
+    console: tuple[int, int],
+    fresh: bool,
+    word: Word | None = None,
+    *,
+    ahead: bool = False,
+    plainly: bool = False,
 ) -> None:
     """Turns this process into the script, with a `fresh` interpreter or in this one.
 
     Args:
         word: The way to the nursery; None: there is none.
         ahead: It has no place in a world yet, and runs as far as it can without one (`run_ahead`).
+        plainly: See there.
     """
     os.environ.clear()
     os.environ.update(assignment.environment)
     os.chdir(assignment.cwd)
-    running = RunAhead(word, console) if ahead and word is not None else None
+    running = RunAhead(word, console, plainly=plainly) if ahead and word is not None else None
     if running is None:
         _redirect(assignment.stdout, console[0], 1)
         _redirect(assignment.stderr, console[1], 2)

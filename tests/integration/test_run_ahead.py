@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -359,90 +358,31 @@ def test_a_thread_that_needs_the_place_first_ends_it(make: Make, caplog: pytest.
     assert ahead.finish().splitlines()[-1] == "False True 3 True None"
 
 
-ARGUMENTS = """
-import copy, dataclasses, os, pickle
-import torch.distributed as dist
-from accelerate import PartialState
-from accelerate.logging import get_logger
-from transformers import AutoModelForCausalLM, TrainingArguments
+EARLIER_THREAD = """
+import os, threading, time
 from dalsegno.protos import ahead
-args = TrainingArguments(output_dir="out", use_cpu=True, report_to="none", ddp_backend="gloo")
-print("made", ahead.running() is not None, flush=True)
-{use}
-print(dist.is_initialized(), args.process_index, args.world_size, args.device, args.n_gpu, ahead.running())
-put_back = ["__post_init__", "device", "distributed_state", "_n_gpu", "__reduce_ex__"]
-print([name for name in put_back if "standby" in str(getattr(getattr(TrainingArguments, name, 0), "__module__", ""))])
-print(type(PartialState().distributed_type).__name__, TrainingArguments(output_dir="out", use_cpu=True).device)
+threading.Thread(target=lambda: print(os.environ["RANK"], flush=True)).start()
+time.sleep(1)
+running = ahead.running()
+if running:
+    running.first(lambda: print("first", threading.current_thread() is threading.main_thread(), flush=True))
+end = time.monotonic() + 3
+while time.monotonic() < end: pass
+os.environ["WORLD_SIZE"]
+print("then", flush=True)
 """
-ASKED = {
-    "the device": ("args.device", "the device of its TrainingArguments"),
-    "the rank": ("args.process_index", "distributed_state of its TrainingArguments"),
-    "the size": ("args.world_size", "distributed_state of its TrainingArguments"),
-    "cards": ("args.n_gpu", "_n_gpu of its TrainingArguments"),
-    "a group": ("print(dist.is_initialized())", "its group"),
-    "a rank of it": ("print(dist.get_rank())", "its group"),
-    "accelerate": ("print(PartialState().num_processes)", "its PartialState"),
-    "a logger": ("get_logger('x').warning('careful')", "a logger of accelerate"),
-    "a message that nobody sees": ("get_logger('x').debug('so far')", "its group"),
-    "a copy": ("args = copy.deepcopy(args)", "a copy of its TrainingArguments"),
-    "a shallow copy": ("args = copy.copy(args)", "a copy of its TrainingArguments"),
-    "others": ("args = dataclasses.replace(args, seed=3)", "its group"),
-    "a variable": ("print(os.environ['RANK'])", "RANK"),
-    "a file": ("open('effect', 'w')", "it writes effect"),
-    "a model": (
-        "AutoModelForCausalLM.from_pretrained('model'); print('read', ahead.running() is not None)",
-        "its group",
-    ),
-}
 
 
-@pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    directory = tmp_path_factory.mktemp("trainer")
-    one = Ahead(directory, modules=tuple(modules_of(write(directory / "named.py", "import transformers"))))
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)).save_pretrained(directory / "model")
-    yield one
-    one.close()
-
-
-def write(path: Path, text: str) -> Path:
-    path.write_text(text)
-    return path
-
-
-@pytest.mark.parametrize(
-    "asks", [pytest.param(asks, marks=[] if asks in ("a group", "a model") else pytest.mark.full) for asks in ASKED]
-)
-def test_training_arguments_are_made_ahead(trainer: Ahead, caplog: pytest.LogCaptureFixture, asks: str) -> None:
-    """Whoever asks for something that depends on the place finds what would have been there, and Python as it was."""
-    pytest.importorskip("transformers")
+def test_what_comes_first_is_the_main_threads(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where another thread waits for the place already."""
     caplog.set_level(logging.INFO)
-    text, reason = ASKED[asks]
-    trainer.clear()
-    trainer.run(ARGUMENTS.format(use=text))
-    assert waits(caplog) == [reason]
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = str(server.getsockname()[1])
-    alone = {**PLACE, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    lines = trainer.finish(alone).splitlines()
-    said = {
-        "a group": ["True"],
-        "a rank of it": ["0"],
-        "accelerate": ["1"],
-        "a variable": ["0"],
-        "a model": ["read True"],
-    }
-    assert lines == [
-        "made True",
-        *said.get(asks, []),
-        "True 0 1 cpu:0 0 None",
-        "[]",
-        "DistributedType cpu:0",
-    ]
+    ahead = make()
+    ahead.run(EARLIER_THREAD)
+    assert waits(caplog) == ["RANK"]
+    time.sleep(2)  # why: the main thread gets on, and nobody sees that
+    lines = ahead.finish().splitlines()
+    assert sorted(lines) == ["3", "first True", "then"]
+    assert lines.index("first True") < lines.index("then")
 
 
 HARMLESS = """
