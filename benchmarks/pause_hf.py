@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import common
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from benchmarks.pause_steps import note_step, number_of_start
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.trace import mark
 from dalsegno.swift_plugin import hf
@@ -54,17 +53,14 @@ class Paced(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._own:
-            number = torch.tensor([int(time.monotonic() * 1000)])
-            if args.world_size > 1:
-                dist.broadcast(number, 0)  # plays the part of an epoch under `dlrover-run`
-            os.environ[Variable.EPOCH] = str(int(number))
+            os.environ[Variable.EPOCH] = str(number_of_start(args.device))
         epoch = int(os.environ[Variable.EPOCH])
         self._log = common.StepLog(self._directory, rank=args.process_index, world_size=args.world_size, epoch=epoch)
         mark("ready" if self._own else "engine built")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._clock.wait()
-        self._log.write(step=state.global_step, data_epoch=0, sample_ids=(), loss=0.0, grad_norm=0.0)
+        note_step(self._log, state.global_step, 0.0)
         if self._own:
             mark("step", step=state.global_step)
 

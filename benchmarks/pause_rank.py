@@ -12,7 +12,6 @@ import itertools
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import common
 
+from benchmarks.pause_steps import note_step, number_of_start
 from dalsegno.elastic import Accumulation, Batches, BatchPlan, Callback, ElasticSampler, Trainer, TrainingState, session
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.trace import mark
@@ -107,11 +107,6 @@ def join() -> None:
     dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
 
 
-def _note_step(log: common.StepLog, step: int, loss: float) -> None:
-    """Nobody asks for the samples and the norm."""
-    log.write(step=step, data_epoch=0, sample_ids=(), loss=loss, grad_norm=0.0)
-
-
 # ---- with a session --------------------------------------------------------------------------------------------------
 
 
@@ -128,7 +123,7 @@ class Paced(Callback):
 
     def on_step(self, trainer: Trainer, batch: Any) -> None:
         self._clock.wait()
-        _note_step(self._log, batch.step, self.loss)
+        note_step(self._log, batch.step, self.loss)
 
     def on_fit_end(self, trainer: Trainer) -> None:
         self._log.close()
@@ -201,7 +196,7 @@ def lower(flags: argparse.Namespace) -> None:
             loss += train(micro)
         accumulate.step()
         clock.wait()
-        _note_step(log, batch.step, loss)
+        note_step(log, batch.step, loss)
 
 
 def _elastic_torch(flags: argparse.Namespace, s: Any, model: nn.Sequential) -> tuple[Any, Any, dict[str, Any]]:
@@ -277,7 +272,7 @@ def engines(flags: argparse.Namespace) -> None:
             loss += float(own.detach())
         clock.wait()
         log.follow(s)
-        _note_step(log, batch.step, loss)
+        note_step(log, batch.step, loss)
 
 
 def cadence(flags: argparse.Namespace) -> dict[str, int]:
@@ -305,10 +300,9 @@ def own(flags: argparse.Namespace) -> None:
         join()
         step, done, save = _own_torch(flags)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    number = torch.tensor([int(time.monotonic() * 1000)], device=device())
-    dist.broadcast(number, 0)  # plays the part of an epoch under `dlrover-run`
-    os.environ[Variable.EPOCH] = str(int(number))
-    log = common.StepLog(flags.step_log, rank=rank, world_size=world_size, epoch=int(number))
+    number = number_of_start(device())
+    os.environ[Variable.EPOCH] = str(number)
+    log = common.StepLog(flags.step_log, rank=rank, world_size=world_size, epoch=number)
     clock, rows = common.StepClock(flags.step_time), Rows(flags.width)
     mark("ready")
     for count in itertools.count(done + 1):
@@ -316,7 +310,7 @@ def own(flags: argparse.Namespace) -> None:
         mine = torch.stack([rows[first + place] for place in range(rank, GLOBAL_BATCH, world_size)])
         loss = step(mine)
         clock.wait()
-        _note_step(log, count, loss)
+        note_step(log, count, loss)
         mark("step", step=count)
         if count % flags.save_every == 0:
             save(count)

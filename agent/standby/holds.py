@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from .looked import Looked
+from .replacements import Replacements
 
 __all__ = ["Holds"]
 
@@ -113,8 +114,7 @@ class Holds:
         self._looked = looked
         self._over = False
         self._imports = _Imports(self._hold)
-        # The owner, the name, our function, and the original; None: the owner inherits it.
-        self._replaced: list[tuple[Any, str, _Function, _Function | None]] = []
+        self._replaced = Replacements()
 
     def begin(self) -> None:
         """Makes the functions wait from now on."""
@@ -159,13 +159,7 @@ class Holds:
         self._over = True
         if self._imports in sys.meta_path:
             sys.meta_path.remove(self._imports)
-        for owner, name, ours, before in reversed(self._replaced):
-            if owner.__dict__.get(name) is not ours:
-                continue
-            if before is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
+        self._replaced.put_back()
 
     def _replace(self, owner: Any, name: str, before: _Function) -> None:
         function = getattr(owner, name, None)
@@ -178,8 +172,7 @@ class Holds:
                 before(*args, **options)
             return function(*args, **options)
 
-        self._replaced.append((owner, name, ours, owner.__dict__.get(name)))
-        setattr(owner, name, ours)
+        self._replaced.put(owner, name, ours)
 
     def _always(self, need: str) -> _Function:
         def before(*args: object, **options: object) -> None:

@@ -24,6 +24,8 @@ from dalsegno.protos.ahead import Ahead
 from dalsegno.protos.contract import is_of_a_world
 from dalsegno.protos.imported import when_imported
 
+from .replacements import Replacements
+
 __all__ = ["TrainingArgumentsAhead"]
 
 # What they have of their place, besides what they compute from it.
@@ -45,8 +47,7 @@ class TrainingArgumentsAhead:
         # Those that are being made, and those that are to be set up, in the order in which they were made.
         self._making: list[Any] = []
         self._owed: list[tuple[Any, _Then]] = []
-        # The owner, the name, ours, and what was there; None: nothing of its own.
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._replaced = Replacements()
 
     @property
     def owes(self) -> bool:
@@ -60,13 +61,7 @@ class TrainingArgumentsAhead:
     def end(self) -> None:
         """Puts everything back as it was. What is owed is set up by the main thread, see ``Ahead.first``."""
         self._over = True
-        for owner, name, ours, before in reversed(self._replaced):
-            if vars(owner).get(name) is not ours:
-                continue
-            if before is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
+        self._replaced.put_back()
 
     def _change(self, module: ModuleType) -> None:
         kind, state = getattr(module, "TrainingArguments", None), getattr(module, "PartialState", None)
@@ -88,14 +83,14 @@ class TrainingArgumentsAhead:
             self._ask("the device of its TrainingArguments")
             return device.fget(arguments)
 
-        self._replace(kind, "__post_init__", made)
+        self._replaced.put(kind, "__post_init__", made)
         ours = property(its_device, doc=device.__doc__)
-        self._replace(kind, "device", ours)
-        self._replace(kind, "__reduce_ex__", self._before("a copy of its TrainingArguments", kind.__reduce_ex__))
+        self._replaced.put(kind, "device", ours)
+        self._replaced.put(kind, "__reduce_ex__", self._before("a copy of its TrainingArguments", kind.__reduce_ex__))
         for name in _SET:
             if not hasattr(kind, name):
-                self._replace(kind, name, _Asked(name, self._ask))
-        self._replace(state, "__init__", self._before("its PartialState", state.__init__))
+                self._replaced.put(kind, name, _Asked(name, self._ask))
+        self._replaced.put(state, "__init__", self._before("its PartialState", state.__init__))
         self._watch_the_group()
         when_imported("accelerate.logging", self._change_logging)
 
@@ -112,7 +107,7 @@ class TrainingArgumentsAhead:
             self._ask("a logger of accelerate")
             plain(logger, level, *args, **options)
 
-        self._replace(kind, "log", log)
+        self._replaced.put(kind, "log", log)
 
     def _watch_the_group(self) -> None:
         from torch.distributed.distributed_c10d import GroupMember
@@ -129,7 +124,7 @@ class TrainingArgumentsAhead:
                 self._ask("its group")
             return get(member)
 
-        self._replace(kind, "WORLD", property(world, plain.fset, plain.fdel, plain.__doc__))
+        self._replaced.put(kind, "WORLD", property(world, plain.fset, plain.fdel, plain.__doc__))
 
     def _may_owe(self, arguments: Any, ours: property) -> bool:
         """Not where a class of the script's has its own device, which may use ours; or beside the main thread."""
@@ -157,10 +152,6 @@ class TrainingArgumentsAhead:
             return plain(*args, **options)
 
         return asked
-
-    def _replace(self, owner: Any, name: str, ours: Any) -> None:
-        self._replaced.append((owner, name, ours, vars(owner).get(name)))
-        setattr(owner, name, ours)
 
 
 class _Then:

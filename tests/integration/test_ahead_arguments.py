@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dalsegno.agent.script import modules_of
+from tests.support.jobs.ports import free_port
 
 from .test_run_ahead import PLACE, Ahead, Make, make, waits
 
@@ -67,7 +67,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     directory = tmp_path_factory.mktemp("trainer")
-    one = Ahead(directory, modules=tuple(modules_of(write(directory / "named.py", "import transformers"))))
+    one = Ahead(directory, modules=modules_below(directory))
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)).save_pretrained(directory / "model")
     yield one
@@ -76,15 +76,15 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
 
 def place_alone() -> dict[str, str]:
     """In a world of one rank, with a port for its store."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = str(server.getsockname()[1])
-    return {**PLACE, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return {**PLACE, "RANK": "0", "WORLD_SIZE": "1", **store}
 
 
-def write(path: Path, text: str) -> Path:
-    path.write_text(text)
-    return path
+def modules_below(directory: Path) -> tuple[str, ...]:
+    """What is imported before a script of transformers runs."""
+    script = directory / "named.py"
+    script.write_text("import transformers")
+    return modules_of(script)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,7 @@ def test_training_arguments_are_made_ahead(trainer: Ahead, caplog: pytest.LogCap
     trainer.clear()
     trainer.run(ARGUMENTS.format(use=text))
     assert waits(caplog) == [reason]
-    alone = place_alone()
-    lines = trainer.finish(alone).splitlines()
+    lines = trainer.finish(place_alone()).splitlines()
     said = {
         "a group": ["True"],
         "a rank of it": ["0"],
@@ -135,7 +134,7 @@ def test_a_script_that_fails_for_it_runs_less_far(
     """It waits where its arguments are made, as any other, and that at each start from then on."""
     pytest.importorskip("transformers")
     caplog.set_level(logging.INFO)
-    ahead = make(modules=tuple(modules_of(write(tmp_path / "named.py", "import transformers"))))
+    ahead = make(modules=modules_below(tmp_path))
     ahead.run(ARGUMENTS.format(use=LESS_FAR[how]))
     if how == "much output":  # which is seen only as the place comes
         assert waits(caplog) == ["its output is read"]
@@ -169,7 +168,7 @@ def test_a_device_of_a_class_of_its_own_is_known_at_once(
     """Such arguments may use it as they are made."""
     pytest.importorskip("transformers")
     caplog.set_level(logging.INFO)
-    ahead = make(modules=tuple(modules_of(write(tmp_path / "named.py", "import transformers"))))
+    ahead = make(modules=modules_below(tmp_path))
     ahead.run(OWN_DEVICE)
     assert len(waits(caplog)) == 1
     assert ahead.finish(place_alone()).splitlines() == ["cpu"]
