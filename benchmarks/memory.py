@@ -35,7 +35,7 @@ class Agent(FakeAgent):
 
 def main() -> int:
     """A line for each way of saving, with medians of the slowest rank; and one for the loop."""
-    rows = [row for strategy in ("ddp", "zero1") for size in MEGABYTES for row in _measure(strategy, size)]
+    rows = [row for strategy in ("ddp", "zero1", "hf") for size in MEGABYTES for row in _measure(strategy, size)]
     settings = {"ranks": RANKS, "saves": SAVES, "step (s)": STEP, "steps": STEPS, "stretches": STRETCHES}
     settings["load"] = round(os.getloadavg()[0], 1)
     report("memory", rows, title="What the loop waits for a save", settings=settings)

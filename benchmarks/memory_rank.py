@@ -1,6 +1,7 @@
 """One rank of a world of `benchmarks.memory`: saves the same state in several ways, and trains with and without saves.
 
-One JSON object in ``argv[1]``: ``strategy`` (``"ddp"`` or ``"zero1"``), ``megabytes`` of state, ``saves`` of each kind,
+One JSON object in ``argv[1]``: ``strategy`` (``"ddp"``, ``"zero1"``, or ``"hf"``: a Trainer of transformers),
+``megabytes`` of state, ``saves`` of each kind,
 ``steps`` of one stretch of the loop and ``stretches`` of each kind, ``step`` (seconds of work), ``out``.
 """
 
@@ -10,8 +11,10 @@ import json
 import shutil
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +80,37 @@ def zero1(megabytes: int, s: BareSession) -> tuple[Any, Any, list[torch.Tensor]]
         tensors += [value for value in one.values() if isinstance(value, torch.Tensor)]
     save = ours.save(engine)
     return save, background(save), tensors + list(engine.optimizer.single_partition_of_fp32_groups)
+
+
+def hf(megabytes: int, s: BareSession) -> tuple[Any, Any, list[torch.Tensor]]:
+    """The same of a Trainer of transformers with DDP, whose checkpoint has a dozen small files besides."""
+    from transformers import Trainer, TrainingArguments
+
+    from dalsegno.elastic.saving.background_save import Background
+    from dalsegno.swift_plugin.hf import elastic
+    from dalsegno.swift_plugin.hf.checkpoints import TrainerWrite, Unfinished
+
+    output = Path(tempfile.mkdtemp(prefix="dalsegno-benchmark-"))
+    args = TrainingArguments(str(output), per_device_train_batch_size=1, report_to="none", use_cpu=True, max_steps=9)
+    trainer: Any = elastic(Trainer(model_of(megabytes), args, train_dataset=[{}] * 16))
+    trainer.create_optimizer_and_scheduler(9)
+    model, optimizer = trainer.model, trainer.optimizer
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+    def made() -> TrainerWrite:
+        save = partial(Trainer._save_checkpoint, trainer, model, None)
+        trainer.elastic_run.writing = TrainerWrite(save, Unfinished(), s.rank, reshards=False)
+        return trainer.elastic_run.writing
+
+    def write(path: Path) -> None:
+        made()(path)
+
+    state = Background(lambda copy, path: made().copies(copy, path), copies=True)
+    tensors = [value for one in optimizer.state.values() for value in one.values()] + list(model.parameters())
+    return write, state, tensors if s.rank == 0 else []
 
 
 class Saves:
@@ -202,10 +236,10 @@ def main() -> None:
         dist.init_process_group("gloo")
     torch.manual_seed(1)
     torch.set_num_threads(1)  # why: the ranks share the cores, and what a rank is forked from read no variable
-    write, state, tensors = {"ddp": ddp, "zero1": zero1}[task["strategy"]](task["megabytes"], s)
+    write, state, tensors = {"ddp": ddp, "zero1": zero1, "hf": hf}[task["strategy"]](task["megabytes"], s)
     s.compare({})
     s.meet(1)
-    saves = Saves(s, {"ddp": "ddp", "zero1": "deepspeed-zero-1"}[task["strategy"]])
+    saves = Saves(s, "deepspeed-zero-1" if task["strategy"] == "zero1" else "ddp")
     result: dict[str, Any] = {"bytes": sum(tensor.nbytes for tensor in tensors)}
     result["copy"] = copied(tensors, task["saves"])
     result["saves"] = saved(task, saves, write, state)

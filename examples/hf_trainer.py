@@ -133,7 +133,12 @@ def main() -> None:
     )
     steps.trainer = trainer
     # The line that makes it elastic.
-    hf.elastic(trainer, global_batch_size=flags.global_batch_size, fixed_micro_batch=flags.fixed_micro_batch)
+    hf.elastic(
+        trainer,
+        global_batch_size=flags.global_batch_size,
+        fixed_micro_batch=flags.fixed_micro_batch,
+        memory_every=flags.memory_every,
+    )
     trainer.train()
     if trainer.is_world_process_zero():
         print(f"{trainer.state.global_step} steps, in {flags.output_dir}")

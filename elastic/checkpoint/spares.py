@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import signal
 import stat
@@ -43,6 +44,8 @@ __all__ = [
 FOLDER = ".spare"
 # What the name of each spare begins with.
 _MARK = "="
+# Folders that frameworks name after a step: transformers, DeepSpeed.
+_OF_A_STEP = re.compile(r"(?<![^/])(checkpoint-|global_step)\d+(?=/)")
 # Smaller files cost more than their pages.
 LEAST_BYTES = 128 << 10
 # On a disk spares are kept where so many times their size stays free beside them, and so many bytes more.
@@ -109,7 +112,7 @@ def take_spare(run_dir: Path, path: str, target: Path) -> int | None:
 
     Args:
         run_dir: Where the spares are.
-        path: Which one, as in the manifest.
+        path: Of the new file, as it will be in the manifest. A number of a step in it may be another one.
         target: Its new name. Nothing of this name is there.
 
     Returns:
@@ -216,6 +219,6 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _name(path: str) -> str:
-    """One path component; empty where it would be too long."""
-    name = _MARK + quote(path, safe="")
+    """One path component, whatever step a folder on the path is named after; empty where it would be too long."""
+    name = _MARK + quote(_OF_A_STEP.sub(r"\1", path), safe="")
     return name if len(name) < 200 else ""

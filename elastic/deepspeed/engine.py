@@ -21,7 +21,7 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from pickle import UnpicklingError
@@ -232,7 +232,7 @@ class Save:
             problem = self._save(Path("nowhere/files"))
         if problem is not None:
             raise problem
-        return files
+        return {path.name: content for path, content in files.items()}
 
     def _save(self, path: Path) -> Exception | None:
         """Calls the engine. Returns what is wrong on this rank, once all ranks are through."""
@@ -259,8 +259,13 @@ class Save:
 
 
 @contextmanager
-def saved_by_trainer(engine: Any) -> Iterator[None]:
+def saved_by_trainer(engine: Any, keep: Callable[[Path, Any], None] | None = None) -> Iterator[None]:
     """Lets a framework call ``engine.save_checkpoint`` itself inside, and adds what `Save` adds.
+
+    Args:
+        engine: From ``deepspeed.initialize``.
+        keep: Called at the end with each file's path and content, none of which is written then. Only where
+            ``writers.why_not_collected`` knows nothing against it.
 
     Raises:
         OSError: Something could not be written. Raised only at the end, see `Save`.
@@ -279,11 +284,16 @@ def saved_by_trainer(engine: Any) -> Iterator[None]:
         return original(save_dir, tag=tag, client_state=_described(engine, client_state), save_latest=False, **options)
 
     engine.save_checkpoint = save_checkpoint
+    writing: AbstractContextManager[dict[Path, Any] | None]
+    writing = errors_after_collectives(engine) if keep is None else collected(engine)
     try:
-        with errors_after_collectives(engine):
+        with writing as files:
             yield
     finally:
         del engine.save_checkpoint
+    for path, content in (files or {}).items():
+        assert keep is not None
+        keep(path, content)
     for path, tag in latest:
         path.write_text(tag)
 

@@ -27,8 +27,8 @@ def errors_after_collectives(engine: Any) -> Iterator[None]:
 
 
 @contextmanager
-def collected(engine: Any) -> Iterator[dict[str, Any]]:
-    """Has ``save_checkpoint`` write nothing inside, and keeps what it would write: by file name, the engine's tensors.
+def collected(engine: Any) -> Iterator[dict[Path, Any]]:
+    """Has ``save_checkpoint`` write nothing inside, and keeps what it would write: by path, the engine's tensors.
 
     Raises:
         ValueError: This engine writes more than what passes its writer, or with another one than DeepSpeed's own.
@@ -135,7 +135,7 @@ class _Collector(_Writer):
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
-        self.files: dict[str, Any] = {}
+        self.files: dict[Path, Any] = {}
 
     def create(self, info: Any) -> None:
         """Nothing begins."""
@@ -145,7 +145,7 @@ class _Collector(_Writer):
         return True
 
     def save(self, state_dict: Any, path: str) -> None:
-        self.files[Path(path).name] = state_dict
+        self.files[Path(path)] = state_dict
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """No file needs a directory."""

@@ -54,10 +54,18 @@ class Background:
         state: Returns this rank's files.
         owner: Whose files they are, if it says more of them: ``strategy``, ``reshards`` and ``engine`` as of a
             ``write`` that a session is given.
+        copies: ``state`` is called with what makes copies, and with the checkpoint's directory, and returns copies: it
+            may change afterwards what it has copied. What it writes there it deletes.
     """
 
-    state: Callable[[], Mapping[str, Any]]
+    state: Callable[..., Mapping[str, Any]]
     owner: Any = None
+    copies: bool = False
+
+    def staged(self, copy: Callable[[Any], Any], path: Path) -> Mapping[str, Any]:
+        """This rank's files for the checkpoint at ``path``, of which ``copy`` has made copies."""
+        found: Mapping[str, Any] = self.state(copy, path) if self.copies else copy(self.state())
+        return found
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("strategy", "reshards", "engine"):

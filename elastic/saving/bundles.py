@@ -16,7 +16,7 @@ from __future__ import annotations
 import io
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pickle import UnpicklingError
 from typing import Any
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..rank.tensor_bytes import bytes_of
 from ..universal.recording import recorded, storage_order
+from .packed import PackedFile
 
 MARK, VERSION = "dalsegno_bundle", 1
 # A flat tensor is full with so many bytes; small tensors are put together up to so many for each write.
@@ -34,8 +35,19 @@ POOL_BYTES, STAGE_BYTES = 64 << 20, 2 << 20
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class Bundle(dict[str, Any]):
+class Bundle(PackedFile):
     """A file's content that is to be written in this way. Where it is not it is an ordinary ``OrderedDict``."""
+
+    def alike(self, items: Mapping[str, Any]) -> Bundle:
+        return Bundle(items)
+
+    def pieces(self) -> Iterator[bytes | memoryview]:
+        """See `PackedFile`.
+
+        Raises:
+            RuntimeError: Torch lays such a file out in another way than it did, or cannot write the rest.
+        """
+        return _pieces(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, (), None, None, iter(self.items())
@@ -94,12 +106,7 @@ class _Packer:
         return ["p", number, first, list(tensor.shape), list(tensor.stride())]
 
 
-def pieces(content: Bundle) -> Iterator[bytes | memoryview]:
-    """The bytes of the file, in order, in buffers that are good until the next one is asked for.
-
-    Raises:
-        RuntimeError: Torch lays such a file out in another way than it did, or cannot write the rest.
-    """
+def _pieces(content: Bundle) -> Iterator[bytes | memoryview]:
     packer = _Packer()
     tree = json.dumps(packer.node(content))
     rest = ""
@@ -118,11 +125,15 @@ def pieces(content: Bundle) -> Iterator[bytes | memoryview]:
         pool, like = next(left)
         if part != like.nbytes:
             raise RuntimeError(f"torch.save leaves {part} bytes for {like.nbytes}")
-        yield from _values(pool.tensors)
+        yield from values(pool.tensors)
 
 
-def _values(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
-    """Their bytes as they lie in memory; small ones together."""
+def values(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
+    """The bytes of tensors of one dtype as they lie in memory; small ones together.
+
+    Args:
+        tensors: Each dense: its elements lie side by side, in whatever order of dimensions.
+    """
     few: list[Tensor] = []
     count = 0
     for tensor in tensors:

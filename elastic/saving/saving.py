@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -37,7 +37,7 @@ from ..rank.meetings import Meetings
 from ..rank.remarks import remark
 from .answers import TOLD_OTHERWISE, Answers
 from .apart import PATIENCE_SHARE, all_files, has_to_seal, missing_parts, seal_once, unless_stuck
-from .background_save import LAST_WORDS_SECONDS, PARTS, Flight, UnderWay, check_paths
+from .background_save import LAST_WORDS_SECONDS, PARTS, Background, Flight, UnderWay, check_paths
 from .bests import Bests, Sight, writes_when_new
 from .content import Content, Own
 from .declared import DDP, contradiction, say_what_each_rank_has
@@ -170,7 +170,7 @@ class Saver:
     def begin(
         self,
         content: Content,
-        state: Callable[[], Mapping[str, Any]],
+        state: Background,
         sealed: Callable[[], None],
         *,
         drain: bool,
@@ -181,7 +181,7 @@ class Saver:
 
         Args:
             content: What is saved.
-            state: This rank's files, see ``background.background``.
+            state: This rank's files.
             sealed: Called on a thread of rank 0 once the checkpoint is sealed and announced. Not of one in memory.
             drain: For the report of a failure.
             in_memory: Into the nodes' memory, which is there on all ranks. It is sealed by `settle`.
@@ -312,16 +312,17 @@ class Saver:
         self._note(own, manifest.ref)
         return manifest
 
-    def _stage(self, own: Own, state: Callable[[], Mapping[str, Any]], *, copies: bool) -> dict[str, Any]:
+    def _stage(self, own: Own, state: Background, *, copies: bool) -> dict[str, Any]:
         """This rank's files in host memory, once all ranks have theirs."""
         content = own.content
         error: BaseException | None = None
         files: dict[str, Any] = {}
         try:
             own.tier.enter(own.name, create=True)
-            given = state()
-            check_paths(given)
-            staged = self._buffers.copy(given) if copies else given
+            staged = state.staged(self._buffers.add if copies else lambda given: given, own.path)
+            if copies:
+                self._buffers.trim()
+            check_paths(staged)
             files = {**staged, rng.file_name(self._identity.rank): rng.capture()}
         # The other ranks must hear of every error before this one does anything else.
         except BaseException as caught:
@@ -379,8 +380,7 @@ class Saver:
             except BaseException as caught:
                 error = kept(caught)
         own.written = error is None
-        # In memory two nodes may have a file of one name, of which one counts: which, is said when all are listed.
-        own.summed = () if own.tier.in_memory else summed.entries(path)
+        own.summed = summed.entries(path)
         # Kept no longer: it holds open what its write was about, and in memory what is deleted so stays there.
         said, error = self._answers.answer(error, path), None
         self._answers.agree_on(own.content, said)
@@ -399,7 +399,9 @@ class Saver:
         except (OSError, CheckpointDamaged) as error:
             part["text"] = describe(error)
         listed = self._answers.exchange(part)
-        summed = {file for some in listed for file in some["summed"]}
+        twice = own.tier.written_twice([some["files"] for some in listed])
+        own.summed = tuple(entry for entry in own.summed if entry.path not in twice)
+        summed = {file for some in listed for file in some["summed"]} - twice
         dealt = own.tier.dealt([[file for file in some["files"] if file not in summed] for some in listed])
         part = {"files": []}
         done = Count(bytes_below(path) if identity.local_rank == 0 else 0)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .bundles import Bundle
+from .packed import PackedFile
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,13 @@ class HostBuffers:
         Args:
             state: Tensors, plain values and containers of them. Other objects are copied with ``copy.deepcopy``.
         """
-        self._busy, self._ends = set(), []
+        result = self.add(state)
+        self.trim()
+        return result
+
+    def add(self, state: Any) -> Any:
+        """`copy` for a state that comes in several parts; behind the last one `trim` is called."""
+        self._busy = set()
         self._sources, self._targets = [], []
         memo: dict[Any, torch.Tensor] = {}
         try:
@@ -71,12 +77,14 @@ class HostBuffers:
                 end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 end.record(self._streams[device])
                 self._ends.append(end)
-        # Buffers that the previous state needed and this one does not.
-        self._free.clear()
         return result
 
+    def trim(self) -> None:
+        """Gives back the buffers that the previous state needed and this one does not."""
+        self._free.clear()
+
     def wait(self) -> None:
-        """Waits until the last copy is complete. Any thread may call it.
+        """Waits until what was copied since the last `release` is complete. Any thread may call it.
 
         Raises:
             RuntimeError: The card has failed.
@@ -89,6 +97,7 @@ class HostBuffers:
         for key, buffer in self._used:
             self._free.setdefault(key, []).append(buffer)
         self._used.clear()
+        self._ends = []
 
     def _copy(self, value: Any, memo: dict[Any, torch.Tensor]) -> Any:
         if type(value) in _UNCHANGING:
@@ -98,7 +107,7 @@ class HostBuffers:
         if isinstance(value, Mapping):
             items = {key: self._copy(item, memo) for key, item in value.items()}
             if not isinstance(value, OrderedDict):
-                return Bundle(items) if isinstance(value, Bundle) else items
+                return value.alike(items) if isinstance(value, PackedFile) else items
             ordered = OrderedDict(items)
             # torch keeps the versions of modules there, and loading asks for them.
             if hasattr(value, "_metadata"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from dalsegno.protos import trace
@@ -62,6 +63,10 @@ class Disk:
         """Which files this rank sums, of those that each rank has listed (the first of each node has, in fact)."""
         paths = sorted({file for some in listed for file in some})
         return paths[self.identity.rank :: self.identity.world_size]
+
+    def written_twice(self, listed: Sequence[Sequence[str]]) -> set[str]:
+        """Files of one path that several nodes have written: no rank alone knows which one counts."""
+        return set()
 
     def seal(self, manifest: Manifest, entries: Sequence[Sequence[FileEntry]]) -> None:
         """Seals the checkpoint. On those that lead.
@@ -123,6 +128,10 @@ class Memory(Disk):
         identity = self.identity
         own = sorted(file for file, rank in first.items() if rank == identity.rank - identity.local_rank)
         return own[identity.local_rank :: identity.local_world_size]
+
+    def written_twice(self, listed: Sequence[Sequence[str]]) -> set[str]:
+        counts = Counter(file for files in listed for file in files)
+        return {file for file, count in counts.items() if count > 1}
 
     def seal(self, manifest: Manifest, entries: Sequence[Sequence[FileEntry]]) -> None:
         path, begin = self.store.path(manifest.name), self.identity.rank

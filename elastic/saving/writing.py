@@ -16,7 +16,7 @@ from ..checkpoint.durability import begin_to_write
 from ..checkpoint.spares import make_room_for, take_spare_of
 from ..checkpoint.summing import SummingWriter
 from ..universal.recording import without_crc32
-from .bundles import Bundle, pieces
+from .packed import PackedFile
 
 # Torch writes some five pieces for each tensor, of which all but one are short: these are put together up to so many
 # bytes.
@@ -181,11 +181,11 @@ class SummedFile:
 
 
 def save(content: Any, file: SummedFile) -> None:
-    """Writes ``bytes`` as they are, and what else it is as ``torch.save`` does; of a `Bundle` its packed form."""
+    """Writes ``bytes`` as they are, a `PackedFile` in its own form, and what else it is as ``torch.save`` does."""
     if isinstance(content, bytes):
         file.write(content)
-    elif isinstance(content, Bundle):
-        for piece in pieces(content):
+    elif isinstance(content, PackedFile):
+        for piece in content.pieces():
             file.write(piece)
     else:
         with without_crc32():

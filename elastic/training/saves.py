@@ -183,8 +183,7 @@ class Saves:
                 break
             beside = in_background(write) if place else write
             if isinstance(beside, Background):
-                state = beside.state
-                name = self.saver.begin(content, state, self.prune, drain=drain, in_memory=place, waits=wait)
+                name = self.saver.begin(content, beside, self.prune, drain=drain, in_memory=place, waits=wait)
                 saved = Ref(name, "") if name is not None and not wait else self.settle()
             else:
                 options = {"create_directory": create_directory, "drain": drain, "in_memory": place}

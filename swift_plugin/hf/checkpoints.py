@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from .written import Kept, kept_here, written_here
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +105,7 @@ class TrainerWrite:
         directory: Where the Trainer saves; None unless a save is under way.
         errors: The errors of this save.
         called: Whether there was anything to save.
+        kept: What of the save under way is copied instead of written.
     """
 
     def __init__(self, save: Callable[[], None], unfinished: Unfinished, rank: int, reshards: bool) -> None:
@@ -110,16 +114,39 @@ class TrainerWrite:
         self.errors = Errors()
         self.directory: Path | None = None
         self.called = False
+        self.kept: Kept | None = None
 
     def __call__(self, path: Path) -> None:
-        self.directory, self.called = path, True
-        try:
+        with self._saving_to(path), written_here(path):
             self._save()
-        finally:
-            self.directory = None
         self.errors.raise_first()
         if self._rank == 0:
             self._unfinished.write(path)
+
+    def copies(self, copy: Callable[[Any], Any], path: Path) -> dict[str, Any]:
+        """This rank's files, by path, for a save in the background: ``copy`` has copied all tensors in them.
+
+        What is small the Trainer writes below a directory in ``path``, which is deleted at the end.
+        """
+        own = path / f".rank-{self._rank}"
+        own.mkdir()
+        try:
+            with self._saving_to(own), kept_here(own, copy) as self.kept:
+                self._save()
+            self.errors.raise_first()
+            if self._rank == 0:
+                self._unfinished.write(own)
+            return self.kept.files()
+        finally:
+            shutil.rmtree(own, ignore_errors=True)
+
+    @contextmanager
+    def _saving_to(self, path: Path) -> Iterator[None]:
+        self.directory, self.called = path, True
+        try:
+            yield
+        finally:
+            self.directory = None
 
 
 def trainers(checkpoint: Path, step: int) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import transformers
@@ -77,17 +78,17 @@ def _found(trainer: Any) -> list[tuple[str, str]]:
     found += [
         (f"{name} of {owner}, which would not be asked for samples", "leave the order to us, or weigh the losses")
         for name in ("get_train_dataloader", "_get_train_sampler", "get_batch_samples")
-        if (owner := _overrides(trainer, name))
+        if (owner := overrides(trainer, name))
     ]
     if trainer.train_dataset is None:
         found.append(("no train_dataset", "give the Trainer one"))
     return found
 
 
-def _overrides(trainer: Any, name: str) -> str:
-    """The class that overrides a method of this name, if any: the user's own, or a sampling trainer of trl."""
-    for cls in type(trainer).__mro__:
-        if name in vars(cls) and cls.__module__.partition(".")[0] not in _KNOWN:
+def overrides(one: Any, name: str, known: Collection[str] = _KNOWN) -> str:
+    """The class, of no package in ``known``, that has a method of this name, if any: mostly the user's own."""
+    for cls in type(one).__mro__:
+        if name in vars(cls) and cls.__module__.partition(".")[0] not in known:
             return cls.__qualname__
     return ""
 

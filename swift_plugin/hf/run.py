@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ from transformers import TrainerCallback
 from dalsegno.elastic import Batch, BatchPlan, MicroBatch, Session
 from dalsegno.elastic.checkpoint import Ref
 from dalsegno.elastic.rank.exchange import MAX_STEPS_APART
+from dalsegno.elastic.saving.background_save import Background
 from dalsegno.elastic.saving.resuming import check_strategy
 from dalsegno.elastic.training.findings import OURS, loads_anywhere
 from dalsegno.elastic.training.memory import MemorySaves
 from dalsegno.elastic.training.saves import save_at_last
 
-from . import checkpoints, data
+from . import checkpoints, data, refusals
 from .checkpoints import TrainerWrite, Unfinished
 from .options import Options, global_batch_size
 
@@ -72,6 +73,7 @@ class ElasticRun:
         )
         self.strategy = _strategy(trainer)
         self._reshards = partial(_reshards, trainer)
+        self._writes_as_known = cache(_writes_as_known)
         check_strategy(session.resume, self.strategy)
         self.by_samples = options.mean_over_samples
         self.loader = data.make(trainer, self.plan, session, by_samples=self.by_samples)
@@ -159,10 +161,13 @@ class ElasticRun:
             epoch_end=self.loader.epoch_is_over and not self.epoch_ended,
             callbacks=trainer.remembered(),
         )
-        self.writing = TrainerWrite(save, unfinished, self.session.rank, _reshards(trainer))
+        self.writing = write = TrainerWrite(save, unfinished, self.session.rank, _reshards(trainer))
+        # Between the Trainer's own saves nobody waits for one, where its files are written as we know it.
+        behind = self.in_memory and not self.draining and self._writes_as_known(trainer)
         try:
             ref = self.session.save(
-                self.writing,
+                Background(write.copies, write, copies=True) if behind else write,
+                wait=not behind,
                 position=self.loader.position,
                 order=self.loader.order,
                 cut=self.loader.cut,
@@ -173,7 +178,7 @@ class ElasticRun:
                 drain=self.draining,
                 in_memory=self.in_memory,
             )
-            written = self.writing.called
+            written = write.called
         finally:
             self.writing = None
         if self.in_memory:
@@ -347,6 +352,29 @@ def _strategy(trainer: Any) -> str:
     if not trainer.is_deepspeed_enabled:
         return "ddp"
     return f"deepspeed-zero-{int(trainer.accelerator.state.deepspeed_plugin.zero_stage)}"
+
+
+# What of a Trainer writes its checkpoints, and packages where that is known to be all.
+_WRITERS = ("dalsegno", "swift", "transformers", "peft", "trl", "modelscope")
+_WRITING = (
+    *("_save_checkpoint", "save_model", "_save", "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler"),
+    *("_save_model", "_save_converted_model"),  # ms-swift's
+)
+
+
+def _writes_as_known(trainer: Any) -> bool:
+    """Whether nobody reads back what was written in the same save, which somebody else's class might do."""
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    methods = [(trainer, name) for name in _WRITING] + [(model, "save_pretrained")]
+    if any(refusals.overrides(one, name, _WRITERS) or name in vars(one) for one, name in methods):
+        return False
+    if hasattr(getattr(trainer, "template", None), "save_callback"):
+        return False
+    if not trainer.is_deepspeed_enabled:
+        return True
+    from dalsegno.elastic.deepspeed.writers import why_not_collected
+
+    return why_not_collected(trainer.model_wrapped) is None
 
 
 def _reshards(trainer: Any) -> bool:

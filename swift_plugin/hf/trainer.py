@@ -386,7 +386,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
                 return
             from dalsegno.elastic.deepspeed import saved_by_trainer
 
-            with saved_by_trainer(self.model_wrapped):
+            kept = None if self._run.writing is None else self._run.writing.kept
+            with saved_by_trainer(self.model_wrapped, None if kept is None else kept.put_file):
                 super()._save_optimizer_and_scheduler(output_dir)
 
 

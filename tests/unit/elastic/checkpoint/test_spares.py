@@ -85,6 +85,23 @@ def test_another_path_has_no_spare(tmp_path: Path) -> None:
     assert spare_bytes(tmp_path) == len(OLD)
 
 
+@pytest.mark.parametrize(
+    ("path", "other"),
+    [
+        ("checkpoint-5/optimizer.pt", "checkpoint-1000/optimizer.pt"),
+        ("checkpoint-5/global_step5/states.pt", "checkpoint-15/global_step15/states.pt"),
+    ],
+)
+def test_a_folder_named_after_a_step_is_any_steps(tmp_path: Path, path: str, other: str) -> None:
+    """As transformers and DeepSpeed name theirs."""
+    kept(tmp_path, {path: OLD})
+    assert take_spare_of(next_file(tmp_path, "a/" + other)) is None
+    assert take_spare_of(next_file(tmp_path, other.replace("-", "-0x"))) is None
+    descriptor = take_spare_of(next_file(tmp_path, other))
+    assert descriptor is not None
+    os.close(descriptor)
+
+
 def opened(path: Path) -> Callable[[], bytes]:
     descriptor = os.open(path, os.O_RDONLY)
     return lambda: os.pread(descriptor, len(OLD), 0)

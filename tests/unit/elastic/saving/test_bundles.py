@@ -113,7 +113,7 @@ def test_pools_follow_the_order_of_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(bundles, "storage_order", lambda count: as_text[:count])
     monkeypatch.setattr(bundles, "recorded", lambda file: [4] * len(file["pools"]))
     content = Bundle({n: torch.full((1,), float(n)) for n in range(12)})
-    made = b"".join(bytes(piece) for piece in bundles.pieces(content))
+    made = b"".join(bytes(piece) for piece in content.pieces())
     assert torch.frombuffer(bytearray(made), dtype=torch.float32).tolist() == [float(n) for n in as_text]
 
 

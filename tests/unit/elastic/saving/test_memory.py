@@ -19,12 +19,14 @@ import torch
 
 from dalsegno.elastic import background
 from dalsegno.elastic.checkpoint import SHARDED, CheckpointStore, Manifest, Position, verify
+from dalsegno.elastic.checkpoint import files as reading
 from dalsegno.elastic.checkpoint.parts import parts_directory, read_parts
 from dalsegno.elastic.rank.identity import Identity, ResumeOrder, from_environment
 from dalsegno.elastic.saving import tiers
 from dalsegno.elastic.saving.content import Content
 from dalsegno.elastic.saving.resuming import Damaged, ResumePoint, handed_out
 from dalsegno.elastic.saving.saving import SaveError, Saver
+from dalsegno.elastic.saving.writing import write_files
 from dalsegno.elastic.training.saves import Saves
 from dalsegno.protos import worker_pb2
 from tests.support.workers.threads import Gone, Threads, together
@@ -134,7 +136,8 @@ def save(saver: Saver, group: Threads, *, waits: bool, step: int = 5, drain: boo
     if waits:
         options = {"create_directory": True, "drain": drain, "in_memory": True}
         return saver.save(content(step), writes(group.rank, step), **options)  # type: ignore[arg-type]
-    name = saver.begin(content(step), lambda: files_of(group.rank, step), lambda: None, drain=drain, in_memory=True)
+    state = background(lambda: files_of(group.rank, step))
+    name = saver.begin(content(step), state, lambda: None, drain=drain, in_memory=True)
     ended = saver.settle()
     if ended is None:
         return None
@@ -251,7 +254,7 @@ def test_memory_that_ends_in_the_middle_fails_on_all_and_leaves_nothing(
         if waits:
             return saver.save(content(), write, create_directory=True, drain=False, in_memory=True)
         files = files_of(group.rank) | ({"unlucky.pt": Unlucky()} if group.rank == 3 else {})
-        saver.begin(content(), lambda: files, lambda: None, drain=False, in_memory=True)
+        saver.begin(content(), background(lambda: files), lambda: None, drain=False, in_memory=True)
         return saver.settle()
 
     assert job.run(work) == [None] * 4
@@ -290,7 +293,7 @@ def test_a_state_that_is_larger_than_the_memory_is_no_mistake(
         if waits:
             return saver.save(content(), write, create_directory=True, drain=False, in_memory=True)
         state = {f"{group.rank}.pt": {"w": weights}}
-        saver.begin(content(), lambda: state, lambda: None, drain=False, in_memory=True)
+        saver.begin(content(), background(lambda: state), lambda: None, drain=False, in_memory=True)
         return saver.settle()
 
     assert job.run(work) == [None, None]
@@ -325,14 +328,17 @@ def test_a_mistake_in_the_scripts_save_ends_the_run_as_on_the_disk(tmp_path: Pat
     assert not [path for node in range(2) for path in job.memory(node).glob("step-*")]
 
 
-def test_of_a_file_that_several_nodes_write_the_first_ones_counts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("summed", [False, True], ids=["read", "summed"])
+def test_of_a_file_that_several_nodes_write_the_first_ones_counts(tmp_path: Path, summed: bool) -> None:
     """As on the disk, where one is left of them: the others are taken away, so that the part can come in its place."""
     job = Job(tmp_path, 3)
 
     def work(saver: Saver, group: Threads) -> Any:
         def write(path: Path) -> None:
             writes(group.rank)(path)
-            if group.rank > 0:
+            if group.rank > 0 and summed:
+                write_files(path, {"arguments.json": f"rank {group.rank}".encode()})
+            elif group.rank > 0:
                 (path / "arguments.json").write_text(f"rank {group.rank}")
 
         return saver.save(content(), write, create_directory=True, drain=False, in_memory=True)
@@ -344,6 +350,29 @@ def test_of_a_file_that_several_nodes_write_the_first_ones_counts(tmp_path: Path
     whole = job.gather(name)
     verify(whole, manifests[2])
     assert (whole / "arguments.json").read_text() == "rank 1"
+
+
+def test_nobody_reads_back_what_was_summed_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one rank alone, whatever rank of a node lists it."""
+    job, read = Job(tmp_path, 2, per_node=2), set[str]()
+    summing = reading.checksum
+
+    def noted(root: Path, path: str, **options: Any) -> Any:
+        read.add(path)
+        return summing(root, path, **options)
+
+    monkeypatch.setattr(reading, "checksum", noted)
+
+    def work(saver: Saver, group: Threads) -> Any:
+        def write(path: Path) -> None:
+            writes(group.rank)(path)
+            write_files(path, {f"own/{group.rank}.pt": bytes([group.rank]) * 2000})
+
+        return saver.save(content(), write, create_directory=True, drain=False, in_memory=True)
+
+    manifest = job.run(work)[0]
+    assert {f"own/{rank}.pt" for rank in range(4)} == {entry.path for entry in manifest.files} - read
+    verify(job.gather(manifest.name), manifest)
 
 
 def test_a_rank_that_dies_in_the_middle_is_a_lost_peer(tmp_path: Path) -> None:
@@ -499,7 +528,8 @@ def test_the_copy_is_of_the_moment(tmp_path: Path) -> None:
     weights = torch.ones(1000)
 
     def work(saver: Saver, group: Threads) -> Any:
-        saver.begin(content(), lambda: {"model.pt": {"w": weights}}, lambda: None, drain=False, in_memory=True)
+        state = background(lambda: {"model.pt": {"w": weights}})
+        saver.begin(content(), state, lambda: None, drain=False, in_memory=True)
         weights.zero_()
         assert saver.under_way is not None
         assert not read_parts(job.memory(0) / "step-5.e3.1"), "no part is noted before all ranks know of it"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dalsegno.agent.workers.worker_env import WorldPlace, worker_environment
+from dalsegno.elastic import background
 from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, Position
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.identity import Identity, from_environment
@@ -88,7 +89,7 @@ def test_a_power_cut_leaves_the_last_checkpoint_whole(
             before.append(manifest.name)
         else:
             files = {name: name.encode() * 100 for name in ("a/1.pt", "a/2.pt", "b/c/3.pt")}
-            assert saver.begin(content, lambda files=files: files, lambda: None, drain=False)  # type: ignore[misc]
+            assert saver.begin(content, background(lambda files=files: files), lambda: None, drain=False)  # type: ignore[misc]
             settled = saver.settle()
             assert settled is not None
             before.append(settled[1].name)

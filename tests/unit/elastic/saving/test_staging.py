@@ -160,7 +160,9 @@ def test_memory_is_used_again_but_not_while_it_is_read() -> None:
 
 
 def begin(saver: Saver, step: int, files: dict[str, Any], metric: float | None = None) -> str | None:
-    return saver.begin(Content(step, Position(0, step), metric=metric), lambda: files, lambda: None, drain=False)
+    return saver.begin(
+        Content(step, Position(0, step), metric=metric), background(lambda: files), lambda: None, drain=False
+    )
 
 
 class Gate:
@@ -228,7 +230,7 @@ def test_the_state_is_asked_for_before_anything_is_written(tmp_path: Path) -> No
 
     saver = Saver(Identity(epoch=1), Solo(), CheckpointStore(tmp_path), None, None)
     with pytest.raises(SaveError, match="KeyError: 'model'"):
-        saver.begin(Content(1, Position()), broken, lambda: None, drain=False)
+        saver.begin(Content(1, Position()), background(broken), lambda: None, drain=False)
     assert not list(tmp_path.glob("step-*"))
     assert background(broken).state is broken
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback
+from safetensors.torch import load_file
+from transformers import Trainer, TrainerCallback
 
 from dalsegno.elastic import Drained
-from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, inventory
+from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, inventory, verify
+from dalsegno.elastic.saving import background_save
 from dalsegno.elastic.saving.tiers import Memory
 from dalsegno.elastic.training import entry
 from dalsegno.elastic.training.saves import Saves
@@ -72,6 +76,40 @@ def test_memory_saves_are_nobodys_but_the_runs(tmp_path: Path, memory: Path, mon
         *("checkpoint-10", "checkpoint-12", "checkpoint-5"),
     ]
     assert found == hf.train(make(tmp_path / "b", monkeypatch, every=0))
+
+
+class ReadsBack(Trainer):  # type: ignore[misc]  # transformers is not typed
+    """Somebody's own, which looks at what it has just saved."""
+
+    def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        assert len(load_file(Path(output_dir) / "model.safetensors")) > 10
+
+
+@pytest.mark.parametrize(("base", "waits"), [(Trainer, False), (ReadsBack, True)])
+def test_the_training_goes_on_while_it_is_written(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, base: type[Any], waits: bool
+) -> None:
+    """And it does not where a class of somebody's own saves, which may read back what it wrote."""
+    may_write, under_way = threading.Event(), list[bool]()
+    write = background_save.save
+
+    def held(*given: Any) -> None:
+        assert may_write.wait(30)
+        write(*given)
+
+    monkeypatch.setattr(background_save, "save", held)
+
+    def look() -> None:
+        under_way.append(entry._sessions[0].saves.under_way(in_memory=True))
+        may_write.set()
+
+    hf.train(make(tmp_path / "a", monkeypatch, hf.At(3, look), base=base))
+    assert under_way == [not waits]
+    files = [json.loads((path / "trainer_state.json").read_text()) for path in memory.glob("step-*/checkpoint-*")]
+    assert sorted(one["global_step"] for one in files) == [2, 4, 6, 8]
+    for one in inventory(memory):
+        verify(memory / one.name, one)
 
 
 def test_a_crash_goes_on_from_the_last_of_them(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,153 @@
+"""Where a Trainer's files go that it writes with ``torch.save`` or safetensors: nearly all of a checkpoint's bytes.
+
+Its own call writes a new file, which a session then reads once more for its checksum. `written_here` writes the same
+file in one pass, over the pages of an older one where that is possible, as all other saves are. `kept_here` writes
+nothing: what is to be written is copied at the call, so a thread can write it while the training goes on.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dalsegno.elastic.saving.packed import PackedFile
+from dalsegno.elastic.saving.safetensors_files import Safetensors, is_plain
+from dalsegno.elastic.saving.writing import write_files
+
+# Who calls safetensors' function by a name of its own. What others write with it they write themselves.
+_CALLERS = (
+    ("safetensors.torch", "save_file"),
+    ("transformers.modeling_utils", "safe_save_file"),
+    ("peft.peft_model", "safe_save_file"),
+    ("accelerate.utils.other", "safe_save_file"),
+)
+# Of these a copy is what the original is, and is pickled as it is.
+_VALUES = (bool, int, float, complex, str, bytes, type(None))
+
+Put = Callable[[str, Any], None]
+
+
+@contextmanager
+def written_here(root: Path) -> Iterator[None]:
+    """Writes what this thread gives ``torch.save`` and safetensors for a path below ``root``, a checkpoint's directory.
+
+    Raises:
+        OSError: As they do.
+    """
+    with _intercepted(root, lambda path, content: write_files(root, {path: content})):
+        yield
+
+
+class Kept:
+    """Contents of files that are not written, by path.
+
+    Args:
+        root: Where they would be: a directory of this process alone.
+        copy: Copies tensors, and containers of them.
+    """
+
+    def __init__(self, root: Path, copy: Callable[[Any], Any]) -> None:
+        self._root, self._copy = root, copy
+        self._places: dict[tuple[int, int], Any] = {}
+        self._files: dict[str, Any] = {}
+
+    def put(self, path: str, content: Any) -> None:
+        """Copies what is to be written there. An empty file is there instead, which may be renamed or removed.
+
+        Raises:
+            OSError: It could not be made.
+        """
+        kept = self._copy(content) if isinstance(content, Safetensors) or _has_plain_values(content) else None
+        if kept is None:
+            (self._root / path).write_bytes(_pickled(content))
+            return
+        with open(self._root / path, "wb") as file:
+            about = os.fstat(file.fileno())
+        self._places[about.st_dev, about.st_ino] = kept
+
+    def put_file(self, path: Path, content: Any) -> None:
+        """Copies what is to be written there, of what nobody looks for meanwhile."""
+        self._files[str(path.relative_to(self._root))] = self._copy(content)
+
+    def files(self) -> dict[str, Any]:
+        """All files below the root: what was kept of them, else what is in them."""
+        found = dict(self._files)
+        for path in sorted(self._root.rglob("*")):
+            if path.is_file():
+                about = path.stat()
+                kept = None if about.st_size else self._places.get((about.st_dev, about.st_ino))
+                found[str(path.relative_to(self._root))] = path.read_bytes() if kept is None else kept
+        return found
+
+
+@contextmanager
+def kept_here(root: Path, copy: Callable[[Any], Any]) -> Iterator[Kept]:
+    """Keeps copies of what this thread gives ``torch.save`` and safetensors for a path below ``root``."""
+    kept = Kept(root, copy)
+    with _intercepted(root, kept.put):
+        yield kept
+
+
+@contextmanager
+def _intercepted(root: Path, put: Put) -> Iterator[None]:
+    """``put`` gets the path below ``root``, and what `writing.save` takes."""
+    thread, save = threading.get_ident(), torch.save
+    save_file = getattr(sys.modules.get("safetensors.torch"), "save_file", None)
+
+    def below(place: Any) -> str | None:
+        if threading.get_ident() != thread or not isinstance(place, (str, os.PathLike)):
+            return None
+        path = Path(os.path.abspath(place))
+        return str(path.relative_to(root)) if path.is_relative_to(root) else None
+
+    def our_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        path = None if args or kwargs or isinstance(obj, (bytes, PackedFile)) else below(f)
+        if path is None:
+            save(obj, f, *args, **kwargs)
+        else:
+            put(path, obj)
+
+    def our_save_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
+        path = below(filename) if is_plain(tensors) else None
+        if path is None:
+            assert save_file is not None
+            save_file(tensors, filename, metadata)
+        else:
+            put(path, Safetensors(tensors, metadata))
+
+    with ExitStack() as replaced:
+        if getattr(save, "__module__", "") == "torch.serialization":  # else it is somebody's own
+            replaced.callback(setattr, torch, "save", save)
+            torch.save = our_save
+        for module, name in _CALLERS if getattr(save_file, "__module__", "") == "safetensors.torch" else ():
+            there = sys.modules.get(module)
+            if getattr(there, name, None) is save_file:
+                replaced.callback(setattr, there, name, save_file)
+                setattr(there, name, our_save_file)
+        yield
+
+
+def _pickled(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def _has_plain_values(content: Any) -> bool:
+    """It consists of tensors and plain values in dictionaries, lists and tuples: a copy of it is pickled alike."""
+    if type(content) in _VALUES:
+        return True
+    if type(content) is torch.Tensor:
+        return not content.requires_grad and not vars(content)
+    if type(content) in (dict, OrderedDict):
+        return all(type(key) in _VALUES for key in content) and all(map(_has_plain_values, content.values()))
+    return type(content) in (list, tuple) and all(map(_has_plain_values, content))

@@ -1,0 +1,80 @@
+"""A Hugging Face Trainer's memory checkpoints, written while it trains on: no change goes on from the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.integration.test_hf_trainer import training as of_hf
+from tests.integration.test_memory import (
+    EVERY,
+    FREE,
+    HELD,
+    STEPS,
+    Clusters,
+    end,
+    jobs,
+    together,
+    wait_durable,
+    wait_held,
+)
+from tests.support.jobs.cluster import Training, Undisturbed
+from tests.support.jobs.faults import run_directory
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.executed]
+
+__all__ = ["jobs"]
+
+
+def training(*extra: str) -> Training:
+    """Its own saves come behind the end."""
+    one = of_hf(*extra, steps=STEPS)
+    return Training(one.script, STEPS, 1000, extra=one.extra, needs_agent=True, preloaded=one.preloaded)
+
+
+WAYS = [
+    pytest.param((), id="ddp"),
+    *(pytest.param((f"--zero-stage={stage}",), id=f"zero{stage}", marks=pytest.mark.full) for stage in (1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize("extra", WAYS)
+def test_a_killed_node(jobs: Clusters, undisturbed: Undisturbed, extra: tuple[str, ...]) -> None:
+    """The other one goes on from memory, and then brings the step to the disk: a normal checkpoint of the Trainer's."""
+    job, first = together(jobs, "a", "b", training=training(*extra))
+    wait_held(job, job.alive())
+    assert not job.sealed()
+    job.kill_node(job.member(0))  # the one that writes most of it
+    second = job.wait_world(1, after=first)
+    assert job.change(second).resumed == HELD
+    wait_durable(job, HELD)
+    place = next(run_directory(job).glob(f"step-{HELD}.*")) / f"checkpoint-{HELD}"
+    assert json.loads((place / "trainer_state.json").read_text())["global_step"] == HELD
+    assert len(load_file(place / "model.safetensors")) > 10
+    assert (place / "config.json").exists()
+    end(job, undisturbed)
+    job.assert_lost({second: range(1, EVERY + FREE + 1)})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("extra", WAYS)
+def test_a_killed_worker_a_join_and_a_leave(jobs: Clusters, undisturbed: Undisturbed, extra: tuple[str, ...]) -> None:
+    """A crash on a single node, and planned changes, which drain into memory."""
+    job = jobs(nnodes="1:2", training=training(*extra))
+    first = job.open("a")
+    wait_held(job, job.alive())
+    os.kill(job.worker_pid(job.node("a")), signal.SIGKILL)
+    second = job.wait_world(1, after=first)
+    assert job.change(second).resumed == HELD
+    job.start("b")
+    third = job.wait_world(2, after=second)
+    wait_durable(job, job.change(third).resumed)
+    job.leave(job.node("b"))
+    fourth = job.wait_world(1, after=third)
+    wait_durable(job, job.change(fourth).resumed)
+    end(job, undisturbed)
+    job.assert_lost({second: range(1, EVERY + FREE + 1)})
