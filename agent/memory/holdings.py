@@ -312,15 +312,18 @@ class Holdings:
             stay |= {name for run, name in self._busy if run == run_id}
             gone = {name: self._steps.pop((run_id, name), None) for name in sorted(set(ages) - stay)}
             aside = {name: list(self._put_aside(run_id, name)) for name in gone}
-        self._keep_spares(run_id, epoch, {name: known[name] for name in gone if name in of_epoch}, aside)
+        # A world that saves to memory again and again goes on over the files of the step that it began with. One that
+        # only drains there saves once: nothing is held back for that.
+        replaced = {name: known[name] for name in gone if name in known} if of_epoch else {}
+        self._keep_spares(run_id, epoch, replaced, aside)
         for path in itertools.chain(*aside.values()):
             shutil.rmtree(path, ignore_errors=True)
         return [HeldParts(run_id, _held(run_id, step).checkpoint, ()) for step in gone.values() if step is not None]
 
     def _keep_spares(self, run_id: str, epoch: int, gone: Mapping[str, _Step], aside: Mapping[str, list[Path]]) -> None:
-        """Keeps the files of the last step that newer ones of its epoch have replaced."""
+        """Keeps the files of the last step that newer ones have replaced."""
         if self._spares.get(run_id, epoch) != epoch:
-            # Another world writes other files, and perhaps none in memory.
+            # Another world may write other files, and perhaps none in memory.
             self.clear_spares()
         if gone:
             last = max(gone, key=lambda name: CheckpointName.parse(name).age)

@@ -118,18 +118,38 @@ def test_the_next_step_is_written_over_the_last_that_was_replaced(
         assert not folder.exists()
 
 
-def test_another_world_has_no_spares_of_this_one(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files are others, and a world that drains only saves once: nothing is held back for that."""
+def test_a_world_that_only_drains_to_memory_has_no_spares(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It saves there once: nothing is held back for that. Its files may be others than those of the world before."""
     monkeypatch.setattr(spares, "LEAST_BYTES", 1000)
     holdings, folder = Holdings(tmp_path), memory / spares.FOLDER
     for number in range(1, 4):
         put(holdings, memory, f"step-{number}.e1.1")
     holdings.keep(RUN, 1, frozenset(), 2)
     assert os.listdir(folder)
+    resumed = frozenset({holdings.all()[-1].checkpoint.ref.digest})
+    holdings.keep(RUN, 2, resumed, 2)
+    assert names(holdings) == ["step-3.e1.1"]
+    assert not folder.exists()
+    holdings.keep(RUN, 2, frozenset(), 2)
+    assert names(holdings) == []
+    assert not folder.exists()
+
+
+def test_a_world_that_saves_there_goes_on_over_what_it_began_with(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New files would cost their pages anew, just behind a change."""
+    monkeypatch.setattr(spares, "LEAST_BYTES", 1000)
+    holdings, folder = Holdings(tmp_path), memory / spares.FOLDER
+    begun = put(holdings, memory, "step-3.e1.1")
+    inode = (memory / "step-3.e1.1" / "rank0.pt").stat().st_ino
+    holdings.keep(RUN, 2, frozenset({begun.digest}), 2)
     put(holdings, memory, "step-4.e2.1")
     holdings.keep(RUN, 2, frozenset(), 2)
     assert names(holdings) == ["step-4.e2.1"]
-    assert not folder.exists()
+    assert (folder / "=rank0.pt").stat().st_ino == inode
 
 
 def test_nothing_at_work_and_nothing_that_may_be_written_is_deleted(tmp_path: Path, memory: Path) -> None:
