@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -67,6 +68,13 @@ def _look(path: Path) -> tuple[int, ...] | None:
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
+def _is_regular(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
 class SummedFile:
     """A new file. As a context manager it is closed at the end.
 
@@ -75,8 +83,7 @@ class SummedFile:
     Args:
         path: Is not there yet.
         moved: Told of bytes that were written just now.
-        anew: What is there is written over.
-
+        anew: What is there is replaced. Whoever has it open or mapped still sees that, perhaps to write it once more.
     """
 
     def __init__(self, path: Path, moved: Callable[[int], None] = lambda count: None, *, anew: bool = False) -> None:
@@ -94,7 +101,10 @@ class SummedFile:
         return self
 
     def _new(self) -> int:
-        how = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if self._anew else os.O_EXCL)
+        how = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        if self._anew and _is_regular(self._path):
+            os.unlink(self._path)
+        how |= os.O_TRUNC if self._anew else os.O_EXCL
         try:
             return os.open(self._path, how, 0o644)
         except OSError as error:

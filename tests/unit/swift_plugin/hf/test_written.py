@@ -51,6 +51,19 @@ def test_files_are_written_and_summed_in_one_pass(tmp_path: Path) -> None:
     assert restored()
 
 
+def test_a_file_may_be_written_from_itself(tmp_path: Path) -> None:
+    """As a class does that stamps what was saved: what the library has loaded is mapped, and would be cut off."""
+    model = tmp_path / "model"
+    with written_here(tmp_path):
+        safetensors.torch.save_file({"w": torch.ones(3000)}, model)
+        safetensors.torch.save_file(safetensors.torch.load_file(model), model, {"stamped": "yes"})
+        mapped = torch.ones(5)
+        torch.save({"w": mapped}, tmp_path / "state")
+        torch.save(torch.load(tmp_path / "state", mmap=True), tmp_path / "state")
+    assert torch.equal(safetensors.torch.load_file(model)["w"], torch.ones(3000))
+    assert torch.equal(torch.load(tmp_path / "state")["w"], mapped)
+
+
 def test_what_is_none_of_ours_is_left_alone(tmp_path: Path) -> None:
     """Elsewhere, into an open file, with other options, bytes, of another thread, or what the library refuses."""
     root, out = tmp_path / "step-1-e1", tmp_path / "step-1-e10"
