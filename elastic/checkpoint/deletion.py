@@ -14,9 +14,6 @@ from .manifest import Manifest
 from .marks import unmark
 from .spares import keep_retired
 
-# Where a Trainer of transformers writes, inside a checkpoint.
-_OF_TRAINERS = "checkpoint-"
-
 log = logging.getLogger(__name__)
 
 
@@ -29,7 +26,7 @@ def delete(directory: Path, *, replaced: bool = False) -> None:
     Args:
         directory: The checkpoint's.
         replaced: A newer one counts: the next one may be written over its files, see `spares`. (Not over what a
-            script or a library has written by itself: nobody would ever take these.)
+            script without a session has written: nobody would ever take these.)
 
     Raises:
         OSError: The file system refused a deletion; this is the first such error. Everything else is deleted.
@@ -77,4 +74,4 @@ def _written_here(directory: Path) -> list[str]:
         return []
     if manifest.form != SHARDED or manifest.saved_as is not None:
         return []
-    return [entry.path for entry in manifest.files if not entry.path.startswith(_OF_TRAINERS)]
+    return [entry.path for entry in manifest.files]

@@ -73,14 +73,20 @@ class Safetensors(PackedFile):
             yield from values(list(group))
 
 
-def is_plain(tensors: Any) -> bool:
+def is_plain(tensors: Any, metadata: Any = None) -> bool:
     """Whether `Safetensors` writes them as the library would; of others the library knows what to say."""
+    if metadata is not None and not (isinstance(metadata, dict) and all(map(_is_text, metadata.items()))):
+        return False
     if type(tensors) not in (dict, OrderedDict) or not all(type(name) is str for name in tensors):
         return False
     if not all(_is_plain(tensor) for tensor in tensors.values()):
         return False
     places = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in tensors.values() if tensor.nbytes)
     return all(begin + count <= following for (begin, count), (following, _) in itertools.pairwise(places))
+
+
+def _is_text(item: tuple[Any, Any]) -> bool:
+    return all(type(text) is str for text in item)
 
 
 def _is_plain(tensor: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Callable, Mapping
@@ -55,9 +56,8 @@ class Summed:
 
     def entries(self, root: Path) -> tuple[FileEntry, ...]:
         """Files below ``root`` that nobody has touched since."""
-        return tuple(
-            one.entry for one in self._found if one.root == root and _look(root / one.entry.path) == one.looked
-        )
+        last = {one.entry.path: one for one in self._found if one.root == root}
+        return tuple(one.entry for path, one in last.items() if _look(root / path) == one.looked)
 
 
 def _look(path: Path) -> tuple[int, ...] | None:
@@ -75,6 +75,13 @@ def _is_regular(path: Path) -> bool:
         return False
 
 
+def _date_back(path: Path) -> None:
+    """Gives it a time that no later change of it has: some kernels' clocks for files tick every 10 ms."""
+    with contextlib.suppress(OSError):
+        about = os.lstat(path)
+        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns - 10**9), follow_symlinks=False)
+
+
 class SummedFile:
     """A new file. As a context manager it is closed at the end.
 
@@ -88,6 +95,7 @@ class SummedFile:
 
     def __init__(self, path: Path, moved: Callable[[int], None] = lambda count: None, *, anew: bool = False) -> None:
         self._path, self._moved, self._anew = path, moved, anew
+        self._mode = 0o666 if anew else 0o644  # what libraries write has the umask's
         self._error: OSError | None = None
         self._short = bytearray()
         self._told = 0
@@ -106,10 +114,10 @@ class SummedFile:
             os.unlink(self._path)
         how |= os.O_TRUNC if self._anew else os.O_EXCL
         try:
-            return os.open(self._path, how, 0o644)
+            return os.open(self._path, how, self._mode)
         except OSError as error:
             make_room_for(self._path, error)
-            return os.open(self._path, how, 0o644)
+            return os.open(self._path, how, self._mode)
 
     def __exit__(self, *_: object) -> None:
         try:
@@ -219,6 +227,8 @@ def write_files(root: Path, files: Mapping[str, Any]) -> None:
         with SummedFile(target, anew=True) as file:
             save(content, file)
             digest = file.finish(lasting=False)
-        sums, looked = _sums.get(), _look(target)
+        if (sums := _sums.get()) is not None:
+            _date_back(target)
+        looked = _look(target)
         if sums is not None and looked is not None:
             sums.append(_Sum(root, FileEntry(path, file.size, digest), looked))

@@ -133,11 +133,12 @@ class TrainerWrite:
         try:
             with self._saving_to(own), kept_here(own, copy) as self.kept:
                 self._save()
-            self.errors.raise_first()
-            if self._rank == 0:
-                self._unfinished.write(own)
-            return self.kept.files()
+                self.errors.raise_first()
+                if self._rank == 0:
+                    self._unfinished.write(own)
+                return self.kept.files()
         finally:
+            self.kept = None
             shutil.rmtree(own, ignore_errors=True)
 
     @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from enum import Enum
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +75,6 @@ class ElasticRun:
         )
         self.strategy = _strategy(trainer)
         self._reshards = partial(_reshards, trainer)
-        self._writes_as_known = cache(_writes_as_known)
         check_strategy(session.resume, self.strategy)
         self.by_samples = options.mean_over_samples
         self.loader = data.make(trainer, self.plan, session, by_samples=self.by_samples)
@@ -154,16 +155,18 @@ class ElasticRun:
         best = state.best_model_checkpoint
         # A save that is not a drain's is told of as soon as it is made, so never in what it saves.
         due = self.unfinished or Unfinished(tell_of_save=not self.in_memory)
+        # Between the Trainer's own saves nobody waits for one, where on all ranks its files are written as we know it.
+        behind = self.in_memory and not self.draining
+        told = self.session.gather([float(trainer._tr_loss), behind and _writes_as_known(trainer)])
+        behind = all(known for _, known in told)
         unfinished = replace(
             due,
-            loss=self.session.sum(float(trainer._tr_loss)) / self.session.world_size,
+            loss=math.fsum(loss for loss, _ in told) / self.session.world_size,
             logged=trainer._globalstep_last_logged,
             epoch_end=self.loader.epoch_is_over and not self.epoch_ended,
             callbacks=trainer.remembered(),
         )
         self.writing = write = TrainerWrite(save, unfinished, self.session.rank, _reshards(trainer))
-        # Between the Trainer's own saves nobody waits for one, where its files are written as we know it.
-        behind = self.in_memory and not self.draining and self._writes_as_known(trainer)
         try:
             ref = self.session.save(
                 Background(write.copies, write, copies=True) if behind else write,
@@ -364,11 +367,25 @@ _WRITING = (
 
 def _writes_as_known(trainer: Any) -> bool:
     """Whether nobody reads back what was written in the same save, which somebody else's class might do."""
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    methods = [(trainer, name) for name in _WRITING] + [(model, "save_pretrained")]
-    if any(refusals.overrides(one, name, _WRITERS) or name in vars(one) for one, name in methods):
+    args, model = trainer.args, trainer.model
+    # Files of torch are written at once, so weights in one would be waited for in any case.
+    if not getattr(args, "safe_serialization", True) or getattr(args, "save_safetensors", True) is False:
         return False
-    if hasattr(getattr(trainer, "template", None), "save_callback"):
+    template = getattr(trainer, "template", None)
+    beside = [
+        *(getattr(trainer, "processing_class", None), getattr(trainer.data_collator, "tokenizer", None)),
+        *(
+            model,
+            getattr(model, "_orig_mod", None),
+            getattr(model, "config", None),
+            getattr(template, "processor", None),
+        ),
+    ]
+    methods = [(trainer, name) for name in _WRITING] + [(one, "save_pretrained") for one in beside if one is not None]
+    if any(refusals.overrides(one, name, _WRITERS) or name in getattr(one, "__dict__", ()) for one, name in methods):
+        return False
+    tuners = getattr(sys.modules.get("swift.tuner_plugin"), "tuners_map", {})
+    if getattr(args, "tuner_type", None) in tuners or hasattr(template, "save_callback"):
         return False
     if not trainer.is_deepspeed_enabled:
         return True

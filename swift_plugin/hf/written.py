@@ -15,11 +15,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-from dalsegno.elastic.saving.packed import PackedFile
 from dalsegno.elastic.saving.safetensors_files import Safetensors, is_plain
 from dalsegno.elastic.saving.writing import write_files
 
@@ -32,6 +31,7 @@ _CALLERS = (
 )
 # Of these a copy is what the original is, and is pickled as it is.
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
+_OF_AN_OPTIMIZER = frozenset({"state", "param_groups"})
 
 Put = Callable[[str, Any], None]
 
@@ -57,7 +57,8 @@ class Kept:
 
     def __init__(self, root: Path, copy: Callable[[Any], Any]) -> None:
         self._root, self._copy = root, copy
-        self._places: dict[tuple[int, int], Any] = {}
+        # Open until the end: so nobody else's file gets the number of one that was removed.
+        self._places: dict[tuple[int, int], tuple[BinaryIO, Any]] = {}
         self._files: dict[str, Any] = {}
 
     def put(self, path: str, content: Any) -> None:
@@ -66,13 +67,14 @@ class Kept:
         Raises:
             OSError: It could not be made.
         """
-        kept = self._copy(content) if isinstance(content, Safetensors) or _has_plain_values(content) else None
-        if kept is None:
+        if not isinstance(content, Safetensors) and not _is_copied_alike(content):
             (self._root / path).write_bytes(_pickled(content))
             return
-        with open(self._root / path, "wb") as file:
-            about = os.fstat(file.fileno())
-        self._places[about.st_dev, about.st_ino] = kept
+        kept, place = self._copy(content), self._root / path
+        place.unlink(missing_ok=True)
+        file = open(place, "xb")  # noqa: SIM115
+        about = os.fstat(file.fileno())
+        self._places[about.st_dev, about.st_ino] = file, kept
 
     def put_file(self, path: Path, content: Any) -> None:
         """Copies what is to be written there, of what nobody looks for meanwhile."""
@@ -84,47 +86,72 @@ class Kept:
         for path in sorted(self._root.rglob("*")):
             if path.is_file():
                 about = path.stat()
-                kept = None if about.st_size else self._places.get((about.st_dev, about.st_ino))
-                found[str(path.relative_to(self._root))] = path.read_bytes() if kept is None else kept
+                _, kept = self._places.get((about.st_dev, about.st_ino), (None, None))
+                found[str(path.relative_to(self._root))] = path.read_bytes() if about.st_size or kept is None else kept
         return found
+
+    def close(self) -> None:
+        """Nothing is asked of it any more."""
+        for file, _ in self._places.values():
+            file.close()
+        self._places.clear()
+        self._files.clear()
 
 
 @contextmanager
 def kept_here(root: Path, copy: Callable[[Any], Any]) -> Iterator[Kept]:
-    """Keeps copies of what this thread gives ``torch.save`` and safetensors for a path below ``root``."""
+    """Keeps copies of what this thread gives ``torch.save`` and safetensors for a path below ``root``.
+
+    The `Kept` is good inside.
+    """
     kept = Kept(root, copy)
-    with _intercepted(root, kept.put):
-        yield kept
+    try:
+        with _intercepted(root, kept.put):
+            yield kept
+    finally:
+        kept.close()
+
+
+class _Saving:
+    """One save by a Trainer: which files are ours to write. Afterwards none is, whoever still calls its functions."""
+
+    def __init__(self, root: Path, put: Put) -> None:
+        self._thread, self._root, self._put = threading.get_ident(), root, put
+        self._over = False
+
+    def takes(self, place: Any, content: Any) -> bool:
+        """Whether it was ours, and is done."""
+        if self._over or threading.get_ident() != self._thread or not isinstance(place, (str, os.PathLike)):
+            return False
+        path = Path(os.path.abspath(place))
+        if not path.is_relative_to(self._root):
+            return False
+        self._put(str(path.relative_to(self._root)), content)
+        return True
+
+    def end(self) -> None:
+        """Whoever has imported one of its functions meanwhile has the library's from now on."""
+        self._over, self._put = True, lambda path, content: None
 
 
 @contextmanager
 def _intercepted(root: Path, put: Put) -> Iterator[None]:
     """``put`` gets the path below ``root``, and what `writing.save` takes."""
-    thread, save = threading.get_ident(), torch.save
+    saving, save = _Saving(root, put), torch.save
     save_file = getattr(sys.modules.get("safetensors.torch"), "save_file", None)
 
-    def below(place: Any) -> str | None:
-        if threading.get_ident() != thread or not isinstance(place, (str, os.PathLike)):
-            return None
-        path = Path(os.path.abspath(place))
-        return str(path.relative_to(root)) if path.is_relative_to(root) else None
-
     def our_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        path = None if args or kwargs or isinstance(obj, (bytes, PackedFile)) else below(f)
-        if path is None:
+        # All else is small. Besides, an archive of ours has no CRC of its own, and other programs may ask for that.
+        if args or kwargs or not _is_of_an_optimizer(obj) or not saving.takes(f, obj):
             save(obj, f, *args, **kwargs)
-        else:
-            put(path, obj)
 
     def our_save_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
-        path = below(filename) if is_plain(tensors) else None
-        if path is None:
+        if not is_plain(tensors, metadata) or not saving.takes(filename, Safetensors(tensors, metadata)):
             assert save_file is not None
             save_file(tensors, filename, metadata)
-        else:
-            put(path, Safetensors(tensors, metadata))
 
     with ExitStack() as replaced:
+        replaced.callback(saving.end)
         if getattr(save, "__module__", "") == "torch.serialization":  # else it is somebody's own
             replaced.callback(setattr, torch, "save", save)
             torch.save = our_save
@@ -136,18 +163,29 @@ def _intercepted(root: Path, put: Put) -> Iterator[None]:
         yield
 
 
+def _is_of_an_optimizer(content: Any) -> bool:
+    return type(content) in (dict, OrderedDict) and content.keys() >= _OF_AN_OPTIMIZER
+
+
 def _pickled(content: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
 
 
-def _has_plain_values(content: Any) -> bool:
+def _is_copied_alike(content: Any) -> bool:
     """It consists of tensors and plain values in dictionaries, lists and tuples: a copy of it is pickled alike."""
+    try:
+        return _has_plain_values(content)
+    except RecursionError:  # it contains itself
+        return False
+
+
+def _has_plain_values(content: Any) -> bool:
     if type(content) in _VALUES:
         return True
     if type(content) is torch.Tensor:
-        return not content.requires_grad and not vars(content)
+        return not (content.requires_grad or content.is_neg() or vars(content))
     if type(content) in (dict, OrderedDict):
         return all(type(key) in _VALUES for key in content) and all(map(_has_plain_values, content.values()))
     return type(content) in (list, tuple) and all(map(_has_plain_values, content))

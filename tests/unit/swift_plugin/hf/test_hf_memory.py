@@ -112,6 +112,46 @@ def test_the_training_goes_on_while_it_is_written(
         verify(memory / one.name, one)
 
 
+class Lists:
+    """A tokenizer of somebody's own, which writes what is there."""
+
+    def save_pretrained(self, directory: str) -> None:
+        sizes = {path.name: path.stat().st_size for path in Path(directory).glob("*.safetensors")}
+        Path(directory, "sizes.json").write_text(json.dumps(sizes))
+
+
+def test_what_somebodys_own_reads_back_is_there(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it comes in the middle of the training."""
+
+    def change() -> None:
+        trainer.processing_class = Lists()
+
+    trainer = make(tmp_path / "a", monkeypatch, hf.At(4, change))
+    hf.train(trainer)
+    found = sorted(path.parent.name for path in memory.glob("step-*/checkpoint-*/sizes.json"))
+    assert found == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
+    for path in memory.glob("step-*/checkpoint-*/sizes.json"):
+        assert json.loads(path.read_text())["model.safetensors"] > 1000
+
+
+def test_all_ranks_wait_for_what_one_must_wait_for(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only rank 0's Trainer was given a method, say; each way has collectives of its own."""
+    under_way = list[bool]()
+    look = lambda: under_way.append(entry._sessions[0].saves.under_way(in_memory=True))  # noqa: E731
+    trainer = make(tmp_path / "a", monkeypatch, hf.At(3, look))
+    gather = trainer.elastic_run.session.gather
+
+    def of_two(message: Any) -> list[Any]:
+        return [*gather(message), [0.0, False]] if isinstance(message, list) else list(gather(message))
+
+    monkeypatch.setattr(trainer.elastic_run.session, "gather", of_two)
+    hf.train(trainer)
+    assert under_way == [False]
+    assert sorted(one.step for one in inventory(memory)) == [2, 4, 6, 8]
+
+
 def test_a_crash_goes_on_from_the_last_of_them(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same curve; callbacks that count saves do not count it."""
     wanted = hf.train(make(tmp_path / "b", monkeypatch, every=0))
