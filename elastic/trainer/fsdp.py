@@ -227,7 +227,7 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer, *, cast: bool = Fal
         with torch.no_grad():
             for key, parameter in sharded.items():
                 start, local = _place(parameter)
-                local.copy_(shards.rows(key, list(parameter.shape), start, local.shape[0]))
+                shards.fill(local, key, list(parameter.shape), start)
         model.load_state_dict(shared["rest"], strict=False)
         _load_optimizer(shared["optimizer"], optimizer, model, shards, cast)
     names: list[str] | None = shared.get("frozen")
@@ -267,45 +267,49 @@ class _Shards:
         ]
         files.callback(self._ranks.clear)  # each mapping ends with its last tensor
         self._path = path
+        # Keys of the optimizer's sharded state, by parameter: looking through all for each takes seconds for thousands.
+        self._keys: dict[str, list[str]] = {}
+        for place in self._shapes:
+            if place.startswith("optimizer/"):
+                name, _, key = place.removeprefix("optimizer/").rpartition("/")
+                self._keys.setdefault(name, []).append(key)
 
     def keys_of(self, name: str) -> list[str]:
         """Keys of the optimizer's sharded state of one parameter."""
-        prefix = f"optimizer/{name}/"
-        return [key[len(prefix) :] for key in self._shapes if key.startswith(prefix) and "/" not in key[len(prefix) :]]
+        return self._keys.get(name, [])
 
     def example(self, key: str) -> Tensor:
         """Some rows of a tensor, with the dtype that it was saved with."""
         value: Tensor = self._ranks[0][key]["value"]
         return value
 
-    def rows(self, key: str, shape: list[int], start: int, count: int) -> Tensor:
-        """Rows ``start`` to ``start + count`` of one tensor.
+    def fill(self, local: Tensor, key: str, shape: list[int], start: int) -> None:
+        """Copies rows of one tensor, from ``start`` on, into ``local``, which has this rank's.
 
         Raises:
             ValueError: It has another shape, or rows are missing.
         """
         if self._shapes[key] != shape:
             raise ValueError(f"the checkpoint is of another model: {key} was {self._shapes[key]} and is {shape}")
-        pieces = []
-        at, stop = start, start + count
+        at, stop = start, start + local.shape[0]
         for rank in self._ranks:
             begin, value = rank[key]["start"], rank[key]["value"]
             low, high = max(at, begin), min(stop, begin + value.shape[0])
             if low == at and low < high:
-                pieces.append(value[low - begin : high - begin])
+                local[at - start : high - start].copy_(value[low - begin : high - begin])
                 at = high
         if at != stop:
             raise ValueError(f"{self._path} has not all rows of {key}")
-        return torch.cat(pieces) if pieces else self._ranks[0][key]["value"][:0]
 
     def like(self, parameter: Any, key: str) -> Any:
-        """An empty state of ``parameter``, sharded as the parameter is."""
+        """A state of ``parameter``, sharded as the parameter is."""
         from torch.distributed.tensor import DTensor
 
         start, local = _place(parameter)
-        rows = self.rows(key, list(parameter.shape), start, local.shape[0]).to(local.device)
+        rows = torch.empty_like(local, dtype=self.example(key).dtype, requires_grad=False)
+        self.fill(rows, key, list(parameter.shape), start)
         return DTensor.from_local(
-            rows.clone(),
+            rows,
             parameter.device_mesh,
             parameter.placements,
             run_check=False,
