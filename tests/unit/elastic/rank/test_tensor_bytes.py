@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dalsegno.elastic.data.prints import print_of
 from dalsegno.elastic.rank.tensor_bytes import bytes_of
-from dalsegno.elastic.saving.bundles import Bundle, pieces
+from dalsegno.elastic.saving.bundles import Bundle
 from dalsegno.elastic.training import held_state
 from dalsegno.elastic.training.digest import digests
 from dalsegno.elastic.training.sources import fingerprint
@@ -45,7 +45,7 @@ LOOKS: dict[str, Callable[[Tensor], Any]] = {
     "held": held_state._bytes,
     "fingerprint": fingerprint,
     "print_of": print_of,
-    "pieces": lambda tensor: list(pieces(Bundle({"values": tensor}))),
+    "pieces": lambda tensor: list(Bundle({"values": tensor}).pieces()),
     "unlisted": _unlisted,
 }
 
