@@ -361,20 +361,21 @@ def test_a_thread_that_needs_the_place_first_ends_it(make: Make, caplog: pytest.
 EARLIER_THREAD = """
 import os, threading, time
 from dalsegno.protos import ahead
-threading.Thread(target=lambda: print(os.environ["RANK"], flush=True)).start()
+threading.Thread(target=lambda: print(os.environ["RANK"] + "\\n", end="", flush=True)).start()
 time.sleep(1)
 running = ahead.running()
 if running:
-    running.first(lambda: print("first", threading.current_thread() is threading.main_thread(), flush=True))
+    is_main = lambda: threading.current_thread() is threading.main_thread()
+    running.first(lambda: print(f"first {is_main()}\\n", end="", flush=True))
 end = time.monotonic() + 3
 while time.monotonic() < end: pass
 os.environ["WORLD_SIZE"]
-print("then", flush=True)
+print("then\\n", end="", flush=True)
 """
 
 
 def test_what_comes_first_is_the_main_threads(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    """Also where another thread waits for the place already."""
+    """Also where another thread waits for the place already. (Two threads' lines mix, unless each is one write.)"""
     caplog.set_level(logging.INFO)
     ahead = make()
     ahead.run(EARLIER_THREAD)

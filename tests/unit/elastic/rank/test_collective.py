@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -12,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from dalsegno.elastic.rank.collective import FORM, HEAD_BYTES, LENGTH_BYTES, GlooCollective
+from tests.support.jobs.ports import free_port
 
 ROOM = HEAD_BYTES - LENGTH_BYTES
 RANK = """
@@ -36,9 +36,7 @@ def test_messages_are_gathered_whole_whatever_their_lengths() -> None:
         [3, 3, ROOM + 1],
         [100_000, 2, ROOM + 7],
     ]
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
+    port = free_port()
     place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from dalsegno.elastic.rank.collective import GlooCollective
 from dalsegno.elastic.rank.process_group import shared_cards
 from dalsegno.elastic.saving.staging import HostBuffers
 from dalsegno.elastic.trainer.strategies import own_device
+from tests.support.jobs.ports import free_port
 
 CPU = torch.device("cpu")
 
@@ -191,9 +191,7 @@ def elsewhere() -> Iterator[None]:
 @pytest.mark.usefixtures("elsewhere")
 def test_a_default_device_does_not_move_what_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """The session's collectives, copies for saves, generators and loaders stay on the CPU."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
+    port = free_port()
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
     group = GlooCollective(0, 1, 0)
