@@ -11,7 +11,6 @@ import json
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -90,8 +89,7 @@ def hf(megabytes: int, s: BareSession) -> tuple[Any, Any, list[torch.Tensor]]:
     from dalsegno.swift_plugin.hf import elastic
     from dalsegno.swift_plugin.hf.checkpoints import TrainerWrite, Unfinished
 
-    output = Path(tempfile.mkdtemp(prefix="dalsegno-benchmark-"))
-    args = TrainingArguments(str(output), per_device_train_batch_size=1, report_to="none", use_cpu=True, max_steps=9)
+    args = TrainingArguments(str(s.run_dir), per_device_train_batch_size=1, report_to="none", use_cpu=True, max_steps=9)
     trainer: Any = elastic(Trainer(model_of(megabytes), args, train_dataset=[{}] * 16))
     trainer.create_optimizer_and_scheduler(9)
     model, optimizer = trainer.model, trainer.optimizer

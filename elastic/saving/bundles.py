@@ -47,7 +47,25 @@ class Bundle(PackedFile):
         Raises:
             RuntimeError: Torch lays such a file out in another way than it did, or cannot write the rest.
         """
-        return _pieces(self)
+        packer = _Packer()
+        tree = json.dumps(packer.node(self))
+        rest = ""
+        if packer.rest:
+            held = io.BytesIO()
+            torch.save(packer.rest, held)
+            rest = held.getvalue().decode("latin-1")
+        # Never touched: they cost addresses and no memory.
+        flat = [torch.empty(pool.numel, dtype=pool.dtype, device="cpu") for pool in packer.pools]
+        file = {MARK: VERSION, "tree": tree, "pools": flat, "rest": rest}
+        left = iter([(packer.pools[number], flat[number]) for number in storage_order(len(flat))])
+        for part in recorded(file):
+            if isinstance(part, bytes):
+                yield part
+                continue
+            pool, like = next(left)
+            if part != like.nbytes:
+                raise RuntimeError(f"torch.save leaves {part} bytes for {like.nbytes}")
+            yield from values(pool.tensors)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, (), None, None, iter(self.items())
@@ -104,28 +122,6 @@ class _Packer:
         first, pool.numel = pool.numel, pool.numel + numel
         pool.tensors.append(tensor)
         return ["p", number, first, list(tensor.shape), list(tensor.stride())]
-
-
-def _pieces(content: Bundle) -> Iterator[bytes | memoryview]:
-    packer = _Packer()
-    tree = json.dumps(packer.node(content))
-    rest = ""
-    if packer.rest:
-        held = io.BytesIO()
-        torch.save(packer.rest, held)
-        rest = held.getvalue().decode("latin-1")
-    # Never touched: they cost addresses and no memory.
-    flat = [torch.empty(pool.numel, dtype=pool.dtype, device="cpu") for pool in packer.pools]
-    file = {MARK: VERSION, "tree": tree, "pools": flat, "rest": rest}
-    left = iter([(packer.pools[number], flat[number]) for number in storage_order(len(flat))])
-    for part in recorded(file):
-        if isinstance(part, bytes):
-            yield part
-            continue
-        pool, like = next(left)
-        if part != like.nbytes:
-            raise RuntimeError(f"torch.save leaves {part} bytes for {like.nbytes}")
-        yield from values(pool.tensors)
 
 
 def values(tensors: Sequence[Tensor]) -> Iterator[memoryview]:

@@ -229,6 +229,5 @@ def write_files(root: Path, files: Mapping[str, Any]) -> None:
             digest = file.finish(lasting=False)
         if (sums := _sums.get()) is not None:
             _date_back(target)
-        looked = _look(target)
-        if sums is not None and looked is not None:
-            sums.append(_Sum(root, FileEntry(path, file.size, digest), looked))
+            if (looked := _look(target)) is not None:
+                sums.append(_Sum(root, FileEntry(path, file.size, digest), looked))
