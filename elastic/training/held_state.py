@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -20,6 +20,19 @@ from .training_state import TRAINING_FILE, TrainingState
 from .unchanged import SeenState, UnclearError, plain
 
 
+class Watched(Protocol):
+    """A replicated state, of which every rank has all."""
+
+    @property
+    def parts(self) -> Mapping[str, Any]:
+        """What is in it beside the model, by name."""
+        ...
+
+    def copy(self) -> dict[str, Any]:
+        """Its tensors by file; those of the parts, and what else they keep, by name in ``training.pt``."""
+        ...
+
+
 class HeldState:
     """What one rank holds of what rank 0 saves.
 
@@ -29,7 +42,7 @@ class HeldState:
             a process may go through many loops with the same optimizers.
     """
 
-    def __init__(self, state: TrainingState, stepping: Callable[[], None]) -> None:
+    def __init__(self, state: Watched, stepping: Callable[[], None]) -> None:
         self._state, self.parts = state, state.parts
         self._optimizers = [part for part in self.parts.values() if isinstance(part, Optimizer)]
         told = weakref.WeakMethod(stepping)
@@ -153,7 +166,7 @@ def _bytes(tensor: Tensor) -> Any:
     return bytes_of(tensor)
 
 
-def held_by(save: Any) -> TrainingState | None:
+def held_by(save: Any) -> Watched | None:
     """What each rank has all of, of what a loop saves; None: nobody knows, as it saves in a way of its own.
 
     Args:
@@ -164,5 +177,5 @@ def held_by(save: Any) -> TrainingState | None:
     if isinstance(owner, TrainingState):
         own = type(owner).files is TrainingState.files and type(owner).write is TrainingState.write
         return owner if own and getattr(called, "__name__", "") in ("files", "write") else None
-    watched: Callable[[], TrainingState | None] | None = getattr(owner, "watched", None)
+    watched: Callable[[], Watched | None] | None = getattr(owner, "watched", None)
     return watched() if callable(watched) else None

@@ -141,9 +141,9 @@ class BareSession:
         """The sum of ``value`` over all ranks, the same bits on every rank. Collective."""
         return self._collective.sum(value)
 
-    def start_sum(self, value: int) -> Pending:
-        """Begins the exact sum of whole numbers over all ranks; ``wait()`` returns it as a list of one. Collective."""
-        return self._collective.start_sum([value])
+    def start_sum(self, *values: int) -> Pending:
+        """Begins exact sums of whole numbers over all ranks; ``wait()`` returns them as a list. Collective."""
+        return self._collective.start_sum(values)
 
     def gather(self, message: Any) -> list[Any]:
         """Every rank's ``message`` (plain JSON values), in rank order, on every rank. Collective."""

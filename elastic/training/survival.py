@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from ..checkpoint import Position
@@ -43,6 +43,7 @@ class _Mark(NamedTuple):
     boundary: BoundaryNote
     position: Position
     generators: rng.Taken
+    beside: Any
 
 
 class Survival:
@@ -53,10 +54,22 @@ class Survival:
         save: What the loop saves with.
         options: What it says of each checkpoint, see ``BareSession.save``.
         wanted: The loop makes memory checkpoints.
+        files: What a checkpoint of a step has, with what was given to `mark`. Default: what is watched.
+
+    Attributes:
+        wanted: Something may be saved. Alike on all ranks.
     """
 
-    def __init__(self, session: BareSession, save: Any, options: Mapping[str, Any], *, wanted: bool) -> None:
-        self._session, self._options = session, options
+    def __init__(
+        self,
+        session: BareSession,
+        save: Any,
+        options: Mapping[str, Any],
+        *,
+        wanted: bool,
+        files: Callable[[int, Any], Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._session, self._options, self._files = session, options, files
         self._held: HeldState | None = None
         # The state when it was last looked at, and those of its tensors of which a rank may have its own.
         self._known: SeenState | None = None
@@ -75,25 +88,29 @@ class Survival:
         state = held_by(save)
         plain = options["strategy"] == "ddp" and options["any_world_size"] in (None, True)
         wanted = wanted and plain and state is not None and session.world_size > 1
-        # Alike on all ranks.
-        self._wanted = wanted and session.can_save_in_memory
-        if self._wanted and state is not None:
+        self.wanted = wanted and session.can_save_in_memory
+        if self.wanted and state is not None:
             self._held = HeldState(state, self._steps)
             self._interrupt = Interrupt(self._told, self._unheard)
             session.survivor.when_broken(self.peer_lost, self._interrupt.begin)
 
     # At each step.
 
-    def mark(self, step: int, position: Position) -> None:
-        """The step's work is all done, which makes this boundary ``step``."""
+    def mark(self, step: int, position: Position, beside: Any = None) -> None:
+        """The step's work is all done, which makes this boundary ``step``; also once more behind what follows it.
+
+        Args:
+            beside: For ``files``.
+        """
         held = self._held
         if held is None:
             return
         began = time.thread_time()
-        self._witnessed = self._stepping
+        again = self._mark is not None and self._mark.boundary.step == step
+        self._witnessed = self._stepping or (again and self._witnessed)
         mark = None
         if self._known is not None:
-            mark = self._noted(held, step, position)
+            mark = self._noted(held, step, position, beside)
         # In this order: a call in between finds that an optimizer has stepped.
         self._mark = mark
         self._stepping = False
@@ -103,13 +120,13 @@ class Survival:
         if self._called:
             self._told(self._session.survivor.loop_stays)
 
-    def _noted(self, held: HeldState, step: int, position: Position) -> _Mark | None:
+    def _noted(self, held: HeldState, step: int, position: Position, beside: Any) -> _Mark | None:
         try:
             boundary = BoundaryNote(step, held.versions(), held.plain(), self._witnessed)
         except Exception as error:
             self._cannot(error)
             return None
-        return _Mark(boundary, position, rng.taken())
+        return _Mark(boundary, position, rng.taken(), beside)
 
     def _judge(self, seconds: float) -> None:
         self._watched_seconds += seconds
@@ -122,13 +139,16 @@ class Survival:
         if mean > max(MOST_SECONDS, MOST_SHARE * step):
             self._give_up(f"watching the state takes {1000 * mean:.1f} ms of {1000 * step:.0f} in each step")
 
-    def look(self, position: Position) -> None:
+    def look(self, position: Position, beside: Any = None) -> None:
         """Behind a boundary's saves, at some boundaries: looks at the state, and compares it with rank 0's. Collective.
 
         What was noted of the boundary is noted anew.
+
+        Args:
+            beside: As with `mark`.
         """
         self._boundaries += 1
-        if not self._wanted or not is_due(self._boundaries):
+        if not self.wanted or not is_due(self._boundaries):
             return
         said, held = "", self._held
         if held is not None:
@@ -136,7 +156,7 @@ class Survival:
                 self._known = held.look()
                 self._probe, self._lone = held.content(), held.lone()
                 said = held.same_everywhere(self._known, self._probe)
-                self._mark = self._noted(held, self._session.step, position)
+                self._mark = self._noted(held, self._session.step, position, beside)
             except Exception as error:
                 self._cannot(error)
         first = self._session.gather(said)[0]
@@ -260,7 +280,8 @@ class Survival:
         best, candidate = (None, None) if saver is None else (saver.bests.best, saver.bests.strongest())
         options = {"cut": self._options["cut"], "best": best, "candidate": candidate}
         content = Content(step, mark.position, self._options["order"], **options)
-        manifest = session.survivor.save(content, held.files(), rng.encoded(mark.generators), stays=stays)
+        files = held.files() if self._files is None else self._files(step, mark.beside)
+        manifest = session.survivor.save(content, files, rng.encoded(mark.generators), stays=stays)
         # If another rank of this node writes it, that has the same state, which need not be saved twice.
         digest = "" if manifest is None else manifest.digest
         self._kept = step, holding(session.survivor.name_of(step), digest)

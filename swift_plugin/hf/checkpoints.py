@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -43,9 +43,9 @@ class Unfinished:
     tell_of_save: bool = False
     untold: bool = False
 
-    def write(self, directory: Path) -> None:
-        """Writes it beside the Trainer's directory."""
-        (directory / PROGRESS).write_text(json.dumps({"version": VERSION, **asdict(self)}))
+    def encoded(self) -> bytes:
+        """The content of its file, which lies beside the Trainer's directory."""
+        return json.dumps({"version": VERSION, **asdict(self)}).encode()
 
     @classmethod
     def read(cls, directory: Path) -> Unfinished:
@@ -102,6 +102,7 @@ class TrainerWrite:
         reshards: See ``Session.save``.
 
     Attributes:
+        copied: Called with this rank's files, by path, where they are copied for a save in the background.
         directory: Where the Trainer saves; None unless a save is under way.
         errors: The errors of this save.
         called: Whether there was anything to save.
@@ -110,6 +111,7 @@ class TrainerWrite:
 
     def __init__(self, save: Callable[[], None], unfinished: Unfinished, rank: int, reshards: bool) -> None:
         self._save, self._unfinished, self._rank = save, unfinished, rank
+        self.copied: Callable[[Mapping[str, Any]], None] = lambda files: None
         self.reshards = reshards
         self.errors = Errors()
         self.directory: Path | None = None
@@ -121,7 +123,7 @@ class TrainerWrite:
             self._save()
         self.errors.raise_first()
         if self._rank == 0:
-            self._unfinished.write(path)
+            (path / PROGRESS).write_bytes(self._unfinished.encoded())
 
     def copies(self, copy: Callable[[Any], Any], path: Path) -> dict[str, Any]:
         """This rank's files, by path, for a save in the background: ``copy`` has copied all tensors in them.
@@ -135,8 +137,10 @@ class TrainerWrite:
                 self._save()
                 self.errors.raise_first()
                 if self._rank == 0:
-                    self._unfinished.write(own)
-                return self.kept.files()
+                    (own / PROGRESS).write_bytes(self._unfinished.encoded())
+                files = self.kept.files()
+            self.copied(files)
+            return files
         finally:
             self.kept = None
             shutil.rmtree(own, ignore_errors=True)

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from dalsegno.elastic import Batch, BatchPlan, MicroBatch, Session
 from dalsegno.elastic.checkpoint import Ref
-from dalsegno.elastic.rank.exchange import MAX_STEPS_APART
+from dalsegno.elastic.rank.exchange import MAX_STEPS_APART, Boundary
 from dalsegno.elastic.saving.background_save import Background
 from dalsegno.elastic.saving.resuming import check_strategy
 from dalsegno.elastic.training.findings import OURS, loads_anywhere
@@ -27,6 +27,7 @@ from dalsegno.elastic.training.saves import save_at_last
 from . import checkpoints, data, refusals
 from .checkpoints import TrainerWrite, Unfinished
 from .options import Options, global_batch_size
+from .survivors import Survivors
 
 # Seconds between two questions of an evaluation whether some rank is to leave, and the most batches between them.
 _ASK_SECONDS, _ASK_BATCHES = 0.2, 64
@@ -91,6 +92,7 @@ class ElasticRun:
         self._to_memory: Callable[[], None] = lambda: None
         self._memory = MemorySaves(session, options.memory_every, lambda to_disk: self._save_in_memory())
         self._memory_ref: Ref | None = None
+        self._survivors: Survivors | None = None
         self._may_leave, self._ask_every, self._asked, self._asked_at = False, 1, 0, 0.0
         # The Trainer deletes nothing: this setting prunes the run's own checkpoints instead.
         limit, args.save_total_limit = args.save_total_limit, None
@@ -129,6 +131,13 @@ class ElasticRun:
             fixed_micro_batch=self.plan.fixed_micro_batch,
         )
 
+    def watch(self, trainer: Any) -> None:
+        """Has the ranks that are left after a crash save the last boundary, where that is possible. Collective."""
+        wanted = self._memory.on and self.strategy == "ddp" and self.session.world_size > 1
+        if wanted and all(self.session.gather(_writes_as_known(trainer))):
+            survivors = Survivors(trainer, self.session, self.loader)
+            self._survivors = survivors if survivors.on else None
+
     # A step.
 
     def take(self, batch: Batch[Any]) -> None:
@@ -147,7 +156,45 @@ class ElasticRun:
                 raise RuntimeError("a step has more micro-batches than its last one")
         self.micro = None
 
+    def stepping(self) -> None:
+        """The optimizer steps next. Collective."""
+        if self._survivors is not None:
+            self._survivors.stepping()
+
+    def stepped(self) -> Boundary:
+        """The step is over. Collective."""
+        boundary = self.session.end_step()
+        if self._survivors is not None:
+            self._survivors.stepped()
+        return boundary
+
+    def mark(self, trainer: Any, *, evaluation: bool = False) -> None:
+        """If the world breaks from here on, the next one begins here.
+
+        Args:
+            evaluation: It does the evaluation that comes now.
+        """
+        if self._survivors is not None:
+            due = Unfinished(evaluation=evaluation)
+            if evaluation:
+                due = replace(due, tell_of_save=trainer.control.should_save, untold=trainer.control.should_save)
+            self._survivors.mark(self._told(due, trainer))
+
+    def look(self) -> None:
+        """Behind a boundary at which the training goes on. Collective."""
+        if self._survivors is not None:
+            self._survivors.look()
+
     # Saving.
+
+    def _told(self, due: Unfinished, trainer: Any) -> Unfinished:
+        """All that a checkpoint of this boundary says is left to do, but for the loss."""
+        return replace(
+            due,
+            logged=trainer._globalstep_last_logged,
+            epoch_end=self.loader.epoch_is_over and not self.epoch_ended,
+            callbacks=trainer.remembered(),
+        )
 
     def save(self, trainer: Any, save: Callable[[], None]) -> None:
         """Has the Trainer save the present step as one checkpoint of the run, unless it is saved. Collective."""
@@ -157,16 +204,17 @@ class ElasticRun:
         due = self.unfinished or Unfinished(tell_of_save=not self.in_memory)
         # Between the Trainer's own saves nobody waits for one, where on all ranks its files are written as we know it.
         behind = self.in_memory and not self.draining
-        told = self.session.gather([float(trainer._tr_loss), behind and _writes_as_known(trainer)])
-        behind = all(known for _, known in told)
-        unfinished = replace(
-            due,
-            loss=math.fsum(loss for loss, _ in told) / self.session.world_size,
-            logged=trainer._globalstep_last_logged,
-            epoch_end=self.loader.epoch_is_over and not self.epoch_ended,
-            callbacks=trainer.remembered(),
-        )
+        survivors = self._survivors
+        differs = survivors is not None and survivors.differs
+        told = self.session.gather([float(trainer._tr_loss), behind and _writes_as_known(trainer), differs])
+        behind = all(known for _, known, _ in told)
+        if survivors is not None:
+            survivors.heard(any(differs for _, _, differs in told))
+        loss = math.fsum(loss for loss, _, _ in told) / self.session.world_size
+        unfinished = replace(self._told(due, trainer), loss=loss)
         self.writing = write = TrainerWrite(save, unfinished, self.session.rank, _reshards(trainer))
+        if survivors is not None:
+            write.copied = partial(survivors.saved, step)
         try:
             ref = self.session.save(
                 Background(write.copies, write, copies=True) if behind else write,
@@ -283,20 +331,25 @@ class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not 
 
     Args:
         run: The Trainer's run.
+        trainer: The Trainer.
     """
 
-    def __init__(self, run: ElasticRun) -> None:
-        self._run = run
+    def __init__(self, run: ElasticRun, trainer: Any) -> None:
+        self._run, self._trainer = run, trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._run.learn(args, kwargs.get("model"), kwargs.get("optimizer"))
         self._run.session.meet(_ahead(state) + 1, self._run.loader.alike)
+        self._run.watch(self._trainer)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._run.session.begin_step(_ahead(state))
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run.stepping()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        boundary = self._run.session.end_step()
+        boundary = self._run.stepped()
         # At the end there is nothing to drain: the remaining work is what a drain would have to do.
         control.should_save = control.should_save or boundary.save
         self._run.draining = boundary.drain and not boundary.end and not control.should_training_stop

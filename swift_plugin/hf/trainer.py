@@ -80,7 +80,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             args.eval_on_start = False
         if self.is_deepspeed_enabled:
             _configure_deepspeed(self, run)
-        self.add_callback(Boundaries(run))
+        self.add_callback(Boundaries(run, self))
 
     @property
     def _run(self) -> ElasticRun:
@@ -248,6 +248,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
                 with self._run.interruptible():
                     super()._maybe_log_save_evaluate(*ours, *args, **kwargs)
                 self._remember(model, trial)
+                self._run.mark(self)
+                self._run.look()
                 return
             except Leaving:
                 # An evaluation takes longer than a notice. What was to be logged before it is logged, once.
@@ -255,6 +257,11 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         self._drain(*ours, *args, **kwargs)
         # The save failed: the run goes on, and the next boundary tries again.
         super()._maybe_log_save_evaluate(*ours, *args, **kwargs)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        if self._run.micro is None and self.state.global_step == self._run.session.step:
+            self._run.mark(self, evaluation=True)
+        return super()._evaluate(*args, **kwargs)
 
     def _remember(self, model: Any, trial: Any) -> None:
         """To memory, now and then; not what the Trainer has saved, or is about to as its last or its best."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from transformers.utils import logging
 
 from dalsegno.elastic.saving.safetensors_files import Safetensors, is_plain
 from dalsegno.elastic.saving.writing import write_files
@@ -102,14 +103,17 @@ class Kept:
 def kept_here(root: Path, copy: Callable[[Any], Any]) -> Iterator[Kept]:
     """Keeps copies of what this thread gives ``torch.save`` and safetensors for a path below ``root``.
 
-    The `Kept` is good inside.
+    The `Kept` is good inside. Nobody is shown how far a save of a model has come, as nothing is written.
     """
-    kept = Kept(root, copy)
+    kept, shown = Kept(root, copy), logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         with _intercepted(root, kept.put):
             yield kept
     finally:
         kept.close()
+        if shown:
+            logging.enable_progress_bar()
 
 
 class _Saving:

@@ -13,7 +13,8 @@ before what is to happen to it has happened, however busy the machine is. In the
                             world is about to change or until `hurry`: the run does not end before, however slowly nodes
                             come. Then `standing-<epoch>-<rank>-of-<ranks>` appears
     DALSEGNO_TEST_STANDS    where that long step stands still: `behind` the optimizer's step (as it is said nowhere), or
-                            `before` it, with the gradients of all ranks, or with those of this rank alone: `backward`
+                            `before` it, with the gradients of all ranks, or with those of this rank alone: `backward`;
+                            in an `evaluation` by a Trainer of transformers, of which each batch counts as a step
     DALSEGNO_TEST_SYNC      seconds that the disk takes to sync the model's file; `<file>=<seconds>` for another one.
                             Until `hurry`
     DALSEGNO_TEST_BEST      the step that is the best one by a tracked metric; until it, no other one is any good
@@ -103,13 +104,25 @@ def slow_down(steps: int) -> None:
 
     common.StepClock.wait = wait
     if stands == "before":
-        norm = common.gradient_norm
+        # The second is what a Trainer of transformers calls.
+        for module, name in ((common, "gradient_norm"), (torch.nn.utils, "clip_grad_norm_")):
+            norm = getattr(module, name)
 
-        def wait_before(parameters: Any) -> float:
+            def wait_before(*arguments: Any, norm: Any = norm, **options: Any) -> Any:
+                wait_for_the_test(steps)
+                return norm(*arguments, **options)
+
+            setattr(module, name, wait_before)
+    if stands == "evaluation":
+        from transformers import Trainer
+
+        predict = Trainer.prediction_step
+
+        def wait_to_predict(self: Any, *arguments: Any, **options: Any) -> Any:
             wait_for_the_test(steps)
-            return norm(parameters)  # type: ignore[no-any-return]
+            return predict(self, *arguments, **options)
 
-        common.gradient_norm = wait_before
+        Trainer.prediction_step = wait_to_predict
     if stands == "backward":
         backward = torch.Tensor.backward
 

@@ -17,9 +17,9 @@ from dalsegno.swift_plugin.hf.run import Boundaries
 
 def at(boundary: Boundary, **control: bool) -> tuple[TrainerControl, Any]:
     """The Trainer's control and our run, behind a step that ends with this boundary."""
-    run = SimpleNamespace(session=SimpleNamespace(end_step=lambda: boundary), draining=False)
+    run = SimpleNamespace(stepped=lambda: boundary, draining=False)
     told = TrainerControl(**control)
-    Boundaries(run).on_step_end(None, None, told)  # type: ignore[arg-type]
+    Boundaries(run, None).on_step_end(None, None, told)  # type: ignore[arg-type]
     return told, run
 
 

@@ -1,0 +1,238 @@
+"""What a Trainer's checkpoint has, known well enough to be made without the Trainer's own save.
+
+The Trainer writes it on rank 0 alone. So it is made to save its model once, into nothing: that says which files there
+are, which tensors are in them, and all small contents. The other files are made here.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers.trainer as upstream
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers.trainer_callback import ExportableState
+
+from dalsegno.elastic.saving.safetensors_files import Safetensors
+from dalsegno.elastic.training.training_state import TRAINING_FILE
+from dalsegno.elastic.training.unchanged import UnclearError
+
+from .checkpoints import PROGRESS, TRAINER_STATE, Unfinished, trainers
+from .written import kept_here
+
+# Files that each save has anew.
+_OWN = frozenset({upstream.OPTIMIZER_NAME, upstream.SCHEDULER_NAME, TRAINER_STATE})
+# What every rank counts alike; a callback of somebody's own may count on rank 0 alone.
+_COUNTED_ALIKE = ("transformers", "swift", "dalsegno")
+# Has what is of no account, such as the number of its rank.
+_ARGUMENTS = "training_args.bin"
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What a boundary has beside the watched state.
+
+    Attributes:
+        unfinished: What the next world has to do first.
+        scalars: The plain attributes of the Trainer's state.
+    """
+
+    unfinished: Unfinished
+    scalars: Mapping[str, Any]
+
+
+class SavedModel(NamedTuple):
+    """What the Trainer saves of its model.
+
+    Attributes:
+        small: Contents of files, by path.
+        tensors: For each other file its tensors, by their name in the file: the names that the model has for them.
+        metadata: What the headers of these files say.
+    """
+
+    small: Mapping[str, bytes]
+    tensors: Mapping[str, Mapping[str, str]]
+    metadata: Mapping[str, Mapping[str, str] | None]
+
+
+class _Trainers:
+    """The Trainer's own state as a part of what is watched. What is in it changes at boundaries alone."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    @property
+    def stepped_alike(self) -> bool:
+        """See ``HeldState``."""
+        return all(type(one).__module__.partition(".")[0] in _COUNTED_ALIKE for one in self._callbacks())
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._trainer.state
+        return {
+            "step": state.global_step,
+            "logs": len(state.log_history),
+            "logged": self._trainer._globalstep_last_logged,
+            "best": (state.best_metric, state.best_global_step),
+            "stopped": self._trainer.control.should_training_stop,
+            "callbacks": [one.state() for one in self._callbacks()],
+            "counting": self._trainer.remembered(),
+        }
+
+    def _callbacks(self) -> list[Any]:
+        """What a step counts; the control's flags are set anew in each."""
+        return [one for one in exportable(self._trainer) if one is not self._trainer.control]
+
+
+class TrainersState:
+    """The state of a Trainer that is watched, see ``held_state.Watched``: what a checkpoint has of it.
+
+    Args:
+        trainer: The Trainer.
+
+    Attributes:
+        model: What it saves of its model; None: that is not known.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.model: SavedModel | None = None
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        self.parts: dict[str, Any] = {
+            "optimizer": optimizer,
+            "scheduler": trainer.lr_scheduler,
+            "trainer": _Trainers(trainer),
+        }
+
+    def watched(self) -> TrainersState:
+        """See ``held_state.held_by``."""
+        return self
+
+    @property
+    def can_be_watched(self) -> bool:
+        """Whether it has nothing but what this knows of."""
+        trainer, optimizer = self._trainer, self.parts["optimizer"]
+        plain = isinstance(optimizer, Optimizer) and isinstance(self.parts["scheduler"], LRScheduler)
+        return plain and trainer.accelerator.scaler is None and not trainer.args.save_only_model
+
+    def learn(self) -> SavedModel:
+        """Has the Trainer save its model into nothing, on rank 0.
+
+        Raises:
+            UnclearError: Something in it is not a tensor of the model as it is.
+        """
+        model = self._trainer.model
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            kept_here(Path(directory), lambda content: content) as kept,
+        ):
+            self._trainer.save_model(directory, _internal_call=True)
+            files = kept.files()
+        paths = {_place(tensor): path for path, tensor in _named(model)}
+        tensors, metadata = dict[str, dict[str, str]](), dict[str, Any]()
+        for file, content in files.items():
+            if isinstance(content, Safetensors):
+                if not all(_place(tensor) in paths for tensor in content.values()):
+                    raise UnclearError(f"{file} has tensors that are made for it")
+                tensors[file] = {name: paths[_place(tensor)] for name, tensor in content.items()}
+                metadata[file] = content.metadata
+            elif not isinstance(content, bytes):
+                raise UnclearError(f"{file} is no file of safetensors")
+        if not tensors or files.keys() & _OWN:
+            raise UnclearError("the model is not saved as it is known")
+        small = {file: content for file, content in files.items() if isinstance(content, bytes)}
+        return SavedModel(small, tensors, metadata)
+
+    def is_as(self, saved: Mapping[str, Any], step: int) -> bool:
+        """Whether a checkpoint that the Trainer has just saved has the same files as one from here would."""
+        if self.model is None:
+            return True
+        model, place = self.model, str(trainers(Path(), step))
+        found = {path.removeprefix(f"{place}/"): content for path, content in saved.items() if path != PROGRESS}
+        found = {path: content for path, content in found.items() if not path.startswith("rng_state")}
+        small = {path: content for path, content in model.small.items() if path != _ARGUMENTS}
+        wanted = model.small.keys() | model.tensors.keys() | _OWN
+        return found.keys() == wanted and all(found[path] == content for path, content in small.items())
+
+    def copy(self) -> dict[str, Any]:
+        """See ``held_state.Watched``.
+
+        Raises:
+            UnclearError: It is not known what a checkpoint has, or the model has lost a tensor.
+        """
+        parts = {name: {"state": part.state_dict()} for name, part in self.parts.items()}
+        return {**self._weights(), TRAINING_FILE: parts}
+
+    def files(self, step: int, noted: Noted) -> dict[str, Any]:
+        """The checkpoint of a boundary, as rank 0 would save it, by path.
+
+        Raises:
+            UnclearError: As with `copy`.
+            OSError: There is no room for a small file.
+        """
+        weights, trainer = self._weights(), self._trainer
+        assert self.model is not None
+        for file, metadata in self.model.metadata.items():
+            weights[file] = Safetensors(weights[file], metadata)
+        own = {
+            upstream.OPTIMIZER_NAME: trainer.optimizer.state_dict(),
+            upstream.SCHEDULER_NAME: _pickled(trainer.lr_scheduler.state_dict()),
+            TRAINER_STATE: _state_file(trainer, noted),
+        }
+        place = trainers(Path(), step)
+        found = {str(place / file): content for file, content in {**self.model.small, **weights, **own}.items()}
+        return {**found, PROGRESS: noted.unfinished.encoded()}
+
+    def _weights(self) -> dict[str, Any]:
+        if self.model is None:
+            raise UnclearError("it is not known what a checkpoint has")
+        there = dict(_named(self._trainer.model))
+        try:
+            return {
+                file: {name: there[path].detach() for name, path in tensors.items()}
+                for file, tensors in self.model.tensors.items()
+            }
+        except KeyError as error:
+            raise UnclearError(f"the model has no {error} any more") from error
+
+
+def exportable(trainer: Any) -> list[Any]:
+    """What a Trainer saves of its callbacks, and its control."""
+    return [one for one in [*trainer.callback_handler.callbacks, trainer.control] if isinstance(one, ExportableState)]
+
+
+def _state_file(trainer: Any, noted: Noted) -> bytes:
+    state = copy.copy(trainer.state)
+    for name, value in noted.scalars.items():
+        setattr(state, name, value)
+    state.is_local_process_zero = state.is_world_process_zero = True
+    told: dict[str, list[Any]] = {}
+    for one in exportable(trainer):
+        told.setdefault(type(one).__name__, []).append(one.state())
+    known = {name: states if len(states) > 1 else states[0] for name, states in told.items()}
+    state.stateful_callbacks = {**state.stateful_callbacks, **known}
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / TRAINER_STATE
+        state.save_to_json(str(path))
+        return path.read_bytes()
+
+
+def _named(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), str(tensor.dtype), tuple(tensor.shape), tensor.stride()
+
+
+def _pickled(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
