@@ -195,7 +195,11 @@ class _SwiftTrainer(ElasticTrainer):
         # If this step was saved before, ms-swift's own part was not called.
         place = trainers(Path(self.args.output_dir), self.state.global_step)
         self.state.last_model_checkpoint = str(place)
-        if not is_foreign(place):
+        self.linked(self.state.global_step)
+
+    def linked(self, step: int) -> None:
+        place = trainers(Path(self.args.output_dir), step)
+        if self.state.last_model_checkpoint == str(place) and not is_foreign(place):
             self._update_last_checkpoint_symlink(barrier=False)
 
     def _update_last_checkpoint_symlink(self, barrier: bool = True) -> None:

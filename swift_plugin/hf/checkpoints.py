@@ -6,11 +6,16 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from dalsegno.elastic import Session
+from dalsegno.elastic.checkpoint import MANIFEST, CheckpointStore
+from dalsegno.elastic.saving.bests import Sight
 
 from .written import Kept, kept_here, written_here
 
@@ -19,6 +24,8 @@ log = logging.getLogger(__name__)
 PROGRESS = "trainer-progress.json"
 TRAINER_STATE = "trainer_state.json"
 VERSION = 2
+# Between two looks for what agents bring to the disk.
+LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -152,6 +159,47 @@ class TrainerWrite:
             yield
         finally:
             self.directory = None
+
+
+class Arriving:
+    """Checkpoints that agents bring to the disk: each is put where people look for it, once it is there.
+
+    Args:
+        link: Called with such a checkpoint and its step.
+        session: Its rank 0 looks, on a thread of its own and now and then: the disk may be slow.
+    """
+
+    def __init__(self, link: Callable[[Path, int], None], session: Session) -> None:
+        self._link, self._run_dir, self._sight = link, session.run_dir, None
+        self._coming: dict[str, tuple[int, Callable[[int], None]]] = {}
+        self._looked_at = 0.0
+        if session.rank == 0 and session.run_dir is not None:
+            self._sight = Sight(CheckpointStore(session.run_dir))
+
+    def add(self, step: int, name: str, then: Callable[[int], None]) -> None:
+        """This one comes, unless a newer one does in its place. ``then`` is called with its step."""
+        self._coming[name] = step, then
+
+    def look(self) -> None:
+        """At each boundary."""
+        if self._sight is None or not self._coming or time.monotonic() < self._looked_at + LOOK_SECONDS:
+            return
+        self._looked_at = time.monotonic()
+        for name in [name for name in self._coming if self._sight.found(name)]:
+            self._put(name)
+        self._sight.look(self._coming)
+
+    def look_at_last(self) -> None:
+        """At the end of the training, whose last checkpoint is newer than all that are still to come."""
+        if self._sight is not None and self._run_dir is not None:
+            for name in [name for name in self._coming if (self._run_dir / name / MANIFEST).exists()]:
+                self._put(name)
+
+    def _put(self, name: str) -> None:
+        step, then = self._coming.pop(name)
+        assert self._run_dir is not None
+        self._link(self._run_dir / name, step)
+        then(step)
 
 
 def trainers(checkpoint: Path, step: int) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,8 +23,9 @@ from dalsegno.elastic.training.findings import OURS, loads_anywhere
 from dalsegno.elastic.training.memory import MemorySaves
 from dalsegno.elastic.training.saves import save_at_last
 
-from . import checkpoints, data, refusals
-from .checkpoints import TrainerWrite, Unfinished
+from . import checkpoints, data
+from .checkpoints import Arriving, TrainerWrite, Unfinished
+from .known_writers import nobody_looks, writes_as_known
 from .options import Options, global_batch_size
 from .survivors import Survivors
 
@@ -89,9 +89,12 @@ class ElasticRun:
         self.draining = self.epoch_ended = self.finished = self.stopped = self.any_optimizer = False
         self.writing: TrainerWrite | None = None
         self.in_memory = self._failed = False
+        self._arriving = Arriving(self._link, session)
         self._to_memory: Callable[[], None] = lambda: None
-        self._memory = MemorySaves(session, options.memory_every, lambda to_disk: self._save_in_memory())
+        self._memory = MemorySaves(session, options.memory_every, self._save_in_memory)
         self._memory_ref: Ref | None = None
+        # The last step that was saved to memory for the disk; such a save is under way; none is to be begun.
+        self._asked_for, self._to_disk, self._without_memory = -1, False, False
         self._survivors: Survivors | None = None
         self._may_leave, self._ask_every, self._asked, self._asked_at = False, 1, 0, 0.0
         # The Trainer deletes nothing: this setting prunes the run's own checkpoints instead.
@@ -134,7 +137,7 @@ class ElasticRun:
     def watch(self, trainer: Any) -> None:
         """Has the ranks that are left after a crash save the last boundary, where that is possible. Collective."""
         wanted = self._memory.on and self.strategy == "ddp" and self.session.world_size > 1
-        if wanted and all(self.session.gather(_writes_as_known(trainer))):
+        if wanted and all(self.session.gather(writes_as_known(trainer))):
             survivors = Survivors(trainer, self.session, self.loader)
             self._survivors = survivors if survivors.on else None
 
@@ -198,15 +201,19 @@ class ElasticRun:
 
     def save(self, trainer: Any, save: Callable[[], None]) -> None:
         """Has the Trainer save the present step as one checkpoint of the run, unless it is saved. Collective."""
+        if self.in_memory or self.draining or not self._bring(trainer, save):
+            self._save(trainer, save)
+
+    def _save(self, trainer: Any, save: Callable[[], None]) -> None:
         state, step = trainer.state, trainer.state.global_step
         best = state.best_model_checkpoint
         # A save that is not a drain's is told of as soon as it is made, so never in what it saves.
-        due = self.unfinished or Unfinished(tell_of_save=not self.in_memory)
+        due = self.unfinished or Unfinished(tell_of_save=not self.in_memory or self._to_disk)
         # Between the Trainer's own saves nobody waits for one, where on all ranks its files are written as we know it.
         behind = self.in_memory and not self.draining
         survivors = self._survivors
         differs = survivors is not None and survivors.differs
-        told = self.session.gather([float(trainer._tr_loss), behind and _writes_as_known(trainer), differs])
+        told = self.session.gather([float(trainer._tr_loss), behind and writes_as_known(trainer), differs])
         behind = all(known for _, known, _ in told)
         if survivors is not None:
             survivors.heard(any(differs for _, _, differs in told))
@@ -228,6 +235,7 @@ class ElasticRun:
                 create_directory=True,
                 drain=self.draining,
                 in_memory=self.in_memory,
+                make_durable=self._to_disk,
             )
             written = write.called
         finally:
@@ -245,17 +253,46 @@ class ElasticRun:
             state.best_model_checkpoint = str(checkpoints.trainers(checkpoint, step))
         self._link(checkpoint, step, again=written)
 
+    def _bring(self, trainer: Any, save: Callable[[], None]) -> bool:
+        """Has the Trainer save to memory, and the agents bring that to the disk. Collective.
+
+        Returns:
+            Whether they do. They do not bring what somebody may look for at once, or wait for.
+        """
+        state = trainer.state
+        ends = trainer.control.should_training_stop or state.global_step >= state.max_steps
+        if self._without_memory or not self._memory.on or ends or state.best_global_step == state.global_step:
+            return False
+        if not all(self.session.gather(writes_as_known(trainer) and nobody_looks(trainer))):
+            return False
+        self._to_memory, self._asked_for = lambda: self._save(trainer, save), state.global_step
+        if self._memory.at(state.global_step, saved=False, to_disk=True):
+            return False
+        self._failed = False
+        if self._memory_ref is not None:
+            self._arriving.add(state.global_step, self._memory_ref.name, trainer.linked)
+        return True
+
     def remember(self, step: int, save: Callable[[], None], *, saved: bool) -> None:
         """Has ``save`` save the present step to memory, where that is due and it is not ``saved``. Collective."""
+        self._arriving.look()
+        if self._asked_for == step:
+            return
         self._to_memory = save
-        self._memory.at(step, saved=saved)
+        if self._memory.at(step, saved=saved):
+            # There was no room for what was to come to the disk from there: this step comes there instead.
+            self._without_memory = True
+            try:
+                save()
+            finally:
+                self._without_memory = False
 
-    def _save_in_memory(self) -> Ref | None:
-        self.in_memory, self._memory_ref = True, None
+    def _save_in_memory(self, to_disk: bool) -> Ref | None:
+        self.in_memory, self._to_disk, self._memory_ref = True, to_disk, None
         try:
             self._to_memory()
         finally:
-            self.in_memory = False
+            self.in_memory = self._to_disk = False
         return self._memory_ref
 
     def _link(self, checkpoint: Path, step: int, *, again: bool = False) -> None:
@@ -320,6 +357,7 @@ class ElasticRun:
         """Called when the Trainer has come to its end; tells the session."""
         self.loader.close()
         self.session.finish()
+        self._arriving.look_at_last()
         self.finished = True
         if self.session.rank == 0:
             with suppress(OSError):
@@ -408,43 +446,6 @@ def _strategy(trainer: Any) -> str:
     if not trainer.is_deepspeed_enabled:
         return "ddp"
     return f"deepspeed-zero-{int(trainer.accelerator.state.deepspeed_plugin.zero_stage)}"
-
-
-# What of a Trainer writes its checkpoints, and packages where that is known to be all.
-_WRITERS = ("dalsegno", "swift", "transformers", "peft", "trl", "modelscope")
-_WRITING = (
-    *("_save_checkpoint", "save_model", "_save", "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler"),
-    *("_save_model", "_save_converted_model"),  # ms-swift's
-)
-
-
-def _writes_as_known(trainer: Any) -> bool:
-    """Whether nobody reads back what was written in the same save, which somebody else's class might do."""
-    args, model = trainer.args, trainer.model
-    # Files of torch are written at once, so weights in one would be waited for in any case.
-    if not getattr(args, "safe_serialization", True) or getattr(args, "save_safetensors", True) is False:
-        return False
-    template = getattr(trainer, "template", None)
-    beside = [
-        *(getattr(trainer, "processing_class", None), getattr(trainer.data_collator, "tokenizer", None)),
-        *(
-            model,
-            getattr(model, "_orig_mod", None),
-            getattr(model, "config", None),
-            getattr(template, "processor", None),
-        ),
-    ]
-    methods = [(trainer, name) for name in _WRITING] + [(one, "save_pretrained") for one in beside if one is not None]
-    if any(refusals.overrides(one, name, _WRITERS) or name in getattr(one, "__dict__", ()) for one, name in methods):
-        return False
-    tuners = getattr(sys.modules.get("swift.tuner_plugin"), "tuners_map", {})
-    if getattr(args, "tuner_type", None) in tuners or hasattr(template, "save_callback"):
-        return False
-    if not trainer.is_deepspeed_enabled:
-        return True
-    from dalsegno.elastic.deepspeed.writers import why_not_collected
-
-    return why_not_collected(trainer.model_wrapped) is None
 
 
 def _reshards(trainer: Any) -> bool:

@@ -344,6 +344,9 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
 
         self._run.save(self, theirs)
 
+    def linked(self, step: int) -> None:
+        """What the agents have brought to the disk stands in the output directory."""
+
     def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
         if self._run.writing is None or not self.is_deepspeed_enabled:
             super().save_model(output_dir, _internal_call)

@@ -78,3 +78,22 @@ def test_a_killed_worker_a_join_and_a_leave(jobs: Clusters, undisturbed: Undistu
     wait_durable(job, job.change(fourth).resumed)
     end(job, undisturbed)
     job.assert_lost({second: range(1, EVERY + FREE + 1)})
+
+
+def test_what_the_trainer_saves_comes_to_the_disk_from_memory(jobs: Clusters, undisturbed: Undisturbed) -> None:
+    """It is put where people look for it, and the Trainer's limit holds."""
+    own = of_hf("--save-total-limit=2", steps=STEPS)
+    job = jobs(nnodes="1:2", training=own, agent_environment={}, step_time=0.1)
+    first = job.open("a")
+    job.start("b")
+    second = job.wait_world(2, after=first)
+    job.wait_step(25)
+    place = job.directory / "out" / "checkpoint-20" / "trainer_state.json"
+    job.wait_for(place.exists, "checkpoint-20 in the output directory")
+    assert json.loads(place.read_text())["global_step"] == 20
+    end(job, undisturbed)
+    job.assert_lost({})
+    assert {one.step for one in job.sealed()} >= {STEPS}
+    assert len(job.sealed()) <= 3
+    linked = {path.parent.name for path in (job.directory / "out").glob("checkpoint-*/trainer_state.json")}
+    assert f"checkpoint-{STEPS}" in linked

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from dalsegno.elastic.saving import background_save
 from dalsegno.elastic.saving.tiers import Memory
 from dalsegno.elastic.training import entry
 from dalsegno.elastic.training.saves import Saves
+from dalsegno.swift_plugin.hf import checkpoints
 from dalsegno.swift_plugin.hf.options import Options, from_environment
 from tests.unit.swift_plugin.hf import test_hf_trainer as hf
 
@@ -107,9 +110,74 @@ def test_the_training_goes_on_while_it_is_written(
     hf.train(make(tmp_path / "a", monkeypatch, hf.At(3, look), base=base))
     assert under_way == [not waits]
     files = [json.loads((path / "trainer_state.json").read_text()) for path in memory.glob("step-*/checkpoint-*")]
-    assert sorted(one["global_step"] for one in files) == [2, 4, 6, 8]
+    assert sorted(one["global_step"] for one in files) == ([2, 4, 6, 8] if waits else [2, 4, 5, 6, 8, 10])
     for one in inventory(memory):
         verify(memory / one.name, one)
+
+
+def wait_for(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Quiet(TrainerCallback):  # type: ignore[misc]
+    """Is told of a save, and does not look."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
+
+
+def test_what_the_trainer_saves_comes_to_the_disk_by_the_agents(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop waits for no disk; then it stands where people look for it."""
+    monkeypatch.setattr(checkpoints, "LOOK_SECONDS", 0.0)
+    place, seen = tmp_path / "a" / "out" / "checkpoint-5" / "trainer_state.json", list[bool]()
+
+    def bring_it() -> None:
+        seen.append(place.exists())
+        (held,) = memory.glob("step-5.*[0-9]")
+        shutil.copytree(held, tmp_path / "a" / "checkpoints" / held.name)
+
+    def arrived() -> None:
+        name = next(memory.glob("step-5.*[0-9]")).name
+        wait_for(lambda: trainer.elastic_run._arriving._sight.found(name))
+
+    callbacks = [hf.At(10, bring_it), hf.At(11, arrived), hf.At(12, lambda: seen.append(place.exists()))]
+    trainer = make(tmp_path / "a", monkeypatch, *callbacks, every=4)
+    hf.train(trainer)
+    assert seen == [False, True]
+    # The last one is the Trainer's end, for which it waits.
+    assert [one.step for one in inventory(tmp_path / "a" / "checkpoints")] == [5, 12]
+    assert sorted(one.step for one in inventory(memory)) == [4, 5, 8, 10]
+    assert len(load_file(place.parent / "model.safetensors")) > 10
+
+
+def test_who_is_told_of_a_save_may_look_at_once(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf.train(make(tmp_path / "a", monkeypatch, Quiet(), every=4))
+    assert [one.step for one in inventory(tmp_path / "a" / "checkpoints")] == [5, 10, 12]
+    assert sorted(one.step for one in inventory(memory)) == [4, 8]
+
+
+def test_where_memory_has_no_room_the_loop_waits_for_the_disk(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is known at a later step: that one comes to the disk."""
+    write = background_save.save
+
+    def full(content: Any, file: Any, *given: Any) -> Any:
+        if entry._sessions[0].step < 8:
+            raise OSError(errno.ENOSPC, "no room")
+        return write(content, file, *given)
+
+    monkeypatch.setattr(background_save, "save", full)
+    hf.train(make(tmp_path / "a", monkeypatch, every=100))
+    found = [one.step for one in inventory(tmp_path / "a" / "checkpoints")]
+    assert len(found) == 2
+    assert 5 <= found[0] <= 8
+    assert found[1] == 12
+    assert sorted(one.step for one in inventory(memory)) == [10]
 
 
 class Lists:
@@ -144,7 +212,7 @@ def test_all_ranks_wait_for_what_one_must_wait_for(
     gather = trainer.elastic_run.session.gather
 
     def of_two(message: Any) -> list[Any]:
-        return [*gather(message), [0.0, False, False]] if isinstance(message, list) else list(gather(message))
+        return [*gather(message), [0.0, False, False] if isinstance(message, list) else False]
 
     monkeypatch.setattr(trainer.elastic_run.session, "gather", of_two)
     hf.train(trainer)
