@@ -86,7 +86,7 @@ def test_what_the_trainer_saves_comes_to_the_disk_from_memory(jobs: Clusters, un
     job = jobs(nnodes="1:2", training=own, agent_environment={}, step_time=0.1)
     first = job.open("a")
     job.start("b")
-    second = job.wait_world(2, after=first)
+    job.wait_world(2, after=first)
     job.wait_step(25)
     place = job.directory / "out" / "checkpoint-20" / "trainer_state.json"
     job.wait_for(place.exists, "checkpoint-20 in the output directory")

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from dalsegno.swift_plugin import PLUGIN
+from tests.integration.test_memory import jobs, together
+from tests.integration.test_survivors import PACE, stood_still
 from tests.support.forks import forked
 from tests.support.jobs.cluster import Cluster, Training, Undisturbed, change_worlds, grow_to_two
 from tests.support.workers import tiny_swift
@@ -20,6 +22,8 @@ from tests.support.workers.zero_runs import run_world
 
 pytest.importorskip("swift", reason="the extra `swift` is not installed")
 pytestmark = [pytest.mark.timeout(900), pytest.mark.executed]
+
+__all__ = ["jobs"]
 
 Clusters = Callable[..., Cluster]
 STEPS_PLUGIN = Path(tiny_swift.__file__).with_name("swift_steps.py")
@@ -166,6 +170,25 @@ def test_a_join_and_a_kill(clusters: Clusters, undisturbed: Undisturbed, made: P
     third = job.wait_world(1, steps=2, after=second)
     job.finish()
     job.assert_lost({third: range(training.save_every + 1)})
+    judge(job, undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{}, {"tuner_type": "lora", "lora_dropout": "0"}], ids=["all", "lora"])
+def test_a_crash_that_costs_no_step(
+    jobs: Clusters, undisturbed: Undisturbed, made: Path, options: Mapping[str, str]
+) -> None:
+    """With DDP the rank that is left saves the last boundary, and then it comes to the disk."""
+    # Memory checkpoints are older than what is left.
+    training = Swift(steps=40, save_every=1000, made=made, options=(("memory_every", "15"), *options.items()))
+    pace = {**PACE, "DALSEGNO_TEST_STANDS": "before"}
+    job, first = together(jobs, "a", "b", training=training, script_flags=(), agent_environment=pace)
+    last = stood_still(job, first)
+    job.kill_node(job.member(0))
+    second = job.wait_world(1, after=first)
+    assert job.change(second).resumed == last
+    job.finish()
+    job.assert_lost({})
     judge(job, undisturbed)
 
 

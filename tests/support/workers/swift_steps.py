@@ -1,6 +1,7 @@
 """For ms-swift's ``--external_plugins`` in tests: ``--callbacks steps`` logs steps, at the test's pace.
 
-``STEP_LOG`` in the environment is the directory of the log; DALSEGNO_TEST_HOLDS: see `hooked`.
+``STEP_LOG`` in the environment is the directory of the log; DALSEGNO_TEST_HOLDS and DALSEGNO_TEST_STANDS (`behind` or
+`before`): see `hooked`.
 """
 
 from __future__ import annotations
@@ -28,10 +29,17 @@ class Steps(hf_trainer.StepLog):  # type: ignore[misc]  # transformers is not ty
         super().__init__(os.environ.get("STEP_LOG"))
         self.trainer = trainer
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._wait("before", args.max_steps)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if "DALSEGNO_TEST_HOLDS" in os.environ and not hooked.in_a_hurry():
             time.sleep(0.3)
-            hooked.wait_for_the_test(args.max_steps)
+            self._wait("behind", args.max_steps)
+
+    def _wait(self, place: str, steps: int) -> None:
+        if os.environ.get("DALSEGNO_TEST_STANDS", "behind") == place and not hooked.in_a_hurry():
+            hooked.wait_for_the_test(steps)
 
 
 callbacks_map["steps"] = Steps
