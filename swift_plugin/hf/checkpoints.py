@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 PROGRESS = "trainer-progress.json"
 TRAINER_STATE = "trainer_state.json"
-VERSION = 2
+VERSION = 3
 # Between two looks for what agents bring to the disk.
 LOOK_SECONDS = 1.0
 
@@ -39,7 +39,9 @@ class Unfinished:
         epoch_end: A data epoch had ended, and no callback was told yet.
         callbacks: What callbacks count and do not save themselves: class, attribute, value.
         tell_of_save: These callbacks must be told that this step was saved, which happens only after a save.
-        untold: All others must be told, too, because the save took the place of one that was due.
+        untold: A save was due. If this is not on the disk, it is still to be made; otherwise all others must be told,
+            too, because it took the place of that one.
+        of_step: What a log at that data epoch's end says of the step itself, by name.
     """
 
     loss: float = 0.0
@@ -49,6 +51,7 @@ class Unfinished:
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
     tell_of_save: bool = False
     untold: bool = False
+    of_step: dict[str, float] = field(default_factory=dict)
 
     def encoded(self) -> bytes:
         """The content of its file, which lies beside the Trainer's directory."""

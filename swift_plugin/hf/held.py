@@ -25,6 +25,7 @@ from dalsegno.elastic.training.training_state import TRAINING_FILE
 from dalsegno.elastic.training.unchanged import UnclearError
 
 from .checkpoints import PROGRESS, TRAINER_STATE, Unfinished, trainers
+from .refusals import overrides
 from .written import kept_here
 
 # Files that each save has anew.
@@ -103,6 +104,7 @@ class TrainersState:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.model: SavedModel | None = None
+        self._configured: tuple[str, ...] = ()
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         self.parts: dict[str, Any] = {
             "optimizer": optimizer,
@@ -119,7 +121,17 @@ class TrainersState:
         """Whether it has nothing but what this knows of."""
         trainer, optimizer = self._trainer, self.parts["optimizer"]
         plain = isinstance(optimizer, Optimizer) and isinstance(self.parts["scheduler"], LRScheduler)
-        return plain and trainer.accelerator.scaler is None and not trainer.args.save_only_model
+        own = overrides(trainer, "_save_optimizer_and_scheduler", ("transformers", "dalsegno"))
+        return plain and not own and trainer.accelerator.scaler is None
+
+    def now_has(self, model: SavedModel | None) -> None:
+        """From now on the Trainer's model is saved so."""
+        self.model, self._configured = model, _configurations(self._trainer.model)
+
+    @property
+    def has_changed(self) -> bool:
+        """A configuration is not what it was when that was said."""
+        return self._configured != _configurations(self._trainer.model)
 
     def learn(self) -> SavedModel:
         """Has the Trainer save its model into nothing, on rank 0.
@@ -128,12 +140,13 @@ class TrainersState:
             UnclearError: Something in it is not a tensor of the model as it is.
         """
         model = self._trainer.model
-        with (
-            tempfile.TemporaryDirectory() as directory,
-            kept_here(Path(directory), lambda content: content) as kept,
-        ):
-            self._trainer.save_model(directory, _internal_call=True)
-            files = kept.files()
+        with tempfile.TemporaryDirectory() as directory:
+            # As deep as a checkpoint: ms-swift looks for files beside it.
+            place = trainers(Path(directory), self._trainer.state.global_step)
+            place.mkdir()
+            with kept_here(place, lambda content: content) as kept:
+                self._trainer.save_model(str(place), _internal_call=True)
+                files = kept.files()
         paths = {_place(tensor): path for path, tensor in _named(model)}
         tensors, metadata = dict[str, dict[str, str]](), dict[str, Any]()
         for file, content in files.items():
@@ -157,8 +170,15 @@ class TrainersState:
         found = {path.removeprefix(f"{place}/"): content for path, content in saved.items() if path != PROGRESS}
         found = {path: content for path, content in found.items() if not path.startswith("rng_state")}
         small = {path: content for path, content in model.small.items() if path != _ARGUMENTS}
-        wanted = model.small.keys() | model.tensors.keys() | _OWN
-        return found.keys() == wanted and all(found[path] == content for path, content in small.items())
+        if found.keys() != model.small.keys() | model.tensors.keys() | _OWN:
+            return False
+        weights = {path: found[path] for path in model.tensors}
+        return all(found[path] == content for path, content in small.items()) and all(
+            isinstance(content, Safetensors)
+            and content.keys() == model.tensors[path].keys()
+            and content.metadata == model.metadata[path]
+            for path, content in weights.items()
+        )
 
     def copy(self) -> dict[str, Any]:
         """See ``held_state.Watched``.
@@ -166,10 +186,14 @@ class TrainersState:
         Raises:
             UnclearError: It is not known what a checkpoint has, or the model has lost a tensor.
         """
+        if self.has_changed:
+            raise UnclearError("a configuration has changed")
         parts = {name: {"state": part.state_dict()} for name, part in self.parts.items()}
-        return {**self._weights(), TRAINING_FILE: parts}
+        # What the model has must be what it had, also where it is not saved.
+        names = [name for name, _ in _named(self._trainer.model)]
+        return {**self._weights(), "names": names, TRAINING_FILE: parts}
 
-    def files(self, step: int, noted: Noted) -> dict[str, Any]:
+    def files(self, step: int, noted: Noted | None) -> dict[str, Any]:
         """The checkpoint of a boundary, as rank 0 would save it, by path.
 
         Raises:
@@ -177,7 +201,8 @@ class TrainersState:
             OSError: There is no room for a small file.
         """
         weights, trainer = self._weights(), self._trainer
-        assert self.model is not None
+        if noted is None or self.model is None:
+            raise UnclearError("the loss since the last log is not known")
         for file, metadata in self.model.metadata.items():
             weights[file] = Safetensors(weights[file], metadata)
         own = {
@@ -221,6 +246,12 @@ def _state_file(trainer: Any, noted: Noted) -> bytes:
         path = Path(directory) / TRAINER_STATE
         state.save_to_json(str(path))
         return path.read_bytes()
+
+
+def _configurations(model: Any) -> tuple[str, ...]:
+    """What is saved beside weights and is no tensor, as text."""
+    found: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config", "peft_config")]
+    return tuple(str(one.to_dict() if hasattr(one, "to_dict") else one) for one in found)
 
 
 def _named(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

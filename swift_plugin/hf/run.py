@@ -25,6 +25,7 @@ from dalsegno.elastic.training.saves import save_at_last
 
 from . import checkpoints, data
 from .checkpoints import Arriving, TrainerWrite, Unfinished
+from .held import TrainersState
 from .known_writers import nobody_looks, writes_as_known
 from .options import Options, global_batch_size
 from .survivors import Survivors
@@ -96,6 +97,8 @@ class ElasticRun:
         # The last step that was saved to memory for the disk; such a save is under way; none is to be begun.
         self._asked_for, self._to_disk, self._without_memory = -1, False, False
         self._survivors: Survivors | None = None
+        # What a log says of the last step, by name; tensors are asked for their values when they are needed.
+        self.of_step: dict[str, Any] = {}
         self._may_leave, self._ask_every, self._asked, self._asked_at = False, 1, 0, 0.0
         # The Trainer deletes nothing: this setting prunes the run's own checkpoints instead.
         limit, args.save_total_limit = args.save_total_limit, None
@@ -104,6 +107,8 @@ class ElasticRun:
             session.track(args.metric_for_best_model, mode="max" if args.greater_is_better else "min")
         if session.resume is not None and session.saves.of(session.resume.step) is not None:
             self._link(session.resume.path, session.step)  # the process that saved it may have died before
+        elif session.resume is not None:
+            self._arriving.add(session.step, session.resume.ref.name, lambda step: None)
 
     # Where the run stands.
 
@@ -136,10 +141,10 @@ class ElasticRun:
 
     def watch(self, trainer: Any) -> None:
         """Has the ranks that are left after a crash save the last boundary, where that is possible. Collective."""
-        wanted = self._memory.on and self.strategy == "ddp" and self.session.world_size > 1
-        if wanted and all(self.session.gather(writes_as_known(trainer))):
-            survivors = Survivors(trainer, self.session, self.loader)
-            self._survivors = survivors if survivors.on else None
+        if self._memory.on and self.strategy == "ddp" and self.session.world_size > 1:
+            state = TrainersState(trainer)
+            if all(self.session.gather(state.can_be_watched and writes_as_known(trainer))):
+                self._survivors = Survivors(trainer, state, self.session, self.loader)
 
     # A step.
 
@@ -171,16 +176,10 @@ class ElasticRun:
             self._survivors.stepped()
         return boundary
 
-    def mark(self, trainer: Any, *, evaluation: bool = False) -> None:
-        """If the world breaks from here on, the next one begins here.
-
-        Args:
-            evaluation: It does the evaluation that comes now.
-        """
+    def mark(self, trainer: Any, *, evaluation: bool = False, save: bool = False) -> None:
+        """If the world breaks from here on, the next one begins here, and does what is due: these, and what follows."""
         if self._survivors is not None:
-            due = Unfinished(evaluation=evaluation)
-            if evaluation:
-                due = replace(due, tell_of_save=trainer.control.should_save, untold=trainer.control.should_save)
+            due = Unfinished(evaluation=evaluation, tell_of_save=save, untold=save)
             self._survivors.mark(self._told(due, trainer))
 
     def look(self) -> None:
@@ -192,12 +191,17 @@ class ElasticRun:
 
     def _told(self, due: Unfinished, trainer: Any) -> Unfinished:
         """All that a checkpoint of this boundary says is left to do, but for the loss."""
-        return replace(
-            due,
-            logged=trainer._globalstep_last_logged,
-            epoch_end=self.loader.epoch_is_over and not self.epoch_ended,
-            callbacks=trainer.remembered(),
-        )
+        # A training that stops has its last data epoch's end at once.
+        ends = self.loader.epoch_is_over or trainer.control.should_training_stop
+        epoch_end = ends and not self.epoch_ended
+        of_step = {name: float(value) for name, value in self.of_step.items()} if epoch_end else {}
+        callbacks, logged = trainer.remembered(), trainer._globalstep_last_logged
+        return replace(due, logged=logged, epoch_end=epoch_end, callbacks=callbacks, of_step=of_step)
+
+    @property
+    def is_on_disk(self) -> bool:
+        """The present step is, as the run goes on from it or has saved it."""
+        return self.session.saves.of(self.session.step) is not None
 
     def save(self, trainer: Any, save: Callable[[], None]) -> None:
         """Has the Trainer save the present step as one checkpoint of the run, unless it is saved. Collective."""
@@ -211,17 +215,13 @@ class ElasticRun:
         due = self.unfinished or Unfinished(tell_of_save=not self.in_memory or self._to_disk)
         # Between the Trainer's own saves nobody waits for one, where on all ranks its files are written as we know it.
         behind = self.in_memory and not self.draining
-        survivors = self._survivors
-        differs = survivors is not None and survivors.differs
-        told = self.session.gather([float(trainer._tr_loss), behind and writes_as_known(trainer), differs])
-        behind = all(known for _, known, _ in told)
-        if survivors is not None:
-            survivors.heard(any(differs for _, _, differs in told))
-        loss = math.fsum(loss for loss, _, _ in told) / self.session.world_size
+        told = self.session.gather([float(trainer._tr_loss), behind and writes_as_known(trainer)])
+        behind = all(known for _, known in told)
+        loss = math.fsum(loss for loss, _ in told) / self.session.world_size
         unfinished = replace(self._told(due, trainer), loss=loss)
         self.writing = write = TrainerWrite(save, unfinished, self.session.rank, _reshards(trainer))
-        if survivors is not None:
-            write.copied = partial(survivors.saved, step)
+        if self._survivors is not None and behind:
+            write.copied = partial(self._survivors.saved, step)
         try:
             ref = self.session.save(
                 Background(write.copies, write, copies=True) if behind else write,
@@ -240,6 +240,8 @@ class ElasticRun:
             written = write.called
         finally:
             self.writing = None
+        if self._survivors is not None and behind:
+            self._survivors.compares = True
         if self.in_memory:
             self._memory_ref, state.best_model_checkpoint = ref, best
             return
@@ -339,8 +341,11 @@ class ElasticRun:
         else:
             self.session.leave_drained(self.loader.close)
 
-    def save_at_last(self, save: Callable[[], None]) -> None:
-        """Saves the last step if the newest save has failed.
+    def save_at_last(self, save: Callable[[], None], *, saves: bool) -> None:
+        """Saves the last step if the newest save has failed; or the run has resumed there, and it is in memory alone.
+
+        Args:
+            saves: The Trainer saves at its end.
 
         Raises:
             SaveError: It failed again and again.
@@ -350,7 +355,9 @@ class ElasticRun:
             save()
             return not self._failed
 
-        if self._failed:
+        resume = self.session.resume
+        ended_before = resume is not None and resume.step == self.session.step
+        if self._failed or (saves and ended_before and not self.is_on_disk):
             save_at_last(self.session.step, try_again)
 
     def finish(self) -> None:

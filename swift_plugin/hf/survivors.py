@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +18,15 @@ import torch.distributed as dist
 
 from dalsegno.elastic import Session
 from dalsegno.elastic.training.survival import Survival
+from dalsegno.elastic.training.unchanged import is_due
 
 from .checkpoints import Unfinished, trainers
 from .held import Noted, SavedModel, TrainersState
 
-# Fixed point for sums of losses, which are exact then; FLOPs are whole numbers that may be too large.
-_LOSS_UNIT, _FLOPS_UNIT, _MOST = 2**-32, 2**10, 2**52
+# Sums are exact, of whole numbers in two parts each: a loss's units, and those of which the lower part has 2**40.
+_LOSS_UNIT, _PART, _MOST = 2.0**-72, 2**40, 2**52
+# A configuration that is changed in mid-run is learnt anew so often.
+_MOST_LEARNT = 8
 
 
 class Sums(NamedTuple):
@@ -43,49 +46,39 @@ class Survivors:
 
     Args:
         trainer: It is about to train.
+        state: It can be watched on all ranks.
         session: Its process's session.
         loader: Where the data stand.
 
     Attributes:
-        differs: The Trainer has saved other files than one of these ranks would. Only rank 0 sees that.
+        compares: At this boundary the Trainer has saved to memory: all ranks hear whether that is as it was learnt.
     """
 
-    def __init__(self, trainer: Any, session: Session, loader: Any) -> None:
-        self._trainer, self._session, self._loader = trainer, session, loader
-        self._state = TrainersState(trainer)
+    def __init__(self, trainer: Any, state: TrainersState, session: Session, loader: Any) -> None:
+        self._trainer, self._state, self._session, self._loader = trainer, state, session, loader
         options = {"strategy": "ddp", "any_world_size": None, "order": loader.order, "cut": loader.cut}
-        wanted = self._state.can_be_watched
-        self._survival = Survival(session, self._state, options, wanted=wanted, files=self._state.files)
-        self._learnt = self._again = False
-        self.differs = False
+        self._survival = Survival(session, state, options, wanted=True, files=state.files)
+        self._learnt, self._boundaries = 0, 0
+        self.compares = self._differs = False
         self._pending: Any = None
         self._sums = Sums()
         self._note: Noted | None = None
-
-    @property
-    def on(self) -> bool:
-        """Something may be saved."""
-        return self._survival.wanted
 
     def stepping(self) -> None:
         """An optimizer step comes next: the losses of all ranks are asked for, so that each has them behind it.
 
         Collective.
         """
-        if not self.on:
-            return
-        loss, flops = float(self._trainer._tr_loss), float(self._trainer.current_flos)
-        known = math.isfinite(loss) and abs(loss) < _MOST * _LOSS_UNIT and abs(flops) < _MOST * _FLOPS_UNIT
-        told = (round(loss / _LOSS_UNIT), round(flops / _FLOPS_UNIT), 0) if known else (0, 0, 1)
-        self._pending = self._session.start_sum(*told)
+        told = [_parts(float(self._trainer._tr_loss), _LOSS_UNIT), _parts(float(self._trainer.current_flos), 1.0)]
+        self._pending = self._session.start_sum(*told[0], *told[1])
 
     def stepped(self) -> None:
         """The step is over. Collective."""
         if self._pending is not None:
-            loss, flops, unknown = self._pending.wait()
+            told = self._pending.wait()
             self._pending = None
-            mean = None if unknown else loss * _LOSS_UNIT / self._session.world_size
-            self._sums = Sums(mean, float(flops) * _FLOPS_UNIT)
+            loss, flops = _whole(told[:3], _LOSS_UNIT), _whole(told[3:], 1.0)
+            self._sums = Sums(None if loss is None else loss / self._session.world_size, flops or 0.0)
 
     def mark(self, unfinished: Unfinished) -> None:
         """This boundary is what a rank would save, with what is left to do behind it.
@@ -93,46 +86,41 @@ class Survivors:
         Args:
             unfinished: Without the loss.
         """
-        if not self.on:
-            return
-        trainer, state = self._trainer, self._trainer.state
-        # Behind a log there is nothing to remember.
-        loss = 0.0 if trainer._globalstep_last_logged == state.global_step else self._sums.loss
+        trainer, state, loss = self._trainer, self._trainer.state, self._sums.loss
+        if loss is not None and trainer._globalstep_last_logged == state.global_step:
+            loss = 0.0  # Behind a log there is nothing to remember.
         flops = self._sums.flops if trainer.current_flos else 0.0
         plain = {name: value for name, value in vars(state).items() if isinstance(value, bool | int | float | str)}
-        self._note = None
+        note = None
         if loss is not None:
-            self._note = Noted(replace(unfinished, loss=loss), {**plain, "total_flos": state.total_flos + flops})
-        self._survival.mark(self._session.step, self._loader.position, self._note)
+            note = Noted(replace(unfinished, loss=loss), {**plain, "total_flos": state.total_flos + flops})
+        if note is None or note != self._note:
+            self._note = note
+            self._survival.mark(self._session.step, self._loader.position, note)
 
     def look(self) -> None:
         """Behind all that a boundary has, where the training goes on. Collective."""
-        if not self.on:
-            return
+        self._boundaries += 1
         if not self._learnt:
             self._learn()
+        elif self.compares or is_due(self._boundaries):
+            differs, self.compares, self._differs = self._differs or self._state.has_changed, False, False
+            if any(self._session.gather(differs)):
+                self._learn()
         self._survival.look(self._loader.position, self._note)
 
     def saved(self, step: int, files: Mapping[str, Any]) -> None:
-        """The Trainer has saved these files to memory, by path."""
-        if self.on and self._session.rank == 0:
-            self.differs = not self._state.is_as(files, step)
-
-    def heard(self, differs: bool) -> None:
-        """The ranks have agreed on what `differs` says. A configuration that was changed once is learnt anew."""
-        if differs and self.on:
-            self.differs, self._learnt = False, self._again
-            self._again = True
-            self._state.model = None
+        """The Trainer has saved these files to memory, by path; rank 0 has them all."""
+        self._differs = self._session.rank == 0 and not self._state.is_as(files, step)
 
     def _learn(self) -> None:
-        self._learnt = True
+        self._learnt += 1
         found = None
-        if self._session.rank == 0:
+        if self._session.rank == 0 and self._learnt <= _MOST_LEARNT:
             # The training goes on without this, whatever the error is; `TrainersState` says that it is not known.
             with suppress(Exception):
                 found = self._state.learn()
-        self._state.model = self._from_rank_0(found)
+        self._state.now_has(self._from_rank_0(found))
 
     def _from_rank_0(self, found: SavedModel | None) -> SavedModel | None:
         sums = None if found is None else {path: _sum(content) for path, content in found.small.items()}
@@ -149,6 +137,18 @@ class Survivors:
         if wanted:
             small.update(_broadcast(None if found is None else {path: found.small[path] for path in wanted}))
         return SavedModel(small, tensors, metadata)
+
+
+def _parts(value: float, unit: float) -> tuple[int, int, int]:
+    """A number in two parts for an exact sum over ranks; the third is 1 where it has none."""
+    if not math.isfinite(value) or abs(value) / unit >= float(_PART) * _MOST:
+        return 0, 0, 1
+    return *divmod(round(value / unit), _PART), 0
+
+
+def _whole(told: Sequence[int], unit: float) -> float | None:
+    high, low, unknown = told
+    return None if unknown else (high * _PART + low) * unit
 
 
 def _broadcast(content: Any) -> Any:

@@ -242,25 +242,30 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
     ) -> None:
-        ours = tr_loss, grad_norm, model, trial
-        if not self._run.draining:
+        ours, run, control = (tr_loss, grad_norm, model, trial), self._run, self.control
+        said = {"grad_norm": grad_norm, "learning_rate": kwargs.get("learning_rate")}
+        run.of_step = {name: value for name, value in said.items() if value is not None}
+        if not (control.should_log and self.state.global_step > self._globalstep_last_logged):
+            # A log belongs to this process: callbacks may want what they have noted of its steps.
+            run.mark(self, evaluation=control.should_evaluate, save=control.should_save)
+        if not run.draining:
             try:
-                with self._run.interruptible():
+                with run.interruptible():
                     super()._maybe_log_save_evaluate(*ours, *args, **kwargs)
                 self._remember(model, trial)
-                self._run.mark(self)
-                self._run.look()
+                run.mark(self)
+                run.look()
                 return
             except Leaving:
                 # An evaluation takes longer than a notice. What was to be logged before it is logged, once.
-                self._run.draining = True
+                run.draining = True
         self._drain(*ours, *args, **kwargs)
         # The save failed: the run goes on, and the next boundary tries again.
         super()._maybe_log_save_evaluate(*ours, *args, **kwargs)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         if self._run.micro is None and self.state.global_step == self._run.session.step:
-            self._run.mark(self, evaluation=True)
+            self._run.mark(self, evaluation=True, save=self.control.should_save)
         return super()._evaluate(*args, **kwargs)
 
     def _remember(self, model: Any, trial: Any) -> None:
@@ -289,7 +294,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             where = {"epoch": int(self.state.epoch or 0), "trial": trial, "start_time": start_time}
             self._see_to(self._run.unfinished, model=self.model_wrapped, ignore_keys_for_eval=None, **where)
         # Done now, because next the best model's weights may replace those of the last step.
-        self._run.save_at_last(lambda: self._save_checkpoint(self.model_wrapped, trial))
+        saves = str(getattr(self.args.save_strategy, "value", self.args.save_strategy)) != "no"
+        self._run.save_at_last(lambda: self._save_checkpoint(self.model_wrapped, trial), saves=saves)
         return super()._finalize_training(trial, num_train_samples, start_time)
 
     def _see_to(self, unfinished: Unfinished, **of_epoch: Any) -> None:
@@ -302,18 +308,21 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         counting = [one for one in self.callback_handler.callbacks if type(one).__name__ in unfinished.callbacks]
         for callback in counting:
             vars(callback).update(unfinished.callbacks[type(callback).__name__])
-        best = self.state.best_global_step
+        best, on_disk, said = self.state.best_global_step, run.is_on_disk, dict(unfinished.of_step)
+        norm = said.pop("grad_norm", None)
         self.control.should_evaluate = unfinished.evaluation
+        owes = unfinished.untold and not on_disk
+        self.control.should_save = owes
         self._maybe_log_save_evaluate(self._tr_loss, None, **of_epoch)
-        if unfinished.untold:
+        if unfinished.untold and on_disk:
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-        elif unfinished.tell_of_save:
+        elif unfinished.tell_of_save and not owes:  # That save has told all.
             for callback in counting:
                 callback.on_save(self.args, self.state, self.control)
         if unfinished.epoch_end:
             self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-            self._maybe_log_save_evaluate(self._tr_loss, None, **of_epoch)
-        if self.state.best_global_step != best and self.state.best_global_step == self.state.global_step:
+            self._maybe_log_save_evaluate(self._tr_loss, norm, **of_epoch, **said)
+        if on_disk and self.state.best_global_step != best and self.state.best_global_step == self.state.global_step:
             run.session.measured(self.state.best_metric)
             self.state.best_model_checkpoint = run.resume_directory
 
@@ -329,6 +338,9 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         }
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if not (self._run.in_memory or self._run.draining):
+            self._run.mark(self, save=True)
+
         def theirs() -> None:
             write = self.state.save_to_json
 

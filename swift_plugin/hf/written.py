@@ -105,15 +105,15 @@ def kept_here(root: Path, copy: Callable[[Any], Any]) -> Iterator[Kept]:
 
     The `Kept` is good inside. Nobody is shown how far a save of a model has come, as nothing is written.
     """
-    kept, shown = Kept(root, copy), logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    kept, shown = Kept(root, copy), getattr(logging, "_tqdm_active", None)
+    # Its function for that would say something to the hub, too, and warn of variables.
+    logging._tqdm_active = False
     try:
         with _intercepted(root, kept.put):
             yield kept
     finally:
         kept.close()
-        if shown:
-            logging.enable_progress_bar()
+        logging._tqdm_active = shown
 
 
 class _Saving:

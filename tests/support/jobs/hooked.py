@@ -19,6 +19,7 @@ before what is to happen to it has happened, however busy the machine is. In the
                             Until `hurry`
     DALSEGNO_TEST_BEST      the step that is the best one by a tracked metric; until it, no other one is any good
     DALSEGNO_TEST_BACKGROUND  save in the background, on every rank 300,000 bytes more
+    DALSEGNO_TEST_ARGUMENTS  what its TrainingArguments get besides, in JSON
     DALSEGNO_TEST_STRANGE   its DeepSpeed turns out to be one that ours cannot load other ranks' shards into
     DALSEGNO_TEST_LOADERS   read the data in two DataLoader processes, started so: fork, spawn or forkserver
     DALSEGNO_TEST_LAST_WORDS  printed when the example ends, however it ends
@@ -28,6 +29,7 @@ before what is to happen to it has happened, however busy the machine is. In the
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import runpy
 import subprocess
@@ -215,6 +217,18 @@ def sync_slowly(what: str) -> None:
     os.fsync = fsync
 
 
+def give(arguments: dict[str, Any]) -> None:
+    """To a Trainer of transformers, in place of the example's."""
+    from transformers import TrainingArguments
+
+    plain = TrainingArguments.__init__
+
+    def init(self: Any, *given: Any, **options: Any) -> None:
+        plain(self, *given, **{**options, **arguments})
+
+    TrainingArguments.__init__ = init
+
+
 def be_strange() -> None:
     """What a version of DeepSpeed that came after the save may be like: only loading finds out."""
     from dalsegno.elastic.deepspeed import checks, loading
@@ -254,6 +268,8 @@ def main() -> None:
         measure(int(os.environ["DALSEGNO_TEST_BEST"]))
     if os.environ.get("DALSEGNO_TEST_LOADERS"):
         read_in_processes(os.environ["DALSEGNO_TEST_LOADERS"])
+    if os.environ.get("DALSEGNO_TEST_ARGUMENTS"):
+        give(json.loads(os.environ["DALSEGNO_TEST_ARGUMENTS"]))
     if os.environ.get("DALSEGNO_TEST_STRANGE"):
         be_strange()
     if os.environ.get("DALSEGNO_TEST_SYNC"):

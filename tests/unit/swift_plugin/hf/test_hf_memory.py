@@ -212,7 +212,7 @@ def test_all_ranks_wait_for_what_one_must_wait_for(
     gather = trainer.elastic_run.session.gather
 
     def of_two(message: Any) -> list[Any]:
-        return [*gather(message), [0.0, False, False] if isinstance(message, list) else False]
+        return [*gather(message), [0.0, False] if isinstance(message, list) else False]
 
     monkeypatch.setattr(trainer.elastic_run.session, "gather", of_two)
     hf.train(trainer)

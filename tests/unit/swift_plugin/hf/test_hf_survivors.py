@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from dalsegno.elastic.saving.writing import write_files
+from dalsegno.elastic.training.unchanged import UnclearError
 from dalsegno.swift_plugin.hf import survivors
 from dalsegno.swift_plugin.hf.checkpoints import PROGRESS
 from dalsegno.swift_plugin.hf.run import ElasticRun
-from dalsegno.swift_plugin.hf.survivors import Survivors
+from dalsegno.swift_plugin.hf.survivors import Survivors, TrainersState
 from tests.unit.swift_plugin.hf import test_hf_memory
 from tests.unit.swift_plugin.hf import test_hf_trainer as hf
 
@@ -29,7 +31,8 @@ class Watching:
     """In place of ``Survival``: this process is a world of its own, where there is nobody to survive.
 
     Attributes:
-        marks: What was noted last of each step, but for evaluations that are under way: `owed`.
+        marks: What was noted last of each step, but for evaluations that are due: `owed`.
+        all: All that was noted, with its step.
     """
 
     made: Watching
@@ -38,10 +41,15 @@ class Watching:
         self.wanted, self.state, self.files = wanted, save, files
         self.marks: dict[int, Any] = {}
         self.owed: dict[int, Any] = {}
+        self.all: list[tuple[int, Any]] = []
         Watching.made = self
 
     def mark(self, step: int, position: Any, beside: Any) -> None:
-        (self.owed if beside.unfinished.evaluation else self.marks)[step] = beside
+        self.all.append((step, beside))
+        if beside is None:
+            self.marks.pop(step, None)
+        else:
+            (self.owed if beside.unfinished.evaluation else self.marks)[step] = beside
 
     def look(self, position: Any, beside: Any) -> None: ...
 
@@ -49,7 +57,9 @@ class Watching:
 @pytest.fixture
 def watching(monkeypatch: pytest.MonkeyPatch) -> None:
     def watch(self: ElasticRun, trainer: Any) -> None:
-        self._survivors = Survivors(trainer, self.session, self.loader)
+        state = TrainersState(trainer)
+        assert state.can_be_watched
+        self._survivors = Survivors(trainer, state, self.session, self.loader)
 
     monkeypatch.setattr(ElasticRun, "watch", watch)
     monkeypatch.setattr(survivors, "Survival", Watching)
@@ -64,10 +74,20 @@ class Survives(TrainerCallback):  # type: ignore[misc]  # transformers is not ty
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         step = state.global_step
-        if step in Watching.made.marks:
+        if step not in Watching.made.marks:
+            return
+        with contextlib.suppress(UnclearError):
+            Watching.made.state.copy()  # as it is compared first
+            files = Watching.made.files(step, Watching.made.marks[step])
             place = self.directory / str(step)
             place.mkdir(parents=True)
-            write_files(place, Watching.made.files(step, Watching.made.marks[step]))
+            write_files(place, files)
+
+
+class Told(TrainerCallback):  # type: ignore[misc]
+    """Looks at what is saved."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
 
 
 def tensors_of(path: Path) -> Any:
@@ -144,13 +164,90 @@ def test_a_survivor_saves_what_the_trainer_saves(
     compare(memory, tmp_path / "held", [2, 6])  # behind the others a data epoch ends, which only a survivor has done
 
 
-def test_an_evaluation_under_way_is_still_to_be_made(
+def test_a_configuration_that_is_changed_is_learnt_anew(
     tmp_path: Path, memory: Path, watching: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the save that comes behind it."""
-    arguments = {"eval_strategy": "steps", "eval_steps": 3, "save_steps": 6}
-    hf.train(test_hf_memory.make(tmp_path / "a", monkeypatch, **arguments))
-    told = {step: beside.unfinished for step, beside in Watching.made.owed.items()}
-    assert sorted(told) == [3, 6, 9, 12]
-    assert all(one.evaluation and one.logged == step for step, one in told.items())
-    assert [step for step, one in told.items() if one.untold and one.tell_of_save] == [6, 12]
+    """Behind the next save all ranks know it; until then nobody saves what was learnt before."""
+
+    def change(to: int) -> None:
+        trainer.model.config.bos_token_id = to
+
+    trainer = test_hf_memory.make(
+        tmp_path / "a", monkeypatch, hf.At(7, lambda: change(5)), Survives(tmp_path / "held"), every=3
+    )
+    hf.train(trainer)
+    compare(memory, tmp_path / "held", [3, 9])
+    assert json.loads((tmp_path / "held/9/checkpoint-9/config.json").read_text())["bos_token_id"] == 5
+    assert sorted(int(path.name) for path in (tmp_path / "held").iterdir()) == [1, 2, 3, 4, 5, 7, 8, 9, 10, 11]
+
+
+def test_what_is_changed_again_and_again_is_not_known(
+    tmp_path: Path, memory: Path, watching: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survivors, "_MOST_LEARNT", 2)
+
+    def change(to: int) -> None:
+        trainer.model.config.bos_token_id = to
+
+    always = [hf.At(step, lambda step=step: change(step)) for step in (2, 3, 4)]
+    trainer = test_hf_memory.make(tmp_path / "a", monkeypatch, *always, Survives(tmp_path / "held"), every=1)
+    hf.train(trainer)
+    assert not (tmp_path / "held").exists()
+
+
+def test_a_tensor_that_comes_later_is_saved(
+    tmp_path: Path, memory: Path, watching: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add() -> None:
+        trainer.model.register_buffer("late", torch.ones(3))
+
+    trainer = test_hf_memory.make(tmp_path / "a", monkeypatch, hf.At(5, add), Survives(tmp_path / "held"), every=2)
+    hf.train(trainer)
+    compare(memory, tmp_path / "held", [2, 6])
+    assert "late" in load_file(tmp_path / "held/6/checkpoint-6/model.safetensors")
+
+
+def test_what_is_due_is_done_by_the_next_world(
+    tmp_path: Path, memory: Path, watching: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each moment of a boundary: an evaluation, a save."""
+    arguments = {"eval_strategy": "steps", "eval_steps": 3, "save_steps": 3, "logging_steps": 2}
+    hf.train(test_hf_memory.make(tmp_path / "a", monkeypatch, Told(), **arguments))
+    for step in (3, 6):  # without a log before, and with one
+        of_step = [beside.unfinished for one, beside in Watching.made.all if one == step]
+        flags = [(one.evaluation, one.untold) for one in of_step]
+        assert flags == [(True, True), (False, True), (False, False)]
+        assert [one.logged for one in of_step] == [step // 2 * 2] * 3
+
+
+def test_a_training_that_stops_has_its_data_epochs_end(
+    tmp_path: Path, memory: Path, watching: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a data epoch: the save that comes with it is still to be made."""
+    trainer = test_hf_memory.make(tmp_path / "a", monkeypatch, save_strategy="epoch", max_steps=7)
+    hf.train(trainer)
+    ends = [beside.unfinished.epoch_end for step, beside in Watching.made.all if step == 7]
+    assert ends[0]
+    assert not ends[-1]
+
+
+def test_a_loss_that_is_no_number_is_not_known(
+    tmp_path: Path, memory: Path, watching: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(Trainer):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * float("nan") if self.state.global_step == 4 else loss
+
+    given = {"logging_nan_inf_filter": False, "logging_steps": 3, "base": Broken}
+    hf.train(test_hf_memory.make(tmp_path / "a", monkeypatch, **given))
+    known = {step for step, beside in Watching.made.all if beside is not None}
+    assert known == {1, 2, 3, 4}  # what the Trainer sums stays so
+
+
+@pytest.mark.parametrize("value", [0.0, 2.5, -1e-12, 3.0000000001, 1e5])
+def test_sums_are_exact(value: float) -> None:
+    unit = survivors._LOSS_UNIT
+    told = [sum(parts) for parts in zip(*[survivors._parts(value, unit)] * 3, strict=True)]
+    assert survivors._whole(told, unit) == pytest.approx(3 * value, rel=1e-9)
+    assert survivors._whole(survivors._parts(float("inf"), unit), unit) is None
