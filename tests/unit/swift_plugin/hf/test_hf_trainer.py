@@ -264,6 +264,16 @@ def test_a_log_over_several_steps_spans_a_drain(tmp_path: Path) -> None:
     assert len(losses[0]) == 3
 
 
+def test_a_log_at_a_data_epochs_end_is_as_without_a_drain(tmp_path: Path) -> None:
+    """It is the next start's, and says of the step what the step was."""
+    found = without_end(interrupted(tmp_path / "a", 4, logging_strategy="epoch"))
+    wanted = without_end(train(make(tmp_path / "b", logging_strategy="epoch")))
+    assert [one.keys() for one in found] == [one.keys() for one in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+    assert "grad_norm" in found[0]
+
+
 @pytest.mark.parametrize("unit", [pytest.param("steps", marks=pytest.mark.full), "epoch"])
 @pytest.mark.parametrize("step", [4, pytest.param(8, marks=pytest.mark.full)])
 def test_an_evaluation_that_a_drain_leaves_out_is_made_by_what_resumes(tmp_path: Path, step: int, unit: str) -> None:
