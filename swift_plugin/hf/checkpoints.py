@@ -175,7 +175,8 @@ class Arriving:
     def __init__(self, link: Callable[[Path, int], None], session: Session) -> None:
         self._link, self._run_dir, self._sight = link, session.run_dir, None
         self._coming: dict[str, tuple[int, Callable[[int], None]]] = {}
-        self._looked_at = 0.0
+        # The newest one as of the look before the last: what is older and was not there at the last one is left out.
+        self._passed, self._newest, self._looked_at = 0, 0, 0.0
         if session.rank == 0 and session.run_dir is not None:
             self._sight = Sight(CheckpointStore(session.run_dir))
 
@@ -190,6 +191,8 @@ class Arriving:
         self._looked_at = time.monotonic()
         for name in [name for name in self._coming if self._sight.found(name)]:
             self._put(name)
+        self._coming = {name: one for name, one in self._coming.items() if one[0] >= self._passed}
+        self._passed = self._newest
         self._sight.look(self._coming)
 
     def look_at_last(self) -> None:
@@ -200,6 +203,7 @@ class Arriving:
 
     def _put(self, name: str) -> None:
         step, then = self._coming.pop(name)
+        self._newest = max(self._newest, step)
         assert self._run_dir is not None
         self._link(self._run_dir / name, step)
         then(step)

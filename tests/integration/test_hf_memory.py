@@ -9,6 +9,7 @@ import signal
 import pytest
 from safetensors.torch import load_file
 
+from tests.integration.test_hf_trainer import trainer_state
 from tests.integration.test_hf_trainer import training as of_hf
 from tests.integration.test_memory import (
     EVERY,
@@ -22,6 +23,7 @@ from tests.integration.test_memory import (
     wait_durable,
     wait_held,
 )
+from tests.support.jobs.attacks import Attacks
 from tests.support.jobs.cluster import Training, Undisturbed
 from tests.support.jobs.faults import run_directory
 
@@ -97,3 +99,28 @@ def test_what_the_trainer_saves_comes_to_the_disk_from_memory(jobs: Clusters, un
     assert len(job.sealed()) <= 3
     linked = {path.parent.name for path in (job.directory / "out").glob("checkpoint-*/trainer_state.json")}
     assert f"checkpoint-{STEPS}" in linked
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(6))
+def test_anything_at_any_moment(jobs: Clusters, undisturbed: Undisturbed, seed: int) -> None:
+    """Of steps, logs, evaluations and saves, while nodes, agents, ranks and masters are killed or stopped."""
+    steps, wanted = 120, 8
+    extra = (f"--log-every={1 + seed % 2}", f"--evaluate-every={20 * (seed % 3)}")
+    one = of_hf(*extra, steps=steps)
+    flags = ("--max-restarts=1000",)
+    job = jobs(nnodes="1:3", training=one, agent_environment={}, step_time=0.15, agent_flags=flags)
+    attacks = Attacks(job, seed, size=2)
+    attacks.begin()
+    begun = max(line.step for line in job.poll())
+    ways = [attacks.worker, attacks.agent, attacks.node, attacks.leave, attacks.master, attacks.stop, attacks.pair]
+    try:
+        while len(attacks.said) < wanted and max(line.step for line in job.poll()) < (begun + steps) // 2:
+            attacks.one(ways)
+    finally:
+        print("\n".join(attacks.said))
+    job.finish()
+    job.assert_undisturbed(undisturbed)
+    logged = [line["step"] for line in trainer_state(job, steps)["log_history"] if "loss" in line]
+    assert logged == list(range(1 + seed % 2, steps + 1, 1 + seed % 2))

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from dalsegno.elastic import Batches, BatchPlan, ElasticSampler
 from dalsegno.swift_plugin.hf import checkpoints, data, options, refusals
-from dalsegno.swift_plugin.hf.checkpoints import Errors, TrainerWrite, Unfinished
+from dalsegno.swift_plugin.hf.checkpoints import Arriving, Errors, TrainerWrite, Unfinished
 from dalsegno.swift_plugin.hf.options import Options
 
 
@@ -377,3 +377,29 @@ def test_a_trainer_of_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(refusals.transformers, "__version__", "5.2.0")
     with pytest.raises(RuntimeError, match=r"install transformers>=5\.6"):
         refusals.refuse(trainer())
+
+
+def test_what_the_agents_leave_out_is_not_looked_for_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer one has come in its place. What comes late, and in order, is put in its place."""
+    monkeypatch.setattr(checkpoints, "LOOK_SECONDS", 0.0)
+    put = list[int]()
+    session = SimpleNamespace(rank=0, run_dir=tmp_path)
+    arriving = Arriving(lambda path, step: put.append(step), session)  # type: ignore[arg-type]
+    there, looks = set[str](), list[list[str]]()
+    arriving._sight = SimpleNamespace(found=there.__contains__, look=lambda names: looks.append(list(names)))  # type: ignore[assignment]
+    told = list[int]()
+    for step in (10, 20, 30):
+        arriving.add(step, f"step-{step}", told.append)
+    arriving.look()
+    assert looks == [["step-10", "step-20", "step-30"]]
+    there.add("step-20")
+    arriving.look()
+    there.add("step-10")
+    arriving.look()
+    assert put == told == [20, 10]
+    arriving.add(40, "step-40", told.append)
+    there.add("step-40")
+    arriving.look()
+    arriving.look()
+    assert looks[-1] == []
+    assert put == [20, 10, 40]
