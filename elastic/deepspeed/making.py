@@ -14,6 +14,8 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from .releasing import release_by_look_up
+
 # The configuration of the engine whose weights all ranks load next.
 _loaded_next: list[Mapping[str, Any]] = []
 
@@ -24,6 +26,7 @@ def spare_work() -> None:
     count_duplicates()
     make_no_gradients()
     compare_versions_once()
+    release_by_look_up()
 
 
 def compile_nothing() -> None:
