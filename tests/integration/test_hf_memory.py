@@ -107,8 +107,7 @@ def test_what_the_trainer_saves_comes_to_the_disk_from_memory(jobs: Clusters, un
 def test_anything_at_any_moment(jobs: Clusters, undisturbed: Undisturbed, seed: int) -> None:
     """Of steps, logs, evaluations and saves, while nodes, agents, ranks and masters are killed or stopped."""
     steps, wanted = 120, 8
-    extra = (f"--log-every={1 + seed % 2}", f"--evaluate-every={20 * (seed % 3)}")
-    one = of_hf(*extra, steps=steps)
+    one = of_hf(f"--evaluate-every={5 * (seed % 3)}", steps=steps)
     flags = ("--max-restarts=1000",)
     job = jobs(nnodes="1:3", training=one, agent_environment={}, step_time=0.15, agent_flags=flags)
     attacks = Attacks(job, seed, size=2)
@@ -123,4 +122,4 @@ def test_anything_at_any_moment(jobs: Clusters, undisturbed: Undisturbed, seed: 
     job.finish()
     job.assert_undisturbed(undisturbed)
     logged = [line["step"] for line in trainer_state(job, steps)["log_history"] if "loss" in line]
-    assert logged == list(range(1 + seed % 2, steps + 1, 1 + seed % 2))
+    assert logged == list(range(1, steps + 1))
