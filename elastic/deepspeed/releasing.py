@@ -1,7 +1,7 @@
 """ZeRO-3 in each new process: which parameters are given up behind a module, without a walk through all that follow.
 
 DeepSpeed 0.19 keeps those of a module that come again within `stage3_max_reuse_distance` (10**9 numbers). To learn
-which these are it walks, for each module of the second step, through the modules behind it: 30 to 60 s with 500 layers.
+which these are it walks, for each module of the second step, through the modules behind it: 15 s with 1,500 layers.
 Here one walk through all of them notes where each parameter is used, and a look-up says the same.
 """
 

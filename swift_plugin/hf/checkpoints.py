@@ -57,6 +57,10 @@ class Unfinished:
         """The content of its file, which lies beside the Trainer's directory."""
         return json.dumps({"version": VERSION, **asdict(self)}).encode()
 
+    def write(self, directory: Path) -> None:
+        """Writes that file."""
+        (directory / PROGRESS).write_bytes(self.encoded())
+
     @classmethod
     def read(cls, directory: Path) -> Unfinished:
         """The inverse.
@@ -133,7 +137,7 @@ class TrainerWrite:
             self._save()
         self.errors.raise_first()
         if self._rank == 0:
-            (path / PROGRESS).write_bytes(self._unfinished.encoded())
+            self._unfinished.write(path)
 
     def copies(self, copy: Callable[[Any], Any], path: Path) -> dict[str, Any]:
         """This rank's files, by path, for a save in the background: ``copy`` has copied all tensors in them.
@@ -147,7 +151,7 @@ class TrainerWrite:
                 self._save()
                 self.errors.raise_first()
                 if self._rank == 0:
-                    (own / PROGRESS).write_bytes(self._unfinished.encoded())
+                    self._unfinished.write(own)
                 files = self.kept.files()
             self.copied(files)
             return files

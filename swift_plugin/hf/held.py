@@ -7,7 +7,6 @@ are, which tensors are in them, and all small contents. The other files are made
 from __future__ import annotations
 
 import copy
-import io
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from dalsegno.elastic.training.unchanged import UnclearError
 
 from .checkpoints import PROGRESS, TRAINER_STATE, Unfinished, trainers
 from .refusals import overrides
-from .written import kept_here
+from .written import kept_here, pickled
 
 # Files that each save has anew.
 _OWN = frozenset({upstream.OPTIMIZER_NAME, upstream.SCHEDULER_NAME, TRAINER_STATE})
@@ -207,7 +206,7 @@ class TrainersState:
             weights[file] = Safetensors(weights[file], metadata)
         own = {
             upstream.OPTIMIZER_NAME: trainer.optimizer.state_dict(),
-            upstream.SCHEDULER_NAME: _pickled(trainer.lr_scheduler.state_dict()),
+            upstream.SCHEDULER_NAME: pickled(trainer.lr_scheduler.state_dict()),
             TRAINER_STATE: _state_file(trainer, noted),
         }
         place = trainers(Path(), step)
@@ -261,9 +260,3 @@ def _named(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), str(tensor.dtype), tuple(tensor.shape), tensor.stride()
-
-
-def _pickled(content: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()

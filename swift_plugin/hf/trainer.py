@@ -294,7 +294,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             where = {"epoch": int(self.state.epoch or 0), "trial": trial, "start_time": start_time}
             self._see_to(self._run.unfinished, model=self.model_wrapped, ignore_keys_for_eval=None, **where)
         # Done now, because next the best model's weights may replace those of the last step.
-        saves = str(getattr(self.args.save_strategy, "value", self.args.save_strategy)) != "no"
+        saves = self.args.save_strategy != "no"
         self._run.save_at_last(lambda: self._save_checkpoint(self.model_wrapped, trial), saves=saves)
         return super()._finalize_training(trial, num_train_samples, start_time)
 

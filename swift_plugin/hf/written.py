@@ -69,7 +69,7 @@ class Kept:
             OSError: It could not be made.
         """
         if not isinstance(content, Safetensors) and not _is_copied_alike(content):
-            (self._root / path).write_bytes(_pickled(content))
+            (self._root / path).write_bytes(pickled(content))
             return
         kept, place = self._copy(content), self._root / path
         place.unlink(missing_ok=True)
@@ -171,7 +171,8 @@ def _is_of_an_optimizer(content: Any) -> bool:
     return type(content) in (dict, OrderedDict) and content.keys() >= _OF_AN_OPTIMIZER
 
 
-def _pickled(content: Any) -> bytes:
+def pickled(content: Any) -> bytes:
+    """What ``torch.save`` writes of it."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()

@@ -179,7 +179,7 @@ def iter_of(length: int) -> Any:
 
 def test_what_is_unfinished_comes_back(tmp_path: Path) -> None:
     saved = Unfinished(loss=1.25, logged=7, evaluation=True, epoch_end=True)
-    (tmp_path / checkpoints.PROGRESS).write_bytes(saved.encoded())
+    saved.write(tmp_path)
     assert Unfinished.read(tmp_path) == saved
 
 
