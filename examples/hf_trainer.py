@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--fixed-micro-batch", action="store_true")
     parser.add_argument("--static-graph", action="store_true", help="of DistributedDataParallel")
     parser.add_argument("--save-total-limit", type=int)
+    parser.add_argument("--stay", action="store_true", help="processes stay through changes of the world")
     parser.add_argument("--universal-checkpoint", action="store_true", help="accepted: dlrover-run may add it")
     flags = parser.parse_args()
 
@@ -138,6 +139,7 @@ def main() -> None:
         global_batch_size=flags.global_batch_size,
         fixed_micro_batch=flags.fixed_micro_batch,
         memory_every=flags.memory_every,
+        stay=flags.stay,
     )
     trainer.train()
     if trainer.is_world_process_zero():

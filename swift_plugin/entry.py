@@ -7,7 +7,7 @@ from dataclasses import dataclass, make_dataclass
 from typing import Any
 
 from .hf.plain import under_dlrover_run
-from .swift_hooks import NAME, install
+from .swift_hooks import NAME, install, talk_to_nobody
 
 
 @dataclass
@@ -19,12 +19,14 @@ class ElasticArguments:
         global_batch_size: Samples per optimizer step over all ranks.
         fixed_micro_batch: Cut each global batch into the same micro-batches at every world size.
         memory_every: Steps between saves to the nodes' memory, or "auto".
+        stay: Processes stay through changes of the world, with DDP.
     """
 
     universal_checkpoint: bool = False
     global_batch_size: int | None = None
     fixed_micro_batch: bool = False
     memory_every: str = ""
+    stay: bool = False
 
     def __post_init__(self) -> None:
         args: Any = self
@@ -32,6 +34,8 @@ class ElasticArguments:
             args.callbacks = [*args.callbacks, NAME]
         if self.global_batch_size is not None and not under_dlrover_run():
             args.gradient_accumulation_steps = _accumulation(self.global_batch_size, args)
+        if self.stay and under_dlrover_run():
+            talk_to_nobody()
         super().__post_init__()  # type: ignore[misc]  # ms-swift's
 
 

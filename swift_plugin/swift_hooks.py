@@ -19,6 +19,7 @@ from swift.callbacks import callbacks_map
 from swift.callbacks.base import TrainerCallback
 from swift.pipelines import SwiftSft
 from swift.trainers import TrainerFactory
+from swift.utils import torch_utils
 
 from dalsegno.protos.contract import Variable
 
@@ -41,6 +42,8 @@ _DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust", "nca_pair", "sppo_hard", "ex
 _INSTEAD = {"deepspeed_elastic": "changing the world", "graceful_exit": "saving before a node goes"}
 # Methods that begin with a decomposition of the base weights, which every start would make anew.
 _DECOMPOSED = ("pissa", "olora", "lora-ga")
+# Where ms-swift itself looks whether ranks wait for one another as they read.
+_BARRIERS = "_DISABLE_USE_BARRIER"
 
 
 class Marker(TrainerCallback):  # type: ignore[misc]  # ms-swift is not typed
@@ -53,11 +56,22 @@ def install() -> None:
         return
     callbacks_map[NAME] = Marker
     if under_dlrover_run():
+        if from_environment().stay:
+            talk_to_nobody()
         _replace(SftArguments, "_init_deepspeed", _init_deepspeed)
         _replace(SftArguments, "_add_version", _add_version)
         _replace(SwiftSft, "_save_trainer_state", _save_trainer_state)
         chosen = TrainerFactory.get_trainer_cls
         TrainerFactory.get_trainer_cls = staticmethod(lambda args: _made_elastic(chosen(args), args))
+
+
+def talk_to_nobody() -> None:
+    """Has each rank read the data by itself: where processes stay, a new one has nobody to wait for.
+
+    ms-swift has rank 0 read them first, for the sake of those that find them in its cache.
+    """
+    if hasattr(torch_utils, _BARRIERS):
+        setattr(torch_utils, _BARRIERS, True)
 
 
 def _replace(owner: Any, name: str, ours: Any) -> None:
@@ -116,6 +130,8 @@ def _made_elastic(base: type[Any], args: Any) -> type[Any]:
 def _refuse(args: Any, options: Options) -> None:
     """Refuses options of ms-swift's own, see `refusals`."""
     rlhf, task = getattr(args, "rlhf_type", None), getattr(args, "task_type", "causal_lm")
+    if rlhf is not None and options.stay:
+        raise ValueError(f"--stay true (DALSEGNO_STAY=1) with --rlhf_type {rlhf} was never tried: leave it out")
     if str(getattr(args, "init_weights", "")).startswith(_DECOMPOSED):
         raise ValueError(f"--init_weights {args.init_weights} cannot be trained elastically: use another one")
     if getattr(args, "tuner_type", "") == "adalora":
@@ -162,7 +178,9 @@ def options_of(args: Any) -> Options:
     pairs = getattr(args, "rlhf_type", None) is not None
     said = getattr(args, "memory_every", "")
     every = memory_every(said) if said else found.memory_every
-    return replace(found, global_batch_size=size, fixed_micro_batch=fixed, mean_over_samples=pairs, memory_every=every)
+    sizes = {"global_batch_size": size, "fixed_micro_batch": fixed, "mean_over_samples": pairs}
+    stay = bool(getattr(args, "stay", False)) or found.stay
+    return replace(found, **sizes, memory_every=every, stay=stay)
 
 
 class _SwiftTrainer(ElasticTrainer):
@@ -179,6 +197,14 @@ class _SwiftTrainer(ElasticTrainer):
 
             self.accelerator.gather_for_metrics = new_gather_function
         self.become_elastic(self.options)
+
+    def renewed(self) -> None:
+        super().renewed()
+        # As the constructor does.
+        self.accelerator.gradient_state.plugin_kwargs["num_steps"] = 1
+        self.template.remove_post_encode_hook()
+        for metrics in self.custom_metrics.values():
+            metrics.clear()
 
     def _silenced(self, given: Any) -> Any:
         return silenced(given)  # ms-swift's losses know labels that do not count

@@ -69,16 +69,18 @@ class Identity:
         return self.memory_dir is not None and directory.is_relative_to(self.memory_dir)
 
 
-def from_environment(environ: Mapping[str, str] = os.environ, checkpoint_dir: Path | None = None) -> Identity:
+def from_environment(environ: Mapping[str, str] | None = None, checkpoint_dir: Path | None = None) -> Identity:
     """Reads torchrun's variables and, under an agent, ours.
 
     Args:
-        environ: The variables.
+        environ: The variables; default: this process's, in whatever object they are now. (`datasets` puts a copy in the
+            place of ``os.environ`` as it maps with processes.)
         checkpoint_dir: The run's directory outside ``dlrover-run``; ignored under an agent, which gives its own.
 
     Raises:
         RuntimeError: A required variable is missing, or is not a number.
     """
+    environ = os.environ if environ is None else environ
     rank, world_size, local_rank, local_world_size = (_number(environ, key, default) for key, default in _TORCHRUN)
     socket = environ.get(Variable.SOCKET)
     if not socket:

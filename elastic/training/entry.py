@@ -84,7 +84,14 @@ def _begin(kind: Callable[..., S], directory: Path | None, keep: int, verify: bo
     return found
 
 
-def move(session: BareSession, held: Mapping[str, str], unread: Collection[str] = (), *, broken: bool = False) -> None:
+def move(
+    session: BareSession,
+    held: Mapping[str, str],
+    unread: Collection[str] = (),
+    *,
+    broken: bool = False,
+    before: Callable[[], None] = lambda: None,
+) -> None:
     """Leaves the present world, waits for a place in the next one, and enters that as those do that begin there.
 
     The session of this process is then open in the same object. What it was told before stays with it.
@@ -93,6 +100,7 @@ def move(session: BareSession, held: Mapping[str, str], unread: Collection[str] 
         held: What this process holds, see ``protos.staying.Wait``.
         unread: Files of the resume point that this process will not read, because it has what is in them.
         broken: The present world has.
+        before: What a process that begins in the next world does collectively before it opens its session.
 
     Raises:
         Drained: There is no place.
@@ -103,6 +111,7 @@ def move(session: BareSession, held: Mapping[str, str], unread: Collection[str] 
     BareSession.close(session)
     gc.collect()
     wait_for_a_place(held, broken=broken)
+    before()
     tracked = session.tracking.tracked
 
     def again(*arguments: Any, **options: Any) -> BareSession:
@@ -113,6 +122,11 @@ def move(session: BareSession, held: Mapping[str, str], unread: Collection[str] 
     if tracked is not None:
         session.tracking.track(tracked)
     log.info("epoch %d: this process has stayed, as rank %d of %d", session.epoch, session.rank, session.world_size)
+
+
+def is_begun() -> bool:
+    """Whether this process has a session."""
+    return bool(_sessions)
 
 
 def refused_together() -> AbstractContextManager[None]:

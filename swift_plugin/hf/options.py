@@ -12,6 +12,7 @@ from dalsegno.elastic.saving.cadence import AUTO, checked
 GLOBAL_BATCH_SIZE = "DALSEGNO_GLOBAL_BATCH_SIZE"
 FIXED_MICRO_BATCH = "DALSEGNO_FIXED_MICRO_BATCH"
 MEMORY_EVERY = "DALSEGNO_MEMORY_EVERY"
+STAY = "DALSEGNO_STAY"
 _YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
@@ -24,12 +25,14 @@ class Options:
         fixed_micro_batch: See ``BatchPlan``.
         memory_every: Steps between saves to the nodes' memory, see ``Session.steps``.
         mean_over_samples: The loss of a micro-batch is a mean over its samples, even if its labels are tokens.
+        stay: Its process stays through changes of the world, see `staying`.
     """
 
     global_batch_size: int | None = None
     fixed_micro_batch: bool = False
     mean_over_samples: bool = False
     memory_every: int | str = 0
+    stay: bool = False
 
     def __post_init__(self) -> None:
         checked(self.memory_every)
@@ -43,12 +46,22 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
     Raises:
         ValueError: A variable has an invalid value.
     """
-    size, fixed = environ.get(GLOBAL_BATCH_SIZE, ""), environ.get(FIXED_MICRO_BATCH, "").lower()
+    size = environ.get(GLOBAL_BATCH_SIZE, "")
     if size and not size.isdecimal():
         raise ValueError(f"{GLOBAL_BATCH_SIZE} is {size!r}: a number of samples was expected")
-    if fixed not in (*_YES, *_NO):
-        raise ValueError(f"{FIXED_MICRO_BATCH} is {fixed!r}: 1 or 0 was expected")
-    return Options(int(size) if size else None, fixed in _YES, memory_every=memory_every(environ.get(MEMORY_EVERY, "")))
+    return Options(
+        int(size) if size else None,
+        _is_set(environ, FIXED_MICRO_BATCH),
+        memory_every=memory_every(environ.get(MEMORY_EVERY, "")),
+        stay=_is_set(environ, STAY),
+    )
+
+
+def _is_set(environ: Mapping[str, str], name: str) -> bool:
+    said = environ.get(name, "").lower()
+    if said not in (*_YES, *_NO):
+        raise ValueError(f"{name} is {said!r}: 1 or 0 was expected")
+    return said in _YES
 
 
 def memory_every(text: str) -> int | str:

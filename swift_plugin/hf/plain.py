@@ -48,6 +48,7 @@ def elastic(
     fixed_micro_batch: bool = False,
     mean_over_samples: bool = False,
     memory_every: int | str = 0,
+    stay: bool = False,
 ) -> T:
     """Makes a Trainer elastic, in place. Call it once the Trainer is constructed.
 
@@ -62,6 +63,8 @@ def elastic(
             the labels that count (not -100), which is the same if each sample has one label.
         memory_every: Steps between saves to the nodes' memory, beside the Trainer's own (``docs/memory.md``);
             ``"auto"``: as often as slows the training by less than 2 %; 0: none. Nobody is told of them.
+        stay: At a change of the world, and where it can behind a crash, this process stays, with its model and its
+            optimizer. With DDP only; ``docs/ms-swift.md`` says what the script promises then.
 
     Returns:
         The same Trainer.
@@ -69,7 +72,7 @@ def elastic(
     Raises:
         ValueError: It cannot be trained elastically. The message says why and what to do.
     """
-    options = Options(global_batch_size, fixed_micro_batch, mean_over_samples, memory_every)
+    options = Options(global_batch_size, fixed_micro_batch, mean_over_samples, memory_every, stay)
     if under_dlrover_run():
         from .trainer import elastic_class
 

@@ -75,7 +75,7 @@ class ElasticRun:
         self.plan = BatchPlan(
             size, session.world_size, args.per_device_train_batch_size, fixed_micro_batch=options.fixed_micro_batch
         )
-        self.strategy = _strategy(trainer)
+        self.strategy = strategy_of(trainer)
         self._reshards = partial(_reshards, trainer)
         check_strategy(session.resume, self.strategy)
         self.by_samples = options.mean_over_samples
@@ -166,6 +166,7 @@ class ElasticRun:
 
     def stepping(self) -> None:
         """The optimizer steps next. Collective."""
+        self.session.survivor.anywhere = False
         if self._survivors is not None:
             self._survivors.stepping()
 
@@ -339,7 +340,12 @@ class ElasticRun:
         if failed:
             self.session.drain_failed()
         else:
-            self.session.leave_drained(self.loader.close)
+            self.session.leave_drained(self.loader.close, stays=self.session.may_stay)
+
+    def let_go(self) -> None:
+        """The world is over, and this process stays: drops what belongs to that, and ends what fetches data."""
+        self.loader.close()
+        self._to_memory = lambda: None
 
     def save_at_last(self, save: Callable[[], None], *, saves: bool) -> None:
         """Saves the last step if the newest save has failed; or the run has resumed there, and it is in memory alone.
@@ -375,12 +381,17 @@ class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not 
     """Lets all ranks of a run agree at the boundaries of the Trainer's steps.
 
     Args:
-        run: The Trainer's run.
         trainer: The Trainer.
     """
 
-    def __init__(self, run: ElasticRun, trainer: Any) -> None:
-        self._run, self._trainer = run, trainer
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    @property
+    def _run(self) -> ElasticRun:
+        """The present world's."""
+        run: ElasticRun = self._trainer.elastic_run
+        return run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._run.learn(args, kwargs.get("model"), kwargs.get("optimizer"))
@@ -430,7 +441,7 @@ def _alike(trainer: Any, options: Options, *, begins: bool) -> dict[str, Any]:
         # Enumerations as people write them.
         **{name: str(value.value) if isinstance(value, Enum) else value for name, value in alike.items()},
         **asdict(options),
-        "strategy": _strategy(trainer),
+        "strategy": strategy_of(trainer),
         "length of the data set": len(dataset) if hasattr(dataset, "__len__") else None,
     }
 
@@ -449,7 +460,8 @@ def _ahead(state: Any) -> int:
     return max(0, min(MAX_STEPS_APART, int(state.max_steps) - int(state.global_step) - 1))
 
 
-def _strategy(trainer: Any) -> str:
+def strategy_of(trainer: Any) -> str:
+    """The name that checkpoints give to how it is trained."""
     if not trainer.is_deepspeed_enabled:
         return "ddp"
     return f"deepspeed-zero-{int(trainer.accelerator.state.deepspeed_plugin.zero_stage)}"

@@ -25,10 +25,10 @@ from dalsegno.elastic.training.reading_state import load_part, read_tensors
 from dalsegno.elastic.training.sending import send_what_differs
 from dalsegno.protos.trace import mark
 
-from . import data, refusals, uneven
+from . import data, refusals, staying, uneven
 from .checkpoints import Unfinished, is_foreign
 from .options import Options
-from .run import Boundaries, ElasticRun, Leaving
+from .run import Boundaries, ElasticRun, Leaving, strategy_of
 
 # The arguments of `_run_epoch` that `_maybe_log_save_evaluate` needs.
 _OF_AN_EPOCH = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")
@@ -47,9 +47,11 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
 
     Attributes:
         elastic_run: The run that it belongs to; None until `become_elastic`.
+        staying: How its process goes from world to world; None: it ends with each.
     """
 
     elastic_run: ElasticRun | None = None
+    staying: staying.Staying | None = None
     control: Any  # the Trainer's, as the next one
     optimizer: Any
     lr_scheduler: Any
@@ -65,9 +67,16 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         """
         refusals.refuse(self)
         refusals.refuse_losses(self, fixed_micro_batch=options.fixed_micro_batch)
-        opened = session()
-        refusals.refuse_world(self, opened.max_world_size)
-        run = ElasticRun(self, opened, options)
+        if options.stay:
+            staying.refuse(self, strategy_of(self))
+            self.staying = staying.Staying(self, functools.partial(self._begin, options))
+        refusals.refuse_world(self, session().max_world_size)
+        self._begin(options)
+        self.add_callback(Boundaries(self))
+
+    def _begin(self, options: Options) -> None:
+        """Becomes elastic in the world that this process has now. Collective."""
+        run = ElasticRun(self, session(), options)
         args, plan = self.args, run.plan
         self.elastic_run = run
         args.gradient_accumulation_steps = plan.accumulation
@@ -80,7 +89,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             args.eval_on_start = False
         if self.is_deepspeed_enabled:
             _configure_deepspeed(self, run)
-        self.add_callback(Boundaries(run, self))
+        if self.staying is not None:
+            self.staying.begun(run.session)
 
     @property
     def _run(self) -> ElasticRun:
@@ -95,9 +105,16 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             raise ValueError("a hyperparameter search is many runs: this cannot be trained elastically")
         if run.session.resume is None:
             _refuse_other_resume(resume_from_checkpoint, run.output_dir)
-        found = super().train(resume_from_checkpoint=run.resume_directory, **kwargs)
-        run.finish()
+        del run
+        found = self._train(kwargs) if self.staying is None else self.staying.train(lambda: self._train(kwargs))
+        self._run.finish()
         return found
+
+    def _train(self, options: Mapping[str, Any]) -> Any:
+        return super().train(resume_from_checkpoint=self._run.resume_directory, **options)
+
+    def renewed(self) -> None:
+        """This process has stayed, and its arguments and accelerate are as if it were new."""
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         found: tuple[int, int] = super()._init_training_state(*args, **kwargs)
@@ -134,6 +151,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             _check_engine(self.model_wrapped, allowed=self._run.any_optimizer)
         else:
             wrappers.tell(self.model_wrapped, ())
+        if self.staying is not None:
+            self.staying.wrapped()
         scheduler = self.lr_scheduler
         if self._run.session.resume is not None and isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
             resume_rates(self.optimizer, scheduler)
@@ -141,7 +160,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         mark("built")
-        super()._load_from_checkpoint(*args, **kwargs)
+        if self.staying is None or not self.staying.keeps_weights:
+            super()._load_from_checkpoint(*args, **kwargs)
         send_what_differs(self.model)  # all ranks have loaded the same
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
@@ -150,8 +170,9 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         plain = theirs is upstream.Trainer._load_optimizer_and_scheduler and self._run.strategy == "ddp"
         if plain and checkpoint is not None and all(file.is_file() for file in files):
             optimizer, scheduler = files
-            # In less than half of the time: nothing is copied more than once.
-            load_part(getattr(self.optimizer, "optimizer", self.optimizer), read_tensors(optimizer))
+            if self.staying is None or not self.staying.stayed:
+                # In less than half of the time: nothing is copied more than once.
+                load_part(getattr(self.optimizer, "optimizer", self.optimizer), read_tensors(optimizer))
             self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
@@ -220,6 +241,9 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         first = run.batch is not None and run.batch.handed_out == 1
         # The Trainer defers all but the last; see `Accumulation`.
         late = first and has_static_graph(model)
+        if self.staying is not None:
+            # Until the optimizer's step: what follows the last backward pass may be left, too.
+            run.session.survivor.anywhere = True
         with uneven.gathered(self.accelerator), synchronised(model) if late else contextlib.nullcontext():
             loss = super().training_step(model, inputs, *args, **kwargs)
         run.computed()

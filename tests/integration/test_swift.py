@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from dalsegno.swift_plugin import PLUGIN
+from tests.integration.test_membership import AT_ONCE
 from tests.integration.test_memory import jobs, together
+from tests.integration.test_staying import worker
 from tests.integration.test_survivors import PACE, stood_still
 from tests.support.forks import forked
 from tests.support.jobs.cluster import Cluster, Training, Undisturbed, change_worlds, grow_to_two
@@ -187,6 +189,34 @@ def test_a_crash_that_costs_no_step(
     job.kill_node(job.member(0))
     second = job.wait_world(1, after=first)
     assert job.change(second).resumed == last
+    job.finish()
+    job.assert_lost({})
+    judge(job, undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{}, {"tuner_type": "lora", "lora_dropout": "0"}], ids=["all", "lora"])
+def test_processes_that_stay(jobs: Clusters, undisturbed: Undisturbed, made: Path, options: Mapping[str, str]) -> None:
+    """Through a join, a crash and a leave: with DDP the first node's process is the same all the time."""
+    options = {"stay": "true", "memory_every": "5", "gradient_checkpointing": "true", **options}
+    training = Swift(steps=40, save_every=1000, made=made, options=tuple(options.items()))
+    pace = {**PACE, "DALSEGNO_TEST_STANDS": "before"}
+    job = jobs(nnodes="1:3", training=training, script_flags=(), agent_flags=AT_ONCE, agent_environment=pace)
+    first = job.open("a")
+    pid = worker(job, job.node("a"))
+    job.start("b")
+    second = job.wait_world(2, steps=3, after=first)
+    job.start("c")
+    third = job.wait_world(3, steps=3, after=second)
+    job.leave(job.node("c"))
+    job.wait_exit(job.node("c"))
+    fourth = job.wait_world(2, steps=3, after=third)
+    assert worker(job, job.node("a")) == pid
+    last = stood_still(job, fourth)
+    job.kill_node(job.node("b"))
+    fifth = job.wait_world(1, after=fourth)
+    assert worker(job, job.node("a")) == pid
+    assert job.change(fifth).resumed == last
     job.finish()
     job.assert_lost({})
     judge(job, undisturbed)

@@ -20,6 +20,7 @@ before what is to happen to it has happened, however busy the machine is. In the
     DALSEGNO_TEST_BEST      the step that is the best one by a tracked metric; until it, no other one is any good
     DALSEGNO_TEST_BACKGROUND  save in the background, on every rank 300,000 bytes more
     DALSEGNO_TEST_ARGUMENTS  what its TrainingArguments get besides, in JSON
+    DALSEGNO_TEST_KEEPS     something keeps the model that its Trainer of transformers computes with
     DALSEGNO_TEST_STRANGE   its DeepSpeed turns out to be one that ours cannot load other ranks' shards into
     DALSEGNO_TEST_LOADERS   read the data in two DataLoader processes, started so: fork, spawn or forkserver
     DALSEGNO_TEST_LAST_WORDS  printed when the example ends, however it ends
@@ -229,6 +230,22 @@ def give(arguments: dict[str, Any]) -> None:
     TrainingArguments.__init__ = init
 
 
+KEPT: list[Any] = []
+
+
+def keep_the_model() -> None:
+    """A loss function may keep what it is given."""
+    from transformers import Trainer
+
+    compute = Trainer.compute_loss
+
+    def compute_and_keep(self: Any, model: Any, *arguments: Any, **options: Any) -> Any:
+        KEPT[:] = [model]
+        return compute(self, model, *arguments, **options)
+
+    Trainer.compute_loss = compute_and_keep
+
+
 def be_strange() -> None:
     """What a version of DeepSpeed that came after the save may be like: only loading finds out."""
     from dalsegno.elastic.deepspeed import checks, loading
@@ -270,6 +287,8 @@ def main() -> None:
         read_in_processes(os.environ["DALSEGNO_TEST_LOADERS"])
     if os.environ.get("DALSEGNO_TEST_ARGUMENTS"):
         give(json.loads(os.environ["DALSEGNO_TEST_ARGUMENTS"]))
+    if os.environ.get("DALSEGNO_TEST_KEEPS"):
+        keep_the_model()
     if os.environ.get("DALSEGNO_TEST_STRANGE"):
         be_strange()
     if os.environ.get("DALSEGNO_TEST_SYNC"):

@@ -15,7 +15,7 @@ from tests.support.pages.sources import ROOT, imports, parsed, product_files
 
 CONTRACTS = (ROOT / "docs" / "contracts.md").read_text(encoding="utf-8")
 # ms-swift takes no flags of ours: two words of the plugin's own.
-PLUGIN = {"DALSEGNO_GLOBAL_BATCH_SIZE", "DALSEGNO_FIXED_MICRO_BATCH", "DALSEGNO_MEMORY_EVERY"}
+PLUGIN = {"DALSEGNO_GLOBAL_BATCH_SIZE", "DALSEGNO_FIXED_MICRO_BATCH", "DALSEGNO_MEMORY_EVERY", "DALSEGNO_STAY"}
 NAMES = {value for name, value in vars(Variable).items() if name.isupper()}
 SECRETS = {Variable.TOKEN, Variable.ADMIN_TOKEN}
 FOR_WORKERS = NAMES - SECRETS - {Variable.MASTER, Variable.FLAG, Variable.MASTER_FLAG, Variable.DOCTOR}

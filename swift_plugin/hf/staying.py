@@ -1,0 +1,238 @@
+"""A Trainer's process that stays: at a change of the world it keeps its model and its optimizer, and trains on.
+
+A Trainer is made for one world: its arguments and accelerate know the ranks from the first moment on. So these are made
+anew in place, as a new process would make them, and ``train()`` begins again, where it loads all but what is here: the
+parameters, and what the optimizer keeps. See ``elastic.training.staying``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from accelerate.state import GradientState
+from torch import nn
+from transformers import TrainerControl
+from transformers.trainer import OPTIMIZER_NAME
+from transformers.utils import logging
+
+from dalsegno.elastic import Session
+from dalsegno.elastic.rank.exits import EXIT_DRAINED, Drained, Stays, end_at_once, insist
+from dalsegno.elastic.rank.remarks import remark
+from dalsegno.elastic.training.entry import is_begun, move
+from dalsegno.elastic.training.staying import Wrappers, outlived
+
+from .checkpoints import trainers
+from .refusals import overrides
+
+_CAUSE = (
+    "something holds the DistributedDataParallel that the Trainer has made: a callback, or a loss function that was "
+    "given it. Take trainer.model instead"
+)
+# How long other ranks may take from their TrainingArguments to elastic() before a line says what they may wait for.
+_PATIENCE_SECONDS = 60.0
+_WAITS = (
+    "this process has stayed, and waits for new ones to come to elastic(): with stay=True they may not talk to other "
+    "ranks before (main_process_first, a barrier)"
+)
+# Of whatever is saved of a model in one file.
+_WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
+# What TrainingArguments know of their place, and the one that finds that out when it is asked for.
+_DEVICES = "_setup_devices"
+_OF_A_WORLD = ("distributed_state", "_n_gpu", "local_rank", _DEVICES)
+# Callbacks that open their logger once, and only where the process is rank 0 then.
+_REPORTS = "transformers.integrations"
+
+
+def refuse(trainer: Any, strategy: str) -> None:
+    """Refuses what would not be the same if ``train()`` began again in the same process. Before the session is opened.
+
+    Raises:
+        ValueError: The Trainer has such a thing.
+    """
+    for there, what in _found(trainer, strategy):
+        if there:
+            raise ValueError(f"stay=True with {what}: leave one of them out")
+
+
+def _found(trainer: Any, strategy: str) -> list[tuple[Any, str]]:
+    args = trainer.args
+    own = overrides(trainer, "create_accelerator_and_postprocess")
+    return [
+        (strategy != "ddp", f"{strategy}, whose engine fits one number of ranks"),
+        (trainer.model_init is not None, "model_init, which makes the model anew each time"),
+        (getattr(args, "torch_compile", False), "torch_compile, which compiles for one wrapper"),
+        (trainer.accelerator.scaler is not None, "fp16, whose loss scale is accelerate's"),
+        (args.neftune_noise_alpha is not None, "neftune_noise_alpha, which would be added once more each time"),
+        (getattr(args, "use_liger_kernel", False), "use_liger_kernel, which changes the model each time"),
+        (not args.skip_memory_metrics, "skip_memory_metrics=False, which measures one training"),
+        (args.debug, "debug, which watches one training"),
+        (
+            getattr(args.accelerator_config, "gradient_accumulation_kwargs", None),
+            "gradient_accumulation_kwargs, which accelerate reads once",
+        ),
+        (own, f"create_accelerator_and_postprocess of {own}, which would be called anew"),
+        (
+            _have_talked(),
+            "ranks that talk before elastic() (main_process_first, a barrier): who stays would not answer",
+        ),
+        (is_begun(), "a session that the script has opened by itself, perhaps before its TrainingArguments"),
+    ]
+
+
+@contextlib.contextmanager
+def _said_after(seconds: float, line: str) -> Iterator[None]:
+    """Says this where what is inside takes longer."""
+    timer = threading.Timer(seconds, remark, (line,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _have_talked() -> bool:
+    """Whether this process has been in a collective of the default group."""
+    try:
+        return dist.is_initialized() and dist.distributed_c10d._get_default_group()._get_sequence_number_for_group() > 0
+    except RuntimeError:  # not every backend counts them
+        return False
+
+
+class Staying:
+    """How the process of one Trainer goes through its worlds. Main thread only.
+
+    Args:
+        trainer: It is constructed, and was not refused.
+        begin: Makes it elastic in the world that its session has then. Collective.
+
+    Attributes:
+        stayed: What this world resumes from is here.
+    """
+
+    def __init__(self, trainer: Any, begin: Callable[[], None]) -> None:
+        self._trainer, self._begin = trainer, begin
+        self._wrappers = Wrappers(trainer.model, _CAUSE)
+        # As the script gave them, before anything of this world is set in them.
+        self._given = {name: value for name, value in vars(trainer.args).items() if name not in _OF_A_WORLD}
+        self.stayed = False
+
+    def begun(self, session: Session) -> None:
+        """The Trainer is elastic in this world."""
+        session.may_stay = lambda: self._wrappers.alone
+        session.survivor.loop_stays = True
+
+    def wrapped(self) -> None:
+        """The Trainer has wrapped its model for this world."""
+        self._wrappers.note(self._trainer.model_wrapped)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether all that is saved of the model is here. Buffers may be each rank's own until rank 0 saves its."""
+        model = self._trainer.model
+        return self.stayed and not _has_own(model)
+
+    def train(self, train: Callable[[], Any]) -> Any:
+        """Calls ``train`` in one world after another, until one comes to its end."""
+        while True:
+            try:
+                return self._until_lost(train)
+            except Stays as out:
+                held, broken = out.holds, out.broken
+            # Outside of the handler: nothing may hold what belongs to the old world.
+            self._move(held, broken=broken)
+
+    def _until_lost(self, train: Callable[[], Any]) -> Any:
+        session = self._trainer.elastic_run.session
+        try:
+            return train()
+        except Exception as error:
+            held = outlived(session.meetings, session.survivor, error)
+            if held is None:
+                raise
+            raise Stays(held, broken=True) from None
+
+    def _move(self, held: Mapping[str, str], *, broken: bool) -> None:
+        trainer, run = self._trainer, self._trainer.elastic_run
+        session, survivor, first = run.session, run.session.survivor, run.session.rank == 0
+        survivor.anywhere = False
+        unread = self._unread(session.step)
+        run.let_go()
+        if not self._lets_go() or (broken and survivor.peer_lost(True) != held):
+            _end(broken=broken)
+        # What watches this world's optimizer goes with it.
+        trainer.elastic_run = None
+        del run
+        # A new process makes its arguments first, so its group meets before its session.
+        with _said_after(_PATIENCE_SECONDS, _WAITS):
+            move(session, held, unread, broken=broken, before=self._renew)
+        self.stayed = True
+        if session.rank == 0 and not first:
+            self._become_first()
+        self._begin()
+
+    def _lets_go(self) -> bool:
+        """Drops all that belongs to the present world. Returns whether that is all."""
+        trainer, alone = self._trainer, self._wrappers.alone
+        # As it takes off what it has put around the model's forward for bf16.
+        bare = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
+        trainer.accelerator.free_memory()
+        trainer.model_wrapped = trainer.model
+        # A world of one has no wrapper, so that accelerate has marked the model itself.
+        vars(trainer.model).pop("_is_accelerate_prepared", None)
+        for parameter in trainer.model.parameters():
+            parameter.grad = None
+        same = bare is trainer.model
+        del bare
+        if not same:
+            remark("this process cannot stay for the next world: the Trainer's model is wrapped in a way of its own")
+        return alone and same and self._wrappers.are_gone()
+
+    def _unread(self, step: int) -> list[str]:
+        place = trainers(Path(), step)
+        weights = () if _has_own(self._trainer.model) else _WEIGHTS
+        return [str(place / name) for name in (OPTIMIZER_NAME, *weights)]
+
+    def _renew(self) -> None:
+        """Makes what knows the ranks anew, in the order in which a new process makes it."""
+        trainer = self._trainer
+        vars(trainer.args).update(self._given)
+        vars(trainer.args).pop(_DEVICES, None)
+        _ = trainer.args._setup_devices
+        logging.set_verbosity(trainer.args.get_process_log_level())
+        GradientState._reset_state()
+        trainer.create_accelerator_and_postprocess()
+        # Loaders that were kept deal an evaluation's batches to the old ranks.
+        vars(trainer).pop("_eval_dataloaders", None)
+        trainer.control = TrainerControl()
+        # The schedule goes on, with the optimizer that it belongs to.
+        trainer._created_lr_scheduler = False
+        trainer.current_flos = 0
+        trainer.renewed()
+
+    def _become_first(self) -> None:
+        """Does what only rank 0 does as it makes its Trainer, and lets reports begin here."""
+        if self._trainer.args.push_to_hub:
+            self._trainer.init_hf_repo()
+        for callback in self._trainer.callback_handler.callbacks:
+            if type(callback).__module__.startswith(_REPORTS) and getattr(callback, "_initialized", False):
+                callback._initialized = False
+
+
+def _has_own(model: nn.Module) -> bool:
+    """Whether more than parameters is saved of it: a rank may have its own until rank 0 saves its."""
+    return bool(model.state_dict(keep_vars=True).keys() - dict(model.named_parameters(remove_duplicate=False)).keys())
+
+
+def _end(*, broken: bool) -> NoReturn:
+    """All is saved, and the agent knows it. Another process takes this one's place."""
+    if broken:
+        # Whoever waits for threads of the script's here keeps all others waiting.
+        end_at_once(1)
+    insist(EXIT_DRAINED)
+    raise Drained

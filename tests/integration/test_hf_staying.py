@@ -1,0 +1,200 @@
+"""Processes of a Hugging Face Trainer that stay: the same ones train on, and the curve is the same."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_hf_survivors import training as surviving
+from tests.integration.test_hf_trainer import assert_trainers_own, trainer_state, training
+from tests.integration.test_membership import AT_ONCE, Clusters, any_number, end, together
+from tests.integration.test_staying import (
+    crash_and_grow,
+    join_and_leave,
+    leave_with_the_first_ranks,
+    scale_away_and_back,
+    worker,
+    workers,
+)
+from tests.integration.test_survivors import FLAGS, stood_still
+from tests.support.jobs import local_processes as processes
+from tests.support.jobs.cluster import Cluster, Undisturbed
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.executed]
+
+STAYS = training("--stay")
+IN_MEMORY = (*AT_ONCE, "--memory-replicas=1")
+
+
+def test_who_stays_trains_on_through_joins_and_leaves(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """1 to 2 to 3 nodes and back to 2: nobody who stays starts anew, and what the Trainer saves is its own as ever."""
+    job = clusters(training=training("--stay", "--evaluate-every=10"))
+    join_and_leave(job)
+    end(job, undisturbed)
+    assert_trainers_own(job)
+    state = trainer_state(job, job.training.steps)
+    evaluated = [line["step"] for line in state["log_history"] if "eval_loss" in line]
+    assert evaluated == list(range(10, job.training.steps + 1, 10))
+    assert Path(state["best_model_checkpoint"]).is_dir()
+
+
+@pytest.mark.full
+def test_who_was_rank_1_becomes_rank_0(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """The first leaves: another one writes what rank 0 writes, in the end alone, without a wrapper."""
+    job, first = together(clusters, "a", "b", training=STAYS, nnodes="1:3")
+    a = next(node for node in job.nodes if job.group_ranks()[node.name] == 0)
+    b = next(node for node in job.alive() if node is not a)
+    pid = worker(job, b)
+    job.leave(a)
+    job.wait_exit(a)
+    second = job.wait_world(1, steps=3, after=first)
+    assert worker(job, b) == pid
+    job.start("d")
+    job.wait_world(2, steps=3, after=second)
+    assert worker(job, b) == pid
+    end(job, undisturbed)
+    assert_trainers_own(job)
+
+
+@pytest.mark.full
+def test_who_is_left_out_ends_and_comes_back(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """Scaled away and back."""
+    job, first = together(clusters, "a", "b", training=STAYS)
+    scale_away_and_back(job, first)
+    end(job, undisturbed)
+
+
+@pytest.mark.full
+def test_a_crash_without_memory_starts_all_anew(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """A killed worker breaks the world for all; what is started then stays at the next planned change."""
+    job, first = together(clusters, "a", "b", training=STAYS, nnodes="2:3")
+    second = crash_and_grow(job, first)
+    end(job, undisturbed, lost={second: any_number(job)})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", ["static", "bf16"])
+def test_ranks_of_a_node_that_stays(clusters: Clusters, undisturbed: Undisturbed, cell: str) -> None:
+    """Two on each node: the node with the first two leaves. With what accelerate and torch put around the model."""
+    one = training("--stay", "--static-graph") if cell == "static" else STAYS
+    environment = {"DALSEGNO_TEST_ARGUMENTS": json.dumps({"bf16": True} if cell == "bf16" else {})}
+    job = clusters(training=one, agent_flags=["--nproc-per-node=2"], agent_environment=environment)
+    leave_with_the_first_ranks(job)
+    if cell == "bf16":  # another curve than the undisturbed run's, which knows nothing of it
+        job.finish()
+        job.assert_lost({})
+    else:
+        end(job, undisturbed)
+
+
+@pytest.mark.parametrize("what", ["worker", pytest.param("node", marks=pytest.mark.full)])
+@pytest.mark.parametrize("others", ["told", pytest.param("waiting", marks=pytest.mark.full)])
+def test_who_survives_a_crash_stays(clusters: Clusters, undisturbed: Undisturbed, what: str, others: str) -> None:
+    """It saves what it holds, and trains on with that: no step is lost, and nothing is made or loaded anew.
+
+    The others compute, and are told of it; or they wait for the lost rank's gradients, and get an error.
+    """
+    pace = {"DALSEGNO_TEST_STEPS": "9", "DALSEGNO_TEST_STANDS": "backward" if others == "told" else "nowhere"}
+    job = clusters(
+        training=surviving("--stay"), nnodes="1:2", script_flags=FLAGS, agent_flags=IN_MEMORY, agent_environment=pace
+    )
+    job.start("a")
+    job.start("b", environment={"DALSEGNO_TEST_STANDS": "backward"})
+    first = job.wait_world(2, steps=3)
+    last = stood_still(job, first)
+    a, b = job.nodes
+    pid = worker(job, a)
+    if what == "worker":
+        processes.send([worker(job, b)], signal.SIGKILL)
+    else:
+        job.kill_node(b)
+    second = job.wait_world(1 if what == "node" else 2, after=first)
+    assert worker(job, a) == pid
+    assert job.change(second).resumed == last
+    end(job, undisturbed)
+
+
+@pytest.mark.full
+def test_ranks_beside_a_killed_one_stay(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """Two on each node, of which one writes for both."""
+    pace = {"DALSEGNO_TEST_STEPS": "9", "DALSEGNO_TEST_STANDS": "backward"}
+    flags = (*IN_MEMORY, "--nproc-per-node=2")
+    one = surviving("--stay")
+    job = clusters(training=one, nnodes="1:2", script_flags=FLAGS, agent_flags=flags, agent_environment=pace)
+    job.start("a", "b")
+    first = job.wait_world(4, steps=3)
+    last = stood_still(job, first)
+    before = [workers(job, node) for node in job.nodes]
+    processes.send([worker(job, job.nodes[0])], signal.SIGKILL)
+    second = job.wait_world(4, after=first)
+    after = [workers(job, node) for node in job.nodes]
+    assert len({pid for each in before for pid in each} & {pid for each in after for pid in each}) == 3
+    assert job.change(second).resumed == last
+    end(job, undisturbed)
+
+
+@pytest.mark.full
+def test_who_stays_goes_on_from_memory(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """The drain's step lies in the nodes' memory, and is written to the disk behind."""
+    flags = {"agent_flags": IN_MEMORY, "script_flags": ("--memory-every=5",)}
+    job, first = together(clusters, "a", "b", training=STAYS, nnodes="2:3", **flags)
+    pids = {node.name: worker(job, node) for node in job.nodes}
+    job.start("c")
+    second = job.wait_world(3, steps=3, after=first)
+    assert {node.name: worker(job, node) for node in job.nodes if node.name in pids} == pids
+    job.leave(job.node("c"))
+    job.wait_exit(job.node("c"))
+    job.wait_world(2, steps=3, after=second)
+    assert {node.name: worker(job, node) for node in job.nodes if node.name in pids} == pids
+    end(job, undisturbed)
+
+
+def joined(clusters: Clusters, environment: dict[str, str], *, stays: bool) -> Cluster:
+    """A job of one node that another one has joined; `stays`: whether the first one's process is the same then."""
+    job, first = together(clusters, "a", "b", training=STAYS, nnodes="2:3", agent_environment=environment)
+    a, _ = job.nodes
+    pid = worker(job, a)
+    job.start("c")
+    job.wait_world(3, steps=3, after=first)
+    assert (worker(job, a) == pid) is stays
+    return job
+
+
+@pytest.mark.full
+def test_who_stays_ends_what_reads_its_data(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """The next world's data are dealt anew, to the evaluation's processes, too."""
+    given = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    evaluated = {"eval_strategy": "steps", "eval_steps": 10}
+    job = joined(clusters, {"DALSEGNO_TEST_ARGUMENTS": json.dumps({**given, **evaluated})}, stays=True)
+    end(job, undisturbed)
+
+
+@pytest.mark.full
+def test_who_holds_the_wrapper_starts_anew(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """One line says why, and nothing is lost."""
+    job = joined(clusters, {"DALSEGNO_TEST_KEEPS": "1"}, stays=False)
+    assert any("Take trainer.model instead" in node.text() for node in job.nodes)
+    end(job, undisturbed)
+
+
+@pytest.mark.full
+def test_a_change_that_cuts_an_evaluation_short(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """The process stays, and evaluates in the next world."""
+    pace = {"DALSEGNO_TEST_STEPS": "1", "DALSEGNO_TEST_STANDS": "evaluation"}
+    one = replace(training("--stay", "--evaluate-every=30"), save_every=30)
+    job = clusters(training=one, nnodes="1:2", agent_environment=pace)
+    first = job.open("a")
+    job.wait_step(30)
+    job.wait_standing()
+    pid = worker(job, job.node("a"))
+    job.start("b")
+    job.wait_line("2 nodes began from step 30")
+    assert processes.is_alive(pid)
+    end(job, undisturbed)
+    assert job.change(first + 1).cause == "b joined"
+    state = trainer_state(job, job.training.steps)
+    assert [line["step"] for line in state["log_history"] if "eval_loss" in line] == [30, 60]
