@@ -96,8 +96,21 @@ def _said_after(seconds: float, line: str) -> Iterator[None]:
         timer.cancel()
 
 
+def talks() -> bool:
+    """Whether this script's ranks have talked before they became elastic. Who stays would not answer a new one there.
+
+    A line says so.
+    """
+    talked = _have_talked()
+    if talked and dist.get_rank() == 0:
+        remark(
+            "stay=True has no effect: the ranks of this script talk before elastic() (main_process_first, a barrier), "
+            "where processes that stay would not answer"
+        )
+    return talked
+
+
 def _have_talked() -> bool:
-    """Whether this process has been in a collective of the default group."""
     try:
         return dist.is_initialized() and dist.distributed_c10d._get_default_group()._get_sequence_number_for_group() > 0
     except RuntimeError:  # not every backend counts them
@@ -120,11 +133,13 @@ class Staying:
         self._wrappers = Wrappers(trainer.model, _CAUSE)
         # As the script gave them, before anything of this world is set in them.
         self._given = {name: value for name, value in vars(trainer.args).items() if name not in _OF_A_WORLD}
+        # Without a group nobody can tell whether they would have talked: accelerate makes none for one rank on a CPU.
+        self._known = dist.is_initialized()
         self.stayed = False
 
     def begun(self, session: Session) -> None:
         """The Trainer is elastic in this world."""
-        session.may_stay = lambda: self._wrappers.alone
+        session.may_stay = lambda: self._known and self._wrappers.alone
         session.survivor.loop_stays = True
 
     def wrapped(self) -> None:

@@ -69,7 +69,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         refusals.refuse_losses(self, fixed_micro_batch=options.fixed_micro_batch)
         if options.stay:
             staying.refuse(self, strategy_of(self))
-            self.staying = staying.Staying(self, functools.partial(self._begin, options))
+            if not staying.talks():
+                self.staying = staying.Staying(self, functools.partial(self._begin, options))
         refusals.refuse_world(self, session().max_world_size)
         self._begin(options)
         self.add_callback(Boundaries(self))

@@ -14,7 +14,6 @@ from tests.integration.test_hf_trainer import assert_trainers_own, trainer_state
 from tests.integration.test_membership import AT_ONCE, Clusters, any_number, end, together
 from tests.integration.test_staying import (
     crash_and_grow,
-    join_and_leave,
     leave_with_the_first_ranks,
     scale_away_and_back,
     worker,
@@ -27,13 +26,21 @@ from tests.support.jobs.cluster import Cluster, Undisturbed
 pytestmark = [pytest.mark.timeout(400), pytest.mark.executed]
 
 STAYS = training("--stay")
+FULLY = [pytest.param(where, marks=pytest.mark.full) for where in ("backward", "nowhere")]
 IN_MEMORY = (*AT_ONCE, "--memory-replicas=1")
 
 
 def test_who_stays_trains_on_through_joins_and_leaves(clusters: Clusters, undisturbed: Undisturbed) -> None:
-    """1 to 2 to 3 nodes and back to 2: nobody who stays starts anew, and what the Trainer saves is its own as ever."""
-    job = clusters(training=training("--stay", "--evaluate-every=10"))
-    join_and_leave(job)
+    """2 to 3 nodes and back: nobody who stays starts anew, and what the Trainer saves is its own as ever."""
+    job, first = together(clusters, "a", "b", training=training("--stay", "--evaluate-every=10"), nnodes="2:3")
+    pids = {node.name: worker(job, node) for node in job.nodes}
+    job.start("c")
+    second = job.wait_world(3, steps=3, after=first)
+    assert {node.name: worker(job, node) for node in job.nodes if node.name in pids} == pids
+    job.leave(job.node("c"))
+    job.wait_exit(job.node("c"))
+    job.wait_world(2, steps=3, after=second)
+    assert {node.name: worker(job, node) for node in job.nodes if node.name in pids} == pids
     end(job, undisturbed)
     assert_trainers_own(job)
     state = trainer_state(job, job.training.steps)
@@ -92,18 +99,21 @@ def test_ranks_of_a_node_that_stays(clusters: Clusters, undisturbed: Undisturbed
 
 
 @pytest.mark.parametrize("what", ["worker", pytest.param("node", marks=pytest.mark.full)])
-@pytest.mark.parametrize("others", ["told", pytest.param("waiting", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "others", [pytest.param(one, marks=pytest.mark.full) for one in ("backward", "nowhere")] + ["before"]
+)
 def test_who_survives_a_crash_stays(clusters: Clusters, undisturbed: Undisturbed, what: str, others: str) -> None:
     """It saves what it holds, and trains on with that: no step is lost, and nothing is made or loaded anew.
 
-    The others compute, and are told of it; or they wait for the lost rank's gradients, and get an error.
+    The others compute, or clip their gradients, and are told of it; or they wait for the lost rank's gradients, and get
+    an error.
     """
-    pace = {"DALSEGNO_TEST_STEPS": "9", "DALSEGNO_TEST_STANDS": "backward" if others == "told" else "nowhere"}
+    pace = {"DALSEGNO_TEST_STEPS": "9", "DALSEGNO_TEST_STANDS": others}
     job = clusters(
         training=surviving("--stay"), nnodes="1:2", script_flags=FLAGS, agent_flags=IN_MEMORY, agent_environment=pace
     )
     job.start("a")
-    job.start("b", environment={"DALSEGNO_TEST_STANDS": "backward"})
+    job.start("b", environment={"DALSEGNO_TEST_STANDS": "before" if others == "before" else "backward"})
     first = job.wait_world(2, steps=3)
     last = stood_still(job, first)
     a, b = job.nodes
@@ -182,19 +192,43 @@ def test_who_holds_the_wrapper_starts_anew(clusters: Clusters, undisturbed: Undi
 
 
 @pytest.mark.full
-def test_a_change_that_cuts_an_evaluation_short(clusters: Clusters, undisturbed: Undisturbed) -> None:
-    """The process stays, and evaluates in the next world."""
-    pace = {"DALSEGNO_TEST_STEPS": "1", "DALSEGNO_TEST_STANDS": "evaluation"}
-    one = replace(training("--stay", "--evaluate-every=30"), save_every=30)
-    job = clusters(training=one, nnodes="1:2", agent_environment=pace)
+def test_ranks_that_talk_before(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """As scripts do that have rank 0 read the data first: a line says that no process stays, and the run is as ever."""
+    job = joined(clusters, {"DALSEGNO_TEST_TALKS": "1"}, stays=False)
+    assert any("the ranks of this script talk before elastic()" in node.text() for node in job.nodes)
+    end(job, undisturbed)
+
+
+@pytest.mark.full
+def test_a_rank_alone_on_a_cpu(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """Whether ranks would talk is not known there: its process ends, and the next one stays."""
+    job = clusters(training=STAYS, nnodes="1:3")
     first = job.open("a")
-    job.wait_step(30)
-    job.wait_standing()
     pid = worker(job, job.node("a"))
     job.start("b")
-    job.wait_line("2 nodes began from step 30")
-    assert processes.is_alive(pid)
+    second = job.wait_world(2, steps=3, after=first)
+    other = worker(job, job.node("a"))
+    assert other != pid
+    job.leave(job.node("b"))
+    job.wait_exit(job.node("b"))
+    job.wait_world(1, steps=3, after=second)
+    assert worker(job, job.node("a")) == other
     end(job, undisturbed)
-    assert job.change(first + 1).cause == "b joined"
+
+
+@pytest.mark.full
+def test_a_change_that_cuts_an_evaluation_short(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """The processes stay, and evaluate in the next world."""
+    pace = {"DALSEGNO_TEST_STEPS": "1", "DALSEGNO_TEST_STANDS": "evaluation"}
+    one = replace(training("--stay", "--evaluate-every=30"), save_every=30)
+    job, first = together(clusters, "a", "b", training=one, nnodes="2:3", agent_environment=pace)
+    job.wait_step(30)
+    job.wait_standing()
+    pids = [worker(job, node) for node in job.nodes]
+    job.start("c")
+    job.wait_line("3 nodes began from step 30")
+    assert all(processes.is_alive(pid) for pid in pids)
+    end(job, undisturbed)
+    assert job.change(first + 1).cause == "c joined"
     state = trainer_state(job, job.training.steps)
     assert [line["step"] for line in state["log_history"] if "eval_loss" in line] == [30, 60]

@@ -21,6 +21,7 @@ before what is to happen to it has happened, however busy the machine is. In the
     DALSEGNO_TEST_BACKGROUND  save in the background, on every rank 300,000 bytes more
     DALSEGNO_TEST_ARGUMENTS  what its TrainingArguments get besides, in JSON
     DALSEGNO_TEST_KEEPS     something keeps the model that its Trainer of transformers computes with
+    DALSEGNO_TEST_TALKS     its ranks meet at a barrier once its TrainingArguments are made
     DALSEGNO_TEST_STRANGE   its DeepSpeed turns out to be one that ours cannot load other ranks' shards into
     DALSEGNO_TEST_LOADERS   read the data in two DataLoader processes, started so: fork, spawn or forkserver
     DALSEGNO_TEST_LAST_WORDS  printed when the example ends, however it ends
@@ -246,6 +247,20 @@ def keep_the_model() -> None:
     Trainer.compute_loss = compute_and_keep
 
 
+def talk() -> None:
+    """As `main_process_first` has ranks do."""
+    from transformers import TrainingArguments
+
+    plain = TrainingArguments.__init__
+
+    def init(self: Any, *given: Any, **options: Any) -> None:
+        plain(self, *given, **options)
+        with self.main_process_first():
+            pass
+
+    TrainingArguments.__init__ = init
+
+
 def be_strange() -> None:
     """What a version of DeepSpeed that came after the save may be like: only loading finds out."""
     from dalsegno.elastic.deepspeed import checks, loading
@@ -289,6 +304,8 @@ def main() -> None:
         give(json.loads(os.environ["DALSEGNO_TEST_ARGUMENTS"]))
     if os.environ.get("DALSEGNO_TEST_KEEPS"):
         keep_the_model()
+    if os.environ.get("DALSEGNO_TEST_TALKS"):
+        talk()
     if os.environ.get("DALSEGNO_TEST_STRANGE"):
         be_strange()
     if os.environ.get("DALSEGNO_TEST_SYNC"):

@@ -19,7 +19,7 @@ def at(boundary: Boundary, **control: bool) -> tuple[TrainerControl, Any]:
     """The Trainer's control and our run, behind a step that ends with this boundary."""
     run = SimpleNamespace(stepped=lambda: boundary, draining=False)
     told = TrainerControl(**control)
-    Boundaries(run, None).on_step_end(None, None, told)  # type: ignore[arg-type]
+    Boundaries(SimpleNamespace(elastic_run=run)).on_step_end(None, None, told)
     return told, run
 
 

@@ -156,6 +156,13 @@ def test_collectives_belong_to_the_main_thread() -> None:
     assert "main thread" in str(caught[0])
 
 
+def test_the_environment_is_the_one_that_there_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` puts a copy in its place; what is set from then on is set there."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    os.environ.update(RANK="3", WORLD_SIZE="4", LOCAL_RANK="0")
+    assert (from_environment().rank, from_environment().world_size) == (3, 4)
+
+
 def test_environment_is_read_or_refused_with_a_reason(tmp_path: Path) -> None:
     """Plain python, torchrun and an agent's variables; what is missing is named."""
     assert from_environment({}).alone
