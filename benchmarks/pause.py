@@ -48,6 +48,7 @@ WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     # A Trainer of transformers.
     "hf": ("hf", ()),
     "hf-memory": ("hf", MEMORY),
+    "hf-stay": ("hf", MEMORY),
     "fsdp2": ("fsdp2", ()),
     "zero1": ("zero1", ()),
     "zero1-memory": ("zero1", MEMORY),

@@ -100,5 +100,5 @@ def train(flags: argparse.Namespace, layers: nn.Module, rows: Any, batch: int, s
         newest = get_last_checkpoint(str(directory)) if directory.exists() else None
         trainer.train(resume_from_checkpoint=newest)
     else:
-        hf.elastic(trainer, global_batch_size=batch, memory_every=flags.memory_every)
+        hf.elastic(trainer, global_batch_size=batch, memory_every=flags.memory_every, stay=flags.stay)
         trainer.train()

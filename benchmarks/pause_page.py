@@ -35,6 +35,7 @@ COLOURS = {
         "ddp-stay": "#17becf",
         "hf": "#bcbd22",
         "hf-memory": "#dbdb8d",
+        "hf-stay": "#7f7f7f",
         "fsdp2": "#2ca02c",
     },
     **{"zero1": "#d62728", "zero1-universal": "#ff9896", "zero1-beside": "#8c564b", "zero1-memory": "#c49c94"},

@@ -158,10 +158,10 @@ def staying(flags: argparse.Namespace) -> None:
 
 def elastic(flags: argparse.Namespace) -> None:
     """The script that `dlrover-run` runs."""
-    if flags.stay:
-        staying(flags)
-    elif flags.framework == "hf":
+    if flags.framework == "hf":
         by_hugging_face(flags)
+    elif flags.stay:
+        staying(flags)
     elif flags.framework.startswith("zero"):
         engines(flags)
     else:
