@@ -9,7 +9,6 @@ import functools
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -178,9 +177,8 @@ def options_of(args: Any) -> Options:
     pairs = getattr(args, "rlhf_type", None) is not None
     said = getattr(args, "memory_every", "")
     every = memory_every(said) if said else found.memory_every
-    sizes = {"global_batch_size": size, "fixed_micro_batch": fixed, "mean_over_samples": pairs}
     stay = bool(getattr(args, "stay", False)) or found.stay
-    return replace(found, **sizes, memory_every=every, stay=stay)
+    return Options(size, fixed, mean_over_samples=pairs, memory_every=every, stay=stay)
 
 
 class _SwiftTrainer(ElasticTrainer):

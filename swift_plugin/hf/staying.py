@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from accelerate.state import GradientState
 from torch import nn
 from transformers import TrainerControl
 from transformers.trainer import OPTIMIZER_NAME
@@ -112,12 +111,13 @@ def talks() -> bool:
 
 def _have_talked() -> bool:
     try:
-        return dist.is_initialized() and dist.distributed_c10d._get_default_group()._get_sequence_number_for_group() > 0
+        group: Any = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
+        return group is not None and group._get_sequence_number_for_group() > 0
     except RuntimeError:  # not every backend counts them
         return False
 
 
-class Staying:
+class Worlds:
     """How the process of one Trainer goes through its worlds. Main thread only.
 
     Args:
@@ -220,7 +220,7 @@ class Staying:
         vars(trainer.args).pop(_DEVICES, None)
         _ = trainer.args._setup_devices
         logging.set_verbosity(trainer.args.get_process_log_level())
-        GradientState._reset_state()
+        trainer.accelerator.gradient_state._reset_state()
         trainer.create_accelerator_and_postprocess()
         # Loaders that were kept deal an evaluation's batches to the old ranks.
         vars(trainer).pop("_eval_dataloaders", None)

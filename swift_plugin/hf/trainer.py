@@ -51,7 +51,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
     """
 
     elastic_run: ElasticRun | None = None
-    staying: staying.Staying | None = None
+    staying: staying.Worlds | None = None
     control: Any  # the Trainer's, as the next one
     optimizer: Any
     lr_scheduler: Any
@@ -70,7 +70,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         if options.stay:
             staying.refuse(self, strategy_of(self))
             if not staying.talks():
-                self.staying = staying.Staying(self, functools.partial(self._begin, options))
+                self.staying = staying.Worlds(self, functools.partial(self._begin, options))
         refusals.refuse_world(self, session().max_world_size)
         self._begin(options)
         self.add_callback(Boundaries(self))
