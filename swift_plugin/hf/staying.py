@@ -75,10 +75,6 @@ def _found(trainer: Any, strategy: str) -> list[tuple[Any, str]]:
             "gradient_accumulation_kwargs, which accelerate reads once",
         ),
         (own, f"create_accelerator_and_postprocess of {own}, which would be called anew"),
-        (
-            _have_talked(),
-            "ranks that talk before elastic() (main_process_first, a barrier): who stays would not answer",
-        ),
         (is_begun(), "a session that the script has opened by itself, perhaps before its TrainingArguments"),
     ]
 
@@ -133,8 +129,8 @@ class Worlds:
         self._wrappers = Wrappers(trainer.model, _CAUSE)
         # As the script gave them, before anything of this world is set in them.
         self._given = {name: value for name, value in vars(trainer.args).items() if name not in _OF_A_WORLD}
-        # Without a group nobody can tell whether they would have talked: accelerate makes none for one rank on a CPU.
-        self._known = dist.is_initialized()
+        # Of one rank alone nobody can tell: `main_process_first` does nothing there.
+        self._known = trainer.args.world_size > 1
         self.stayed = False
 
     def begun(self, session: Session) -> None:

@@ -16,6 +16,7 @@ from tests.integration.test_staying import (
     crash_and_grow,
     leave_with_the_first_ranks,
     scale_away_and_back,
+    two_of_three,
     worker,
     workers,
 )
@@ -32,7 +33,7 @@ IN_MEMORY = (*AT_ONCE, "--memory-replicas=1")
 
 def test_who_stays_trains_on_through_joins_and_leaves(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """2 to 3 nodes and back: nobody who stays starts anew, and what the Trainer saves is its own as ever."""
-    job, first = together(clusters, "a", "b", training=training("--stay", "--evaluate-every=10"), nnodes="2:3")
+    job, first = two_of_three(clusters, training=training("--stay", "--evaluate-every=10"))
     pids = {node.name: worker(job, node) for node in job.nodes}
     job.start("c")
     second = job.wait_world(3, steps=3, after=first)
@@ -78,7 +79,7 @@ def test_who_is_left_out_ends_and_comes_back(clusters: Clusters, undisturbed: Un
 @pytest.mark.full
 def test_a_crash_without_memory_starts_all_anew(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """A killed worker breaks the world for all; what is started then stays at the next planned change."""
-    job, first = together(clusters, "a", "b", training=STAYS, nnodes="2:3")
+    job, first = two_of_three(clusters, training=STAYS)
     second = crash_and_grow(job, first)
     end(job, undisturbed, lost={second: any_number(job)})
 
@@ -150,8 +151,8 @@ def test_ranks_beside_a_killed_one_stay(clusters: Clusters, undisturbed: Undistu
 @pytest.mark.full
 def test_who_stays_goes_on_from_memory(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """The drain's step lies in the nodes' memory, and is written to the disk behind."""
-    flags = {"agent_flags": IN_MEMORY, "script_flags": ("--memory-every=5",)}
-    job, first = together(clusters, "a", "b", training=STAYS, nnodes="2:3", **flags)
+    flags = {"agent_flags": ["--memory-replicas=1"], "script_flags": ("--memory-every=5",)}
+    job, first = two_of_three(clusters, training=STAYS, **flags)
     pids = {node.name: worker(job, node) for node in job.nodes}
     job.start("c")
     second = job.wait_world(3, steps=3, after=first)
@@ -165,7 +166,7 @@ def test_who_stays_goes_on_from_memory(clusters: Clusters, undisturbed: Undistur
 
 def joined(clusters: Clusters, environment: dict[str, str], *, stays: bool) -> Cluster:
     """A job of one node that another one has joined; `stays`: whether the first one's process is the same then."""
-    job, first = together(clusters, "a", "b", training=STAYS, nnodes="2:3", agent_environment=environment)
+    job, first = two_of_three(clusters, training=STAYS, agent_environment=environment)
     a, _ = job.nodes
     pid = worker(job, a)
     job.start("c")
@@ -200,7 +201,7 @@ def test_ranks_that_talk_before(clusters: Clusters, undisturbed: Undisturbed) ->
 
 
 @pytest.mark.full
-def test_a_rank_alone_on_a_cpu(clusters: Clusters, undisturbed: Undisturbed) -> None:
+def test_a_rank_alone(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """Whether ranks would talk is not known there: its process ends, and the next one stays."""
     job = clusters(training=STAYS, nnodes="1:3")
     first = job.open("a")
@@ -220,8 +221,10 @@ def test_a_rank_alone_on_a_cpu(clusters: Clusters, undisturbed: Undisturbed) -> 
 def test_a_change_that_cuts_an_evaluation_short(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """The processes stay, and evaluate in the next world."""
     pace = {"DALSEGNO_TEST_STEPS": "1", "DALSEGNO_TEST_STANDS": "evaluation"}
+    # The ranks do not ask one another at each batch that is soon computed.
+    pace["DALSEGNO_TEST_ARGUMENTS"] = json.dumps({"per_device_eval_batch_size": 1})
     one = replace(training("--stay", "--evaluate-every=30"), save_every=30)
-    job, first = together(clusters, "a", "b", training=one, nnodes="2:3", agent_environment=pace)
+    job, first = two_of_three(clusters, training=one, agent_environment=pace)
     job.wait_step(30)
     job.wait_standing()
     pids = [worker(job, node) for node in job.nodes]

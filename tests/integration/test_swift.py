@@ -202,10 +202,8 @@ def test_processes_that_stay(jobs: Clusters, undisturbed: Undisturbed, made: Pat
     training = Swift(steps=40, save_every=1000, made=made, options=tuple(options.items()))
     pace = {**PACE, "DALSEGNO_TEST_STANDS": "before"}
     job = jobs(nnodes="1:3", training=training, script_flags=(), agent_flags=AT_ONCE, agent_environment=pace)
-    first = job.open("a")
+    second = job.open("a", "b")
     pid = worker(job, job.node("a"))
-    job.start("b")
-    second = job.wait_world(2, steps=3, after=first)
     job.start("c")
     third = job.wait_world(3, steps=3, after=second)
     job.leave(job.node("c"))
