@@ -144,9 +144,12 @@ class Worlds:
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether all that is saved of the model is here. Buffers may be each rank's own until rank 0 saves its."""
-        model = self._trainer.model
-        return self.stayed and not _has_own(model)
+        """Whether the model's files need not be loaded."""
+        return self.stayed and not self._reads_weights
+
+    @property
+    def _reads_weights(self) -> bool:
+        return _has_own(self._trainer.model) or bool(overrides(self._trainer, "_load_from_checkpoint"))
 
     def train(self, train: Callable[[], Any]) -> Any:
         """Calls ``train`` in one world after another, until one comes to its end."""
@@ -179,9 +182,15 @@ class Worlds:
         # What watches this world's optimizer goes with it.
         trainer.elastic_run = None
         del run
-        # A new process makes its arguments first, so its group meets before its session.
-        with _said_after(_PATIENCE_SECONDS, _WAITS):
-            move(session, held, unread, broken=broken, before=self._renew)
+        with contextlib.ExitStack() as entering:
+
+            def before() -> None:
+                # From here on it waits for other ranks, and no longer for its place.
+                entering.enter_context(_said_after(_PATIENCE_SECONDS, _WAITS))
+                self._renew()
+
+            # A new process makes its arguments first, so its group meets before its session.
+            move(session, held, unread, broken=broken, before=before)
         self.stayed = True
         if session.rank == 0 and not first:
             self._become_first()
@@ -205,9 +214,10 @@ class Worlds:
         return alone and same and self._wrappers.are_gone()
 
     def _unread(self, step: int) -> list[str]:
-        place = trainers(Path(), step)
-        weights = () if _has_own(self._trainer.model) else _WEIGHTS
-        return [str(place / name) for name in (OPTIMIZER_NAME, *weights)]
+        names = () if self._reads_weights else _WEIGHTS
+        if self._trainer.loads_as_known:
+            names = (OPTIMIZER_NAME, *names)
+        return [str(trainers(Path(), step) / name) for name in names]
 
     def _renew(self) -> None:
         """Makes what knows the ranks anew, in the order in which a new process makes it."""

@@ -167,9 +167,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         files = [Path(checkpoint or "", name) for name in (upstream.OPTIMIZER_NAME, upstream.SCHEDULER_NAME)]
-        theirs = getattr(super()._load_optimizer_and_scheduler, "__func__", None)
-        plain = theirs is upstream.Trainer._load_optimizer_and_scheduler and self._run.strategy == "ddp"
-        if plain and checkpoint is not None and all(file.is_file() for file in files):
+        if self.loads_as_known and checkpoint is not None and all(file.is_file() for file in files):
             optimizer, scheduler = files
             if self.staying is None or not self.staying.stayed:
                 # In less than half of the time: nothing is copied more than once.
@@ -178,6 +176,11 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
         mark("loaded")
+
+    @property
+    def loads_as_known(self) -> bool:
+        """Whether nobody else has a say in how the optimizer is loaded."""
+        return self._run.strategy == "ddp" and not refusals.overrides(self, "_load_optimizer_and_scheduler")
 
     def _load_engine(self, engine: Any, path: str, load_module_strict: bool = True) -> None:
         from dalsegno.elastic.deepspeed import restore
