@@ -139,6 +139,11 @@ class Survival:
         if mean > max(MOST_SECONDS, MOST_SHARE * step):
             self._give_up(f"watching the state takes {1000 * mean:.1f} ms of {1000 * step:.0f} in each step")
 
+    @property
+    def looks_next(self) -> bool:
+        """Whether the next call of `look` looks. Alike on all ranks."""
+        return self.wanted and is_due(self._boundaries + 1)
+
     def look(self, position: Position, beside: Any = None) -> None:
         """Behind a boundary's saves, at some boundaries: looks at the state, and compares it with rank 0's. Collective.
 
@@ -147,8 +152,9 @@ class Survival:
         Args:
             beside: As with `mark`.
         """
+        looks = self.looks_next
         self._boundaries += 1
-        if not self.wanted or not is_due(self._boundaries):
+        if not looks:
             return
         said, held = "", self._held
         if held is not None:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from dalsegno.elastic import Session
 from dalsegno.elastic.training.survival import Survival
-from dalsegno.elastic.training.unchanged import is_due
 
 from .checkpoints import Unfinished, trainers
 from .held import Noted, SavedModel, TrainersState
@@ -58,7 +57,7 @@ class Survivors:
         self._trainer, self._state, self._session, self._loader = trainer, state, session, loader
         options = {"strategy": "ddp", "any_world_size": None, "order": loader.order, "cut": loader.cut}
         self._survival = Survival(session, state, options, wanted=True, files=state.files)
-        self._learnt, self._boundaries = 0, 0
+        self._learnt = 0
         self.compares = self._differs = False
         self._pending: Any = None
         self._sums = Sums()
@@ -100,10 +99,9 @@ class Survivors:
 
     def look(self) -> None:
         """Behind all that a boundary has, where the training goes on. Collective."""
-        self._boundaries += 1
         if not self._learnt:
             self._learn()
-        elif self.compares or is_due(self._boundaries):
+        elif self.compares or self._survival.looks_next:
             differs, self.compares, self._differs = self._differs or self._state.has_changed, False, False
             if any(self._session.gather(differs)):
                 self._learn()

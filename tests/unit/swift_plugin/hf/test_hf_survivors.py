@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from dalsegno.elastic.saving.writing import write_files
-from dalsegno.elastic.training.unchanged import UnclearError
+from dalsegno.elastic.training.unchanged import UnclearError, is_due
 from dalsegno.swift_plugin.hf import survivors
 from dalsegno.swift_plugin.hf.checkpoints import PROGRESS
 from dalsegno.swift_plugin.hf.run import ElasticRun
@@ -39,6 +39,7 @@ class Watching:
 
     def __init__(self, session: Any, save: Any, options: Any, *, wanted: bool, files: Any) -> None:
         self.wanted, self.state, self.files = wanted, save, files
+        self.looks = 0
         self.marks: dict[int, Any] = {}
         self.owed: dict[int, Any] = {}
         self.all: list[tuple[int, Any]] = []
@@ -51,7 +52,12 @@ class Watching:
         else:
             (self.owed if beside.unfinished.evaluation else self.marks)[step] = beside
 
-    def look(self, position: Any, beside: Any) -> None: ...
+    @property
+    def looks_next(self) -> bool:
+        return is_due(self.looks + 1)
+
+    def look(self, position: Any, beside: Any) -> None:
+        self.looks += 1
 
 
 @pytest.fixture
