@@ -22,8 +22,9 @@ from torch import nn
 
 from ..data.batches import Batches
 from ..training import session as lower
-from ..training.entry import open_session
+from ..training.entry import is_behind_a_group, open_session
 from ..training.loop import steps
+from ..training.staying import none_stays
 from .data import DataWish, batches_of
 from .state import ScriptState, Trained, Wrap, checked_beside, checked_parts
 from .worlds import through_worlds
@@ -313,7 +314,7 @@ class Session(lower.BareSession):
                 "give further optimizers by name: s.state(model, optimizer, second=...)"
             )
 
-    def _check_stay(self, data: Any, state: Any) -> DataWish:
+    def _check_stay(self, data: Any, state: Any) -> DataWish | None:
         if not isinstance(state, ScriptState) or not state.wraps:
             raise ValueError(
                 "stay=True is for a replicated model that is wrapped anew in each world: "
@@ -321,7 +322,8 @@ class Session(lower.BareSession):
             )
         if data is not self._data or self._wish is None:
             raise ValueError("stay=True wants the data of s.data(...), which are dealt anew in each world")
-        return self._wish
+        none = none_stays("s.state()", talked=state.have_talked, group_first=is_behind_a_group())
+        return None if none else self._wish
 
     def _check_without_state(self, data: Any, *, background: bool, save: Any) -> None:
         if isinstance(data, ScriptState) or hasattr(data, "zero_optimization_stage"):

@@ -20,7 +20,7 @@ from ..rank.process_group import init_process_group
 from ..saving.background_save import Background, background
 from ..training.parts import Stateful
 from ..training.session import BareSession
-from ..training.staying import Wrappers
+from ..training.staying import Wrappers, have_talked
 from ..training.training_state import TrainingState
 from .micros import Micros
 
@@ -70,6 +70,8 @@ class ScriptState(TrainingState):
         super().__init__(session, model=model, **parts)
         self.model = model
         self._wrap, self._bare = wrap, model
+        # Before anything here is collective.
+        self.have_talked = have_talked()
         self._wrappers = Wrappers(
             model, "the script has a reference of its own to what wrap= made. Call state.model each time instead"
         )

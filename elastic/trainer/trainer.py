@@ -31,8 +31,8 @@ from ..saving.saving import SaveError
 from ..script.session import Session, session
 from ..training.accumulation import Accumulation
 from ..training.draws import drawn_in
-from ..training.entry import move
-from ..training.staying import outlived
+from ..training.entry import is_behind_a_group, move
+from ..training.staying import have_talked, none_stays, outlived
 from .alike import alike_of
 from .callbacks import Callback, Console, Logger, forgetful
 from .hooks import Hooks
@@ -148,7 +148,7 @@ class Trainer:
         self._hooks = Hooks([*self.callbacks, *([Console()] if self.progress else [])])
         self._session: Session | None = None
         self._state, self._ends = "new", (self.max_steps, self.data_epochs)
-        self._stop_wanted = self._stopping = False
+        self._stop_wanted = self._stopping = self._stays = False
         in_between = self.track if self.evaluate_every else None
         engine = self._strategy.scale == "deepspeed"
         self._made = MadeByScript(self.optimizer, self.scheduler, in_between, steps_itself=engine)
@@ -193,6 +193,8 @@ class Trainer:
         self._state = "failed"  # until proven otherwise
         try:
             self._session = session(self.checkpoint_dir, keep=self.keep)
+            none = self.stay and none_stays("fit()", talked=have_talked(), group_first=is_behind_a_group())
+            self._stays = self.stay and not none
             self._begin(stayed=False)
             self._run()
         finally:
@@ -214,7 +216,7 @@ class Trainer:
         s.compare(alike_of(self, plan, self._strategy.name))
         with s.meetings.telling():
             self._load(s, plan, stayed=stayed)
-        if self.stay:
+        if self._stays:
             s.may_stay, s.survivor.loop_stays = self._may_stay, True
         held = self._strategy
         s.examination.learn_parts(held.model, held.optimizer)
@@ -302,7 +304,7 @@ class Trainer:
         try:
             self._train_in_this_world()
         except Exception as error:
-            held = outlived(self._opened.meetings, self._opened.survivor, error) if self.stay else None
+            held = outlived(self._opened.meetings, self._opened.survivor, error) if self._stays else None
             if held is None:
                 raise
             log.info("a peer was lost, and this process stays: %s", error)
@@ -355,7 +357,7 @@ class Trainer:
     def _train(self, batch: Batch[Any]) -> None:
         strategy, loss_of, survivor = self._strategy, self.loss or _own_loss, self._opened.survivor
         total = torch.zeros((), dtype=torch.float64, device=self._where)
-        survivor.anywhere = self.stay
+        survivor.anywhere = self._stays
         for micro in self._accumulate(batch):
             loss = loss_of(strategy.model, to_device(micro.data, self._where))
             strategy.backward(micro.scale(loss))

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 # The session of this process, and how many it had before.
 _sessions: list[BareSession] = []
 _before = [0]
+# Whether the script had made the default process group when that session was opened.
+_behind_a_group = [False]
 # Whether it reads what it resumes from before anything is loaded.
 _verifies = [True]
 S = TypeVar("S", bound=BareSession)
@@ -78,6 +80,7 @@ def open_session(kind: type[S], checkpoint_dir: str | Path | None = None, *, kee
 
 def _begin(kind: Callable[..., S], directory: Path | None, keep: int, verify: bool, unread: Collection[str] = ()) -> S:
     mark("session")
+    _behind_a_group[:] = [dist.is_initialized()]
     name_semaphores()
     found = _open(kind, from_environment(checkpoint_dir=directory), keep, verify, unread)
     mark("verified")
@@ -127,6 +130,11 @@ def move(
 def is_begun() -> bool:
     """Whether this process has a session."""
     return bool(_sessions)
+
+
+def is_behind_a_group() -> bool:
+    """Whether the script had made the default process group when this process's session was opened."""
+    return _behind_a_group[0]
 
 
 def refused_together() -> AbstractContextManager[None]:

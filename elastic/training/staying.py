@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -25,7 +26,35 @@ from ..rank.remarks import remark
 from ..saving.survivor import Survivor
 from .wrappers import frozen
 
-__all__ = ["Wrappers", "holding", "outlived", "wait_for_a_place", "way_out"]
+__all__ = ["Wrappers", "have_talked", "holding", "none_stays", "outlived", "wait_for_a_place", "way_out"]
+
+
+def have_talked() -> bool:
+    """Whether this process has been in a collective of the default group."""
+    try:
+        group: Any = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
+        return group is not None and group._get_sequence_number_for_group() > 0
+    except RuntimeError:  # not every backend counts them
+        return False
+
+
+def none_stays(before: str, *, talked: bool, group_first: bool = False) -> bool:
+    """Whether new processes would wait for those that stay, where these never come again. A line says so.
+
+    Args:
+        before: The call behind which a process stays, for people.
+        talked: The script's ranks talk before it.
+        group_first: The script makes the default process group before its session, where that is ours to make.
+    """
+    if not (talked or group_first):
+        return False
+    why = "the ranks of this script talk (a barrier, main_process_first)"
+    cure = "where processes that stay would not answer"
+    if group_first:
+        why, cure = "this script makes the default process group itself", "and opens its session later: open that first"
+    if dist.get_rank() == 0:
+        remark("stay=True has no effect: before %s %s, %s", before, why, cure)
+    return True
 
 
 class Wrappers:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch.distributed as dist
 from torch import nn
 from transformers import TrainerControl
 from transformers.trainer import OPTIMIZER_NAME
@@ -89,28 +88,6 @@ def _said_after(seconds: float, line: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def talks() -> bool:
-    """Whether this script's ranks have talked before they became elastic. Who stays would not answer a new one there.
-
-    A line says so.
-    """
-    talked = _have_talked()
-    if talked and dist.get_rank() == 0:
-        remark(
-            "stay=True has no effect: the ranks of this script talk before elastic() (main_process_first, a barrier), "
-            "where processes that stay would not answer"
-        )
-    return talked
-
-
-def _have_talked() -> bool:
-    try:
-        group: Any = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
-        return group is not None and group._get_sequence_number_for_group() > 0
-    except RuntimeError:  # not every backend counts them
-        return False
 
 
 class Worlds:

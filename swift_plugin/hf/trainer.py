@@ -23,6 +23,7 @@ from dalsegno.elastic.training import wrappers
 from dalsegno.elastic.training.accumulation import has_static_graph, synchronised
 from dalsegno.elastic.training.reading_state import load_part, read_tensors
 from dalsegno.elastic.training.sending import send_what_differs
+from dalsegno.elastic.training.staying import have_talked, none_stays
 from dalsegno.protos.trace import mark
 
 from . import data, refusals, staying, uneven
@@ -69,7 +70,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         refusals.refuse_losses(self, fixed_micro_batch=options.fixed_micro_batch)
         if options.stay:
             staying.refuse(self, strategy_of(self))
-            if not staying.talks():
+            if not none_stays("elastic()", talked=have_talked()):
                 self.staying = staying.Worlds(self, functools.partial(self._begin, options))
         refusals.refuse_world(self, session().max_world_size)
         self._begin(options)

@@ -206,3 +206,16 @@ def test_who_stays_may_get_another_rank(clusters: Clusters, undisturbed: Undistu
     job = clusters(training=STAYS, agent_flags=["--nproc-per-node=2"])
     leave_with_the_first_ranks(job)
     end(job, undisturbed)
+
+
+@pytest.mark.full
+def test_a_group_of_the_scripts_own(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """A new process makes it before its session, and would wait there for one that stays: none does, as a line says."""
+    job, first = two_of_three(clusters, agent_environment={"DALSEGNO_TEST_JOINS": "1"})
+    a, _ = job.nodes
+    pid = worker(job, a)
+    job.start("c")
+    job.wait_world(3, steps=3, after=first)
+    assert worker(job, a) != pid
+    assert any("this script makes the default process group itself" in node.text() for node in job.nodes)
+    end(job, undisturbed)

@@ -194,6 +194,13 @@ def joined(clusters: Clusters, odd: str, *, stays: bool) -> Cluster:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("odd", ["joins", "talks"])
+def test_a_group_of_the_scripts_own(clusters: Clusters, undisturbed: Undisturbed, odd: str) -> None:
+    """A new process makes it before its session, and would wait there for one that stays."""
+    end(joined(clusters, odd, stays=False), undisturbed)
+
+
+@pytest.mark.full
 def test_a_change_that_cuts_an_evaluation_short(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """The process stays, and evaluates in the next world."""
     end(joined(clusters, "evaluates", stays=True), undisturbed)

@@ -21,6 +21,7 @@ before what is to happen to it has happened, however busy the machine is. In the
     DALSEGNO_TEST_BACKGROUND  save in the background, on every rank 300,000 bytes more
     DALSEGNO_TEST_ARGUMENTS  what its TrainingArguments get besides, in JSON
     DALSEGNO_TEST_KEEPS     something keeps the model that its Trainer of transformers computes with
+    DALSEGNO_TEST_JOINS     it makes the default process group first of all
     DALSEGNO_TEST_TALKS     its ranks meet at a barrier once its TrainingArguments are made
     DALSEGNO_TEST_STRANGE   its DeepSpeed turns out to be one that ours cannot load other ranks' shards into
     DALSEGNO_TEST_LOADERS   read the data in two DataLoader processes, started so: fork, spawn or forkserver
@@ -304,6 +305,8 @@ def main() -> None:
         give(json.loads(os.environ["DALSEGNO_TEST_ARGUMENTS"]))
     if os.environ.get("DALSEGNO_TEST_KEEPS"):
         keep_the_model()
+    if os.environ.get("DALSEGNO_TEST_JOINS") and "RANK" in os.environ:
+        torch.distributed.init_process_group("gloo")
     if os.environ.get("DALSEGNO_TEST_TALKS"):
         talk()
     if os.environ.get("DALSEGNO_TEST_STRANGE"):

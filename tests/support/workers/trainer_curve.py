@@ -11,6 +11,8 @@ stops          it is stopped at step 20, and the world changes one step later
 raises         a callback raises as the training ends
 swaps          a callback changes the weights then
 evaluates      it evaluates behind each step
+joins          the script makes the default process group before
+talks          its ranks meet at a barrier before, behind the session's opening
 lingers        several ranks evaluate a few samples at a time, each 0.5 s long, and say so
 """
 
@@ -144,6 +146,12 @@ def main() -> None:
     parser.add_argument("--stay", action="store_true")
     parser.add_argument("--odd", default="")
     flags = parser.parse_args()
+    if "talks" in flags.odd:
+        session(flags.checkpoint_dir)
+    if ("joins" in flags.odd or "talks" in flags.odd) and "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    if "talks" in flags.odd and dist.is_initialized():
+        dist.barrier()
     torch.manual_seed(flags.seed)
     gelu = nn.GELU() if "forgets" in flags.odd else Gelu()
     model = nn.Sequential(nn.Embedding(common.VOCABULARY, 32), gelu, nn.Linear(32, common.VOCABULARY))

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch import nn
 
 from dalsegno.swift_plugin.hf import staying
@@ -99,21 +98,6 @@ def test_tied_weights_are_no_buffers() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
     assert not staying._has_own(model)
-
-
-def test_ranks_that_have_talked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line, by rank 0; in a process without a group nobody knows."""
-    monkeypatch.setenv("DALSEGNO_SOCKET", "an agent's")
-    assert not staying.talks()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert not staying.talks()
-        assert not capsys.readouterr().out
-        dist.barrier()
-        assert staying.talks()
-        assert "stay=True has no effect: the ranks of this script talk before elastic()" in capsys.readouterr().out
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_line_where_it_takes_long(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
