@@ -24,9 +24,10 @@ from dalsegno.protos.contract import Variable
 
 from .hf.checkpoints import is_foreign, trainers
 from .hf.data import silenced
+from .hf.deepspeed_engine import SIZES
 from .hf.options import Options, from_environment, memory_every
 from .hf.plain import under_dlrover_run
-from .hf.trainer import SIZES, ElasticTrainer
+from .hf.trainer import ElasticTrainer
 
 NAME = "dalsegno"
 """The name for ``--callbacks``."""

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -51,7 +52,7 @@ class Notice:
                 # None: the handler is not Python's, so nobody could put it back.
                 self._before[number] = signal.SIG_DFL if before is None else before
                 signal.signal(number, self._heard)
-        os.register_at_fork(after_in_child=self.release)
+        _watching.add(self)
 
     def release(self) -> None:
         """Restores the handlers that were there before, unless the script has replaced ours since."""
@@ -62,3 +63,15 @@ class Notice:
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         self.given = True
+
+
+# Handlers are this process's, not those of what it forks. (What is registered there stays for ever.)
+_watching: weakref.WeakSet[Notice] = weakref.WeakSet()
+
+
+def _release_all() -> None:
+    for one in list(_watching):
+        one.release()
+
+
+os.register_at_fork(after_in_child=_release_all)

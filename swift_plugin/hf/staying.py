@@ -63,6 +63,10 @@ def _found(trainer: Any, strategy: str) -> list[tuple[Any, str]]:
     return [
         (strategy != "ddp", f"{strategy}, whose engine fits one number of ranks"),
         (trainer.model_init is not None, "model_init, which makes the model anew each time"),
+        (
+            getattr(args, "batch_eval_metrics", False),
+            "batch_eval_metrics, which would count what was left",
+        ),
         (getattr(args, "torch_compile", False), "torch_compile, which compiles for one wrapper"),
         (trainer.accelerator.scaler is not None, "fp16, whose loss scale is accelerate's"),
         (args.neftune_noise_alpha is not None, "neftune_noise_alpha, which would be added once more each time"),
@@ -104,16 +108,25 @@ class Worlds:
     def __init__(self, trainer: Any, begin: Callable[[], None]) -> None:
         self._trainer, self._begin = trainer, begin
         self._wrappers = Wrappers(trainer.model, _CAUSE)
-        # As the script gave them, before anything of this world is set in them.
-        self._given = {name: value for name, value in vars(trainer.args).items() if name not in _OF_A_WORLD}
+        # The arguments as the script gave them, and those that the plugin sets in each world.
+        self._given, self._ours = _arguments(trainer.args), frozenset[str]()
+        self._forward: Any = None
         # Of one rank alone nobody can tell: `main_process_first` does nothing there.
         self._known = trainer.args.world_size > 1
         self.stayed = False
 
     def begun(self, session: Session) -> None:
         """The Trainer is elastic in this world."""
+        if not self.stayed:
+            now = _arguments(self._trainer.args)
+            self._ours = frozenset(name for name in now if now[name] is not self._given.get(name))
         session.may_stay = lambda: self._known and self._wrappers.alone
         session.survivor.loop_stays = True
+
+    def end_with_this_world(self) -> None:
+        """Its process does not stay."""
+        session = self._trainer.elastic_run.session
+        session.may_stay, session.survivor.loop_stays = bool, False
 
     def wrapped(self) -> None:
         """The Trainer has wrapped its model for this world."""
@@ -130,6 +143,9 @@ class Worlds:
 
     def train(self, train: Callable[[], Any]) -> Any:
         """Calls ``train`` in one world after another, until one comes to its end."""
+        # What the script has set behind elastic() a new process sets, too.
+        now = _arguments(self._trainer.args)
+        self._given.update({name: value for name, value in now.items() if name not in self._ours})
         while True:
             try:
                 return self._until_lost(train)
@@ -140,6 +156,7 @@ class Worlds:
 
     def _until_lost(self, train: Callable[[], Any]) -> Any:
         session = self._trainer.elastic_run.session
+        self._forward = vars(self._trainer.model).get("forward")
         try:
             return train()
         except Exception as error:
@@ -149,15 +166,14 @@ class Worlds:
             raise Stays(held, broken=True) from None
 
     def _move(self, held: Mapping[str, str], *, broken: bool) -> None:
-        trainer, run = self._trainer, self._trainer.elastic_run
+        run = self._trainer.elastic_run
         session, survivor, first = run.session, run.session.survivor, run.session.rank == 0
         survivor.anywhere = False
         unread = self._unread(session.step)
         run.let_go()
         if not self._lets_go() or (broken and survivor.peer_lost(True) != held):
             _end(broken=broken)
-        # What watches this world's optimizer goes with it.
-        trainer.elastic_run = None
+        # What watches this world's optimizer goes once the next one's run takes its place.
         del run
         with contextlib.ExitStack() as entering:
 
@@ -176,12 +192,14 @@ class Worlds:
     def _lets_go(self) -> bool:
         """Drops all that belongs to the present world. Returns whether that is all."""
         trainer, alone = self._trainer, self._wrappers.alone
-        # As it takes off what it has put around the model's forward for bf16.
-        bare = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
+        bare = trainer.accelerator.unwrap_model(trainer.model_wrapped)
         trainer.accelerator.free_memory()
         trainer.model_wrapped = trainer.model
-        # A world of one has no wrapper, so that accelerate has marked the model itself.
-        vars(trainer.model).pop("_is_accelerate_prepared", None)
+        # What accelerate has put around it for bf16. (It would take off what others have put there, too.)
+        if vars(trainer.model).pop("_original_forward", None) is not None:
+            vars(trainer.model).pop("forward", None)
+            if self._forward is not None:
+                trainer.model.forward = self._forward
         for parameter in trainer.model.parameters():
             parameter.grad = None
         same = bare is trainer.model
@@ -207,6 +225,7 @@ class Worlds:
         trainer.create_accelerator_and_postprocess()
         # Loaders that were kept deal an evaluation's batches to the old ranks.
         vars(trainer).pop("_eval_dataloaders", None)
+        trainer.callback_handler.eval_dataloader = None
         trainer.control = TrainerControl()
         # The schedule goes on, with the optimizer that it belongs to.
         trainer._created_lr_scheduler = False
@@ -218,8 +237,14 @@ class Worlds:
         if self._trainer.args.push_to_hub:
             self._trainer.init_hf_repo()
         for callback in self._trainer.callback_handler.callbacks:
-            if type(callback).__module__.startswith(_REPORTS) and getattr(callback, "_initialized", False):
+            reports = any(cls.__module__.startswith(_REPORTS) for cls in type(callback).__mro__)
+            if reports and getattr(callback, "_initialized", False):
                 callback._initialized = False
+
+
+def _arguments(args: Any) -> dict[str, Any]:
+    """What TrainingArguments have that is not of the present world."""
+    return {name: value for name, value in vars(args).items() if name not in _OF_A_WORLD}
 
 
 def _has_own(model: nn.Module) -> bool:

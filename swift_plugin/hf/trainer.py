@@ -26,16 +26,13 @@ from dalsegno.elastic.training.sending import send_what_differs
 from dalsegno.elastic.training.staying import have_talked, none_stays
 from dalsegno.protos.trace import mark
 
-from . import data, refusals, staying, uneven
+from . import data, deepspeed_engine, refusals, staying, uneven
 from .checkpoints import Unfinished, is_foreign
 from .options import Options
 from .run import Boundaries, ElasticRun, Leaving, strategy_of
 
 # The arguments of `_run_epoch` that `_maybe_log_save_evaluate` needs.
 _OF_AN_EPOCH = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")
-
-SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-"""Keys of DeepSpeed's configuration that hold for one world."""
 
 if TYPE_CHECKING:
     _Base = Any
@@ -70,8 +67,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         refusals.refuse_losses(self, fixed_micro_batch=options.fixed_micro_batch)
         if options.stay:
             staying.refuse(self, strategy_of(self))
-            if not none_stays("elastic()", talked=have_talked()):
-                self.staying = staying.Worlds(self, functools.partial(self._begin, options))
+            self.staying = staying.Worlds(self, functools.partial(self._begin, options))
         refusals.refuse_world(self, session().max_world_size)
         self._begin(options)
         self.add_callback(Boundaries(self))
@@ -90,7 +86,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         if run.session.resume is not None:
             args.eval_on_start = False
         if self.is_deepspeed_enabled:
-            _configure_deepspeed(self, run)
+            deepspeed_engine.configure(self, run)
         if self.staying is not None:
             self.staying.begun(run.session)
 
@@ -108,6 +104,9 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         if run.session.resume is None:
             _refuse_other_resume(resume_from_checkpoint, run.output_dir)
         del run
+        if self.staying is not None and none_stays("train()", talked=have_talked()):
+            self.staying.end_with_this_world()
+            self.staying = None
         found = self._train(kwargs) if self.staying is None else self.staying.train(lambda: self._train(kwargs))
         self._run.finish()
         return found
@@ -146,11 +145,23 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         for control in saved.get(type(self.control).__name__, ()):
             self._run.stopped = bool(control.get("args", {}).get("should_training_stop"))
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        return self.optimizer if self._keeps(self.optimizer) else super().create_optimizer(*args, **kwargs)
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        return self.lr_scheduler if self._keeps(self.lr_scheduler) else super().create_scheduler(*args, **kwargs)
+
+    def _keeps(self, made: Any) -> bool:
+        return self.staying is not None and self.staying.stayed and made is not None
+
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_deepspeed_enabled:
+            # An evaluation before has it marked as prepared, and accelerate would then train it without a wrapper.
+            vars(self.model).pop("_is_accelerate_prepared", None)
         with _replaced("deepspeed_load_checkpoint", self._load_engine):
             prepared = super()._prepare_for_training(*args, **kwargs)
         if self.is_deepspeed_enabled:
-            _check_engine(self.model_wrapped, allowed=self._run.any_optimizer)
+            deepspeed_engine.check(self.model_wrapped, allowed=self._run.any_optimizer)
         else:
             wrappers.tell(self.model_wrapped, ())
         if self.staying is not None:
@@ -445,32 +456,6 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
 def elastic_class(base: type[Any]) -> type[Any]:
     """``base`` made elastic."""
     return type(base.__name__, (ElasticTrainer, base), {"__module__": base.__module__})
-
-
-def _configure_deepspeed(trainer: Any, run: ElasticRun) -> None:
-    """The engine's configuration for this world and resume point, in place of what the arguments had made of it."""
-    from dalsegno.elastic import deepspeed
-    from dalsegno.elastic.deepspeed.checks import ALLOW
-
-    plugin = trainer.accelerator.state.deepspeed_plugin
-    own = plugin.hf_ds_config.config
-    run.any_optimizer = bool(own.get(ALLOW))  # the Trainer itself will admit them all
-    made = deepspeed.config(own, run.plan, run.session.resume)
-    own.clear()
-    own.update(made)
-    plugin.deepspeed_config = own
-    # These were derived when the arguments were those of another world; anything else that is wrong stays wrong.
-    config = plugin.hf_ds_config
-    config.mismatches = [one for one in config.mismatches if not any(size in one for size in SIZES)]
-
-
-def _check_engine(engine: Any, *, allowed: bool) -> None:
-    """Checks the optimizer as DeepSpeed's own guard does, which the Trainer has switched off."""
-    from dalsegno.elastic.deepspeed.checks import check_optimizer, tell
-
-    optimizer, scheduled = engine.basic_optimizer, engine.lr_scheduler is not None
-    check_optimizer(optimizer, int(engine.zero_optimization_stage()), allowed=allowed, scheduled=scheduled)
-    tell(engine)
 
 
 def _refuse_other_resume(given: Any, output_dir: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from tests.integration.test_staying import (
 )
 from tests.integration.test_survivors import FLAGS, stood_still
 from tests.support.jobs import local_processes as processes
-from tests.support.jobs.cluster import Cluster, Undisturbed
+from tests.support.jobs.cluster import HOOKED, ROOT, Cluster, Training, Undisturbed
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.executed]
 
@@ -66,6 +66,39 @@ def test_who_was_rank_1_becomes_rank_0(clusters: Clusters, undisturbed: Undistur
     assert worker(job, b) == pid
     end(job, undisturbed)
     assert_trainers_own(job)
+
+
+@dataclass(frozen=True)
+class Odd(Training):
+    """A Trainer as people write theirs."""
+
+    def words(self, *, hooked: bool) -> list[str]:
+        return [str(HOOKED), str(self.script)] if hooked else [str(self.script)]
+
+
+def odd(what: str) -> Odd:
+    """A training that is odd, see `hf_odd`."""
+    script = ROOT / "tests" / "support" / "workers" / "hf_odd.py"
+    return Odd(script, 60, 10, extra=(*STAYS.extra, f"--odd={what}"), needs_agent=True, preloaded=STAYS.preloaded)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["optimizer", "scheduler", "wraps", "patches", "arguments", "barrier", "evaluates"])
+def test_trainers_as_people_write_them(clusters: Clusters, undisturbed: Undisturbed, what: str) -> None:
+    """A third node joins, and the first rank leaves. Where ranks talk before `train()`, no process stays."""
+    job, first = two_of_three(clusters, training=odd(what))
+    pids = {node.name: worker(job, node) for node in job.nodes}
+    job.start("c")
+    second = job.wait_world(3, steps=3, after=first)
+    stays = what not in ("barrier", "evaluates")
+    assert ({node.name: worker(job, node) for node in job.nodes if node.name in pids} == pids) is stays
+    leaver = job.member(0)
+    job.leave(leaver)
+    job.wait_exit(leaver)
+    job.wait_world(2, steps=3, after=second)
+    if not stays:
+        assert any("before train() the ranks of this script talk" in node.text() for node in job.nodes)
+    end(job, undisturbed)
 
 
 @pytest.mark.full
@@ -196,7 +229,7 @@ def test_who_holds_the_wrapper_starts_anew(clusters: Clusters, undisturbed: Undi
 def test_ranks_that_talk_before(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """As scripts do that have rank 0 read the data first: a line says that no process stays, and the run is as ever."""
     job = joined(clusters, {"DALSEGNO_TEST_TALKS": "1"}, stays=False)
-    assert any("before elastic() the ranks of this script talk" in node.text() for node in job.nodes)
+    assert any("before train() the ranks of this script talk" in node.text() for node in job.nodes)
     end(job, undisturbed)
 
 

@@ -26,7 +26,7 @@ def imported() -> None:
     globals().update(
         swift_hooks=pytest.importorskip(f"{package}.swift_hooks", reason=why),
         Options=pytest.importorskip(f"{package}.hf.options").Options,
-        trainer=pytest.importorskip(f"{package}.hf.trainer"),
+        deepspeed_engine=pytest.importorskip(f"{package}.hf.deepspeed_engine"),
     )
 
 
@@ -143,8 +143,8 @@ def test_the_guard_that_the_trainer_switches_off_is_kept(kind: Any) -> None:
         module=SimpleNamespace(parameters=list),
     )
     if kind is torch.optim.AdamW:
-        trainer._check_engine(engine, allowed=False)
+        deepspeed_engine.check(engine, allowed=False)
         return
     with pytest.raises(ValueError, match="Adafactor with ZeRO-2"):
-        trainer._check_engine(engine, allowed=False)
-    trainer._check_engine(engine, allowed=True)
+        deepspeed_engine.check(engine, allowed=False)
+    deepspeed_engine.check(engine, allowed=True)
