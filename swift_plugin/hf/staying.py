@@ -35,7 +35,7 @@ _CAUSE = (
 _PATIENCE_SECONDS = 60.0
 _WAITS = (
     "this process has stayed, and waits for new ones to come to elastic(): with stay=True they may not talk to other "
-    "ranks before (main_process_first, a barrier)"
+    "ranks before train() (main_process_first, a barrier)"
 )
 # Of whatever is saved of a model in one file.
 _WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
@@ -108,8 +108,8 @@ class Worlds:
     def __init__(self, trainer: Any, begin: Callable[[], None]) -> None:
         self._trainer, self._begin = trainer, begin
         self._wrappers = Wrappers(trainer.model, _CAUSE)
-        # The arguments as the script gave them, and those that the plugin sets in each world.
-        self._given, self._ours = _arguments(trainer.args), frozenset[str]()
+        # The arguments as the script gave them; those that the plugin sets; and what the script has set behind that.
+        self._given, self._ours, self._later = _arguments(trainer.args), frozenset[str](), dict[str, Any]()
         self._forward: Any = None
         # Of one rank alone nobody can tell: `main_process_first` does nothing there.
         self._known = trainer.args.world_size > 1
@@ -143,9 +143,8 @@ class Worlds:
 
     def train(self, train: Callable[[], Any]) -> Any:
         """Calls ``train`` in one world after another, until one comes to its end."""
-        # What the script has set behind elastic() a new process sets, too.
-        now = _arguments(self._trainer.args)
-        self._given.update({name: value for name, value in now.items() if name not in self._ours})
+        now, known = _arguments(self._trainer.args), self._given
+        self._later = {name: now[name] for name in now.keys() - self._ours if now[name] is not known.get(name)}
         while True:
             try:
                 return self._until_lost(train)
@@ -188,6 +187,7 @@ class Worlds:
         if session.rank == 0 and not first:
             self._become_first()
         self._begin()
+        vars(self._trainer.args).update(self._later)
 
     def _lets_go(self) -> bool:
         """Drops all that belongs to the present world. Returns whether that is all."""

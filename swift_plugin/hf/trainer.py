@@ -157,7 +157,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_deepspeed_enabled:
             # An evaluation before has it marked as prepared, and accelerate would then train it without a wrapper.
-            vars(self.model).pop("_is_accelerate_prepared", None)
+            self.model.__dict__.pop("_is_accelerate_prepared", None)
         with _replaced("deepspeed_load_checkpoint", self._load_engine):
             prepared = super()._prepare_for_training(*args, **kwargs)
         if self.is_deepspeed_enabled:

@@ -195,7 +195,15 @@ def test_a_crash_that_costs_no_step(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [{}, {"tuner_type": "lora", "lora_dropout": "0"}], ids=["all", "lora"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tuner_type": "lora", "lora_dropout": "0"},
+        {"tuner_type": "lora", "lora_dropout": "0", "lorap_lr_ratio": "4"},
+    ],
+    ids=["all", "lora", "lora+"],
+)
 def test_processes_that_stay(jobs: Clusters, undisturbed: Undisturbed, made: Path, options: Mapping[str, str]) -> None:
     """Through a join, a crash and a leave: with DDP the first node's process is the same all the time."""
     options = {"stay": "true", "memory_every": "5", "gradient_checkpointing": "true", **options}

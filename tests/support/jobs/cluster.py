@@ -553,13 +553,13 @@ class Cluster:
         """The manifests of all sealed checkpoints of the job's only run that were not pruned."""
         return [one for one in inventory(self.checkpoints / self.job / "run-0001") if one.form == SHARDED]
 
-    def assert_undisturbed(self, undisturbed: Undisturbed) -> None:
-        """Every sample once, in the undisturbed run's order, and its losses."""
+    def assert_undisturbed(self, undisturbed: Undisturbed, limit: float = LIMIT) -> None:
+        """Every sample once, in the undisturbed run's order, and its losses up to a part of so much."""
         kept = kept_history(self.poll())
         comparison = compare(kept, undisturbed.history(self.training))
         assert not comparison.problems, "\n".join([*comparison.problems[:5], self.diagnosis()])
         difference = comparison.largest_difference
-        assert difference <= LIMIT, f"step {comparison.at_step} differs by {difference:.2e}\n{self.diagnosis()}"
+        assert difference <= limit, f"step {comparison.at_step} differs by {difference:.2e}\n{self.diagnosis()}"
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 

@@ -16,11 +16,10 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from tests.support.jobs.hooked import EXAMPLES
-
-sys.path.insert(0, str(EXAMPLES))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
 import hf_trainer
 import torch

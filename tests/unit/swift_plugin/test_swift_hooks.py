@@ -16,7 +16,7 @@ from dalsegno.swift_plugin import PLUGIN
 
 swift_hooks: Any = None
 Options: Any = None
-trainer: Any = None
+deepspeed_engine: Any = None
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -36,6 +36,7 @@ def test_a_plain_trainer_may_stay() -> None:
     ("name", "value"),
     [
         ("torch_compile", True),
+        ("batch_eval_metrics", True),
         ("neftune_noise_alpha", 5.0),
         ("use_liger_kernel", True),
         ("skip_memory_metrics", False),
