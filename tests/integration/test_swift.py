@@ -206,7 +206,8 @@ def test_a_crash_that_costs_no_step(
 )
 def test_processes_that_stay(jobs: Clusters, undisturbed: Undisturbed, made: Path, options: Mapping[str, str]) -> None:
     """Through a join, a crash and a leave: with DDP the first node's process is the same all the time."""
-    options = {"stay": "true", "memory_every": "5", "gradient_checkpointing": "true", **options}
+    tuner = {"tuner_type": "lora"} if options else {}
+    options = {"stay": "true", "memory_every": "5", "gradient_checkpointing": "true", **tuner, **options}
     training = Swift(steps=40, save_every=1000, made=made, options=tuple(options.items()))
     pace = {**PACE, "DALSEGNO_TEST_STANDS": "before"}
     job = jobs(nnodes="1:3", training=training, script_flags=(), agent_flags=AT_ONCE, agent_environment=pace)
