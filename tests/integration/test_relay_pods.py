@@ -41,9 +41,11 @@ def test_the_next_pod_goes_on_where_the_one_before_was_told_to_go(tmp_path: Path
         first, second = run.epochs().values()
         assert second[0].step == first[-1].step + 1
         run.assert_one_history(60)
-        assert [event["event"] for event in run.events() if event["pod"].endswith(f"-{a.process.pid}")] == [
-            *("acquire", "resume", "started", "sigterm", "stops", "ckpt_saved", "stopped", "released")
-        ]
+        own = [event["event"] for event in run.events() if event["pod"].endswith(f"-{a.process.pid}")]
+        # A trainer that has saved may be at its end before anybody has looked at what it saved.
+        assert own.index("stops") < own.index("ckpt_saved") < own.index("released")
+        own.remove("ckpt_saved")
+        assert own == ["acquire", "resume", "started", "sigterm", "stops", "stopped", "released"]
         assert run.commander.run()["state"] == "COMPLETED"
         assert (run.state()["status"], run.state()["last_ok_step"]) == ("COMPLETED", 60)
         latest = (run.root / "ckpt" / "latest").resolve()
