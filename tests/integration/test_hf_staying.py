@@ -13,9 +13,11 @@ from tests.integration.test_hf_survivors import training as surviving
 from tests.integration.test_hf_trainer import assert_trainers_own, trainer_state, training
 from tests.integration.test_membership import AT_ONCE, Clusters, any_number, end, together
 from tests.integration.test_staying import (
+    a_third_comes_and_goes,
     crash_and_grow,
     leave_with_the_first_ranks,
     scale_away_and_back,
+    the_first_of_two_leaves,
     two_of_three,
     worker,
     workers,
@@ -34,14 +36,7 @@ IN_MEMORY = (*AT_ONCE, "--memory-replicas=1")
 def test_who_stays_trains_on_through_joins_and_leaves(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """2 to 3 nodes and back: nobody who stays starts anew, and what the Trainer saves is its own as ever."""
     job, first = two_of_three(clusters, training=training("--stay", "--evaluate-every=10"))
-    pids = {node.name: worker(job, node) for node in job.nodes}
-    job.start("c")
-    second = job.wait_world(3, steps=3, after=first)
-    assert {node.name: worker(job, node) for node in job.nodes if node.name in pids} == pids
-    job.leave(job.node("c"))
-    job.wait_exit(job.node("c"))
-    job.wait_world(2, steps=3, after=second)
-    assert {node.name: worker(job, node) for node in job.nodes if node.name in pids} == pids
+    a_third_comes_and_goes(job, first)
     end(job, undisturbed)
     assert_trainers_own(job)
     state = trainer_state(job, job.training.steps)
@@ -54,16 +49,7 @@ def test_who_stays_trains_on_through_joins_and_leaves(clusters: Clusters, undist
 def test_who_was_rank_1_becomes_rank_0(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """The first leaves: another one writes what rank 0 writes, in the end alone, without a wrapper."""
     job, first = together(clusters, "a", "b", training=STAYS, nnodes="1:3")
-    a = next(node for node in job.nodes if job.group_ranks()[node.name] == 0)
-    b = next(node for node in job.alive() if node is not a)
-    pid = worker(job, b)
-    job.leave(a)
-    job.wait_exit(a)
-    second = job.wait_world(1, steps=3, after=first)
-    assert worker(job, b) == pid
-    job.start("d")
-    job.wait_world(2, steps=3, after=second)
-    assert worker(job, b) == pid
+    the_first_of_two_leaves(job, first)
     end(job, undisturbed)
     assert_trainers_own(job)
 
@@ -189,14 +175,7 @@ def test_who_stays_goes_on_from_memory(clusters: Clusters, undisturbed: Undistur
     """The drain's step lies in the nodes' memory, and is written to the disk behind."""
     flags = {"agent_flags": ["--memory-replicas=1"], "script_flags": ("--memory-every=5",)}
     job, first = two_of_three(clusters, training=STAYS, **flags)
-    pids = {node.name: worker(job, node) for node in job.nodes}
-    job.start("c")
-    second = job.wait_world(3, steps=3, after=first)
-    assert {node.name: worker(job, node) for node in job.nodes if node.name in pids} == pids
-    job.leave(job.node("c"))
-    job.wait_exit(job.node("c"))
-    job.wait_world(2, steps=3, after=second)
-    assert {node.name: worker(job, node) for node in job.nodes if node.name in pids} == pids
+    a_third_comes_and_goes(job, first)
     end(job, undisturbed)
 
 

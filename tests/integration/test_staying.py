@@ -69,6 +69,32 @@ def join_and_leave(job: Cluster) -> None:
     assert (worker(job, a), worker(job, b)) == (first, other)
 
 
+def a_third_comes_and_goes(job: Cluster, first: int) -> None:
+    """2 to 3 nodes and back to 2: the processes of those who stay are the same."""
+    pids = {node.name: worker(job, node) for node in job.nodes}
+    job.start("c")
+    second = job.wait_world(3, steps=3, after=first)
+    assert {node.name: worker(job, node) for node in job.nodes if node.name in pids} == pids
+    job.leave(job.node("c"))
+    job.wait_exit(job.node("c"))
+    job.wait_world(2, steps=3, after=second)
+    assert {node.name: worker(job, node) for node in job.nodes if node.name in pids} == pids
+
+
+def the_first_of_two_leaves(job: Cluster, first: int) -> None:
+    """And another one comes: who was rank 1 is rank 0, in the same process."""
+    a = next(node for node in job.nodes if job.group_ranks()[node.name] == 0)
+    b = next(node for node in job.alive() if node is not a)
+    pid = worker(job, b)
+    job.leave(a)
+    job.wait_exit(a)
+    second = job.wait_world(1, steps=3, after=first)
+    assert worker(job, b) == pid
+    job.start("d")
+    job.wait_world(2, steps=3, after=second)
+    assert worker(job, b) == pid
+
+
 def leave_with_the_first_ranks(job: Cluster) -> None:
     """Two ranks on each of two nodes: that with the first two leaves, and the other's processes are the same."""
     job.start("a")

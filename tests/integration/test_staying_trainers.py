@@ -15,10 +15,12 @@ from tests.support.jobs.cluster import HOOKED, ROOT, Cluster, Training, Undistur
 
 from .test_membership import AT_ONCE, Clusters, any_number, end, together
 from .test_staying import (
+    a_third_comes_and_goes,
     crash_and_grow,
     join_and_leave,
     leave_with_the_first_ranks,
     scale_away_and_back,
+    the_first_of_two_leaves,
     worker,
     workers,
 )
@@ -54,16 +56,7 @@ def test_who_was_rank_1_becomes_rank_0(clusters: Clusters, undisturbed: Undistur
     job.leave(job.node("c"))
     job.wait_exit(job.node("c"))
     first = job.wait_world(2, steps=2, after=first)
-    a = next(node for node in job.nodes if job.group_ranks()[node.name] == 0)
-    b = next(node for node in job.alive() if node is not a)
-    pid = worker(job, b)
-    job.leave(a)
-    job.wait_exit(a)
-    second = job.wait_world(1, steps=3, after=first)
-    assert worker(job, b) == pid
-    job.start("d")
-    job.wait_world(2, steps=3, after=second)
-    assert worker(job, b) == pid
+    the_first_of_two_leaves(job, first)
     end(job, undisturbed)
 
 
@@ -145,14 +138,7 @@ def test_who_stays_goes_on_from_memory(clusters: Clusters, undisturbed: Undistur
     """The drain's step lies in the nodes' memory, and is written to the disk behind."""
     training = Trained(extra=("--stay", "--memory-every=5"))
     job, first = together(clusters, "a", "b", training=training, nnodes="2:3", agent_flags=IN_MEMORY)
-    pids = {node.name: worker(job, node) for node in job.nodes}
-    job.start("c")
-    second = job.wait_world(3, steps=3, after=first)
-    assert {node.name: worker(job, node) for node in job.nodes if node.name in pids} == pids
-    job.leave(job.node("c"))
-    job.wait_exit(job.node("c"))
-    job.wait_world(2, steps=3, after=second)
-    assert {node.name: worker(job, node) for node in job.nodes if node.name in pids} == pids
+    a_third_comes_and_goes(job, first)
     end(job, undisturbed)
 
 
