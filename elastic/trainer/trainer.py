@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from ..script.session import Session, session
 from ..training.accumulation import Accumulation
 from ..training.draws import drawn_in
 from ..training.entry import is_behind_a_group, move
-from ..training.staying import have_talked, none_stays, outlived
+from ..training.staying import have_talked, none_stays, until_lost
 from .alike import alike_of
 from .callbacks import Callback, Console, Logger, forgetful
 from .hooks import Hooks
@@ -193,8 +194,8 @@ class Trainer:
         self._state = "failed"  # until proven otherwise
         try:
             self._session = session(self.checkpoint_dir, keep=self.keep)
-            none = self.stay and none_stays("fit()", talked=have_talked(), group_first=is_behind_a_group())
-            self._stays = self.stay and not none
+            before = {"talked": have_talked(), "group_first": is_behind_a_group()}
+            self._stays = self.stay and not none_stays("fit()", **before)
             self._begin(stayed=False)
             self._run()
         finally:
@@ -301,14 +302,8 @@ class Trainer:
 
     def _train_until_lost(self) -> None:
         """Trains in this world. Raises Stays if that changes, or has broken, and this process may wait for the next."""
-        try:
+        with until_lost(self._opened.meetings, self._opened.survivor) if self._stays else nullcontext():
             self._train_in_this_world()
-        except Exception as error:
-            held = outlived(self._opened.meetings, self._opened.survivor, error) if self._stays else None
-            if held is None:
-                raise
-            log.info("a peer was lost, and this process stays: %s", error)
-            raise Stays(held, broken=True) from None
 
     def _train_in_this_world(self) -> None:
         steps = self._opened.steps(

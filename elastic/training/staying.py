@@ -7,8 +7,10 @@ it no place, and starts another process. Its session is opened anew in the same 
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from dalsegno.protos.contract import Variable
 from dalsegno.protos.staying import offered
 
 from ..checkpoint import Ref
-from ..rank.exits import EXIT_DRAINED, Drained, insist
+from ..rank.exits import EXIT_DRAINED, Drained, Stays, insist
 from ..rank.link import Link
 from ..rank.meetings import Meetings, may_be_a_peers
 from ..rank.process_group import is_the_only_group
@@ -26,7 +28,9 @@ from ..rank.remarks import remark
 from ..saving.survivor import Survivor
 from .wrappers import frozen
 
-__all__ = ["Wrappers", "have_talked", "holding", "none_stays", "outlived", "wait_for_a_place", "way_out"]
+log = logging.getLogger(__name__)
+
+__all__ = ["Wrappers", "have_talked", "holding", "none_stays", "until_lost", "wait_for_a_place", "way_out"]
 
 
 def have_talked() -> bool:
@@ -107,7 +111,7 @@ def way_out(link: Link | None, saved: Ref, stays: Callable[[], bool]) -> Mapping
     return None
 
 
-def outlived(meetings: Meetings, survivor: Survivor, error: Exception) -> Mapping[str, str] | None:
+def _outlived(meetings: Meetings, survivor: Survivor, error: Exception) -> Mapping[str, str] | None:
     """After an error in the loop: what this process holds, if a lost peer is the cause, and that is saved.
 
     Then nothing more can be done in this world. None: the error has to end this process.
@@ -123,6 +127,19 @@ def outlived(meetings: Meetings, survivor: Survivor, error: Exception) -> Mappin
         return survivor.peer_lost(True) if meetings.say_if_a_peer_is_lost() else None
     finally:
         survivor.anywhere = False
+
+
+@contextmanager
+def until_lost(meetings: Meetings, survivor: Survivor) -> Iterator[None]:
+    """Inside, an error that a lost peer has caused becomes a ``Stays``, if this process holds what it has saved."""
+    try:
+        yield
+    except Exception as error:
+        held = _outlived(meetings, survivor, error)
+        if held is None:
+            raise
+        log.info("a peer was lost, and this process stays: %s", error)
+        raise Stays(held, broken=True) from None
 
 
 def holding(name: str, digest: str) -> Mapping[str, str]:

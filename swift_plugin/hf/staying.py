@@ -22,7 +22,7 @@ from dalsegno.elastic import Session
 from dalsegno.elastic.rank.exits import EXIT_DRAINED, Drained, Stays, end_at_once, insist
 from dalsegno.elastic.rank.remarks import remark
 from dalsegno.elastic.training.entry import is_begun, move
-from dalsegno.elastic.training.staying import Wrappers, outlived
+from dalsegno.elastic.training.staying import Wrappers, until_lost
 
 from .checkpoints import trainers
 from .refusals import overrides
@@ -146,23 +146,15 @@ class Worlds:
         now, known = _arguments(self._trainer.args), self._given
         self._later = {name: now[name] for name in now.keys() - self._ours if now[name] is not known.get(name)}
         while True:
+            session = self._trainer.elastic_run.session
+            self._forward = vars(self._trainer.model).get("forward")
             try:
-                return self._until_lost(train)
+                with until_lost(session.meetings, session.survivor):
+                    return train()
             except Stays as out:
                 held, broken = out.holds, out.broken
             # Outside of the handler: nothing may hold what belongs to the old world.
             self._move(held, broken=broken)
-
-    def _until_lost(self, train: Callable[[], Any]) -> Any:
-        session = self._trainer.elastic_run.session
-        self._forward = vars(self._trainer.model).get("forward")
-        try:
-            return train()
-        except Exception as error:
-            held = outlived(session.meetings, session.survivor, error)
-            if held is None:
-                raise
-            raise Stays(held, broken=True) from None
 
     def _move(self, held: Mapping[str, str], *, broken: bool) -> None:
         run = self._trainer.elastic_run

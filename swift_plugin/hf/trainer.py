@@ -181,7 +181,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         files = [Path(checkpoint or "", name) for name in (upstream.OPTIMIZER_NAME, upstream.SCHEDULER_NAME)]
         if self.loads_as_known and checkpoint is not None and all(file.is_file() for file in files):
             optimizer, scheduler = files
-            if self.staying is None or not self.staying.stayed:
+            if not self._keeps(self.optimizer):
                 # In less than half of the time: nothing is copied more than once.
                 load_part(getattr(self.optimizer, "optimizer", self.optimizer), read_tensors(optimizer))
             self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))

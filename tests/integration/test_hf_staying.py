@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,9 +22,10 @@ from tests.integration.test_staying import (
     worker,
     workers,
 )
+from tests.integration.test_staying_trainers import Trained
 from tests.integration.test_survivors import FLAGS, stood_still
 from tests.support.jobs import local_processes as processes
-from tests.support.jobs.cluster import HOOKED, LIMIT, ROOT, Cluster, Training, Undisturbed
+from tests.support.jobs.cluster import LIMIT, ROOT, Cluster, Undisturbed
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.executed]
 
@@ -54,18 +55,10 @@ def test_who_was_rank_1_becomes_rank_0(clusters: Clusters, undisturbed: Undistur
     assert_trainers_own(job)
 
 
-@dataclass(frozen=True)
-class Odd(Training):
-    """A Trainer as people write theirs."""
-
-    def words(self, *, hooked: bool) -> list[str]:
-        return [str(HOOKED), str(self.script)] if hooked else [str(self.script)]
-
-
-def odd(what: str) -> Odd:
+def odd(what: str) -> Trained:
     """A training that is odd, see `hf_odd`."""
     script = ROOT / "tests" / "support" / "workers" / "hf_odd.py"
-    return Odd(script, 60, 10, extra=(*STAYS.extra, f"--odd={what}"), needs_agent=True, preloaded=STAYS.preloaded)
+    return Trained(script, 60, 10, extra=(*STAYS.extra, f"--odd={what}"), needs_agent=True, preloaded=STAYS.preloaded)
 
 
 @pytest.mark.full
