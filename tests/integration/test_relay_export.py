@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dalsegno.agent.commands.dalsegno import run as dalsegno
-from tests.support.jobs.commander import TOKEN, run_file
+from tests.support.jobs.commander import TOKEN, own_lines, run_file
 from tests.support.jobs.pods import Run, relayed
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(280)]
@@ -119,4 +119,4 @@ def test_where_it_cannot_go(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     for place, line in ((tmp_path / "none", "is no directory"), (tmp_path / "volume", "is the volume itself")):
         assert dalsegno(["relay", "export", str(file), str(place)]) == 2
         error = capfd.readouterr().err
-        assert (len(error.splitlines()), line in error) == (1, True), error
+        assert (len(own_lines(error)), line in error) == (1, True), error

@@ -37,6 +37,11 @@ def run_file(folder: Path, run_id: str = "my-run", **more: Any) -> Path:
     return path
 
 
+def own_lines(error: str) -> list[str]:
+    """The lines of a command that ran in this process; gRPC adds some about servers of tests before this one."""
+    return [line for line in error.splitlines() if "(event_engine)" not in line]
+
+
 @dataclass
 class Commander:
     """One that serves; it may be killed and started again at the same addresses."""
