@@ -22,7 +22,7 @@ from torch import nn
 
 from ..data.batches import Batches
 from ..training import session as lower
-from ..training.entry import is_behind_a_group, open_session
+from ..training.entry import open_session
 from ..training.loop import steps
 from ..training.staying import none_stays
 from .data import DataWish, batches_of
@@ -322,8 +322,7 @@ class Session(lower.BareSession):
             )
         if data is not self._data or self._wish is None:
             raise ValueError("stay=True wants the data of s.data(...), which are dealt anew in each world")
-        none = none_stays("s.state()", talked=state.have_talked, group_first=is_behind_a_group())
-        return None if none else self._wish
+        return None if none_stays("s.state()", state.calls) else self._wish
 
     def _check_without_state(self, data: Any, *, background: bool, save: Any) -> None:
         if isinstance(data, ScriptState) or hasattr(data, "zero_optimization_stage"):

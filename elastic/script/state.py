@@ -16,11 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..data.batches import Batches
+from ..rank.group_calls import so_far
 from ..rank.process_group import init_process_group
 from ..saving.background_save import Background, background
 from ..training.parts import Stateful
 from ..training.session import BareSession
-from ..training.staying import Wrappers, have_talked
+from ..training.staying import Wrappers
 from ..training.training_state import TrainingState
 from .micros import Micros
 
@@ -71,7 +72,7 @@ class ScriptState(TrainingState):
         self.model = model
         self._wrap, self._bare = wrap, model
         # Before anything here is collective.
-        self.have_talked = have_talked()
+        self.calls = so_far()
         self._wrappers = Wrappers(
             model, "the script has a reference of its own to what wrap= made. Call state.model each time instead"
         )

@@ -55,7 +55,7 @@ def _begun(
 def _move(
     session: BareSession, data: Batches[Any], wish: DataWish, state: ScriptState, held: Mapping[str, str]
 ) -> None:
-    move(session, held, state.unread())
+    move(session, held, state.unread(), state.calls)
     data.go_on(plan_of(session, wish), session.rank, session.resume)
     state.go_on()
     state.wrapped(alike=session.resume is not None)

@@ -25,6 +25,7 @@ from ..data.counts import sum_over_ranks
 from ..data.evaluator import Evaluator, Interrupted, to_device
 from ..data.plan import BatchPlan
 from ..rank.exits import Stays
+from ..rank.group_calls import NONE, so_far
 from ..saving.background_save import background
 from ..saving.replicas import unwrapped
 from ..saving.resuming import check_strategy
@@ -32,8 +33,8 @@ from ..saving.saving import SaveError
 from ..script.session import Session, session
 from ..training.accumulation import Accumulation
 from ..training.draws import drawn_in
-from ..training.entry import is_behind_a_group, move
-from ..training.staying import have_talked, none_stays, until_lost
+from ..training.entry import move
+from ..training.staying import none_stays, until_lost
 from .alike import alike_of
 from .callbacks import Callback, Console, Logger, forgetful
 from .hooks import Hooks
@@ -150,6 +151,7 @@ class Trainer:
         self._session: Session | None = None
         self._state, self._ends = "new", (self.max_steps, self.data_epochs)
         self._stop_wanted = self._stopping = self._stays = False
+        self._calls = NONE
         in_between = self.track if self.evaluate_every else None
         engine = self._strategy.scale == "deepspeed"
         self._made = MadeByScript(self.optimizer, self.scheduler, in_between, steps_itself=engine)
@@ -194,8 +196,8 @@ class Trainer:
         self._state = "failed"  # until proven otherwise
         try:
             self._session = session(self.checkpoint_dir, keep=self.keep)
-            before = {"talked": have_talked(), "group_first": is_behind_a_group()}
-            self._stays = self.stay and not none_stays("fit()", **before)
+            self._calls = so_far()
+            self._stays = self.stay and not none_stays("fit()", self._calls)
             self._begin(stayed=False)
             self._run()
         finally:
@@ -295,7 +297,7 @@ class Trainer:
             end_broken(self, self._hooks, self._strategy, held, self._may_stay, survivor)
         else:
             end_drained(self, self._hooks, self._strategy)
-        move(self._opened, held, self._strategy.unread(), broken=broken)
+        move(self._opened, held, self._strategy.unread(), self._calls, broken=broken)
         if first and self.rank:
             self._close_loggers()  # They are the new rank 0's.
         self._begin(stayed=True)

@@ -21,6 +21,7 @@ from ..data.loaders import shield_loaders
 from ..rank.agreement import agree
 from ..rank.collective import Collective, GlooCollective, Solo
 from ..rank.gloo_threads import settle_at_exit
+from ..rank.group_calls import NONE, Calls, again, so_far, watch
 from ..rank.identity import Identity, from_environment
 from ..rank.link import Link
 from ..rank.meetings import Meetings, watch_the_end
@@ -38,11 +39,13 @@ log = logging.getLogger(__name__)
 # The session of this process, and how many it had before.
 _sessions: list[BareSession] = []
 _before = [0]
-# Whether the script had made the default process group when that session was opened.
-_behind_a_group = [False]
+# What its ranks did in the default process group before that session was opened.
+_before_it = [NONE]
 # Whether it reads what it resumes from before anything is loaded.
 _verifies = [True]
 S = TypeVar("S", bound=BareSession)
+# From here on, because a script may make its process group before it opens its session.
+watch()
 
 
 def open_session(kind: type[S], checkpoint_dir: str | Path | None = None, *, keep: int = 0, verify: bool = True) -> S:
@@ -78,9 +81,13 @@ def open_session(kind: type[S], checkpoint_dir: str | Path | None = None, *, kee
     return found
 
 
-def _begin(kind: Callable[..., S], directory: Path | None, keep: int, verify: bool, unread: Collection[str] = ()) -> S:
+def _begin(kind: Callable[..., S], directory: Path | None, keep: int, verify: bool) -> S:
+    _before_it[:] = [so_far()]
+    return _enter(kind, directory, keep, verify)
+
+
+def _enter(kind: Callable[..., S], directory: Path | None, keep: int, verify: bool, unread: Collection[str] = ()) -> S:
     mark("session")
-    _behind_a_group[:] = [dist.is_initialized()]
     name_semaphores()
     found = _open(kind, from_environment(checkpoint_dir=directory), keep, verify, unread)
     mark("verified")
@@ -90,7 +97,8 @@ def _begin(kind: Callable[..., S], directory: Path | None, keep: int, verify: bo
 def move(
     session: BareSession,
     held: Mapping[str, str],
-    unread: Collection[str] = (),
+    unread: Collection[str],
+    calls: Calls,
     *,
     broken: bool = False,
     before: Callable[[], None] = lambda: None,
@@ -102,8 +110,10 @@ def move(
     Args:
         held: What this process holds, see ``protos.staying.Wait``.
         unread: Files of the resume point that this process will not read, because it has what is in them.
+        calls: What its ranks did in the default process group before they trained, in this process's first world. New
+            processes do the same.
         broken: The present world has.
-        before: What a process that begins in the next world does collectively before it opens its session.
+        before: What new processes do before they open their session, besides that.
 
     Raises:
         Drained: There is no place.
@@ -115,26 +125,23 @@ def move(
     gc.collect()
     wait_for_a_place(held, broken=broken)
     before()
+    again(_before_it[0])
     tracked = session.tracking.tracked
 
-    def again(*arguments: Any, **options: Any) -> BareSession:
+    def anew(*arguments: Any, **options: Any) -> BareSession:
         session.__init__(*arguments, **options)  # type: ignore[misc]  # everything in it is of one world
         return session
 
-    _begin(again, None, session.saves.keep, _verifies[0], unread)
+    _enter(anew, None, session.saves.keep, _verifies[0], unread)
     if tracked is not None:
         session.tracking.track(tracked)
+    again(calls, behind=_before_it[0])
     log.info("epoch %d: this process has stayed, as rank %d of %d", session.epoch, session.rank, session.world_size)
 
 
 def is_begun() -> bool:
     """Whether this process has a session."""
     return bool(_sessions)
-
-
-def is_behind_a_group() -> bool:
-    """Whether the script had made the default process group when this process's session was opened."""
-    return _behind_a_group[0]
 
 
 def refused_together() -> AbstractContextManager[None]:

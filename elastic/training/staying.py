@@ -11,7 +11,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -21,6 +20,7 @@ from dalsegno.protos.staying import offered
 
 from ..checkpoint import Ref
 from ..rank.exits import EXIT_DRAINED, Drained, Stays, insist
+from ..rank.group_calls import Calls
 from ..rank.link import Link
 from ..rank.meetings import Meetings, may_be_a_peers
 from ..rank.process_group import is_the_only_group
@@ -30,35 +30,21 @@ from .wrappers import frozen
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Wrappers", "have_talked", "holding", "none_stays", "until_lost", "wait_for_a_place", "way_out"]
+__all__ = ["Wrappers", "holding", "none_stays", "until_lost", "wait_for_a_place", "way_out"]
 
 
-def have_talked() -> bool:
-    """Whether this process has been in a collective of the default group."""
-    try:
-        group: Any = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
-        return group is not None and group._get_sequence_number_for_group() > 0
-    except RuntimeError:  # not every backend counts them
-        return False
-
-
-def none_stays(before: str, *, talked: bool, group_first: bool = False) -> bool:
+def none_stays(before: str, calls: Calls, *, made_anew: bool = False) -> bool:
     """Whether new processes would wait for those that stay, where these never come again. A line says so.
 
     Args:
         before: The call behind which a process stays, for people.
-        talked: The script's ranks talk before it.
-        group_first: The script makes the default process group before its session, where that is ours to make.
+        calls: What the script's ranks do before it.
+        made_anew: See ``Calls.problem``.
     """
-    if not (talked or group_first):
-        return False
-    why = "the ranks of this script talk (a barrier, main_process_first)"
-    cure = "where processes that stay would not answer"
-    if group_first:
-        why, cure = "this script makes the default process group itself", "and opens its session later: open that first"
-    if dist.get_rank() == 0:
-        remark("stay=True has no effect: before %s %s, %s", before, why, cure)
-    return True
+    problem = calls.problem(made_anew=made_anew)
+    if problem and dist.get_rank() == 0:
+        remark("stay=True has no effect: before %s the ranks of this script %s", before, problem)
+    return bool(problem)
 
 
 class Wrappers:

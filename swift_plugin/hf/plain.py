@@ -15,12 +15,15 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from dalsegno.elastic.rank.gloo_threads import settle_at_exit
+from dalsegno.elastic.rank.group_calls import watch
 from dalsegno.elastic.training.examination import is_examined
 from dalsegno.protos.contract import Variable
 
 from .options import Options
 
 T = TypeVar("T")
+# From here on, because ranks may meet before elastic() is called.
+watch()
 
 
 def under_dlrover_run() -> bool:

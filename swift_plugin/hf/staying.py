@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from dalsegno.elastic import Session
 from dalsegno.elastic.rank.exits import EXIT_DRAINED, Drained, Stays, end_at_once, insist
+from dalsegno.elastic.rank.group_calls import again, so_far
 from dalsegno.elastic.rank.remarks import remark
 from dalsegno.elastic.training.entry import is_begun, move
 from dalsegno.elastic.training.staying import Wrappers, until_lost
@@ -34,8 +35,8 @@ _CAUSE = (
 # How long other ranks may take from their TrainingArguments to elastic() before a line says what they may wait for.
 _PATIENCE_SECONDS = 60.0
 _WAITS = (
-    "this process has stayed, and waits for new ones to come to elastic(): with stay=True they may not talk to other "
-    "ranks before train() (main_process_first, a barrier)"
+    "this process has stayed, and waits for new ones to come to elastic(): with stay=True ranks meet before train() "
+    "(main_process_first, a barrier) as often in each world"
 )
 # Of whatever is saved of a model in one file.
 _WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
@@ -110,6 +111,8 @@ class Worlds:
         self._wrappers = Wrappers(trainer.model, _CAUSE)
         # The arguments as the script gave them; those that the plugin sets; and what the script has set behind that.
         self._given, self._ours, self._later = _arguments(trainer.args), frozenset[str](), dict[str, Any]()
+        # What the script's ranks did before elastic(), and before train().
+        self._early = self._calls = so_far()
         self._forward: Any = None
         # Of one rank alone nobody can tell: `main_process_first` does nothing there.
         self._known = trainer.args.world_size > 1
@@ -144,6 +147,7 @@ class Worlds:
     def train(self, train: Callable[[], Any]) -> Any:
         """Calls ``train`` in one world after another, until one comes to its end."""
         now, known = _arguments(self._trainer.args), self._given
+        self._calls = so_far()
         self._later = {name: now[name] for name in now.keys() - self._ours if now[name] is not known.get(name)}
         while True:
             session = self._trainer.elastic_run.session
@@ -174,11 +178,12 @@ class Worlds:
                 self._renew()
 
             # A new process makes its arguments first, so its group meets before its session.
-            move(session, held, unread, broken=broken, before=before)
+            move(session, held, unread, self._early, broken=broken, before=before)
         self.stayed = True
         if session.rank == 0 and not first:
             self._become_first()
         self._begin()
+        again(self._calls, behind=self._early)
         vars(self._trainer.args).update(self._later)
 
     def _lets_go(self) -> bool:
@@ -192,6 +197,8 @@ class Worlds:
             vars(trainer.model).pop("forward", None)
             if self._forward is not None:
                 trainer.model.forward = self._forward
+        if trainer.args.gradient_checkpointing:
+            unhook(trainer.model)
         for parameter in trainer.model.parameters():
             parameter.grad = None
         same = bare is trainer.model
@@ -232,6 +239,16 @@ class Worlds:
             reports = any(cls.__module__.startswith(_REPORTS) for cls in type(callback).__mro__)
             if reports and getattr(callback, "_initialized", False):
                 callback._initialized = False
+
+
+def unhook(model: nn.Module) -> None:
+    """Takes off the hooks that ``train()`` has put on embeddings for gradient checkpointing, and puts on each time."""
+    for module in model.modules():
+        known = vars(module)
+        # Older versions of transformers have the one, newer both.
+        for hook in (known.pop("_require_grads_hook", None), *known.pop("_require_grads_hooks", ())):
+            if hook is not None:
+                hook.remove()
 
 
 def _arguments(args: Any) -> dict[str, Any]:

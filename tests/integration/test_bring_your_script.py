@@ -15,7 +15,8 @@ from tests.support.jobs.cluster import HOOKED, Training, Undisturbed, change_wor
 from tests.support.pages.sources import ROOT
 from tests.support.workers import tiny_swift
 
-from .test_membership import Clusters
+from .test_membership import Clusters, end
+from .test_staying import a_third_comes_and_goes, two_of_three
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.full]
 WORKERS = ROOT / "tests" / "support" / "workers"
@@ -70,17 +71,29 @@ def as_trl_has_it(line: dict[str, object]) -> dict[str, object]:
     return {"prompt": [asked], "chosen": [answered], "rejected": [worse]}
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
-def test_trls_trainers(clusters: Clusters, undisturbed: Undisturbed, made: Path, kind: str) -> None:
+def trl(made: Path, kind: str, *more: str) -> Worker:
     """Data epochs of 10 steps, the last of which is short: 152 samples, 16 at a time."""
-    flags = ("--max-micro-batch-size=3", f"--kind={kind}", f"--made={made}")
-    training = Worker(
+    flags = ("--max-micro-batch-size=3", f"--kind={kind}", f"--made={made}", *more)
+    return Worker(
         *(WORKERS / "trl_worker.py", 60, 10),
         extra=flags,
         needs_agent=True,
         preloaded="tests.support.forks.preloaded_hf",
         cache=str(made / "cache"),
     )
-    job = clusters(training=training, nnodes="1:3", universal="")
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
+def test_trls_trainers(clusters: Clusters, undisturbed: Undisturbed, made: Path, kind: str) -> None:
+    """Their worlds change, and their curves are the same."""
+    job = clusters(training=trl(made, kind), nnodes="1:3", universal="")
     change_worlds(job)
     job.assert_undisturbed(undisturbed)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
+def test_trls_trainers_stay(clusters: Clusters, undisturbed: Undisturbed, made: Path, kind: str) -> None:
+    """Their ranks meet before they train, because rank 0 reads the data first: new ones meet who has stayed there."""
+    job, first = two_of_three(clusters, training=trl(made, kind, "--stay"), universal="")
+    a_third_comes_and_goes(job, first)
+    end(job, undisturbed)

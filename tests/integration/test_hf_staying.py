@@ -64,19 +64,19 @@ def odd(what: str) -> Trained:
 @pytest.mark.full
 @pytest.mark.parametrize("what", ["optimizer", "scheduler", "wraps", "patches", "arguments", "barrier", "evaluates"])
 def test_trainers_as_people_write_them(clusters: Clusters, undisturbed: Undisturbed, what: str) -> None:
-    """A third node joins, and the first rank leaves. Where ranks talk before `train()`, no process stays."""
+    """A third node joins, and the first rank leaves. Where ranks evaluate before `train()`, no process stays."""
     job, first = two_of_three(clusters, training=odd(what))
     pids = {node.name: worker(job, node) for node in job.nodes}
     job.start("c")
     second = job.wait_world(3, steps=3, after=first)
-    stays = what not in ("barrier", "evaluates")
+    stays = what != "evaluates"
     assert ({node.name: worker(job, node) for node in job.nodes if node.name in pids} == pids) is stays
     leaver = job.member(0)
     job.leave(leaver)
     job.wait_exit(leaver)
     job.wait_world(2, steps=3, after=second)
     if not stays:
-        assert any("before train() the ranks of this script talk" in node.text() for node in job.nodes)
+        assert any("the ranks of this script talk in more ways than" in node.text() for node in job.nodes)
     job.finish()
     job.assert_lost({})
     # Two of them train in bf16, whose sums depend on how they are cut.
@@ -201,10 +201,12 @@ def test_who_holds_the_wrapper_starts_anew(clusters: Clusters, undisturbed: Undi
 
 
 @pytest.mark.full
-def test_ranks_that_talk_before(clusters: Clusters, undisturbed: Undisturbed) -> None:
-    """As scripts do that have rank 0 read the data first: a line says that no process stays, and the run is as ever."""
-    job = joined(clusters, {"DALSEGNO_TEST_TALKS": "1"}, stays=False)
-    assert any("before train() the ranks of this script talk" in node.text() for node in job.nodes)
+@pytest.mark.parametrize("how", ["barrier", "sum"])
+def test_ranks_that_talk_before(clusters: Clusters, undisturbed: Undisturbed, how: str) -> None:
+    """As scripts do that have rank 0 read the data first: who stays meets new ones there. A sum it cannot repeat."""
+    job = joined(clusters, {"DALSEGNO_TEST_TALKS": how}, stays=how == "barrier")
+    line = "before train() the ranks of this script talk in more ways than barriers"
+    assert any(line in node.text() for node in job.nodes) is (how == "sum")
     end(job, undisturbed)
 
 

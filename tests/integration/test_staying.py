@@ -235,13 +235,15 @@ def test_who_stays_may_get_another_rank(clusters: Clusters, undisturbed: Undistu
 
 
 @pytest.mark.full
-def test_a_group_of_the_scripts_own(clusters: Clusters, undisturbed: Undisturbed) -> None:
-    """A new process makes it before its session, and would wait there for one that stays: none does, as a line says."""
-    job, first = two_of_three(clusters, agent_environment={"DALSEGNO_TEST_JOINS": "1"})
+@pytest.mark.parametrize("how", ["environment", "file"])
+def test_a_group_of_the_scripts_own(clusters: Clusters, undisturbed: Undisturbed, how: str) -> None:
+    """A new process makes it before its session, and who stays does so, too. Where it cannot, a line says so."""
+    job, first = two_of_three(clusters, agent_environment={"DALSEGNO_TEST_JOINS": how})
     a, _ = job.nodes
     pid = worker(job, a)
     job.start("c")
     job.wait_world(3, steps=3, after=first)
-    assert worker(job, a) != pid
-    assert any("this script makes the default process group itself" in node.text() for node in job.nodes)
+    assert (worker(job, a) == pid) is (how == "environment")
+    line = "the ranks of this script make the default process group with a store"
+    assert any(line in node.text() for node in job.nodes) is (how == "file")
     end(job, undisturbed)

@@ -180,10 +180,10 @@ def joined(clusters: Clusters, odd: str, *, stays: bool) -> Cluster:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("odd", ["joins", "talks"])
+@pytest.mark.parametrize("odd", ["joins", "talks", "joins,talks", "sums"])
 def test_a_group_of_the_scripts_own(clusters: Clusters, undisturbed: Undisturbed, odd: str) -> None:
-    """A new process makes it before its session, and would wait there for one that stays."""
-    end(joined(clusters, odd, stays=False), undisturbed)
+    """Who stays makes it where a new process does, and meets it at its barriers; a sum needs what it does not have."""
+    end(joined(clusters, odd, stays=odd != "sums"), undisturbed)
 
 
 @pytest.mark.full

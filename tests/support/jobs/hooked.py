@@ -21,8 +21,8 @@ before what is to happen to it has happened, however busy the machine is. In the
     DALSEGNO_TEST_BACKGROUND  save in the background, on every rank 300,000 bytes more
     DALSEGNO_TEST_ARGUMENTS  what its TrainingArguments get besides, in JSON
     DALSEGNO_TEST_KEEPS     something keeps the model that its Trainer of transformers computes with
-    DALSEGNO_TEST_JOINS     it makes the default process group first of all
-    DALSEGNO_TEST_TALKS     its ranks meet at a barrier once its TrainingArguments are made
+    DALSEGNO_TEST_JOINS     it makes the default process group first of all; "file": by an init_method of its own
+    DALSEGNO_TEST_TALKS     its ranks meet at a barrier once its TrainingArguments are made; "sum": and sum something
     DALSEGNO_TEST_STRANGE   its DeepSpeed turns out to be one that ours cannot load other ranks' shards into
     DALSEGNO_TEST_LOADERS   read the data in two DataLoader processes, started so: fork, spawn or forkserver
     DALSEGNO_TEST_LAST_WORDS  printed when the example ends, however it ends
@@ -248,8 +248,8 @@ def keep_the_model() -> None:
     Trainer.compute_loss = compute_and_keep
 
 
-def talk() -> None:
-    """As `main_process_first` has ranks do."""
+def talk(how: str) -> None:
+    """A barrier, as `main_process_first` has ranks meet at; or a sum over all ranks."""
     from transformers import TrainingArguments
 
     plain = TrainingArguments.__init__
@@ -258,8 +258,20 @@ def talk() -> None:
         plain(self, *given, **options)
         with self.main_process_first():
             pass
+        if how == "sum" and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(torch.ones(1))
 
     TrainingArguments.__init__ = init
+
+
+def join(how: str) -> None:
+    """Makes the default process group, as the environment says or, if so wished, by a file."""
+    given: dict[str, Any] = {}
+    if how == "file":
+        port, size, rank = (os.environ[name] for name in ("MASTER_PORT", "WORLD_SIZE", "RANK"))
+        place = f"file://{Path.cwd()}/group-{port}-{size}"
+        given = {"init_method": place, "world_size": int(size), "rank": int(rank)}
+    torch.distributed.init_process_group("gloo", **given)
 
 
 def be_strange() -> None:
@@ -306,9 +318,9 @@ def main() -> None:
     if os.environ.get("DALSEGNO_TEST_KEEPS"):
         keep_the_model()
     if os.environ.get("DALSEGNO_TEST_JOINS") and "RANK" in os.environ:
-        torch.distributed.init_process_group("gloo")
+        join(os.environ["DALSEGNO_TEST_JOINS"])
     if os.environ.get("DALSEGNO_TEST_TALKS"):
-        talk()
+        talk(os.environ["DALSEGNO_TEST_TALKS"])
     if os.environ.get("DALSEGNO_TEST_STRANGE"):
         be_strange()
     if os.environ.get("DALSEGNO_TEST_SYNC"):

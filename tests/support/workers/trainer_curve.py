@@ -11,8 +11,9 @@ stops          it is stopped at step 20, and the world changes one step later
 raises         a callback raises as the training ends
 swaps          a callback changes the weights then
 evaluates      it evaluates behind each step
-joins          the script makes the default process group before
-talks          its ranks meet at a barrier before, behind the session's opening
+joins          the script makes the default process group first, and its ranks meet at a barrier there
+talks          they meet at two more behind the session's opening, and make the group there if it is not there
+sums           as talks, and they sum something
 lingers        several ranks evaluate a few samples at a time, each 0.5 s long, and say so
 """
 
@@ -141,17 +142,29 @@ class Written(Callback):
         self._steps = state["steps"]
 
 
+def meets(odd: list[str], directory: str | None) -> None:
+    """What the ranks do in the default process group before they train."""
+    if "RANK" not in os.environ or not {"joins", "talks", "sums"} & {*odd}:
+        return
+    if "joins" in odd:
+        dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+        dist.barrier()
+    if "talks" in odd or "sums" in odd:
+        session(directory)
+        if "joins" not in odd:
+            dist.init_process_group(backend="gloo")
+        dist.barrier()
+        dist.barrier()
+    if "sums" in odd:
+        dist.all_reduce(torch.ones(1))
+
+
 def main() -> None:
     parser = common.parser("A Trainer.")
     parser.add_argument("--stay", action="store_true")
     parser.add_argument("--odd", default="")
     flags = parser.parse_args()
-    if "talks" in flags.odd:
-        session(flags.checkpoint_dir)
-    if ("joins" in flags.odd or "talks" in flags.odd) and "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    if "talks" in flags.odd and dist.is_initialized():
-        dist.barrier()
+    meets(flags.odd.split(","), flags.checkpoint_dir)
     torch.manual_seed(flags.seed)
     gelu = nn.GELU() if "forgets" in flags.odd else Gelu()
     model = nn.Sequential(nn.Embedding(common.VOCABULARY, 32), gelu, nn.Linear(32, common.VOCABULARY))

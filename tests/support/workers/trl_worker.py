@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+import torch
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
@@ -29,6 +30,7 @@ KINDS = {
 def parsed() -> argparse.Namespace:
     flags = common.parser("trl's trainers.")
     flags.add_argument("--kind", choices=KINDS, required=True)
+    flags.add_argument("--stay", action="store_true", help="its process stays at a change of the world")
     flags.add_argument("--made", type=Path, required=True, help="where the tiny model and its data are")
     return flags.parse_args()
 
@@ -37,6 +39,7 @@ def main() -> None:
     flags = parsed()
     trainer_class, config_class, data = KINDS[flags.kind]
     steps = hf_trainer.StepLog(flags.step_log)
+    torch.manual_seed(flags.seed)  # the head that a reward needs is new
     if flags.kind == "reward":
         model = AutoModelForSequenceClassification.from_pretrained(flags.made / "model", num_labels=1)
     else:
@@ -59,12 +62,12 @@ def main() -> None:
             disable_tqdm=True,
             use_cpu=True,
             bf16=False,
-            gradient_checkpointing=False,
+            gradient_checkpointing=flags.stay,
         ),
         callbacks=[steps, hf_trainer.Stretch(flags.step_time)],
     )
     steps.trainer = trainer
-    hf.elastic(trainer, global_batch_size=flags.global_batch_size)
+    hf.elastic(trainer, global_batch_size=flags.global_batch_size, stay=flags.stay)
     trainer.train()
 
 

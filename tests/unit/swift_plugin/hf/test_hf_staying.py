@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dalsegno.swift_plugin.hf import staying
 from dalsegno.swift_plugin.hf.options import from_environment
@@ -111,6 +112,19 @@ def test_a_line_where_it_takes_long(capsys: pytest.CaptureFixture[str], monkeypa
     with staying._said_after(60.0, "a line"):
         pass
     assert not said.is_set()
+
+
+def test_hooks_of_gradient_checkpointing() -> None:
+    """They are as many in each world; the script's own stay."""
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=16)
+    model = LlamaForCausalLM(config)
+    embedding = model.get_input_embeddings()
+    model.enable_input_require_grads()  # as scripts do with LoRA
+    for _ in range(3):
+        model.gradient_checkpointing_enable()
+        assert len(embedding._forward_hooks) == 2
+        staying.unhook(model)
+        assert len(embedding._forward_hooks) == 1
 
 
 @pytest.mark.parametrize(("said", "stays"), [("1", True), ("true", True), ("", False), ("0", False), ("off", False)])
