@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..data.batches import Batches
+from ..rank.way_in import TRAINS, way_in
 from ..training import session as lower
 from ..training.entry import open_session
 from ..training.loop import steps
@@ -263,6 +264,7 @@ class Session(lower.BareSession):
             SaveError: What is trained cannot be saved, or the final save failed again and again.
             Drained: The world changes, everything is saved. Exit code 83.
         """
+        way_in.at(TRAINS)
         given: dict[str, Any] = {"max_steps": max_steps, "save_every": save_every, "memory_every": memory_every}
         with self.meetings.telling():
             if state is None:
@@ -322,7 +324,7 @@ class Session(lower.BareSession):
             )
         if data is not self._data or self._wish is None:
             raise ValueError("stay=True wants the data of s.data(...), which are dealt anew in each world")
-        return None if none_stays("s.state()", state.calls) else self._wish
+        return None if none_stays("s.steps()") else self._wish
 
     def _check_without_state(self, data: Any, *, background: bool, save: Any) -> None:
         if isinstance(data, ScriptState) or hasattr(data, "zero_optimization_stage"):

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..data.batches import Batches
-from ..rank.group_calls import so_far
 from ..rank.process_group import init_process_group
+from ..rank.way_in import STATE, way_in
 from ..saving.background_save import Background, background
 from ..training.parts import Stateful
 from ..training.session import BareSession
@@ -72,7 +72,7 @@ class ScriptState(TrainingState):
         self.model = model
         self._wrap, self._bare = wrap, model
         # Before anything here is collective.
-        self.calls = so_far()
+        way_in.at(STATE)
         self._wrappers = Wrappers(
             model, "the script has a reference of its own to what wrap= made. Call state.model each time instead"
         )
@@ -98,6 +98,7 @@ class ScriptState(TrainingState):
         if not isinstance(self.model, nn.Module):
             raise ValueError(f"s.state(wrap=...) made a {type(self.model).__name__} of the model, which is no module")
         self._wrappers.note(self.model)
+        way_in.ours()
 
     def may_stay(self) -> bool:
         """Whether nothing but the wrapper belongs to the present world. Removes it if so."""

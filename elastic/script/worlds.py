@@ -7,6 +7,7 @@ from typing import Any
 
 from ..data.batches import Batches
 from ..rank.exits import Stays
+from ..rank.way_in import STATE, TRAINS, way_in
 from ..training.entry import move
 from ..training.session import BareSession
 from .data import DataWish, plan_of
@@ -55,7 +56,9 @@ def _begun(
 def _move(
     session: BareSession, data: Batches[Any], wish: DataWish, state: ScriptState, held: Mapping[str, str]
 ) -> None:
-    move(session, held, state.unread(), state.calls)
+    move(session, held, state.unread())
+    way_in.again(STATE)
     data.go_on(plan_of(session, wish), session.rank, session.resume)
     state.go_on()
     state.wrapped(alike=session.resume is not None)
+    way_in.again(TRAINS)

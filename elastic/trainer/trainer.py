@@ -25,7 +25,7 @@ from ..data.counts import sum_over_ranks
 from ..data.evaluator import Evaluator, Interrupted, to_device
 from ..data.plan import BatchPlan
 from ..rank.exits import Stays
-from ..rank.group_calls import NONE, so_far
+from ..rank.way_in import TRAINS, way_in
 from ..saving.background_save import background
 from ..saving.replicas import unwrapped
 from ..saving.resuming import check_strategy
@@ -151,7 +151,6 @@ class Trainer:
         self._session: Session | None = None
         self._state, self._ends = "new", (self.max_steps, self.data_epochs)
         self._stop_wanted = self._stopping = self._stays = False
-        self._calls = NONE
         in_between = self.track if self.evaluate_every else None
         engine = self._strategy.scale == "deepspeed"
         self._made = MadeByScript(self.optimizer, self.scheduler, in_between, steps_itself=engine)
@@ -196,8 +195,8 @@ class Trainer:
         self._state = "failed"  # until proven otherwise
         try:
             self._session = session(self.checkpoint_dir, keep=self.keep)
-            self._calls = so_far()
-            self._stays = self.stay and not none_stays("fit()", self._calls)
+            way_in.at(TRAINS)
+            self._stays = self.stay and not none_stays("fit()")
             self._begin(stayed=False)
             self._run()
         finally:
@@ -297,7 +296,8 @@ class Trainer:
             end_broken(self, self._hooks, self._strategy, held, self._may_stay, survivor)
         else:
             end_drained(self, self._hooks, self._strategy)
-        move(self._opened, held, self._strategy.unread(), self._calls, broken=broken)
+        move(self._opened, held, self._strategy.unread(), broken=broken)
+        way_in.again(TRAINS)
         if first and self.rank:
             self._close_loggers()  # They are the new rank 0's.
         self._begin(stayed=True)

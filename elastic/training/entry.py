@@ -21,12 +21,12 @@ from ..data.loaders import shield_loaders
 from ..rank.agreement import agree
 from ..rank.collective import Collective, GlooCollective, Solo
 from ..rank.gloo_threads import settle_at_exit
-from ..rank.group_calls import NONE, Calls, again, so_far, watch
 from ..rank.identity import Identity, from_environment
 from ..rank.link import Link
 from ..rank.meetings import Meetings, watch_the_end
 from ..rank.notices import Notice, noticed
 from ..rank.semaphores import name_semaphores
+from ..rank.way_in import SESSION, watch, way_in
 from ..saving.resuming import Damaged, handed_out, newest
 from .examination import is_examined
 from .opening import check_directory, check_world, hello, refuse, take_lock
@@ -39,8 +39,6 @@ log = logging.getLogger(__name__)
 # The session of this process, and how many it had before.
 _sessions: list[BareSession] = []
 _before = [0]
-# What its ranks did in the default process group before that session was opened.
-_before_it = [NONE]
 # Whether it reads what it resumes from before anything is loaded.
 _verifies = [True]
 S = TypeVar("S", bound=BareSession)
@@ -82,7 +80,7 @@ def open_session(kind: type[S], checkpoint_dir: str | Path | None = None, *, kee
 
 
 def _begin(kind: Callable[..., S], directory: Path | None, keep: int, verify: bool) -> S:
-    _before_it[:] = [so_far()]
+    way_in.at(SESSION)
     return _enter(kind, directory, keep, verify)
 
 
@@ -97,21 +95,20 @@ def _enter(kind: Callable[..., S], directory: Path | None, keep: int, verify: bo
 def move(
     session: BareSession,
     held: Mapping[str, str],
-    unread: Collection[str],
-    calls: Calls,
+    unread: Collection[str] = (),
     *,
     broken: bool = False,
     before: Callable[[], None] = lambda: None,
 ) -> None:
     """Leaves the present world, waits for a place in the next one, and enters that as those do that begin there.
 
+    What their ranks call between that and the training is the caller's business (``way_in.again``).
+
     The session of this process is then open in the same object. What it was told before stays with it.
 
     Args:
         held: What this process holds, see ``protos.staying.Wait``.
         unread: Files of the resume point that this process will not read, because it has what is in them.
-        calls: What its ranks did in the default process group before they trained, in this process's first world. New
-            processes do the same.
         broken: The present world has.
         before: What new processes do before they open their session, besides that.
 
@@ -125,17 +122,16 @@ def move(
     gc.collect()
     wait_for_a_place(held, broken=broken)
     before()
-    again(_before_it[0])
+    way_in.again(SESSION)
     tracked = session.tracking.tracked
 
-    def anew(*arguments: Any, **options: Any) -> BareSession:
+    def again(*arguments: Any, **options: Any) -> BareSession:
         session.__init__(*arguments, **options)  # type: ignore[misc]  # everything in it is of one world
         return session
 
-    _enter(anew, None, session.saves.keep, _verifies[0], unread)
+    _enter(again, None, session.saves.keep, _verifies[0], unread)
     if tracked is not None:
         session.tracking.track(tracked)
-    again(calls, behind=_before_it[0])
     log.info("epoch %d: this process has stayed, as rank %d of %d", session.epoch, session.rank, session.world_size)
 
 

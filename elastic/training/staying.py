@@ -20,11 +20,11 @@ from dalsegno.protos.staying import offered
 
 from ..checkpoint import Ref
 from ..rank.exits import EXIT_DRAINED, Drained, Stays, insist
-from ..rank.group_calls import Calls
 from ..rank.link import Link
 from ..rank.meetings import Meetings, may_be_a_peers
 from ..rank.process_group import is_the_only_group
 from ..rank.remarks import remark
+from ..rank.way_in import way_in
 from ..saving.survivor import Survivor
 from .wrappers import frozen
 
@@ -33,15 +33,14 @@ log = logging.getLogger(__name__)
 __all__ = ["Wrappers", "holding", "none_stays", "until_lost", "wait_for_a_place", "way_out"]
 
 
-def none_stays(before: str, calls: Calls, *, made_anew: bool = False) -> bool:
+def none_stays(before: str, *, made_anew: bool = False) -> bool:
     """Whether new processes would wait for those that stay, where these never come again. A line says so.
 
     Args:
         before: The call behind which a process stays, for people.
-        calls: What the script's ranks do before it.
-        made_anew: See ``Calls.problem``.
+        made_anew: See ``WayIn.problem``.
     """
-    problem = calls.problem(made_anew=made_anew)
+    problem = way_in.problem(made_anew=made_anew)
     if problem and dist.get_rank() == 0:
         remark("stay=True has no effect: before %s the ranks of this script %s", before, problem)
     return bool(problem)

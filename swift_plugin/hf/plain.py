@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from dalsegno.elastic.rank.gloo_threads import settle_at_exit
-from dalsegno.elastic.rank.group_calls import watch
+from dalsegno.elastic.rank.way_in import watch
 from dalsegno.elastic.training.examination import is_examined
 from dalsegno.protos.contract import Variable
 

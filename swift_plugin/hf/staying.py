@@ -20,8 +20,8 @@ from transformers.utils import logging
 
 from dalsegno.elastic import Session
 from dalsegno.elastic.rank.exits import EXIT_DRAINED, Drained, Stays, end_at_once, insist
-from dalsegno.elastic.rank.group_calls import again, so_far
 from dalsegno.elastic.rank.remarks import remark
+from dalsegno.elastic.rank.way_in import TRAINS, way_in
 from dalsegno.elastic.training.entry import is_begun, move
 from dalsegno.elastic.training.staying import Wrappers, until_lost
 
@@ -111,11 +111,7 @@ class Worlds:
         self._wrappers = Wrappers(trainer.model, _CAUSE)
         # The arguments as the script gave them; those that the plugin sets; and what the script has set behind that.
         self._given, self._ours, self._later = _arguments(trainer.args), frozenset[str](), dict[str, Any]()
-        # What the script's ranks did before elastic(), and before train().
-        self._early = self._calls = so_far()
         self._forward: Any = None
-        # Of one rank alone nobody can tell: `main_process_first` does nothing there.
-        self._known = trainer.args.world_size > 1
         self.stayed = False
 
     def begun(self, session: Session) -> None:
@@ -123,7 +119,7 @@ class Worlds:
         if not self.stayed:
             now = _arguments(self._trainer.args)
             self._ours = frozenset(name for name in now if now[name] is not self._given.get(name))
-        session.may_stay = lambda: self._known and self._wrappers.alone
+        session.may_stay = lambda: self._wrappers.alone
         session.survivor.loop_stays = True
 
     def end_with_this_world(self) -> None:
@@ -147,7 +143,6 @@ class Worlds:
     def train(self, train: Callable[[], Any]) -> Any:
         """Calls ``train`` in one world after another, until one comes to its end."""
         now, known = _arguments(self._trainer.args), self._given
-        self._calls = so_far()
         self._later = {name: now[name] for name in now.keys() - self._ours if now[name] is not known.get(name)}
         while True:
             session = self._trainer.elastic_run.session
@@ -178,12 +173,12 @@ class Worlds:
                 self._renew()
 
             # A new process makes its arguments first, so its group meets before its session.
-            move(session, held, unread, self._early, broken=broken, before=before)
+            move(session, held, unread, broken=broken, before=before)
         self.stayed = True
         if session.rank == 0 and not first:
             self._become_first()
         self._begin()
-        again(self._calls, behind=self._early)
+        way_in.again(TRAINS)
         vars(self._trainer.args).update(self._later)
 
     def _lets_go(self) -> bool:

@@ -18,7 +18,7 @@ import transformers.trainer as upstream
 from transformers.trainer_callback import ExportableState
 
 from dalsegno.elastic import session
-from dalsegno.elastic.rank.group_calls import so_far
+from dalsegno.elastic.rank.way_in import TRAINS, way_in
 from dalsegno.elastic.trainer.strategies import resume_rates
 from dalsegno.elastic.training import wrappers
 from dalsegno.elastic.training.accumulation import has_static_graph, synchronised
@@ -105,7 +105,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         if run.session.resume is None:
             _refuse_other_resume(resume_from_checkpoint, run.output_dir)
         del run
-        if self.staying is not None and none_stays("train()", so_far(), made_anew=True):
+        way_in.at(TRAINS)
+        if self.staying is not None and none_stays("train()", made_anew=True):
             self.staying.end_with_this_world()
             self.staying = None
         found = self._train(kwargs) if self.staying is None else self.staying.train(lambda: self._train(kwargs))

@@ -15,6 +15,7 @@ from tests.integration.test_membership import AT_ONCE, Clusters, any_number, end
 from tests.integration.test_staying import (
     a_third_comes_and_goes,
     crash_and_grow,
+    join_and_leave,
     leave_with_the_first_ranks,
     scale_away_and_back,
     the_first_of_two_leaves,
@@ -76,7 +77,7 @@ def test_trainers_as_people_write_them(clusters: Clusters, undisturbed: Undistur
     job.wait_exit(leaver)
     job.wait_world(2, steps=3, after=second)
     if not stays:
-        assert any("the ranks of this script talk in more ways than" in node.text() for node in job.nodes)
+        assert any("the ranks of this script exchange data" in node.text() for node in job.nodes)
     job.finish()
     job.assert_lost({})
     # Two of them train in bf16, whose sums depend on how they are cut.
@@ -205,25 +206,18 @@ def test_who_holds_the_wrapper_starts_anew(clusters: Clusters, undisturbed: Undi
 def test_ranks_that_talk_before(clusters: Clusters, undisturbed: Undisturbed, how: str) -> None:
     """As scripts do that have rank 0 read the data first: who stays meets new ones there. A sum it cannot repeat."""
     job = joined(clusters, {"DALSEGNO_TEST_TALKS": how}, stays=how == "barrier")
-    line = "before train() the ranks of this script talk in more ways than barriers"
+    line = "before train() the ranks of this script exchange data"
     assert any(line in node.text() for node in job.nodes) is (how == "sum")
     end(job, undisturbed)
 
 
 @pytest.mark.full
-def test_a_rank_alone(clusters: Clusters, undisturbed: Undisturbed) -> None:
-    """Whether ranks would talk is not known there: its process ends, and the next one stays."""
-    job = clusters(training=STAYS, nnodes="1:3")
-    first = job.open("a")
-    pid = worker(job, job.node("a"))
-    job.start("b")
-    second = job.wait_world(2, steps=3, after=first)
-    other = worker(job, job.node("a"))
-    assert other != pid
-    job.leave(job.node("b"))
-    job.wait_exit(job.node("b"))
-    job.wait_world(1, steps=3, after=second)
-    assert worker(job, job.node("a")) == other
+@pytest.mark.parametrize("talks", ["", "barrier"])
+def test_who_began_alone(clusters: Clusters, undisturbed: Undisturbed, talks: str) -> None:
+    """1 to 2 to 3 nodes and back: `main_process_first` did nothing there, so it follows a new process."""
+    environment = {"DALSEGNO_TEST_TALKS": talks} if talks else {}
+    job = clusters(training=STAYS, nnodes="1:3", agent_environment=environment)
+    join_and_leave(job)
     end(job, undisturbed)
 
 

@@ -235,7 +235,7 @@ def test_who_stays_may_get_another_rank(clusters: Clusters, undisturbed: Undistu
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["environment", "file"])
+@pytest.mark.parametrize("how", ["environment", "file", "behind"])
 def test_a_group_of_the_scripts_own(clusters: Clusters, undisturbed: Undisturbed, how: str) -> None:
     """A new process makes it before its session, and who stays does so, too. Where it cannot, a line says so."""
     job, first = two_of_three(clusters, agent_environment={"DALSEGNO_TEST_JOINS": how})
@@ -243,7 +243,16 @@ def test_a_group_of_the_scripts_own(clusters: Clusters, undisturbed: Undisturbed
     pid = worker(job, a)
     job.start("c")
     job.wait_world(3, steps=3, after=first)
-    assert (worker(job, a) == pid) is (how == "environment")
+    assert (worker(job, a) == pid) is (how != "file")
     line = "the ranks of this script make the default process group with a store"
     assert any(line in node.text() for node in job.nodes) is (how == "file")
+    end(job, undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["environment", "behind"])
+def test_who_began_alone_meets_new_ones(clusters: Clusters, undisturbed: Undisturbed, how: str) -> None:
+    """What the script leaves out where it is alone, new processes do: who stays follows them."""
+    job = clusters(training=STAYS, nnodes="1:3", agent_environment={"DALSEGNO_TEST_JOINS": how})
+    join_and_leave(job)
     end(job, undisturbed)

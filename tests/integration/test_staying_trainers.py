@@ -180,10 +180,20 @@ def joined(clusters: Clusters, odd: str, *, stays: bool) -> Cluster:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("odd", ["joins", "talks", "joins,talks", "sums"])
-def test_a_group_of_the_scripts_own(clusters: Clusters, undisturbed: Undisturbed, odd: str) -> None:
-    """Who stays makes it where a new process does, and meets it at its barriers; a sum needs what it does not have."""
-    end(joined(clusters, odd, stays=odd != "sums"), undisturbed)
+@pytest.mark.parametrize("several", ["", "several,"])
+@pytest.mark.parametrize("odd", ["joins", "talks", "joins,talks"])
+def test_a_group_of_the_scripts_own(clusters: Clusters, undisturbed: Undisturbed, odd: str, several: str) -> None:
+    """Who stays makes it where a new process does, and meets it at its barriers.
+
+    It began alone, so where a script does so only with several ranks, it follows the new one.
+    """
+    end(joined(clusters, several + odd, stays=True), undisturbed)
+
+
+@pytest.mark.full
+def test_ranks_that_exchange_data(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """Who stays does not have them any more."""
+    end(joined(clusters, "sums", stays=False), undisturbed)
 
 
 @pytest.mark.full

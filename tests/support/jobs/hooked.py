@@ -21,7 +21,8 @@ before what is to happen to it has happened, however busy the machine is. In the
     DALSEGNO_TEST_BACKGROUND  save in the background, on every rank 300,000 bytes more
     DALSEGNO_TEST_ARGUMENTS  what its TrainingArguments get besides, in JSON
     DALSEGNO_TEST_KEEPS     something keeps the model that its Trainer of transformers computes with
-    DALSEGNO_TEST_JOINS     it makes the default process group first of all; "file": by an init_method of its own
+    DALSEGNO_TEST_JOINS     it makes the default process group first of all; "file": by an init_method of its own;
+                            "behind": its ranks meet behind s.state(...) instead
     DALSEGNO_TEST_TALKS     its ranks meet at a barrier once its TrainingArguments are made; "sum": and sum something
     DALSEGNO_TEST_STRANGE   its DeepSpeed turns out to be one that ours cannot load other ranks' shards into
     DALSEGNO_TEST_LOADERS   read the data in two DataLoader processes, started so: fork, spawn or forkserver
@@ -264,8 +265,26 @@ def talk(how: str) -> None:
     TrainingArguments.__init__ = init
 
 
+def meet_behind_the_state() -> None:
+    """Where several ranks do."""
+    from dalsegno.elastic.script.session import Session
+
+    plain = Session.state
+
+    def state(self: Any, *given: Any, **options: Any) -> Any:
+        found = plain(self, *given, **options)
+        if self.world_size > 1:
+            torch.distributed.barrier()
+        return found
+
+    Session.state = state  # type: ignore[method-assign]
+
+
 def join(how: str) -> None:
     """Makes the default process group, as the environment says or, if so wished, by a file."""
+    if how == "behind":
+        meet_behind_the_state()
+        return
     given: dict[str, Any] = {}
     if how == "file":
         port, size, rank = (os.environ[name] for name in ("MASTER_PORT", "WORLD_SIZE", "RANK"))

@@ -14,6 +14,7 @@ evaluates      it evaluates behind each step
 joins          the script makes the default process group first, and its ranks meet at a barrier there
 talks          they meet at two more behind the session's opening, and make the group there if it is not there
 sums           as talks, and they sum something
+several        all this only where there are several
 lingers        several ranks evaluate a few samples at a time, each 0.5 s long, and say so
 """
 
@@ -144,7 +145,8 @@ class Written(Callback):
 
 def meets(odd: list[str], directory: str | None) -> None:
     """What the ranks do in the default process group before they train."""
-    if "RANK" not in os.environ or not {"joins", "talks", "sums"} & {*odd}:
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if "RANK" not in os.environ or not {"joins", "talks", "sums"} & {*odd} or ("several" in odd and alone):
         return
     if "joins" in odd:
         dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))

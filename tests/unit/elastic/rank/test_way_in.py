@@ -1,0 +1,249 @@
+"""What ranks call before they train, and how it is called again, by who knows it and by who follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dalsegno.elastic.rank import guide, way_in
+from dalsegno.elastic.rank.guide import Guide, Teller, repeatable
+from dalsegno.elastic.rank.way_in import SESSION, TRAINS, WayIn
+from dalsegno.elastic.training.staying import none_stays
+
+
+@pytest.fixture(autouse=True)
+def way(monkeypatch: pytest.MonkeyPatch) -> Iterator[WayIn]:
+    """One rank, in a process that has called nothing. It counts as one of several."""
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    way_in.watch()
+    made = WayIn()
+    monkeypatch.setattr(way_in, "way_in", made)
+    monkeypatch.setattr("dalsegno.elastic.training.staying.way_in", made)
+    yield made
+    if dist.group.WORLD is not None:
+        dist.destroy_process_group()
+
+
+def collectives() -> int:
+    return int(dist.distributed_c10d._get_default_group()._get_sequence_number_for_group())  # type: ignore[attr-defined]
+
+
+def again(way: WayIn, *stages: str) -> list[int]:
+    """In the next world: how many collectives there were behind each stage."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    found = []
+    for stage in stages:
+        way.again(stage)
+        found.append(collectives() if dist.is_initialized() else -1)
+    return found
+
+
+def test_nothing_was_called(way: WayIn) -> None:
+    way.at(SESSION)
+    way.at(TRAINS)
+    assert (way.problem(), again(way, SESSION, TRAINS)) == ("", [-1, -1])
+
+
+@pytest.mark.parametrize("given", [("gloo",), ("gloo", "env://")])
+def test_a_group_and_its_barriers(way: WayIn, given: tuple[str, ...]) -> None:
+    """Arguments by place and by name; an asynchronous barrier, and one of another group, which is none of these."""
+    dist.init_process_group(*given, timeout=timedelta(seconds=77), rank=0, world_size=1)
+    dist.barrier()
+    way.at(SESSION)
+    dist.barrier(async_op=True).wait()  # type: ignore[union-attr]
+    dist.barrier(dist.group.WORLD)
+    other = dist.new_group([0])
+    dist.barrier(group=other)
+    way.at(TRAINS)
+    assert (way.problem(), again(way, SESSION, TRAINS), dist.get_backend()) == ("", [1, 3], "gloo")
+
+
+def test_a_group_that_is_made_behind_the_session(way: WayIn) -> None:
+    way.at(SESSION)
+    dist.init_process_group("gloo")
+    dist.barrier()
+    way.at(TRAINS)
+    assert again(way, SESSION, TRAINS) == [-1, 1]
+
+
+def test_what_we_call_is_not_the_scripts(way: WayIn) -> None:
+    """It is called in each world by ourselves."""
+    way.at(SESSION)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(1))
+    way.ours()
+    dist.barrier()
+    way.at(TRAINS)
+    assert way.problem() == ""
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    way.again(TRAINS)
+    assert collectives() == 1
+
+
+def test_the_next_worlds_place(way: WayIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a script hands on from the environment is of one world."""
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    monkeypatch.setenv("WORLD_SIZE", "2")  # not alone, so it knows
+    way.at(TRAINS)
+    dist.destroy_process_group()
+    asked: list[object] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda **given: asked.append(given))
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    way.again(TRAINS)
+    assert asked == [{"backend": "gloo", "rank": 2, "world_size": 3}]
+
+
+@pytest.mark.parametrize(
+    ("odd", "line"),
+    [
+        ("store", "make the default process group with a store, an init_method or options of their own"),
+        ("sum", "exchange data"),
+        ("unseen", "make the default process group before dalsegno.elastic is imported: import that first"),
+    ],
+)
+def test_what_cannot_be_called_again(
+    way: WayIn, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, odd: str, line: str
+) -> None:
+    """One line says why no process stays. A group that nobody saw is none of it where somebody else makes it anew."""
+    monkeypatch.setenv("DALSEGNO_SOCKET", "an agent's")
+    if odd == "unseen":
+        dist.distributed_c10d.init_process_group.__wrapped__("gloo")  # type: ignore[attr-defined]
+    elif odd == "store":
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+    way.at(SESSION)
+    dist.barrier()
+    way.at(TRAINS)
+    assert none_stays("fit()")
+    assert f"stay=True has no effect: before fit() the ranks of this script {line}\n" in capsys.readouterr().out
+    assert none_stays("train()", made_anew=True) is (odd != "unseen")
+
+
+def test_what_ranks_do_once_they_train(way: WayIn) -> None:
+    """It is no part of the way."""
+    way.at(SESSION)
+    way.at(TRAINS)
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    way.at(TRAINS)
+    assert (way.problem(), again(way, SESSION, TRAINS)) == ("", [-1, -1])
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, {}),
+        ({"backend": "gloo", "timeout": timedelta(minutes=1)}, {"backend": "gloo", "timeout": 60.0}),
+        ({"rank": 1, "world_size": 2, "store": None, "group_name": ""}, {}),
+        ({"device_id": torch.device("cuda", 1)}, {"device_id": "cuda"}),
+        ({"device_id": torch.device("cuda", 0)}, None),
+        ({"store": object()}, None),
+        ({"init_method": "tcp://127.0.0.1:1"}, None),
+        ({"pg_options": object()}, None),
+    ],
+)
+def test_how_a_group_can_be_made(given: dict[str, Any], found: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert repeatable(given) == found
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The world's, between two processes: this one is the new one, of rank 1, or who follows it, of rank 0."""
+    made = dist.HashStore()
+    monkeypatch.setattr(guide, "_store", lambda: made)
+    monkeypatch.setenv("DALSEGNO_SOCKET", "an agent's")
+    monkeypatch.setattr(guide, "PATIENCE_SECONDS", 0.2)
+    return made
+
+
+def teller(monkeypatch: pytest.MonkeyPatch, rank: int = 1) -> Teller:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(rank))
+    return Teller()
+
+
+def test_who_began_alone_follows(way: WayIn, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes the group and meets where the new one does, and then knows it."""
+    way.at(SESSION)
+    way.at(TRAINS)
+    new = teller(monkeypatch)
+    new.group({"backend": "gloo", "timeout": timedelta(seconds=55)})
+    new.barrier()
+    new.stage(SESSION)
+    new.barrier()
+    new.barrier()
+    new.stage(TRAINS)
+    new.end()
+    new.barrier()
+    monkeypatch.setenv("RANK", "0")
+    asked: list[object] = []
+    there = [False]
+    monkeypatch.setattr(dist, "is_initialized", lambda: there[0])
+    monkeypatch.setattr(dist, "init_process_group", lambda **given: (asked.append(given), there.__setitem__(0, True)))
+    monkeypatch.setattr(dist, "barrier", lambda: asked.append("meets"))
+    group = {"backend": "gloo", "timeout": timedelta(seconds=55)}
+    way.again(SESSION)
+    assert asked == [group, "meets"]
+    way.again(TRAINS)
+    assert asked == [group, "meets", "meets", "meets"]
+    asked.clear()
+    there[0] = False
+    way.again(SESSION)
+    way.again(TRAINS)
+    assert asked == [group, "meets", "meets", "meets"]
+
+
+@pytest.mark.parametrize("word", ["", "other", "state"])
+def test_who_cannot_follow(way: WayIn, store: Any, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    """One line, instead of a wait without an end."""
+    way.at(SESSION)
+    way.at(TRAINS)
+    new = teller(monkeypatch)
+    if word == "other":
+        new.group({"store": object()})
+    elif word:
+        new.stage(word)
+    monkeypatch.setenv("RANK", "0")
+    where = {
+        "": "which is not at 'session' after 0.2 s",
+        "other": "which makes the default process group with a store, an init_method or options of its own",
+        "state": "which is at 'state', where it should come to 'session'",
+    }[word]
+    with pytest.raises(RuntimeError, match=f"cannot follow a new one to the training, {where}"):
+        way.again(SESSION)
+
+
+def test_who_says_nothing(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is alone, or not of the first two ranks, or no agent's; and nobody says more than a little."""
+    monkeypatch.setattr(guide, "_store", lambda: pytest.fail("nobody listens"))
+    teller(monkeypatch, rank=2).barrier()
+    new = teller(monkeypatch)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    new.barrier()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("DALSEGNO_SOCKET")
+    new.barrier()
+    monkeypatch.setenv("DALSEGNO_SOCKET", "an agent's")
+    monkeypatch.setattr(guide, "_store", lambda: store)
+    for _ in range(2 * guide.MOST_WORDS):
+        new.barrier()
+    assert store.num_keys() == guide.MOST_WORDS
+
+
+def test_a_guide_of_the_other_rank(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has stayed may be rank 1."""
+    teller(monkeypatch, rank=0).stage(SESSION)
+    monkeypatch.setenv("RANK", "1")
+    assert Guide().until(SESSION) == (None, 0)
