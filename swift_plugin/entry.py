@@ -7,7 +7,7 @@ from dataclasses import dataclass, make_dataclass
 from typing import Any
 
 from .hf.plain import under_dlrover_run
-from .swift_hooks import NAME, install, talk_to_nobody
+from .swift_hooks import NAME, install
 
 
 @dataclass
@@ -34,8 +34,6 @@ class ElasticArguments:
             args.callbacks = [*args.callbacks, NAME]
         if self.global_batch_size is not None and not under_dlrover_run():
             args.gradient_accumulation_steps = _accumulation(self.global_batch_size, args)
-        if self.stay and under_dlrover_run():
-            talk_to_nobody()
         super().__post_init__()  # type: ignore[misc]  # ms-swift's
 
 

@@ -18,7 +18,6 @@ from swift.callbacks import callbacks_map
 from swift.callbacks.base import TrainerCallback
 from swift.pipelines import SwiftSft
 from swift.trainers import TrainerFactory
-from swift.utils import torch_utils
 
 from dalsegno.protos.contract import Variable
 
@@ -42,8 +41,6 @@ _DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust", "nca_pair", "sppo_hard", "ex
 _INSTEAD = {"deepspeed_elastic": "changing the world", "graceful_exit": "saving before a node goes"}
 # Methods that begin with a decomposition of the base weights, which every start would make anew.
 _DECOMPOSED = ("pissa", "olora", "lora-ga")
-# Where ms-swift itself looks whether ranks wait for one another as they read.
-_BARRIERS = "_DISABLE_USE_BARRIER"
 
 
 class Marker(TrainerCallback):  # type: ignore[misc]  # ms-swift is not typed
@@ -56,22 +53,11 @@ def install() -> None:
         return
     callbacks_map[NAME] = Marker
     if under_dlrover_run():
-        if from_environment().stay:
-            talk_to_nobody()
         _replace(SftArguments, "_init_deepspeed", _init_deepspeed)
         _replace(SftArguments, "_add_version", _add_version)
         _replace(SwiftSft, "_save_trainer_state", _save_trainer_state)
         chosen = TrainerFactory.get_trainer_cls
         TrainerFactory.get_trainer_cls = staticmethod(lambda args: _made_elastic(chosen(args), args))
-
-
-def talk_to_nobody() -> None:
-    """Has each rank read the data by itself: where processes stay, a new one has nobody to wait for.
-
-    ms-swift has rank 0 read them first, for the sake of those that find them in its cache.
-    """
-    if hasattr(torch_utils, _BARRIERS):
-        setattr(torch_utils, _BARRIERS, True)
 
 
 def _replace(owner: Any, name: str, ours: Any) -> None:
@@ -172,14 +158,13 @@ def options_of(args: Any) -> Options:
     """What the user asked for: by our entry's flags, else by the environment."""
     found = from_environment()
     size = getattr(args, "global_batch_size", None) or found.global_batch_size
-    if size is None and args.gradient_accumulation_steps is None and Variable.RESUME_NAME not in os.environ:
-        size = _USUAL_BATCH
+    usual = _USUAL_BATCH if size is None and args.gradient_accumulation_steps is None else None
     fixed = bool(getattr(args, "fixed_micro_batch", False)) or found.fixed_micro_batch
     pairs = getattr(args, "rlhf_type", None) is not None
     said = getattr(args, "memory_every", "")
     every = memory_every(said) if said else found.memory_every
     stay = bool(getattr(args, "stay", False)) or found.stay
-    return Options(size, fixed, mean_over_samples=pairs, memory_every=every, stay=stay)
+    return Options(size, fixed, mean_over_samples=pairs, memory_every=every, stay=stay, usual_batch_size=usual)
 
 
 class _SwiftTrainer(ElasticTrainer):

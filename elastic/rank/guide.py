@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from dalsegno.protos.contract import Variable
 
-__all__ = ["Guide", "Teller", "repeatable"]
+__all__ = ["Announcer", "Guide", "repeatable"]
 
 # Seconds for the next word. A new process has its place by then, but may have to read its data first.
 PATIENCE_SECONDS = 180.0
@@ -52,7 +52,7 @@ def repeatable(given: Mapping[str, Any]) -> dict[str, Any] | None:
     return said
 
 
-class Teller:
+class Announcer:
     """Says what this process calls, until it trains."""
 
     def __init__(self) -> None:

@@ -19,19 +19,19 @@ import torch.distributed as dist
 
 from dalsegno.protos import ahead
 
-from .guide import Guide, Teller, repeatable
+from .guide import Announcer, Guide, repeatable
 
 __all__ = ["SESSION", "STATE", "TRAINS", "WayIn", "watch", "way_in"]
 
 SESSION, STATE, TRAINS = "session", "state", "trains"
-"""Where a stretch of the way ends: the session opens, ``s.state(...)`` is called, the training begins."""
+"""Where a leg of the way ends: the session opens, ``s.state(...)`` is called, the training begins."""
 
 # What the environment says of each world; scripts often hand it on.
 _PLACE = {"rank": "RANK", "world_size": "WORLD_SIZE"}
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Leg:
     """What was called there.
 
     Attributes:
@@ -51,14 +51,14 @@ class WayIn:
     """The way of this process's first world. Main thread only."""
 
     def __init__(self) -> None:
-        self._stretches: dict[str, Stretch] = {}
-        # Of the present stretch: how the group was made, and its barriers.
+        self._legs: dict[str, Leg] = {}
+        # Of the present leg: how the group was made, and its barriers.
         self._made: Mapping[str, Any] | None = None
         self._barriers = 0
         # Collectives of the group before it, and whether it is known how that was made.
         self._collectives, self._known = 0, False
         self._alone = False
-        self._teller = Teller()
+        self._announcer = Announcer()
         self._guide: Guide | None = None
 
     # What is called, in a new process.
@@ -66,28 +66,28 @@ class WayIn:
     def makes(self, given: Mapping[str, Any]) -> None:
         """The default group is made so."""
         self._made, self._known, self._collectives = given, True, 0
-        self._teller.group(given)
+        self._announcer.group(given)
 
     def meets(self) -> None:
         """Ranks meet at a barrier of the default group."""
         self._barriers += 1
-        self._teller.barrier()
+        self._announcer.barrier()
 
     def at(self, stage: str) -> None:
-        """A stretch ends here, and the next one begins. What ranks do once they train is no part of the way."""
-        if TRAINS in self._stretches:
+        """A leg ends here, and the next one begins. What ranks do once they train is no part of the way."""
+        if TRAINS in self._legs:
             return
         there = dist.is_initialized()
         talks = there and _collectives(self._collectives + self._barriers) != self._collectives + self._barriers
         problem = "exchange data" if talks else ""
         if self._made is not None and repeatable(self._made) is None:
             problem = "make the default process group with a store, an init_method or options of their own"
-        self._stretches[stage] = Stretch(self._made, self._barriers, problem, there and not self._known)
+        self._legs[stage] = Leg(self._made, self._barriers, problem, there and not self._known)
         self._alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
         self.ours()
-        self._teller.stage(stage)
+        self._announcer.stage(stage)
         if stage == TRAINS:
-            self._teller.end()
+            self._announcer.end()
 
     def ours(self) -> None:
         """What was called up to here is called by us in each world."""
@@ -103,15 +103,15 @@ class WayIn:
         Args:
             made_anew: Somebody else makes the group in each world.
         """
-        for stretch in self._stretches.values():
-            if stretch.problem:
-                return stretch.problem
-            if stretch.unknown and not made_anew:
+        for leg in self._legs.values():
+            if leg.problem:
+                return leg.problem
+            if leg.unknown and not made_anew:
                 return "make the default process group before dalsegno.elastic is imported: import that first"
         return ""
 
     def again(self, stage: str) -> None:
-        """Makes the calls of the stretch that ends there. Collective.
+        """Makes the calls of the leg that ends there. Collective.
 
         Raises:
             RuntimeError: This process began alone, and what new ones do cannot be followed.
@@ -120,15 +120,15 @@ class WayIn:
             self._guide = self._guide or Guide()
         if self._guide is not None:
             group, barriers = self._guide.until(stage)
-            self._stretches[stage] = Stretch(group, barriers)
+            self._legs[stage] = Leg(group, barriers)
             if stage == TRAINS:
                 self._guide, self._alone = None, False
             return
-        stretch = self._stretches.get(stage, Stretch())
-        if stretch.group is not None and not dist.is_initialized():
-            place = {name: int(os.environ[variable]) for name, variable in _PLACE.items() if name in stretch.group}
-            dist.init_process_group(**{**stretch.group, **place})
-        for _ in range(stretch.barriers if dist.is_initialized() else 0):
+        leg = self._legs.get(stage, Leg())
+        if leg.group is not None and not dist.is_initialized():
+            place = {name: int(os.environ[variable]) for name, variable in _PLACE.items() if name in leg.group}
+            dist.init_process_group(**{**leg.group, **place})
+        for _ in range(leg.barriers if dist.is_initialized() else 0):
             dist.barrier()
 
 

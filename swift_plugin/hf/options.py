@@ -26,6 +26,7 @@ class Options:
         memory_every: Steps between saves to the nodes' memory, see ``Session.steps``.
         mean_over_samples: The loss of a micro-batch is a mean over its samples, even if its labels are tokens.
         stay: Its process stays through changes of the world, see `staying`.
+        usual_batch_size: Samples per optimizer step where neither the user nor the run's beginning says how many.
     """
 
     global_batch_size: int | None = None
@@ -33,6 +34,7 @@ class Options:
     mean_over_samples: bool = False
     memory_every: int | str = 0
     stay: bool = False
+    usual_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         checked(self.memory_every)
@@ -78,8 +80,8 @@ def memory_every(text: str) -> int | str:
 def global_batch_size(options: Options, per_device: int, accumulation: int, session: Any) -> int:
     """Samples per optimizer step over all ranks, alike at every world size.
 
-    It is what the user asked for; else what the run began with; else what the trainer's own arguments give in the
-    largest world that the job may have, because their author had that one in mind.
+    It is what the user asked for; else what the run began with; else what is usual; else what the trainer's own
+    arguments give in the largest world that the job may have, because their author had that one in mind.
 
     Args:
         options: What the user asked for.
@@ -91,4 +93,6 @@ def global_batch_size(options: Options, per_device: int, accumulation: int, sess
     order = None if session.resume is None else session.resume.manifest.order
     if order is not None:
         return int(order.global_batch_size)
+    if options.usual_batch_size is not None:
+        return options.usual_batch_size
     return per_device * accumulation * int(session.max_world_size)

@@ -15,7 +15,7 @@ import pytest
 from dalsegno.swift_plugin import PLUGIN
 from tests.integration.test_membership import AT_ONCE
 from tests.integration.test_memory import jobs, together
-from tests.integration.test_staying import worker
+from tests.integration.test_staying import join_and_leave, worker
 from tests.integration.test_survivors import PACE, stood_still
 from tests.support.forks import forked
 from tests.support.jobs.cluster import Cluster, Training, Undisturbed, change_worlds, grow_to_two
@@ -205,14 +205,16 @@ def test_a_crash_that_costs_no_step(
     ids=["all", "lora", "lora+"],
 )
 def test_processes_that_stay(jobs: Clusters, undisturbed: Undisturbed, made: Path, options: Mapping[str, str]) -> None:
-    """Through a join, a crash and a leave: with DDP the first node's process is the same all the time."""
+    """Through joins, a crash and a leave: with DDP the first node's process is the same all the time."""
     tuner = {"tuner_type": "lora"} if options else {}
     options = {"stay": "true", "memory_every": "5", "gradient_checkpointing": "true", **tuner, **options}
     training = Swift(steps=40, save_every=1000, made=made, options=tuple(options.items()))
     pace = {**PACE, "DALSEGNO_TEST_STANDS": "before"}
     job = jobs(nnodes="1:3", training=training, script_flags=(), agent_flags=AT_ONCE, agent_environment=pace)
-    second = job.open("a", "b")
+    first = job.open("a")
     pid = worker(job, job.node("a"))
+    job.start("b")
+    second = job.wait_world(2, steps=3, after=first)
     job.start("c")
     third = job.wait_world(3, steps=3, after=second)
     job.leave(job.node("c"))
@@ -226,6 +228,17 @@ def test_processes_that_stay(jobs: Clusters, undisturbed: Undisturbed, made: Pat
     assert job.change(fifth).resumed == last
     job.finish()
     job.assert_lost({})
+    judge(job, undisturbed)
+
+
+@pytest.mark.full
+def test_processes_of_its_own_command_that_stay(jobs: Clusters, undisturbed: Undisturbed, made: Path) -> None:
+    """`swift sft` with our plugin, whose flags are variables. Its ranks meet as they read the data."""
+    training = Swift(steps=40, save_every=1000, made=made, module="swift.cli.sft")
+    environment = {**PACE, "DALSEGNO_STAY": "1"}
+    job = jobs(nnodes="1:3", training=training, script_flags=(), agent_flags=AT_ONCE, agent_environment=environment)
+    join_and_leave(job)
+    job.finish()
     judge(job, undisturbed)
 
 

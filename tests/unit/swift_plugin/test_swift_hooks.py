@@ -72,13 +72,18 @@ def test_what_can_be_is_not(change: dict[str, Any]) -> None:
 
 
 def test_the_global_batch_of_ms_swift(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 where it is not told how many steps to accumulate; in a run that goes on, what it began with."""
-    assert swift_hooks.options_of(arguments()).global_batch_size == 16
-    assert swift_hooks.options_of(arguments(global_batch_size=24)).global_batch_size == 24
-    assert swift_hooks.options_of(arguments(gradient_accumulation_steps=2)).global_batch_size is None
+    """16 is usual where it is not told how many steps to accumulate, also to a process that has stayed."""
+
+    def sizes(**change: Any) -> tuple[int | None, int | None]:
+        found = swift_hooks.options_of(arguments(**change))
+        return found.global_batch_size, found.usual_batch_size
+
+    assert sizes() == (None, 16)
+    assert sizes(global_batch_size=24) == (24, None)
+    assert sizes(gradient_accumulation_steps=2) == (None, None)
     assert swift_hooks.options_of(arguments(rlhf_type="dpo")).mean_over_samples
     monkeypatch.setenv("DALSEGNO_RESUME_NAME", "step-1.e1.1")
-    assert swift_hooks.options_of(arguments()).global_batch_size is None
+    assert sizes() == (None, 16)
 
 
 @pytest.mark.parametrize("name", ["deepspeed_elastic", "graceful_exit"])

@@ -30,6 +30,8 @@ def session(max_world_size: int = 4, global_batch_size: int | None = None) -> An
 def test_the_global_batch_is_what_was_asked_for_then_what_it_was_then_the_largest_worlds() -> None:
     assert options.global_batch_size(Options(48), 2, 3, session(global_batch_size=32)) == 48
     assert options.global_batch_size(Options(), 2, 3, session(global_batch_size=32)) == 32
+    assert options.global_batch_size(Options(usual_batch_size=16), 2, 3, session(global_batch_size=32)) == 32
+    assert options.global_batch_size(Options(usual_batch_size=16), 2, 3, session(max_world_size=4)) == 16
     assert options.global_batch_size(Options(), 2, 3, session(max_world_size=4)) == 24
 
 

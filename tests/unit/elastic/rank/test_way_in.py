@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dalsegno.elastic.rank import guide, way_in
-from dalsegno.elastic.rank.guide import Guide, Teller, repeatable
+from dalsegno.elastic.rank.guide import Announcer, Guide, repeatable
 from dalsegno.elastic.rank.way_in import SESSION, TRAINS, WayIn
 from dalsegno.elastic.training.staying import none_stays
 
@@ -168,17 +168,17 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def teller(monkeypatch: pytest.MonkeyPatch, rank: int = 1) -> Teller:
+def announcer(monkeypatch: pytest.MonkeyPatch, rank: int = 1) -> Announcer:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", str(rank))
-    return Teller()
+    return Announcer()
 
 
 def test_who_began_alone_follows(way: WayIn, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It makes the group and meets where the new one does, and then knows it."""
     way.at(SESSION)
     way.at(TRAINS)
-    new = teller(monkeypatch)
+    new = announcer(monkeypatch)
     new.group({"backend": "gloo", "timeout": timedelta(seconds=55)})
     new.barrier()
     new.stage(SESSION)
@@ -210,7 +210,7 @@ def test_who_cannot_follow(way: WayIn, store: Any, monkeypatch: pytest.MonkeyPat
     """One line, instead of a wait without an end."""
     way.at(SESSION)
     way.at(TRAINS)
-    new = teller(monkeypatch)
+    new = announcer(monkeypatch)
     if word == "other":
         new.group({"store": object()})
     elif word:
@@ -228,8 +228,8 @@ def test_who_cannot_follow(way: WayIn, store: Any, monkeypatch: pytest.MonkeyPat
 def test_who_says_nothing(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is alone, or not of the first two ranks, or no agent's; and nobody says more than a little."""
     monkeypatch.setattr(guide, "_store", lambda: pytest.fail("nobody listens"))
-    teller(monkeypatch, rank=2).barrier()
-    new = teller(monkeypatch)
+    announcer(monkeypatch, rank=2).barrier()
+    new = announcer(monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", "1")
     new.barrier()
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -244,6 +244,6 @@ def test_who_says_nothing(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_guide_of_the_other_rank(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has stayed may be rank 1."""
-    teller(monkeypatch, rank=0).stage(SESSION)
+    announcer(monkeypatch, rank=0).stage(SESSION)
     monkeypatch.setenv("RANK", "1")
     assert Guide().until(SESSION) == (None, 0)
