@@ -58,11 +58,11 @@ class ParameterUses:
 
 def release_by_look_up() -> None:
     """Has ZeRO-3 decide so in all engines. A version that decides in another way is left alone."""
-    if _names(getattr(_CLASS, _METHOD, None)) == _KNOWN_NAMES:
+    if names(getattr(_CLASS, _METHOD, None)) == _KNOWN_NAMES:
         setattr(_CLASS, _METHOD, functools.cache(_params_to_release))
 
 
-def _names(method: Any) -> frozenset[str]:
+def names(method: Any) -> frozenset[str]:
     """What a method asks for by name, below its decorators."""
     while True:
         inner = [cell.cell_contents for cell in getattr(method, "__closure__", None) or ()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,11 @@ pytest.importorskip("deepspeed")
 
 import deepspeed.ops
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from dalsegno.elastic.deepspeed import making
+from dalsegno.elastic.deepspeed import making, releasing
 
 THEIRS: Any = DeepSpeedEngine._check_for_duplicates
 
@@ -150,3 +153,70 @@ def test_versions_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for options in ({"min_version": 2.1}, {"min_version": 99}, {"max_version": 1.5}, {"min_version": 2.1}):
         assert ours(**options) == known(**options)
     assert ours.cache_info().hits == 1
+
+
+def stage_3(monkeypatch: pytest.MonkeyPatch, made: Any) -> Any:
+    """ZeRO-3's optimizer, whose making is this function."""
+    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, "__init__", made)
+    making.make_stage_3_in_silence()
+    making.make_stage_3_in_silence()
+    return DeepSpeedZeroOptimizer_Stage3.__init__
+
+
+def test_no_values_of_parameters_are_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are what they were, but nobody makes a line of all that they name."""
+    one, two = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))
+    seen: list[Any] = []
+
+    def made(self: Any, module: Any, init_optimizer: Any, param_names: Any, timers: Any = None) -> None:
+        seen[:] = [param_names, timers, f"{locals()}"]
+
+    init = stage_3(monkeypatch, made)
+    init(None, "module", "optimizer", {one: "one", two: "two"}, timers=3)
+    assert (seen[0], seen[0][two], seen[1], "<2 names>" in seen[2]) == ({one: "one", two: "two"}, "two", 3, True)
+    init(None, "module", "optimizer", None)
+    assert seen[0] is None
+
+
+def test_this_version_of_stage_3_is_known() -> None:
+    """Another one would be left alone, and be slow."""
+    assert "param_names" in inspect.signature(DeepSpeedZeroOptimizer_Stage3.__init__).parameters
+    assert releasing.names(Init._zero_init_param) == making._SENDS_EACH
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_parameters_that_all_load_next_are_cut_and_not_sent(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    """Of that one engine, even if its making fails; of one that is made in another way they are sent as ever."""
+    called: list[str] = []
+    theirs: Any = Init._zero_init_param if known else lambda self, parameter: called.append("sent")
+    monkeypatch.setattr(Init, "_zero_init_param", theirs)
+    monkeypatch.setattr(DeepSpeedEngine, "_broadcast_model", lambda engine: called.append("sent"))
+    monkeypatch.setattr(making, "_loaded_next", [])
+    cutting = SimpleNamespace(_convert_to_deepspeed_param=lambda parameter: called.append("known"))
+
+    def made(self: Any, module: Any, init_optimizer: Any, param_names: Any) -> None:
+        if Init._zero_init_param is not theirs or not known:
+            init: Any = Init._zero_init_param
+            init(cutting, SimpleNamespace(partition=lambda: called.append("cut")))
+        if module == "bad":
+            raise OSError(module)
+
+    init, config = stage_3(monkeypatch, made), {"a": 1}
+
+    def make(given: Any, module: str) -> list[str]:
+        called.clear()
+        send: Any = DeepSpeedEngine._broadcast_model
+        send(SimpleNamespace(config=given))
+        try:
+            init(None, module, None, {})
+        except OSError:
+            called.append("failed")
+        return [*called]
+
+    spared = ["known", "cut"] if known else ["sent"]
+    making.send_nothing(config)
+    assert make(config, "good") == spared
+    assert make(config, "good") == (["sent"] if known else ["sent", "sent"])
+    making.send_nothing(config)
+    assert make(config, "bad") == [*spared, "failed"]
+    assert Init._zero_init_param is theirs

@@ -89,7 +89,7 @@ def test_another_trace_is_another_look(known: Any) -> None:
 
 
 def test_a_version_that_decides_otherwise_is_left_alone(known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert releasing._names(known) == releasing._KNOWN_NAMES
+    assert releasing.names(known) == releasing._KNOWN_NAMES
     monkeypatch.setattr(releasing, "_KNOWN_NAMES", releasing._KNOWN_NAMES | {"something"})
     releasing.release_by_look_up()
     assert getattr(releasing._CLASS, releasing._METHOD) is known
