@@ -26,6 +26,10 @@ PATIENCE_SECONDS = 180.0
 # No script meets as often before it trains. One that never trains in a loop of ours says no more then.
 MOST_WORDS = 64
 _GROUP, _BARRIER, _OTHER = "group", "barrier", "other"
+_ODD = {
+    _GROUP: "makes the default process group more than once",
+    _OTHER: "makes the default process group with a store, an init_method or options of its own",
+}
 
 
 def repeatable(given: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -41,7 +45,7 @@ def repeatable(given: Mapping[str, Any]) -> dict[str, Any] | None:
     said: dict[str, Any] = {}
     if given.get("backend") is not None:
         said["backend"] = str(given["backend"])
-    if given.get("timeout") is not None:
+    if isinstance(given.get("timeout"), timedelta):
         said["timeout"] = given["timeout"].total_seconds()
     device = given.get("device_id")
     if device is not None:
@@ -107,16 +111,12 @@ class Guide:
             if call == _BARRIER:
                 barriers += 1
                 dist.barrier()
-            elif call == _GROUP:
+            elif call == _GROUP and made is None:
                 made = _arguments(given)
                 if not dist.is_initialized():
                     dist.init_process_group(**made)
-            elif call == _OTHER:
-                raise RuntimeError(
-                    _line("makes the default process group with a store, an init_method or options of its own")
-                )
             else:
-                raise RuntimeError(_line(f"is at {call!r}, where it should come to {stage!r}"))
+                raise RuntimeError(_line(_ODD.get(call, f"is at {call!r}, where it should come to {stage!r}")))
 
     def _hear(self, stage: str) -> tuple[str, Any]:
         name = f"{self._rank}/{self._heard}"

@@ -55,8 +55,8 @@ class WayIn:
         # Of the present leg: how the group was made, and its barriers.
         self._made: Mapping[str, Any] | None = None
         self._barriers = 0
-        # Collectives of the group before it, and whether it is known how that was made.
-        self._collectives, self._known = 0, False
+        # Collectives of the group before it, whether it is known how that was made, and whether there was another one.
+        self._collectives, self._known, self._second = 0, False, False
         self._alone = False
         self._announcer = Announcer()
         self._guide: Guide | None = None
@@ -65,6 +65,7 @@ class WayIn:
 
     def makes(self, given: Mapping[str, Any]) -> None:
         """The default group is made so."""
+        self._second = self._second or self._known
         self._made, self._known, self._collectives = given, True, 0
         self._announcer.group(given)
 
@@ -78,16 +79,20 @@ class WayIn:
         if TRAINS in self._legs:
             return
         there = dist.is_initialized()
-        talks = there and _collectives(self._collectives + self._barriers) != self._collectives + self._barriers
-        problem = "exchange data" if talks else ""
-        if self._made is not None and repeatable(self._made) is None:
-            problem = "make the default process group with a store, an init_method or options of their own"
-        self._legs[stage] = Leg(self._made, self._barriers, problem, there and not self._known)
+        self._legs[stage] = Leg(self._made, self._barriers, self._problem(there=there), there and not self._known)
         self._alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
         self.ours()
         self._announcer.stage(stage)
         if stage == TRAINS:
             self._announcer.end()
+
+    def _problem(self, *, there: bool) -> str:
+        if self._made is not None and repeatable(self._made) is None:
+            return "make the default process group with a store, an init_method or options of their own"
+        if self._second or (self._known and not there):
+            return "destroy the default process group"
+        known = self._collectives + self._barriers
+        return "exchange data" if there and _collectives(known) != known else ""
 
     def ours(self) -> None:
         """What was called up to here is called by us in each world."""

@@ -107,6 +107,8 @@ def test_the_next_worlds_place(way: WayIn, monkeypatch: pytest.MonkeyPatch) -> N
     [
         ("store", "make the default process group with a store, an init_method or options of their own"),
         ("sum", "exchange data"),
+        ("destroy", "destroy the default process group"),
+        ("destroy and make", "destroy the default process group"),
         ("unseen", "make the default process group before dalsegno.elastic is imported: import that first"),
     ],
 )
@@ -121,9 +123,13 @@ def test_what_cannot_be_called_again(
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group("gloo")
+    if odd == "sum":
         dist.all_reduce(torch.ones(1))
+    if "destroy" in odd:
+        dist.destroy_process_group()
     way.at(SESSION)
-    dist.barrier()
+    if odd == "destroy and make":
+        dist.init_process_group("gloo")
     way.at(TRAINS)
     assert none_stays("fit()")
     assert f"stay=True has no effect: before fit() the ranks of this script {line}\n" in capsys.readouterr().out
@@ -205,7 +211,7 @@ def test_who_began_alone_follows(way: WayIn, store: Any, monkeypatch: pytest.Mon
     assert asked == [group, "meets", "meets", "meets"]
 
 
-@pytest.mark.parametrize("word", ["", "other", "state"])
+@pytest.mark.parametrize("word", ["", "other", "state", "twice"])
 def test_who_cannot_follow(way: WayIn, store: Any, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     """One line, instead of a wait without an end."""
     way.at(SESSION)
@@ -213,14 +219,19 @@ def test_who_cannot_follow(way: WayIn, store: Any, monkeypatch: pytest.MonkeyPat
     new = announcer(monkeypatch)
     if word == "other":
         new.group({"store": object()})
+    elif word == "twice":
+        new.group({})
+        new.group({})
     elif word:
         new.stage(word)
     monkeypatch.setenv("RANK", "0")
     where = {
         "": "which is not at 'session' after 0.2 s",
         "other": "which makes the default process group with a store, an init_method or options of its own",
+        "twice": "which makes the default process group more than once",
         "state": "which is at 'state', where it should come to 'session'",
     }[word]
+    monkeypatch.setattr(dist, "init_process_group", lambda **given: None)
     with pytest.raises(RuntimeError, match=f"cannot follow a new one to the training, {where}"):
         way.again(SESSION)
 
