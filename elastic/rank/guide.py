@@ -19,15 +19,16 @@ import torch.distributed as dist
 
 from dalsegno.protos.contract import Variable
 
-__all__ = ["Announcer", "Guide", "repeatable"]
+__all__ = ["Announcer", "CannotFollow", "Guide", "repeatable"]
 
 # Seconds for the next word. A new process has its place by then, but may have to read its data first.
 PATIENCE_SECONDS = 180.0
 # No script meets as often before it trains. One that never trains in a loop of ours says no more then.
 MOST_WORDS = 64
-_GROUP, _BARRIER, _OTHER = "group", "barrier", "other"
+_GROUP, _BARRIER, _OTHER, _TALK = "group", "barrier", "other", "talk"
 _ODD = {
     _GROUP: "makes the default process group more than once",
+    _TALK: "exchanges data there, or makes other process groups",
     _OTHER: "makes the default process group with a store, an init_method or options of its own",
 }
 
@@ -56,6 +57,10 @@ def repeatable(given: Mapping[str, Any]) -> dict[str, Any] | None:
     return said
 
 
+class CannotFollow(RuntimeError):
+    """This process cannot take part in its world. A new one in its place can."""
+
+
 class Announcer:
     """Says what this process calls, until it trains."""
 
@@ -64,8 +69,13 @@ class Announcer:
 
     def group(self, given: Mapping[str, Any]) -> None:
         """The group is made."""
-        said = repeatable(given)
-        self._say(_OTHER if said is None else _GROUP, said)
+        if self._is_heard():
+            said = repeatable(given)
+            self._say(_OTHER if said is None else _GROUP, said)
+
+    def talk(self) -> None:
+        """Its ranks do what nobody can follow."""
+        self._say(_TALK)
 
     def barrier(self) -> None:
         """Its ranks meet."""
@@ -79,9 +89,12 @@ class Announcer:
         """That was all."""
         self._said, self._store = MOST_WORDS, None
 
+    def _is_heard(self) -> bool:
+        several = bool(os.environ.get(Variable.SOCKET)) and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        return several and self._said < MOST_WORDS and int(os.environ["RANK"]) < 2
+
     def _say(self, call: str, given: Any = None) -> None:
-        listened_to = os.environ.get(Variable.SOCKET) and int(os.environ.get("WORLD_SIZE", "1")) > 1
-        if self._said >= MOST_WORDS or not listened_to or int(os.environ["RANK"]) > 1:
+        if not self._is_heard():
             return
         # Who has lost the store will not meet the others either, and then says so.
         with contextlib.suppress(RuntimeError):
@@ -101,7 +114,7 @@ class Guide:
         """Does as it does, up to there. Returns how the group was made, and how many barriers there were. Collective.
 
         Raises:
-            RuntimeError: It does what cannot be followed.
+            CannotFollow: It does what nobody can do once more.
         """
         made, barriers = None, 0
         while True:
@@ -112,18 +125,25 @@ class Guide:
                 barriers += 1
                 dist.barrier()
             elif call == _GROUP and made is None:
-                made = _arguments(given)
-                if not dist.is_initialized():
-                    dist.init_process_group(**made)
+                made = self._make(_arguments(given))
             else:
-                raise RuntimeError(_line(_ODD.get(call, f"is at {call!r}, where it should come to {stage!r}")))
+                raise CannotFollow(_line(_ODD.get(call, f"is at {call!r}, where it should come to {stage!r}")))
+
+    def _make(self, given: dict[str, Any]) -> dict[str, Any]:
+        if dist.is_initialized():
+            return given
+        try:
+            dist.init_process_group(**given)
+        except Exception as error:
+            raise CannotFollow(_line(f"makes the default process group as it cannot be made here ({error})")) from error
+        return given
 
     def _hear(self, stage: str) -> tuple[str, Any]:
         name = f"{self._rank}/{self._heard}"
         try:
             self._store.wait([name], timedelta(seconds=PATIENCE_SECONDS))
         except RuntimeError as error:
-            raise RuntimeError(_line(f"is not at {stage!r} after {PATIENCE_SECONDS:g} s")) from error
+            raise CannotFollow(_line(f"is not at {stage!r} after {PATIENCE_SECONDS:g} s")) from error
         self._heard += 1
         call, given = json.loads(bytes(self._store.get(name)))
         return call, given
@@ -132,7 +152,8 @@ class Guide:
 def _line(where: str) -> str:
     return (
         f"this process began alone, has stayed, and cannot follow a new one to the training, which {where}: before "
-        "it, with stay=True, ranks make the default process group and meet at barriers, nothing else. All begin anew"
+        "it, with stay=True, ranks make the default process group and meet at barriers, nothing else. A new process "
+        "takes its place"
     )
 
 

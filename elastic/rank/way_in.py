@@ -19,9 +19,11 @@ import torch.distributed as dist
 
 from dalsegno.protos import ahead
 
-from .guide import Announcer, Guide, repeatable
+from .exits import EXIT_DRAINED, Drained, insist
+from .guide import Announcer, CannotFollow, Guide, repeatable
+from .remarks import remark
 
-__all__ = ["SESSION", "STATE", "TRAINS", "WayIn", "watch", "way_in"]
+__all__ = ["SESSION", "STATE", "TRAINS", "WayIn", "unwatch", "watch", "way_in"]
 
 SESSION, STATE, TRAINS = "session", "state", "trains"
 """Where a leg of the way ends: the session opens, ``s.state(...)`` is called, the training begins."""
@@ -57,6 +59,8 @@ class WayIn:
         self._barriers = 0
         # Collectives of the group before it, whether it is known how that was made, and whether there was another one.
         self._collectives, self._known, self._second = 0, False, False
+        # Whether ranks exchanged data in the present leg, as far as it was seen.
+        self._talked = False
         self._alone = False
         self._announcer = Announcer()
         self._guide: Guide | None = None
@@ -64,10 +68,18 @@ class WayIn:
     # What is called, in a new process.
 
     def makes(self, given: Mapping[str, Any]) -> None:
-        """The default group is made so."""
+        """The default group is made so. Where that fails, it is made twice, and with other names."""
         self._second = self._second or self._known
         self._made, self._known, self._collectives = given, True, 0
+
+    def begins_to_make(self, given: Mapping[str, Any]) -> None:
+        """The default group is about to be made so. The others may come to it first."""
         self._announcer.group(given)
+
+    def talks(self) -> None:
+        """Ranks exchange data, or make other groups: nobody can do that once more."""
+        self._talked = True
+        self._announcer.talk()
 
     def meets(self) -> None:
         """Ranks meet at a barrier of the default group."""
@@ -85,18 +97,20 @@ class WayIn:
         self._announcer.stage(stage)
         if stage == TRAINS:
             self._announcer.end()
+            unwatch()
 
     def _problem(self, *, there: bool) -> str:
         if self._made is not None and repeatable(self._made) is None:
             return "make the default process group with a store, an init_method or options of their own"
         if self._second or (self._known and not there):
-            return "destroy the default process group"
+            return "make the default process group more than once, or destroy it"
         known = self._collectives + self._barriers
-        return "exchange data" if there and _collectives(known) != known else ""
+        talks = self._talked or (there and _collectives(known) != known)
+        return "exchange data, or make other process groups" if talks else ""
 
     def ours(self) -> None:
         """What was called up to here is called by us in each world."""
-        self._made, self._barriers = None, 0
+        self._made, self._barriers, self._talked = None, 0, False
         self._known = dist.is_initialized()
         self._collectives = _collectives(0) if self._known else 0
 
@@ -112,19 +126,22 @@ class WayIn:
             if leg.problem:
                 return leg.problem
             if leg.unknown and not made_anew:
-                return "make the default process group before dalsegno.elastic is imported: import that first"
+                return (
+                    "make the default process group before dalsegno.elastic is imported, or by another function than "
+                    "init_process_group: import that first, and call this behind it"
+                )
         return ""
 
     def again(self, stage: str) -> None:
         """Makes the calls of the leg that ends there. Collective.
 
         Raises:
-            RuntimeError: This process began alone, and what new ones do cannot be followed.
+            Drained: This process began alone, and what new ones do cannot be followed. Exit code 83.
         """
         if self._alone and int(os.environ["WORLD_SIZE"]) > 1:
             self._guide = self._guide or Guide()
         if self._guide is not None:
-            group, barriers = self._guide.until(stage)
+            group, barriers = self._followed(self._guide, stage)
             self._legs[stage] = Leg(group, barriers)
             if stage == TRAINS:
                 self._guide, self._alone = None, False
@@ -135,6 +152,14 @@ class WayIn:
             dist.init_process_group(**{**leg.group, **place})
         for _ in range(leg.barriers if dist.is_initialized() else 0):
             dist.barrier()
+
+    def _followed(self, guide: Guide, stage: str) -> tuple[Mapping[str, Any] | None, int]:
+        try:
+            return guide.until(stage)
+        except CannotFollow as error:
+            remark("%s", error)
+            insist(EXIT_DRAINED)
+            raise Drained from None
 
 
 def _collectives(otherwise: int) -> int:
@@ -148,17 +173,48 @@ def _collectives(otherwise: int) -> int:
 
 way_in = WayIn()
 """That of this process."""
-_watched: list[Any] = []
+# What we have put in place of functions of `torch.distributed`: owner, name, ours, theirs.
+_watched: list[tuple[Any, str, Any, Any]] = []
+# Those in which ranks exchange data, or whose collectives are in other groups.
+_TALK = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("broadcast", "broadcast_object_list", "gather", "gather_object", "irecv", "isend", "monitored_barrier"),
+    *("new_group", "new_subgroups", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter"),
+    *("scatter_object_list", "send", "split_group"),
+)
 
 
 def watch() -> None:
-    """From now on the group's making and its barriers are noted.
+    """From now on the group's making, its barriers and other collectives are noted, until the training begins.
 
     It happens wherever our library is imported: a process may import it long before it knows that an agent started it.
     """
     if _watched:
         return
-    make, meet = dist.init_process_group, dist.barrier
+    for module in (dist, dist.distributed_c10d):
+        _put(module, "init_process_group", _noted_making)
+        _put(module, "barrier", _noted_barrier)
+        for name in _TALK:
+            _put(module, name, _noted_talk)
+
+
+def unwatch() -> None:
+    """Puts back what was there, but where somebody else has put something since."""
+    for module, name, ours, theirs in _watched:
+        if getattr(module, name, None) is ours:
+            setattr(module, name, theirs)
+    _watched.clear()
+
+
+def _put(module: Any, name: str, around: Any) -> None:
+    theirs = getattr(module, name, None)
+    if theirs is not None:
+        ours = next((one for _, _, one, known in _watched if known is theirs), None) or around(theirs)
+        setattr(module, name, ours)
+        _watched.append((module, name, ours, theirs))
+
+
+def _noted_making(make: Any) -> Any:
     signature = inspect.signature(make)
 
     @functools.wraps(make)
@@ -166,16 +222,35 @@ def watch() -> None:
         running = ahead.running()
         if running is not None:
             running.meet("its group")
-        way_in.makes(signature.bind(*arguments, **options).arguments)
+        try:
+            given = signature.bind(*arguments, **options).arguments
+        except TypeError:
+            given = {}
+        way_in.begins_to_make(given)
+        way_in.makes(given)
         make(*arguments, **options)
 
+    return init_process_group
+
+
+def _noted_barrier(meet: Any) -> Any:
     @functools.wraps(meet)
     def barrier(*arguments: Any, **options: Any) -> Any:
         group = arguments[0] if arguments else options.get("group")
-        if dist.is_initialized() and (group is None or group is dist.group.WORLD):
-            way_in.meets()
+        if dist.is_initialized():
+            if group is None or group is dist.group.WORLD:
+                way_in.meets()
+            else:
+                way_in.talks()
         return meet(*arguments, **options)
 
-    for module in (dist, dist.distributed_c10d):
-        module.init_process_group, module.barrier = init_process_group, barrier  # type: ignore[attr-defined]
-    _watched[:] = [init_process_group, barrier]
+    return barrier
+
+
+def _noted_talk(talk: Any) -> Any:
+    @functools.wraps(talk)
+    def exchange(*arguments: Any, **options: Any) -> Any:
+        way_in.talks()
+        return talk(*arguments, **options)
+
+    return exchange

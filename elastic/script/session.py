@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..data.batches import Batches
+from ..rank.collective import Pending
 from ..rank.way_in import TRAINS, way_in
 from ..training import session as lower
 from ..training.entry import open_session
@@ -78,6 +79,23 @@ class Session(lower.BareSession):
     _trained: Trained | None = None
     _configured = False
     _stepping = False
+
+    # Who stays has no part in what ranks tell each other before the training.
+
+    def sum(self, value: float) -> float:
+        """The sum of ``value`` over all ranks, the same bits on every rank. Collective."""
+        way_in.talks()
+        return super().sum(value)
+
+    def start_sum(self, *values: int) -> Pending:
+        """Begins exact sums of whole numbers over all ranks; ``wait()`` returns them as a list. Collective."""
+        way_in.talks()
+        return super().start_sum(*values)
+
+    def gather(self, message: Any) -> list[Any]:
+        """Every rank's ``message`` (plain JSON values), in rank order, on every rank. Collective."""
+        way_in.talks()
+        return super().gather(message)
 
     def data(
         self,

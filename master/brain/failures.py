@@ -23,7 +23,7 @@ def count(turn: Turn) -> bool:
     failure, doubtful = job.run.budget.pending, job.run.budget.doubtful
     budget = replace(job.run.budget, pending=None, doubtful=())
     turn.update_run(budget=budget)
-    if failure is None or job.world is None:
+    if failure is None or job.world is None or saw_one_go(turn, failure):
         return False
     if doubtful and all(is_there(turn, incarnation) for incarnation in doubtful):
         budget = replace(budget, failures=budget.failures + 1)  # the one before this: nobody was lost then either
@@ -134,6 +134,8 @@ def may_blame_shape(turn: Turn) -> bool:
     world, pending, worked = job.world, job.run.budget.pending, job.run.shapes.worked
     if world is None or pending is None or pending.refused or not worked:
         return False
+    if saw_one_go(turn, pending):
+        return False
     nodes = [job.node_by(member.incarnation) for member in world.members]
     trained = [node is not None and node.trained for node in nodes]
     has_newcomers = any(trained) and not all(trained)
@@ -184,6 +186,14 @@ def weight(failure: Failure) -> tuple[bool, bool]:
 def acquit(turn: Turn) -> None:
     """Notes that the failure was not the script's fault."""
     turn.update_run(budget=replace(turn.job.run.budget, pending=None))
+
+
+def saw_one_go(turn: Turn, failure: Failure) -> bool:
+    """Whether nobody failed by itself before the first step: a node drained, and the others lost it.
+
+    So goes who has stayed and cannot follow new processes to the training.
+    """
+    return failure.elsewhere and not turn.job.told.first_step and MemberState.DRAINED in turn.job.parts.values()
 
 
 def broke_it(turn: Turn, member: Member) -> bool:

@@ -60,9 +60,16 @@ def running(turn: Turn) -> bool:
 def go_without(turn: Turn, leavers: list[str]) -> None:
     """Drains because nodes leave, or because ranks have drained without the master's order: everybody saves and stops.
 
-    Ranks without a session cannot save, so nobody waits for them. After an outage a hello may still be on its way.
+    Ranks without a session cannot save, so nobody waits for them. After an outage a hello may still be on its way. Nor
+    is there anything to save where ranks have drained by themselves before the first step, as those do that have stayed
+    and cannot follow new ones to it.
     """
     job = turn.job
+    if not leavers and not job.told.first_step:
+        drained = [member.node for member in world_of(turn).members if job.part(member) is MemberState.DRAINED]
+        unplanned(turn)
+        turn.cause(f"the workers of {names(drained)} began anew")
+        return
     if leavers and not job.has_session and turn.overdue(turn.live.phase_heard + HELLO_WITHIN_SECONDS):
         go_on_unheard(turn)
         regroup(turn)

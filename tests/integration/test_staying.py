@@ -235,7 +235,7 @@ def test_who_stays_may_get_another_rank(clusters: Clusters, undisturbed: Undistu
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["environment", "file", "behind"])
+@pytest.mark.parametrize("how", ["environment", "file", "behind", "subgroup", "sum"])
 def test_a_group_of_the_scripts_own(clusters: Clusters, undisturbed: Undisturbed, how: str) -> None:
     """A new process makes it before its session, and who stays does so, too. Where it cannot, a line says so."""
     job, first = two_of_three(clusters, agent_environment={"DALSEGNO_TEST_JOINS": how})
@@ -243,9 +243,12 @@ def test_a_group_of_the_scripts_own(clusters: Clusters, undisturbed: Undisturbed
     pid = worker(job, a)
     job.start("c")
     job.wait_world(3, steps=3, after=first)
-    assert (worker(job, a) == pid) is (how != "file")
-    line = "the ranks of this script make the default process group with a store"
-    assert any(line in node.text() for node in job.nodes) is (how == "file")
+    assert (worker(job, a) == pid) is (how in ("environment", "behind"))
+    why = {"file": "make the default process group with a store"}.get(
+        how, "exchange data, or make other process groups"
+    )
+    line = f"stay=True has no effect: before s.steps() the ranks of this script {why}"
+    assert any(line in node.text() for node in job.nodes) is (how in ("file", "subgroup", "sum"))
     end(job, undisturbed)
 
 

@@ -191,9 +191,19 @@ def test_a_group_of_the_scripts_own(clusters: Clusters, undisturbed: Undisturbed
 
 
 @pytest.mark.full
-def test_ranks_that_exchange_data(clusters: Clusters, undisturbed: Undisturbed) -> None:
-    """Who stays does not have them any more."""
-    end(joined(clusters, "sums", stays=False), undisturbed)
+@pytest.mark.parametrize("several", ["", "several,"])
+def test_ranks_that_exchange_data(clusters: Clusters, undisturbed: Undisturbed, several: str) -> None:
+    """Who stays does not have them any more. Who learns that only as it follows is replaced at once."""
+    job = clusters(training=Trained(extra=("--stay", f"--odd={several}sums")))
+    first = job.open("a")
+    pid = worker(job, job.node("a"))
+    job.wait_step(6)
+    job.start("b")
+    job.wait_world(2, steps=3, after=first)
+    assert worker(job, job.node("a")) != pid
+    line = "cannot follow a new one to the training, which exchanges data there"
+    assert any(line in node.text() for node in job.nodes) is bool(several)
+    end(job, undisturbed)
 
 
 @pytest.mark.full

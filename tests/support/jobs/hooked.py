@@ -22,7 +22,8 @@ before what is to happen to it has happened, however busy the machine is. In the
     DALSEGNO_TEST_ARGUMENTS  what its TrainingArguments get besides, in JSON
     DALSEGNO_TEST_KEEPS     something keeps the model that its Trainer of transformers computes with
     DALSEGNO_TEST_JOINS     it makes the default process group first of all; "file": by an init_method of its own;
-                            "behind": its ranks meet behind s.state(...) instead
+                            "subgroup": and another one, which it destroys; "behind", "sum": its ranks meet, or sum
+                            something, behind s.state(...) instead
     DALSEGNO_TEST_TALKS     its ranks meet at a barrier once its TrainingArguments are made; "sum": and sum something
     DALSEGNO_TEST_STRANGE   its DeepSpeed turns out to be one that ours cannot load other ranks' shards into
     DALSEGNO_TEST_LOADERS   read the data in two DataLoader processes, started so: fork, spawn or forkserver
@@ -265,7 +266,7 @@ def talk(how: str) -> None:
     TrainingArguments.__init__ = init
 
 
-def meet_behind_the_state() -> None:
+def meet_behind_the_state(how: str) -> None:
     """Where several ranks do."""
     from dalsegno.elastic.script.session import Session
 
@@ -273,7 +274,9 @@ def meet_behind_the_state() -> None:
 
     def state(self: Any, *given: Any, **options: Any) -> Any:
         found = plain(self, *given, **options)
-        if self.world_size > 1:
+        if how == "sum":
+            self.sum(1.0)
+        elif self.world_size > 1:
             torch.distributed.barrier()
         return found
 
@@ -282,8 +285,8 @@ def meet_behind_the_state() -> None:
 
 def join(how: str) -> None:
     """Makes the default process group, as the environment says or, if so wished, by a file."""
-    if how == "behind":
-        meet_behind_the_state()
+    if how in ("behind", "sum"):
+        meet_behind_the_state(how)
         return
     given: dict[str, Any] = {}
     if how == "file":
@@ -291,6 +294,8 @@ def join(how: str) -> None:
         place = f"file://{Path.cwd()}/group-{port}-{size}"
         given = {"init_method": place, "world_size": int(size), "rank": int(rank)}
     torch.distributed.init_process_group("gloo", **given)
+    if how == "subgroup":
+        torch.distributed.destroy_process_group(torch.distributed.new_group())
 
 
 def be_strange() -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dalsegno.elastic.rank import guide, way_in
+from dalsegno.elastic.rank.exits import EXIT_DRAINED, Drained
 from dalsegno.elastic.rank.guide import Announcer, Guide, repeatable
 from dalsegno.elastic.rank.way_in import SESSION, TRAINS, WayIn
 from dalsegno.elastic.training.staying import none_stays
@@ -53,14 +54,12 @@ def test_nothing_was_called(way: WayIn) -> None:
 
 @pytest.mark.parametrize("given", [("gloo",), ("gloo", "env://")])
 def test_a_group_and_its_barriers(way: WayIn, given: tuple[str, ...]) -> None:
-    """Arguments by place and by name; an asynchronous barrier, and one of another group, which is none of these."""
+    """Arguments by place and by name, and an asynchronous barrier."""
     dist.init_process_group(*given, timeout=timedelta(seconds=77), rank=0, world_size=1)
     dist.barrier()
     way.at(SESSION)
     dist.barrier(async_op=True).wait()  # type: ignore[union-attr]
     dist.barrier(dist.group.WORLD)
-    other = dist.new_group([0])
-    dist.barrier(group=other)
     way.at(TRAINS)
     assert (way.problem(), again(way, SESSION, TRAINS), dist.get_backend()) == ("", [1, 3], "gloo")
 
@@ -106,10 +105,16 @@ def test_the_next_worlds_place(way: WayIn, monkeypatch: pytest.MonkeyPatch) -> N
     ("odd", "line"),
     [
         ("store", "make the default process group with a store, an init_method or options of their own"),
-        ("sum", "exchange data"),
-        ("destroy", "destroy the default process group"),
-        ("destroy and make", "destroy the default process group"),
-        ("unseen", "make the default process group before dalsegno.elastic is imported: import that first"),
+        ("sum", "exchange data, or make other process groups"),
+        ("unseen sum", "exchange data, or make other process groups"),
+        ("subgroup", "exchange data, or make other process groups"),
+        ("destroy", "make the default process group more than once, or destroy it"),
+        ("destroy and make", "make the default process group more than once, or destroy it"),
+        (
+            "unseen",
+            "make the default process group before dalsegno.elastic is imported, or by another function than "
+            "init_process_group: import that first, and call this behind it",
+        ),
     ],
 )
 def test_what_cannot_be_called_again(
@@ -125,6 +130,10 @@ def test_what_cannot_be_called_again(
         dist.init_process_group("gloo")
     if odd == "sum":
         dist.all_reduce(torch.ones(1))
+    if odd == "unseen sum":
+        dist.distributed_c10d._get_default_group().allreduce([torch.ones(1)]).wait()  # type: ignore[attr-defined]
+    if odd == "subgroup":
+        dist.destroy_process_group(dist.new_group([0]))
     if "destroy" in odd:
         dist.destroy_process_group()
     way.at(SESSION)
@@ -211,9 +220,11 @@ def test_who_began_alone_follows(way: WayIn, store: Any, monkeypatch: pytest.Mon
     assert asked == [group, "meets", "meets", "meets"]
 
 
-@pytest.mark.parametrize("word", ["", "other", "state", "twice"])
-def test_who_cannot_follow(way: WayIn, store: Any, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
-    """One line, instead of a wait without an end."""
+@pytest.mark.parametrize("word", ["", "other", "state", "twice", "talk"])
+def test_who_cannot_follow(
+    way: WayIn, store: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    """One line, instead of a wait without an end; a new process takes its place."""
     way.at(SESSION)
     way.at(TRAINS)
     new = announcer(monkeypatch)
@@ -222,6 +233,8 @@ def test_who_cannot_follow(way: WayIn, store: Any, monkeypatch: pytest.MonkeyPat
     elif word == "twice":
         new.group({})
         new.group({})
+    elif word == "talk":
+        new.talk()
     elif word:
         new.stage(word)
     monkeypatch.setenv("RANK", "0")
@@ -229,11 +242,16 @@ def test_who_cannot_follow(way: WayIn, store: Any, monkeypatch: pytest.MonkeyPat
         "": "which is not at 'session' after 0.2 s",
         "other": "which makes the default process group with a store, an init_method or options of its own",
         "twice": "which makes the default process group more than once",
+        "talk": "which exchanges data there, or makes other process groups",
         "state": "which is at 'state', where it should come to 'session'",
     }[word]
     monkeypatch.setattr(dist, "init_process_group", lambda **given: None)
-    with pytest.raises(RuntimeError, match=f"cannot follow a new one to the training, {where}"):
+    insisted: list[int] = []
+    monkeypatch.setattr(way_in, "insist", insisted.append)
+    with pytest.raises(Drained):
         way.again(SESSION)
+    assert insisted == [EXIT_DRAINED]
+    assert f"cannot follow a new one to the training, {where}" in capsys.readouterr().out
 
 
 def test_who_says_nothing(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,3 +276,38 @@ def test_a_guide_of_the_other_rank(store: Any, monkeypatch: pytest.MonkeyPatch) 
     announcer(monkeypatch, rank=0).stage(SESSION)
     monkeypatch.setenv("RANK", "1")
     assert Guide().until(SESSION) == (None, 0)
+
+
+def test_a_group_that_cannot_be_made(way: WayIn) -> None:
+    """As where a script tries another backend then: the second one has other names."""
+    with pytest.raises((RuntimeError, ValueError)):
+        dist.init_process_group("nccl", timeout=timedelta(seconds=1))
+    dist.init_process_group("gloo")
+    way.at(SESSION)
+    way.at(TRAINS)
+    assert way.problem() == "make the default process group more than once, or destroy it"
+
+
+def test_who_follows_cannot_make_it_either(way: WayIn, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    announcer(monkeypatch).group({"backend": "nccl"})
+    monkeypatch.setenv("RANK", "0")
+
+    def make(**given: Any) -> None:
+        raise ValueError("there is no card")
+
+    monkeypatch.setattr(dist, "init_process_group", make)
+    with pytest.raises(guide.CannotFollow, match=r"cannot be made here \(there is no card\)"):
+        Guide().until(SESSION)
+
+
+def test_torch_is_as_it_was_once_ranks_train(way: WayIn) -> None:
+    """And its own errors are those of wrong arguments."""
+    ours = dist.barrier, dist.all_reduce, dist.init_process_group
+    for given in ({"timeout": 60}, {"what": 1}):
+        with pytest.raises(TypeError) as wrong:
+            dist.init_process_group("gloo", **given)  # type: ignore[arg-type]
+        assert "total_seconds" not in str(wrong.value)
+    way.at(TRAINS)
+    theirs = dist.barrier, dist.all_reduce, dist.init_process_group
+    assert all(one.__wrapped__ is other for one, other in zip(ours, theirs, strict=True))  # type: ignore[attr-defined]
+    assert dist.distributed_c10d.barrier is dist.barrier

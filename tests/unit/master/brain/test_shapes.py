@@ -6,6 +6,7 @@ import pytest
 
 from dalsegno.master.brain.shapes import LIVED_SECONDS, RETRY_SECONDS
 from dalsegno.master.brain.state import Phase
+from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import COUNTED_BY_TORCHRUN
 from tests.support.jobs.masters import Driven, Node, all_join, settings
 
@@ -429,3 +430,25 @@ def test_a_pause_between_restarts_is_bounded_and_holds_up_nothing_planned() -> N
     b.leave()
     job.wait(1)
     assert b.order == "release"
+
+
+@pytest.mark.parametrize("told", ["nothing", "of a peer", "first of a peer"])
+def test_who_cannot_take_part_is_replaced_and_the_newcomer_trains(told: str) -> None:
+    """Ranks that drain by themselves before the first step begin anew at once: nobody waits, or is left out."""
+    job, a, b = pair()
+    c = joins(job, [a, b])
+    assert set(job.members) == {a.name, b.name, c.name}
+    lost = control_pb2.FailureRequest(caller=c.caller(), kind=control_pb2.FAILURE_KIND_PEER, message="a peer")
+    if told == "first of a peer":
+        assert job.call(lost).code == "OK"
+    assert job.job.world is not None
+    a.drained(job.job.world.resumed_step)
+    if told == "of a peer":
+        job.call(lost)
+    all_join([a, b, c])
+    job.wait(1)
+    assert (job.phase, set(job.members)) == (Phase.RUNNING, {a.name, b.name, c.name})
+    assert "is a spare" not in job.notices
+    a.step(5)
+    if told == "nothing":
+        assert f"the workers of {a.name} began anew" in job.notices
