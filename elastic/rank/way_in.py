@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +61,7 @@ class WayIn:
         # Collectives of the group before it, whether it is known how that was made, and whether there was another one.
         self._collectives, self._known, self._second = 0, False, False
         # Whether ranks exchanged data in the present leg, as far as it was seen.
-        self._talked = False
+        self._talked = self._by_us = False
         self._alone = False
         self._announcer = Announcer()
         self._guide: Guide | None = None
@@ -78,8 +79,18 @@ class WayIn:
 
     def talks(self) -> None:
         """Ranks exchange data, or make other groups: nobody can do that once more."""
-        self._talked = True
-        self._announcer.talk()
+        if not self._by_us:
+            self._talked = True
+            self._announcer.talk()
+
+    @contextmanager
+    def by_us(self) -> Iterator[None]:
+        """What ranks exchange inside is ours: who stays exchanges it, too."""
+        before, self._by_us = self._by_us, True
+        try:
+            yield
+        finally:
+            self._by_us = before
 
     def meets(self) -> None:
         """Ranks meet at a barrier of the default group."""

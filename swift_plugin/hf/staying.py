@@ -116,7 +116,6 @@ class Worlds:
 
     def begun(self, session: Session) -> None:
         """The Trainer is elastic in this world."""
-        way_in.ours()
         if not self.stayed:
             now = _arguments(self._trainer.args)
             self._ours = frozenset(name for name in now if now[name] is not self._given.get(name))

@@ -75,7 +75,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
 
     def _begin(self, options: Options) -> None:
         """Becomes elastic in the world that this process has now. Collective."""
-        run = ElasticRun(self, session(), options)
+        with way_in.by_us():
+            run = ElasticRun(self, session(), options)
         args, plan = self.args, run.plan
         self.elastic_run = run
         args.gradient_accumulation_steps = plan.accumulation
