@@ -24,7 +24,7 @@ __all__ = ["Announcer", "CannotFollow", "Guide", "repeatable"]
 # Seconds for the next word. A new process has its place by then, but may have to read its data first.
 PATIENCE_SECONDS = 180.0
 # No script meets as often before it trains. One that never trains in a loop of ours says no more then.
-MOST_WORDS = 64
+MOST_WORDS = 1000
 _GROUP, _BARRIER, _OTHER, _TALK = "group", "barrier", "other", "talk"
 _ODD = {
     _GROUP: "makes the default process group more than once",

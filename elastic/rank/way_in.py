@@ -69,12 +69,9 @@ class WayIn:
     # What is called, in a new process.
 
     def makes(self, given: Mapping[str, Any]) -> None:
-        """The default group is made so. Where that fails, it is made twice, and with other names."""
+        """The default group is about to be made so. If that fails, it is made twice, and then it has other names."""
         self._second = self._second or self._known
         self._made, self._known, self._collectives = given, True, 0
-
-    def begins_to_make(self, given: Mapping[str, Any]) -> None:
-        """The default group is about to be made so. The others may come to it first."""
         self._announcer.group(given)
 
     def talks(self) -> None:
@@ -237,7 +234,6 @@ def _noted_making(make: Any) -> Any:
             given = signature.bind(*arguments, **options).arguments
         except TypeError:
             given = {}
-        way_in.begins_to_make(given)
         way_in.makes(given)
         make(*arguments, **options)
 
