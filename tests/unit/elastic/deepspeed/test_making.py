@@ -216,6 +216,9 @@ def test_parameters_that_all_load_next_are_cut_and_not_sent(monkeypatch: pytest.
     spared = ["known", "cut"] if known else ["sent"]
     making.send_nothing(config)
     assert make(config, "good") == spared
+    called.clear()
+    init(None, "made without an engine", None, {})
+    assert called == ([] if known else ["sent"])
     assert make(config, "good") == (["sent"] if known else ["sent", "sent"])
     making.send_nothing(config)
     assert make(config, "bad") == [*spared, "failed"]
