@@ -19,8 +19,9 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
+from dalsegno.protos.replacements import Replacements
+
 from .looked import Looked
-from .replacements import Replacements
 
 __all__ = ["Holds"]
 

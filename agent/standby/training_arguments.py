@@ -23,8 +23,7 @@ from typing import Any
 from dalsegno.protos.ahead import Ahead
 from dalsegno.protos.contract import is_of_a_world
 from dalsegno.protos.imported import when_imported
-
-from .replacements import Replacements
+from dalsegno.protos.replacements import Replacements
 
 __all__ = ["TrainingArgumentsAhead"]
 

@@ -166,7 +166,6 @@ def send_nothing(config: Mapping[str, Any]) -> None:
     known = getattr(DeepSpeedEngine, _SENDS, None)
     if known is None:
         return
-    make_stage_3_in_silence()
     _loaded_next[:] = [config]
     if getattr(known, "__module__", "") == __name__:
         return

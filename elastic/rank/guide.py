@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,8 @@ class Announcer:
     """Says what this process calls, until it trains."""
 
     def __init__(self) -> None:
-        self._said, self._store = 0, cast(Any, None)
+        self._said = 0
+        self._store: Any = None
 
     def group(self, given: Mapping[str, Any]) -> None:
         """The group is made."""
@@ -90,8 +91,9 @@ class Announcer:
         self._said, self._store = MOST_WORDS, None
 
     def _is_heard(self) -> bool:
-        several = bool(os.environ.get(Variable.SOCKET)) and int(os.environ.get("WORLD_SIZE", "1")) > 1
-        return several and self._said < MOST_WORDS and int(os.environ["RANK"]) < 2
+        if self._said >= MOST_WORDS or not os.environ.get(Variable.SOCKET):
+            return False
+        return int(os.environ.get("WORLD_SIZE", "1")) > 1 and int(os.environ["RANK"]) < 2
 
     def _say(self, call: str, given: Any = None) -> None:
         if not self._is_heard():

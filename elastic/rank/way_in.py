@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dalsegno.protos import ahead
+from dalsegno.protos.replacements import Replacements
 
 from .exits import EXIT_DRAINED, Drained, insist
 from .guide import Announcer, CannotFollow, Guide, repeatable
@@ -181,8 +182,8 @@ def _collectives(otherwise: int) -> int:
 
 way_in = WayIn()
 """That of this process."""
-# What we have put in place of functions of `torch.distributed`: owner, name, ours, theirs.
-_watched: list[tuple[Any, str, Any, Any]] = []
+# What we have put in place of functions of `torch.distributed`; empty: nobody watches.
+_watching: list[Replacements] = []
 # Those in which ranks exchange data, or whose collectives are in other groups.
 _TALK = (
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
@@ -197,29 +198,22 @@ def watch() -> None:
 
     It happens wherever our library is imported: a process may import it long before it knows that an agent started it.
     """
-    if _watched:
+    if _watching:
         return
-    for module in (dist, dist.distributed_c10d):
-        _put(module, "init_process_group", _noted_making)
-        _put(module, "barrier", _noted_barrier)
-        for name in _TALK:
-            _put(module, name, _noted_talk)
+    replaced = Replacements()
+    for name, around in {**dict.fromkeys(_TALK, _noted_talk), **_NOTED}.items():
+        made: dict[Any, Any] = {}  # The same function has one in its place in both modules.
+        for module in (dist, dist.distributed_c10d):
+            theirs = getattr(module, name, None)
+            if theirs is not None:
+                replaced.put(module, name, made.setdefault(theirs, around(theirs)))
+    _watching.append(replaced)
 
 
 def unwatch() -> None:
     """Puts back what was there, but where somebody else has put something since."""
-    for module, name, ours, theirs in _watched:
-        if getattr(module, name, None) is ours:
-            setattr(module, name, theirs)
-    _watched.clear()
-
-
-def _put(module: Any, name: str, around: Any) -> None:
-    theirs = getattr(module, name, None)
-    if theirs is not None:
-        ours = next((one for _, _, one, known in _watched if known is theirs), None) or around(theirs)
-        setattr(module, name, ours)
-        _watched.append((module, name, ours, theirs))
+    while _watching:
+        _watching.pop().put_back()
 
 
 def _noted_making(make: Any) -> Any:
@@ -261,3 +255,6 @@ def _noted_talk(talk: Any) -> Any:
         return talk(*arguments, **options)
 
     return exchange
+
+
+_NOTED = {"init_process_group": _noted_making, "barrier": _noted_barrier}

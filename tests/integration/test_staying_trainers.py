@@ -165,8 +165,11 @@ def test_ranks_of_a_node_that_stays(clusters: Clusters, undisturbed: Undisturbed
     end(job, undisturbed)
 
 
-def joined(clusters: Clusters, odd: str, *, stays: bool) -> Cluster:
-    """A job of one node that another one has joined; `stays`: whether the first one's process is the same then."""
+def joined(clusters: Clusters, odd: str, *, stays: bool, began_anew: bool = False) -> Cluster:
+    """A job of one node that another one has joined; `stays`: whether the first one's process is the same then.
+
+    `began_anew`: the world had to be made once more.
+    """
     job = clusters(training=Trained(extra=("--stay", f"--odd={odd}")))
     first = job.open("a")
     (a,) = job.nodes
@@ -175,7 +178,7 @@ def joined(clusters: Clusters, odd: str, *, stays: bool) -> Cluster:
     job.start("b")
     second = job.wait_world(2, steps=3, after=first)
     assert (worker(job, a) == pid) is stays
-    assert job.change(second).cause == "b joined"
+    assert (job.change(second).cause == "b joined") is not began_anew
     return job
 
 
@@ -194,13 +197,7 @@ def test_a_group_of_the_scripts_own(clusters: Clusters, undisturbed: Undisturbed
 @pytest.mark.parametrize("several", ["", "several,"])
 def test_ranks_that_exchange_data(clusters: Clusters, undisturbed: Undisturbed, several: str) -> None:
     """Who stays does not have them any more. Who learns that only as it follows is replaced at once."""
-    job = clusters(training=Trained(extra=("--stay", f"--odd={several}sums")))
-    first = job.open("a")
-    pid = worker(job, job.node("a"))
-    job.wait_step(6)
-    job.start("b")
-    job.wait_world(2, steps=3, after=first)
-    assert worker(job, job.node("a")) != pid
+    job = joined(clusters, f"{several}sums", stays=False, began_anew=bool(several))
     line = "cannot follow a new one to the training, which exchanges data there"
     assert any(line in node.text() for node in job.nodes) is bool(several)
     end(job, undisturbed)

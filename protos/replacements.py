@@ -1,4 +1,4 @@
-"""Attributes of other people's modules and classes that are replaced for a while."""
+"""Attributes of other people's modules and classes that are replaced for a while, by an agent or by a session."""
 
 from __future__ import annotations
 
