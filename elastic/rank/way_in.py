@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -32,6 +33,8 @@ SESSION, STATE, TRAINS = "session", "state", "trains"
 
 # What the environment says of each world; scripts often hand it on.
 _PLACE = {"rank": "RANK", "world_size": "WORLD_SIZE"}
+# A new process still has to import its libraries and to read its data, where this one is at once.
+_PATIENCE = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class WayIn:
         self._alone = False
         self._announcer = Announcer()
         self._guide: Guide | None = None
+        # The script's own for the group, which has a longer one until all train; None: it has the script's.
+        self._timeout: timedelta | None = None
 
     # What is called, in a new process.
 
@@ -157,10 +162,20 @@ class WayIn:
             return
         leg = self._legs.get(stage, Leg())
         if leg.group is not None and not dist.is_initialized():
-            place = {name: int(os.environ[variable]) for name, variable in _PLACE.items() if name in leg.group}
-            dist.init_process_group(**{**leg.group, **place})
+            self._make(leg.group)
         for _ in range(leg.barriers if dist.is_initialized() else 0):
             dist.barrier()
+        if stage == TRAINS and self._timeout is not None and dist.is_initialized():
+            dist.distributed_c10d._set_pg_timeout(self._timeout)  # type: ignore[attr-defined]
+            self._timeout = None
+
+    def _make(self, given: Mapping[str, Any]) -> None:
+        """Makes the group. It waits for new processes, also if the script allows its ranks less."""
+        options = {**given, **{name: int(os.environ[_PLACE[name]]) for name in _PLACE if name in given}}
+        timeout = options.get("timeout")
+        if isinstance(timeout, timedelta) and timeout < _PATIENCE:
+            self._timeout, options["timeout"] = timeout, _PATIENCE
+        dist.init_process_group(**options)
 
     def _followed(self, guide: Guide, stage: str) -> tuple[Mapping[str, Any] | None, int]:
         try:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -15,6 +19,7 @@ from dalsegno.elastic.rank.exits import EXIT_DRAINED, Drained
 from dalsegno.elastic.rank.guide import Announcer, Guide, repeatable
 from dalsegno.elastic.rank.way_in import SESSION, TRAINS, WayIn
 from dalsegno.elastic.training.staying import none_stays
+from tests.support.jobs.ports import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +67,44 @@ def test_a_group_and_its_barriers(way: WayIn, given: tuple[str, ...]) -> None:
     dist.barrier(dist.group.WORLD)
     way.at(TRAINS)
     assert (way.problem(), again(way, SESSION, TRAINS), dist.get_backend()) == ("", [1, 3], "gloo")
+
+
+# What a slow one does, and when, in seconds.
+SLOW = {2.0: "make", 4.0: "meet"}
+NEWCOMER = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+for line in sys.stdin:
+    if "make" in line:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.barrier() if "meet" in line else None
+"""
+
+
+def test_new_ones_are_waited_for(way: WayIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the script allows its ranks less than they need: those that train again have what it allows."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=1))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    dist.barrier()  # of two ranks, for all that this way knows
+    way.at(TRAINS)
+    dist.destroy_process_group()
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    environment = {**os.environ, "RANK": "1"}
+    with subprocess.Popen([sys.executable, "-c", NEWCOMER], env=environment, stdin=subprocess.PIPE, text=True) as new:
+        assert new.stdin is not None
+        said = [threading.Timer(at, print, [line], {"file": new.stdin, "flush": True}) for at, line in SLOW.items()]
+        for timer in said:
+            timer.start()
+        try:
+            way.again(TRAINS)
+            with pytest.raises(RuntimeError):
+                dist.barrier()
+            assert new.poll() is None
+        finally:
+            for timer in said:
+                timer.cancel()
+            new.kill()
 
 
 def test_a_group_that_is_made_behind_the_session(way: WayIn) -> None:
@@ -194,7 +237,7 @@ def test_who_began_alone_follows(way: WayIn, store: Any, monkeypatch: pytest.Mon
     way.at(SESSION)
     way.at(TRAINS)
     new = announcer(monkeypatch)
-    new.group({"backend": "gloo", "timeout": timedelta(seconds=55)})
+    new.group({"backend": "gloo", "timeout": timedelta(minutes=55)})
     new.barrier()
     new.stage(SESSION)
     new.barrier()
@@ -208,7 +251,7 @@ def test_who_began_alone_follows(way: WayIn, store: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(dist, "is_initialized", lambda: there[0])
     monkeypatch.setattr(dist, "init_process_group", lambda **given: (asked.append(given), there.__setitem__(0, True)))
     monkeypatch.setattr(dist, "barrier", lambda: asked.append("meets"))
-    group = {"backend": "gloo", "timeout": timedelta(seconds=55)}
+    group = {"backend": "gloo", "timeout": timedelta(minutes=55)}
     way.again(SESSION)
     assert asked == [group, "meets"]
     way.again(TRAINS)
