@@ -27,7 +27,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import common
 
 from benchmarks.pause_steps import note_step, number_of_start
-from dalsegno.elastic import Accumulation, Batches, BatchPlan, Callback, ElasticSampler, Trainer, TrainingState, session
+from dalsegno.elastic import (
+    FSDP,
+    Accumulation,
+    Batches,
+    BatchPlan,
+    Callback,
+    ElasticSampler,
+    Trainer,
+    TrainingState,
+    session,
+)
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.trace import mark
 
@@ -60,11 +70,15 @@ class Rows(torch.utils.data.Dataset[Tensor]):
         return torch.sin(self._places * (index + 1))
 
 
+class Block(nn.Sequential):
+    """Layers that FSDP gathers together."""
+
+
 def make_model(flags: argparse.Namespace) -> nn.Sequential:
     torch.manual_seed(SEED)
     layers = [Layer(flags.width) for _ in range(flags.layers)]
     size = -(-flags.layers // BLOCKS)
-    return nn.Sequential(*(nn.Sequential(*layers[at : at + size]) for at in range(0, flags.layers, size)))
+    return nn.Sequential(*(Block(*layers[at : at + size]) for at in range(0, flags.layers, size)))
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -129,8 +143,8 @@ class Paced(Callback):
         self._log.close()
 
 
-def staying(flags: argparse.Namespace) -> None:
-    """The same training of DDP by a Trainer, in processes that stay."""
+def by_trainer(flags: argparse.Namespace) -> None:
+    """The same training by a Trainer: of FSDP2, or of DDP in processes that stay."""
     model, paced = make_model(flags), Paced(flags)
     mark("model built")
 
@@ -144,11 +158,12 @@ def staying(flags: argparse.Namespace) -> None:
         Rows(flags.width),
         optimizer=make_optimizer,
         loss=loss,
+        strategy=FSDP(blocks=(Block,)) if flags.framework == "fsdp2" else flags.framework,
         global_batch_size=GLOBAL_BATCH,
         max_micro_batch_size=GLOBAL_BATCH,
         max_steps=flags.steps,
         seed=SEED,
-        stay=True,
+        stay=flags.stay,
         callbacks=[paced],
         log_every=flags.steps,
         progress=False,
@@ -160,8 +175,8 @@ def elastic(flags: argparse.Namespace) -> None:
     """The script that `dlrover-run` runs."""
     if flags.framework == "hf":
         by_hugging_face(flags)
-    elif flags.stay:
-        staying(flags)
+    elif flags.stay or flags.framework == "fsdp2":
+        by_trainer(flags)
     elif flags.framework.startswith("zero"):
         engines(flags)
     else:
@@ -177,7 +192,7 @@ def by_hugging_face(flags: argparse.Namespace) -> None:
 
 
 def lower(flags: argparse.Namespace) -> None:
-    """DDP and FSDP2, with calls of the lower layer."""
+    """DDP, with calls of the lower layer."""
     s = session()
     # Before the first need of a place, so that a newcomer has it when the others stop.
     model = make_model(flags).to(device())
@@ -185,12 +200,12 @@ def lower(flags: argparse.Namespace) -> None:
     rows = Rows(flags.width)
     sampler = ElasticSampler(len(rows), GLOBAL_BATCH, seed=SEED)
     plan = BatchPlan(GLOBAL_BATCH, s.world_size, GLOBAL_BATCH)
-    train, accumulate, options = _elastic_torch(flags, s, model)
+    train, accumulate, state = _elastic_ddp(s, model)
     batches: Batches[Tensor] = Batches(rows, sampler, plan, s.rank, scale="ddp", resume=s.resume)
     log = common.StepLog(flags.step_log, rank=s.rank, world_size=s.world_size, epoch=s.epoch)
     # As the steps of a model on a card are long beside what surrounds them.
     clock = common.StepClock(flags.step_time)
-    for batch in s.steps(batches, max_steps=flags.steps, seed=SEED, **cadence(flags), **options):
+    for batch in s.steps(batches, max_steps=flags.steps, seed=SEED, save=state.write, **cadence(flags)):
         loss = 0.0
         for micro in accumulate(batch):
             loss += train(micro)
@@ -199,31 +214,13 @@ def lower(flags: argparse.Namespace) -> None:
         note_step(log, batch.step, loss)
 
 
-def _elastic_torch(flags: argparse.Namespace, s: Any, model: nn.Sequential) -> tuple[Any, Any, dict[str, Any]]:
+def _elastic_ddp(s: Any, model: nn.Sequential) -> tuple[Any, Any, TrainingState]:
     where = device()
     join()
-    if flags.framework == "ddp":
-        optimizer = make_optimizer(model)
-        state = TrainingState(s, model=model, optimizer=optimizer)
-        state.load()
-        wrapped: Any = DistributedDataParallel(model)
-        options: dict[str, Any] = {"save": state.write}
-    else:
-        from dalsegno.elastic.trainer import fsdp
-
-        wrapped = shard(model)
-        optimizer = make_optimizer(wrapped)
-        if s.resume is not None:
-            mark("built")
-            fsdp.load(s.resume.path, wrapped, optimizer)
-            mark("loaded")
-
-        def save(path: Path) -> None:
-            for name, content in fsdp.files(wrapped, optimizer).items():
-                (path / name).parent.mkdir(parents=True, exist_ok=True)
-                torch.save(content, path / name)
-
-        options = {"save": save, "strategy": "fsdp", "any_world_size": True}
+    optimizer = make_optimizer(model)
+    state = TrainingState(s, model=model, optimizer=optimizer)
+    state.load()
+    wrapped = DistributedDataParallel(model)
     mark("engine built")
 
     def train(micro: Any) -> float:
@@ -232,7 +229,7 @@ def _elastic_torch(flags: argparse.Namespace, s: Any, model: nn.Sequential) -> t
         return float(loss.detach())
 
     accumulate = Accumulation(wrapped, optimizer)
-    return train, _Stepping(accumulate, optimizer), options
+    return train, _Stepping(accumulate, optimizer), state
 
 
 class _Stepping:

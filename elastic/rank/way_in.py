@@ -166,7 +166,7 @@ class WayIn:
         for _ in range(leg.barriers if dist.is_initialized() else 0):
             dist.barrier()
         if stage == TRAINS and self._timeout is not None and dist.is_initialized():
-            dist.distributed_c10d._set_pg_timeout(self._timeout)  # type: ignore[attr-defined]
+            dist.distributed_c10d._set_pg_timeout(self._timeout)
             self._timeout = None
 
     def _make(self, given: Mapping[str, Any]) -> None:
