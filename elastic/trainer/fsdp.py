@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from dalsegno.protos.trace import mark
 
 from ..rank.process_group import init_process_group
+from ..saving.bundles import Bundle
 from ..saving.optimizers import check_sharded, say_added
 from ..saving.replicas import check_whole, loadable
 from ..training.reading_state import check_same_dtypes, check_same_names, read_tensors
@@ -152,6 +153,7 @@ class FSDP(Strategy):
             loadable(content, path)
 
 
+@torch.no_grad()  # Otherwise each tensor's rows would be taken through autograd.
 def files(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """This rank's rows and, on rank 0, what is alike on all ranks, by path. No collective.
 
@@ -186,20 +188,21 @@ def files(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
                 )
             else:
                 unsharded.setdefault(name, {})[key] = value
-    found: dict[str, Any] = {f"{DIRECTORY}/rank-{rank}.pt": rows}
+    found: dict[str, Any] = {_file_of(rank): Bundle(rows)}
     if rank == 0:
         groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-        found[SHARED_FILE] = {
-            "version": _LAYOUT_VERSION,
-            "world_size": world_size,
-            "shapes": shapes,
-            "rest": _rest(model),
-            "optimizer": {"groups": groups, "whole": unsharded},
-            "frozen": frozen(model),
-        }
+        found[SHARED_FILE] = Bundle(
+            version=_LAYOUT_VERSION,
+            world_size=world_size,
+            shapes=shapes,
+            rest=_rest(model),
+            optimizer={"groups": groups, "whole": unsharded},
+            frozen=frozen(model),
+        )
     return found
 
 
+@torch.no_grad()
 def load(path: Path, model: nn.Module, optimizer: Optimizer, *, cast: bool = False) -> list[str] | None:
     """Fills a sharded model and its optimizer, in any world, reading only this rank's rows. No collective.
 
@@ -224,10 +227,9 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer, *, cast: bool = Fal
         if not cast:
             there = {key.removeprefix("model/"): shards.example(key) for key in saved}
             check_same_dtypes({**there, **shared["rest"]}, {**dict(model.named_parameters()), **rest})
-        with torch.no_grad():
-            for key, parameter in sharded.items():
-                start, local = _place(parameter)
-                shards.fill(local, key, list(parameter.shape), start)
+        for key, parameter in sharded.items():
+            start, local = _place(parameter)
+            shards.fill(local, key, list(parameter.shape), start)
         model.load_state_dict(shared["rest"], strict=False)
         _load_optimizer(shared["optimizer"], optimizer, model, shards, cast)
     names: list[str] | None = shared.get("frozen")
@@ -261,10 +263,7 @@ class _Shards:
 
     def __init__(self, path: Path, shared: Mapping[str, Any], files: ExitStack) -> None:
         self._shapes: Mapping[str, list[int]] = shared["shapes"]
-        self._ranks = [
-            torch.load(path / DIRECTORY / f"rank-{rank}.pt", map_location="cpu", mmap=True, weights_only=True)
-            for rank in range(shared["world_size"])
-        ]
+        self._ranks = [read_tensors(path / _file_of(rank)) for rank in range(shared["world_size"])]
         files.callback(self._ranks.clear)  # each mapping ends with its last tensor
         self._path = path
         # Keys of the optimizer's sharded state, by parameter: looking through all for each takes seconds for thousands.
@@ -316,6 +315,10 @@ class _Shards:
             shape=parameter.shape,
             stride=parameter.stride(),
         )
+
+
+def _file_of(rank: int) -> str:
+    return f"{DIRECTORY}/rank-{rank}.pt"
 
 
 def _reshard(model: nn.Module) -> None:

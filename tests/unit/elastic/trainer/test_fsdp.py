@@ -1,0 +1,62 @@
+"""What FSDP's ranks write, and how it is read again: in a world of one rank."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dalsegno.elastic.saving.writing import write_files
+from dalsegno.elastic.trainer import fsdp
+
+LAYERS = 40
+
+
+@pytest.fixture(autouse=True)
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def made(seed: int, *, trained: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    fully_shard = pytest.importorskip("torch.distributed.fsdp").fully_shard
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(LAYERS)), nn.BatchNorm1d(3))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if trained:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return model, optimizer
+
+
+def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[float]]:
+    found: list[Any] = [*model.state_dict().values()]
+    found += [value for each in optimizer.state.values() for _, value in sorted(each.items())]
+    return [getattr(value, "_local_tensor", value).flatten().tolist() for value in found]
+
+
+@pytest.mark.parametrize("form", ["ours", "of earlier versions"])
+def test_what_was_written_is_read_again(tmp_path: Path, form: str) -> None:
+    model, optimizer = made(1, trained=True)
+    content = fsdp.files(model, optimizer)
+    if form == "ours":
+        write_files(tmp_path, content)
+    else:
+        (tmp_path / fsdp.DIRECTORY).mkdir()
+        for name, file in content.items():
+            torch.save({**file}, tmp_path / name)
+    other = made(2, trained=False)
+    assert fsdp.load(tmp_path, *other) == []
+    assert values(*other) == values(model, optimizer)
+    # Thousands of tensors one by one cost more than their bytes.
+    pieces = [len(zipfile.ZipFile(tmp_path / name).namelist()) for name in content]
+    assert all((count < LAYERS) is (form == "ours") for count in pieces)
