@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from .bundles import Bundle
+
 # Wrappers put these prefixes before the names of what they wrap.
 _PREFIXES = ("module.", "_orig_mod.")
 
@@ -162,7 +164,7 @@ def _plain(value: Any) -> bool:
         return kind not in (Tensor, nn.Parameter) or (value.layout is torch.strided and not value.is_quantized)
     if kind is int:
         return not abs(value) >> 63
-    if kind is dict or (kind is OrderedDict and set(vars(value)) <= {"_metadata"}):
+    if kind in (dict, Bundle) or (kind is OrderedDict and set(vars(value)) <= {"_metadata"}):
         return all(map(_plain, value)) and all(map(_plain, value.values()))
     return kind in (list, tuple) and all(map(_plain, value))
 
@@ -173,7 +175,7 @@ def _skeleton(value: Any, empty: dict[torch.dtype, Tensor]) -> Any:
         if value.dtype not in empty:
             empty[value.dtype] = torch.empty(0, dtype=value.dtype)
         return empty[value.dtype]
-    if type(value) in (dict, OrderedDict):
+    if type(value) in (dict, OrderedDict, Bundle):
         kind = type(value)
         return kind((key, _skeleton(item, empty)) for key, item in value.items())
     if type(value) in (list, tuple):

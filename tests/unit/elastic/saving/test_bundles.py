@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dalsegno.elastic.saving import bundles
 from dalsegno.elastic.saving.bundles import Bundle, unpacked
+from dalsegno.elastic.saving.replicas import loadable
 from dalsegno.elastic.saving.staging import HostBuffers
 from dalsegno.elastic.saving.writing import SummedFile, save
 
@@ -126,6 +127,24 @@ def test_a_copy_in_host_memory_is_still_packed(tmp_path: Path) -> None:
     assert bundles.MARK in torch.load(tmp_path / "packed", weights_only=True)
     torch.save(content, tmp_path / "plain")
     assert same(torch.load(tmp_path / "plain", weights_only=True), OrderedDict(content))
+
+
+def test_whether_it_can_be_loaded_is_asked_without_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is surely loaded nothing is written; of anything else its tensors are not."""
+    content = Bundle(rows={"a": {"start": 0, "value": torch.ones(1 << 16)}})
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", None)
+        loadable(content, "it")
+    written: list[int] = []
+    torch_save = torch.save
+
+    def noted(given: Any, file: Any) -> None:
+        torch_save(given, file)
+        written.append(file.tell())
+
+    monkeypatch.setattr(torch, "save", noted)
+    loadable(Bundle(content, dtype=torch.float32), "it")
+    assert [size < 1 << 16 for size in written] == [True]
 
 
 def test_what_is_no_bundle_stays_as_it_is() -> None:
