@@ -113,11 +113,12 @@ class FSDP(Strategy):
         if resume is None:
             return {}
         mark("built")
-        self._had_frozen = load(resume.path, model, self.optimizer, cast=self._cast)
+        shared = load(resume.path, model, self.optimizer, cast=self._cast)
         mark("loaded")
         self._resumed = resume.ref.name
-        # Earlier versions had none.
-        self._unlisted.load(read_tensors(resume.path / SHARED_FILE).get("unlisted", {}))
+        # Earlier versions had neither of them.
+        self._had_frozen = shared.get("frozen")
+        self._unlisted.load(shared.get("unlisted", {}))
         return load_trainer_state(resume.path, self.scheduler, self.loss_scale)
 
     def backward(self, loss: Tensor) -> None:
@@ -203,19 +204,19 @@ def files(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load(path: Path, model: nn.Module, optimizer: Optimizer, *, cast: bool = False) -> list[str] | None:
+def load(path: Path, model: nn.Module, optimizer: Optimizer, *, cast: bool = False) -> Mapping[str, Any]:
     """Fills a sharded model and its optimizer, in any world, reading only this rank's rows. No collective.
 
     Args:
         cast: Convert weights that were saved with another dtype.
 
     Returns:
-        Names of parameters that were not trained when it was saved; None: the checkpoint does not say.
+        What is alike on all ranks, as `files` has it. Its tensors are mapped: keep none of them.
 
     Raises:
         ValueError: The checkpoint is of another model or optimizer, or incomplete.
     """
-    shared = read_tensors(path / SHARED_FILE)
+    shared: Mapping[str, Any] = read_tensors(path / SHARED_FILE)
     if shared.get("version") != _LAYOUT_VERSION:
         raise ValueError(f"{path} has layout {shared.get('version')}, this program reads {_LAYOUT_VERSION}")
     with ExitStack() as files:
@@ -232,8 +233,7 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer, *, cast: bool = Fal
             shards.fill(local, key, list(parameter.shape), start)
         model.load_state_dict(shared["rest"], strict=False)
         _load_optimizer(shared["optimizer"], optimizer, model, shards, cast)
-    names: list[str] | None = shared.get("frozen")
-    return names
+    return shared
 
 
 def _load_optimizer(

@@ -72,13 +72,14 @@ def test_a_group_and_its_barriers(way: WayIn, given: tuple[str, ...]) -> None:
 # What a slow one does, and when, in seconds.
 SLOW = {2.0: "make", 4.0: "meet"}
 NEWCOMER = """
-import sys, time
+import sys
 from datetime import timedelta
 import torch.distributed as dist
 for line in sys.stdin:
     if "make" in line:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    dist.barrier() if "meet" in line else None
+    if "meet" in line:
+        dist.barrier()
 """
 
 
