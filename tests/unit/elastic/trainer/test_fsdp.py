@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dalsegno.elastic.rank import way_in
 from dalsegno.elastic.saving.writing import write_files
 from dalsegno.elastic.trainer import fsdp
 
@@ -20,8 +19,7 @@ LAYERS = 40
 
 
 @pytest.fixture(autouse=True)
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(way_in, "way_in", way_in.WayIn())  # this group is on no script's way to its training
+def world() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
