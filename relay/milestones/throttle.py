@@ -25,6 +25,7 @@ _HEAD_BYTES = 64 << 10
 _PIECE_BYTES, _PIECE_SECONDS = 256 << 10, 0.05
 _LEAST_PIECE_BYTES = 4 << 10
 _CONNECT_SECONDS = 20.0
+_AGAIN_SECONDS = 0.2
 # What the kernel may hold of what was sent: with more of it the rate at the other end would come in bursts.
 _SENDING_BYTES = 256 << 10
 
@@ -85,8 +86,12 @@ class ThrottlingProxy:
 
     def _accept(self) -> None:
         while True:
-            near, _ = self._server.accept()
-            threading.Thread(target=self._serve, args=(near,), daemon=True).start()
+            try:
+                near, _ = self._server.accept()
+                threading.Thread(target=self._serve, args=(near,), daemon=True).start()
+            except (OSError, RuntimeError):
+                # No descriptor or no thread is to be had just now. Without this one nothing would be uploaded any more.
+                time.sleep(_AGAIN_SECONDS)  # why: nothing tells when there is one
 
     def _serve(self, near: socket.socket) -> None:
         with contextlib.suppress(OSError, ValueError), near:

@@ -81,6 +81,8 @@ class Proxy:
     def close(self) -> None:
         self.cut()
         self._flowing.set()
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # it wakes the thread that accepts; closing alone does not
         self._server.close()
 
     def _accept(self) -> None:

@@ -64,9 +64,12 @@ class FakeAgent:
     def __exit__(self, *_: object) -> None:
         for rank in self.ranks:
             rank.close()
-        self._server.close()
-        for connection in self._connections:
-            connection.close()
+        # Threads that accept or read are woken by this, and not by closing. They would keep all of this agent's
+        # descriptors.
+        for end in (self._server, *self._connections):
+            with contextlib.suppress(OSError):  # the other end has closed it
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
         os.unlink(self._path)
 
     def start(self, *flags: str, script: Path = WORKER) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import resource
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from dalsegno.relay.milestones import throttle
 from dalsegno.relay.milestones.throttle import SAVED_SECONDS, Bucket, ThrottlingProxy, is_direct
 
 
@@ -115,6 +117,27 @@ def test_nobody_else_may_use_it(origin: HTTPServer) -> None:
     port = urlsplit(proxy.url).port
     assert _put(f"http://dalsegno:wrong@127.0.0.1:{port}", origin, 10, tunnel=False) == 407
     assert _Origin.seen == []
+
+
+def test_it_goes_on_where_descriptors_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload opens many files. Whoever calls meanwhile waits."""
+    fell, pauses = threading.Event(), []
+    monkeypatch.setattr(throttle.time, "sleep", lambda seconds: (pauses.append(seconds), fell.wait(10)))
+    proxy = ThrottlingProxy(1e9, {})
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as client:
+        client.settimeout(10)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            client.connect(("127.0.0.1", urlsplit(proxy.url).port))
+            deadline = time.monotonic() + 10
+            while not pauses and time.monotonic() < deadline:
+                threading.Event().wait(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        fell.set()
+        client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 407 ")
 
 
 def _closed_port() -> int:
