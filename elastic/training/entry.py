@@ -179,8 +179,8 @@ def _open_with(
         # All ranks open their sessions in the same order, so these have numbers.
         collective = GlooCollective(identity.rank, identity.world_size, identity.epoch, number=_before[0])
         mark("met")
-        if identity.socket is None:  # dlrover-run's workers end without what could meet these threads.
-            settle_at_exit()
+    if identity.socket is None:  # dlrover-run's workers end without what could meet these threads.
+        settle_at_exit()  # a world of one rank has them, too, once its model is wrapped
     link = lock = resume = None
     if identity.socket is not None:
         # Watch before the agent hears that there is a session: from then on it expects this rank to save.

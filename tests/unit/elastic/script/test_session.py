@@ -34,6 +34,14 @@ def process() -> Iterator[None]:
         entry._sessions.pop().close()
 
 
+def test_a_rank_alone_waits_for_gloos_threads_at_its_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has them as soon as its model is wrapped. Without an agent nothing else ends it without meeting them."""
+    waits: list[bool] = []
+    monkeypatch.setattr(entry, "settle_at_exit", lambda: waits.append(True))
+    assert session().world_size == 1
+    assert waits
+
+
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
