@@ -15,8 +15,6 @@ _NAME = "pt_gloo_runloop"
 _TASKS = Path("/proc/self/task")
 # Between two looks. It is slept, so whoever waits for the interpreter gets it.
 _LOOK_SECONDS = 0.002
-# Looks in a row that have to find all of them at rest: one may have been about to ask for the interpreter.
-_LOOKS = 2
 _PATIENCE_SECONDS = 2.0
 
 
@@ -33,18 +31,29 @@ def settle_at_exit() -> None:
 
 
 def _settle() -> None:
-    at_rest, until = 0, time.monotonic() + _PATIENCE_SECONDS
-    while at_rest < _LOOKS and time.monotonic() < until:
+    before, until = None, time.monotonic() + _PATIENCE_SECONDS
+    while time.monotonic() < until:
         # why: nothing tells that a thread of C++'s rests
         time.sleep(_LOOK_SECONDS)
-        at_rest = 0 if _is_at_work() else at_rest + 1
+        found = _at_rest()
+        # One that waits for the interpreter rests, too, but got it meanwhile, or has tried to.
+        if found is not None and found == before:
+            return
+        before = found
 
 
-def _is_at_work() -> bool:
-    """Whether some thread of gloo's runs, or would if a core were free; one that waits for a peer does neither."""
+def _at_rest() -> dict[str, list[str]] | None:
+    """How often each thread of gloo's has stopped running; None if one runs, or would if a core were free.
+
+    One that waits for a peer does neither.
+    """
+    found = {}
     for task in os.listdir(_TASKS):
         with contextlib.suppress(OSError):  # It has ended meanwhile.
-            name, _, rest = (_TASKS / task / "stat").read_text().partition("(")[2].rpartition(")")
-            if name == _NAME and rest.split()[0] == "R":
-                return True
-    return False
+            lines = (_TASKS / task / "status").read_text().splitlines()
+            told = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+            if told.get("Name") == _NAME:
+                if not told["State"].startswith("S"):
+                    return None
+                found[task] = [value for key, value in told.items() if key.endswith("_switches")]
+    return found

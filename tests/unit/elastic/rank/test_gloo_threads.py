@@ -20,9 +20,9 @@ WORK = 500_000
 class Worker(threading.Thread):
     """Works for some tenths of a second without the interpreter, as gloo's threads do, and then needs it."""
 
-    def __init__(self, name: str, rounds: int) -> None:
+    def __init__(self, name: str, rounds: int, pauses: int = 0) -> None:
         super().__init__(daemon=True)
-        self._called, self._rounds = name, rounds
+        self._called, self._rounds, self._pauses = name, rounds, pauses
         self.ready, self.told, self.done = threading.Event(), threading.Event(), threading.Event()
 
     def run(self) -> None:
@@ -30,12 +30,23 @@ class Worker(threading.Thread):
         self.ready.set()
         if not self._rounds:
             self.told.wait()
+        for _ in range(self._pauses):
+            time.sleep(0.0003)  # why: so short that it is over between two looks
         hashlib.pbkdf2_hmac("sha256", b"", b"", self._rounds or 1)
         self.done.set()
 
 
 def test_it_waits_for_a_thread_at_work() -> None:
     worker = Worker("pt_gloo_runloop", WORK)
+    worker.start()
+    worker.ready.wait()
+    gloo_threads._settle()
+    assert worker.done.is_set()
+
+
+def test_it_waits_for_a_thread_that_stops_now_and_then() -> None:
+    """As one does that waits for the interpreter: it hardly ever runs when somebody looks."""
+    worker = Worker("pt_gloo_runloop", 1, pauses=500)
     worker.start()
     worker.ready.wait()
     gloo_threads._settle()
