@@ -38,8 +38,10 @@ def scene(jobs: Clusters, stands: str, *names: str) -> tuple[Cluster, int]:
 
 
 def stood_still(job: Cluster, epoch: int) -> int:
-    """The last step that this epoch's ranks have ended, once they stand in the next one."""
+    """The last step that this epoch's ranks have ended, once one of them stands in the next one and nothing goes on."""
     job.wait_step(STEPS // 2 + 1)
+    # A step may last longer than what follows is still.
+    job.wait_for(lambda: any(job.holds.glob(f"standing-{epoch}-*")), "a rank to stand still")
     last, since = 0, time.monotonic()
     while time.monotonic() < since + 0.5:
         now = max(line.step for line in job.poll() if line.epoch == epoch)
