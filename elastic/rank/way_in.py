@@ -104,6 +104,8 @@ class WayIn:
         """A leg ends here, and the next one begins. What ranks do once they train is no part of the way."""
         if TRAINS in self._legs:
             return
+        if stage == TRAINS and (running := ahead.running()) is not None:
+            running.meet("its training begins")  # there the session opens, and that leg ends before this one
         there = dist.is_initialized()
         self._legs[stage] = Leg(self._made, self._barriers, self._problem(there=there), there and not self._known)
         self._alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
