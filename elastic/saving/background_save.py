@@ -93,13 +93,20 @@ def background(state: Any) -> Background:
 
 
 def in_background(write: Callable[[Path], None] | Background) -> Callable[[Path], None] | Background:
-    """The same save in the background, if that is possible; otherwise ``write`` itself."""
+    """The same save in the background, if that is possible; otherwise ``write`` itself.
+
+    What a script writes by itself is not: whatever is called ``files`` beside that need not be what it writes.
+    """
     owner = getattr(write, "__self__", None)
-    if inspect.ismethod(write) and write.__name__ == "write" and (files := getattr(owner, "files", None)):
-        return Background(files, owner)  # of a `TrainingState`
+    if inspect.ismethod(write) and write.__name__ == "write" and hasattr(owner, "files") and _is_ours(write.__func__):
+        return Background(owner.files, owner)  # of a `TrainingState`
     if isinstance(write, Background) or not hasattr(write, "files") or getattr(write, "why_no_files", None):
         return write
-    return background(write)
+    return background(write) if _is_ours(type(write)) else write
+
+
+def _is_ours(code: Any) -> bool:
+    return str(getattr(code, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
 def part_name(rank: int) -> str:

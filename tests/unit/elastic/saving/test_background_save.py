@@ -1,0 +1,40 @@
+"""What can be written in the background, although nobody has said so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dalsegno.elastic import TrainingState
+from dalsegno.elastic.saving.background_save import Background, in_background
+
+
+class _More(TrainingState):
+    """Saves one file more than ours."""
+
+    def write(self, path: Path) -> None:
+        super().write(path)
+
+
+class _Own:
+    """A script's: the names of its files, and what writes them."""
+
+    files = ("model.pt",)
+
+    def write(self, path: Path) -> None:
+        pass
+
+    def __call__(self, path: Path) -> None:
+        pass
+
+
+@pytest.mark.parametrize("write", [object.__new__(_More).write, _Own().write, _Own()], ids=["more", "own", "object"])
+def test_what_a_script_writes_by_itself_is_written_as_it_says(write: Any) -> None:
+    """`files` beside it are other ones: not all of them, or no function at all."""
+    assert in_background(write) is write
+
+
+def test_what_we_write_can_be_copied_first() -> None:
+    assert isinstance(in_background(object.__new__(TrainingState).write), Background)
