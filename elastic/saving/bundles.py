@@ -4,11 +4,13 @@
 description in Python: 5,000 parameters of Adam's are 15,000 tensors, and cost more than their bytes. A `Bundle` is
 written as a plain file of ``torch.save`` all the same, with a text in it that says where each tensor lies::
 
-    {"dalsegno_bundle": 1, "tree": <JSON>, "pools": [flat tensor, ...], "rest": <another file, a letter for each byte>}
+    {"dalsegno_bundle": 2, "tree": <JSON>, "pools": [flat tensor, ...], "rest": <number of a pool, or None>}
 
 In the text a list is a node, everything else is itself: ``["l", ...]`` and ``["t", ...]`` are a list and a tuple,
 ``["d", keys, values]`` a dictionary, ``["o", keys, values]`` an ordered one, ``["p", pool, first, shape, stride]`` a
-tensor, ``["r", number]`` something of the rest: whatever else there is.
+tensor, ``["r", number]`` something of the rest: whatever else there is. ``["m", keys, values, metadata]`` is a module's
+state, an ordered dictionary with an attribute. The pool of the rest has the bytes of another file. In form 1 the rest
+was a text, with a letter for each byte, and modules' states were part of it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from ..rank.tensor_bytes import bytes_of
 from ..universal.recording import recorded, storage_order
 from .packed import PackedFile
 
-MARK, VERSION = "dalsegno_bundle", 1
+MARK, VERSION = "dalsegno_bundle", 2
 # A flat tensor is full with so many bytes; small tensors are put together up to so many for each write.
 POOL_BYTES, STAGE_BYTES = 64 << 20, 2 << 20
 # What JSON gives back as it was; of whole numbers it reads no very long ones.
@@ -49,11 +51,7 @@ class Bundle(PackedFile):
         """
         packer = _Packer()
         tree = json.dumps(packer.node(self))
-        rest = ""
-        if packer.rest:
-            held = io.BytesIO()
-            torch.save(packer.rest, held)
-            rest = held.getvalue().decode("latin-1")
+        rest = packer.packed_rest()
         # Never touched: they cost addresses and no memory.
         flat = [torch.empty(pool.numel, dtype=pool.dtype, device="cpu") for pool in packer.pools]
         file = {MARK: VERSION, "tree": tree, "pools": flat, "rest": rest}
@@ -99,10 +97,22 @@ class _Packer:
             return ["d", *self._items(value)]
         if kind is OrderedDict and not vars(value):
             return ["o", *self._items(value)]
+        if kind is OrderedDict and vars(value).keys() == {"_metadata"}:
+            return ["m", *self._items(value), self.node(value._metadata)]
         if kind is list or kind is tuple:
             return ["l" if kind is list else "t", *map(self.node, value)]
         self.rest.append(value)
         return ["r", len(self.rest) - 1]
+
+    def packed_rest(self) -> int | None:
+        """The number of the pool that has the rest; None: there is none."""
+        if not self.rest:
+            return None
+        held = io.BytesIO()
+        torch.save(self.rest, held)
+        content = torch.frombuffer(held.getbuffer(), dtype=torch.uint8)
+        self.pools.append(_Pool(torch.uint8, [content], content.numel()))
+        return len(self.pools) - 1
 
     def _items(self, value: Any) -> tuple[list[Any], list[Any]]:
         return [self.node(key) for key in value], [self.node(item) for item in value.values()]
@@ -175,15 +185,20 @@ def unpacked(content: Any) -> Any:
     """
     if type(content) is not dict or MARK not in content:
         return content
-    if content[MARK] != VERSION:
+    if content[MARK] > VERSION:
         raise ValueError(f"it was packed by a later version (form {content[MARK]}, this one reads {VERSION})")
     try:
-        rest: Any = content["rest"].encode("latin-1")
-        if rest:
-            rest = torch.load(io.BytesIO(rest), weights_only=True, map_location="cpu")
+        rest = _rest_of(content["rest"], content["pools"])
         return _value(json.loads(content["tree"]), content["pools"], rest)
     except (TypeError, KeyError, IndexError, AttributeError, RuntimeError, RecursionError, UnpicklingError) as error:
         raise ValueError(f"what it packs is not whole: {type(error).__name__} {error}".splitlines()[0]) from error
+
+
+def _rest_of(where: Any, pools: Sequence[Tensor]) -> Any:
+    if where is None or where == "":
+        return []
+    data = where.encode("latin-1") if isinstance(where, str) else pools[where].numpy().tobytes()
+    return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
 
 
 def _value(node: Any, pools: Sequence[Tensor], rest: Sequence[Any]) -> Any:
@@ -197,6 +212,10 @@ def _value(node: Any, pools: Sequence[Tensor], rest: Sequence[Any]) -> Any:
         keys = [_value(key, pools, rest) for key in node[1]]
         pairs = zip(keys, [_value(item, pools, rest) for item in node[2]], strict=True)
         return OrderedDict(pairs) if kind == "o" else dict(pairs)
+    if kind == "m":
+        state = _value(["o", *node[1:3]], pools, rest)
+        state._metadata = _value(node[3], pools, rest)
+        return state
     if kind == "r":
         return rest[node[1]]
     items = [_value(item, pools, rest) for item in node[1:]]

@@ -24,7 +24,7 @@ DRAWINGS = {
     "<checkpoint-dir>/": "a tree of files",
     "/dev/shm/dalsegno-<uid>/<job-id>/<id of the agent process>/<run-id>/": "the same in memory",
     "/dev/shm/dalsegno-<uid>/        its owner's alone": "whose it is",
-    '{"dalsegno_bundle": 1, "tree": <JSON>': "a file of many tensors",
+    '{"dalsegno_bundle": 2, "tree": <JSON>': "a file of many tensors",
     '{"version": 2, "name", "job_id", "run_id", "step", "epoch", "generation", "form"': "keys of a manifest",
     '{"do": "world", "epoch": 2': "orders to the companion of DLRover's classes",
     "mark NAME=VALUE     the environment variable that this agent's processes carry": "the keeper's messages",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import OrderedDict
 from pathlib import Path
@@ -129,6 +130,28 @@ def test_a_copy_in_host_memory_is_still_packed(tmp_path: Path) -> None:
     assert same(torch.load(tmp_path / "plain", weights_only=True), OrderedDict(content))
 
 
+def test_a_modules_state_lies_beside_the_other_tensors(tmp_path: Path) -> None:
+    """Averages of a model are as large as it is. What cannot be laid down so is written as bytes, and not as a text."""
+    state = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(50, 50)).state_dict()
+    content = {"ema": state, "odd": torch.ones(1000, requires_grad=True)}
+    found = written(Bundle(content), tmp_path / "file")
+    assert same(found, content)
+    assert same(found["ema"]._metadata, state._metadata)  # type: ignore[attr-defined]
+    file = torch.load(tmp_path / "file", weights_only=True)
+    assert len(file["tree"]) < 1000
+    assert file["pools"][file["rest"]].dtype is torch.uint8
+    assert file["pools"][file["rest"]].numel() < 8000
+    assert torch.load(tmp_path / "file", weights_only=True)["rest"] == len(file["pools"]) - 1
+
+
+def test_files_of_the_first_form_are_read() -> None:
+    held = io.BytesIO()
+    torch.save([torch.ones(2)], held)
+    file = {bundles.MARK: 1, "tree": json.dumps(["d", ["a"], [["r", 0]]]), "pools": []}
+    assert same(unpacked({**file, "rest": held.getvalue().decode("latin-1")}), {"a": torch.ones(2)})
+    assert unpacked({**file, "tree": json.dumps(["d", ["a"], [1]]), "rest": ""}) == {"a": 1}
+
+
 def test_whether_it_can_be_loaded_is_asked_without_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what is surely loaded nothing is written; of anything else its tensors are not."""
     content = Bundle(rows={"a": {"start": 0, "value": torch.ones(1 << 16)}})
@@ -156,7 +179,7 @@ def test_what_is_no_bundle_stays_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("harm", "reason"),
     [
-        ({bundles.MARK: 2}, "packed by a later version (form 2, this one reads 1)"),
+        ({bundles.MARK: 3}, "packed by a later version (form 3, this one reads 2)"),
         ({"tree": json.dumps(["d", ["a"], [["p", 1, 0, [2], [1]]]])}, "not whole"),
         ({"tree": json.dumps(["d", ["a"], [["p", 0, 4, [2], [1]]]])}, "not whole"),
         ({"tree": json.dumps(["d", ["a"], [["p", 0, -1, [2], [1]]]])}, "not whole"),
