@@ -48,6 +48,26 @@ def init_alone(backend: str | None = None) -> None:
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
+def send_rank_0s(tensor: torch.Tensor) -> None:
+    """Gives all ranks rank 0's values of a tensor, however it lies in memory. Collective.
+
+    The collective itself takes as many elements as there are behind the first one, also of an expanded tensor.
+
+    Raises:
+        ValueError: It has no plain values, so it cannot be sent.
+    """
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"a tensor with {tensor.layout} cannot be sent to all ranks: make it a dense one")
+    with torch.no_grad():
+        place = tensor.detach()
+        for dimension, step in enumerate(place.stride()):
+            place = place if step else place.narrow(dimension, 0, min(1, place.shape[dimension]))
+        sent = place if place.is_contiguous() else place.contiguous()
+        dist.broadcast(sent, 0)
+        if sent is not place:
+            place.copy_(sent)
+
+
 def settle_device() -> None:
     """Waits until this process's card has finished its work: a peer may be waiting for it in a collective.
 

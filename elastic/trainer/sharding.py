@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+
+from ..rank.process_group import send_rank_0s
 
 Init = Callable[[nn.Module], Any]
 # Methods, with different arguments, by which models set their first values.
@@ -63,7 +64,7 @@ def shard(
         if same:
             for tensor in _direct(modules):
                 if not hasattr(tensor, "to_local"):
-                    dist.broadcast(tensor.detach(), 0)
+                    send_rank_0s(tensor)
         apply(unit, set(kept.values()))
 
 

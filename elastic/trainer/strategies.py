@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..data.plan import BatchPlan
-from ..rank.process_group import init_process_group
+from ..rank.process_group import init_process_group, send_rank_0s
 from ..saving.replicas import check_whole, loadable
 from ..saving.writing import write_files
 from ..training.reading_state import load_part, owned, read_tensors
@@ -342,7 +341,7 @@ class DDP(Strategy):
         # BatchNorm's statistics differ between ranks; rank 0's are the ones that are saved.
         if isinstance(self.model, DistributedDataParallel) and self.model.broadcast_buffers:
             for buffer in self._bare.buffers():
-                dist.broadcast(buffer, 0)
+                send_rank_0s(buffer)
         yield self._bare
 
 

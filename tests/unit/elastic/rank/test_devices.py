@@ -235,3 +235,35 @@ def test_deepspeed_wants_a_card_for_each_worker(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda: accelerator)
     with pytest.raises(ValueError, match=r"local rank 1, and 1 card here: .*--nproc-per-node=gpu"):
         DeepSpeed().start(2, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("view", "sent"),
+    [
+        (lambda t: t, 12),
+        (lambda t: t.t(), 12),
+        (lambda t: t[:, ::2], 6),
+        (lambda t: t[:, :1].expand(3, 9), 3),
+        (lambda t: t[:0], 0),
+        (lambda t: t[0, 0].expand(2, 5), 1),
+    ],
+)
+def test_rank_0s_values_come_wherever_they_lie(monkeypatch: pytest.MonkeyPatch, view: Any, sent: int) -> None:
+    """gloo takes as many elements as there are behind the first one, and so would write behind an expanded one."""
+
+    def broadcast(tensor: torch.Tensor, source: int) -> None:
+        assert tensor.is_contiguous()
+        assert tensor.numel() == sent
+        tensor.fill_(7)
+
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+    whole = torch.zeros(3, 4)
+    tensor = view(whole)
+    process_group.send_rank_0s(tensor)
+    assert tensor.eq(7).all()
+    assert whole.eq(7).sum() == sent
+
+
+def test_what_has_no_values_side_by_side_is_not_sent() -> None:
+    with pytest.raises(ValueError, match=r"a tensor with torch\.sparse_coo cannot be sent to all ranks"):
+        process_group.send_rank_0s(torch.eye(2).to_sparse())
