@@ -22,8 +22,8 @@ from dalsegno.protos.trace import mark
 from ..rank.process_group import init_process_group
 from ..saving.bundles import Bundle
 from ..saving.optimizers import check_sharded, say_added
-from ..saving.replicas import check_whole, loadable
-from ..training.reading_state import check_same_dtypes, check_same_names, read_tensors
+from ..saving.replicas import check_whole, loadable, tensors
+from ..training.reading_state import check_same_dtypes, check_same_names, owned, read_tensors
 from ..training.unlisted import Unlisted
 from ..training.wrappers import frozen, tell_frozen
 from .loss_scale import LossScale
@@ -159,7 +159,7 @@ def files(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """This rank's rows and, on rank 0, what is alike on all ranks, by path. No collective.
 
     Raises:
-        TypeError: The optimizer keeps tensors that are not sharded as their parameter is.
+        TypeError: The optimizer keeps something that is not sharded as its parameter is, or under no plain name.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     names = _names(model)
@@ -178,15 +178,14 @@ def files(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             put(f"model/{name}", parameter)
     unsharded: dict[str, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
-        name = names[parameter]
+        name = names.get(parameter)
+        if name is None:
+            raise TypeError(f"{type(optimizer).__name__} keeps {parameter!r}, {_SAVED}")
         for key, value in values.items():
+            if problem := _problem(parameter, key, value):
+                raise TypeError(f"{type(optimizer).__name__} keeps {key!r} of {name} {problem}, {_SAVED}")
             if _is_sharded(value):
                 put(f"optimizer/{name}/{key}", value)
-            elif isinstance(value, Tensor) and value.numel() > 1 and _is_sharded(parameter):
-                raise TypeError(
-                    f"{type(optimizer).__name__} keeps {key!r} of {name} as a plain tensor of shape "
-                    f"{list(value.shape)}: FSDP saves optimizers whose state is sharded as their parameters are"
-                )
             else:
                 unsharded.setdefault(name, {})[key] = value
     found: dict[str, Any] = {_file_of(rank): Bundle(rows)}
@@ -231,9 +230,29 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer, *, cast: bool = Fal
         for key, parameter in sharded.items():
             start, local = _place(parameter)
             shards.fill(local, key, list(parameter.shape), start)
-        model.load_state_dict(shared["rest"], strict=False)
+        # What is no tensor of the model's is kept as it comes.
+        whole = {name: v if isinstance(rest[name], Tensor) else owned(v) for name, v in shared["rest"].items()}
+        model.load_state_dict(whole, strict=False)
         _load_optimizer(shared["optimizer"], optimizer, model, shards, cast)
     return shared
+
+
+_SAVED = "and FSDP saves optimizers whose state is by parameters, sharded as they are"
+
+
+def _problem(parameter: Any, key: Any, value: Any) -> str:
+    """Why a part of an optimizer's state could not be loaded again; "": it can be."""
+    if not isinstance(key, str) or "/" in key:
+        return "under a key that is not a word"
+    if _is_sharded(value):
+        same = value.shape == parameter.shape
+        return "" if same else f"with the shape {list(value.shape)}, where the parameter has {list(parameter.shape)}"
+    for _, tensor in tensors(value) if _is_sharded(parameter) else ():
+        if tensor is value and value.numel() > 1:
+            return f"as a plain tensor of shape {list(value.shape)}"
+        if tensor is not value and (tensor.numel() > 1 or _is_sharded(tensor)):
+            return "in a list or a dictionary"
+    return ""
 
 
 def _load_optimizer(

@@ -32,7 +32,7 @@ from ..saving.schedules import check_factors, factors, has_moved, left_out, plac
 from ..saving.writing import write_files
 from . import digest
 from .parts import Stateful, check_same, kept_of, kind
-from .reading_state import check_same_dtypes, check_same_names, load_part, load_weights, read_tensors
+from .reading_state import check_same_dtypes, check_same_names, load_part, load_weights, owned, read_tensors
 from .sending import send_what_differs
 from .session import BareSession
 from .unlisted import Unlisted, has_extra_state
@@ -250,7 +250,7 @@ class TrainingState:
                         buffer.copy_(weights[name])
             for name, module in extra.items():
                 if name in weights:
-                    module.set_extra_state(weights[name])
+                    module.set_extra_state(owned(weights[name]))
         self._load_unlisted(resume)
         own = {name: part for name, part in self._parts.items() if not hasattr(part, "param_groups")}
         kept = read_tensors(resume.path / TRAINING_FILE) if own else {}
