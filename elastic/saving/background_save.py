@@ -31,6 +31,7 @@ from dalsegno.protos.trace import mark
 from ..checkpoint import MANIFEST, CheckpointDamaged, FileEntry
 from ..checkpoint.files import checksums
 from .content import Own
+from .replicas import check_unsharded
 from .saving_reports import Count
 from .writing import SummedFile, save
 
@@ -85,11 +86,26 @@ def background(state: Any) -> Background:
         ValueError: It writes by itself, and says why.
     """
     if not hasattr(state, "files"):
-        return Background(state)
+        return Background(_looked_at_first(state))
     problem = getattr(state, "why_no_files", None)
     if problem is not None:
         raise ValueError(f"not in the background: {problem}")
     return Background(state.files, state)
+
+
+def _looked_at_first(state: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
+    """``state``, whose files are looked at when they are first asked for."""
+    looked: list[bool] = []
+
+    def files() -> Mapping[str, Any]:
+        found = state()
+        if not looked and isinstance(found, Mapping):
+            for path, content in found.items():
+                check_unsharded(content, str(path))
+            looked.append(True)
+        return found
+
+    return files
 
 
 def in_background(write: Callable[[Path], None] | Background) -> Callable[[Path], None] | Background:

@@ -114,11 +114,12 @@ def _as_saved(loaded: Any, saved: Any, cast: bool, only_from: torch.dtype | None
 
     Args:
         only_from: Where a script may have converted it as well: the dtype to which torch does, and then it counts only
-            if that is the shorter one.
+            if that is the shorter one. Of whole numbers, such as codes of 8 bits, none can be what a script wanted.
     """
     if not isinstance(loaded, Tensor) or not isinstance(saved, Tensor):
         return owned(loaded)
-    by_torch = only_from is None or (loaded.dtype == only_from and loaded.element_size() < saved.element_size())
+    shorter = loaded.element_size() < saved.element_size() or not (saved.is_floating_point() or saved.is_complex())
+    by_torch = only_from is None or (loaded.dtype == only_from and shorter)
     if loaded.dtype != saved.dtype and not cast and by_torch:
         # torch has converted fp32 moments of bf16 parameters to bf16.
         return saved.to(loaded.device, copy=True)
@@ -199,6 +200,8 @@ def _places(model: nn.Module, weights: Mapping[str, Any], wanted: Mapping[str, A
 
 def _is_for(place: Any, value: Tensor, saved: Any) -> bool:
     """Whether ``value`` shows what lies in ``place``, and ``saved`` can be copied there without being changed."""
+    if any(tensor.layout is not torch.strided for tensor in (place, value, saved)):
+        return False
     shown = place.device.type != "meta" and place.data_ptr() == value.data_ptr()
     return bool(shown and place.shape == value.shape == saved.shape and place.dtype == saved.dtype)
 

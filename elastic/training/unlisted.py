@@ -76,12 +76,13 @@ class Unlisted:
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that are not persistent, by name."""
+    """Buffers that are not persistent, by name; without those whose changes nobody can see."""
     found = {}
     for prefix, module in model.named_modules():
         for name in sorted(module._non_persistent_buffers_set):
             buffer = module._buffers.get(name)
-            if buffer is not None and buffer.device.type != "meta":
+            # Of those of inference mode torch counts no changes.
+            if buffer is not None and _can_be_read(buffer) and not buffer.is_inference():
                 found[f"{prefix}.{name}" if prefix else name] = buffer
     return found
 
@@ -109,11 +110,17 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
             number = type(value) in (int, float)
             if name in _PASSING or (name.startswith("_") and not number):
                 continue
-            if type(value) is Tensor and value.numel() <= _NUMBERS and value.device.type != "meta":
+            if type(value) is Tensor and _can_be_read(value) and value.numel() <= _NUMBERS:
                 value = _digest(value)
             if isinstance(value, _PLAIN):
                 found[f"{prefix or type(module).__name__}.{name}"] = value
     return found
+
+
+def _can_be_read(value: Tensor) -> bool:
+    """Whether its values lie in memory as they are; not of sparse ones, and their like."""
+    odd = value.is_nested or value.is_conj() or value.is_neg()
+    return value.layout is torch.strided and value.device.type != "meta" and not odd
 
 
 def _digest(value: Tensor) -> str:

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from dalsegno.elastic import TrainingState
+from dalsegno.elastic import TrainingState, background
 from dalsegno.elastic.saving.background_save import Background, in_background
 
 
@@ -38,3 +40,17 @@ def test_what_a_script_writes_by_itself_is_written_as_it_says(write: Any) -> Non
 
 def test_what_we_write_can_be_copied_first() -> None:
     assert isinstance(in_background(object.__new__(TrainingState).write), Background)
+
+
+def test_sharded_tensors_are_refused_at_the_first_save() -> None:
+    """Rank 0's rows would be saved for all ranks."""
+    from torch.distributed.tensor import distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        state = background(lambda: {"model.pt": {"w": distribute_tensor(torch.ones(4), mesh)}})
+        with pytest.raises(ValueError, match=r"model\.pt has a sharded tensor \(w\)"):
+            state.staged(lambda given: given, Path())
+    finally:
+        dist.destroy_process_group()

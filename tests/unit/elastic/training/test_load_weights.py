@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from dalsegno.elastic.training.reading_state import load_weights
+from dalsegno.elastic.training.reading_state import load_part, load_weights
 
 
 class Counts(nn.Module):
@@ -118,6 +118,17 @@ def test_what_is_loaded_shares_nothing_with_the_file() -> None:
     assert torch.equal(model.weight, before)
 
 
+@pytest.mark.parametrize("layout", [Tensor.to_sparse, Tensor.to_sparse_csr], ids=["coo", "csr"])
+def test_a_buffer_of_another_layout(layout: Callable[[Tensor], Tensor]) -> None:
+    """It has no values side by side, and torch loads it."""
+    models = [nn.Linear(2, 2) for _ in range(2)]
+    for number, model in enumerate(models):
+        model.register_buffer("graph", layout((1.0 + number) * torch.eye(3)))
+    load_weights(models[0], models[1].state_dict(), models[0].state_dict())
+    assert torch.equal(models[0].graph.to_dense(), 2 * torch.eye(3))  # type: ignore[operator]
+    assert torch.equal(models[0].weight, models[1].weight)
+
+
 @pytest.mark.parametrize(
     "change", [lambda w: w[:1], lambda w: w.double(), lambda w: w.expand(1, 3, 3)], ids=["shape", "dtype", "dimensions"]
 )
@@ -135,3 +146,18 @@ def test_what_does_not_fit_is_left_to_torch(change: Callable[[Tensor], Tensor]) 
             said.append(str(error))
     assert said[0] == said[1]
     assert said[0] or torch.equal(theirs.weight, ours.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("own", [False, True], ids=["torch's way", "its own way"])
+def test_whole_numbers_of_an_optimizer_stay_whole(dtype: torch.dtype, own: bool) -> None:
+    """Codes of 8 bits, and counts: torch converts all that an optimizer keeps to its parameters' dtype."""
+    made = [torch.optim.SGD([nn.Parameter(torch.ones(3, dtype=dtype))]) for _ in range(2)]
+    if own:
+        made[1].register_load_state_dict_post_hook(lambda optimizer: None)
+    state = {"codes": torch.arange(3, dtype=torch.uint8), "big": torch.tensor([2**24 + 1, 2**53 + 1])}
+    made[0].state[made[0].param_groups[0]["params"][0]] = state
+    load_part(made[1], made[0].state_dict())
+    found = made[1].state[made[1].param_groups[0]["params"][0]]
+    assert {key: value.dtype for key, value in found.items()} == {"codes": torch.uint8, "big": torch.int64}
+    assert all(torch.equal(found[key], value) for key, value in state.items())

@@ -95,3 +95,24 @@ def test_a_buffer_that_was_replaced_by_one_in_its_place() -> None:
         del model.warm
         model.register_buffer("warm", torch.full((), 7.0), persistent=False)
         assert list(looked.changed_buffers()) == ["warm"]
+
+
+@pytest.mark.parametrize("kind", ["sparse", "csr", "conjugate", "negative", "nested", "inference"])
+def test_tensors_of_unusual_kinds_are_left_alone(kind: str) -> None:
+    """Nobody can see whether they change."""
+    with torch.inference_mode(kind == "inference"):
+        value = torch.eye(3)
+    odd = {
+        "sparse": lambda: value.to_sparse(),
+        "csr": lambda: value.to_sparse_csr(),
+        "conjugate": lambda: value.to(torch.complex64).conj(),
+        "negative": lambda: value.to(torch.complex64).conj().imag,
+        "nested": lambda: torch.nested.nested_tensor([value, value[:2]]),
+        "inference": lambda: value,
+    }[kind]()
+    model = nn.Linear(2, 2)
+    model.register_buffer("odd", odd, persistent=False)
+    model.beside = odd
+    unlisted = Unlisted(model)
+    assert unlisted.changed_buffers() == {}
+    assert unlisted.changed_attributes() == ()
