@@ -40,8 +40,10 @@ from .pieces import open_sealed
 
 __all__ = ["make_durable", "seal_written"]
 
-# What is made durable at once, at most: a kill in the middle costs so much again.
-_BATCH_BYTES, _BATCH_FILES = 1 << 30, 2048
+# What is made durable at once, at most: a kill in the middle costs so much again, and a disk is silent until then.
+_BATCH_BYTES, _BATCH_FILES = 256 << 20, 2048
+# Of one file so many bytes wait for the disk at most: of a slow one it is to be heard that it moves.
+_WAITING_BYTES = 64 << 20
 # What is being written lies there, in the run's directory.
 _ASIDE = ".durable"
 # Where two nodes write the same, one finds at its second look that the other has sealed it.
@@ -160,7 +162,7 @@ def _write(
         for batch in _batches(manifest, here, target, stopped):
             for number, entry in enumerate(batch):
                 _copy_in(source, entry, target.parent, aside / str(number), stopped)
-            _sync(system, [aside / str(number) for number in range(len(batch))])
+            _sync(system, [aside / str(number) for number in range(len(batch))], stopped)
             for number, entry in enumerate(batch):
                 if why := stopped():
                     return why  # The directory may be deleted just now, and must not be made again.
@@ -275,23 +277,27 @@ def _copy(source: Path, entry: FileEntry, run_dir: Path, path: Path, stopped: Ca
         open(os.open(path, new, 0o666) if spare is None else spare, "wb", buffering=0) as file,
         open(open_sealed(source, entry), "rb", buffering=0) as reader,
     ):
-        writer = SummingWriter(file.fileno())
+        writer, waiting = SummingWriter(file.fileno()), 0
         while count := reader.readinto(buffer):
             if why := stopped():
                 raise _Stopped(why)
             writer.write(buffer[:count])
+            waiting += count
+            if waiting >= _WAITING_BYTES:
+                os.fsync(file.fileno())
+                waiting = 0
         file.truncate(writer.size)
     if writer.digest != entry.xxh3_128:
         raise CheckpointDamaged(source, entry.path, Damage.WRONG_CHECKSUM)
 
 
-def _sync(system: FileSystem, paths: list[Path]) -> None:
+def _sync(system: FileSystem, paths: list[Path], moved: Callable[[], object]) -> None:
     if system.tells and at_once(len(paths), unwritten()):
         system.sync()
         return
     with ThreadPoolExecutor(THREADS, thread_name_prefix="memory-sync") as pool:
         for _ in pool.map(_fsync, paths):
-            pass
+            moved()
 
 
 def _fsync(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -14,12 +15,15 @@ import pytest
 
 from dalsegno.agent.memory import durable
 from dalsegno.elastic.checkpoint import Manifest, read_sealed, verify
+from dalsegno.elastic.checkpoint.files import BUFFER_BYTES, THREADS
 from tests.support.checkpoints.memory import RUN, Node, manifest_of, nodes
 
 pytestmark = pytest.mark.timeout(120)
 
 FILES = {f"file-{number}": bytes([number]) * 100_000 for number in range(4)}
 STALL_SECONDS = 1.5
+# What a slow disk takes in a second.
+SLOW_BYTES = 6 << 20
 HANGS = "the disk hangs: it took nothing for {:g} s, and said no error; look at its mount"
 
 
@@ -130,6 +134,35 @@ def test_an_order_that_hangs_is_answered_and_seals_nothing(disk: Disk, tmp_path:
         assert [len(one) for one in answers] == [1, 1], "each is answered once"
         assert one.makes_durable(first, disk.run_dir) == ""
         verify(disk.run_dir / first.name, read_sealed(disk.run_dir / first.name, first.digest))
+
+
+@pytest.mark.full
+def test_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file, and many together, take it longer than a disk may be silent."""
+    monkeypatch.setattr(durable, "_WAITING_BYTES", 1)  # so each piece that is read
+    synced: dict[int, int] = {}
+    plain = os.fsync
+
+    def slow(descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        threading.Event().wait(max(0, found.st_size - synced.get(found.st_ino, 0)) / SLOW_BYTES)
+        synced[found.st_ino] = found.st_size
+        plain(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    monkeypatch.setattr(durable, "at_once", lambda files, others: False)
+    large = {"large": bytes(6 * BUFFER_BYTES)}
+    small = {f"small-{number}": bytes(SLOW_BYTES // 2) for number in range(8 * THREADS)}
+    with nodes(tmp_path / "nodes", 1, disk_stall_seconds=2 * STALL_SECONDS) as (one,):
+        one.tier.open_epoch(RUN, 1, 0, [])
+        for step, files in ((10, large), (20, small)):
+            manifest = manifest_of(f"step-{step}.e1.1", {0: files})
+            one.writes(manifest, 0, files)
+            one.holds(manifest.name, 0)
+            answers: list[str] = []
+            one.tier.make_durable(RUN, manifest.ref.to_proto(), tmp_path / RUN, answers.append)
+            one.wait_for(lambda answers=answers: answers)  # type: ignore[misc]
+            assert answers == [""]
 
 
 def test_another_node_writes_what_hangs_at_one(tmp_path: Path) -> None:
