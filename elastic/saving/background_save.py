@@ -113,7 +113,7 @@ def in_background(write: Callable[[Path], None] | Background) -> Callable[[Path]
 
     What a script writes by itself is not: whatever is called ``files`` beside that need not be what it writes.
     """
-    owner = getattr(write, "__self__", None)
+    owner: Any = getattr(write, "__self__", None)
     if inspect.ismethod(write) and write.__name__ == "write" and hasattr(owner, "files") and _is_ours(write.__func__):
         return Background(owner.files, owner)  # of a `TrainingState`
     if isinstance(write, Background) or not hasattr(write, "files") or getattr(write, "why_no_files", None):

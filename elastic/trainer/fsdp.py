@@ -178,9 +178,9 @@ def files(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             put(f"model/{name}", parameter)
     unsharded: dict[str, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
-        name = names.get(parameter)
-        if name is None:
+        if parameter not in names:
             raise TypeError(f"{type(optimizer).__name__} keeps {parameter!r}, {_SAVED}")
+        name = names[parameter]
         for key, value in values.items():
             if problem := _problem(parameter, key, value):
                 raise TypeError(f"{type(optimizer).__name__} keeps {key!r} of {name} {problem}, {_SAVED}")
