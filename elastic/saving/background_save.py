@@ -86,7 +86,8 @@ def background(state: Any) -> Background:
         ValueError: It writes by itself, and says why.
     """
     if not hasattr(state, "files"):
-        return Background(_looked_at_first(state))
+        rehearses = hasattr(getattr(state, "__self__", None), "rehearse")  # `files` of a `TrainingState`
+        return Background(state if rehearses else _looked_at_first(state))
     problem = getattr(state, "why_no_files", None)
     if problem is not None:
         raise ValueError(f"not in the background: {problem}")

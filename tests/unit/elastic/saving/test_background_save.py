@@ -39,7 +39,10 @@ def test_what_a_script_writes_by_itself_is_written_as_it_says(write: Any) -> Non
 
 
 def test_what_we_write_can_be_copied_first() -> None:
-    assert isinstance(in_background(object.__new__(TrainingState).write), Background)
+    state = object.__new__(TrainingState)
+    assert isinstance(in_background(state.write), Background)
+    # It tries before the first step whether it can be saved.
+    assert background(state.files).state.__self__ is state  # type: ignore[attr-defined]
 
 
 def test_sharded_tensors_are_refused_at_the_first_save() -> None:
