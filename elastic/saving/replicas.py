@@ -76,6 +76,11 @@ def check_whole(model: nn.Module, *, meta: bool = False) -> None:
             )
 
 
+def is_repeated(tensor: Tensor) -> bool:
+    """Whether several of its values have one place in memory, as `expand` makes them."""
+    return any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def check_shape(name: str, tensor: Tensor) -> None:
     """Refuses a tensor that has no shape before a first batch: the optimizer and other ranks could do nothing with it.
 

@@ -238,6 +238,26 @@ def test_a_state_that_could_not_be_loaded_again_is_not_saved(tmp_path: Path, val
         TrainingState(session, **made).files()
 
 
+def test_a_model_that_gets_a_buffer_in_its_first_step_is_refused_behind_it(tmp_path: Path) -> None:
+    """What a resumed script makes would not have it: better now than at the first change of the world."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("cache", None)
+    with start(tmp_path) as session:
+        steps = session.steps(range(9), save=TrainingState(session, model=model).write)
+        next(steps)
+        model.cache = torch.zeros(3)
+        with pytest.raises(SaveError, match=r"the model.s state_dict\(\) has cache since its first"):
+            next(steps)
+
+
+def test_a_buffer_that_repeats_its_memory_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """torch saves it, and cannot load it."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.ones(1).expand(8))
+    with start(tmp_path) as session, pytest.raises(SaveError, match="the model's mask has one place in memory for"):
+        next(session.steps(range(9), save=TrainingState(session, model=model).write))
+
+
 def test_a_part_that_is_none_is_no_part(tmp_path: Path) -> None:
     """`scaler=scaler if fp16 else None`: saved and loaded as if it were not there."""
     with start(tmp_path) as session:
