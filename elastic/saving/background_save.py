@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -62,10 +62,23 @@ class Background:
     state: Callable[..., Mapping[str, Any]]
     owner: Any = None
     copies: bool = False
+    # Not empty: the files of a script's own have been looked at.
+    _looked: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def staged(self, copy: Callable[[Any], Any], path: Path) -> Mapping[str, Any]:
-        """This rank's files for the checkpoint at ``path``, of which ``copy`` has made copies."""
-        found: Mapping[str, Any] = self.state(copy, path) if self.copies else copy(self.state())
+        """This rank's files for the checkpoint at ``path``, of which ``copy`` has made copies.
+
+        Raises:
+            ValueError: What a script's own state gives first has sharded tensors in it. Owners look by themselves.
+        """
+        if self.copies:
+            return self.state(copy, path)
+        given = self.state()
+        if self.owner is None and not self._looked and isinstance(given, Mapping):
+            for name, content in given.items():
+                check_unsharded(content, str(name))
+            self._looked.append(True)
+        found: Mapping[str, Any] = copy(given)
         return found
 
     def __getattr__(self, name: str) -> Any:
@@ -86,27 +99,11 @@ def background(state: Any) -> Background:
         ValueError: It writes by itself, and says why.
     """
     if not hasattr(state, "files"):
-        rehearses = hasattr(getattr(state, "__self__", None), "rehearse")  # `files` of a `TrainingState`
-        return Background(state if rehearses else _looked_at_first(state))
+        return Background(state)
     problem = getattr(state, "why_no_files", None)
     if problem is not None:
         raise ValueError(f"not in the background: {problem}")
     return Background(state.files, state)
-
-
-def _looked_at_first(state: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
-    """``state``, whose files are looked at when they are first asked for."""
-    looked: list[bool] = []
-
-    def files() -> Mapping[str, Any]:
-        found = state()
-        if not looked and isinstance(found, Mapping):
-            for path, content in found.items():
-                check_unsharded(content, str(path))
-            looked.append(True)
-        return found
-
-    return files
 
 
 def in_background(write: Callable[[Path], None] | Background) -> Callable[[Path], None] | Background:

@@ -20,6 +20,7 @@ from ..rank.threads import shared_out
 from ..saving.bundles import unpacked
 from ..universal.archive import Packed, refuse_packed
 from ..universal.mapping import NotPlainError, open_mapped
+from .digest import is_plain
 from .parts import Stateful
 
 Item = TypeVar("Item")
@@ -191,19 +192,21 @@ def _places(model: nn.Module, weights: Mapping[str, Any], wanted: Mapping[str, A
     places = []
     for name, value in wanted.items():
         place, saved = own.get(name), weights.get(name)
-        plain = type(place) in (Tensor, nn.Parameter) and type(saved) is Tensor and isinstance(value, Tensor)
-        if not plain or not _is_for(place, value, saved):
+        if not _is_for(place, value, saved):
             return None
         places.append(place)
     return places  # type: ignore[return-value]  # each is a tensor
 
 
-def _is_for(place: Any, value: Tensor, saved: Any) -> bool:
+def _is_for(place: Any, value: Any, saved: Any) -> bool:
     """Whether ``value`` shows what lies in ``place``, and ``saved`` can be copied there without being changed."""
-    if any(tensor.layout is not torch.strided for tensor in (place, value, saved)):
+    if not all(map(is_plain, (place, value, saved))):
         return False
-    shown = place.device.type != "meta" and place.data_ptr() == value.data_ptr()
-    return bool(shown and place.shape == value.shape == saved.shape and place.dtype == saved.dtype)
+    return bool(
+        place.data_ptr() == value.data_ptr()
+        and place.shape == value.shape == saved.shape
+        and place.dtype == saved.dtype
+    )
 
 
 def _loads_plainly(module: nn.Module) -> bool:

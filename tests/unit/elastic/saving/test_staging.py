@@ -232,6 +232,7 @@ def test_the_state_is_asked_for_before_anything_is_written(tmp_path: Path) -> No
     with pytest.raises(SaveError, match="KeyError: 'model'"):
         saver.begin(Content(1, Position()), background(broken), lambda: None, drain=False)
     assert not list(tmp_path.glob("step-*"))
+    assert background(broken).state is broken
 
 
 @pytest.mark.parametrize(
