@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .remarks import remark
+from .way_in import way_in
 
 # Backends for tensors on CPU and GPU, even though torch's own default may be NCCL alone.
 BOTH = "cpu:gloo,cuda:nccl"
@@ -30,12 +31,14 @@ def init_process_group(device: torch.device) -> None:
     """
     if dist.is_initialized():
         return
-    if "RANK" not in os.environ:
-        init_alone(_backend(device, shared=False))
-    elif device.type == "cuda":
-        _init_on_cards(device)
-    else:
-        dist.init_process_group(_backend(device, shared=False))
+    # Who stays comes here, too, so there is nothing to follow.
+    with way_in.by_us():
+        if "RANK" not in os.environ:
+            init_alone(_backend(device, shared=False))
+        elif device.type == "cuda":
+            _init_on_cards(device)
+        else:
+            dist.init_process_group(_backend(device, shared=False))
 
 
 def init_alone(backend: str | None = None) -> None:

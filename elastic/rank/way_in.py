@@ -77,8 +77,10 @@ class WayIn:
     def makes(self, given: Mapping[str, Any]) -> None:
         """The default group is about to be made so. If that fails, it is made twice, and then it has other names."""
         self._second = self._second or self._known
-        self._made, self._known, self._collectives = given, True, 0
-        self._announcer.group(given)
+        self._known, self._collectives = True, 0
+        if not self._by_us:
+            self._made = given
+            self._announcer.group(given)
 
     def talks(self) -> None:
         """Ranks exchange data, or make other groups: nobody can do that once more."""
@@ -88,7 +90,7 @@ class WayIn:
 
     @contextmanager
     def by_us(self) -> Iterator[None]:
-        """What ranks exchange inside is ours: who stays exchanges it, too."""
+        """What ranks exchange inside, and the group that they make, is ours: who stays does so, too."""
         before, self._by_us = self._by_us, True
         try:
             yield

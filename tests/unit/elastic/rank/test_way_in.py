@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dalsegno.elastic.rank import guide, way_in
+from dalsegno.elastic.rank import guide, process_group, way_in
 from dalsegno.elastic.rank.exits import EXIT_DRAINED, Drained
 from dalsegno.elastic.rank.guide import Announcer, Guide, repeatable
-from dalsegno.elastic.rank.way_in import SESSION, TRAINS, WayIn
+from dalsegno.elastic.rank.way_in import SESSION, STATE, TRAINS, WayIn
 from dalsegno.elastic.training.staying import none_stays
 from tests.support.jobs.ports import free_port
 
@@ -31,6 +32,7 @@ def way(monkeypatch: pytest.MonkeyPatch) -> Iterator[WayIn]:
     made = WayIn()
     monkeypatch.setattr(way_in, "way_in", made)
     monkeypatch.setattr("dalsegno.elastic.training.staying.way_in", made)
+    monkeypatch.setattr(process_group, "way_in", made)
     yield made
     if dist.group.WORLD is not None:
         dist.destroy_process_group()
@@ -129,6 +131,17 @@ def test_what_we_call_is_not_the_scripts(way: WayIn) -> None:
     dist.init_process_group("gloo")
     way.again(TRAINS)
     assert collectives() == 1
+
+
+def test_a_group_that_we_make_is_not_followed(way: WayIn, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever stays makes it as new ones do. On cards it has a store of its own, with which nobody could follow it."""
+    options: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    monkeypatch.setattr(process_group, "_init_on_cards", lambda _: dist.init_process_group("gloo", **options))
+    announcer(monkeypatch)
+    way.at(STATE)
+    process_group.init_process_group(torch.device("cuda", 0))
+    way.at(TRAINS)
+    assert (store.num_keys(), [json.loads(store.get(f"1/{n}"))[0] for n in range(2)]) == (2, [STATE, TRAINS])
 
 
 def test_the_next_worlds_place(way: WayIn, monkeypatch: pytest.MonkeyPatch) -> None:
