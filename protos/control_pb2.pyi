@@ -215,19 +215,57 @@ class Ack(google.protobuf.message.Message):
 
     GENERATION_FIELD_NUMBER: builtins.int
     PACE_FIELD_NUMBER: builtins.int
+    REPLICATION_FIELD_NUMBER: builtins.int
     generation: builtins.int
     @property
     def pace(self) -> global___Pace: ...
+    @property
+    def replication(self) -> global___Replication:
+        """The answer to ReportHeld."""
+
     def __init__(
         self,
         *,
         generation: builtins.int = ...,
         pace: global___Pace | None = ...,
+        replication: global___Replication | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["pace", b"pace"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["generation", b"generation", "pace", b"pace"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["pace", b"pace", "replication", b"replication"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "pace", b"pace", "replication", b"replication"]) -> None: ...
 
 global___Ack = Ack
+
+@typing.final
+class Replication(google.protobuf.message.Message):
+    """Which memory checkpoint goes to buddies. All nodes send parts of the same one: otherwise, where steps are saved faster
+    than parts can be sent, of no step would all parts ever be on two nodes. Each is a digest; empty: there is none.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    SENDING_FIELD_NUMBER: builtins.int
+    SENT_FIELD_NUMBER: builtins.int
+    REPLICATED_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    """Of these ranks. What is said of an older epoch counts no more."""
+    sending: builtins.str
+    """Each node sends its part of this one now. Those that are saved meanwhile wait; then the newest is chosen."""
+    sent: builtins.str
+    """It was sent last, as far as it could be."""
+    replicated: builtins.str
+    """The newest one of which each part is on as many nodes as the job wants. It is kept until there is a newer one."""
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        sending: builtins.str = ...,
+        sent: builtins.str = ...,
+        replicated: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "replicated", b"replicated", "sending", b"sending", "sent", b"sent"]) -> None: ...
+
+global___Replication = Replication
 
 @typing.final
 class Pace(google.protobuf.message.Message):
@@ -1826,8 +1864,14 @@ class HeldRequest(google.protobuf.message.Message):
     CHECKPOINT_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
     MAKE_DURABLE_FIELD_NUMBER: builtins.int
+    UNSENT_FIELD_NUMBER: builtins.int
+    ALL_FIELD_NUMBER: builtins.int
     make_durable: builtins.bool
     """Its ranks want it in the checkpoint directory."""
+    unsent: builtins.bool
+    """A buddy cannot be brought this node's own part, which is tried no more."""
+    all: builtins.bool
+    """All that is held here has been said to this master: no checkpoint is named."""
     @property
     def caller(self) -> global___Caller: ...
     @property
@@ -1845,9 +1889,11 @@ class HeldRequest(google.protobuf.message.Message):
         checkpoint: global___Checkpoint | None = ...,
         parts: collections.abc.Iterable[builtins.int] | None = ...,
         make_durable: builtins.bool = ...,
+        unsent: builtins.bool = ...,
+        all: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller", "checkpoint", b"checkpoint"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "checkpoint", b"checkpoint", "make_durable", b"make_durable", "parts", b"parts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all", b"all", "caller", b"caller", "checkpoint", b"checkpoint", "make_durable", b"make_durable", "parts", b"parts", "unsent", b"unsent"]) -> None: ...
 
 global___HeldRequest = HeldRequest
 
@@ -2128,6 +2174,7 @@ class StatusReply(google.protobuf.message.Message):
     SAVE_ORDER_FIELD_NUMBER: builtins.int
     HELD_FIELD_NUMBER: builtins.int
     HELD_COPIES_FIELD_NUMBER: builtins.int
+    REPLICATED_FIELD_NUMBER: builtins.int
     STORE_TROUBLE_FIELD_NUMBER: builtins.int
     generation: builtins.int
     job_id: builtins.str
@@ -2177,6 +2224,12 @@ class StatusReply(google.protobuf.message.Message):
         it. Absent: there is none.
         """
 
+    @property
+    def replicated(self) -> global___Checkpoint:
+        """The newest step of the open epoch of which each part was on as many nodes as the job wants, if that is another one
+        than `held`: what the run can go back to if a node is lost.
+        """
+
     def __init__(
         self,
         *,
@@ -2202,10 +2255,11 @@ class StatusReply(google.protobuf.message.Message):
         save_order: builtins.int = ...,
         held: global___Checkpoint | None = ...,
         held_copies: builtins.int = ...,
+        replicated: global___Checkpoint | None = ...,
         store_trouble: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_goodput", b"_goodput", "goodput", b"goodput", "head", b"head", "held", b"held", "leader", b"leader", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_goodput", b"_goodput", "checkpoints", b"checkpoints", "epoch", b"epoch", "generation", b"generation", "goodput", b"goodput", "head", b"head", "held", b"held", "held_copies", b"held_copies", "history", b"history", "job_id", b"job_id", "leader", b"leader", "limit", b"limit", "loss", b"loss", "milestones", b"milestones", "nodes", b"nodes", "phase", b"phase", "probe", b"probe", "reason", b"reason", "run_id", b"run_id", "save_order", b"save_order", "settings", b"settings", "step", b"step", "store_trouble", b"store_trouble", "unheard", b"unheard"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_goodput", b"_goodput", "goodput", b"goodput", "head", b"head", "held", b"held", "leader", b"leader", "replicated", b"replicated", "settings", b"settings"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_goodput", b"_goodput", "checkpoints", b"checkpoints", "epoch", b"epoch", "generation", b"generation", "goodput", b"goodput", "head", b"head", "held", b"held", "held_copies", b"held_copies", "history", b"history", "job_id", b"job_id", "leader", b"leader", "limit", b"limit", "loss", b"loss", "milestones", b"milestones", "nodes", b"nodes", "phase", b"phase", "probe", b"probe", "reason", b"reason", "replicated", b"replicated", "run_id", b"run_id", "save_order", b"save_order", "settings", b"settings", "step", b"step", "store_trouble", b"store_trouble", "unheard", b"unheard"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_goodput", b"_goodput"]) -> typing.Literal["goodput"] | None: ...
 
 global___StatusReply = StatusReply

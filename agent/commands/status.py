@@ -106,6 +106,8 @@ def status_lines(reply: control_pb2.StatusReply) -> list[str]:
     if reply.held.ref.name:
         parts = "some part on one node only" if reply.held_copies < 2 else f"each part on {reply.held_copies} nodes"
         lines.append(f"  held in memory: {reply.held.ref.name}, {reply.held.bytes / 1e6:.1f} MB, {parts}")
+        if reply.replicated.ref.name:
+            lines.append(f"  held on enough nodes for the loss of one: {reply.replicated.ref.name}")
     lines += [
         f"  epoch {record.epoch}: {record.cause}, {counted(record.nodes, 'node')}, {_course(record, reply)}"
         for record in reply.history

@@ -6,8 +6,10 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
 
@@ -20,7 +22,9 @@ __all__ = [
     "ClientCallbacks",
     "Hearing",
     "OutboxFull",
+    "WaitingCall",
     "kept_up",
+    "renew",
 ]
 
 # Seconds.
@@ -49,6 +53,8 @@ class ClientCallbacks:
         link: (up, refused): whether the master is heard (again), or no longer; and if not, whether it answers, but does
             not take the token.
         postponed: (detail): `register` was answered "not yet"; it is repeated.
+        replication: (digest, generation, what is said of sending parts, if anything): the answer to what is held of a
+            step.
         broken: (detail): a bug of ours keeps one of the client's threads from its work for good.
     """
 
@@ -58,7 +64,33 @@ class ClientCallbacks:
     failed: Callable[[str, str, str], None]
     link: Callable[[bool, bool], None]
     postponed: Callable[[str], None] = lambda detail: None
+    replication: Callable[[str, int, control_pb2.Replication | None], None] = lambda *said: None
     broken: Callable[[str], None] = lambda detail: None
+
+
+@dataclass
+class WaitingCall:
+    """A call that waits for its answer."""
+
+    method: str
+    request: Message
+    session: int
+    internal_errors: int = 0
+    # It may have come to the master, also without an answer: what it says stays as it is.
+    tried: bool = False
+
+
+def renew(queue: Iterable[WaitingCall], request: Message) -> bool:
+    """Puts what is held of a step in the place of what waits and says that, too. False: nothing of the kind does."""
+    if not isinstance(request, control_pb2.HeldRequest) or request.all:
+        return False
+    for waiting in queue:
+        older, digest = waiting.request, request.checkpoint.ref.digest
+        if not waiting.tried and isinstance(older, control_pb2.HeldRequest) and older.checkpoint.ref.digest == digest:
+            request.caller.request = older.caller.request
+            waiting.request = request
+            return True
+    return False
 
 
 class Hearing:

@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import grpc
@@ -26,7 +25,7 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import CONTROL_PROTOCOL, HEARTBEAT_SECONDS
 from dalsegno.protos.trace import mark
 
-from .client_threads import Backoff, ClientCallbacks, Hearing, OutboxFull, kept_up
+from .client_threads import Backoff, ClientCallbacks, Hearing, OutboxFull, WaitingCall, kept_up, renew
 from .connection import RETRIED, Connector, MasterLink, code_of, detail_of, leader_of
 from .master_checks import MOST
 from .pace import ReportPace
@@ -44,14 +43,6 @@ _NO_LINK = "no address is known, or no token"
 _INTERNAL = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN})
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Waiting:
-    method: str
-    request: Message
-    session: int
-    internal_errors: int = 0
 
 
 class MasterClient:
@@ -78,7 +69,7 @@ class MasterClient:
         # Held while the listener is called: see `_tell`. Taken before `_changed`, never inside it.
         self._telling = threading.Lock()
         self._closing = threading.Event()
-        self._queue: deque[_Waiting] = deque()
+        self._queue: deque[WaitingCall] = deque()
         self._progress: control_pb2.ProgressRequest | None = None
         # Grows with every `register`; calls, streams and answers of an older session are dropped.
         self._session = 0
@@ -142,14 +133,15 @@ class MasterClient:
             later = [waiting for waiting in self._queue if waiting.method != "Register"]
             for waiting in later:
                 waiting.session = self._session
-            self._queue = deque([_Waiting("Register", copied, self._session), *later])
+            self._queue = deque([WaitingCall("Register", copied, self._session), *later])
             self._changed.notify_all()
 
     def call(self, method: str, request: Message) -> None:
         """Sends a changing call after all earlier ones. Fills in its caller, except for `caller.epoch`.
 
         `ReportProgress` and `Heartbeat` change nothing: only the newest progress is sent, and an unsent older one is
-        forgotten.
+        forgotten. What is said to be held of a step takes the place of what waits and says that of the same step: a
+        master that comes back must not take for held what has gone meanwhile.
 
         Raises:
             OutboxFull: the master has been away for very long.
@@ -160,12 +152,12 @@ class MasterClient:
             self._epoch = max(self._epoch, self._caller(copied).epoch)
             if isinstance(copied, control_pb2.ProgressRequest):
                 self._progress = copied
-            else:
+            elif not renew(self._queue, copied):
                 if len(self._queue) >= _MOST_WAITING:
                     raise OutboxFull(f"{_MOST_WAITING} calls wait for a master that cannot be reached")
                 self._request += 1
                 self._caller(copied).request = self._request
-                self._queue.append(_Waiting(method, copied, self._session))
+                self._queue.append(WaitingCall(method, copied, self._session))
             self._changed.notify_all()
 
     def waiting(self) -> int:
@@ -268,6 +260,7 @@ class MasterClient:
                 if self._closing.is_set():
                     return
                 waiting = self._queue[0]
+                waiting.tried = True
                 if waiting.method != "Register":
                     # Only now, because the answer to the registration brings the node's name.
                     caller = self._caller(waiting.request)
@@ -286,7 +279,7 @@ class MasterClient:
         """Whether the first call may go out now; the caller holds the lock."""
         return bool(self._queue) and (self._registered or self._queue[0].method == "Register")
 
-    def _send(self, waiting: _Waiting, backoff: Backoff) -> bool:
+    def _send(self, waiting: WaitingCall, backoff: Backoff) -> bool:
         """Makes one attempt. True if the call is settled, one way or another."""
         link = self._connector.get()
         if link is None:
@@ -305,9 +298,13 @@ class MasterClient:
             self._opened(waiting, reply)
         if isinstance(waiting.request, control_pb2.CommitRequest) and not waiting.request.lease:
             mark("committed", node=self._node, epoch=self._caller(waiting.request).epoch)
+        if isinstance(waiting.request, control_pb2.HeldRequest):
+            said = reply.replication if reply.HasField("replication") else None
+            digest = waiting.request.checkpoint.ref.digest
+            self._tell(waiting.session, partial(self._listener.replication, digest, reply.generation, said))
         return True
 
-    def _send_failed(self, waiting: _Waiting, link: MasterLink, error: Exception, backoff: Backoff) -> bool:
+    def _send_failed(self, waiting: WaitingCall, link: MasterLink, error: Exception, backoff: Backoff) -> bool:
         if not isinstance(error, grpc.RpcError):
             # gRPC raises ValueError for a channel that another thread closed.
             return False
@@ -338,7 +335,7 @@ class MasterClient:
         """Whether this master refuses our token, and there are others that were not asked yet."""
         return code is grpc.StatusCode.UNAUTHENTICATED and not self._connector.all_refuse(link)
 
-    def _can_never_register(self, waiting: _Waiting) -> bool:
+    def _can_never_register(self, waiting: WaitingCall) -> bool:
         """Whether the first registration is hopeless. A master that was heard once is waited for: it may be mended."""
         if waiting.method != "Register" or self._hearing.heard_at is not None:
             return False
@@ -347,7 +344,7 @@ class MasterClient:
             self._tell(waiting.session, partial(self._listener.refused, "TLS", why))
         return bool(why)
 
-    def _opened(self, waiting: _Waiting, reply: control_pb2.RegisterReply) -> None:
+    def _opened(self, waiting: WaitingCall, reply: control_pb2.RegisterReply) -> None:
         with self._telling:
             with self._changed:
                 if waiting.session != self._session:

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from . import events as ev
-from . import leaving
+from . import leaving, replication
 from .decision import Decision
 from .state import MasterContact, Workers
 
@@ -21,6 +21,7 @@ def changed(decision: Decision, event: ev.LinkChanged) -> None:
         return
     lost_at = None if event.up else decision.now if before.lost_at is None else before.lost_at
     state.contact = MasterContact(event.up, lost_at, drain=before.drain and not event.up, refused=event.refused)
+    replication.unheard(decision)
     if event.up:
         back = "the master takes this token again" if before.refused else "the master is back"
         decision.do(ev.Say(back, quoted=False))

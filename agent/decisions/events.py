@@ -25,6 +25,8 @@ from .memory_events import HoldPart as HoldPart
 from .memory_events import KeepInMemory as KeepInMemory
 from .memory_events import MadeDurable as MadeDurable
 from .memory_events import MakeDurable as MakeDurable
+from .memory_events import Replication as Replication
+from .memory_events import SendPart as SendPart
 from .memory_events import StopWriting as StopWriting
 from .storage_events import Look as Look
 from .storage_events import ManifestRead as ManifestRead
@@ -281,6 +283,7 @@ Event = (
     | RoomMissing
     | Sighted
     | HeldChanged
+    | Replication
     | Doubted
     | MadeDurable
     | AddressChanged
@@ -420,6 +423,7 @@ Action = (
     | TellWorkers
     | ReadManifest
     | HoldPart
+    | SendPart
     | Doubt
     | MakeDurable
     | StopWriting

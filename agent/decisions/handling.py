@@ -108,7 +108,7 @@ def take(decision: Decision, event: ev.Event) -> None:
             verification_moved(decision, event)
         case ev.VerificationDone():
             verification_done(decision, event)
-        case ev.HeldChanged() | ev.Doubted() | ev.MadeDurable():
+        case ev.HeldChanged() | ev.Replication() | ev.Doubted() | ev.MadeDurable():
             memory.told(decision, event)
         case ev.Sighted() | ev.Pruned() | ev.RoomMissing():
             disk_told(decision, event)
@@ -143,7 +143,7 @@ def registered(decision: Decision, event: ev.Registered) -> None:
     state.run_id = event.reply.run_id
     state.generation = max(state.generation, event.reply.generation)
     state.place = Admission()
-    memory.tell_all(decision)
+    memory.registered(decision, event)
     if event.reply.remark:
         decision.do(ev.Say(event.reply.remark, True, quoted=False))
     if state.warm:

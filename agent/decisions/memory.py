@@ -5,9 +5,12 @@ What is held here changes by itself (`HeldChanged`); the master hears it, and so
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dalsegno.protos import control_pb2, worker_pb2
 
 from . import events as ev
+from . import replication
 from .decision import Decision, has_sealed
 from .state import AgentState, DurableOrder, Spill, Workers
 
@@ -19,6 +22,7 @@ __all__ = [
     "held_changed",
     "is_safe",
     "made_durable",
+    "registered",
     "sealed",
     "spill",
     "spill_unheard",
@@ -43,11 +47,14 @@ def sealed(decision: Decision, epoch: int, said: worker_pb2.Sealed) -> None:
     decision.do(ev.HoldPart(said.name, said.digest, urgent))
 
 
-def told(decision: Decision, event: ev.HeldChanged | ev.Doubted | ev.MadeDurable) -> None:
+def told(decision: Decision, event: ev.HeldChanged | ev.Replication | ev.Doubted | ev.MadeDurable) -> None:
     """Passes news of this node's memory to its handler."""
     match event:
         case ev.HeldChanged():
             held_changed(decision, event)
+        case ev.Replication():
+            replication.answered(decision, event)
+            keep(decision)
         case ev.Doubted():
             doubted(decision, event)
         case ev.MadeDurable():
@@ -62,10 +69,21 @@ def held_changed(decision: Decision, event: ev.HeldChanged) -> None:
     if event.parts:
         held[digest] = event
     known, state.memory.held = state.memory.held.get(digest), held
-    if known is None and event.parts:
-        decision.do(ev.KeepInMemory(state.started, still_wanted(state)))  # one more is here: an older one may go
-    if (known.parts if known is not None else ()) != event.parts:
+    before = known.parts if known is not None else ()
+    if before != event.parts or (event.unsent and known is not None and not known.unsent):
         tell(decision, event)
+    if not before and event.parts:
+        keep(decision, anew=True)  # one more is here: an older one may go
+    if not state.contact.up and event.parts != before and replication.is_own(state, digest):
+        replication.unheard(decision)
+
+
+def keep(decision: Decision, anew: bool = False) -> None:
+    """Drops what nobody needs any more, if that has changed, or `anew`."""
+    state, wanted = decision.state, still_wanted(decision.state)
+    if anew or (state.started, wanted) != state.memory.kept:
+        state.memory.kept = (state.started, wanted)
+        decision.do(ev.KeepInMemory(state.started, wanted))
 
 
 def tell(decision: Decision, event: ev.HeldChanged) -> None:
@@ -73,13 +91,27 @@ def tell(decision: Decision, event: ev.HeldChanged) -> None:
     if decision.state.incarnation and not decision.state.fenced:
         request = control_pb2.HeldRequest(caller=decision.caller(), checkpoint=event.checkpoint, parts=event.parts)
         request.make_durable = event.checkpoint.ref.digest in decision.state.epoch.to_disk
+        request.unsent = event.unsent
         decision.call("ReportHeld", request)
+        replication.asked(decision, event.checkpoint.ref.digest)
+
+
+def registered(decision: Decision, event: ev.Registered) -> None:
+    """The master has admitted this agent: what an earlier incarnation was not answered is told anew."""
+    state = decision.state
+    state.memory.in_use = event.reply.settings.memory_replicas > 0
+    state.epoch.sent_steps = replace(state.epoch.sent_steps, asked=())
+    tell_all(decision)
 
 
 def tell_all(decision: Decision) -> None:
-    """A master that has not heard what is held here."""
-    for event in decision.state.memory.held.values():
+    """A master that has not heard what is held here: first of the oldest, of which most may be known to be copied."""
+    held = decision.state.memory.held.values()
+    for event in sorted(held, key=lambda event: (event.checkpoint.epoch, event.checkpoint.step)):
         tell(decision, event)
+    state = decision.state
+    if state.memory.in_use and state.incarnation and not state.fenced:
+        decision.call("ReportHeld", control_pb2.HeldRequest(caller=decision.caller(), all=True))
 
 
 def doubt(decision: Decision, ref: control_pb2.CheckpointRef) -> None:
@@ -114,10 +146,7 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
             assert state.memory.writing is not None
             decision.do(ev.StopWriting(state.memory.writing.ref))
             state.memory.writing = None
-    wanted = still_wanted(state)
-    if (state.started, wanted) != state.memory.kept:
-        state.memory.kept = (state.started, wanted)
-        decision.do(ev.KeepInMemory(state.started, wanted))
+    keep(decision)
 
 
 def ordered(decision: Decision, told: control_pb2.MakeDurable) -> None:
@@ -168,7 +197,7 @@ def is_own_best(held: ev.HeldChanged | None) -> bool:
 
 def still_wanted(state: AgentState) -> frozenset[str]:
     """Digests of the steps that somebody may still need, besides the newest ones of the open epoch."""
-    found = {to_disk(state), *candidates(state)}
+    found = {to_disk(state), *candidates(state), *replication.kept(state)}
     if state.memory.writing is not None:
         found.add(state.memory.writing.digest)
     if state.leave is not None and state.leave.spill is not None:

@@ -14,6 +14,8 @@ __all__ = [
     "KeepInMemory",
     "MadeDurable",
     "MakeDurable",
+    "Replication",
+    "SendPart",
     "StopWriting",
 ]
 
@@ -22,12 +24,29 @@ __all__ = [
 class HeldChanged:
     """Which parts of a memory checkpoint are held here, each by the group rank that wrote it; none: it is gone.
 
-    `copies`: so many other agents have said that they hold this node's own part.
+    `copies`: so many other agents have said that they hold this node's own part. `unsent`: some buddy cannot be brought
+    it, and that is tried no more.
     """
 
     checkpoint: control_pb2.Checkpoint
     parts: tuple[int, ...]
     copies: int = 0
+    unsent: bool = False
+
+
+@dataclass(frozen=True)
+class Replication:
+    """What the master answers to what is held here: see `control.Replication`.
+
+    Attributes:
+        answers: digest of the step that it was told of.
+        generation: of the master.
+        said: None: it leaves to each node what it sends.
+    """
+
+    answers: str
+    generation: int
+    said: control_pb2.Replication | None
 
 
 @dataclass(frozen=True)
@@ -49,17 +68,23 @@ class MadeDurable:
 
 @dataclass(frozen=True)
 class HoldPart:
-    """The ranks of this node have written their part of a memory checkpoint: send it to those who hold it, too.
-
-    Answered by `HeldChanged`.
+    """The ranks of this node have written their part of a memory checkpoint. Answered by `HeldChanged`.
 
     Attributes:
-        urgent: A drain waits for it.
+        urgent: A drain waits for it: send it to those who hold it, too.
     """
 
     name: str
     digest: str
     urgent: bool = False
+
+
+@dataclass(frozen=True)
+class SendPart:
+    """Send this node's own part of a memory checkpoint to those who hold it, too, unless that was done."""
+
+    name: str
+    digest: str
 
 
 @dataclass(frozen=True)

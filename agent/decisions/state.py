@@ -190,6 +190,8 @@ class DurableOrder:
 class NodeMemory:
     """What this node's memory has of checkpoints. It outlives ranks, worlds and incarnations, as its files do."""
 
+    # The job keeps checkpoints in memory.
+    in_use: bool = False
     # What is held here, by digest.
     held: Mapping[str, HeldChanged] = field(default_factory=dict)
     # The epoch and the digests that are kept, as was said last.
@@ -261,6 +263,21 @@ class SealedInMemory:
     until: float | None = None
 
 
+@dataclass(frozen=True)
+class SentSteps:
+    """Digests of the steps in memory that nodes send to each other; empty: there is none. See `control.Replication`."""
+
+    sending: str = ""
+    sent: str = ""
+    replicated: str = ""
+    # What the master was told of and has not answered yet, oldest first.
+    asked: tuple[str, ...] = ()
+    # Which master has said so; and what earlier ones had sent last, since they may have told others that it outlives a
+    # node.
+    generation: int = 0
+    earlier: tuple[str, ...] = ()
+
+
 @dataclass
 class Epoch:
     """What is known of the ranks that this agent started last; made anew with each start."""
@@ -323,6 +340,7 @@ class Epoch:
     own_save: OwnSave = OwnSave()
     # What was sealed in memory last, until it is known to be held; None: nothing was.
     sealed_in_memory: SealedInMemory | None = None
+    sent_steps: SentSteps = SentSteps()
     # The flags as the workers were told last.
     told: tuple[bool, bool, int, bool, bool, int] = (False, False, 0, False, False, 0)
 

@@ -41,6 +41,7 @@ class Buddy:
         address: as the master tells it (`PeerAddress`).
         pace: of all buddies.
         on_held: called with the address when it holds a part.
+        on_unsent: called when a part cannot be brought there, and is tried no more.
         on_bad: called when a part of ours is not what was sealed.
     """
 
@@ -50,12 +51,13 @@ class Buddy:
         peers: Peers,
         pace: SendPace,
         on_held: Callable[[StepPart, str], None],
+        on_unsent: Callable[[StepPart], None],
         on_bad: Callable[[StepPart, CheckpointDamaged], None],
         say: Callable[[str, bool], None],
     ) -> None:
         self.address = address
         self._peers, self._pace = peers, pace
-        self._on_held, self._on_bad, self._say = on_held, on_bad, say
+        self._on_held, self._on_unsent, self._on_bad, self._say = on_held, on_unsent, on_bad, say
         self._stop = threading.Event()
         self._changed = threading.Condition()
         self._next: StepPart | None = None
@@ -72,8 +74,10 @@ class Buddy:
     def offer(self, part: StepPart) -> None:
         """To be sent as soon as may be, in place of what waits."""
         with self._changed:
-            self._next = part
+            waited, self._next = self._next, part
             self._changed.notify_all()
+        if waited is not None:
+            self._on_unsent(waited)
 
     def forget(self, before_epoch: int) -> None:
         """Parts of earlier epochs that wait are not sent any more: they may be deleted here by now."""
@@ -118,6 +122,8 @@ class Buddy:
                 if for_good or self._is_worth_a_word(error, tries >= _TRIES or pause is None):
                     self._complain(part, error)
                 if for_good or pause is None or self._overtaken(part, pause):
+                    if not self._is_over(part):
+                        self._on_unsent(part)
                     return
             else:
                 self._said, self._failing_since, self._silent_since = False, None, None
@@ -169,10 +175,11 @@ class Buddies:
         self._make = make
         self._lock = threading.Lock()
         self._buddies: dict[str, Buddy] = {}
+        self._last: StepPart | None = None
         self._closed = False
 
-    def set(self, addresses: Sequence[str], epoch: int, newest: StepPart | None) -> None:
-        """A world has opened: these hold our parts from now on. Those that are new are sent `newest`."""
+    def set(self, addresses: Sequence[str], epoch: int) -> None:
+        """A world has opened: these hold our parts from now on. New ones are sent what was sent last in it."""
         with self._lock:
             if self._closed:
                 return
@@ -183,14 +190,20 @@ class Buddies:
             for address in dict.fromkeys(addresses):
                 if address not in self._buddies:
                     self._buddies[address] = self._make(address)
-                    if newest is not None:
-                        self._buddies[address].offer(newest)
+                    if self._last is not None and self._last.manifest.epoch == epoch:
+                        self._buddies[address].offer(self._last)
 
-    def offer(self, part: StepPart) -> None:
-        """To be sent to all."""
+    def offer(self, part: StepPart) -> bool:
+        """To be sent to all, unless it was the last that was to be. False: it is not, since that was a newer one."""
         with self._lock:
-            for buddy in self._buddies.values():
-                buddy.offer(part)
+            if self._last is not None and self._last.key == part.key:
+                return True
+            if self._last is not None and self._last.manifest.parsed_name.age >= part.manifest.parsed_name.age:
+                return False
+            self._last, buddies = part, list(self._buddies.values())
+        for buddy in buddies:
+            buddy.offer(part)  # It tells what this part takes the place of.
+        return True
 
     def close(self) -> None:
         with self._lock:

@@ -52,12 +52,14 @@ class HeldParts:
         checkpoint: As its manifest describes it, with `in_memory`.
         parts: Group ranks, in the epoch that wrote it, whose parts are here, each whole. Empty: nothing any more.
         copies: Addresses (`PeerAddress`) of the agents that have said that they hold this node's own part.
+        unsent: A buddy cannot be brought this node's own part, and that is tried no more.
     """
 
     run_id: str
     checkpoint: control_pb2.Checkpoint
     parts: tuple[int, ...]
     copies: tuple[str, ...] = ()
+    unsent: bool = False
 
 
 class StepPlace:

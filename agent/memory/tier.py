@@ -81,6 +81,7 @@ class MemoryTier:
         self.path: Path | None = None
         self._tell, self._say, self._pace = on_change, say, SendPace(bytes_per_second)
         self._copies: dict[tuple[str, str, int], tuple[str, ...]] = {}
+        self._unsent: set[tuple[str, str, int]] = set()
         self._copies_lock = threading.Lock()
         self._ending = threading.Event()
         self._disk_stall_seconds = disk_stall_seconds
@@ -117,7 +118,9 @@ class MemoryTier:
         self._server = self._serve(host)
         self._peers = Peers(job_id, wire, self._watch, self._holdings, self._space)
         self._buddies = Buddies(
-            lambda address: Buddy(address, self._peers, self._pace, self._copied, self._found_bad, self._say)
+            lambda address: Buddy(
+                address, self._peers, self._pace, self._copied, self._not_sent, self._found_bad, self._say
+            )
         )
 
     def _lines(self) -> None:
@@ -155,21 +158,16 @@ class MemoryTier:
     def open_epoch(self, run_id: str, epoch: int, group_rank: int, buddies: Sequence[str]) -> None:
         """A world has opened: parts of lower epochs are refused from now on, own ones go to these agents.
 
-        Repeated with other buddies, those that are new are sent the newest own part of this epoch.
+        Repeated with other buddies, those that are new are sent what was sent last, as far as it is of this epoch.
         """
-        if self.problem or not self._fence.open(run_id, epoch, group_rank):
-            return
-        newest = [held for held in self._holdings.all() if held.run_id == run_id and held.checkpoint.epoch == epoch]
-        part = None
-        for held in newest:
-            ref = held.checkpoint.ref
-            part = self._holdings.part(run_id, ref.name, ref.digest, group_rank) or part
-        self._buddies.set([address for address in buddies if address != self.address], epoch, part)
+        if not self.problem and self._fence.open(run_id, epoch, group_rank):
+            self._buddies.set([address for address in buddies if address != self.address], epoch)
 
     def sealed(self, run_id: str, name: str, digest: str, urgent: bool = False) -> None:
-        """This node's own part of a step is complete: it counts as held, and goes to the buddies.
+        """This node's own part of a step is complete: it counts as held.
 
-        `urgent`: people wait for it, so neither it nor what is sent before it is held back.
+        It goes to the buddies with `send`. `urgent`: people wait for it, so it goes at once, and neither it nor what is
+        sent before it is held back.
         """
         if self.problem:
             return
@@ -179,16 +177,24 @@ class MemoryTier:
         if opened is None:
             logger.warning("%s was sealed in memory in no world that is known here", name)
         else:
-            self._quick.put(lambda: self._add_own(run_id, name, digest, opened))
+            self._quick.put(lambda: self._add_own(run_id, name, digest, opened, urgent))
 
-    def _add_own(self, run_id: str, name: str, digest: str, opened: OpenEpoch) -> None:
+    def send(self, run_id: str, name: str, digest: str) -> None:
+        """This node's own part of a step goes to the buddies, unless it does already or is not here any more."""
+        opened = None if self.problem else self._fence.opened(run_id)
+        if opened is not None:
+            part = self._holdings.part(run_id, name, digest, opened.group_rank)
+            if part is not None and part.manifest.epoch == opened.epoch and not self._buddies.offer(part):
+                self._not_sent(part)
+
+    def _add_own(self, run_id: str, name: str, digest: str, opened: OpenEpoch, urgent: bool) -> None:
         try:
             part = self._holdings.add_own(run_id, name, digest, opened.group_rank)
         except (CheckpointDamaged, OSError, ValueError) as error:
             logger.warning("%s in memory is not what its ranks say: %s", name, error)
             self._say(f"the memory checkpoint {name} does not count: {error}", True)
             return
-        if self._fence.opened(run_id) == opened:
+        if urgent and self._fence.opened(run_id) == opened:
             self._buddies.offer(part)
         self._changed(self._holdings.held(run_id, name))
 
@@ -337,6 +343,7 @@ class MemoryTier:
             with self._copies_lock:
                 for key in [key for key in self._copies if key[:2] == (run_id, gone.checkpoint.ref.name)]:
                     del self._copies[key]
+                self._unsent = {key for key in self._unsent if key[:2] != (run_id, gone.checkpoint.ref.name)}
             self._changed(gone)
 
     def close(self) -> None:
@@ -368,15 +375,22 @@ class MemoryTier:
         opened = self._fence.opened(held.run_id)
         if opened is None or opened.epoch != held.checkpoint.epoch:
             return held
+        key = held.run_id, held.checkpoint.ref.name, opened.group_rank
         with self._copies_lock:
-            return replace(
-                held, copies=self._copies.get((held.run_id, held.checkpoint.ref.name, opened.group_rank), ())
-            )
+            return replace(held, copies=self._copies.get(key, ()), unsent=key in self._unsent)
 
     def _copied(self, part: StepPart, address: str) -> None:
         """A buddy holds a part of ours."""
         with self._copies_lock:
             self._copies[part.key] = tuple(dict.fromkeys((*self._copies.get(part.key, ()), address)))
+            self._unsent.discard(part.key)
+        self._changed(self._holdings.held(part.run_id, part.manifest.name))
+
+    def _not_sent(self, part: StepPart) -> None:
+        """A buddy cannot be brought a part of ours, and that is tried no more."""
+        with self._copies_lock:
+            if part.key not in self._copies:
+                self._unsent.add(part.key)
         self._changed(self._holdings.held(part.run_id, part.manifest.name))
 
     def _found_bad(self, part: StepPart, damaged: CheckpointDamaged) -> None:

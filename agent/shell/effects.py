@@ -109,6 +109,7 @@ class Effects:
                 failed=lambda method, code, detail: mailbox.put(ev.CallFailed(method, code, detail)),
                 link=self._link_changed,
                 postponed=lambda detail: mailbox.put(ev.Postponed(detail)),
+                replication=lambda *said: mailbox.put(ev.Replication(*said)),
                 broken=lambda detail: mailbox.put(ev.Broken(detail)),
             ),
         )
@@ -139,6 +140,9 @@ class Effects:
             case ev.HoldPart():
                 if self.memory is not None:
                     self.memory.sealed(self.run_id, action.name, action.digest, action.urgent)
+            case ev.SendPart():
+                if self.memory is not None:
+                    self.memory.send(self.run_id, action.name, action.digest)
             case ev.Doubt():
                 self._doubt(action.ref)
             case ev.MakeDurable():
@@ -389,7 +393,7 @@ class Effects:
 
     def _held_changed(self, held: HeldParts) -> None:
         if held.run_id == self.run_id:
-            self._mailbox.put(ev.HeldChanged(held.checkpoint, held.parts, len(held.copies)))
+            self._mailbox.put(ev.HeldChanged(held.checkpoint, held.parts, len(held.copies), held.unsent))
 
     def _doubt(self, ref: control_pb2.CheckpointRef) -> None:
         def done(found: str) -> None:

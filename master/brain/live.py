@@ -27,7 +27,9 @@ __all__ = (
     "Live",
     "Missing",
     "Pause",
+    "Replicas",
     "RunLife",
+    "Sending",
     "State",
     "VerificationLife",
     "Waiting",
@@ -252,6 +254,32 @@ class HeldStep:
 
 
 @dataclass
+class Sending:
+    """A memory checkpoint of which each node sends its part to its buddies."""
+
+    step: HeldStep
+    since: float
+    # Parts that are not yet on as many nodes as the job wants, and may come there; members that have not heard of it.
+    pending: set[int]
+    untold: set[int]
+    # Digests of newer steps that were saved meanwhile.
+    later: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Replicas:
+    """How far the memory checkpoints of one epoch have come to buddies. See `replication`."""
+
+    epoch: int = 0
+    sending: Sending | None = None
+    # What was sent last; the newest one of which each part is on as many nodes as the job wants.
+    sent: Checkpoint | None = None
+    replicated: Checkpoint | None = None
+    # So many in a row were overtaken by newer ones while they were sent.
+    overtaken: int = 0
+
+
+@dataclass
 class Held:
     """All memory checkpoints that are known, by digest."""
 
@@ -262,6 +290,9 @@ class Held:
     complaints: dict[str, str] = field(default_factory=dict)
     # Nodes that could not fetch a resume point from memory, by incarnation, and until when drains spare them that.
     unfetched: dict[str, float] = field(default_factory=dict)
+    replicas: Replicas = field(default_factory=Replicas)
+    # Incarnations of the nodes that have said all that they hold.
+    told_all: dict[str, None] = field(default_factory=dict)
     # Grows with each change.
     version: int = 0
 

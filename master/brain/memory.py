@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from dalsegno.protos import control_pb2
 
-from . import checkpoints
+from . import checkpoints, replication
 from .live import HeldStep, State
 from .state import Checkpoint, Job, Member, Node, Phase
 from .turn import Turn, names
@@ -83,8 +83,15 @@ def buddies(job: Job, member: Member) -> list[str]:
 
 
 def report(turn: Turn, node: Node, message: control_pb2.HeldRequest) -> tuple[str, str]:
-    """A node says which parts of a step it holds, all of them each time. Returns (status code, detail)."""
+    """A node says which parts of a step it holds, all of them each time, or that it has said so of all steps.
+
+    Returns (status code, detail).
+    """
     held, digest = turn.live.held, message.checkpoint.ref.digest
+    if message.all:
+        held.told_all = {known: None for known in (*held.told_all, node.incarnation) if turn.job.node_by(known)}
+        held.version += 1
+        return "OK", ""
     step = held.steps.get(digest)
     if step is None and message.parts:
         record = worth_knowing(turn, node, message.checkpoint)
@@ -96,8 +103,10 @@ def report(turn: Turn, node: Node, message: control_pb2.HeldRequest) -> tuple[st
         # Agents remember only of the open epoch what the ranks want.
         step.wanted = step.wanted or message.make_durable or is_named(turn.job, message.checkpoint)
         member = turn.job.world.member(node.incarnation) if turn.job.world is not None else None
-        if member is not None and step.record.epoch == turn.job.epoch and member.group_rank in message.parts:
-            step.own.add(member.group_rank)
+        if member is not None and step.record.epoch == turn.job.epoch:
+            if member.group_rank in message.parts:
+                step.own.add(member.group_rank)
+            replication.heard(turn, member, step, message)
         held.version += 1
         forget_old(turn)
     return "OK", ""
@@ -137,14 +146,15 @@ def nodes_of(job: Job, epoch: int) -> int:
 
 
 def forget_old(turn: Turn) -> None:
-    """Keeps the newest steps, what is recorded, what is being written to the disk, and what may be the best."""
+    """Keeps the newest steps, what is recorded, on its way to the disk or to buddies, and what may be the best."""
     job, held = turn.job, turn.live.held
     head = job.checkpoints.head
     own = (step for step in held.newest_first() if step.wanted and step.record.best == step.record.name)
     candidates = {next((step.record.name for step in own), ""), "" if head is None else head.candidate}
+    digests = {held.writing, *replication.kept(held.replicas)}
     for step in held.newest_first()[MOST_STEPS:]:
         record = step.record
-        if job.checkpoint(record.digest) is None and record.digest != held.writing and record.name not in candidates:
+        if job.checkpoint(record.digest) is None and record.digest not in digests and record.name not in candidates:
             del held.steps[record.digest]
 
 
@@ -217,6 +227,8 @@ def is_needed(state: State, node: Node) -> bool:
     lasts other parts may be on their way: who is released before they are there would take for saved what is not.
     """
     job, head = state.job, state.job.checkpoints.head
+    if job.settings.memory_replicas > 0 and node.peer_address and node.incarnation not in state.live.held.told_all:
+        return True  # This master is new, and has not heard from it yet.
     somebody_stays = any(not other.leaving for other in job.nodes.values())
     steps = state.live.held.newest_first()
     if somebody_stays and any(is_candidate(job, step) and holds_alone(job, step, node) for step in steps):

@@ -7,7 +7,7 @@ from typing import Any
 
 from dalsegno.protos import control_pb2
 
-from . import durable, flash, memory, saves, shapes
+from . import durable, flash, memory, replication, saves, shapes
 from .checkpoints import only_size, prunable, resume_point, to_proto, witnesses
 from .chronicle import JobEvent, Kind, PausePart, goodput
 from .forming import missing
@@ -377,6 +377,9 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
     if (held := memory.would_go_on_from(state)) is not None:
         reply.held.CopyFrom(to_proto(job, held))
         reply.held_copies = memory.copies_of(state, held)
+        replicated = replication.newest(state)
+        if replicated is not None and (head is None or head.age < replicated.age) and replicated.age < held.age:
+            reply.replicated.CopyFrom(to_proto(job, replicated))
     for record in job.history:
         reply.history.add(
             epoch=record.epoch,

@@ -101,6 +101,8 @@ class SimAgent:
     def _handle(self, event: ev.Event) -> None:
         if isinstance(event, ev.Registered):
             self.told = event.reply.settings
+        if isinstance(event, ev.Replication) and event.said is not None and event.said.replicated:
+            self.sim.ledger.said_replicated(event.said.epoch, event.said.replicated)
         if isinstance(event, ev.Refused):
             self.refused_with = event.code
         if isinstance(event, ev.WorkerExited | ev.WorkersStopped) and self.group is not None:
@@ -198,6 +200,8 @@ class SimAgent:
                 self.sim.conversions.stop(self, action.lease)
             case ev.HoldPart():
                 self.memory.hold(action)
+            case ev.SendPart():
+                self.memory.send(action.digest)
             case ev.Doubt():
                 self.sim.clock.after(self.sim.random.uniform(0.05, 1.0), self.deliver, ev.Doubted(action.ref))
             case ev.MakeDurable():

@@ -44,6 +44,8 @@ class Client:
         self.heard_at: float | None = None
         self.stream: Stream | None = None
         self._sending: Attempt | None = None
+        # What may have come to the master, also without an answer.
+        self._tried: Message | None = None
         self._beating: Attempt | None = None
         self._backoff = 0.05
         self._pump_timer: Timer | None = None
@@ -72,6 +74,12 @@ class Client:
             self.progress = request
             self._schedule_beat(max(0.0, self._progress_at - self.clock.now))
             return
+        if isinstance(request, control_pb2.HeldRequest):
+            for place, (_, older) in enumerate(self.queue):
+                if is_of_same_step(older, request) and older is not self._tried:
+                    self._fill(caller, older.caller.request)  # type: ignore[attr-defined]
+                    self.queue[place] = (method, request)
+                    return
         self.request += 1
         self._fill(caller, self.request)
         self.queue.append((method, request))
@@ -107,6 +115,7 @@ class Client:
             self._pump_timer = None
         if self._sending is None and self.queue:
             entry = self.queue[0]
+            self._tried = entry[1]
             self._sending = self.network.send(
                 self,
                 entry[1],
@@ -149,6 +158,8 @@ class Client:
                 self.agent.deliver(ev.Refused(code, detail))
             else:
                 self.agent.deliver(ev.CallFailed(entry[0], code, detail))
+        elif isinstance(entry[1], control_pb2.HeldRequest) and isinstance(reply, control_pb2.Ack):
+            self.agent.deliver(ev.Replication(entry[1].checkpoint.ref.digest, reply.generation, reply.replication))
         self.pump()
 
     # ---- the pulse --------------------------------------------------------------------------------------------------
@@ -238,3 +249,9 @@ class Client:
             stream, self.stream = self.stream, None
             self.network.hang_up(stream)
             self.clock.after(self.network.random.uniform(0.05, 0.5), self.agent.run, self._watch)
+
+
+def is_of_same_step(waiting: Message, request: control_pb2.HeldRequest) -> bool:
+    """Whether what waits tells of the same step in memory."""
+    digest = request.checkpoint.ref.digest
+    return isinstance(waiting, control_pb2.HeldRequest) and waiting.checkpoint.ref.digest == digest

@@ -69,6 +69,8 @@ class Ledger:
         self.head: tuple[int, int, str] = (0, -1, "")
         # It is in the memory of nodes alone.
         self.head_in_memory = False
+        # By epoch, the newest step of which agents were told that it outlives a node.
+        self.replicated: dict[int, int] = {}
         self.executed: list[tuple[int, int]] = []
         # The epoch that was the last one when the run went back to an older commit; -1: it never did.
         self.fell_back_in = -1
@@ -328,6 +330,21 @@ class Ledger:
             not whole or bad or self.amnesia or self.is_excused(epoch),
             "no held step is skipped",
             f"{digest} was given up, and all of it is there",
+        )
+
+    def said_replicated(self, epoch: int, digest: str) -> None:
+        """The master says to some node that each part of a step is on as many nodes as the job wants."""
+        step = self.sim.disk.ever[digest].message.step
+        self.replicated[epoch] = max(step, self.replicated.get(epoch, -1))
+
+    def dropped(self, agent: object, epoch: int, before: int, after: int) -> None:
+        """A node gives up steps in memory: the newest step of which each part was on enough nodes, and is."""
+        sealed = (entry.message for entry in self.sim.disk.sealed.values())
+        durable = max((one.step for one in sealed if one.epoch == epoch), default=-1)
+        self.require(
+            epoch != self.epoch or max(after, durable) >= min(before, self.replicated.get(epoch, -1)),
+            "a step that outlives a node is kept",
+            f"{agent} drops step {before} of epoch {epoch}, of the others no newer one than {after} outlives a node",
         )
 
     def _is_whole(self, job: Job, digest: str, epoch: int) -> bool:
@@ -651,8 +668,8 @@ class Ledger:
                 unknowing = (state.fenced and state.epoch.drained is not None) or not state.session_known
                 ran_out = agent.ran_out or is_over(agent)  # Others may still complete its save.
                 excused = unknowing or ran_out or self.is_excused(state.started)
-                # Without the master only a copy in another memory would tell it that its part is not lost.
-                excused = excused or self.sim.plan.walled
+                # Only a copy in another memory would tell it that its part is not lost.
+                excused = excused or self.sim.plan.walled or self.sim.plan.slow_replicas
                 self.require(excused, "planned changes lose nothing", f"{agent.label} exits {code}")
         else:
             # A name that somebody holds, or no master at the start.

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 SHARE = 0.35
 # In how many of them no agent reaches another one's memory.
 WALLED = 0.15
-# A part takes so long to another node, seconds.
+# A part takes so long to another node, seconds; and in how many schedules, and how long, where that is slow.
 TRANSFER = (0.01, 1.0)
+SLOW = 0.3
+SLOW_TRANSFER = (0.3, 3.0)
 # How long the disk takes for a step that was in memory, seconds.
 WRITE = (0.1, 2.0)
 # The newest steps of the open epoch that a node keeps.
@@ -39,6 +41,7 @@ def memory_of(plan: Plan) -> None:
         settings.memory_replicas = 1 + plan.seed % 7 // 6
     plan.survivors = random.choice((0.0, 0.3, 0.8))
     plan.walled = random.random() < WALLED
+    plan.slow_replicas = random.random() < SLOW
 
 
 @dataclass
@@ -50,6 +53,8 @@ class Step:
     parts: set[int] = field(default_factory=set)
     # Agents that hold this node's own part, by their addresses.
     copies: set[str] = field(default_factory=set)
+    # A buddy could not be brought it.
+    unsent: bool = False
 
 
 class Memory:
@@ -62,15 +67,27 @@ class Memory:
         self._written: dict[str, tuple[control_pb2.Checkpoint, tuple[tuple[int, int], ...], tuple[int, ...]]] = {}
         self.steps: dict[str, Step] = {}
         self._epoch = 0
+        self._group_rank = 0
         self._buddies: tuple[str, ...] = ()
+        # What was to be sent last, what is under way to each buddy, and what waits for that.
+        self._last = ""
+        self._under_way: dict[str, str] = {}
+        self._waiting: dict[str, str] = {}
         # Digest of what nobody wants on the disk any more.
         self.unwanted = ""
 
     def open_epoch(self, world: control_pb2.World) -> None:
-        self.opened(world.epoch, tuple(world.place.buddies))
+        self.opened(world.epoch, world.place.group_rank, tuple(world.place.buddies))
 
-    def opened(self, epoch: int, buddies: tuple[str, ...]) -> None:
-        self._epoch, self._buddies = epoch, buddies
+    def opened(self, epoch: int, group_rank: int, buddies: tuple[str, ...]) -> None:
+        for address in set(self._waiting) - set(buddies):
+            del self._waiting[address]
+        new = set(buddies) - set(self._buddies)
+        self._epoch, self._group_rank, self._buddies = epoch, group_rank, buddies
+        last = self.steps.get(self._last)
+        if last is not None and last.message.epoch == epoch:
+            for address in sorted(new):
+                self._offer(address, self._last)
 
     def write(self, message: control_pb2.Checkpoint, history: tuple[tuple[int, int], ...], *parts: int) -> None:
         """The ranks of this node have written their part, or one of them, alone, all: its own comes first."""
@@ -84,15 +101,28 @@ class Memory:
         return all(self.has(message.ref.digest, part) for part in range(parts))
 
     def hold(self, action: ev.HoldPart) -> None:
-        """The own part: known here, and sent to the buddies."""
+        """The own part: known here, and sent to the buddies where people wait for it."""
         written = self._written.get(action.digest)
         if written is None:
             return
         message, history, parts = written
         for part in parts:
             self._put(message, history, part)
-        for address in self._buddies:
-            self._after(TRANSFER, self._send, address, message.ref.digest, parts[0])
+        if action.urgent:
+            self.send(message.ref.digest)
+
+    def send(self, digest: str) -> None:
+        """The own part goes to the buddies, unless it was the last that was to."""
+        last = self._sim.disk.ever.get(self._last)
+        if digest != self._last and self.has(digest, self._group_rank):
+            step = self.steps[digest]
+            if last is not None and order_of(last.message) > order_of(step.message):
+                step.unsent = True
+                self._tell(step)
+                return
+            self._last = digest
+            for address in self._buddies:
+                self._offer(address, digest)
 
     def gather(self, action: ev.PrepareJoin | ev.MakeDurable, deliver: object) -> None:
         """Fetches what is missing, from the first that has it; `deliver(failure)` once all is here or cannot be."""
@@ -120,9 +150,11 @@ class Memory:
     def keep(self, epoch: int, digests: frozenset[str]) -> None:
         newest = sorted((s for s in self.steps.values() if s.message.epoch == epoch), key=lambda s: s.message.step)
         kept = digests | {step.message.ref.digest for step in newest[-KEPT:]}
-        for digest in [known for known in self.steps if known not in kept]:
-            gone = self.steps.pop(digest)
-            self._agent.deliver(ev.HeldChanged(gone.message, ()))
+        before = outlives_a_node(self._sim, epoch)
+        gone = [self.steps.pop(digest) for digest in [known for known in self.steps if known not in kept]]
+        self._sim.ledger.dropped(self._agent.label, epoch, before, outlives_a_node(self._sim, epoch))
+        for step in gone:
+            self._agent.deliver(ev.HeldChanged(step.message, ()))
 
     def _after(self, between: tuple[float, float], call: object, *args: object) -> None:
         self._sim.clock.after(self._sim.random.uniform(*between), self._agent.run, call, *args)
@@ -133,14 +165,36 @@ class Memory:
         self._tell(step)
 
     def _tell(self, step: Step) -> None:
-        self._agent.deliver(ev.HeldChanged(step.message, tuple(sorted(step.parts)), len(step.copies)))
+        parts = tuple(sorted(step.parts))
+        self._agent.deliver(ev.HeldChanged(step.message, parts, len(step.copies), step.unsent))
 
-    def _send(self, address: str, digest: str, part: int) -> None:
+    def _offer(self, address: str, digest: str) -> None:
+        """One after the other; of those that wait the newest."""
+        if address in self._under_way:
+            waited = self.steps.get(self._waiting.get(address, ""))
+            self._waiting[address] = digest
+            if waited is not None:
+                waited.unsent = True
+                self._tell(waited)
+            return
+        self._under_way[address] = digest
+        slow = self._sim.plan.slow_replicas
+        self._after(SLOW_TRANSFER if slow else TRANSFER, self._send, address, digest)
+
+    def _send(self, address: str, digest: str) -> None:
+        del self._under_way[address]
+        if address in self._waiting:
+            self._offer(address, self._waiting.pop(address))
         buddy, step = self._reached(address), self.steps.get(digest)
-        if buddy is not None and step is not None and step.message.epoch >= buddy.memory._epoch:
+        if step is None:
+            return
+        part = self._group_rank if step.message.epoch == self._epoch else -1
+        if buddy is not None and part in step.parts and step.message.epoch >= buddy.memory._epoch:
             buddy.run(buddy.memory._put, step.message, step.history, part)
             step.copies.add(address)
-            self._tell(step)
+        else:
+            step.unsent = True
+        self._tell(step)
 
     def _reached(self, address: str) -> SimAgent | None:
         return None if self._sim.plan.walled and address != self.address else peer(self._sim, address)
@@ -215,6 +269,25 @@ def peer(sim: Simulation, address: str) -> SimAgent | None:
     number = int(address.rpartition(":")[2])
     agent = sim.agents[number]
     return agent if agent.alive and not agent.frozen else None
+
+
+def order_of(message: control_pb2.Checkpoint) -> tuple[int, int, str]:
+    return message.epoch, message.step, message.ref.name
+
+
+def outlives_a_node(sim: Simulation, epoch: int) -> int:
+    """The newest step of an epoch of which each part is on as many nodes as the job wants; -1: there is none."""
+    parts = sim.ledger.parts_of(epoch)
+    wanted = min(1 + sim.plan.settings.memory_replicas, parts)
+    alive = [agent.memory for agent in sim.agents if agent.alive]
+    known = {digest: step.message for memory in alive for digest, step in memory.steps.items()}
+    found = (
+        message.step
+        for digest, message in known.items()
+        if message.epoch == epoch
+        and all(sum(memory.has(digest, part) for memory in alive) >= wanted for part in range(parts))
+    )
+    return max(found, default=-1)
 
 
 def remember(sim: Simulation, message: control_pb2.Checkpoint, history: tuple[tuple[int, int], ...]) -> None:

@@ -147,6 +147,8 @@ class Plan:
     memory_every: int = 0
     # No agent reaches another one's memory.
     walled: bool = False
+    # Parts take long to other nodes.
+    slow_replicas: bool = False
     # Of the nodes that a crash leaves, so many save what they hold; 0.0: none, as their state is not replicated.
     survivors: float = 0.0
     # Numbers of workers with which the script fails as soon as it has loaded.

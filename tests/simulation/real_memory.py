@@ -33,10 +33,13 @@ class Tier:
     # ---- for the product --------------------------------------------------------------------------------------------
 
     def open_epoch(self, run_id: str, epoch: int, group_rank: int, buddies: Sequence[str]) -> None:
-        self._memory.opened(epoch, tuple(buddies))
+        self._memory.opened(epoch, group_rank, tuple(buddies))
 
     def sealed(self, run_id: str, name: str, digest: str, urgent: bool = False) -> None:
-        self._memory.hold(ev.HoldPart(name, digest))
+        self._memory.hold(ev.HoldPart(name, digest, urgent))
+
+    def send(self, run_id: str, name: str, digest: str) -> None:
+        self._memory.send(digest)
 
     def gather(
         self,
@@ -86,7 +89,8 @@ class Tier:
         """On a thread of the agent: what is held here has changed."""
         step = self._memory.steps.get(event.checkpoint.ref.digest)
         copies = () if step is None else tuple(sorted(step.copies))
-        self._hands.give(self._on_change, HeldParts(run_id, event.checkpoint, event.parts, copies))
+        unsent = step is not None and step.unsent
+        self._hands.give(self._on_change, HeldParts(run_id, event.checkpoint, event.parts, copies, unsent))
 
     def made(self, event: ev.MadeDurable) -> None:
         """The oldest order to write this step is carried out, or cannot be."""

@@ -68,12 +68,14 @@ def write_own(memory: Path, manifest: Manifest, group_rank: int, files: Files) -
 
 
 class Node:
-    """A tier, and what it has told."""
+    """A tier, and what it has told. What its ranks have written it sends as soon as it is held."""
 
     def __init__(self, root: Path, **options: object) -> None:
         self.changes: list[HeldParts] = []
         self.said: list[str] = []
         self._told = threading.Condition()
+        # What the ranks have written: the run, the digest and the part.
+        self._own: set[tuple[str, str, int]] = set()
         arguments: dict[str, object] = {
             "job_id": JOB,
             "host": "127.0.0.1",
@@ -85,6 +87,9 @@ class Node:
         )
 
     def _changed(self, held: HeldParts) -> None:
+        ref = held.checkpoint.ref
+        if any((held.run_id, ref.digest, part) in self._own for part in held.parts):
+            self.tier.send(held.run_id, ref.name, ref.digest)
         with self._told:
             self.changes.append(held)
             self._told.notify_all()
@@ -116,6 +121,7 @@ class Node:
     def writes(self, manifest: Manifest, group_rank: int, files: Files, urgent: bool = False) -> None:
         """Its ranks have written a step, and say so."""
         write_own(self.memory(manifest.run_id), manifest, group_rank, files)
+        self._own.add((manifest.run_id, manifest.digest, group_rank))
         self.tier.sealed(manifest.run_id, manifest.name, manifest.digest, urgent)
 
     def gathers(

@@ -156,6 +156,10 @@ class Node:
         request = control_pb2.HeldRequest(caller=self.caller(), checkpoint=checkpoint, parts=parts, make_durable=wanted)
         return self.job.call(request)
 
+    def has_told_all(self) -> Reply:
+        """Says that it has told this master of all that it holds."""
+        return self.job.call(control_pb2.HeldRequest(caller=self.caller(), all=True))
+
     def durable(self, failure: str = "") -> Reply:
         """Does what `make_durable` asks for, or says why not."""
         wanted = self.directive.make_durable
@@ -331,6 +335,8 @@ class Driven:
         new = Node(self, f"incarnation-{len(self.nodes)}", probe=probe)
         self.nodes.append(new)
         assert new.register(**fields).code == "OK"
+        if self.job.settings.memory_replicas > 0:
+            new.has_told_all()
         return new
 
     def start(self, count: int, **fields: Any) -> list[Node]:

@@ -357,9 +357,10 @@ def test_what_the_ranks_want_on_the_disk_is_told_and_kept() -> None:
         agent.said(sealed=wanted(number))
         agent.hear(ev.HeldChanged(step_of(number), (0,)))
         assert agent.calls("ReportHeld")[-1].make_durable
+        agent.hear(ev.Replication(f"d{number}", 1, None))
     assert kept(agent) == {"d8"}
     agent.said(sealed=worker_pb2.Sealed(name="step-9.e1.1", digest="d9", step=9, in_memory=True))
-    agent.hear(ev.HeldChanged(step_of(9), (0,)))
+    agent.hear(ev.HeldChanged(step_of(9), (0,)), ev.Replication("d9", 1, None))
     assert not agent.calls("ReportHeld")[-1].make_durable
     agent.directed(run=world(), make_durable=ordered(0))
     assert kept(agent) == {"d6", "d8"}

@@ -1,0 +1,144 @@
+"""Which memory checkpoint nodes send to their buddies: one at a time, and all the same one.
+
+Where steps are saved faster than parts can be sent, each node can send its part of some of them only. If each chose
+for itself, of no step would all parts ever be on two nodes. So the master chooses: the newest step that it knows
+when a member speaks and nothing is under way. It is under way until each part is on as many nodes as the job wants, or
+cannot be brought there. What a member is told comes with the answer to what it says it holds; it costs no message.
+
+Members keep what is under way, what was last, and the newest step of which each part is on enough nodes. That one is
+given up for a newer one only, so it is there when a node is lost.
+"""
+
+from __future__ import annotations
+
+from dalsegno.protos import control_pb2
+
+from .live import HeldStep, Replicas, Sending, State
+from .state import Checkpoint, Job, Member
+from .turn import Turn
+
+__all__ = ("heard", "kept", "newest", "told")
+
+# So many steps in a row that were overtaken by newer ones while they were sent are worth a line.
+OVERTAKEN = 3
+# Of the last commits a few may be in memory alone.
+LOOKED_AT = 4
+
+
+def heard(turn: Turn, member: Member, step: HeldStep, message: control_pb2.HeldRequest) -> None:
+    """A member of the open world has said what it holds of a step."""
+    replicas = of_epoch(turn)
+    if replicas.sending is not None and is_obsolete(turn, replicas.sending):
+        replicas.sending = None
+    if replicas.sending is not None:
+        hear(turn.job, replicas.sending, member, step, message)
+        settle(turn, replicas)
+    following = newest_unsent(turn, replicas) if replicas.sending is None else None
+    if following is not None:
+        replicas.sending = begin(turn, following)
+        replicas.sending.untold.discard(member.group_rank)
+        settle(turn, replicas)
+
+
+def told(turn: Turn) -> control_pb2.Replication:
+    """What members are told."""
+    replicas = of_epoch(turn)
+    return control_pb2.Replication(
+        epoch=replicas.epoch,
+        sending="" if replicas.sending is None else replicas.sending.step.record.digest,
+        sent="" if replicas.sent is None else replicas.sent.digest,
+        replicated="" if replicas.replicated is None else replicas.replicated.digest,
+    )
+
+
+def newest(state: State) -> Checkpoint | None:
+    """The newest step of the open epoch of which each part is on as many nodes as the job wants; None: none is."""
+    replicas = state.live.held.replicas
+    return replicas.replicated if replicas.epoch == state.job.epoch else None
+
+
+def kept(replicas: Replicas) -> set[str]:
+    """Digests of the steps that must not be forgotten."""
+    sending = None if replicas.sending is None else replicas.sending.step.record
+    return {record.digest for record in (sending, replicas.sent, replicas.replicated) if record is not None}
+
+
+def of_epoch(turn: Turn) -> Replicas:
+    """What is known of the open epoch's steps; a new epoch begins anew."""
+    held = turn.live.held
+    if held.replicas.epoch != turn.job.epoch:
+        held.replicas = Replicas(turn.job.epoch)
+    return held.replicas
+
+
+def begin(turn: Turn, step: HeldStep) -> Sending:
+    """This step is the next one."""
+    parts = set(range(step.record.parts))
+    pending = {part for part in parts if not is_copied(turn.job, step, part)}
+    return Sending(step, turn.now, pending, untold=parts)
+
+
+def hear(job: Job, sending: Sending, member: Member, step: HeldStep, message: control_pb2.HeldRequest) -> None:
+    """What a member says may settle its own part, and those that it holds."""
+    own = member.group_rank
+    sending.untold.discard(own)
+    if step is sending.step:
+        for part in (own, *message.parts):
+            if is_copied(job, step, part):
+                sending.pending.discard(part)
+        if message.unsent or (own in step.own and own not in message.parts):
+            sending.pending.discard(own)
+    elif step.record.age > sending.step.record.age and own in step.own:
+        sending.later.add(step.record.digest)
+        if own not in sending.step.own:
+            sending.pending.discard(own)  # Its ranks have saved a later one, and not this one.
+
+
+def settle(turn: Turn, replicas: Replicas) -> None:
+    """Nothing is under way any more, if each part is where it can be and each member has heard of the step.
+
+    Who has not heard of it may have dropped it.
+    """
+    sending = replicas.sending
+    if sending is None or sending.pending or sending.untold:
+        return
+    record = sending.step.record
+    replicas.sending, replicas.sent = None, record
+    if all(is_copied(turn.job, sending.step, part) for part in range(record.parts)):
+        replicas.replicated = record
+    replicas.overtaken = replicas.overtaken + 1 if sending.later else 0
+    if replicas.overtaken == OVERTAKEN:
+        turn.notice(
+            f"memory checkpoints are made faster than they reach a second node: {record.name} took"
+            f" {turn.now - sending.since:.1f} s, and {len(sending.later)} newer ones wait; the loss of a node costs the"
+            " steps since the last one that has: save to memory less often (memory_every), or let more be sent"
+            " (--memory-bandwidth)",
+            True,
+        )
+
+
+def is_copied(job: Job, step: HeldStep, part: int) -> bool:
+    """Whether a part is on as many nodes as the job wants, or on all."""
+    wanted = min(1 + job.settings.memory_replicas, step.record.parts)
+    return sum(job.node_by(incarnation) is not None for incarnation in step.holders.get(part, ())) >= wanted
+
+
+def is_obsolete(turn: Turn, sending: Sending) -> bool:
+    """The step is given up, or one on the disk is as new."""
+    record = sending.step.record
+    return turn.live.held.steps.get(record.digest) is not sending.step or record.step <= durable_step(turn.job)
+
+
+def newest_unsent(turn: Turn, replicas: Replicas) -> HeldStep | None:
+    """The newest step of the open epoch, if it is newer than what was sent and what is on the disk."""
+    own = (step for step in turn.live.held.steps.values() if step.own and step.record.epoch == turn.job.epoch)
+    step = max(own, key=lambda step: step.record.age, default=None)
+    if step is None or step.record.step <= durable_step(turn.job):
+        return None
+    return step if replicas.sent is None or step.record.age > replicas.sent.age else None
+
+
+def durable_step(job: Job) -> int:
+    """The newest step of the open epoch that is on the disk, and not in memory alone; -1: there is none."""
+    newest = job.checkpoints.newest(LOOKED_AT)
+    return max((record.step for record in newest if record.epoch == job.epoch and not record.parts), default=-1)
