@@ -176,7 +176,8 @@ def _sensible(rng: random.Random, scene: Scene, method: str) -> Any:
             return pb.ShortageRequest(missing_bytes=rng.choice((0, 1, 1 << 40, (1 << 64) - 1)))
         case "ReportHeld":
             known = _checkpoint(rng, scene)
-            return pb.HeldRequest(checkpoint=known, parts=_parts(rng), make_durable=rng.random() < 0.5)
+            wanted, unsent, all_said = (rng.random() < share for share in (0.5, 0.2, 0.2))
+            return pb.HeldRequest(checkpoint=known, parts=_parts(rng), make_durable=wanted, unsent=unsent, all=all_said)
         case "ReportDurable":
             return pb.DurableRequest(ref=_known(rng, scene), failure=rng.choice(("", "no space")), parts=_parts(rng))
         case "ReportRemark":

@@ -71,7 +71,16 @@ def _unary(method: str) -> Callable[[Servicer, Any, grpc.ServicerContext], pb.Ac
     return lambda self, request, context: self.answer(method, request, context)
 
 
-for _name in ("Join", "Leave", "Heartbeat", "ReportProgress", "ReportWarm", "ReportFailure", "CommitCheckpoint"):
+for _name in (
+    "Join",
+    "Leave",
+    "Heartbeat",
+    "ReportProgress",
+    "ReportWarm",
+    "ReportFailure",
+    "CommitCheckpoint",
+    "ReportHeld",
+):
     setattr(Servicer, _name, _unary(_name))
 
 
@@ -220,6 +229,33 @@ def test_a_call_is_repeated_under_its_number_and_nothing_overtakes_it(master: Ma
         (name, request.caller.request) for name, request in master.servicer.heard if name in ("Join", "ReportWarm")
     ]
     assert calls == [("Join", 1)] * 8 + [("ReportWarm", 2)]
+
+
+def held(step: int, *parts: int) -> pb.HeldRequest:
+    return pb.HeldRequest(checkpoint=pb.Checkpoint(ref=pb.CheckpointRef(digest=f"d{step}")), parts=parts)
+
+
+def test_what_is_held_is_told_as_it_is_when_it_is_sent(master: Master, agent: Agent) -> None:
+    """In its place among the others. What may have come to the master already stays as it is."""
+    told: list[tuple[str, int, pb.Replication | None]] = []
+    agent.client._listener = replace(agent.client._listener, replication=lambda *said: told.append(said))
+    master.servicer.errors["ReportHeld"] = [(grpc.StatusCode.UNAVAILABLE, "not now")] * 3
+    agent.register()
+    agent.client.call("ReportHeld", held(1, 0))
+    wait_for(lambda: bool(master.servicer.of("ReportHeld")))
+    for request in (held(2, 0), held(1, 0, 1), held(2), pb.HeldRequest(all=True), held(2, 1), pb.HeldRequest(all=True)):
+        agent.client.call("ReportHeld", request)
+    assert agent.client.flush(15)
+    heard = master.servicer.of("ReportHeld")[3:]
+    assert [(call.caller.request, call.checkpoint.ref.digest, tuple(call.parts)) for call in heard] == [
+        (1, "d1", (0,)),
+        (2, "d2", (1,)),
+        (3, "d1", (0, 1)),
+        (4, "", ()),
+        (5, "", ()),
+    ]
+    assert [digest for digest, _, _ in told] == ["d1", "d2", "d1", "", ""]
+    assert {(generation, said) for _, generation, said in told} == {(1, None)}
 
 
 def test_a_final_answer_is_told_and_the_next_call_goes_out(master: Master, agent: Agent) -> None:

@@ -147,7 +147,33 @@ def test_a_newer_step_takes_the_place_of_one_that_waits(tmp_path: Path) -> None:
         slow.holds("step-3.e1.1", 0)
         buddy.holds("step-3.e1.1", 0)
         assert [held.checkpoint.step for held in buddy.tier.held()] == [1, 3]
-        assert [held.checkpoint.step for held in slow.tier.held()] == [1, 2, 3]
+        assert [(held.checkpoint.step, held.unsent) for held in slow.tier.held()] == [(1, False), (2, True), (3, False)]
+
+
+def test_a_part_is_sent_when_it_is_asked_for_and_none_behind_a_newer_one(tmp_path: Path) -> None:
+    """What is not sent any more is told, so that nobody waits for it."""
+    manifests = [manifest_of(f"step-{step}.e1.1", {0: SMALL[0]}) for step in (1, 2)]
+    with nodes(tmp_path, 2) as (one, two):
+        one.tier.open_epoch(RUN, 1, 0, [two.tier.address])
+        for manifest in manifests:
+            write_own(one.memory(), manifest, 0, SMALL[0])
+            one.tier.sealed(RUN, manifest.name, manifest.digest)
+        one.holds("step-2.e1.1", 0)
+        for manifest in reversed(manifests):
+            one.tier.send(RUN, manifest.name, manifest.digest)
+        one.tier.send(RUN, "step-3.e1.1", "not here")
+        two.holds("step-2.e1.1", 0)
+        one.wait_for(lambda: [held.copies for held in one.tier.held()] == [(), (two.tier.address,)])
+        assert [held.unsent for held in one.tier.held()] == [True, False]
+        assert not two.parts("step-1.e1.1")
+
+
+def test_a_part_that_a_buddy_does_not_take_is_told(tmp_path: Path) -> None:
+    manifest = manifest_of("step-1.e1.1", {0: SMALL[0]})
+    with nodes(tmp_path, 1) as (one,), nodes(tmp_path / "more", 1, job_id="another") as (two,):
+        one.tier.open_epoch(RUN, 1, 0, [two.tier.address])
+        one.writes(manifest, 0, SMALL[0])
+        one.wait_for(lambda: [held.unsent for held in one.tier.held()] == [True])
 
 
 def test_a_limit_is_for_all_buddies_and_not_for_a_drain(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from dalsegno.agent.decisions import leaving
 from dalsegno.agent.decisions import memory as agents_memory
+from dalsegno.agent.decisions import replication as agents_replication
 from dalsegno.agent.decisions.decision import Decision
 from dalsegno.agent.decisions.state import AgentState, Spill
 from dalsegno.master.brain import checkpoints, durable, memory
@@ -69,6 +70,13 @@ def commits_a_part(original: Any) -> Any:
     return heard_of_wanted
 
 
+def keeps_the_newest_only(original: Any) -> Any:
+    def kept(state: AgentState) -> set[str]:
+        return set()
+
+    return kept
+
+
 def forgets_what_is_wanted(original: Any) -> Any:
     def to_disk(state: AgentState) -> str:
         return ""
@@ -123,6 +131,10 @@ def in_memory(plan: Plan) -> bool:
     return plan.memory_every > 0
 
 
+def slowly_copied(plan: Plan) -> bool:
+    return plan.slow_replicas and not plan.walled
+
+
 MEMORY_PLANTS: dict[str, Plant] = dict(
     [
         plant(
@@ -161,6 +173,13 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             also=((Memory, "keep", keeps_what_older_epochs_held),),
             suits=in_memory,
             first=713,
+        ),
+        plant(
+            agents_replication,
+            "kept",
+            keeps_the_newest_only,
+            "a step that outlives a node is kept",
+            suits=slowly_copied,
         ),
         plant(durable, "heard_of_wanted", commits_a_part, "commits are on the disk", suits=in_memory),
         plant(

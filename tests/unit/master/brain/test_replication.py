@@ -1,0 +1,164 @@
+"""Which memory checkpoint nodes send to their buddies, and which one outlives the loss of a node."""
+
+from __future__ import annotations
+
+from dalsegno.agent.commands.status import status_lines
+from dalsegno.master.brain.state import Phase
+from dalsegno.protos import control_pb2 as pb
+from tests.support.jobs.masters import Node
+
+from .test_memory import held, in_memory, joins, newcomer, parts, started, status
+
+
+def told(node: Node, made: pb.Checkpoint, *of: int, unsent: bool = False) -> tuple[str, str, str]:
+    """Says which parts it holds. The digests that it hears: what it sends, what was sent, what outlives a node."""
+    request = pb.HeldRequest(caller=node.caller(), checkpoint=made, parts=of, unsent=unsent)
+    reply = node.job.call(request)
+    assert reply.code == "OK"
+    assert isinstance(reply.message, pb.Ack)
+    said = reply.message.replication
+    assert said.epoch == node.job.epoch
+    return said.sending, said.sent, said.replicated
+
+
+def digests(*made: pb.Checkpoint | None) -> tuple[str, ...]:
+    return tuple("" if one is None else one.ref.digest for one in made)
+
+
+def test_all_nodes_send_the_same_step_and_then_the_newest() -> None:
+    job, (one, two) = started(2)
+    first = in_memory(job, 10)
+    assert told(one, first, 0) == digests(first, None, None)
+    assert told(two, first, 1) == digests(first, None, None)
+    assert told(two, first, 0, 1) == digests(first, None, None)  # The other one's part is here; its own not there yet.
+    second, third = in_memory(job, 20), in_memory(job, 30)
+    for made in (second, third):
+        assert told(one, made, 0) == told(two, made, 1) == digests(first, None, None)
+    assert told(one, first, 0, 1) == digests(third, first, first)
+    assert told(two, third, 0, 1) == digests(third, first, first)
+    assert told(one, third, 0, 1) == digests(None, third, third)
+
+
+def test_nobody_is_told_that_a_step_outlives_a_node_before_each_has_heard_of_it() -> None:
+    """While the master was away two nodes may have sent the same step by chance. Who has not heard may drop it."""
+    job, (one, two) = started(2)
+    first, by_chance = in_memory(job, 10), in_memory(job, 20)
+    told(one, first, 0)
+    told(two, first, 1)
+    told(one, by_chance, 0, 1)
+    told(two, by_chance, 0, 1)
+    told(two, first, 0, 1)
+    assert told(one, first, 0, 1) == digests(by_chance, first, first)
+    assert told(two, by_chance) == digests(None, by_chance, first)  # Its own part is gone.
+
+
+def test_a_part_that_cannot_be_sent_keeps_nobody_from_the_next_step() -> None:
+    """What each node has a copy of stays known: it is older, and whole if any node is lost."""
+    job, nodes = started(2)
+    one, two = nodes
+    whole = held(job, nodes, 10)
+    assert told(one, whole, 0, 1) == digests(None, whole, whole)
+    failed, following = in_memory(job, 20), in_memory(job, 30)
+    told(one, failed, 0)
+    told(two, failed, 0, 1)
+    assert told(two, failed, 0, 1, unsent=True) == digests(None, failed, whole)
+    assert told(one, following, 0) == digests(following, failed, whole)
+
+
+def test_who_has_saved_a_later_step_only_is_not_waited_for() -> None:
+    job, (one, two) = started(2)
+    first, second = in_memory(job, 10), in_memory(job, 20)
+    told(one, first, 0)
+    assert told(two, second, 1) == digests(first, None, None)
+    assert told(two, first, 0) == digests(second, first, None)
+
+
+def test_a_part_that_is_gone_is_not_waited_for() -> None:
+    job, (one, two) = started(2)
+    first, second = in_memory(job, 10), in_memory(job, 20)
+    for node, rank in ((one, 0), (two, 1)):
+        told(node, first, rank)
+        told(node, second, rank)
+    assert told(one, first) == digests(first, None, None)
+    assert told(two, first) == digests(second, first, None)
+
+
+def test_what_is_on_the_disk_is_not_waited_for() -> None:
+    job, (one, two) = started(2)
+    first = in_memory(job, 10)
+    told(one, first, 0)
+    told(two, first, 1)
+    one.save(15, any_size=True)
+    second = in_memory(job, 20)
+    assert told(one, second, 0) == digests(second, None, None)
+
+
+def test_a_step_that_outlives_a_node_is_remembered_and_gone_back_to() -> None:
+    """However many newer ones are in memory, of which the lost node had the only copy of its part."""
+    job, nodes = started(3)
+    nodes[0].save(5, any_size=True)
+    safe = held(job, nodes, 10)
+    for step in range(11, 40):
+        made = in_memory(job, step)
+        for rank, node in enumerate(nodes):
+            node.holds(made, rank)
+    nodes[0].step(40)
+    lines = status_lines(status(job))
+    assert f"  held on enough nodes for the loss of one: {safe.ref.name}" in lines
+    nodes[1].hang_up()
+    job.wait(1.5)
+    assert nodes[0].directive.gather.resume.name == safe.ref.name
+    assert set(parts(nodes[0])) == {0, 1, 2}
+    joins(job, nodes[0], nodes[2], sees=safe)
+    job.wait(2)
+    assert job.phase is Phase.RUNNING
+    assert nodes[0].directive.run.resume.source.step == 10
+
+
+def test_people_hear_once_that_replicas_do_not_keep_up() -> None:
+    job, (one, two) = started(2)
+    line = "memory checkpoints are made faster than they reach a second node"
+    newest = in_memory(job, 10)
+    for node, rank in ((one, 0), (two, 1)):
+        told(node, newest, rank)
+    for step in range(20, 90, 10):
+        assert (job.notices.count(line) > 0) == (step > 40)
+        sent, newest = newest, in_memory(job, step)
+        told(one, newest, 0)
+        told(two, newest, 1)
+        told(one, sent, 0, 1)
+        told(two, sent, 0, 1)
+    assert job.notices.count(line) == 1
+    assert "1 newer one" in job.notices
+
+
+def test_a_leaver_waits_until_a_new_master_has_heard_all_that_it_holds() -> None:
+    """Its drain may be on the record of the old one already, and what it holds is not."""
+    job, nodes = started(3)
+    nodes[0].save(5, any_size=True)
+    made = in_memory(job, 10)
+    nodes[2].leave(60)
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank)
+    nodes[2].drained(10, digest=made.ref.digest)
+    job.restart()
+    nodes[2].beat()
+    assert nodes[2].order == "wait"
+    nodes[2].has_told_all()
+    assert nodes[2].order == "release"
+
+
+def test_a_new_epoch_begins_anew() -> None:
+    job, nodes = started(2)
+    made = held(job, nodes, 10)
+    newcomer(job).join()
+    for node in nodes[:2]:
+        node.drained(10, digest=made.ref.digest)
+    job.wait(1)
+    for node in job.nodes:
+        joins(job, node, sees=made)
+    job.wait(2)
+    assert job.phase is Phase.RUNNING
+    assert job.epoch == 2
+    following = in_memory(job, 20)
+    assert told(job.nodes[0], following, 0) == digests(following, None, None)
