@@ -84,3 +84,35 @@ def test_a_pair_that_had_the_only_copies(jobs: Clusters, undisturbed: Undisturbe
     assert job.change(second).resumed == 15
     end(job, undisturbed)
     job.assert_lost({second: range(1, STEPS)})
+
+
+def test_parts_that_come_more_slowly_than_steps_are_saved(jobs: Clusters, undisturbed: Undisturbed) -> None:
+    """All nodes send parts of the same step, and keep it: the loss of a node costs what came since, not the run."""
+    training = Worker(WORKERS / "dcp_worker.py", 200, 1000, extra=("--width=400",))
+    flags = ("--quiet-time=60", "--memory-replicas=1", "--memory-bandwidth=1MB")
+    job = jobs(
+        nnodes="1:3",
+        agent_flags=flags,
+        training=training,
+        step_time=0.1,
+        script_flags=("--memory-every=1",),
+        agent_environment={},
+    )
+    first = job.open(*"abc")
+
+    def copied() -> int:
+        """The newest step that outlives a node."""
+        status = job.status()
+        if status is None:
+            return 0
+        return max(status.replicated.step, status.held.step if status.held_copies > 1 else 0)
+
+    job.wait_for(lambda: copied() > 5, "a second step that outlives a node", 60)
+    before = copied()
+    job.kill_node(job.node("b"))
+    second = job.wait_world(2, after=first)
+    assert job.change(second).resumed >= before
+    job.finish()
+    job.assert_undisturbed(undisturbed)
+    said = [line for node in job.nodes for line in node.text().splitlines() if "made faster than they reach" in line]
+    assert said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -40,18 +41,22 @@ class Training:
 
 
 def main() -> None:
-    flags = common.parser("FSDP2 and DCP.").parse_args()
+    parser = common.parser("FSDP2 and DCP.")
+    parser.add_argument("--width", type=int, default=8)
+    flags = parser.parse_args()
     s = session(checkpoint_dir=flags.checkpoint_dir)
     for name, value in ALONE.items():
         os.environ.setdefault(name, value)
     dist.init_process_group("gloo")
     torch.manual_seed(flags.seed)
     rows = torch.randn(640, 9)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)), nn.Linear(8, 1))
+    sizes = [8, *[flags.width] * 3]
+    layers = (nn.Sequential(nn.Linear(*shape), nn.Tanh()) for shape in itertools.pairwise(sizes))
+    model = nn.Sequential(*layers, nn.Linear(flags.width, 1))
     for block in model[:-1]:
         fully_shard(block)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.08 / flags.width)
     training = Training(model, optimizer)
     if s.resume is not None:
         dcp.load({"training": training}, checkpoint_id=s.resume.path)
