@@ -291,6 +291,8 @@ class Held:
     # Nodes that could not fetch a resume point from memory, by incarnation, and until when drains spare them that.
     unfetched: dict[str, float] = field(default_factory=dict)
     replicas: Replicas = field(default_factory=Replicas)
+    # People know that steps are saved faster than their parts reach a second node.
+    slow_told: bool = False
     # Incarnations of the nodes that have said all that they hold.
     told_all: dict[str, None] = field(default_factory=dict)
     # Grows with each change.

@@ -107,12 +107,13 @@ def settle(turn: Turn, replicas: Replicas) -> None:
     if all(is_copied(turn.job, sending.step, part) for part in range(record.parts)):
         replicas.replicated = record
     replicas.overtaken = replicas.overtaken + 1 if sending.later else 0
-    if replicas.overtaken == OVERTAKEN:
+    held, seconds = turn.live.held, turn.now - sending.since
+    if replicas.overtaken == OVERTAKEN and not held.slow_told:
+        held.slow_told = True
         turn.notice(
-            f"memory checkpoints are made faster than they reach a second node: {record.name} took"
-            f" {turn.now - sending.since:.1f} s, and {len(sending.later)} newer ones wait; the loss of a node costs the"
-            " steps since the last one that has: save to memory less often (memory_every), or let more be sent"
-            " (--memory-bandwidth)",
+            f"memory checkpoints are made faster than they reach a second node ({record.name} took {seconds:.1f} s):"
+            f" the loss of a node costs the steps of up to {2 * seconds:.1f} s; a faster network helps, or a higher"
+            " --memory-bandwidth",
             True,
         )
 

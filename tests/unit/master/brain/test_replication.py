@@ -124,12 +124,13 @@ def test_people_hear_once_that_replicas_do_not_keep_up() -> None:
     for step in range(20, 90, 10):
         assert (job.notices.count(line) > 0) == (step > 40)
         sent, newest = newest, in_memory(job, step)
+        job.now += 2.0
         told(one, newest, 0)
         told(two, newest, 1)
         told(one, sent, 0, 1)
         told(two, sent, 0, 1)
     assert job.notices.count(line) == 1
-    assert "1 newer one" in job.notices
+    assert "(step-30.e1.1 took 2.0 s): the loss of a node costs the steps of up to 4.0 s" in job.notices
 
 
 def test_a_leaver_waits_until_a_new_master_has_heard_all_that_it_holds() -> None:
