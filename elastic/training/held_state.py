@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..rank.tensor_bytes import bytes_of
 from ..saving.replicas import tensors
+from .cards import Cards, cards_of
 from .digest import is_plain
 from .training_state import TRAINING_FILE, TrainingState
 from .unchanged import SeenState, UnclearError, plain
@@ -38,17 +39,21 @@ class HeldState:
 
     Args:
         state: The training's.
-        stepping: A method that is called when one of its optimizers begins a step, as long as this and its owner live:
-            a process may go through many loops with the same optimizers.
+        stepping, stepped: Methods that are called when one of its optimizers begins a step, and when it has made it (a
+            card may not have), as long as this and their owner live: a process may go through many loops with the same
+            optimizers.
     """
 
-    def __init__(self, state: Watched, stepping: Callable[[], None]) -> None:
+    def __init__(self, state: Watched, stepping: Callable[[], None], stepped: Callable[[], None]) -> None:
         self._state, self.parts = state, state.parts
         self._optimizers = [part for part in self.parts.values() if isinstance(part, Optimizer)]
-        told = weakref.WeakMethod(stepping)
+        begins, ends = weakref.WeakMethod(stepping), weakref.WeakMethod(stepped)
         for optimizer in self._optimizers:
-            handle = optimizer.register_step_pre_hook(lambda *_: _call(told))
-            weakref.finalize(self, handle.remove)
+            for handle in (
+                optimizer.register_step_pre_hook(lambda *_: _call(begins)),
+                optimizer.register_step_post_hook(lambda *_: _call(ends)),
+            ):
+                weakref.finalize(self, handle.remove)
         self._tensors: list[Tensor] = []
 
     def files(self) -> dict[str, Any]:
@@ -103,10 +108,13 @@ class HeldState:
         """
         return tuple(plain(_small(part), where=where) for part in self.parts.values())
 
-    @property
-    def on_host(self) -> bool:
-        """All tensors that are watched lie in the host's memory."""
-        return all(tensor.device.type == "cpu" for tensor in self._tensors)
+    def cards(self) -> Cards | None:
+        """The cards on which what is watched lies; None: all of it is in the host's memory.
+
+        Raises:
+            ValueError: See `cards_of`.
+        """
+        return cards_of(self._tensors)
 
     def content(self) -> str:
         """A checksum of all values that are watched."""

@@ -24,7 +24,9 @@ from ..rank import rng
 from ..rank.exits import Stays, end_at_once
 from ..rank.interrupt import Interrupt
 from ..saving.content import Content
+from .cards import Cards
 from .held_state import HeldState, held_by
+from .pace import Pace
 from .session import BareSession
 from .staying import holding
 from .unchanged import BoundaryNote, Now, SeenState, UnclearError, is_due, why_not
@@ -44,6 +46,8 @@ class _Mark(NamedTuple):
     position: Position
     generators: rng.Taken
     beside: Any
+    # Behind all that was asked of the cards until then.
+    asked: list[Any]
 
 
 class Survival:
@@ -80,6 +84,9 @@ class Survival:
         # The checksum of the last look, until it is compared; changes are seen, as that has shown; all ranks hold it.
         self._probe, self._proved, self._alike = "", False, False
         self._called = self._saving = False
+        # Where the state lies, if not in the host's memory; and whether the last step began behind its gradients.
+        self._cards: Cards | None = None
+        self._pace = Pace()
         # The step that this rank has saved by itself, and what it holds then.
         self._kept: tuple[int, Mapping[str, str]] | None = None
         # Of the thread that looks whether it can save, and saves. The main thread may be called while it does.
@@ -90,7 +97,7 @@ class Survival:
         wanted = wanted and plain and state is not None and session.world_size > 1
         self.wanted = wanted and session.can_save_in_memory
         if self.wanted and state is not None:
-            self._held = HeldState(state, self._steps)
+            self._held = HeldState(state, self._steps, self._stepped)
             self._interrupt = Interrupt(self._told, self._unheard)
             session.survivor.when_broken(self.peer_lost, self._interrupt.begin)
 
@@ -111,6 +118,7 @@ class Survival:
         mark = None
         if self._known is not None:
             mark = self._noted(held, step, position, beside)
+        self._pace.boundary(again=again)
         # In this order: a call in between finds that an optimizer has stepped.
         self._mark = mark
         self._stepping = False
@@ -123,10 +131,11 @@ class Survival:
     def _noted(self, held: HeldState, step: int, position: Position, beside: Any) -> _Mark | None:
         try:
             boundary = BoundaryNote(step, held.versions(), held.plain(), self._witnessed)
+            asked = [] if self._cards is None else self._cards.asked()
         except Exception as error:
             self._cannot(error)
             return None
-        return _Mark(boundary, position, rng.taken(), beside)
+        return _Mark(boundary, position, rng.taken(), beside, asked)
 
     def _judge(self, seconds: float) -> None:
         self._watched_seconds += seconds
@@ -160,6 +169,7 @@ class Survival:
         if held is not None:
             try:
                 self._known = held.look()
+                self._cards = held.cards()
                 self._probe, self._lone = held.content(), held.lone()
                 said = held.same_everywhere(self._known, self._probe)
                 self._mark = self._noted(held, self._session.step, position, beside)
@@ -170,7 +180,15 @@ class Survival:
         self._may_keep()
 
     def _steps(self) -> None:
-        """An optimizer begins its step."""
+        """An optimizer begins its step.
+
+        Raises:
+            torch.distributed.DistBackendError: A peer is lost: its gradients never came.
+        """
+        self._pace.begins()
+        if self._cards is not None and not self._stepping and self._pace.may_wait and self._cards.can_wait:
+            self._cards.wait()
+            self._pace.waited()
         if self._probe and not self._stepping:
             try:
                 self._try_out()
@@ -178,6 +196,9 @@ class Survival:
             except Exception as error:
                 self._cannot(error)
         self._stepping = True
+
+    def _stepped(self) -> None:
+        self._pace.stepped()
 
     def _try_out(self) -> None:
         """Whether what is not seen to have changed since the look has not changed."""
@@ -211,6 +232,8 @@ class Survival:
 
     def peer_lost(self, stays: bool) -> Mapping[str, str] | None:
         """This rank ends because a peer is lost. Returns what it holds, if that is saved, by this rank."""
+        if stays and self._cards is not None:
+            return None  # NCCL's watchdog would end it: it saves as it ends.
         return self._kept[1] if self._save(stays=stays) and self._kept is not None else None
 
     def _told(self, stays: bool | None = None) -> None:
@@ -221,7 +244,7 @@ class Survival:
         """
         self._called = True
         survivor = self._session.survivor
-        stays = (survivor.anywhere if stays is None else stays) and survivor.may_stay
+        stays = (survivor.anywhere if stays is None else stays) and survivor.may_stay and self._cards is None
         with self._turn:
             if self._saving or survivor.is_busy or not self._save(stays=stays):
                 return
@@ -234,9 +257,7 @@ class Survival:
         if not self._turn.acquire(blocking=False):
             return  # It has heard it.
         try:
-            # A state on a card is copied in the card's order, behind what waits there for the peers.
-            on_host = self._held is not None and self._held.on_host
-            if on_host and not self._session.survivor.is_busy and self._save(stays=False):
+            if not self._session.survivor.is_busy and self._save(stays=False):
                 _end()
         finally:
             self._turn.release()
@@ -249,7 +270,14 @@ class Survival:
             return "rank 0 may have more than this rank"
         lone = self._lone if self._session.rank else {}
         now = Now(held.seen(held.files()), held.versions(), held.plain(), self._stepping, lone)
-        return why_not(known, mark.boundary, now)
+        return why_not(known, mark.boundary, now) or self._why_not_on_cards(mark)
+
+    def _why_not_on_cards(self, mark: _Mark) -> str:
+        if self._cards is None:
+            return ""
+        if not self._pace.came:
+            return "the boundary's step began before its gradients had come, or it is not known that they had"
+        return "" if self._cards.have_done(mark.asked) else "the card is not done with the boundary's step"
 
     def _save(self, *, stays: bool) -> bool:
         """Saves the boundary. Returns whether that is done, by this rank or another one of this node."""
@@ -287,6 +315,7 @@ class Survival:
         options = {"cut": self._options["cut"], "best": best, "candidate": candidate}
         content = Content(step, mark.position, self._options["order"], **options)
         files = held.files() if self._files is None else self._files(step, mark.beside)
+        files = files if self._cards is None else self._cards.fetch(files)
         manifest = session.survivor.save(content, files, rng.encoded(mark.generators), stays=stays)
         # If another rank of this node writes it, that has the same state, which need not be saved twice.
         digest = "" if manifest is None else manifest.digest

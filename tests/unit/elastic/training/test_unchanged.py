@@ -89,13 +89,15 @@ class Watched:
             cast(BareSession, session), model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, **made
         )
         self.stepping = False
-        self.held = HeldState(self.state, self._steps)
+        self.held = HeldState(self.state, self._steps, self._stepped)
         self.step()
         self.known = self.held.look()
         self.note()
 
     def _steps(self) -> None:
         self.stepping = True
+
+    def _stepped(self) -> None: ...
 
     def note(self) -> None:
         self.boundary = BoundaryNote(1, self.held.versions(), self.held.plain(), self.stepping)
