@@ -45,13 +45,14 @@ def shard(
 
     Raises:
         ValueError: Nothing is known that fills a tensor of the meta device, or ``init`` has left one unfilled; or a
-            parameter is in two blocks.
+            parameter is in two blocks, or ignored and trained.
     """
     if any(tensor.device.type == "meta" for tensor in _all(model)):
         init = init or _reset(model)
     units = list(_with_modules(model, blocks))
     _check_ties(model, units)
     kept = {tensor: tensor for tensor in ignored}
+    _check_ignored(model, kept)
     for unit, modules in units:
         became = _real(modules, device)
         kept.update((tensor, became[tensor]) for tensor in kept.keys() & became.keys())
@@ -87,6 +88,16 @@ def _check_ties(model: nn.Module, units: Iterable[tuple[nn.Module, list[nn.Modul
                     f"{' and '.join(names)} are one parameter in several blocks, and sharding would make them several:"
                     " give FSDP(blocks=...) such that one block has all of them"
                 )
+
+
+def _check_ignored(model: nn.Module, ignored: Iterable[Tensor]) -> None:
+    trained = {tensor for tensor in ignored if tensor.requires_grad}
+    if names := [name for name, one in model.named_parameters() if one in trained]:
+        raise ValueError(
+            f"ignored_params has {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}, which is trained: FSDP"
+            " does not average the gradients of what it ignores, so each rank would train its own. Freeze it"
+            " (requires_grad_(False)), or let FSDP shard it"
+        )
 
 
 def _units(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:

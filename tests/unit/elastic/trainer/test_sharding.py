@@ -156,7 +156,17 @@ def test_one_parameter_in_two_blocks_is_refused(make: Callable[[], Any]) -> None
 def test_parameters_that_stay_whole_are_named_as_they_became() -> None:
     """`ignored_params` are given before they are real."""
     model = on_meta(Model)
+    model.first.bias.requires_grad_(False)
     run(model, ignored=[model.first.bias])
     assert not isinstance(model.first.bias, Row)
     assert isinstance(model.last.bias, Row)
     assert model.first.bias.device == CPU
+
+
+@pytest.mark.parametrize("make", [Model, lambda: on_meta(Model)])
+def test_what_is_ignored_and_trained_is_refused(make: Callable[[], Any]) -> None:
+    """Each rank would train its own: nobody averages its gradients."""
+    model = make()
+    with pytest.raises(ValueError, match=r"ignored_params has first\.bias and 1 more, which is trained"):
+        run(model, ignored=[model.first.bias, model.last.bias])
+    assert not any(isinstance(one, Row) for one in model.parameters())
