@@ -221,7 +221,7 @@ class Ack(google.protobuf.message.Message):
     def pace(self) -> global___Pace: ...
     @property
     def replication(self) -> global___Replication:
-        """The answer to ReportHeld."""
+        """The answer to ReportHeld; to a sign of life where the node has not heard of the step that is sent now."""
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ class ClientCallbacks:
             not take the token.
         postponed: (detail): `register` was answered "not yet"; it is repeated.
         replication: (digest, generation, what is said of sending parts, if anything): the answer to what is held of a
-            step.
+            step, or, with no digest, to a sign of life.
         broken: (detail): a bug of ours keeps one of the client's threads from its work for good.
     """
 

@@ -407,6 +407,8 @@ class MasterClient:
             return
         with self._changed:
             self._pace.told(ack.pace, self._clock())
+        if ack.HasField("replication"):
+            self._tell(session, partial(self._listener.replication, "", ack.generation, ack.replication))
 
     def _beat_failed(
         self, progress: control_pb2.ProgressRequest | None, link: MasterLink, session: int, error: Exception

@@ -36,10 +36,10 @@ class HeldChanged:
 
 @dataclass(frozen=True)
 class Replication:
-    """What the master answers to what is held here: see `control.Replication`.
+    """What the master answers to what is held here, or to a sign of life: see `control.Replication`.
 
     Attributes:
-        answers: digest of the step that it was told of.
+        answers: digest of the step that it was told of; empty: it was told of none.
         generation: of the master.
         said: None: it leaves to each node what it sends.
     """

@@ -61,7 +61,7 @@ def answer(turn: Turn, message: Message) -> Reply:
     membership.hear(turn, node)
     hear_epoch(turn, node, caller.epoch)
     code, detail = numbered(turn, node, caller, message)
-    return Reply(code, detail, ack(turn, message) if code == "OK" else None)
+    return Reply(code, detail, ack(turn, node, message) if code == "OK" else None)
 
 
 def enter(turn: Turn, caller: control_pb2.Caller) -> Node | Reply:
@@ -88,12 +88,12 @@ def take_note(turn: Turn, message: Noted) -> tuple[Reply, bool]:
         news = progress(turn, node, message) or news
     # This call may refute a suspicion that a broken stream has raised.
     news = news or turn.presence(node).closed is not None
-    return Reply(message=ack(turn, message)), news
+    return Reply(message=ack(turn, node, message)), news
 
 
-def ack(turn: Turn, message: Message) -> control_pb2.Ack:
-    """An Ack, which says how often the master wants to hear from the agent."""
-    said = replication.told(turn) if isinstance(message, control_pb2.HeldRequest) else None
+def ack(turn: Turn, node: Node, message: Message) -> control_pb2.Ack:
+    """An Ack: how often the master wants to hear from the agent, and perhaps what the agent sends to others."""
+    said = replication.answer(turn, node, asked=isinstance(message, control_pb2.HeldRequest))
     return control_pb2.Ack(generation=turn.job.generation, pace=pace_of(turn), replication=said)
 
 

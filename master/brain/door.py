@@ -62,7 +62,8 @@ def admit(message: Message) -> list[str]:
         left_out += _keep(message.finished_runs, _run, lambda run: run, MOST_CHECKPOINTS)
     if isinstance(message, control_pb2.JoinRequest):
         left_out += _keep(message.unusable, _fields, lambda entry: entry.name, MOST_CHECKPOINTS)
-    if isinstance(message, control_pb2.CommitRequest | control_pb2.HeldRequest):
+    names_all = isinstance(message, control_pb2.HeldRequest) and message.all and not message.HasField("checkpoint")
+    if isinstance(message, control_pb2.CommitRequest | control_pb2.HeldRequest) and not names_all:
         _checkpoint(message.checkpoint)
     _fields(message)
     if isinstance(message, control_pb2.RegisterRequest):

@@ -3,7 +3,8 @@
 Where steps are saved faster than parts can be sent, each node can send its part of some of them only. If each chose
 for itself, of no step would all parts ever be on two nodes. So the master chooses: the newest step that it knows
 when a member speaks and nothing is under way. It is under way until each part is on as many nodes as the job wants, or
-cannot be brought there. What a member is told comes with the answer to what it says it holds; it costs no message.
+cannot be brought there. What a member is told comes with the answer to what it says it holds, or to its next sign of
+life if it has not heard of the step by then; it costs no message.
 
 Members keep what is under way, what was last, and the newest step of which each part is on enough nodes. That one is
 given up for a newer one only, so it is there when a node is lost.
@@ -14,10 +15,10 @@ from __future__ import annotations
 from dalsegno.protos import control_pb2
 
 from .live import HeldStep, Replicas, Sending, State
-from .state import Checkpoint, Job, Member
+from .state import Checkpoint, Job, Member, Node
 from .turn import Turn
 
-__all__ = ("heard", "kept", "newest", "told")
+__all__ = ("answer", "heard", "kept", "newest")
 
 # So many steps in a row that were overtaken by newer ones while they were sent are worth a line.
 OVERTAKEN = 3
@@ -32,17 +33,21 @@ def heard(turn: Turn, member: Member, step: HeldStep, message: control_pb2.HeldR
         replicas.sending = None
     if replicas.sending is not None:
         hear(turn.job, replicas.sending, member, step, message)
-        settle(turn, replicas)
-    following = newest_unsent(turn, replicas) if replicas.sending is None else None
-    if following is not None:
-        replicas.sending = begin(turn, following)
-        replicas.sending.untold.discard(member.group_rank)
-        settle(turn, replicas)
+    go_on(turn, replicas, member)
 
 
-def told(turn: Turn) -> control_pb2.Replication:
-    """What members are told."""
-    replicas = of_epoch(turn)
+def answer(turn: Turn, node: Node, *, asked: bool) -> control_pb2.Replication | None:
+    """What a node is told, if it has said what it holds (`asked`), or has not heard of the step that is under way."""
+    replicas, world = of_epoch(turn), turn.job.world
+    sending = replicas.sending
+    if not asked:
+        if sending is None or not sending.untold or world is None:
+            return None
+        member = world.member(node.incarnation)
+        if member is None or member.group_rank not in sending.untold:
+            return None
+        sending.untold.discard(member.group_rank)
+        go_on(turn, replicas, member)
     return control_pb2.Replication(
         epoch=replicas.epoch,
         sending="" if replicas.sending is None else replicas.sending.step.record.digest,
@@ -69,6 +74,16 @@ def of_epoch(turn: Turn) -> Replicas:
     if held.replicas.epoch != turn.job.epoch:
         held.replicas = Replicas(turn.job.epoch)
     return held.replicas
+
+
+def go_on(turn: Turn, replicas: Replicas, member: Member) -> None:
+    """Ends what is under way if it is over, and begins the next step, of which this member hears now."""
+    settle(turn, replicas)
+    following = newest_unsent(turn, replicas) if replicas.sending is None else None
+    if following is not None:
+        replicas.sending = begin(turn, following)
+        replicas.sending.untold.discard(member.group_rank)
+        settle(turn, replicas)
 
 
 def begin(turn: Turn, step: HeldStep) -> Sending:

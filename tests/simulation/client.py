@@ -198,6 +198,8 @@ class Client:
             self.agent.deliver(ev.CallFailed("ReportProgress" if is_progress else "Heartbeat", code, detail))
         elif not self._heard(reply.generation):  # type: ignore[union-attr]
             self._fail_channel()
+        elif isinstance(reply, control_pb2.Ack) and reply.HasField("replication"):
+            self.agent.deliver(ev.Replication("", reply.generation, reply.replication))
 
     # ---- the watch --------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dalsegno.master.brain import brain, membership
+from dalsegno.master.brain.door import admit
 from dalsegno.master.brain.events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
 from dalsegno.master.brain.live import State
 from dalsegno.master.brain.state import Job
@@ -136,6 +137,8 @@ class SimMaster:
     def receive(self, event: Event, answer: Callable[[Reply], None] | None = None) -> None:
         if not self.up:
             return
+        if isinstance(event, Called):
+            admit(event.message)  # What an agent of ours says is never refused for its shape.
         if self._paused_at is not None:
             self._backlog.append(lambda: self._decide(event, answer))
         else:

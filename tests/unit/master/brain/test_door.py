@@ -109,6 +109,7 @@ def test_what_agents_send_passes_as_it_is() -> None:
         pb.FailureRequest(caller=caller(), exit_code=2**32 - 1, message="ValueError: no"),
         pb.DrainedRequest(caller=caller()),
         pb.HeldRequest(caller=caller(), checkpoint=checkpoint(in_memory=True), parts=[0, 3]),
+        pb.HeldRequest(caller=caller(), all=True),
         pb.DurableRequest(caller=caller(), ref=checkpoint().ref, failure="no space left on the device"),
         pb.ScaleRequest(nodes=3),
         pb.DrainNodeRequest(node="a"),

@@ -163,3 +163,41 @@ def test_a_new_epoch_begins_anew() -> None:
     assert job.epoch == 2
     following = in_memory(job, 20)
     assert told(job.nodes[0], following, 0) == digests(following, None, None)
+
+
+def beats(node: Node) -> pb.Replication | None:
+    """What a sign of life is answered."""
+    message = node.beat().message
+    assert isinstance(message, pb.Ack)
+    return message.replication if message.HasField("replication") else None
+
+
+def test_who_says_nothing_of_its_memory_hears_with_its_next_sign_of_life() -> None:
+    """In a long evaluation nobody saves: the last steps that were saved before it are sent all the same."""
+    job, (one, two) = started(2)
+    first, second, third = (in_memory(job, step) for step in (10, 20, 30))
+    for made in (first, second, third):
+        told(one, made, 0)
+        told(two, made, 1)
+    assert beats(one) is beats(two) is None
+    told(two, first, 0, 1)
+    assert told(one, first, 0, 1) == digests(third, first, first)
+    said = beats(two)
+    assert said is not None
+    assert (said.sending, said.epoch) == (third.ref.digest, 1)
+    assert beats(two) is beats(one) is None
+
+
+def test_a_step_that_was_waiting_for_the_last_one_to_hear_of_it_is_followed_by_the_next() -> None:
+    job, (one, two) = started(2)
+    first, by_chance, third = (in_memory(job, step) for step in (10, 20, 30))
+    told(one, first, 0)
+    told(two, first, 1)
+    told(one, by_chance, 0, 1)
+    told(two, by_chance, 0, 1)
+    told(two, first, 0, 1)
+    assert told(one, first, 0, 1) == digests(by_chance, first, first)
+    assert told(one, third, 0) == digests(by_chance, first, first)
+    said = beats(two)
+    assert said is not None
+    assert (said.sending, said.sent, said.replicated) == digests(third, by_chance, by_chance)
