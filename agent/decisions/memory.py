@@ -135,6 +135,9 @@ def doubted(decision: Decision, event: ev.Doubted) -> None:
 def directed(decision: Decision, directive: control_pb2.Directive) -> None:
     """What a directive says of the memory of this node."""
     state = decision.state
+    if directive.HasField("settings") and not state.memory.in_use and directive.settings.memory_replicas > 0:
+        state.memory.in_use = True
+        tell_all(decision)
     in_memory = directive.HasField("head") and directive.head.in_memory
     state.memory.head = directive.head.ref if in_memory else None
     state.memory.best, state.memory.candidate = directive.head.best, directive.head.candidate

@@ -29,7 +29,9 @@ def asked(decision: Decision, digest: str) -> None:
 def answered(decision: Decision, event: ev.Replication) -> None:
     """The master's answer: what this node sends now, and what it keeps."""
     state, said, steps = decision.state, event.said, decision.state.epoch.sent_steps
-    waiting = tuple(digest for digest in steps.asked if digest != event.answers)
+    waiting = steps.asked
+    if event.answers in waiting:  # Answers come in order: what was told before and has none will get none.
+        waiting = waiting[waiting.index(event.answers) + 1 :]
     state.epoch.sent_steps = replace(steps, asked=waiting)
     if said is None:
         send(decision, event.answers)

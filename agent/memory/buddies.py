@@ -41,7 +41,7 @@ class Buddy:
         address: as the master tells it (`PeerAddress`).
         pace: of all buddies.
         on_held: called with the address when it holds a part.
-        on_unsent: called when a part cannot be brought there, and is tried no more.
+        on_unsent: called with the address when a part cannot be brought there, and is tried no more.
         on_bad: called when a part of ours is not what was sealed.
     """
 
@@ -51,7 +51,7 @@ class Buddy:
         peers: Peers,
         pace: SendPace,
         on_held: Callable[[StepPart, str], None],
-        on_unsent: Callable[[StepPart], None],
+        on_unsent: Callable[[StepPart, str], None],
         on_bad: Callable[[StepPart, CheckpointDamaged], None],
         say: Callable[[str, bool], None],
     ) -> None:
@@ -72,12 +72,15 @@ class Buddy:
         self._thread.start()
 
     def offer(self, part: StepPart) -> None:
-        """To be sent as soon as may be, in place of what waits."""
+        """To be sent as soon as may be; of this and what waits only the newer one is."""
         with self._changed:
-            waited, self._next = self._next, part
+            older, newer = self._next, part
+            if older is not None and _age(older) > _age(part):
+                older, newer = part, older
+            self._next = newer
             self._changed.notify_all()
-        if waited is not None:
-            self._on_unsent(waited)
+        if older is not None:
+            self._on_unsent(older, self.address)
 
     def forget(self, before_epoch: int) -> None:
         """Parts of earlier epochs that wait are not sent any more: they may be deleted here by now."""
@@ -106,6 +109,7 @@ class Buddy:
                 self._send(part)
             except Exception:
                 logger.exception("%s was not sent to %s", part, shown(self.address))
+                self._on_unsent(part, self.address)
 
     def _send(self, part: StepPart) -> None:
         for tries, pause in enumerate((*_PAUSES_SECONDS, None), 1):
@@ -123,7 +127,7 @@ class Buddy:
                     self._complain(part, error)
                 if for_good or pause is None or self._overtaken(part, pause):
                     if not self._is_over(part):
-                        self._on_unsent(part)
+                        self._on_unsent(part, self.address)
                     return
             else:
                 self._said, self._failing_since, self._silent_since = False, None, None
@@ -164,6 +168,10 @@ class Buddy:
         self._say(text, True)
 
 
+def _age(part: StepPart) -> tuple[int, int, int]:
+    return part.manifest.parsed_name.age
+
+
 class Buddies:
     """Those of this moment. Thread-safe.
 
@@ -198,7 +206,7 @@ class Buddies:
         with self._lock:
             if self._last is not None and self._last.key == part.key:
                 return True
-            if self._last is not None and self._last.manifest.parsed_name.age >= part.manifest.parsed_name.age:
+            if self._last is not None and _age(self._last) >= _age(part):
                 return False
             self._last, buddies = part, list(self._buddies.values())
         for buddy in buddies:

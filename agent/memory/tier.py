@@ -81,7 +81,10 @@ class MemoryTier:
         self.path: Path | None = None
         self._tell, self._say, self._pace = on_change, say, SendPace(bytes_per_second)
         self._copies: dict[tuple[str, str, int], tuple[str, ...]] = {}
-        self._unsent: set[tuple[str, str, int]] = set()
+        # The buddies that could not be brought a part of ours; "": none was, as a newer one had been sent.
+        self._unsent: dict[tuple[str, str, int], set[str]] = {}
+        # What is held is looked at and told in one: the last word is the present state, whichever thread says it.
+        self._telling = threading.RLock()
         self._copies_lock = threading.Lock()
         self._ending = threading.Event()
         self._disk_stall_seconds = disk_stall_seconds
@@ -343,7 +346,8 @@ class MemoryTier:
             with self._copies_lock:
                 for key in [key for key in self._copies if key[:2] == (run_id, gone.checkpoint.ref.name)]:
                     del self._copies[key]
-                self._unsent = {key for key in self._unsent if key[:2] != (run_id, gone.checkpoint.ref.name)}
+                for key in [key for key in self._unsent if key[:2] == (run_id, gone.checkpoint.ref.name)]:
+                    del self._unsent[key]
             self._changed(gone)
 
     def close(self) -> None:
@@ -366,10 +370,15 @@ class MemoryTier:
     def _changed(self, held: HeldParts | None) -> None:
         if held is None:
             return
+        name = held.checkpoint.ref.name
         try:
-            self._tell(self._with_copies(held))
+            with self._telling:
+                now = self._holdings.held(held.run_id, name)
+                if now is None or now.checkpoint.ref.digest != held.checkpoint.ref.digest:
+                    now = replace(held, parts=())
+                self._tell(self._with_copies(now))
         except Exception:
-            logger.exception("nobody was told what is held of %s", held.checkpoint.ref.name)
+            logger.exception("nobody was told what is held of %s", name)
 
     def _with_copies(self, held: HeldParts) -> HeldParts:
         opened = self._fence.opened(held.run_id)
@@ -377,20 +386,19 @@ class MemoryTier:
             return held
         key = held.run_id, held.checkpoint.ref.name, opened.group_rank
         with self._copies_lock:
-            return replace(held, copies=self._copies.get(key, ()), unsent=key in self._unsent)
+            return replace(held, copies=self._copies.get(key, ()), unsent=bool(self._unsent.get(key)))
 
     def _copied(self, part: StepPart, address: str) -> None:
         """A buddy holds a part of ours."""
         with self._copies_lock:
             self._copies[part.key] = tuple(dict.fromkeys((*self._copies.get(part.key, ()), address)))
-            self._unsent.discard(part.key)
+            self._unsent.get(part.key, set()).discard(address)
         self._changed(self._holdings.held(part.run_id, part.manifest.name))
 
-    def _not_sent(self, part: StepPart) -> None:
+    def _not_sent(self, part: StepPart, address: str = "") -> None:
         """A buddy cannot be brought a part of ours, and that is tried no more."""
         with self._copies_lock:
-            if part.key not in self._copies:
-                self._unsent.add(part.key)
+            self._unsent.setdefault(part.key, set()).add(address)
         self._changed(self._holdings.held(part.run_id, part.manifest.name))
 
     def _found_bad(self, part: StepPart, damaged: CheckpointDamaged) -> None:

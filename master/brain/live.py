@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from dalsegno.protos import control_pb2
+
 from .listening import ListeningClock
 from .presences import Presences
 from .state import Checkpoint, Job
@@ -235,6 +237,8 @@ class HeldStep:
     in_parts: bool = False
     # Parts that the nodes whose ranks wrote them have said to hold.
     own: set[int] = field(default_factory=set)
+    # Of these, those that are there no more, or that some buddy cannot be brought.
+    unsent: set[int] = field(default_factory=set)
     # The ranks want it on the disk; the parts that nodes have said to be there.
     wanted: bool = False
     written: set[int] = field(default_factory=set)
@@ -252,6 +256,13 @@ class HeldStep:
             if part < self.record.parts:
                 self.holders.setdefault(part, {})[incarnation] = None
 
+    def note_sending(self, own: int, message: control_pb2.HeldRequest) -> None:
+        """Whether a member's own part can still be brought to others, as it says."""
+        if message.unsent or (own in self.own and own not in message.parts):
+            self.unsent.add(own)
+        else:
+            self.unsent.discard(own)
+
 
 @dataclass
 class Sending:
@@ -262,6 +273,8 @@ class Sending:
     # Parts that are not yet on as many nodes as the job wants, and may come there; members that have not heard of it.
     pending: set[int]
     untold: set[int]
+    # When the first of these last became fewer.
+    moved: float
     # Digests of newer steps that were saved meanwhile.
     later: set[str] = field(default_factory=set)
 
@@ -277,6 +290,8 @@ class Replicas:
     replicated: Checkpoint | None = None
     # So many in a row were overtaken by newer ones while they were sent.
     overtaken: int = 0
+    # After so many seconds without a part that has arrived the next step begins; longer each time, until one has come.
+    patience: float = 0.0
 
 
 @dataclass

@@ -89,7 +89,9 @@ def report(turn: Turn, node: Node, message: control_pb2.HeldRequest) -> tuple[st
     """
     held, digest = turn.live.held, message.checkpoint.ref.digest
     if message.all:
-        held.told_all = {known: None for known in (*held.told_all, node.incarnation) if turn.job.node_by(known)}
+        if len(held.told_all) > 2 * len(turn.job.nodes):
+            held.told_all = {known: None for known in held.told_all if turn.job.node_by(known)}
+        held.told_all[node.incarnation] = None
         held.version += 1
         return "OK", ""
     step = held.steps.get(digest)
@@ -106,6 +108,7 @@ def report(turn: Turn, node: Node, message: control_pb2.HeldRequest) -> tuple[st
         if member is not None and step.record.epoch == turn.job.epoch:
             if member.group_rank in message.parts:
                 step.own.add(member.group_rank)
+            step.note_sending(member.group_rank, message)
             replication.heard(turn, member, step, message)
         held.version += 1
         forget_old(turn)

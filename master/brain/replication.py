@@ -22,6 +22,8 @@ __all__ = ("answer", "heard", "kept", "newest")
 
 # So many steps in a row that were overtaken by newer ones while they were sent are worth a line.
 OVERTAKEN = 3
+# See `Replicas.patience`.
+PATIENCE_SECONDS = 60.0
 # Of the last commits a few may be in memory alone.
 LOOKED_AT = 4
 
@@ -32,7 +34,7 @@ def heard(turn: Turn, member: Member, step: HeldStep, message: control_pb2.HeldR
     if replicas.sending is not None and is_obsolete(turn, replicas.sending):
         replicas.sending = None
     if replicas.sending is not None:
-        hear(turn.job, replicas.sending, member, step, message)
+        hear(turn, replicas.sending, member, step, message)
     go_on(turn, replicas, member)
 
 
@@ -72,7 +74,7 @@ def of_epoch(turn: Turn) -> Replicas:
     """What is known of the open epoch's steps; a new epoch begins anew."""
     held = turn.live.held
     if held.replicas.epoch != turn.job.epoch:
-        held.replicas = Replicas(turn.job.epoch)
+        held.replicas = Replicas(turn.job.epoch, patience=PATIENCE_SECONDS)
     return held.replicas
 
 
@@ -89,38 +91,47 @@ def go_on(turn: Turn, replicas: Replicas, member: Member) -> None:
 def begin(turn: Turn, step: HeldStep) -> Sending:
     """This step is the next one."""
     parts = set(range(step.record.parts))
-    pending = {part for part in parts if not is_copied(turn.job, step, part)}
-    return Sending(step, turn.now, pending, untold=parts)
+    pending = {part for part in parts - step.unsent if not is_copied(turn.job, step, part)}
+    return Sending(step, turn.now, pending, untold=parts, moved=turn.now)
 
 
-def hear(job: Job, sending: Sending, member: Member, step: HeldStep, message: control_pb2.HeldRequest) -> None:
+def hear(turn: Turn, sending: Sending, member: Member, step: HeldStep, message: control_pb2.HeldRequest) -> None:
     """What a member says may settle its own part, and those that it holds."""
-    own = member.group_rank
+    own, before = member.group_rank, len(sending.pending)
     sending.untold.discard(own)
     if step is sending.step:
         for part in (own, *message.parts):
-            if is_copied(job, step, part):
+            if is_copied(turn.job, step, part):
                 sending.pending.discard(part)
-        if message.unsent or (own in step.own and own not in message.parts):
+        if own in step.unsent:
             sending.pending.discard(own)
     elif step.record.age > sending.step.record.age and own in step.own:
         sending.later.add(step.record.digest)
         if own not in sending.step.own:
             sending.pending.discard(own)  # Its ranks have saved a later one, and not this one.
+    if len(sending.pending) < before:
+        sending.moved = turn.now
 
 
 def settle(turn: Turn, replicas: Replicas) -> None:
     """Nothing is under way any more, if each part is where it can be and each member has heard of the step.
 
-    Who has not heard of it may have dropped it.
+    Who has not heard of it may have dropped it. Nor is it, if for long nothing has come of it and newer ones wait:
+    whatever holds it up must not hold up all others.
     """
     sending = replicas.sending
-    if sending is None or sending.pending or sending.untold:
+    if sending is None:
+        return
+    waits = bool(sending.pending or sending.untold)
+    if waits and not (sending.later and turn.now - sending.moved > replicas.patience):
         return
     record = sending.step.record
     replicas.sending, replicas.sent = None, record
-    if all(is_copied(turn.job, sending.step, part) for part in range(record.parts)):
+    if waits:
+        replicas.patience *= 2  # A part may just take so long.
+    elif all(is_copied(turn.job, sending.step, part) for part in range(record.parts)):
         replicas.replicated = record
+        replicas.patience = max(PATIENCE_SECONDS, 2 * (turn.now - sending.since))
     replicas.overtaken = replicas.overtaken + 1 if sending.later else 0
     held, seconds = turn.live.held, turn.now - sending.since
     if replicas.overtaken == OVERTAKEN and not held.slow_told:

@@ -92,10 +92,10 @@ def memory_of(node: Node, job: Cluster) -> Path:
     return memories_of(node, job)[0] / "run-0001"
 
 
-def held(job: Cluster) -> int:
-    """The step that is held in memory alone; 0: none."""
+def held(job: Cluster, copies: int = 1) -> int:
+    """The step that is held in memory alone, each part on so many nodes; 0: none."""
     status = job.status()
-    return status.held.step if status is not None else 0
+    return status.held.step if status is not None and status.held_copies >= copies else 0
 
 
 def lines(job: Cluster, pattern: str) -> list[str]:
@@ -177,7 +177,7 @@ def test_memory_that_is_full_in_the_middle_of_a_file(tmp_path: Path, undisturbed
             except (CheckpointDamaged, FileNotFoundError):
                 assert not part.exists(), "a newer one has not taken its place"
         job.memories[full].empty()
-        job.wait_for(lambda: held(job), "a step in memory")
+        job.wait_for(lambda: held(job, copies=2), "a step in the memory of both")
         job.kill_node(job.node(full))
         second = job.wait_world(1, after=1)
         assert job.change(second).resumed > 0

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -166,6 +167,96 @@ def test_a_part_is_sent_when_it_is_asked_for_and_none_behind_a_newer_one(tmp_pat
         one.wait_for(lambda: [held.copies for held in one.tier.held()] == [(), (two.tier.address,)])
         assert [held.unsent for held in one.tier.held()] == [True, False]
         assert not two.parts("step-1.e1.1")
+
+
+def test_one_of_two_buddies_that_takes_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever comes first: nobody waits for the copy that does not come."""
+    monkeypatch.setattr(buddies, "_PAUSES_SECONDS", (0.1, 0.1))
+    manifest = manifest_of("step-1.e1.1", {0: SMALL[0]})
+    with nodes(tmp_path, 2) as (one, two):
+        one.tier.open_epoch(RUN, 1, 0, [two.tier.address, "127.0.0.1:1"])
+        one.writes(manifest, 0, SMALL[0])
+        one.wait_for(lambda: [(held.copies, held.unsent) for held in one.tier.held()] == [((two.tier.address,), True)])
+
+
+def test_what_is_not_sent_any_more_is_told_although_it_was_copied_once(tmp_path: Path) -> None:
+    """A new master may name a step that others have dropped meanwhile."""
+    manifests = [manifest_of(f"step-{step}.e1.1", {0: SMALL[0]}) for step in (1, 2)]
+    with nodes(tmp_path, 2) as (one, two):
+        one.tier.open_epoch(RUN, 1, 0, [two.tier.address])
+        for manifest in manifests:
+            one.writes(manifest, 0, SMALL[0])
+            two.holds(manifest.name, 0)
+        one.wait_for(lambda: all(held.copies for held in one.tier.held()))
+        two.tier.keep(RUN, 1, [manifests[1].digest], newest=1)
+        one.tier.send(RUN, manifests[0].name, manifests[0].digest)
+        one.wait_for(lambda: [held.unsent for held in one.tier.held()] == [True, False])
+
+
+def test_the_last_word_of_what_is_held_is_the_present_state(tmp_path: Path) -> None:
+    """Its own part is copied while another node's comes in: two threads tell of it."""
+    manifest = manifest_of("step-10.e1.1", {0: SMALL[0], 1: SMALL[1]})
+    looked, go_on = threading.Event(), threading.Event()
+    with nodes(tmp_path, 2) as (one, two):
+        one.tier.open_epoch(RUN, 1, 0, [two.tier.address])
+        two.tier.open_epoch(RUN, 1, 1, [one.tier.address])
+        there = two.tier._holdings.held
+
+        def held(run_id: str, name: str) -> Any:
+            found = there(run_id, name)
+            if threading.current_thread().name == "memory-buddy" and not looked.is_set():
+                looked.set()
+                assert go_on.wait(30)
+            return found
+
+        two.tier._holdings.held = held  # type: ignore[method-assign]
+        two.writes(manifest, 1, SMALL[1])
+        assert looked.wait(30)
+        one.writes(manifest, 0, SMALL[0])
+        two.wait_for(lambda: two.parts(manifest.name) == (0, 1) or there(RUN, manifest.name).parts == (0, 1))
+        go_on.set()
+        two.wait_for(lambda: two.changes[-1].copies)
+        two.wait_for(lambda: two.changes[-1].parts == (0, 1), 10)
+
+
+class OnlyAge:
+    """A part of which only the age is looked at."""
+
+    def __init__(self, step: int) -> None:
+        self.key = (RUN, f"step-{step}", 0)
+        self.manifest = SimpleNamespace(epoch=1, parsed_name=SimpleNamespace(age=(1, step, 1)))
+
+
+def test_a_newer_part_stays_where_an_older_one_comes_behind_it() -> None:
+    """The main thread and the one that sums may cross."""
+    sent: list[Any] = []
+    began, go_on, unsent = threading.Event(), threading.Event(), list[Any]()
+
+    def send(address: str, part: Any, pace: Any) -> None:
+        sent.append(part)
+        began.set()
+        assert go_on.wait(30)
+        if part is third:
+            raise ValueError("a bug of ours")
+
+    peers, nothing = SimpleNamespace(send=send), lambda *_: None
+    first, second, third = (OnlyAge(step) for step in (1, 2, 3))
+    told = threading.Condition()
+
+    def tell(part: Any, address: str) -> None:
+        with told:
+            unsent.append(part)
+            told.notify_all()
+
+    buddy = buddies.Buddy("10.0.0.1:7", peers, SendPace(None), nothing, tell, nothing, nothing)  # type: ignore[arg-type]
+    for part in (first, third, second):
+        buddy.offer(part)  # type: ignore[arg-type]
+        assert began.wait(30)
+    go_on.set()
+    with told:
+        assert told.wait_for(lambda: unsent == [second, third], 30)
+    assert sent == [first, third]
+    buddy.close()
 
 
 def test_a_part_that_a_buddy_does_not_take_is_told(tmp_path: Path) -> None:

@@ -88,7 +88,9 @@ class Node:
 
     def _changed(self, held: HeldParts) -> None:
         ref = held.checkpoint.ref
-        if any((held.run_id, ref.digest, part) in self._own for part in held.parts):
+        own = {(held.run_id, ref.digest, part) for part in held.parts} & self._own
+        self._own -= own
+        if own:
             self.tier.send(held.run_id, ref.name, ref.digest)
         with self._told:
             self.changes.append(held)

@@ -164,3 +164,21 @@ def test_a_part_that_cannot_be_sent_is_told() -> None:
     agent.hear(ev.HeldChanged(step_of(10), (0,), unsent=True))
     told = agent.calls("ReportHeld")[before:]
     assert [(call.checkpoint.ref.digest, call.unsent) for call in told] == [("d10", True)]
+
+
+def test_an_answer_says_that_what_was_told_before_gets_none() -> None:
+    """A call that the master could not carry out is given up in the end."""
+    agent = running()
+    held(agent, 10, 20)
+    answered(agent, 20)
+    held(agent, 30)
+    assert kept(agent) == {"d30"}
+
+
+def test_settings_that_come_into_force_later() -> None:
+    """A node whose own flags ask for no copies, in a job that wants them, says all that it holds, too."""
+    agent = running()
+    assert not [call for call in agent.calls("ReportHeld") if call.all]
+    agent.directed(settings=control_pb2.Settings(memory_replicas=1))
+    agent.directed(settings=control_pb2.Settings(memory_replicas=1))
+    assert len([call for call in agent.calls("ReportHeld") if call.all]) == 1

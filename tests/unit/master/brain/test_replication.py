@@ -5,7 +5,7 @@ from __future__ import annotations
 from dalsegno.agent.commands.status import status_lines
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2 as pb
-from tests.support.jobs.masters import Node
+from tests.support.jobs.masters import Driven, Node
 
 from .test_memory import held, in_memory, joins, newcomer, parts, started, status
 
@@ -201,3 +201,57 @@ def test_a_step_that_was_waiting_for_the_last_one_to_hear_of_it_is_followed_by_t
     said = beats(two)
     assert said is not None
     assert (said.sending, said.sent, said.replicated) == digests(third, by_chance, by_chance)
+
+
+def follow(job: Driven, nodes: list[Node], *steps: int) -> int:
+    """Each node saves these, and says so. Returns the step that is sent then."""
+    for step in steps:
+        made = in_memory(job, step)
+        for rank, node in enumerate(nodes):
+            told(node, made, rank)
+    sending = job.state.live.held.replicas.sending
+    assert sending is not None
+    return sending.step.record.step
+
+
+def test_a_part_of_which_was_said_before_that_it_cannot_be_sent_is_not_waited_for() -> None:
+    """To a new master, or by a node that had sent its newest by itself."""
+    job, nodes = started(2)
+    made = in_memory(job, 10)
+    job.restart()
+    for rank, node in enumerate(nodes):
+        node.beat()
+        told(node, made, rank, unsent=True)
+    assert follow(job, nodes, 20, 30) == 20
+
+
+def test_a_part_that_was_gone_before_its_step_was_chosen_is_not_waited_for() -> None:
+    job, nodes = started(3)
+    first, damaged = in_memory(job, 10), in_memory(job, 20)
+    for made in (first, damaged):
+        for rank, node in enumerate(nodes):
+            told(node, made, rank)
+    told(nodes[0], damaged)
+    for rank, node in enumerate(nodes):
+        told(node, first, rank, (rank - 1) % 3)
+    told(nodes[1], damaged, 1)
+    told(nodes[2], damaged, 2, 1)
+    told(nodes[2], damaged, 2, 1, unsent=True)
+    assert follow(job, nodes, 30, 40) > 20
+
+
+def test_what_nobody_hears_more_of_holds_up_the_others_for_a_time_only() -> None:
+    """For longer each time: a large part over a slow network is not heard of either until it has come."""
+    job, nodes = started(2)
+    assert follow(job, nodes, 10, 20) == 10
+    job.now += 55.0
+    assert follow(job, nodes, 30) == 10
+    job.now += 10.0
+    assert follow(job, nodes, 40) == 40
+    job.now += 65.0
+    assert follow(job, nodes, 50) == 40
+    job.now += 60.0
+    assert follow(job, nodes, 60) == 60
+    for rank, node in enumerate(nodes):
+        told(node, in_memory(job, 60), rank, 1 - rank)
+    assert told(nodes[0], in_memory(job, 70), 0)[2] == in_memory(job, 60).ref.digest
