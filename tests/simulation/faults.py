@@ -336,7 +336,7 @@ def little_room(sim: Simulation) -> None:
     until = sim.clock.now + sim.random.uniform(1.0, 15.0)
 
     def look() -> None:
-        missing = sim.random.choice((1, 1000, 1 << 20, 1 << 60))
+        missing = sim.random.choice((1, 1000, 1 << 20, 1 << 50))
         for agent in sim.living():
             agent.deliver(ev.RoomMissing(missing))
         if sim.clock.now < until:
