@@ -64,7 +64,12 @@ class Attacks:
         return self.random.choice(self._staying())
 
     def worker(self) -> None:
-        """A rank alone is killed."""
+        """A rank alone is killed, once its world has made some steps.
+
+        Before that the master takes it for a script that cannot start in a world of this size, as with too little memory:
+        the job goes on in a smaller one then.
+        """
+        self.job.wait_world(self.size, steps=5)
         processes.send([self.job.worker_pid(self._node())])
 
     def agent(self) -> None:
