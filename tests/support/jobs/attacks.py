@@ -66,10 +66,10 @@ class Attacks:
     def worker(self) -> None:
         """A rank alone is killed, once its world has made some steps.
 
-        Before that the master takes it for a script that cannot start in a world of this size, as with too little memory:
-        the job goes on in a smaller one then.
+        Before that the master takes it for a script that cannot start in a world of this size, as with too little
+        memory: the job goes on in a smaller one then.
         """
-        self.job.wait_world(self.size, steps=5)
+        self.job.wait_world(self.size, steps=3)
         processes.send([self.job.worker_pid(self._node())])
 
     def agent(self) -> None:
