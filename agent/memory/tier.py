@@ -397,6 +397,9 @@ class MemoryTier:
 
     def _not_sent(self, part: StepPart, address: str = "") -> None:
         """A buddy cannot be brought a part of ours, and that is tried no more."""
+        ref = part.manifest.ref
+        if not self._holdings.has(part.run_id, ref.name, ref.digest, part.group_rank):
+            return  # Nobody wants it any more.
         with self._copies_lock:
             self._unsent.setdefault(part.key, set()).add(address)
         self._changed(self._holdings.held(part.run_id, part.manifest.name))
