@@ -39,16 +39,21 @@ def test_all_nodes_send_the_same_step_and_then_the_newest() -> None:
     assert told(one, third, 0, 1) == digests(None, third, third)
 
 
-def test_nobody_is_told_that_a_step_outlives_a_node_before_each_has_heard_of_it() -> None:
-    """While the master was away two nodes may have sent the same step by chance. Who has not heard may drop it."""
-    job, (one, two) = started(2)
-    first, by_chance = in_memory(job, 10), in_memory(job, 20)
+def sent_by_chance(one: Node, two: Node, first: pb.Checkpoint, by_chance: pb.Checkpoint) -> None:
+    """Each has both parts of both steps; only the first node has heard that the second step is chosen."""
     told(one, first, 0)
     told(two, first, 1)
     told(one, by_chance, 0, 1)
     told(two, by_chance, 0, 1)
     told(two, first, 0, 1)
     assert told(one, first, 0, 1) == digests(by_chance, first, first)
+
+
+def test_nobody_is_told_that_a_step_outlives_a_node_before_each_has_heard_of_it() -> None:
+    """While the master was away two nodes may have sent the same step by chance. Who has not heard may drop it."""
+    job, (one, two) = started(2)
+    first, by_chance = in_memory(job, 10), in_memory(job, 20)
+    sent_by_chance(one, two, first, by_chance)
     assert told(two, by_chance) == digests(None, by_chance, first)  # Its own part is gone.
 
 
@@ -191,12 +196,7 @@ def test_who_says_nothing_of_its_memory_hears_with_its_next_sign_of_life() -> No
 def test_a_step_that_was_waiting_for_the_last_one_to_hear_of_it_is_followed_by_the_next() -> None:
     job, (one, two) = started(2)
     first, by_chance, third = (in_memory(job, step) for step in (10, 20, 30))
-    told(one, first, 0)
-    told(two, first, 1)
-    told(one, by_chance, 0, 1)
-    told(two, by_chance, 0, 1)
-    told(two, first, 0, 1)
-    assert told(one, first, 0, 1) == digests(by_chance, first, first)
+    sent_by_chance(one, two, first, by_chance)
     assert told(one, third, 0) == digests(by_chance, first, first)
     said = beats(two)
     assert said is not None
