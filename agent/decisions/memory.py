@@ -44,6 +44,8 @@ def sealed(decision: Decision, epoch: int, said: worker_pb2.Sealed) -> None:
         remembered = {*list(steps)[-MOST_WANTED:], *candidates(state)}
         state.epoch.to_disk = {digest: step for digest, step in steps.items() if digest in remembered}
     urgent = state.drain is not None or state.leaving or state.epoch.agreed
+    for digest in sorted(candidates(state)) if urgent else ():
+        replication.send(decision, digest)  # It may not have been its turn yet.
     decision.do(ev.HoldPart(said.name, said.digest, urgent))
 
 

@@ -11,7 +11,7 @@ from . import events as ev
 from .decision import Decision
 from .state import AgentState, SentSteps
 
-__all__ = ["answered", "asked", "is_own", "kept", "unheard"]
+__all__ = ["answered", "asked", "is_own", "kept", "send", "unheard"]
 
 # So many unanswered calls are remembered.
 MOST_ASKED = 16

@@ -61,6 +61,7 @@ class Buddy:
         self._stop = threading.Event()
         self._changed = threading.Condition()
         self._next: StepPart | None = None
+        self._behind: StepPart | None = None
         # Nothing of earlier epochs is wanted any more.
         self._least_epoch = 0
         # It has been said that it does not take our parts.
@@ -71,12 +72,17 @@ class Buddy:
         self._thread = threading.Thread(target=self._run, name="memory-buddy", daemon=True)
         self._thread.start()
 
-    def offer(self, part: StepPart) -> None:
-        """To be sent as soon as may be; of this and what waits only the newer one is."""
+    def offer(self, part: StepPart, urgent: bool = False) -> None:
+        """To be sent as soon as may be; of this and what waits only the newer one is.
+
+        What waits is sent behind an `urgent` one: a drain is the last chance of what may be the best.
+        """
         with self._changed:
             older, newer = self._next, part
             if older is not None and _age(older) > _age(part):
                 older, newer = part, older
+            if urgent and older is not None:
+                older, self._behind = self._behind, older
             self._next = newer
             self._changed.notify_all()
         if older is not None:
@@ -86,15 +92,16 @@ class Buddy:
         """Parts of earlier epochs that wait are not sent any more: they may be deleted here by now."""
         with self._changed:
             self._least_epoch = before_epoch
-            if self._next is not None and self._next.manifest.epoch < before_epoch:
-                self._next = None
+            waiting = (self._next, self._behind)
+            wanted = [part for part in waiting if part is not None and part.manifest.epoch >= before_epoch]
+            self._next, self._behind = (*wanted, None, None)[:2]
             self._changed.notify_all()
 
     def close(self) -> None:
         """What is under way may finish, as long as the agent lives; nothing else begins."""
         with self._changed:
             self._stop.set()
-            self._next = None
+            self._next = self._behind = None
             self._changed.notify_all()
 
     def _run(self) -> None:
@@ -103,7 +110,7 @@ class Buddy:
                 self._changed.wait_for(lambda: self._next is not None or self._stop.is_set())
                 if self._stop.is_set():
                     return
-                part, self._next = self._next, None
+                part, self._next, self._behind = self._next, self._behind, None
             assert part is not None
             try:
                 self._send(part)
@@ -201,7 +208,7 @@ class Buddies:
                     if self._last is not None and self._last.manifest.epoch == epoch:
                         self._buddies[address].offer(self._last)
 
-    def offer(self, part: StepPart) -> bool:
+    def offer(self, part: StepPart, urgent: bool = False) -> bool:
         """To be sent to all, unless it was the last that was to be. False: it is not, since that was a newer one."""
         with self._lock:
             if self._last is not None and self._last.key == part.key:
@@ -210,7 +217,7 @@ class Buddies:
                 return False
             self._last, buddies = part, list(self._buddies.values())
         for buddy in buddies:
-            buddy.offer(part)  # It tells what this part takes the place of.
+            buddy.offer(part, urgent)  # It tells what this part takes the place of.
         return True
 
     def close(self) -> None:

@@ -198,7 +198,7 @@ class MemoryTier:
             self._say(f"the memory checkpoint {name} does not count: {error}", True)
             return
         if urgent and self._fence.opened(run_id) == opened:
-            self._buddies.offer(part)
+            self._buddies.offer(part, urgent=True)
         self._changed(self._holdings.held(run_id, name))
 
     def held(self) -> list[HeldParts]:

@@ -227,6 +227,31 @@ class OnlyAge:
         self.manifest = SimpleNamespace(epoch=1, parsed_name=SimpleNamespace(age=(1, step, 1)))
 
 
+def test_what_waits_is_sent_behind_what_a_drain_waits_for() -> None:
+    """It may be the best: who leaves takes it along otherwise."""
+    sent: list[Any] = []
+    began, go_on, done = threading.Event(), threading.Event(), threading.Event()
+
+    def send(address: str, part: Any, pace: Any) -> None:
+        sent.append(part)
+        began.set()
+        assert go_on.wait(30)
+        if len(sent) == 3:
+            done.set()
+
+    peers, nothing = SimpleNamespace(send=send), lambda *_: None
+    first, second, third = (OnlyAge(step) for step in (1, 2, 3))
+    buddy = buddies.Buddy("10.0.0.1:7", peers, SendPace(None), nothing, nothing, nothing, nothing)  # type: ignore[arg-type]
+    buddy.offer(first)  # type: ignore[arg-type]
+    assert began.wait(30)
+    buddy.offer(second)  # type: ignore[arg-type]
+    buddy.offer(third, urgent=True)  # type: ignore[arg-type]
+    go_on.set()
+    assert done.wait(30)
+    assert sent == [first, third, second]
+    buddy.close()
+
+
 def test_a_newer_part_stays_where_an_older_one_comes_behind_it() -> None:
     """The main thread and the one that sums may cross."""
     sent: list[Any] = []

@@ -670,6 +670,8 @@ class Ledger:
                 excused = unknowing or ran_out or self.is_excused(state.started)
                 # Only a copy in another memory would tell it that its part is not lost.
                 excused = excused or self.sim.plan.walled or self.sim.plan.slow_replicas
+                # Where half of a crowd leaves, the copies leave, too, and who stays fetches a hundred parts one by one.
+                excused = excused or (self.sim.plan.crowd > 0 and self.sim.plan.memory_every > 0)
                 self.require(excused, "planned changes lose nothing", f"{agent.label} exits {code}")
         else:
             # A name that somebody holds, or no master at the start.

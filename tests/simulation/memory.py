@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 SHARE = 0.35
 # In how many of them no agent reaches another one's memory.
 WALLED = 0.15
-# A part takes so long to another node, seconds; and in how many schedules, and how long, where that is slow.
+# A part of a few takes so long to another node, seconds; and in how many schedules, and how long, where that is slow.
 TRANSFER = (0.01, 1.0)
+FEW = 8
 SLOW = 0.3
 SLOW_TRANSFER = (0.3, 3.0)
 # How long the disk takes for a step that was in memory, seconds.
@@ -73,6 +74,7 @@ class Memory:
         self._last = ""
         self._under_way: dict[str, str] = {}
         self._waiting: dict[str, str] = {}
+        self._behind: dict[str, str] = {}
         # Digest of what nobody wants on the disk any more.
         self.unwanted = ""
 
@@ -80,6 +82,7 @@ class Memory:
         self.opened(world.epoch, world.place.group_rank, tuple(world.place.buddies))
 
     def opened(self, epoch: int, group_rank: int, buddies: tuple[str, ...]) -> None:
+        self._behind.clear()
         for address in set(self._waiting) - set(buddies):
             del self._waiting[address]
         new = set(buddies) - set(self._buddies)
@@ -109,9 +112,9 @@ class Memory:
         for part in parts:
             self._put(message, history, part)
         if action.urgent:
-            self.send(message.ref.digest)
+            self.send(message.ref.digest, urgent=True)
 
-    def send(self, digest: str) -> None:
+    def send(self, digest: str, urgent: bool = False) -> None:
         """The own part goes to the buddies, unless it was the last that was to."""
         last = self._sim.disk.ever.get(self._last)
         if digest != self._last and self.has(digest, self._group_rank):
@@ -122,7 +125,7 @@ class Memory:
                 return
             self._last = digest
             for address in self._buddies:
-                self._offer(address, digest)
+                self._offer(address, digest, urgent)
 
     def gather(self, action: ev.PrepareJoin | ev.MakeDurable, deliver: object) -> None:
         """Fetches what is missing, from the first that has it; `deliver(failure)` once all is here or cannot be."""
@@ -130,7 +133,10 @@ class Memory:
         if not missing:
             deliver("")  # type: ignore[operator]
             return
-        self._after(TRANSFER, self._fetch, action, missing[0], deliver)
+        # Of many parts each is small.
+        least, most = TRANSFER
+        most = max(least, most * min(1.0, FEW / len(action.parts)))
+        self._after((least, most), self._fetch, action, missing[0], deliver)
 
     def make_durable(self, action: ev.MakeDurable) -> None:
         if self.unwanted == action.ref.digest:
@@ -168,10 +174,13 @@ class Memory:
         parts = tuple(sorted(step.parts))
         self._agent.deliver(ev.HeldChanged(step.message, parts, len(step.copies), step.unsent))
 
-    def _offer(self, address: str, digest: str) -> None:
-        """One after the other; of those that wait the newest."""
+    def _offer(self, address: str, digest: str, urgent: bool = False) -> None:
+        """One after the other; of those that wait the newest, and behind an urgent one that which waited."""
         if address in self._under_way:
-            waited = self.steps.get(self._waiting.get(address, ""))
+            before = self._waiting.get(address, "")
+            if urgent and before:
+                before, self._behind[address] = self._behind.get(address, ""), before
+            waited = self.steps.get(before)
             self._waiting[address] = digest
             if waited is not None:
                 waited.unsent = True
@@ -185,6 +194,8 @@ class Memory:
         del self._under_way[address]
         if address in self._waiting:
             self._offer(address, self._waiting.pop(address))
+            if address in self._behind:
+                self._waiting[address] = self._behind.pop(address)
         buddy, step = self._reached(address), self.steps.get(digest)
         if step is None:
             return
