@@ -19,7 +19,8 @@ from dalsegno.protos import control_pb2
 from . import checkpoints
 from .live import HeldStep, State
 from .membership import in_rank_order
-from .memory import holders, is_candidate, is_whole
+from .memory import is_candidate, is_whole
+from .replication import holders
 from .state import Checkpoint, Job, Node
 from .turn import Turn
 

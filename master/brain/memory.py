@@ -15,6 +15,7 @@ from dalsegno.protos import control_pb2
 
 from . import checkpoints, replication
 from .live import HeldStep, State
+from .replication import holders
 from .state import Checkpoint, Job, Member, Node, Phase
 from .turn import Turn, names
 
@@ -159,12 +160,6 @@ def forget_old(turn: Turn) -> None:
         record = step.record
         if job.checkpoint(record.digest) is None and record.digest not in digests and record.name not in candidates:
             del held.steps[record.digest]
-
-
-def holders(job: Job, step: HeldStep, part: int) -> list[Node]:
-    """The living nodes that hold a part."""
-    found = (job.node_by(incarnation) for incarnation in step.holders.get(part, ()))
-    return [node for node in found if node is not None]
 
 
 def is_whole(job: Job, step: HeldStep) -> bool:

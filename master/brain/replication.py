@@ -18,7 +18,7 @@ from .live import HeldStep, Replicas, Sending, State
 from .state import Checkpoint, Job, Member, Node
 from .turn import Turn
 
-__all__ = ("answer", "heard", "kept", "newest")
+__all__ = ("answer", "heard", "holders", "kept", "newest")
 
 # So many steps in a row that were overtaken by newer ones while they were sent are worth a line.
 OVERTAKEN = 3
@@ -144,10 +144,16 @@ def settle(turn: Turn, replicas: Replicas) -> None:
         )
 
 
+def holders(job: Job, step: HeldStep, part: int) -> list[Node]:
+    """The living nodes that hold a part."""
+    found = (job.node_by(incarnation) for incarnation in step.holders.get(part, ()))
+    return [node for node in found if node is not None]
+
+
 def is_copied(job: Job, step: HeldStep, part: int) -> bool:
     """Whether a part is on as many nodes as the job wants, or on all."""
     wanted = min(1 + job.settings.memory_replicas, step.record.parts)
-    return sum(job.node_by(incarnation) is not None for incarnation in step.holders.get(part, ())) >= wanted
+    return len(holders(job, step, part)) >= wanted
 
 
 def is_obsolete(turn: Turn, sending: Sending) -> bool:

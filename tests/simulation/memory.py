@@ -156,8 +156,11 @@ class Memory:
     def keep(self, epoch: int, digests: frozenset[str]) -> None:
         newest = sorted((s for s in self.steps.values() if s.message.epoch == epoch), key=lambda s: s.message.step)
         kept = digests | {step.message.ref.digest for step in newest[-KEPT:]}
+        dropped = [known for known in self.steps if known not in kept]
+        if not dropped:
+            return
         before = outlives_a_node(self._sim, epoch)
-        gone = [self.steps.pop(digest) for digest in [known for known in self.steps if known not in kept]]
+        gone = [self.steps.pop(digest) for digest in dropped]
         self._sim.ledger.dropped(self._agent.label, epoch, before, outlives_a_node(self._sim, epoch))
         for step in gone:
             self._agent.deliver(ev.HeldChanged(step.message, ()))
