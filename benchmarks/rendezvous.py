@@ -15,6 +15,9 @@ wait for.
   first come back to it.
 - *... by order*: from the order until the master says that it is carried out: a checkpoint is committed; a world
   without the drained node, or of half of the nodes, trains; all have gone. Then all come back.
+- *saves to memory*: every 2 s all nodes save to memory, and each tells of its part and of a buddy's.
+- *one closed, from memory*: the same as *one closed*, and each survivor gathers all parts, which takes no time here,
+  and tells of them. *Back*: the drain goes to memory, too.
 - *progress*: 50 nodes report ten steps a second, one node calls every 50 ms and commits a checkpoint every 2 s.
 
 Nodes that fall silent together are not found out together, because each had spoken at another moment. So with half of
@@ -53,6 +56,8 @@ CLOSED_GRACE_SECONDS = 1.0
 # Percent of one core that steady heartbeats of so many nodes may take.
 STEADY_PERCENT, STEADY_NODES = 15.0, 1000
 REPORTERS, REPORT_EVERY, REPORT_SECONDS = 50, 0.1, 10.0
+# Seconds between two saves of all nodes to memory.
+SAVE_EVERY = 2.0
 # Sizes of the record at which a commit's cost is measured, over how many commits, and the most seconds of all of them.
 MARKS, LAST_COMMITS, RECORD_SECONDS = (100, 1_000, 3_000, 10_000), 50, 600.0
 RECORD_NODES = 10
@@ -69,6 +74,8 @@ class Options:
     steady: float
     node_timeout: float
     commits: int
+    # The only one of the scenes; "": all of them.
+    scene: str = ""
 
 
 @dataclass
@@ -137,6 +144,14 @@ class Scenes:
             self._next_world(row, "half", time.monotonic(), self.options.node_timeout + RECONNECT_SECONDS)
         self._back("half", "half closed, master killed", silent=False)
 
+    def memory(self) -> None:
+        """All nodes save to memory, and a lost one, and one that comes, have all parts gathered from there."""
+        with self._row("saves to memory"):
+            asked = [self.cluster.order(role, "saves", every=SAVE_EVERY, seconds=REPORT_SECONDS) for role in ROLES]
+            for one in asked:
+                self._told(self.cluster.answers(one, REPORT_SECONDS))
+        self._lose("one", silent=False, how=", from memory")
+
     def progress(self) -> None:
         """Many nodes report steps, and an ordinary one calls all the time."""
         reporters = min(REPORTERS, counts(self.nodes)[1])
@@ -166,8 +181,8 @@ class Scenes:
 
     # ---- parts of them ----------------------------------------------------------------------------------------------
 
-    def _lose(self, role: str, *, silent: bool) -> None:
-        scene = f"{role} {'silent' if silent else 'closed'}"
+    def _lose(self, role: str, *, silent: bool, how: str = "") -> None:
+        scene = f"{role} {'silent' if silent else 'closed'}{how}"
         with self._row(scene) as row:
             event = time.monotonic()
             (self.cluster.silence if silent else self.cluster.kill)(role)
@@ -271,7 +286,7 @@ def settings(nodes: int, options: Options, **changes: Any) -> pb.Settings:
 
 def measure(results: Results, nodes: int, options: Options) -> None:
     """Runs all scenes; after a failed one the next begins with a new cluster."""
-    waiting: list[Callable[[Scenes], None]] = [
+    plain: list[Callable[[Scenes], None]] = [
         Scenes.steady,
         Scenes.one_silent,
         Scenes.one_closed,
@@ -281,17 +296,19 @@ def measure(results: Results, nodes: int, options: Options) -> None:
         Scenes.progress,
         Scenes.ordered,
     ]
-    while waiting:
-        with Cluster(settings(nodes, options)) as cluster:
-            scenes = Scenes(nodes, options, cluster, results)
-            try:
-                scenes.form()
-            except SceneFailed:
-                results.rows[-1]["remark"] += f"; {len(waiting)} scenes left out"
-                return
-            with contextlib.suppress(SceneFailed):
-                while waiting:
-                    waiting.pop(0)(scenes)
+    for replicas, waiting in ((0, plain), (1, [Scenes.memory])):
+        waiting = [scene for scene in waiting if options.scene in ("", scene.__name__)]
+        while waiting:
+            with Cluster(settings(nodes, options, memory_replicas=replicas)) as cluster:
+                scenes = Scenes(nodes, options, cluster, results)
+                try:
+                    scenes.form()
+                except SceneFailed:
+                    results.rows[-1]["remark"] += f"; {len(waiting)} scenes left out"
+                    break
+                with contextlib.suppress(SceneFailed):
+                    while waiting:
+                        waiting.pop(0)(scenes)
 
 
 def record(options: Options) -> list[Row]:
@@ -369,8 +386,10 @@ def main(arguments: Sequence[str] = ()) -> int:
     flags.add_argument("--steady", type=float, default=60.0, help="seconds of nothing but heartbeats (%(default)s)")
     flags.add_argument("--node-timeout", type=float, default=JobSettings().node_timeout)
     flags.add_argument("--commits", type=int, default=MARKS[-1], help="of the longest record; 0: none (%(default)s)")
+    flags.add_argument("--scene", default="", help="only this one: steady, memory, restart, … (default: all)")
     given = flags.parse_args(arguments)
-    options = Options([int(n) for n in given.nodes.split(",")], given.steady, given.node_timeout, given.commits)
+    sizes = [int(n) for n in given.nodes.split(",")]
+    options = Options(sizes, given.steady, given.node_timeout, given.commits, given.scene)
     if min(options.nodes) < len(ROLES) or 0 < options.commits < 2 * LAST_COMMITS:
         flags.error(f"at least {len(ROLES)} nodes and {2 * LAST_COMMITS} commits")
     # Ended by a signal, it still ends the processes that it has started, even stopped ones.

@@ -146,6 +146,15 @@ class Swarm:
 
         await asyncio.gather(*(repeat(node) for node in self.nodes))
 
+    async def do_saves(self, every: float, seconds: float) -> None:
+        """All nodes save to memory again and again, all processes at the same moments."""
+        end = time.monotonic() + seconds
+        while (now := time.monotonic()) < end:
+            count = int(now / every) + 1
+            await asyncio.sleep(count * every - now)
+            for node in self.nodes:
+                node.save(count)
+
     def report(self) -> dict[str, Any]:
         return {
             "waits": {method: spread(waits) for method, waits in self.waits.items()},

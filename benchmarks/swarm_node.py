@@ -23,6 +23,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from benchmarks.swarm_memory import NodeMemory
 from dalsegno.agent.control.connection import RETRIED, channel_options
 from dalsegno.agent.control.master_client import CALL_TIMEOUT_SECONDS
 from dalsegno.agent.control.pace import ReportPace
@@ -33,7 +34,7 @@ __all__ = ("Node", "Observer")
 
 SERVICE = "/dalsegno.control.v1.Control/"
 METHODS = ("Register", "Join", "Heartbeat", "ReportProgress", "ReportWarm", "ReportDrained")
-METHODS += ("Leave", "ReportPruned", "ReportSighted", "CommitCheckpoint")
+METHODS += ("Leave", "ReportPruned", "ReportSighted", "CommitCheckpoint", "ReportHeld")
 HEARTBEAT_TIMEOUT = 3.0
 FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
 # Seconds until it asks again for a name that its predecessor still holds.
@@ -109,6 +110,8 @@ class Node:
         # Whether it has the first rank, which saves for all; the last order to save, and the save.
         self._first = False
         self._ordered = 0
+        in_memory = self.observer.settings.memory_replicas > 0
+        self._memory = NodeMemory(self.number) if in_memory else None
         self._saving: asyncio.Task[bool] | None = None
         self._goodbye: asyncio.Task[None] | None = None
         self._beat = b""
@@ -145,6 +148,7 @@ class Node:
             inventory=[self.head] if self.head is not None else [],
             previous_incarnation=before,
             secret=self.secret,
+            peer_address=self._memory.address if self._memory is not None else "",
         )
         while (raw := await self._answered("Register", request)) is None:
             await asyncio.sleep(NAME_PAUSE_SECONDS)
@@ -154,6 +158,8 @@ class Node:
         self._set_epoch(0, 0)
         self.observer.registered()
         self._send("ReportWarm", pb.WarmRequest(caller=self.caller()))
+        if self._memory is not None:
+            self._send("ReportHeld", pb.HeldRequest(caller=self._next_caller(), all=True))
 
     async def _attend(self) -> None:
         """Runs until this incarnation is fenced."""
@@ -237,7 +243,8 @@ class Node:
             self._set_epoch(0, 0)
         match order:
             case "gather":
-                self._join(directive.gather.round, directive.gather.resume)
+                if self._gathers(directive.gather):
+                    self._join(directive.gather.round, directive.gather.resume)
             case "wait" if directive.wait.round or directive.wait.HasField("look_for"):
                 self._join(directive.wait.round, directive.wait.look_for)
             case "run":
@@ -255,6 +262,25 @@ class Node:
             self._saving = asyncio.create_task(self.commit(AHEAD + self.newest))
         self._prune(directive)
         self._sight(directive)
+
+    def _gathers(self, order: pb.Gather) -> bool:
+        """Brings the resume point here, if it is in memory; returns whether all of it is here."""
+        memory = self._memory
+        if memory is None or not order.parts or self.head is None:
+            return True
+        for request in memory.gather(self.head, order.parts):
+            self._hold(request)
+        return memory.has(order.resume.digest, len(order.parts))
+
+    def _hold(self, request: pb.HeldRequest) -> None:
+        request.caller.CopyFrom(self._next_caller())
+        self._send("ReportHeld", request)
+
+    def save(self, count: int) -> None:
+        """The nth save of this epoch to memory."""
+        if self._memory is not None and self.epoch:
+            for request in self._memory.save(count)[1]:
+                self._hold(request)
 
     def _join(self, round_: int, resume: pb.CheckpointRef) -> None:
         if self._joined == (round_, resume.digest):
@@ -281,6 +307,8 @@ class Node:
         # Older masters name all members but no numbers.
         self._set_epoch(world.epoch, world.nodes or len(world.members))
         self._joined = None
+        if self._memory is not None:
+            self._memory.opened(world, self.nodes, self.observer.settings)
         self._send("ReportProgress", None)
 
     def _drain(self, order: pb.Drain) -> None:
@@ -288,9 +316,15 @@ class Node:
             return
         self._drained = order.epoch
         self.step += 1
+        ref = None
+        if self._memory is not None and order.to_memory:
+            checkpoint, requests = self._memory.save(-1)
+            self.step, ref = checkpoint.step, checkpoint.ref
+            for request in requests:
+                self._hold(request)
         caller = self.caller()
         self._send("ReportProgress", self._progress(draining=True))
-        self._send("ReportDrained", pb.DrainedRequest(caller=caller, step=self.step))
+        self._send("ReportDrained", pb.DrainedRequest(caller=caller, step=self.step, checkpoint=ref))
 
     def _prune(self, directive: pb.Directive) -> None:
         names = tuple(ref.name for ref in directive.prune)
