@@ -544,19 +544,23 @@ class HeldPart(google.protobuf.message.Message):
 
     GROUP_RANK_FIELD_NUMBER: builtins.int
     ADDRESSES_FIELD_NUMBER: builtins.int
+    LEAVES_FIELD_NUMBER: builtins.int
     group_rank: builtins.int
     """The group rank of that node in the epoch that wrote the checkpoint."""
+    leaves: builtins.bool
+    """Only nodes that leave have it: it is fetched first."""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """`RegisterRequest.peer_address` of the agents that hold it."""
+        """`RegisterRequest.peer_address` of agents that hold it: a few, if there are many."""
 
     def __init__(
         self,
         *,
         group_rank: builtins.int = ...,
         addresses: collections.abc.Iterable[builtins.str] | None = ...,
+        leaves: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "group_rank", b"group_rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "group_rank", b"group_rank", "leaves", b"leaves"]) -> None: ...
 
 global___HeldPart = HeldPart
 

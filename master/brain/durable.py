@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from dalsegno.protos import control_pb2
 
 from . import checkpoints
+from .holders import has_holder, holders, is_whole
 from .live import HeldStep, State
 from .membership import in_rank_order
-from .memory import is_candidate, is_whole
-from .replication import holders
+from .memory import is_candidate
 from .state import Checkpoint, Job, Node
 from .turn import Turn
 
@@ -46,10 +46,7 @@ class WriteOrder:
 
 def want_durable(turn: Turn, record: Checkpoint) -> None:
     """It must be on the disk before a world can open: only files there can be converted."""
-    step = turn.live.held.step(record)
-    if not step.urgent:
-        step.urgent = True
-        turn.live.held.version += 1
+    turn.live.held.step(record).urgent = True
 
 
 def want_in_parts(turn: Turn, record: Checkpoint) -> bool:
@@ -82,7 +79,6 @@ def tend(turn: Turn) -> None:
         for incarnation, at in list(step.unable.items()):
             if turn.due(at):
                 del step.unable[incarnation]
-                held.version += 1
     job, under_way = turn.job, held.steps.get(held.writing)
     goes_on = under_way is not None and is_wanted(job, under_way) and can_go_on(job, under_way)
     if under_way is not None and goes_on and not is_stuck(job, under_way):
@@ -95,10 +91,7 @@ def tend(turn: Turn) -> None:
     chosen = next(iter(able_now), None)
     if goes_on and (chosen is None or is_stuck(job, chosen)):
         return
-    writing = chosen.record.digest if chosen is not None else ""
-    if writing != held.writing:
-        held.writing = writing
-        held.version += 1
+    held.writing = chosen.record.digest if chosen is not None else ""
 
 
 def is_wanted(job: Job, step: HeldStep) -> bool:
@@ -119,7 +112,7 @@ def can_begin(job: Job, step: HeldStep) -> bool:
 
 def can_go_on(job: Job, step: HeldStep) -> bool:
     """Somebody has each part that is not written yet, and somebody has one to seal it by."""
-    return suffices(step, [bool(holders(job, step, part)) for part in range(step.record.parts)])
+    return suffices(step, [has_holder(job, step, part) for part in range(step.record.parts)])
 
 
 def is_stuck(job: Job, step: HeldStep) -> bool:
@@ -201,11 +194,11 @@ def writer(state: State) -> tuple[Checkpoint, Node] | None:
     if somebody_stays and not started and not step.urgent:
         return None
 
-    def missing(node: Node) -> int:
-        return sum(node.incarnation not in step.holders.get(part, ()) for part in range(record.parts))
+    def lacks(node: Node) -> int:
+        return record.parts - len(step.by_node.get(node.incarnation, ()))
 
     candidates = in_rank_order(job, able(step, job.nodes.values()))
-    chosen = min(candidates, key=lambda node: (node.leaving, missing(node)), default=None)
+    chosen = min(candidates, key=lambda node: (node.leaving, lacks(node)), default=None)
     return (record, chosen) if chosen is not None else None
 
 
@@ -234,9 +227,8 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
     elif message.parts:
         # The ranks wanted it, and by now the run goes on from it: other nodes write all of it.
         turn.live.held.step(record).written.update(part for part in message.parts if part < record.parts)
-        turn.live.held.version += 1
     else:
-        note_durable(turn, record, node)
+        checkpoints.now_on_disk(turn, record, node.name)
     return "OK", ""
 
 
@@ -251,10 +243,8 @@ def heard_of_wanted(turn: Turn, node: Node, message: control_pb2.DurableRequest,
             cannot(turn, node, step, message.failure)
     elif message.parts:
         step.written.update(part for part in message.parts if part < step.record.parts)
-        held.version += 1
     elif may_seal(turn, node, step):
         checkpoints.record_written(turn, step.record, node.name, candidate=is_candidate(turn.job, step))
-        held.version += 1
 
 
 def may_seal(turn: Turn, node: Node, step: HeldStep) -> bool:
@@ -272,7 +262,6 @@ def cannot(turn: Turn, node: Node, step: HeldStep, failure: str) -> None:
     People are told once of each node and step, and once of what is the same with each step until the node can write.
     """
     held = turn.live.held
-    held.version += 1
     step.unable[node.incarnation] = turn.now + ASKED_AGAIN_SECONDS
     known, held.complaints[node.name] = held.complaints.get(node.name), failure
     if node.incarnation not in step.told:
@@ -281,15 +270,9 @@ def cannot(turn: Turn, node: Node, step: HeldStep, failure: str) -> None:
             turn.notice(f"{node.name} could not write {step.record.name} to the disk: {failure}", True)
 
 
-def note_durable(turn: Turn, record: Checkpoint, node: Node) -> None:
-    """It is a commit like others now."""
-    turn.live.held.version += 1
-    checkpoints.now_on_disk(turn, record, node.name)
-
-
 def on_disk(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], node: Node) -> None:
     """A node has a memory checkpoint in sight on the disk: leavers have written it there."""
     for entry in inventory if turn.job.checkpoints.in_memory else ():
         record = turn.job.checkpoint(entry.ref.digest)
         if record is not None and record.parts and not record.retired and not entry.in_memory:
-            note_durable(turn, record, node)
+            checkpoints.now_on_disk(turn, record, node.name)

@@ -227,6 +227,8 @@ class HeldStep:
     record: Checkpoint
     # By the group rank that wrote a part, the incarnations of the nodes that hold it.
     holders: dict[int, dict[str, None]] = field(default_factory=dict)
+    # The same by node.
+    by_node: dict[str, frozenset[int]] = field(default_factory=dict)
     # A node could not load it; a second time it is given up.
     doubted: bool = False
     # Since when a part of it has had no holder, by the listening clock, if it is the resume point.
@@ -250,11 +252,14 @@ class HeldStep:
 
     def hold(self, incarnation: str, parts: Iterable[int]) -> None:
         """This node holds these parts, and no others."""
-        for known in self.holders.values():
-            known.pop(incarnation, None)
-        for part in parts:
-            if part < self.record.parts:
-                self.holders.setdefault(part, {})[incarnation] = None
+        now = frozenset(part for part in parts if part < self.record.parts)
+        before = self.by_node.pop(incarnation, frozenset())
+        for part in before - now:
+            del self.holders[part][incarnation]
+        for part in sorted(now - before):
+            self.holders.setdefault(part, {})[incarnation] = None
+        if now:
+            self.by_node[incarnation] = now
 
     def note_sending(self, own: int, message: control_pb2.HeldRequest) -> None:
         """Whether a member's own part can still be brought to others, as it says."""
@@ -310,8 +315,6 @@ class Held:
     slow_told: bool = False
     # Incarnations of the nodes that have said all that they hold.
     told_all: dict[str, None] = field(default_factory=dict)
-    # Grows with each change.
-    version: int = 0
 
     def step(self, record: Checkpoint) -> HeldStep:
         """What is known of this one; nobody may have said yet that it holds a part."""

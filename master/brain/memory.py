@@ -8,14 +8,13 @@ world ends, the newest held step is recorded like a commit, with the number of i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from dalsegno.protos import control_pb2
 
 from . import checkpoints, replication
+from .holders import Source, copies, is_whole, missing, sole_keepers, sources
 from .live import HeldStep, State
-from .replication import holders
 from .state import Checkpoint, Job, Member, Node, Phase
 from .turn import Turn, names
 
@@ -29,14 +28,12 @@ __all__ = (
     "is_candidate",
     "is_gone",
     "is_held",
-    "is_needed",
-    "is_whole",
     "lacks_parts",
-    "parts_of",
+    "needed",
     "passed_over",
     "report",
+    "sources_of",
     "to_memory",
-    "who_may_hold",
     "would_go_on_from",
 )
 
@@ -93,7 +90,6 @@ def report(turn: Turn, node: Node, message: control_pb2.HeldRequest) -> tuple[st
         if len(held.told_all) > 2 * len(turn.job.nodes):
             held.told_all = {known: None for known in held.told_all if turn.job.node_by(known)}
         held.told_all[node.incarnation] = None
-        held.version += 1
         return "OK", ""
     step = held.steps.get(digest)
     if step is None and message.parts:
@@ -111,7 +107,6 @@ def report(turn: Turn, node: Node, message: control_pb2.HeldRequest) -> tuple[st
                 step.own.add(member.group_rank)
             step.note_sending(member.group_rank, message)
             replication.heard(turn, member, step, message)
-        held.version += 1
         forget_old(turn)
     return "OK", ""
 
@@ -162,15 +157,9 @@ def forget_old(turn: Turn) -> None:
             del held.steps[record.digest]
 
 
-def is_whole(job: Job, step: HeldStep) -> bool:
-    """Each part has a living holder."""
-    return all(holders(job, step, part) for part in range(step.record.parts))
-
-
 def copies_of(state: State, record: Checkpoint) -> int:
     """How many nodes have each part of a held step, at least."""
-    step = state.live.held.steps[record.digest]
-    return min(len(holders(state.job, step, part)) for part in range(record.parts))
+    return copies(state.job, state.live.held.steps[record.digest])
 
 
 def is_candidate(job: Job, step: HeldStep) -> bool:
@@ -209,45 +198,44 @@ def is_held(turn: Turn, step: int) -> bool:
     return newest is not None and newest.record.epoch == turn.job.epoch and newest.record.step >= step
 
 
-def parts_of(state: State, digest: str) -> Iterator[tuple[int, list[str]]]:
-    """Each part of a step, by its group rank, and the addresses at which it can be fetched: perhaps none, yet."""
-    record = state.job.checkpoint(digest)
-    step = state.live.held.steps.get(digest)
-    for part in range(record.parts if record is not None else 0):
-        found = holders(state.job, step, part) if step is not None else []
-        yield part, [node.peer_address for node in found if node.peer_address]
+def sources_of(state: State, record: Checkpoint) -> tuple[Source, ...]:
+    """Where each part of a memory checkpoint can be fetched, by the group rank that wrote it; () of one on the disk."""
+    step = state.live.held.steps.get(record.digest) if record.parts else None
+    return sources(state.job, step) if step is not None else (Source(),) * record.parts
 
 
-def is_needed(state: State, node: Node) -> bool:
-    """Whether a leaver stays: no other node that stays has a part that this one holds of what the run may go on from.
+def needed(state: State) -> frozenset[str]:
+    """The incarnations of leavers that stay: of what the run may go on from nobody who stays has a part that they have.
 
     The same holds for what may be the best. Where nobody stays, one of the leavers writes it to the disk. While a drain
     lasts other parts may be on their way: who is released before they are there would take for saved what is not.
     """
-    job, head = state.job, state.job.checkpoints.head
-    if job.settings.memory_replicas > 0 and node.peer_address and node.incarnation not in state.live.held.told_all:
-        return True  # This master is new, and has not heard from it yet.
-    somebody_stays = any(not other.leaving for other in job.nodes.values())
+    job = state.job
+    leavers = {node.incarnation: node for node in job.nodes.values() if node.leaving}
+    if not leavers:
+        return frozenset()
+    found = {incarnation for incarnation, node in leavers.items() if is_unheard(state, node)}
     steps = state.live.held.newest_first()
-    if somebody_stays and any(is_candidate(job, step) and holds_alone(job, step, node) for step in steps):
-        return True
+    if len(leavers) < len(job.nodes):
+        for step in steps:
+            if is_candidate(job, step):
+                found |= sole_keepers(job, step)
+    # Of those that are left, the newest step that is whole decides: nothing older is gone back to.
     for step in steps:
-        if not may_count(job, step.record, head):
+        if not may_count(job, step.record, job.checkpoints.head):
             continue
-        if holds_alone(job, step, node):
-            return True
-        own = any(node.incarnation in known for known in step.holders.values())
+        found |= sole_keepers(job, step)
         if is_whole(job, step):
-            return False  # Nothing older is gone back to.
-        if own and job.phase is Phase.DRAINING:
-            return True
-    return False
+            break
+        if job.phase is Phase.DRAINING:
+            found |= step.by_node.keys() & leavers.keys()
+    return frozenset(found)
 
 
-def holds_alone(job: Job, step: HeldStep, node: Node) -> bool:
-    """Whether a node has a part of a step that nobody else has who stays."""
-    own = (part for part, known in step.holders.items() if node.incarnation in known)
-    return any(all(other is node or other.leaving for other in holders(job, step, part)) for part in own)
+def is_unheard(state: State, node: Node) -> bool:
+    """This master is new, and has not heard from a node what it holds."""
+    in_use = state.job.settings.memory_replicas > 0 and bool(node.peer_address)
+    return in_use and node.incarnation not in state.live.held.told_all
 
 
 def may_count(job: Job, record: Checkpoint, head: Checkpoint | None) -> bool:
@@ -255,13 +243,6 @@ def may_count(job: Job, record: Checkpoint, head: Checkpoint | None) -> bool:
     if head is not None and record.digest == head.digest:
         return head.parts > 0
     return record.epoch == job.epoch and (head is None or record.age > head.age)
-
-
-def who_may_hold(job: Job) -> frozenset[tuple[str, bool]]:
-    """All nodes, and whether they leave: who is released, what is where and who writes it depends on the others."""
-    if job.settings.memory_replicas <= 0:
-        return frozenset()
-    return frozenset((node.incarnation, node.leaving) for node in job.nodes.values())
 
 
 # ---- what counts ----------------------------------------------------------------------------------------------------
@@ -325,7 +306,6 @@ def doubt(turn: Turn, record: Checkpoint, node: Node, why: str) -> None:
         return
     step.doubted = True
     step.hold(node.incarnation, ())
-    turn.live.held.version += 1
     turn.notice(f"{node.name} cannot load {record.name} from its memory ({why}): other copies of it are tried", True)
 
 
@@ -337,7 +317,6 @@ def could_not_fetch(turn: Turn, nodes: list[Node]) -> list[str]:
     known |= {node.incarnation: turn.now + DISK_FOR_SECONDS for node in nodes}
     if known != held.unfetched:
         held.unfetched = known
-        held.version += 1
     return new
 
 
@@ -350,8 +329,8 @@ def passed_over(turn: Turn, resume: Checkpoint | None) -> None:
         record = step.record
         unknown = job.checkpoint(record.digest) is None
         if unknown and may_count(job, record, resume) and not is_whole(job, step):
-            missing = [part for part in range(record.parts) if not holders(job, step, part)]
-            gone = [member.node for member in job.world.members if member.group_rank in missing] if job.world else []
+            lacking = missing(job, step)
+            gone = [member.node for member in job.world.members if member.group_rank in lacking] if job.world else []
             turn.notice(f"{record.name} was in memory, and nobody who is here has the part of {names(gone)}")
             return
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from dalsegno.protos import control_pb2
 
+from .holders import is_copied
 from .live import HeldStep, Replicas, Sending, State
 from .state import Checkpoint, Job, Member, Node
 from .turn import Turn
 
-__all__ = ("answer", "heard", "holders", "kept", "newest")
+__all__ = ("answer", "heard", "kept", "newest")
 
 # So many steps in a row that were overtaken by newer ones while they were sent are worth a line.
 OVERTAKEN = 3
@@ -142,18 +143,6 @@ def settle(turn: Turn, replicas: Replicas) -> None:
             " --memory-bandwidth",
             True,
         )
-
-
-def holders(job: Job, step: HeldStep, part: int) -> list[Node]:
-    """The living nodes that hold a part."""
-    found = (job.node_by(incarnation) for incarnation in step.holders.get(part, ()))
-    return [node for node in found if node is not None]
-
-
-def is_copied(job: Job, step: HeldStep, part: int) -> bool:
-    """Whether a part is on as many nodes as the job wants, or on all."""
-    wanted = min(1 + job.settings.memory_replicas, step.record.parts)
-    return len(holders(job, step, part)) >= wanted
 
 
 def is_obsolete(turn: Turn, sending: Sending) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from dalsegno.protos import control_pb2
 
@@ -11,6 +10,7 @@ from . import durable, flash, memory, replication, saves, shapes
 from .checkpoints import only_size, prunable, resume_point, to_proto, witnesses
 from .chronicle import JobEvent, Kind, PausePart, goodput
 from .forming import missing
+from .holders import Source
 from .live import State
 from .milestones import milestones_proto
 from .registration import settings_proto
@@ -50,6 +50,9 @@ class Common:
         self.somebody_stays = saves.somebody_stays(job)
         self.to_memory = memory.to_memory(state, self.somebody_stays)
         self.durable = durable.orders(state)
+        self.needed = memory.needed(state)
+        # Where the parts of the resume point are, for those that gather.
+        self.sources = memory.sources_of(state, head) if head is not None and not job.phase.has_workers else ()
         self.flash = flash.agreed(state)
         # Everything below the job is replaced whole: the same objects say the same.
         self.parts = (
@@ -66,13 +69,17 @@ class Common:
                 self.witnesses,
             ),
             frozenset(record.digest for record in prunable(job)),
-            *(state.live.held.version, frozenset(self.durable), job.save_order, job.stopping),
-            memory.who_may_hold(job),
+            *(self.sources, job.save_order, job.stopping),
+            # Buddies depend on who is there.
+            frozenset(known.incarnation for known in job.nodes.values())
+            if job.settings.memory_replicas
+            else frozenset(),
             # Compared by value, so that "not known yet" is a number, too.
             -1 if self.flash is None else self.flash,
             # What a spare is told of the unit depends on how many nodes there are.
             len(job.nodes) if job.settings.node_unit > 1 else 0,
         )
+        self._gathered: list[control_pb2.HeldPart] | None = None
         self._template: control_pb2.Directive | None = None
         self._world: control_pb2.World | None = None
 
@@ -81,7 +88,7 @@ class Common:
         if self.job is not other.job or len(self.parts) != len(other.parts):
             return False
         return all(
-            mine is his or (isinstance(mine, int | str | frozenset) and mine == his)
+            mine is his or (isinstance(mine, int | str | frozenset | tuple) and mine == his)
             for mine, his in zip(self.parts, other.parts, strict=True)
         )
 
@@ -89,7 +96,34 @@ class Common:
         """What else this node's directive depends on."""
         ending = saves.ending_of(node.incarnation, self.last_writer)
         part, held = self.job.parts.get(node.incarnation), node.name in self.state.live.held_until
-        return node, part, held, ending, self.somebody_stays, self.to_memory
+        return (
+            node,
+            part,
+            held,
+            ending,
+            self.somebody_stays,
+            self.to_memory,
+            node.incarnation in self.needed,
+            self.write(node),
+        )
+
+    def write(self, node: Node) -> tuple[object, ...]:
+        """What a node writes to the disk, and where it finds the parts of that."""
+        order = self.durable.get(node.incarnation)
+        if order is None:
+            return ()
+        return order, self.sources_to_write(order)
+
+    def sources_to_write(self, order: durable.WriteOrder) -> tuple[Source, ...]:
+        """Where the parts of a step are that one node writes as a whole."""
+        return () if order.write or order.seal else memory.sources_of(self.state, order.record)
+
+    @property
+    def parts_to_gather(self) -> list[control_pb2.HeldPart]:
+        """Where the parts of the resume point are, if it is in memory."""
+        if self._gathered is None:
+            self._gathered = sources_proto(self.sources)
+        return self._gathered
 
     @property
     def template(self) -> control_pb2.Directive:
@@ -147,17 +181,17 @@ def directive_of(common: Common, node: Node) -> control_pb2.Directive:
     if common.flash is not None and common.job.world is not None and common.job.world.member(node.incarnation):
         directive.flash_save = common.flash
     if node.incarnation in common.durable:
-        tell_durable(common.state, common.durable[node.incarnation], directive.make_durable)
+        order_to_write = common.durable[node.incarnation]
+        tell_durable(order_to_write, common.sources_to_write(order_to_write), directive.make_durable)
     return directive
 
 
-def tell_durable(state: State, order: durable.WriteOrder, told: control_pb2.MakeDurable) -> None:
+def tell_durable(order: durable.WriteOrder, sources: tuple[Source, ...], told: control_pb2.MakeDurable) -> None:
     """What a node does to bring a memory checkpoint to the disk."""
     told.ref.name, told.ref.digest = order.record.name, order.record.digest
     told.write.extend(order.write)
     told.seal = order.seal
-    if not order.write and not order.seal:
-        tell_parts(state, order.record, told.parts)
+    told.parts.extend(sources_proto(sources))
 
 
 def order(common: Common, node: Node, directive: control_pb2.Directive) -> None:
@@ -168,7 +202,7 @@ def order(common: Common, node: Node, directive: control_pb2.Directive) -> None:
         directive.finish.success = job.phase is Phase.SUCCEEDED
         directive.finish.message = job.message
     elif node.leaving and (member is None or job.part(member) is not MemberState.RUNNING or not job.phase.has_workers):
-        if memory.is_needed(common.state, node):
+        if node.incarnation in common.needed:
             directive.wait.reason = f"{node.name} stays until another node has what it alone holds in memory"
         elif saves.is_left_to_others(common.state, member, common.last_writer):
             directive.wait.reason = f"{node.name} stays until the others have completed the save"
@@ -186,7 +220,7 @@ def order(common: Common, node: Node, directive: control_pb2.Directive) -> None:
         else:
             directive.run.CopyFrom(common.world(job.world, node))
     else:
-        stand_by_or_gather(common.state, node, directive)
+        stand_by_or_gather(common, node, directive)
 
 
 def tell_where_others_resumed(job: Job, member: Member | None, release: control_pb2.Release) -> None:
@@ -196,9 +230,9 @@ def tell_where_others_resumed(job: Job, member: Member | None, release: control_
         release.resumed_epoch, release.resumed_step = record.epoch, record.step
 
 
-def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directive) -> None:
+def stand_by_or_gather(common: Common, node: Node, directive: control_pb2.Directive) -> None:
     """The order for a node outside a running world."""
-    job = state.job
+    state, job = common.state, common.job
     resume = resume_point(job)
     if not node.sees_directory:
         directive.wait.round = job.round
@@ -229,7 +263,7 @@ def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directiv
     if resume is not None and has_looked_in_vain(job, node, resume.digest):
         directive.wait.round = job.round
         look_for(directive, resume)
-        tell_parts(state, resume, directive.wait.parts)
+        directive.wait.parts.extend(common.parts_to_gather)
         directive.wait.reason = f"{node.name} does not see checkpoint {resume.name}: a spare that keeps looking"
         return
     directive.gather.round = job.round
@@ -241,14 +275,15 @@ def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directiv
         directive.gather.missing = state.live.missing.text
     if resume is not None:
         directive.gather.resume.name, directive.gather.resume.digest = resume.name, resume.digest
-        tell_parts(state, resume, directive.gather.parts)
+        directive.gather.parts.extend(common.parts_to_gather)
 
 
-def tell_parts(state: State, record: Checkpoint, parts: Any) -> None:
-    """Where the parts of a checkpoint are, if it is in memory."""
-    if record.parts:
-        for part, addresses in memory.parts_of(state, record.digest):
-            parts.add(group_rank=part, addresses=addresses)
+def sources_proto(sources: tuple[Source, ...]) -> list[control_pb2.HeldPart]:
+    """Where the parts of a memory checkpoint are, as nodes are told."""
+    return [
+        control_pb2.HeldPart(group_rank=part, addresses=found.addresses, leaves=found.leaves)
+        for part, found in enumerate(sources)
+    ]
 
 
 def look_for(directive: control_pb2.Directive, record: Checkpoint) -> None:

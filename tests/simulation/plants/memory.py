@@ -38,10 +38,10 @@ def joins_with_what_it_has(original: Any) -> Any:
 
 
 def releases_who_alone_holds_a_part(original: Any) -> Any:
-    def is_needed(state: State, node: Node) -> bool:
-        return False
+    def needed(state: State) -> frozenset[str]:
+        return frozenset()
 
-    return is_needed
+    return needed
 
 
 def leaves_without_writing(original: Any) -> Any:
@@ -148,7 +148,7 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
         ),
         plant(
             memory,
-            "is_needed",
+            "needed",
             releases_who_alone_holds_a_part,
             "planned changes lose nothing",
             "left with everything saved",

@@ -1,0 +1,95 @@
+"""Which nodes have which parts of a memory checkpoint, as far as they live and have said so.
+
+These questions are asked in each turn, of as many parts as the world had nodes. So none of them looks at all holders of
+a part where the first few will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from .live import HeldStep
+from .state import Job, Node
+
+__all__ = ("Source", "copies", "has_holder", "holders", "is_copied", "is_whole", "missing", "sole_keepers", "sources")
+
+# So many addresses are told of a part, and no more: where many nodes gather as many parts, each soon has all of them.
+MOST_ADDRESSES = 4
+
+
+class Source(NamedTuple):
+    """Where one part can be fetched; perhaps nowhere, yet. `leaves`: only nodes that leave have it."""
+
+    addresses: tuple[str, ...] = ()
+    leaves: bool = False
+
+
+def living(job: Job, step: HeldStep, part: int) -> Iterator[Node]:
+    """The living nodes that hold a part, in the order in which they said so."""
+    for incarnation in step.holders.get(part, ()):
+        node = job.node_by(incarnation)
+        if node is not None:
+            yield node
+
+
+def holders(job: Job, step: HeldStep, part: int) -> list[Node]:
+    """All of them."""
+    return list(living(job, step, part))
+
+
+def has_holder(job: Job, step: HeldStep, part: int) -> bool:
+    return next(living(job, step, part), None) is not None
+
+
+def is_whole(job: Job, step: HeldStep) -> bool:
+    """Each part has a living holder."""
+    return all(has_holder(job, step, part) for part in range(step.record.parts))
+
+
+def missing(job: Job, step: HeldStep) -> list[int]:
+    """The parts that nobody has."""
+    return [part for part in range(step.record.parts) if not has_holder(job, step, part)]
+
+
+def copies(job: Job, step: HeldStep) -> int:
+    """How many nodes have each part, at least."""
+    return min(len(holders(job, step, part)) for part in range(step.record.parts))
+
+
+def is_copied(job: Job, step: HeldStep, part: int) -> bool:
+    """Whether a part is on as many nodes as the job wants, or on all."""
+    wanted = min(1 + job.settings.memory_replicas, step.record.parts)
+    return len(list(islice(living(job, step, part), wanted))) >= wanted
+
+
+def sole_keepers(job: Job, step: HeldStep) -> set[str]:
+    """The incarnations of leavers that have a part which nobody has who stays."""
+    found: set[str] = set()
+    for part in step.holders:
+        leavers: list[str] = []
+        for node in living(job, step, part):
+            if not node.leaving:
+                break
+            leavers.append(node.incarnation)
+        else:
+            found.update(leavers)
+    return found
+
+
+def sources(job: Job, step: HeldStep) -> tuple[Source, ...]:
+    """Where each part can be fetched, by its number: from those that were heard first, because that changes seldom."""
+    return tuple(source(job, step, part) for part in range(step.record.parts))
+
+
+def source(job: Job, step: HeldStep, part: int) -> Source:
+    """Where one part can be fetched. Who stays comes first."""
+    staying: list[str] = []
+    leaving: list[str] = []
+    for node in living(job, step, part):
+        if node.peer_address:
+            (leaving if node.leaving else staying).append(node.peer_address)
+        if len(staying) == MOST_ADDRESSES:
+            break
+    return Source((*staying, *leaving)[:MOST_ADDRESSES], leaves=bool(leaving) and not staying)
