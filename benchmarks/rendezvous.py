@@ -16,8 +16,8 @@ wait for.
 - *... by order*: from the order until the master says that it is carried out: a checkpoint is committed; a world
   without the drained node, or of half of the nodes, trains; all have gone. Then all come back.
 - *saves to memory*: every 2 s all nodes save to memory, and each tells of its part and of a buddy's.
-- *one closed, from memory*: the same as *one closed*, and each survivor gathers all parts, which takes no time here,
-  and tells of them. *Back*: the drain goes to memory, too.
+- *one closed, from memory*: the same as *one closed*, and each survivor gathers all parts, which takes no time here.
+  *Back*: the drain goes to memory, too.
 - *progress*: 50 nodes report ten steps a second, one node calls every 50 ms and commits a checkpoint every 2 s.
 
 Nodes that fall silent together are not found out together, because each had spoken at another moment. So with half of

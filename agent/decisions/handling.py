@@ -458,6 +458,7 @@ def settle(decision: Decision) -> None:
     if decision.state.ended:
         return  # a fenced leaver that waited only for its workers
     prepare_join(decision)
+    memory.tell_gathered(decision)
     memory.spill_unheard(decision)
     contact.check(decision)
     leaving.check_leave(decision)

@@ -27,11 +27,14 @@ __all__ = [
     "spill",
     "spill_unheard",
     "tell_all",
+    "tell_gathered",
     "to_memory",
 ]
 
 # What the ranks drained into memory is told before their drain is. After so many seconds it is told without.
 PART_PATIENCE_SECONDS = 10.0
+# Seconds between two calls that tell of parts of one step as they are gathered.
+PARTS_EVERY_SECONDS = 0.5
 # So many steps that the ranks want on the disk are remembered: the newest counts, and older ones are being written.
 MOST_WANTED = 8
 
@@ -72,12 +75,39 @@ def held_changed(decision: Decision, event: ev.HeldChanged) -> None:
         held[digest] = event
     known, state.memory.held = state.memory.held.get(digest), held
     before = known.parts if known is not None else ()
-    if before != event.parts or (event.unsent and known is not None and not known.unsent):
+    if before != event.parts and is_on_its_way(state, event):
+        state.memory.parts_untold = digest
+    elif before != event.parts or (event.unsent and known is not None and not known.unsent):
         tell(decision, event)
     if not before and event.parts:
         keep(decision, anew=True)  # one more is here: an older one may go
     if not state.contact.up and event.parts != before and replication.is_own(state, digest):
         replication.unheard(decision)
+
+
+def is_on_its_way(state: AgentState, event: ev.HeldChanged) -> bool:
+    """Whether this node gathers a step, and more parts of it are to come."""
+    join, order, digest = state.place.join, state.place.order, event.checkpoint.ref.digest
+    if join is None or join.sent or join.resume != digest or not join.gathers or order is None:
+        return False
+    return 0 < len(event.parts) < len(order.parts)
+
+
+def tell_gathered(decision: Decision) -> None:
+    """Says which parts have come here that are still being gathered, now and then: there may be a thousand of them.
+
+    Leavers wait until somebody else has their part, and a gathering that goes on is waited for.
+    """
+    memory = decision.state.memory
+    held = memory.held.get(memory.parts_untold)
+    if held is None:
+        memory.parts_untold = ""
+    elif memory.parts_untold not in decision.state.epoch.sent_steps.asked:
+        at = memory.parts_told_at + PARTS_EVERY_SECONDS
+        if decision.now < at:
+            decision.wake_at(at)
+        else:
+            tell(decision, held)
 
 
 def keep(decision: Decision, anew: bool = False) -> None:
@@ -95,6 +125,9 @@ def tell(decision: Decision, event: ev.HeldChanged) -> None:
         request.make_durable = event.checkpoint.ref.digest in decision.state.epoch.to_disk
         request.unsent = event.unsent
         decision.call("ReportHeld", request)
+        memory = decision.state.memory
+        if memory.parts_untold == event.checkpoint.ref.digest:
+            memory.parts_untold, memory.parts_told_at = "", decision.now
         replication.asked(decision, event.checkpoint.ref.digest)
 
 

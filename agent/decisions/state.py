@@ -201,6 +201,9 @@ class NodeMemory:
     wrote: DurableOrder | None = None
     # Digest of a step that could not be loaded from here, while it is looked at.
     doubting: str = ""
+    # When parts of a step that this node gathers were last told; the step of which more have come since.
+    parts_told_at: float = float("-inf")
+    parts_untold: str = ""
     # The newest commit, if it is in memory alone.
     head: control_pb2.CheckpointRef | None = None
     # Names: the best checkpoint as of the newest commit, and what was on its way to the disk to be that.
