@@ -551,7 +551,7 @@ class HeldPart(google.protobuf.message.Message):
     """Only nodes that leave have it: it is fetched first."""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """`RegisterRequest.peer_address` of agents that hold it: a few, if there are many."""
+        """`RegisterRequest.peer_address` of agents that hold it; of many the first few."""
 
     def __init__(
         self,

@@ -15,9 +15,6 @@ from .state import Job, Node
 
 __all__ = ("Source", "copies", "has_holder", "holders", "is_copied", "is_whole", "missing", "sole_keepers", "sources")
 
-# So many addresses are told of a part, and no more: where many nodes gather as many parts, each soon has all of them.
-MOST_ADDRESSES = 4
-
 
 class Source(NamedTuple):
     """Where one part can be fetched; perhaps nowhere, yet. `leaves`: only nodes that leave have it."""
@@ -84,12 +81,17 @@ def sources(job: Job, step: HeldStep) -> tuple[Source, ...]:
 
 
 def source(job: Job, step: HeldStep, part: int) -> Source:
-    """Where one part can be fetched. Who stays comes first."""
+    """Where one part can be fetched: who stays comes first.
+
+    As many addresses are told as a step begins with. Who gathers soon has all parts, and to tell that to all others of
+    a thousand nodes, of each part, takes longer than to gather them.
+    """
+    most = 1 + job.settings.memory_replicas
     staying: list[str] = []
     leaving: list[str] = []
     for node in living(job, step, part):
         if node.peer_address:
             (leaving if node.leaving else staying).append(node.peer_address)
-        if len(staying) == MOST_ADDRESSES:
+        if len(staying) == most:
             break
-    return Source((*staying, *leaving)[:MOST_ADDRESSES], leaves=bool(leaving) and not staying)
+    return Source((*staying, *leaving)[:most], leaves=bool(leaving) and not staying)
