@@ -76,6 +76,7 @@ class Answer(google.protobuf.message.Message):
     HEADER_FIELD_NUMBER: builtins.int
     HERE_FIELD_NUMBER: builtins.int
     COMPLETE_FIELD_NUMBER: builtins.int
+    OTHERS_FIELD_NUMBER: builtins.int
     code: builtins.int
     """A status of gRPC by its number; 0 is OK.
       UNAUTHENTICATED      the credential is wrong
@@ -95,6 +96,10 @@ class Answer(google.protobuf.message.Message):
     def header(self) -> global___Header:
         """What comes (fetch, first Answer)."""
 
+    @property
+    def others(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """RESOURCE_EXHAUSTED: addresses of agents that have fetched the part from here."""
+
     def __init__(
         self,
         *,
@@ -103,9 +108,10 @@ class Answer(google.protobuf.message.Message):
         header: global___Header | None = ...,
         here: builtins.bool = ...,
         complete: builtins.bool = ...,
+        others: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["code", b"code", "complete", b"complete", "detail", b"detail", "header", b"header", "here", b"here"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["code", b"code", "complete", b"complete", "detail", b"detail", "header", b"header", "here", b"here", "others", b"others"]) -> None: ...
 
 global___Answer = Answer
 
@@ -160,11 +166,14 @@ class FetchRequest(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     GROUP_RANK_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     run_id: builtins.str
     name: builtins.str
     digest: builtins.str
     group_rank: builtins.int
+    address: builtins.str
+    """Where the caller can be reached (`PeerAddress`): who has to wait is told of it once it has the part."""
     def __init__(
         self,
         *,
@@ -173,7 +182,8 @@ class FetchRequest(google.protobuf.message.Message):
         name: builtins.str = ...,
         digest: builtins.str = ...,
         group_rank: builtins.int = ...,
+        address: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "group_rank", b"group_rank", "job_id", b"job_id", "name", b"name", "run_id", b"run_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "digest", b"digest", "group_rank", b"group_rank", "job_id", b"job_id", "name", b"name", "run_id", b"run_id"]) -> None: ...
 
 global___FetchRequest = FetchRequest

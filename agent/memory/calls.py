@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from dalsegno.protos import peer_pb2
+from dalsegno.protos.peer_address import PeerAddress
 from dalsegno.protos.text import one_line
 
 from .connection import PIECE_BYTES, BrokenOff, Connection, Stranger
@@ -17,6 +18,7 @@ from .holdings import HeldParts, Holdings, StepPart
 from .incoming import PartRefusedError, receive
 from .pieces import header_of, read_manifest, read_part
 from .space import Space
+from .turnstile import MOST_NAMED
 from .watch import StallWatch
 from .wire import Wire
 
@@ -35,11 +37,17 @@ class PeerError(Exception):
 
     Attributes:
         ours: the trouble is on this node: no other peer would help.
+        others: addresses of agents that may have what was asked for.
     """
 
-    def __init__(self, code: grpc.StatusCode, reason: str, *, ours: bool = False) -> None:
+    def __init__(self, code: grpc.StatusCode, reason: str, *, ours: bool = False, others: tuple[str, ...] = ()) -> None:
         super().__init__(reason)
-        self.code, self.ours = code, ours
+        self.code, self.ours, self.others = code, ours, others
+
+    @property
+    def crowded(self) -> bool:
+        """It serves too many others just now, and does not tell when it is done."""
+        return self.code is grpc.StatusCode.RESOURCE_EXHAUSTED and not self.ours
 
     @property
     def unreachable(self) -> bool:
@@ -135,7 +143,14 @@ class Peers:
             raise PeerError(grpc.StatusCode.INTERNAL, "it answers that all is well before it has all")
 
     def fetch(
-        self, address: str, run_id: str, name: str, digest: str, group_rank: int, stopped: Callable[[], bool]
+        self,
+        address: str,
+        run_id: str,
+        name: str,
+        digest: str,
+        group_rank: int,
+        stopped: Callable[[], bool],
+        own_address: str = "",
     ) -> HeldParts:
         """Brings a part here, from the agent at `address`.
 
@@ -143,12 +158,18 @@ class Peers:
             address: as the master tells it (`PeerAddress`).
             run_id, name, digest, group_rank: which one.
             stopped: asked now and then whether it is still wanted.
+            own_address: others that want it are told of this one, once it is here.
 
         Raises:
             PeerError: it did not come whole.
         """
         request = peer_pb2.FetchRequest(
-            job_id=self._job_id, run_id=run_id, name=name, digest=digest, group_rank=group_rank
+            job_id=self._job_id,
+            run_id=run_id,
+            name=name,
+            digest=digest,
+            group_rank=group_rank,
+            address=own_address,
         )
         with self._call(address, peer_pb2.Call(fetch=request), stopped) as (connection, answer):
             fields = ("job_id", "run_id", "name", "digest", "group_rank")
@@ -222,4 +243,13 @@ def _check(answer: peer_pb2.Answer) -> None:
     """Raises PeerError: it is none of success."""
     if answer.code:
         code = _STATUS.get(answer.code, grpc.StatusCode.UNKNOWN)
-        raise PeerError(code, answer.detail or "it has ended the call")
+        raise PeerError(code, answer.detail or "it has ended the call", others=_addresses(answer))
+
+
+def _addresses(answer: peer_pb2.Answer) -> tuple[str, ...]:
+    """Those that make sense."""
+    found: list[str] = []
+    for address in answer.others[:MOST_NAMED]:
+        with contextlib.suppress(ValueError):
+            found.append(str(PeerAddress.parse(address)))
+    return tuple(found)

@@ -11,7 +11,7 @@ import struct
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -185,10 +185,10 @@ class Connection:
                 self._piece = memoryview(bytearray(PIECE_BYTES))
             yield self._fill(self._piece[:count])
 
-    def refuse(self, code: grpc.StatusCode, reason: str) -> None:
+    def refuse(self, code: grpc.StatusCode, reason: str, others: Sequence[str] = ()) -> None:
         """Answers with a status that is none of success, and ends the call."""
         with contextlib.suppress(BrokenOff):
-            self.send(peer_pb2.Answer(code=code.value[0], detail=reason))
+            self.send(peer_pb2.Answer(code=code.value[0], detail=reason, others=others))
             self.hang_up()
 
     def hang_up(self) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-
-import grpc
 
 from dalsegno.protos import control_pb2
 from dalsegno.protos.peer_address import shown
@@ -18,13 +17,14 @@ from .calls import OPEN_PORTS, PeerError, Peers
 from .fence import Fence
 from .holdings import HeldParts, Holdings
 from .line import Line
+from .search import Search
 
 __all__ = ["Gatherer"]
 
 # Parts at once. More do not come faster.
 _AT_ONCE = 4
-# A peer that serves too many others is asked again, for so long; seconds.
-_PATIENCE_SECONDS, _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 30.0, 0.1, 2.0
+# Peers that serve too many others are asked again, for so long; seconds. Large parts take long; what stands still ends.
+_PATIENCE_SECONDS, _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 600.0, 0.05, 1.0
 
 logger = logging.getLogger(__name__)
 Then = Callable[["control_pb2.Checkpoint | str"], None]
@@ -92,6 +92,9 @@ class Gatherer:
                 return f"part {part.group_rank}: {error}"
 
         missing = [one for one in parts if not self._holdings.has(run_id, ref.name, ref.digest, one.group_rank)]
+        # What only leavers have comes first. Otherwise each node begins elsewhere: so all parts are soon on many nodes,
+        # and not all ask the same one.
+        missing.sort(key=lambda one: (not one.leaves, random.random()))
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="memory-fetch") as pool:
             problems = [problem for problem in pool.map(bring, missing) if problem]
         if problems:
@@ -112,35 +115,28 @@ class Gatherer:
         stopped: Callable[[], bool],
     ) -> str:
         """Why a part did not come; empty where it did."""
-        reasons, unreachable = [], False
-        for address in part.addresses:
-            if address == self.own_address:
-                continue
-            try:
-                self._on_held(self._fetch(address, run_id, ref, part.group_rank, stopped))
-            except PeerError as error:
-                logger.warning("part %d of %s from %s: %s", part.group_rank, ref.name, shown(address), error)
-                reasons.append(f"here: {error}" if error.ours else f"{shown(address)}: {error}")
-                unreachable = unreachable or error.unreachable
-                if error.ours or stopped():
-                    break
-            else:
-                return ""
-        why = f"part {part.group_rank} ({'; '.join(reasons) or 'nobody else holds it'})"
-        return f"{why}: {OPEN_PORTS}" if unreachable else why
-
-    def _fetch(
-        self, address: str, run_id: str, ref: control_pb2.CheckpointRef, group_rank: int, stopped: Callable[[], bool]
-    ) -> HeldParts:
-        deadline, pause = time.monotonic() + _PATIENCE_SECONDS, _FIRST_PAUSE_SECONDS
-        while True:
-            if stopped():
-                raise PeerError(grpc.StatusCode.CANCELLED, "it is not wanted any more", ours=True)
-            try:
-                return self._peers.fetch(address, run_id, ref.name, ref.digest, group_rank, stopped)
-            except PeerError as error:
-                crowded = error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and not error.ours
-                if not crowded or time.monotonic() > deadline:
-                    raise
-            self._stop.wait(pause)  # it serves too many others just now, and does not tell when it is done
-            pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+        search = Search(part.addresses, self.own_address)
+        pause, deadline = _FIRST_PAUSE_SECONDS, time.monotonic() + _PATIENCE_SECONDS
+        while search.begins_anew():
+            for address in search:
+                if stopped():
+                    return f"part {part.group_rank} is not wanted any more"
+                try:
+                    fetched = self._peers.fetch(
+                        address, run_id, ref.name, ref.digest, part.group_rank, stopped, self.own_address
+                    )
+                except PeerError as error:
+                    if not search.failed(address, error):
+                        logger.warning("part %d of %s from %s: %s", part.group_rank, ref.name, shown(address), error)
+                    if error.ours:
+                        break
+                else:
+                    self._on_held(fetched)
+                    return ""
+            if time.monotonic() > deadline:
+                break
+            if search.waits:
+                self._stop.wait(pause * random.uniform(0.5, 1.0))  # together they would all come at once again
+                pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+        why = f"part {part.group_rank} ({'; '.join(search.reasons) or 'nobody else holds it'})"
+        return f"{why}: {OPEN_PORTS}" if search.unreachable else why

@@ -27,11 +27,15 @@ __all__ = ["Incoming", "PartRefusedError", "named", "receive"]
 
 
 class PartRefusedError(Exception):
-    """A part, or a call, that is not taken: the status, and one line that says why."""
+    """A part, or a call, that is not taken: the status, and one line that says why.
 
-    def __init__(self, code: grpc.StatusCode, reason: str) -> None:
+    Attributes:
+        others: addresses of agents that may have what was asked for.
+    """
+
+    def __init__(self, code: grpc.StatusCode, reason: str, others: tuple[str, ...] = ()) -> None:
         super().__init__(reason)
-        self.code = code
+        self.code, self.others = code, others
 
 
 def named(header: peer_pb2.Header) -> str:

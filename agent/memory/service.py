@@ -13,6 +13,7 @@ import grpc
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged
 from dalsegno.protos import peer_pb2
+from dalsegno.protos.peer_address import PeerAddress
 from dalsegno.protos.text import LONGEST_NAME, one_line
 
 from .connection import BrokenOff, Connection, Stranger
@@ -21,6 +22,7 @@ from .holdings import HeldParts, Holdings, StepPart
 from .incoming import PartRefusedError, receive
 from .pieces import header_of, read_manifest, read_part
 from .space import Space
+from .turnstile import Turnstile
 from .watch import StallWatch
 from .wire import Wire
 
@@ -60,6 +62,7 @@ class PeerService:
     ) -> None:
         self._job_id, self._holdings, self._fence, self._space = job_id, holdings, fence, space
         self._watch, self._on_held, self._on_bad = watch, on_held, on_bad
+        self._turnstile = Turnstile()
 
     def serve(self, connection: Connection) -> None:
         """Carries out one call of somebody who was let in.
@@ -73,7 +76,7 @@ class PeerService:
                 self._carry_out(connection)
             except PartRefusedError as refused:
                 logger.info("refused: %s", refused)
-                connection.refuse(refused.code, str(refused))
+                connection.refuse(refused.code, str(refused), refused.others)
             except ValueError as error:
                 connection.refuse(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
@@ -85,7 +88,11 @@ class PeerService:
         if which == "hold":
             self._hold(connection, call.hold)
         else:
-            self._fetch(connection, self._part(call.fetch))
+            part = self._part(call.fetch)
+            address = _address_of(call.fetch)
+            with self._turnstile.passing(part, address):
+                if self._fetch(connection, part):
+                    self._turnstile.fetched(part, address)
 
     def _hold(self, connection: Connection, header: peer_pb2.Header) -> None:
         self._fence.check(header)
@@ -97,7 +104,8 @@ class PeerService:
         self._on_held(held)
         connection.send(peer_pb2.Answer(complete=True))
 
-    def _fetch(self, connection: Connection, part: StepPart) -> None:
+    def _fetch(self, connection: Connection, part: StepPart) -> bool:
+        """Returns whether the part was sent as it should be."""
         with self._holdings.at_work(part.run_id, part.manifest.name):
             try:
                 manifest = read_manifest(part)
@@ -113,6 +121,8 @@ class PeerService:
                 last = peer_pb2.Answer(code=failed.code.value[0], detail=str(failed))
         connection.send_piece(b"")
         connection.send(last)
+        connection.hang_up()  # Who has fetched it closes the connection when it has put it in place.
+        return not last.code
 
     def _unreadable(self, part: StepPart, error: CheckpointDamaged | OSError) -> PartRefusedError:
         if isinstance(error, CheckpointDamaged):
@@ -224,6 +234,14 @@ class PeerServer:
             connection.close()
             with self._lock:
                 del self._serving[connection]
+
+
+def _address_of(request: peer_pb2.FetchRequest) -> str:
+    """Where who asks for a part can be reached; empty where it does not say."""
+    try:
+        return str(PeerAddress.parse(request.address)) if request.address else ""
+    except ValueError as error:
+        raise PartRefusedError(grpc.StatusCode.INVALID_ARGUMENT, f"the caller's address {error}") from error
 
 
 def _listen(host: str) -> socket.socket:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,12 +21,13 @@ from typing import Any
 import grpc
 import pytest
 
-from dalsegno.agent.memory import buddies, durable, service, wire
+from dalsegno.agent.memory import buddies, durable, search, service, turnstile, wire
 from dalsegno.agent.memory.calls import PeerError, SendPace
 from dalsegno.agent.memory.connection import PIECE_BYTES, BrokenOff, Connection
-from dalsegno.agent.memory.holdings import Holdings
+from dalsegno.agent.memory.holdings import Holdings, StepPart
 from dalsegno.agent.memory.pieces import header_of, read_manifest, read_part
 from dalsegno.agent.memory.service import PeerServer
+from dalsegno.agent.memory.turnstile import Turnstile
 from dalsegno.agent.memory.wire import Wire
 from dalsegno.elastic.checkpoint import FileEntry, Manifest, read_sealed, verify, verify_files
 from dalsegno.elastic.checkpoint.spares import FOLDER
@@ -598,6 +600,13 @@ def _another(messages: list[Any]) -> Iterator[Any]:
     yield from messages[1:]
 
 
+@pytest.fixture
+def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has a part is asked in the order in which the master tells it."""
+    monkeypatch.setattr(search, "shuffled", list)
+
+
+@pytest.mark.usefixtures("in_order")
 @pytest.mark.parametrize("spoil", [_flip, _cut, _breaks, _stands_still, _says_nothing, _another])
 def test_the_second_holder_is_asked_when_the_first_is_bad(
     tmp_path: Path, spoil: Callable[[list[Any]], Iterator[Any]]
@@ -701,6 +710,34 @@ def test_a_holder_that_many_ask_at_once(tmp_path: Path, monkeypatch: pytest.Monk
             complete(node, manifest)
 
 
+def test_a_large_part_is_passed_on_by_those_who_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many that want it a few ask its holder; the others get it from these."""
+    monkeypatch.setattr(turnstile, "LARGE_BYTES", 10_000_000)
+    monkeypatch.setattr(turnstile, "AT_ONCE", 1)
+    contents = {"file": os.urandom(20_000_000)}
+    manifest = manifest_of(STEP, {0: contents})
+    served: Counter[str] = Counter()
+    original = Turnstile.fetched
+
+    def counted(self: Turnstile, part: StepPart, address: str) -> None:
+        served[str(part.place.files)] += 1
+        original(self, part, address)
+
+    monkeypatch.setattr(Turnstile, "fetched", counted)
+    with nodes(tmp_path, 9) as (holder, *others):
+        holder.tier.open_epoch(RUN, 1, 0, [])
+        holder.writes(manifest, 0, contents)
+        holder.holds(STEP, 0)
+        where = {0: [holder.tier.address]}
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda node: node.gathers(manifest, where), others))
+        assert [type(one) for one in found] == [control_pb2.Checkpoint] * 8, found
+        for node in others:
+            complete(node, manifest)
+    assert sum(served.values()) == 8
+    assert max(served.values()) < 8, served
+
+
 def test_what_nobody_has_cannot_be_gathered(tmp_path: Path) -> None:
     """A dead address, a living agent without it, nobody, and parts that are not all: each has its reason."""
     with nodes(tmp_path, 3) as three:
@@ -719,6 +756,7 @@ def test_what_nobody_has_cannot_be_gathered(tmp_path: Path) -> None:
         assert isinstance(late.gathers(manifest, where), control_pb2.Checkpoint)
 
 
+@pytest.mark.usefixtures("in_order")
 def test_a_bit_that_flips_in_memory_is_found_and_the_replica_used(tmp_path: Path) -> None:
     """By the holder when it is asked for the part; by this node when its checkpoint is doubted."""
     with nodes(tmp_path, 3) as three:

@@ -1,0 +1,87 @@
+"""Where one part of a memory checkpoint is looked for. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import grpc
+
+from dalsegno.protos.peer_address import shown
+
+from .calls import PeerError
+
+__all__ = ["Search"]
+
+# So often an agent is asked that was named by another one, and does not have the part yet.
+MOST_EARLY = 10
+
+
+class Search:
+    """With those that are known to have it, and with those that these name.
+
+    Args:
+        addresses: of agents that have it, as the master says.
+        own_address: is not asked.
+    """
+
+    def __init__(self, addresses: Iterable[str], own_address: str) -> None:
+        self._own = own_address
+        self._told = shuffled(address for address in addresses if address != own_address)
+        # Those of the present round, and those that may be asked in the next one.
+        self._now: list[str] = []
+        self._later = list(self._told)
+        self._early: Counter[str] = Counter()
+        self._reasons: dict[str, str] = {}
+        self.unreachable = False
+        self._ours = ""
+
+    @property
+    def waits(self) -> bool:
+        """Somebody may still give it, but not now."""
+        return bool(self._later) and not self._ours
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why nobody has given it."""
+        return [self._ours] if self._ours else list(self._reasons.values())
+
+    def begins_anew(self) -> bool:
+        """Whether there is somebody to ask, again or for the first time."""
+        if self._ours or not self._later:
+            return False
+        self._now, self._later = self._later, []
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        """Whom to ask in this round. Those that are named meanwhile are asked in it, too."""
+        while self._now:
+            yield self._now.pop(0)
+
+    def failed(self, address: str, error: PeerError) -> bool:
+        """An agent has not given it. Returns whether it may do so later."""
+        if error.ours:
+            self._ours = f"here: {error}"
+            return False
+        known = {*self._told, *self._now, *self._later, *self._reasons, self._own, address}
+        self._now.extend(other for other in error.others if other not in known)
+        # Who was named may not have put it in place yet.
+        early = (
+            error.code is grpc.StatusCode.NOT_FOUND and address not in self._told and self._early[address] < MOST_EARLY
+        )
+        self._early[address] += early
+        if error.crowded or early:
+            self._later.append(address)
+            self._reasons.pop(address, None)
+            return True
+        self._reasons[address] = f"{shown(address)}: {error}"
+        self.unreachable = self.unreachable or error.unreachable
+        return False
+
+
+def shuffled(addresses: Iterable[str]) -> list[str]:
+    """Each of many nodes that want a part begins with another one that has it."""
+    found = list(addresses)
+    random.shuffle(found)
+    return found

@@ -1,0 +1,122 @@
+"""Where a part is looked for, and who may fetch a large one at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import pytest
+
+from dalsegno.agent.memory import search, turnstile
+from dalsegno.agent.memory.calls import PeerError
+from dalsegno.agent.memory.holdings import StepPart, StepPlace
+from dalsegno.agent.memory.incoming import PartRefusedError
+from dalsegno.agent.memory.search import MOST_EARLY, Search
+from dalsegno.agent.memory.turnstile import AT_ONCE, LARGE_BYTES, MOST_NAMED, Turnstile
+from tests.support.checkpoints.memory import manifest_of
+
+OWN, FIRST, SECOND, THIRD = (f"10.0.0.{number}:7" for number in range(4))
+CROWDED, ABSENT = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.NOT_FOUND
+
+
+@pytest.fixture(autouse=True)
+def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "shuffled", list)
+
+
+def asked(search: Search, *answers: PeerError) -> list[str]:
+    """Whom one round asks, if they answer like this, and then not any more."""
+    assert search.begins_anew()
+    found = []
+    for address, answer in zip(search, answers, strict=False):
+        found.append(address)
+        search.failed(address, answer)
+    return found
+
+
+def error(code: grpc.StatusCode, *others: str, ours: bool = False) -> PeerError:
+    return PeerError(code, "so it is", ours=ours, others=others)
+
+
+def test_each_is_asked_once_where_nobody_has_it() -> None:
+    looked = Search([FIRST, OWN, SECOND], OWN)
+    assert asked(looked, error(ABSENT), error(grpc.StatusCode.UNAVAILABLE)) == [FIRST, SECOND]
+    assert not looked.begins_anew()
+    assert looked.reasons == [f"{FIRST}: so it is", f"{SECOND}: so it is"]
+    assert looked.unreachable
+
+
+def test_who_is_named_is_asked_next() -> None:
+    looked = Search([FIRST], OWN)
+    assert asked(looked, error(CROWDED, SECOND, OWN, FIRST), error(CROWDED, THIRD), error(CROWDED)) == [
+        FIRST,
+        SECOND,
+        THIRD,
+    ]
+    assert looked.waits
+    assert asked(looked, *[error(CROWDED)] * 3) == [FIRST, SECOND, THIRD]
+
+
+def test_who_serves_too_many_is_asked_again_behind_the_others() -> None:
+    looked = Search([FIRST, SECOND], OWN)
+    assert asked(looked, error(CROWDED), error(ABSENT)) == [FIRST, SECOND]
+    assert asked(looked, error(CROWDED)) == [FIRST]
+
+
+def test_who_is_named_may_not_have_it_yet() -> None:
+    looked = Search([FIRST], OWN)
+    asked(looked, error(ABSENT, SECOND), error(ABSENT))
+    for _ in range(MOST_EARLY):
+        assert asked(looked, error(ABSENT)) == [SECOND]
+    assert not looked.begins_anew()
+
+
+def test_trouble_of_its_own_ends_it() -> None:
+    looked = Search([FIRST, SECOND], OWN)
+    assert asked(looked, error(CROWDED, ours=True)) == [FIRST]
+    assert not looked.begins_anew()
+    assert not looked.waits
+    assert looked.reasons == ["here: so it is"]
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> StepPart:
+    return part(tmp_path, LARGE_BYTES)
+
+
+def part(root: Path, size: int) -> StepPart:
+    manifest = manifest_of("step-1.e1.1", {0: {"file": b"0" * size}})
+    return StepPart("run-0001", manifest, 0, manifest.files, StepPlace(root, manifest.name))
+
+
+def test_those_who_wait_are_told_who_has_it(large: StepPart) -> None:
+    gate = Turnstile()
+    with gate.passing(large, FIRST):
+        gate.fetched(large, FIRST)
+    assert AT_ONCE == 2
+    with (
+        gate.passing(large, SECOND),
+        gate.passing(large, THIRD),
+        pytest.raises(PartRefusedError) as refused,
+        gate.passing(large, OWN),
+    ):
+        pass
+    assert (refused.value.code, refused.value.others) == (CROWDED, (FIRST,))
+    with gate.passing(large, OWN):  # their fetches are over, whatever became of them
+        pass
+
+
+def test_small_parts_pass_at_once(tmp_path: Path) -> None:
+    small, gate = part(tmp_path, 100), Turnstile()
+    with gate.passing(small, FIRST), gate.passing(small, SECOND), gate.passing(small, THIRD):
+        pass
+
+
+def test_no_more_are_remembered_than_can_be_told(large: StepPart, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turnstile, "AT_ONCE", 0)
+    gate = Turnstile()
+    for number in range(2 * MOST_NAMED):
+        gate.fetched(large, f"host:{number}")
+    with pytest.raises(PartRefusedError) as refused, gate.passing(large, ""):
+        pass
+    assert refused.value.others == tuple(f"host:{number}" for number in range(MOST_NAMED, 2 * MOST_NAMED))
