@@ -1870,12 +1870,15 @@ class HeldRequest(google.protobuf.message.Message):
     MAKE_DURABLE_FIELD_NUMBER: builtins.int
     UNSENT_FIELD_NUMBER: builtins.int
     ALL_FIELD_NUMBER: builtins.int
+    GATHERING_FIELD_NUMBER: builtins.int
     make_durable: builtins.bool
     """Its ranks want it in the checkpoint directory."""
     unsent: builtins.bool
     """A buddy cannot be brought this node's own part, which is tried no more."""
     all: builtins.bool
     """All that is held here has been said to this master: no checkpoint is named."""
+    gathering: builtins.str
+    """Digest of the resume point, which this node still gathers from memory: no checkpoint is named."""
     @property
     def caller(self) -> global___Caller: ...
     @property
@@ -1895,9 +1898,10 @@ class HeldRequest(google.protobuf.message.Message):
         make_durable: builtins.bool = ...,
         unsent: builtins.bool = ...,
         all: builtins.bool = ...,
+        gathering: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller", "checkpoint", b"checkpoint"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["all", b"all", "caller", b"caller", "checkpoint", b"checkpoint", "make_durable", b"make_durable", "parts", b"parts", "unsent", b"unsent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all", b"all", "caller", b"caller", "checkpoint", b"checkpoint", "gathering", b"gathering", "make_durable", b"make_durable", "parts", b"parts", "unsent", b"unsent"]) -> None: ...
 
 global___HeldRequest = HeldRequest
 

@@ -82,7 +82,7 @@ class WaitingCall:
 
 def renew(queue: Iterable[WaitingCall], request: Message) -> bool:
     """Puts what is held of a step in the place of what waits and says that, too. False: nothing of the kind does."""
-    if not isinstance(request, control_pb2.HeldRequest) or request.all:
+    if not isinstance(request, control_pb2.HeldRequest) or not request.HasField("checkpoint"):
         return False
     for waiting in queue:
         older, digest = waiting.request, request.checkpoint.ref.digest

@@ -35,6 +35,8 @@ __all__ = [
 PART_PATIENCE_SECONDS = 10.0
 # Seconds between two calls that tell of parts of one step as they are gathered.
 PARTS_EVERY_SECONDS = 0.5
+# And between two that tell that it goes on: a part may take minutes.
+GATHERING_EVERY_SECONDS = 5.0
 # So many steps that the ranks want on the disk are remembered: the newest counts, and older ones are being written.
 MOST_WANTED = 8
 
@@ -98,6 +100,7 @@ def tell_gathered(decision: Decision) -> None:
 
     Leavers wait until somebody else has their part, and a gathering that goes on is waited for.
     """
+    tell_gathering(decision)
     memory = decision.state.memory
     held = memory.held.get(memory.parts_untold)
     if held is None:
@@ -108,6 +111,19 @@ def tell_gathered(decision: Decision) -> None:
             decision.wake_at(at)
         else:
             tell(decision, held)
+
+
+def tell_gathering(decision: Decision) -> None:
+    """Says now and then that this node still gathers the resume point. It does not for ever: nothing stands still."""
+    state, join = decision.state, decision.state.place.join
+    if join is None or join.sent or not join.gathers or not state.contact.up or not state.incarnation or state.fenced:
+        state.memory.gathering_told_at = decision.now
+        return
+    at = state.memory.gathering_told_at + GATHERING_EVERY_SECONDS
+    if decision.now >= at:
+        state.memory.gathering_told_at, at = decision.now, decision.now + GATHERING_EVERY_SECONDS
+        decision.call("ReportHeld", control_pb2.HeldRequest(caller=decision.caller(), gathering=join.resume))
+    decision.wake_at(at)
 
 
 def keep(decision: Decision, anew: bool = False) -> None:

@@ -204,6 +204,8 @@ class NodeMemory:
     # When parts of a step that this node gathers were last told; the step of which more have come since.
     parts_told_at: float = float("-inf")
     parts_untold: str = ""
+    # When the master last heard that this node gathers.
+    gathering_told_at: float = 0.0
     # The newest commit, if it is in memory alone.
     head: control_pb2.CheckpointRef | None = None
     # Names: the best checkpoint as of the newest commit, and what was on its way to the disk to be that.

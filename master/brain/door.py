@@ -62,8 +62,9 @@ def admit(message: Message) -> list[str]:
         left_out += _keep(message.finished_runs, _run, lambda run: run, MOST_CHECKPOINTS)
     if isinstance(message, control_pb2.JoinRequest):
         left_out += _keep(message.unusable, _fields, lambda entry: entry.name, MOST_CHECKPOINTS)
-    names_all = isinstance(message, control_pb2.HeldRequest) and message.all and not message.HasField("checkpoint")
-    if isinstance(message, control_pb2.CommitRequest | control_pb2.HeldRequest) and not names_all:
+    if isinstance(message, control_pb2.CommitRequest) or (
+        isinstance(message, control_pb2.HeldRequest) and not _names_none(message)
+    ):
         _checkpoint(message.checkpoint)
     _fields(message)
     if isinstance(message, control_pb2.RegisterRequest):
@@ -74,6 +75,11 @@ def admit(message: Message) -> list[str]:
     if isinstance(caller, control_pb2.Caller) and not caller.incarnation:
         raise ShapeError("incarnation is missing")
     return left_out
+
+
+def _names_none(message: control_pb2.HeldRequest) -> bool:
+    """It is about no checkpoint's parts."""
+    return (message.all or bool(message.gathering)) and not message.HasField("checkpoint")
 
 
 def _complete(message: control_pb2.RegisterRequest) -> None:
@@ -276,7 +282,7 @@ _BY_NAME: dict[str, Callable[[Any], None]] = {
     **dict.fromkeys(("run_id", "finished_runs"), _run),
     **dict.fromkeys(("message", "reason", "file", "text"), _text),
     **dict.fromkeys(("min_nodes", "max_nodes", "node_unit"), _at_most(MOST_SETTING)),
-    "digest": _digest,
+    **dict.fromkeys(("digest", "gathering"), _digest),
     "probe": _probe,
     "secret": _secret,
     "peer_address": _peer_address,

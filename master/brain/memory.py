@@ -15,6 +15,7 @@ from dalsegno.protos import control_pb2
 from . import checkpoints, replication
 from .holders import Source, copies, is_whole, missing, sole_keepers, sources
 from .live import HeldStep, State
+from .membership import answers
 from .state import Checkpoint, Job, Member, Node, Phase
 from .turn import Turn, names
 
@@ -81,7 +82,8 @@ def buddies(job: Job, member: Member) -> list[str]:
 
 
 def report(turn: Turn, node: Node, message: control_pb2.HeldRequest) -> tuple[str, str]:
-    """A node says which parts of a step it holds, all of them each time, or that it has said so of all steps.
+    """A node says which parts of a step it holds, all of them each time; that it has said so of all steps; or that it
+    still gathers the resume point.
 
     Returns (status code, detail).
     """
@@ -90,6 +92,9 @@ def report(turn: Turn, node: Node, message: control_pb2.HeldRequest) -> tuple[st
         if len(held.told_all) > 2 * len(turn.job.nodes):
             held.told_all = {known: None for known in held.told_all if turn.job.node_by(known)}
         held.told_all[node.incarnation] = None
+        return "OK", ""
+    note_gathering(turn, node, message.gathering or digest)
+    if message.gathering:
         return "OK", ""
     step = held.steps.get(digest)
     if step is None and message.parts:
@@ -109,6 +114,17 @@ def report(turn: Turn, node: Node, message: control_pb2.HeldRequest) -> tuple[st
             replication.heard(turn, member, step, message)
         forget_old(turn)
     return "OK", ""
+
+
+def note_gathering(turn: Turn, node: Node, digest: str) -> None:
+    """A node that is at it with the resume point is not late, while fewer than half of the others are done."""
+    job, asked = turn.job, turn.live.gathering.asked
+    resume = checkpoints.resume_point(job)
+    if resume is None or resume.digest != digest or node.name not in asked or answers(turn, node):
+        return
+    others = [other for other in job.nodes.values() if not other.leaving]
+    if 2 * sum(answers(turn, other) for other in others) < len(others):
+        asked[node.name] = turn.heard
 
 
 def worth_knowing(turn: Turn, node: Node, said: control_pb2.Checkpoint) -> Checkpoint | None:

@@ -36,7 +36,7 @@ PHASES = {
 class Common:
     """What the directives of all nodes have in common at one moment: made once, for any number of nodes.
 
-    `version` and `key` tell, without building anything, whether a node's directive would change.
+    `key` tells, without building anything, whether a node's directive would change.
     """
 
     def __init__(self, state: State) -> None:
@@ -79,6 +79,8 @@ class Common:
             # What a spare is told of the unit depends on how many nodes there are.
             len(job.nodes) if job.settings.node_unit > 1 else 0,
         )
+        # The same object in all that say the same.
+        self.version = object()
         self._gathered: list[control_pb2.HeldPart] | None = None
         self._template: control_pb2.Directive | None = None
         self._world: control_pb2.World | None = None
@@ -92,11 +94,19 @@ class Common:
             for mine, his in zip(self.parts, other.parts, strict=True)
         )
 
+    def after(self, earlier: Common | None) -> Common:
+        """This one, with what the one before it has built already if nothing in it has changed."""
+        if earlier is not None and self.says_the_same(earlier):
+            self.version, self._template = earlier.version, earlier._template
+            self._world, self._gathered = earlier._world, earlier._gathered
+        return self
+
     def key(self, node: Node) -> tuple[object, ...]:
-        """What else this node's directive depends on."""
+        """A value that is equal if this node's directive is."""
         ending = saves.ending_of(node.incarnation, self.last_writer)
         part, held = self.job.parts.get(node.incarnation), node.name in self.state.live.held_until
         return (
+            self.version,
             node,
             part,
             held,

@@ -96,7 +96,7 @@ class Brain(Protocol[S]):
         """Notes that the loop stood still for `seconds` until now."""
 
     def look(self, state: S, /) -> Any:
-        """What all directives of this moment have in common; the same object while nothing of it has changed."""
+        """What all directives of this moment have in common."""
 
     def key(self, common: Any, node: str, incarnation: str, /) -> object:
         """A value that is equal if a node's directive is equal; None if the incarnation is unknown."""
@@ -115,16 +115,15 @@ class Views:
     """What agents should be doing at one moment. Valid only until the next turn."""
 
     def __init__(self, brain: Brain[Any], common: Any) -> None:
-        self._brain = brain
-        self.common = common
+        self._brain, self._common = brain, common
 
     def key(self, node: str, incarnation: str) -> object:
         """A value that is equal if this agent's directive is equal; None if the agent is unknown."""
-        return self._brain.key(self.common, node, incarnation)
+        return self._brain.key(self._common, node, incarnation)
 
     def directive(self, node: str) -> control_pb2.Directive:
         """The directive of a node that has a key."""
-        return self._brain.directive(self.common, node)
+        return self._brain.directive(self._common, node)
 
 
 # Messages that are noted at once.

@@ -116,10 +116,8 @@ class JobBrain:
         brain.held_up(state, seconds, now)
 
     def look(self, state: State) -> Common:
-        """What all directives of this moment have in common; the same object while nothing of it has changed."""
-        common = Common(state)
-        if self._common is None or not self._common.says_the_same(common):
-            self._common = common
+        """What all directives of this moment have in common."""
+        self._common = Common(state).after(self._common)
         return self._common
 
     def key(self, common: Common, node: str, incarnation: str) -> object:

@@ -304,7 +304,7 @@ class ControlServer:
 
     def _tell(self, watcher: Watcher, views: Views) -> None:
         key = views.key(watcher.node, watcher.incarnation)
-        if key is not None and watcher.knows(views.common, key):
+        if key is not None and watcher.knows(key):
             return
         if key is None:
             directive = control_pb2.Directive(

@@ -42,14 +42,14 @@ class Watcher:
         self.opened: asyncio.Future[Any] | None = None
         self._next: control_pb2.Directive | None = None
         self._offered: bytes | None = None
-        self._told: tuple[object, object] | None = None
+        self._told: object = None
         self._changed = asyncio.Event()
         self.ended: End | None = None
 
-    def knows(self, common: object, key: object) -> bool:
-        """Whether it was sent what these stand for; from now on it counts as sent."""
-        told, self._told = self._told, (common, key)
-        return told is not None and told[0] is common and told[1] == key
+    def knows(self, key: object) -> bool:
+        """Whether it was sent what this stands for; from now on it counts as sent."""
+        told, self._told = self._told, key
+        return told is not None and told == key
 
     def offer(self, directive: control_pb2.Directive) -> None:
         """Sends this directive next, unless it is the one sent last."""

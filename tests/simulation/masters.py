@@ -11,6 +11,7 @@ from dalsegno.master.brain.events import Called, Event, HeldUp, Reply, StreamClo
 from dalsegno.master.brain.live import State
 from dalsegno.master.brain.state import Job
 from dalsegno.master.brain.turn import Turn
+from dalsegno.master.brain.views import Common
 from dalsegno.master.record.codec import JobCodec
 from dalsegno.protos import control_pb2
 
@@ -54,6 +55,7 @@ class SimMaster:
         self._backlog: list[Callable[[], None]] = []
         self._timer: Timer | None = None
         self._shape: tuple[object, ...] = ()
+        self._common: Common | None = None
 
     @property
     def now(self) -> float:
@@ -239,12 +241,21 @@ class SimMaster:
             tuple(job.parts.items()),
             [(node.incarnation, node.leaving, node.unreadable, node.joined) for node in job.nodes.values()],
             (len(self.state.live.held_until), self.state.live.missing.text) if self.state is not None else 0,
-            self.state.live.held.version if self.state is not None else 0,
+            self._memory_looks(),
             job.checkpoints.head,
         )
 
+    def _memory_looks(self) -> tuple[object, ...]:
+        """The same of memory checkpoints: where their parts are, who stays for them, and who writes them."""
+        if self.state is None:
+            return ()
+        common = Common(self.state)
+        written = [(known, order, common.sources_to_write(order)) for known, order in common.durable.items()]
+        return common.sources, common.needed, written
+
     def _publish(self) -> None:
         assert self.state is not None
+        self._common = common = Common(self.state).after(self._common)
         for key, stream in list(self.streams.items()):
             node = self.state.job.nodes.get(stream.node)
             if node is not None and node.incarnation == stream.incarnation:
@@ -253,8 +264,13 @@ class SimMaster:
                 directive = control_pb2.Directive(generation=self.state.job.generation)
                 directive.fenced.reason = "not known"
             content = directive.SerializeToString()
+            stands_for = common.key(node) if node is not None else None
+            known, stream.stands_for = stream.stands_for, stands_for
             if content == stream.offered:
                 continue
+            # The server builds no directive where these two are equal.
+            told = known is None or stands_for is None or known != stands_for
+            self.sim.ledger.require(told, "directives are told", f"{stream.node} is not told of a change")
             stream.offered = content
             self.sim.ledger.directive_sent(directive)
             self.sim.network.push(stream, directive)

@@ -54,6 +54,8 @@ class Stream:
         self.master_open = False
         self.last_at = 0.0
         self.offered = b""
+        # By what the server would know whether that has changed.
+        self.stands_for: object = None
         self.held: list[control_pb2.Directive] = []
         self.request: Message | None = None
         # What the client is told when it ends.

@@ -84,7 +84,7 @@ class FakeBrain:
         return state
 
     def key(self, common: FakeState, node: str, incarnation: str) -> object:
-        return (common.job.get(node, 0),) if common.incarnations.get(node) == incarnation else None
+        return (common.generation, common.job.get(node, 0)) if common.incarnations.get(node) == incarnation else None
 
     def directive(self, common: FakeState, node: str) -> control_pb2.Directive:
         return control_pb2.Directive(generation=common.generation, epoch=common.job.get(node, 0))
