@@ -71,6 +71,8 @@ class Ledger:
         self.head_in_memory = False
         # By epoch, the newest step of which agents were told that it outlives a node.
         self.replicated: dict[int, int] = {}
+        # Incarnations of the nodes that the master knows, dead or alive.
+        self.registered: set[str] = set()
         self.executed: list[tuple[int, int]] = []
         # The epoch that was the last one when the run went back to an older commit; -1: it never did.
         self.fell_back_in = -1
@@ -180,6 +182,7 @@ class Ledger:
 
     def master_moved(self, job: Job) -> None:
         """After every event that may have changed durable state."""
+        self.registered = {node.incarnation for node in job.nodes.values()}
         if self.sim.tracing:
             self.sim.trace_job(job)
         self.reopened = self.success is not None and (job.run.number > 1 or not job.phase.is_terminal)
@@ -670,8 +673,6 @@ class Ledger:
                 excused = unknowing or ran_out or self.is_excused(state.started)
                 # Only a copy in another memory would tell it that its part is not lost.
                 excused = excused or self.sim.plan.walled or self.sim.plan.slow_replicas
-                # Where half of a crowd leaves, the copies leave, too, and who stays fetches a hundred parts one by one.
-                excused = excused or (self.sim.plan.crowd > 0 and self.sim.plan.memory_every > 0)
                 self.require(excused, "planned changes lose nothing", f"{agent.label} exits {code}")
         else:
             # A name that somebody holds, or no master at the start.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
 SHARE = 0.35
 # In how many of them no agent reaches another one's memory.
 WALLED = 0.15
-# A part of a few takes so long to another node, seconds; and in how many schedules, and how long, where that is slow.
+# A part takes so long to another node, seconds, and so many at a time are fetched; and in how many schedules, and how
+# long, where that is slow.
 TRANSFER = (0.01, 1.0)
-FEW = 8
+AT_ONCE = 4
 SLOW = 0.3
 SLOW_TRANSFER = (0.3, 3.0)
 # How long the disk takes for a step that was in memory, seconds.
@@ -98,7 +100,11 @@ class Memory:
 
     def has(self, digest: str, part: int) -> bool:
         """Whether it is here, whole."""
-        return self._agent.alive and digest in self.steps and part in self.steps[digest].parts
+        return self._agent.alive and self.had(digest, part)
+
+    def had(self, digest: str, part: int) -> bool:
+        """Whether it is here, or was when this agent died."""
+        return digest in self.steps and part in self.steps[digest].parts
 
     def is_whole(self, message: control_pb2.Checkpoint, parts: int) -> bool:
         return all(self.has(message.ref.digest, part) for part in range(parts))
@@ -127,16 +133,9 @@ class Memory:
             for address in self._buddies:
                 self._offer(address, digest, urgent)
 
-    def gather(self, action: ev.PrepareJoin | ev.MakeDurable, deliver: object) -> None:
+    def gather(self, action: ev.PrepareJoin | ev.MakeDurable, deliver: Callable[[str], object]) -> None:
         """Fetches what is missing, from the first that has it; `deliver(failure)` once all is here or cannot be."""
-        missing = [held for held in action.parts if not self.has(self._wanted(action), held.group_rank)]
-        if not missing:
-            deliver("")  # type: ignore[operator]
-            return
-        # Of many parts each is small.
-        least, most = TRANSFER
-        most = max(least, most * min(1.0, FEW / len(action.parts)))
-        self._after((least, most), self._fetch, action, missing[0], deliver)
+        Gathering(self, action, deliver).go_on()
 
     def make_durable(self, action: ev.MakeDurable) -> None:
         if self.unwanted == action.ref.digest:
@@ -161,7 +160,9 @@ class Memory:
             return
         before = outlives_a_node(self._sim, epoch)
         gone = [self.steps.pop(digest) for digest in dropped]
-        self._sim.ledger.dropped(self._agent.label, epoch, before, outlives_a_node(self._sim, epoch))
+        # A node whose end the master has not noticed yet still counts for it.
+        after = outlives_a_node(self._sim, epoch, self._sim.ledger.registered)
+        self._sim.ledger.dropped(self._agent.label, epoch, before, after)
         for step in gone:
             self._agent.deliver(ev.HeldChanged(step.message, ()))
 
@@ -219,16 +220,15 @@ class Memory:
         assert ref is not None
         return ref.digest
 
-    def _fetch(self, action: ev.PrepareJoin | ev.MakeDurable, held: control_pb2.HeldPart, deliver: object) -> None:
-        digest = self._wanted(action)
+    def fetch(self, digest: str, held: control_pb2.HeldPart) -> bool:
+        """Takes a part from the first that has it; whether somebody has."""
         for address in held.addresses:
             other = self._reached(address)
             if other is not None and other.memory.has(digest, held.group_rank):
                 step = other.memory.steps[digest]
                 self._put(step.message, step.history, held.group_rank)
-                self.gather(action, deliver)
-                return
-        deliver(f"nobody has part {held.group_rank}")  # type: ignore[operator]
+                return True
+        return False
 
     def _not_written(self, ref: control_pb2.CheckpointRef, why: str) -> None:
         self._sim.conversions.failed[ref.digest] += 1  # Nor can it be converted.
@@ -278,6 +278,35 @@ class Memory:
         self._agent.deliver(ev.MadeDurable(ref))
 
 
+class Gathering:
+    """Some parts at a time; `deliver(failure)` once all are here or cannot be."""
+
+    def __init__(
+        self, memory: Memory, action: ev.PrepareJoin | ev.MakeDurable, deliver: Callable[[str], object]
+    ) -> None:
+        self._memory, self._deliver, self._digest = memory, deliver, memory._wanted(action)
+        missing = [held for held in action.parts if not memory.has(self._digest, held.group_rank)]
+        memory._sim.random.shuffle(missing)
+        self._missing = sorted(missing, key=lambda held: held.leaves)  # from its end
+        self._parts = [held.group_rank for held in action.parts]
+        self._under_way = 0
+        self._failure = ""
+
+    def go_on(self) -> None:
+        while self._missing and self._under_way < AT_ONCE and not self._failure:
+            self._under_way += 1
+            self._memory._after(TRANSFER, self._fetch, self._missing.pop())
+        if not self._under_way:
+            there = all(self._memory.has(self._digest, part) for part in self._parts)
+            self._deliver(self._failure or ("" if there else "some of it is here no more"))
+
+    def _fetch(self, held: control_pb2.HeldPart) -> None:
+        self._under_way -= 1
+        if not self._memory.fetch(self._digest, held):
+            self._failure = f"nobody has part {held.group_rank}"
+        self.go_on()
+
+
 def peer(sim: Simulation, address: str) -> SimAgent | None:
     """The agent that serves this address, if it is there and answers."""
     number = int(address.rpartition(":")[2])
@@ -289,17 +318,20 @@ def order_of(message: control_pb2.Checkpoint) -> tuple[int, int, str]:
     return message.epoch, message.step, message.ref.name
 
 
-def outlives_a_node(sim: Simulation, epoch: int) -> int:
-    """The newest step of an epoch of which each part is on as many nodes as the job wants; -1: there is none."""
+def outlives_a_node(sim: Simulation, epoch: int, dead_too: Collection[str] = ()) -> int:
+    """The newest step of an epoch of which each part is on as many nodes as the job wants; -1: there is none.
+
+    `dead_too`: incarnations that count although they may be dead.
+    """
     parts = sim.ledger.parts_of(epoch)
     wanted = min(1 + sim.plan.settings.memory_replicas, parts)
-    alive = [agent.memory for agent in sim.agents if agent.alive]
-    known = {digest: step.message for memory in alive for digest, step in memory.steps.items()}
+    there = [agent.memory for agent in sim.agents if agent.alive or agent.client.incarnation in dead_too]
+    known = {digest: step.message for memory in there for digest, step in memory.steps.items()}
     found = (
         message.step
         for digest, message in known.items()
         if message.epoch == epoch
-        and all(sum(memory.has(digest, part) for memory in alive) >= wanted for part in range(parts))
+        and all(sum(memory.had(digest, part) for memory in there) >= wanted for part in range(parts))
     )
     return max(found, default=-1)
 

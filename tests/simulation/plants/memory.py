@@ -10,9 +10,11 @@ from dalsegno.agent.decisions import replication as agents_replication
 from dalsegno.agent.decisions.decision import Decision
 from dalsegno.agent.decisions.state import AgentState, Spill
 from dalsegno.master.brain import checkpoints, durable, memory
+from dalsegno.master.brain.holders import is_whole
 from dalsegno.master.brain.live import HeldStep, State
 from dalsegno.master.brain.state import Job, Node
 from dalsegno.master.brain.turn import Turn
+from dalsegno.master.brain.views import Common
 from dalsegno.protos import control_pb2
 
 from ..memory import Memory
@@ -108,7 +110,7 @@ def begins_anew_with_each(original: Any) -> Any:
 def counts_what_older_epochs_held(original: Any) -> Any:
     def adopt(turn: Turn) -> bool:
         job, head = turn.job, checkpoints.resume_point(turn.job)
-        whole = (step for step in turn.live.held.steps.values() if memory.is_whole(job, step))
+        whole = (step for step in turn.live.held.steps.values() if is_whole(job, step))
         newest = max(whole, key=lambda step: step.record.step, default=None)
         if newest is None or job.checkpoint(newest.record.digest) is not None:
             return False
@@ -127,6 +129,13 @@ def keeps_what_older_epochs_held(original: Any) -> Any:
     return keep
 
 
+def tells_no_change_of_what_is_written(original: Any) -> Any:
+    def write(self: Common, node: Node) -> tuple[object, ...]:
+        return ()
+
+    return write
+
+
 def in_memory(plan: Plan) -> bool:
     return plan.memory_every > 0
 
@@ -137,6 +146,7 @@ def slowly_copied(plan: Plan) -> bool:
 
 MEMORY_PLANTS: dict[str, Plant] = dict(
     [
+        plant(Common, "write", tells_no_change_of_what_is_written, "directives are told", suits=in_memory),
         plant(
             memory,
             "is_whole",
