@@ -161,6 +161,10 @@ def tell_all(decision: Decision) -> None:
     for event in sorted(held, key=lambda event: (event.checkpoint.epoch, event.checkpoint.step)):
         tell(decision, event)
     state = decision.state
+    spill = state.leave.spill if state.leave is not None else None
+    if spill is not None and spill.written and spill.digest in state.memory.held:
+        ref = state.memory.held[spill.digest].checkpoint.ref
+        decision.call("ReportDurable", said_of(decision, ref, spill.written))
     if state.memory.in_use and state.incarnation and not state.fenced:
         decision.call("ReportHeld", control_pb2.HeldRequest(caller=decision.caller(), all=True))
 
@@ -273,9 +277,13 @@ def made_durable(decision: Decision, event: ev.MadeDurable) -> None:
     leave, memory = decision.state.leave, decision.state.memory
     writing = None if memory.writing is None else (memory.writing.digest, memory.writing.write)
     own = writing == (event.ref.digest, event.write)
+    if event.written:
+        # Others seal it, perhaps when this node is gone.
+        decision.call("ReportDurable", said_of(decision, event.ref, event.written))
     spilt = leave is not None and leave.spill is not None and leave.spill.digest == event.ref.digest
     if leave is not None and leave.spill is not None and spilt and not event.write:
-        leave.spill = Spill(event.ref.digest, over=True, sealed=leave.spill.sealed or not event.failure)
+        sealed = leave.spill.sealed or not event.failure
+        leave.spill = Spill(event.ref.digest, over=True, sealed=sealed, written=event.written)
         if event.failure and not own:
             return  # Other parts of it are elsewhere, and nobody has asked for it.
     if event.failure and not own and event.ref.digest == decision.state.epoch.spilled:

@@ -59,11 +59,15 @@ class Doubted:
 
 @dataclass(frozen=True)
 class MadeDurable:
-    """What `MakeDurable` names is in the run's directory; `failure`: why it is not. `write`: only these parts."""
+    """What `MakeDurable` names is in the run's directory; `failure`: why it is not. `write`: only these parts.
+
+    `written`: parts that are there all the same, although it is not sealed.
+    """
 
     ref: control_pb2.CheckpointRef
     failure: str = ""
     write: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

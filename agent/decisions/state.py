@@ -118,9 +118,10 @@ class Spill:
     """What a leaver writes to the disk of its memory; made anew for each step that it writes."""
 
     digest: str
-    # It is over; and it went well, so that the step is on the disk as a whole.
+    # It is over; and it went well, so that the step is on the disk as a whole. Or these parts are.
     over: bool = False
     sealed: bool = False
+    written: tuple[int, ...] = ()
 
 
 @dataclass

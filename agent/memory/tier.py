@@ -16,7 +16,7 @@ from dalsegno.protos.shortage import shortage
 
 from .buddies import Buddies, Buddy
 from .calls import Peers, SendPace
-from .durable import make_durable, seal_written
+from .durable import Unsealed, make_durable, seal_written
 from .fence import Fence, OpenEpoch
 from .gathering import Gatherer
 from .holdings import HeldParts, Holdings, StepPart
@@ -230,7 +230,7 @@ class MemoryTier:
         """Copies the parts of a checkpoint that are here to the run's directory on the disk, at low priority.
 
         What other nodes have written is taken over; who finds all of it there seals it. `then` is called once: with "",
-        where it is sealed, or with the reason why not.
+        where it is sealed, or with the reason why not; with an `Unsealed` where only other nodes' parts are missing.
         """
         if self.problem:
             then(self.problem)
@@ -285,8 +285,12 @@ class MemoryTier:
             source = self._place.run(run_id) / ref.name
             try:
                 if parts is None:
+                    held_parts = self._holdings.held(run_id, ref.name)
                     here = {entry.path for entry in manifest.files} - set(self._holdings.missing(run_id, ref.name))
-                    return make_durable(source, manifest, here, run_dir, stopped)
+                    failure = make_durable(source, manifest, here, run_dir, stopped)
+                    if isinstance(failure, Unsealed) and held_parts is not None:
+                        failure.parts = held_parts.parts
+                    return failure
                 if not parts:
                     return seal_written(manifest, run_dir, stopped)
                 held = [self._holdings.part(run_id, ref.name, ref.digest, part) for part in parts]

@@ -214,6 +214,8 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
     if record is None:
         if step is not None and step.wanted:
             heard_of_wanted(turn, node, message, step)
+        elif step is not None and message.parts and not message.failure:
+            note_written(step, message)  # Nobody has asked for it: they leave, or could not hear the master.
     elif not record.parts or record.retired:
         pass  # It is there already.
     elif message.failure:
@@ -226,7 +228,7 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
             cannot(turn, node, step, message.failure)
     elif message.parts:
         # The ranks wanted it, and by now the run goes on from it: other nodes write all of it.
-        turn.live.held.step(record).written.update(part for part in message.parts if part < record.parts)
+        note_written(turn.live.held.step(record), message)
     else:
         checkpoints.now_on_disk(turn, record, node.name)
     return "OK", ""
@@ -242,9 +244,14 @@ def heard_of_wanted(turn: Turn, node: Node, message: control_pb2.DurableRequest,
                 step.written.clear()
             cannot(turn, node, step, message.failure)
     elif message.parts:
-        step.written.update(part for part in message.parts if part < step.record.parts)
+        note_written(step, message)
     elif may_seal(turn, node, step):
         checkpoints.record_written(turn, step.record, node.name, candidate=is_candidate(turn.job, step))
+
+
+def note_written(step: HeldStep, message: control_pb2.DurableRequest) -> None:
+    """These parts are on the disk."""
+    step.written.update(part for part in message.parts if part < step.record.parts)
 
 
 def may_seal(turn: Turn, node: Node, step: HeldStep) -> bool:

@@ -13,7 +13,18 @@ from typing import NamedTuple
 from .live import HeldStep
 from .state import Job, Node
 
-__all__ = ("Source", "copies", "has_holder", "holders", "is_copied", "is_whole", "missing", "sole_keepers", "sources")
+__all__ = (
+    "Source",
+    "copies",
+    "has_holder",
+    "holders",
+    "is_copied",
+    "is_there",
+    "is_whole",
+    "missing",
+    "sole_keepers",
+    "sources",
+)
 
 
 class Source(NamedTuple):
@@ -43,6 +54,11 @@ def has_holder(job: Job, step: HeldStep, part: int) -> bool:
 def is_whole(job: Job, step: HeldStep) -> bool:
     """Each part has a living holder."""
     return all(has_holder(job, step, part) for part in range(step.record.parts))
+
+
+def is_there(job: Job, step: HeldStep) -> bool:
+    """Each part has a living holder, or was written to the disk."""
+    return all(part in step.written or has_holder(job, step, part) for part in range(step.record.parts))
 
 
 def missing(job: Job, step: HeldStep) -> list[int]:

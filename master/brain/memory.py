@@ -13,7 +13,7 @@ from dataclasses import replace
 from dalsegno.protos import control_pb2
 
 from . import checkpoints, replication
-from .holders import Source, copies, is_whole, missing, sole_keepers, sources
+from .holders import Source, copies, is_there, is_whole, missing, sole_keepers, sources
 from .live import HeldStep, State
 from .membership import answers
 from .state import Checkpoint, Job, Member, Node, Phase
@@ -282,9 +282,9 @@ def adopt(turn: Turn) -> bool:
 
 
 def is_gone(turn: Turn, record: Checkpoint) -> bool:
-    """Whether a part of a step has had no holder for a while, as all nodes have said."""
+    """Whether a part of a step has had no holder for a while, as all nodes have said, and is not on the disk."""
     step = turn.live.held.step(record)
-    if is_whole(turn.job, step):
+    if is_there(turn.job, step):
         step.missing_since = None
         return False
     if step.missing_since is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from . import conversion, durable, memory
 from .checkpoints import resume_point, retire
-from .holders import is_whole
+from .holders import is_there
 from .membership import answers, expected, has_answered, is_candidate, sees_resume
 from .state import Checkpoint, Node
 from .turn import Turn, names
@@ -57,7 +57,7 @@ def lacks_memory(turn: Turn, resume: Checkpoint) -> bool:
     coming = [node for node in expected(turn) if not has_answered(turn, node)]
     if not without or len(here) - len(without) + len(coming) >= job.settings.least_nodes:
         return False
-    if not is_whole(job, turn.live.held.step(resume)):
+    if not is_there(job, turn.live.held.step(resume)):
         return False  # Its holders are gone, or have not been heard yet: it is lost, or waited for (`memory.lost`).
     if durable.want_in_parts(turn, resume):
         memory.could_not_fetch(turn, without)

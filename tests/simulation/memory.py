@@ -268,7 +268,8 @@ class Memory:
     def _seal(self, step: Step, ref: control_pb2.CheckpointRef) -> None:
         disk = self._sim.disk
         if len(disk.spilled.get(ref.name, ())) < self._sim.ledger.parts_of(step.message.epoch):
-            self._agent.deliver(ev.MadeDurable(ref, "some parts are elsewhere"))
+            written = tuple(sorted(step.parts))
+            self._agent.deliver(ev.MadeDurable(ref, "some parts are elsewhere", written=written))
             return
         message = control_pb2.Checkpoint()
         message.CopyFrom(step.message)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dalsegno.agent.decisions import events as ev
+from dalsegno.agent.memory.durable import Unsealed
 from dalsegno.agent.memory.tier import HeldParts
 from dalsegno.protos import control_pb2
 
@@ -96,7 +97,10 @@ class Tier:
         """The oldest order to write this step is carried out, or cannot be."""
         waiting = self._writing.get((event.ref.digest, event.write))
         if waiting:
-            self._hands.give(waiting.pop(0), event.failure)
+            failure = Unsealed(event.failure) if event.written else event.failure
+            if isinstance(failure, Unsealed):
+                failure.parts = event.written
+            self._hands.give(waiting.pop(0), failure)
 
     def _write(self, action: ev.MakeDurable, then: Callable[[str], None]) -> None:
         self._writing.setdefault((action.ref.digest, action.write), []).append(then)
