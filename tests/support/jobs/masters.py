@@ -160,6 +160,14 @@ class Node:
         """Says that it has told this master of all that it holds."""
         return self.job.call(control_pb2.HeldRequest(caller=self.caller(), all=True))
 
+    def gathers(self, digest: str) -> Reply:
+        """Says that it still brings the resume point here."""
+        return self.job.call(control_pb2.HeldRequest(caller=self.caller(), gathering=digest))
+
+    def wrote(self, checkpoint: control_pb2.Checkpoint, *parts: int) -> Reply:
+        """Says that it has written parts of a memory checkpoint to the disk, which nobody has asked for."""
+        return self.job.call(control_pb2.DurableRequest(caller=self.caller(), ref=checkpoint.ref, parts=parts))
+
     def durable(self, failure: str = "") -> Reply:
         """Does what `make_durable` asks for, or says why not."""
         wanted = self.directive.make_durable

@@ -223,6 +223,67 @@ def test_without_a_master_a_copy_is_enough() -> None:
     assert not agent.calls("ReportDurable")
 
 
+def test_a_leaver_says_which_parts_it_has_written() -> None:
+    """Who stays may have no time to fetch them, and seals what it finds. A new master hears of it again."""
+    agent = drained(leaving=True)
+    agent.hear(ev.HeldChanged(STEP, (0, 1)), ev.MadeDurable(REF, "other parts are elsewhere", written=(0, 1)))
+    (said,) = agent.calls("ReportDurable")
+    assert (said.ref, list(said.parts), said.failure) == (REF, [0, 1], "")
+    wait = control_pb2.Wait(reason="stays until another node has what it alone holds in memory")
+    agent.directed(generation=2, wait=wait, phase=control_pb2.PHASE_FORMING)
+    assert [list(said.parts) for said in agent.calls("ReportDurable")] == [[0, 1], [0, 1]]
+
+
+def gathering(*parts: int) -> Agent:
+    """It brings a step of five parts here; it has these."""
+    agent = Agent().registered()
+    told = [control_pb2.HeldPart(group_rank=part, addresses=["10.0.0.2:7"]) for part in range(5)]
+    agent.directed(gather=control_pb2.Gather(round=3, resume=REF, parts=told), phase=control_pb2.PHASE_FORMING)
+    for count in range(len(parts)):
+        agent.hear(ev.HeldChanged(STEP, parts[: count + 1]))
+    return agent
+
+
+def answered(agent: Agent) -> None:
+    """The master has answered what it was told of this step."""
+    agent.hear(ev.Replication(REF.digest, 1, control_pb2.Replication()))
+
+
+def test_parts_that_are_gathered_are_told_now_and_then() -> None:
+    """A thousand nodes gather a thousand parts each. The last one is told at once."""
+    agent = gathering(0, 1, 2)
+    assert [list(said.parts) for said in agent.calls("ReportHeld")] == [[0]]
+    answered(agent)
+    agent.waits(0.4)
+    assert len(agent.calls("ReportHeld")) == 1
+    agent.waits(0.2)
+    assert list(agent.calls("ReportHeld")[-1].parts) == [0, 1, 2]
+    agent.hear(ev.HeldChanged(STEP, (0, 1, 2, 3, 4)))
+    assert [len(said.parts) for said in agent.calls("ReportHeld")] == [1, 3, 5]
+
+
+def test_a_master_that_does_not_answer_is_told_no_more_of_them() -> None:
+    agent = gathering(0, 1)
+    agent.waits(2)
+    assert len(agent.calls("ReportHeld")) == 1
+    answered(agent)
+    assert [len(said.parts) for said in agent.calls("ReportHeld")] == [1, 2]
+
+
+def test_a_gathering_that_takes_long_is_told() -> None:
+    agent = gathering()
+    agent.waits(4)
+    assert not agent.calls("ReportHeld")
+    agent.waits(1.5)
+    agent.waits(5.5)
+    assert [said.gathering for said in agent.calls("ReportHeld")] == [REF.digest] * 2
+    agent.hear(ev.HeldChanged(STEP, (0, 1, 2, 3, 4)))
+    agent.hear(ev.JoinPrepared(3, REF.digest, "host", 1, "probe", (STEP,)))
+    assert agent.calls("Join")
+    agent.waits(30)
+    assert len([said for said in agent.calls("ReportHeld") if said.gathering]) == 2
+
+
 def test_a_leaver_writes_what_it_holds_to_the_disk() -> None:
     """All others may leave, too: whoever comes last finds all of it there, and seals it."""
     agent = drained(leaving=True)

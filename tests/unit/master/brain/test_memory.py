@@ -448,6 +448,96 @@ def test_a_leaver_stays_until_another_node_has_its_part() -> None:
     assert nodes[0].directive.run.resume.source.step == 7
 
 
+@pytest.mark.parametrize("anew", [False, True])
+def test_what_leavers_have_written_is_not_lost_with_them(anew: bool) -> None:
+    """Who stays could not fetch it in time: it writes its own part, and seals what is there of all.
+
+    `anew`: a new master hears of it first.
+    """
+    job, nodes = started(3)
+    nodes[0].save(5, any_size=True)
+    nodes[0].step(6)
+    for node in nodes[1:]:
+        node.leave()
+    made = in_memory(job, 7)
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank)
+        node.drained(7, digest=made.ref.digest)
+    if anew:
+        job.restart()
+        for rank, node in enumerate(nodes):
+            node.holds(made, rank)
+            node.has_told_all()
+    for rank, node in enumerate(nodes[1:], 1):
+        node.wrote(made, rank)
+        node.goodbye()
+    job.wait(10)
+    assert nodes[0].directive.head.ref == made.ref
+    joins(job, nodes[0])
+    assert list(nodes[0].directive.make_durable.write) == [0]
+    nodes[0].durable()
+    assert nodes[0].directive.make_durable.seal
+    nodes[0].durable()
+    made.in_memory = False
+    joins(job, nodes[0], sees=made)
+    job.wait(2)
+    assert nodes[0].directive.run.resume.source.step == 7
+
+
+def test_what_only_leavers_have_is_marked() -> None:
+    job, nodes = started(3)
+    nodes[0].step(6)
+    nodes[2].leave()
+    made = in_memory(job, 7)
+    for rank, node in enumerate(nodes):
+        node.holds(made, *((0,) if rank == 0 else (1, 2)) if rank != 1 else (1,))
+        node.drained(7, digest=made.ref.digest)
+    told = nodes[0].directive.gather.parts
+    assert [part.leaves for part in told] == [False, False, True]
+    assert list(told[1].addresses) == ["10.0.0.1:7", "10.0.0.2:7"]
+    nodes[0].holds(made, 0, 2)
+    assert [part.leaves for part in nodes[0].directive.gather.parts] == [False] * 3
+    assert list(nodes[0].directive.gather.parts[2].addresses) == ["10.0.0.0:7", "10.0.0.2:7"]
+
+
+def test_of_many_holders_the_first_are_told() -> None:
+    """Who gathers soon has all parts: to tell that to all others takes longer than to gather them."""
+    job, nodes = started(4)
+    made = held(job, nodes, 20)
+    nodes[3].hang_up()
+    job.wait(1.5)
+    before = parts(nodes[0])
+    assert sorted(map(len, before.values())) == [1, 1, 2, 2]
+    for node in nodes[:3]:
+        node.holds(made, 0, 1, 2, 3)
+    assert all(len(addresses) == 2 for addresses in parts(nodes[0]).values())
+    assert parts(nodes[0])[1] == before[1]
+
+
+def test_who_is_at_it_is_not_late_until_half_of_all_are_done() -> None:
+    job, nodes = started(4, join_timeout=20.0, max_nodes=8)
+    made = held(job, nodes, 20)
+    nodes[3].hang_up()
+    job.wait(1.5)
+    for _ in range(4):
+        job.wait(10)
+        for node in nodes[:3]:
+            node.gathers(made.ref.digest)
+    assert job.phase is Phase.FORMING
+    assert "not joined" not in job.notices
+    for node in nodes[:2]:
+        node.holds(made, 0, 1, 2, 3)
+        joins(job, node, sees=made)
+    for _ in range(3):
+        job.wait(7)
+        for node in nodes[:3]:
+            node.beat()
+        nodes[2].gathers(made.ref.digest)
+    assert job.phase is Phase.RUNNING
+    assert job.members == [nodes[0].name, nodes[1].name]
+    assert f"{nodes[2].name} has not joined within 20 s" in job.notices
+
+
 def test_who_is_let_go_late_hears_from_where_the_others_went_on() -> None:
     """Its own drain may be that: the newest commit does not tell, once the next world has some."""
     job, nodes = started(2)
