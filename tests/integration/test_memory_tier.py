@@ -24,6 +24,7 @@ import pytest
 from dalsegno.agent.memory import buddies, durable, search, service, turnstile, wire
 from dalsegno.agent.memory.calls import PeerError, SendPace
 from dalsegno.agent.memory.connection import PIECE_BYTES, BrokenOff, Connection
+from dalsegno.agent.memory.durable import Unsealed
 from dalsegno.agent.memory.holdings import Holdings, StepPart
 from dalsegno.agent.memory.pieces import header_of, read_manifest, read_part
 from dalsegno.agent.memory.service import PeerServer
@@ -1065,7 +1066,10 @@ def test_a_complete_step_becomes_durable(tmp_path: Path) -> None:
         third = manifest_of("step-30.e1.1", SMALL)
         two[0].writes(third, 0, SMALL[0])
         two[0].holds(third.name, 0)
-        assert "is not in this node's memory" in two[0].makes_durable(third, run_dir)
+        unsealed = two[0].makes_durable(third, run_dir)
+        assert "is not in this node's memory" in unsealed
+        assert isinstance(unsealed, Unsealed)
+        assert unsealed.parts == (0,)
         assert not (run_dir / third.name / "MANIFEST.json").exists()  # The rest is there for who has it.
         shutil.rmtree(run_dir / third.name)
         other = manifest_of(STEP, {0: {"x": b"y"}})

@@ -141,6 +141,11 @@ class Ledger:
         now = self.sim.clock.now
         self._disturbed.append((now, now + lasts))
 
+    @property
+    def quiet_since(self) -> float:
+        """When what has happened last was over, with the time in which all learn of it."""
+        return max((end for _, end in self._disturbed), default=0.0) + self.sim.plan.settings.node_timeout
+
     def is_excused(self, epoch: int) -> bool:
         """Whether a change that ends this epoch now may cost steps: since it began not all was planned."""
         if self.sim.plan.silent:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dalsegno.master.brain import brain, membership
+from dalsegno.master.brain import brain, membership, replication
 from dalsegno.master.brain.door import admit
 from dalsegno.master.brain.events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
 from dalsegno.master.brain.live import State
-from dalsegno.master.brain.state import Job
+from dalsegno.master.brain.state import Job, Phase
 from dalsegno.master.brain.turn import Turn
 from dalsegno.master.brain.views import Common
 from dalsegno.master.record.codec import JobCodec
@@ -31,6 +31,8 @@ def decoded(rows: dict[str, bytes]) -> Job:
 
 
 HELD_UP_AFTER_SECONDS = 1.0
+# Seconds in which something of a memory checkpoint comes to buddies, where all is well and newer ones wait.
+SENT_WITHIN = 12.0
 TICK_PAUSE_SECONDS = 0.01
 QUIET = (control_pb2.HeartbeatRequest, control_pb2.ProgressRequest)
 
@@ -56,6 +58,8 @@ class SimMaster:
         self._timer: Timer | None = None
         self._shape: tuple[object, ...] = ()
         self._common: Common | None = None
+        # Since when what is sent to buddies stands at what.
+        self._sending: tuple[float, tuple[object, ...] | None] = (0.0, None)
 
     @property
     def now(self) -> float:
@@ -186,6 +190,7 @@ class SimMaster:
         for fault in self.state.faults:
             self.sim.ledger.require(False, "no event is set aside", fault)
         self._look_at_all()
+        self._look_at_sending()
         if not begun:
             self.sim.ledger.heard(self.state.job)
         if isinstance(event, Called) and len(replies) != 1:
@@ -216,6 +221,27 @@ class SimMaster:
         in_time = wanted is None or (wake is not None and wake <= wanted)
         self.sim.ledger.require(
             in_time, "the dead are noticed", f"wakes at {wake}, and somebody may be dead at {wanted}"
+        )
+
+    def _look_at_sending(self) -> None:
+        """Where nothing fails, a memory checkpoint comes to buddies, and then the next one is sent."""
+        now, state = self.sim.clock.now, self.state
+        if state is None or state.job.phase is not Phase.RUNNING or self.sim.plan.walled:
+            self._sending = (now, None)
+            return
+        replicas, turn = state.live.held.replicas, Turn(state, self.now)
+        sending = replicas.sending
+        if sending is None:
+            waits, mark = replication.newest_unsent(turn, replicas) is not None, (self.generation, replicas.epoch)
+        else:
+            told = (len(sending.pending), len(sending.untold))
+            waits, mark = bool(sending.later), (self.generation, replicas.epoch, sending.step.record.digest, *told)
+        since, known = self._sending
+        if not waits or mark != known:
+            self._sending = since, known = now, mark
+        since = max(since, self.sim.ledger.quiet_since)
+        self.sim.ledger.require(
+            now - since < SENT_WITHIN, "the next step is sent", f"nothing is since {since:.1f}: {mark}"
         )
 
     def _decide_and_die(self, event: Event) -> None:

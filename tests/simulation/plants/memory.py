@@ -9,9 +9,9 @@ from dalsegno.agent.decisions import memory as agents_memory
 from dalsegno.agent.decisions import replication as agents_replication
 from dalsegno.agent.decisions.decision import Decision
 from dalsegno.agent.decisions.state import AgentState, Spill
-from dalsegno.master.brain import checkpoints, durable, memory
+from dalsegno.master.brain import checkpoints, durable, memory, replication
 from dalsegno.master.brain.holders import is_whole
-from dalsegno.master.brain.live import HeldStep, State
+from dalsegno.master.brain.live import HeldStep, Replicas, State
 from dalsegno.master.brain.state import Job, Node
 from dalsegno.master.brain.turn import Turn
 from dalsegno.master.brain.views import Common
@@ -136,6 +136,13 @@ def tells_no_change_of_what_is_written(original: Any) -> Any:
     return write
 
 
+def sends_one_step_for_ever(original: Any) -> Any:
+    def settle(turn: Turn, replicas: Replicas) -> None:
+        """It does not notice that it has come."""
+
+    return settle
+
+
 def in_memory(plan: Plan) -> bool:
     return plan.memory_every > 0
 
@@ -146,6 +153,7 @@ def slowly_copied(plan: Plan) -> bool:
 
 MEMORY_PLANTS: dict[str, Plant] = dict(
     [
+        plant(replication, "settle", sends_one_step_for_ever, "the next step is sent", suits=in_memory),
         plant(Common, "write", tells_no_change_of_what_is_written, "directives are told", suits=in_memory),
         plant(
             memory,
