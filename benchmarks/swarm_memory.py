@@ -64,20 +64,27 @@ class NodeMemory:
 
     def gather(self, checkpoint: pb.Checkpoint, told: Iterable[pb.HeldPart]) -> list[pb.HeldRequest]:
         """Brings all parts here that somebody has. Agents tell of the first at once, and of others now and then."""
-        said = self._bring(checkpoint, [part.group_rank for part in told if part.addresses])
-        return said if len(said) < 3 else [said[0], said[-1]]
+        held = self._held(checkpoint)
+        missing = [part.group_rank for part in told if part.addresses and part.group_rank not in held]
+        said = self._bring(checkpoint, missing[:1])
+        held.update(missing[1:-1])
+        return said + self._bring(checkpoint, missing[1:][-1:])
 
     def has(self, digest: str, parts: int) -> bool:
         """Whether all parts of a step are here."""
         return digest in self._steps and len(self._steps[digest][1]) == parts
 
     def _bring(self, checkpoint: pb.Checkpoint, parts: Iterable[int]) -> list[pb.HeldRequest]:
-        held = self._steps.setdefault(checkpoint.ref.digest, (checkpoint, set()))[1]
-        said = []
+        held, said = self._held(checkpoint), []
         for part in parts:
             if part not in held:
                 held.add(part)
                 said.append(pb.HeldRequest(checkpoint=checkpoint, parts=sorted(held)))
+        return said
+
+    def _held(self, checkpoint: pb.Checkpoint) -> set[int]:
+        """The parts of a step that are here; older steps go."""
+        held = self._steps.setdefault(checkpoint.ref.digest, (checkpoint, set()))[1]
         for digest in list(self._steps)[:-3]:
             del self._steps[digest]
-        return said
+        return held
