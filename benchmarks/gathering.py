@@ -24,9 +24,9 @@ from dalsegno.agent.memory.holdings import StepPart
 from dalsegno.protos import control_pb2
 from tests.support.checkpoints.memory import RUN, Node, manifest_of, nodes
 
-NODES = (8, 16)
+NODES = (2, 4, 8, 16, 32)
 PART_BYTES, LINK_BYTES_PER_SECOND = 32 << 20, 32e6
-REPEATS = 1
+REPEATS = 3
 STEP = "step-10.e1.1"
 PIECE_BYTES = 256 << 10
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +36,16 @@ __all__ = ["HeldParts", "MemoryTier"]
 _CLOSE_WITHIN_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Sent:
+    """How far a part of this node's own ranks has come, by the addresses of its buddies."""
+
+    # Those that hold it, in the order in which they have it.
+    copies: dict[str, None] = field(default_factory=dict)
+    # Those that it could not be brought; "": none was, as a newer one had been sent.
+    unsent: set[str] = field(default_factory=set)
 
 
 class MemoryTier:
@@ -80,12 +90,10 @@ class MemoryTier:
         self.problem, self.address = "", ""
         self.path: Path | None = None
         self._tell, self._say, self._pace = on_change, say, SendPace(bytes_per_second)
-        self._copies: dict[tuple[str, str, int], tuple[str, ...]] = {}
-        # The buddies that could not be brought a part of ours; "": none was, as a newer one had been sent.
-        self._unsent: dict[tuple[str, str, int], set[str]] = {}
+        self._sent: dict[tuple[str, str, int], _Sent] = {}
         # What is held is looked at and told in one: the last word is the present state, whichever thread says it.
         self._telling = threading.RLock()
-        self._copies_lock = threading.Lock()
+        self._sent_lock = threading.Lock()
         self._ending = threading.Event()
         self._disk_stall_seconds = disk_stall_seconds
         with contextlib.ExitStack() as undo:
@@ -347,11 +355,9 @@ class MemoryTier:
 
     def _keep(self, run_id: str, epoch: int, digests: frozenset[str], newest: int) -> None:
         for gone in self._holdings.keep(run_id, epoch, digests, newest):
-            with self._copies_lock:
-                for key in [key for key in self._copies if key[:2] == (run_id, gone.checkpoint.ref.name)]:
-                    del self._copies[key]
-                for key in [key for key in self._unsent if key[:2] == (run_id, gone.checkpoint.ref.name)]:
-                    del self._unsent[key]
+            with self._sent_lock:
+                for key in [key for key in self._sent if key[:2] == (run_id, gone.checkpoint.ref.name)]:
+                    del self._sent[key]
             self._changed(gone)
 
     def close(self) -> None:
@@ -389,14 +395,16 @@ class MemoryTier:
         if opened is None or opened.epoch != held.checkpoint.epoch:
             return held
         key = held.run_id, held.checkpoint.ref.name, opened.group_rank
-        with self._copies_lock:
-            return replace(held, copies=self._copies.get(key, ()), unsent=bool(self._unsent.get(key)))
+        with self._sent_lock:
+            sent = self._sent.get(key, _Sent())
+            return replace(held, copies=tuple(sent.copies), unsent=bool(sent.unsent))
 
     def _copied(self, part: StepPart, address: str) -> None:
         """A buddy holds a part of ours."""
-        with self._copies_lock:
-            self._copies[part.key] = tuple(dict.fromkeys((*self._copies.get(part.key, ()), address)))
-            self._unsent.get(part.key, set()).discard(address)
+        with self._sent_lock:
+            sent = self._sent.setdefault(part.key, _Sent())
+            sent.copies[address] = None
+            sent.unsent.discard(address)
         self._changed(self._holdings.held(part.run_id, part.manifest.name))
 
     def _not_sent(self, part: StepPart, address: str = "") -> None:
@@ -404,8 +412,8 @@ class MemoryTier:
         ref = part.manifest.ref
         if not self._holdings.has(part.run_id, ref.name, ref.digest, part.group_rank):
             return  # Nobody wants it any more.
-        with self._copies_lock:
-            self._unsent.setdefault(part.key, set()).add(address)
+        with self._sent_lock:
+            self._sent.setdefault(part.key, _Sent()).unsent.add(address)
         self._changed(self._holdings.held(part.run_id, part.manifest.name))
 
     def _found_bad(self, part: StepPart, damaged: CheckpointDamaged) -> None:

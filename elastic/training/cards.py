@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,11 +25,10 @@ class Cards:
 
     Args:
         devices: They.
-        lost: Why a collective over cards may have ended without its result; empty: none has. See `lost_over_cards`.
     """
 
-    def __init__(self, devices: Iterable[torch.device], lost: Callable[[], str]) -> None:
-        self._devices, self._lost = sorted(devices, key=str), lost
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = sorted(devices, key=str)
         # Made now: where a card hangs, who knows what can still be made.
         self._own = [torch.cuda.Stream(device) for device in self._devices]  # type: ignore[no-untyped-call]
 
@@ -55,7 +54,8 @@ class Cards:
         """
         for event in self.asked(waits=True):
             event.synchronize()
-        if why := self._lost():
+        # A collective may have ended without its result.
+        if why := lost_over_cards():
             raise torch.distributed.DistBackendError(
                 f"a peer is lost ({why}): the optimizer does not step with what its collective has left"
             )
@@ -90,7 +90,7 @@ def cards_of(tensors: Iterable[torch.Tensor]) -> Cards | None:
     if other := sorted(device.type for device in devices if device.type != "cuda"):
         raise ValueError(f"what lies on a device of type {other[0]} cannot be read past what hangs there")
     lost_over_cards()
-    return Cards(devices, lost_over_cards)
+    return Cards(devices)
 
 
 def lost_over_cards() -> str:
