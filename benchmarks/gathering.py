@@ -51,11 +51,11 @@ def seconds(fetching: int, passed_on: bool) -> float:
     """From the start until so many nodes have the part, which two others have."""
     contents = {"state": os.urandom(PART_BYTES)}
     manifest = manifest_of(STEP, {0: contents})
-    at_once = turnstile.AT_ONCE if passed_on else 1_000
+    large = turnstile.LARGE_BYTES if passed_on else 1 << 60
     root = Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
     with (
         tempfile.TemporaryDirectory(prefix="gathering-", dir=root) as folder,
-        mock.patch.object(turnstile, "AT_ONCE", at_once),
+        mock.patch.object(turnstile, "LARGE_BYTES", large),
         nodes(Path(folder), 2 + fetching) as (holder, buddy, *others),
     ):
         holder.tier.open_epoch(RUN, 1, 0, [buddy.tier.address])

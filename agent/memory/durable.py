@@ -38,7 +38,7 @@ from dalsegno.elastic.checkpoint.summing import SummingWriter
 
 from .pieces import open_sealed
 
-__all__ = ["Unsealed", "make_durable", "seal_written"]
+__all__ = ["PartlyWritten", "make_durable", "seal_written"]
 
 # What is made durable at once, at most: a kill in the middle costs so much again, and a disk is silent until then.
 _BATCH_BYTES, _BATCH_FILES = 256 << 20, 2048
@@ -52,7 +52,7 @@ _TRIES = 3
 _SIGHT_PAUSES_SECONDS = (0.2, 0.5, 1.0, 3.0, 6.0)
 
 
-class Unsealed(str):
+class PartlyWritten(str):
     """Why a checkpoint is not sealed, although all of it that is here is on the disk: the rest is elsewhere.
 
     Attributes:
@@ -77,7 +77,7 @@ def make_durable(
 ) -> str:
     """Why `source` could not be written to `run_dir` under its name; empty where all of it is there, and sealed.
 
-    `Unsealed` where only what is not here is missing.
+    `PartlyWritten` where only what is not here is missing.
 
     What is not here may have been written by others. Where something is missing, the rest is there for them.
 
@@ -185,7 +185,7 @@ def _write(
         return ""
     missing = [entry.path for entry in manifest.files if entry.path not in here and not _is_there(target, entry)]
     if missing:
-        return Unsealed(f"{missing[0]} of {manifest.name} is not in this node's memory")
+        return PartlyWritten(f"{missing[0]} of {manifest.name} is not in this node's memory")
     if why := stopped():
         return why
     seal(target, manifest)

@@ -1,4 +1,4 @@
-"""Where one part of a memory checkpoint is looked for. Pure."""
+"""Where one part of a memory checkpoint is looked for, without a call."""
 
 from __future__ import annotations
 

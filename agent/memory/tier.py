@@ -16,7 +16,7 @@ from dalsegno.protos.shortage import shortage
 
 from .buddies import Buddies, Buddy
 from .calls import Peers, SendPace
-from .durable import Unsealed, make_durable, seal_written
+from .durable import PartlyWritten, make_durable, seal_written
 from .fence import Fence, OpenEpoch
 from .gathering import Gatherer
 from .holdings import HeldParts, Holdings, StepPart
@@ -238,7 +238,7 @@ class MemoryTier:
         """Copies the parts of a checkpoint that are here to the run's directory on the disk, at low priority.
 
         What other nodes have written is taken over; who finds all of it there seals it. `then` is called once: with "",
-        where it is sealed, or with the reason why not; with an `Unsealed` where only other nodes' parts are missing.
+        where it is sealed, or with the reason why not; with a `PartlyWritten` where only parts of other nodes lack.
         """
         if self.problem:
             then(self.problem)
@@ -296,7 +296,7 @@ class MemoryTier:
                     held_parts = self._holdings.held(run_id, ref.name)
                     here = {entry.path for entry in manifest.files} - set(self._holdings.missing(run_id, ref.name))
                     failure = make_durable(source, manifest, here, run_dir, stopped)
-                    if isinstance(failure, Unsealed) and held_parts is not None:
+                    if isinstance(failure, PartlyWritten) and held_parts is not None:
                         failure.parts = held_parts.parts
                     return failure
                 if not parts:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Iterator
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 
 import grpc
 
@@ -23,18 +24,25 @@ Key = tuple[str, str, int, str]
 
 # From so many bytes on a transfer takes longer than to ask another node.
 LARGE_BYTES = 16 << 20
-# Fetches of one large part at a time. With a single one, a caller that is slow would hold all others up.
-AT_ONCE = 2
+# Fetches of one large part at a time, and after how many seconds there may be another one: one by one is fastest, but a
+# caller that is slow must not hold all others up for long.
+AT_ONCE, TURN_SECONDS = 4, 10.0
 # So many of those who have fetched a part are named, and so many parts are remembered.
 MOST_NAMED, MOST_PARTS = 64, 64
 
 
 class Turnstile:
-    """Thread-safe."""
+    """Thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
-        self._under_way: Counter[Key] = Counter()
+        # By part, when the fetches that are under way began.
+        self._under_way: dict[Key, list[float]] = {}
         # By part, who has fetched it, the last one last.
         self._fetched: OrderedDict[Key, list[str]] = OrderedDict()
 
@@ -49,20 +57,22 @@ class Turnstile:
             yield
             return
         key = key_of(part)
+        began = self._clock()
         with self._lock:
-            if self._under_way[key] >= AT_ONCE:
+            others = self._under_way.setdefault(key, [])
+            if len(others) >= AT_ONCE or (others and began < others[-1] + TURN_SECONDS):
                 raise PartRefusedError(
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
-                    f"{AT_ONCE} others fetch {part} just now",
+                    f"others fetch {part} just now",
                     tuple(known for known in self._fetched.get(key, ()) if known != address),
                 )
-            self._under_way[key] += 1
+            others.append(began)
         try:
             yield
         finally:
             with self._lock:
-                self._under_way[key] -= 1
-                if not self._under_way[key]:
+                others.remove(began)
+                if not others:
                     del self._under_way[key]
 
     def fetched(self, part: StepPart, address: str) -> None:

@@ -27,7 +27,7 @@ from ..control.link_cause import LinkCause
 from ..control.master_checks import problem_of, problem_of_reply
 from ..control.master_client import ClientCallbacks, MasterClient, OutboxFull
 from ..decisions import events as ev
-from ..memory.durable import Unsealed
+from ..memory.durable import PartlyWritten
 from ..memory.place import NoMemoryError, remove_leftovers, root_of_user
 from ..memory.tier import HeldParts, MemoryTier
 from ..processes.lifeline import Lifeline
@@ -409,7 +409,7 @@ class Effects:
         memory, ref, run_id, run_dir = self.memory, action.ref, self.run_id, self.run_dir()
 
         def done(failure: str) -> None:
-            written = failure.parts if isinstance(failure, Unsealed) else ()
+            written = failure.parts if isinstance(failure, PartlyWritten) else ()
             self._mailbox.put(ev.MadeDurable(ref, failure, action.write, written))
 
         if memory is None:

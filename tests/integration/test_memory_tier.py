@@ -24,7 +24,7 @@ import pytest
 from dalsegno.agent.memory import buddies, durable, search, service, turnstile, wire
 from dalsegno.agent.memory.calls import PeerError, SendPace
 from dalsegno.agent.memory.connection import PIECE_BYTES, BrokenOff, Connection
-from dalsegno.agent.memory.durable import Unsealed
+from dalsegno.agent.memory.durable import PartlyWritten
 from dalsegno.agent.memory.holdings import Holdings, StepPart
 from dalsegno.agent.memory.pieces import header_of, read_manifest, read_part
 from dalsegno.agent.memory.service import PeerServer
@@ -714,7 +714,6 @@ def test_a_holder_that_many_ask_at_once(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_large_part_is_passed_on_by_those_who_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many that want it a few ask its holder; the others get it from these."""
     monkeypatch.setattr(turnstile, "LARGE_BYTES", 10_000_000)
-    monkeypatch.setattr(turnstile, "AT_ONCE", 1)
     contents = {"file": os.urandom(20_000_000)}
     manifest = manifest_of(STEP, {0: contents})
     served: Counter[str] = Counter()
@@ -1068,7 +1067,7 @@ def test_a_complete_step_becomes_durable(tmp_path: Path) -> None:
         two[0].holds(third.name, 0)
         unsealed = two[0].makes_durable(third, run_dir)
         assert "is not in this node's memory" in unsealed
-        assert isinstance(unsealed, Unsealed)
+        assert isinstance(unsealed, PartlyWritten)
         assert unsealed.parts == (0,)
         assert not (run_dir / third.name / "MANIFEST.json").exists()  # The rest is there for who has it.
         shutil.rmtree(run_dir / third.name)

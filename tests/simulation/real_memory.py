@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dalsegno.agent.decisions import events as ev
-from dalsegno.agent.memory.durable import Unsealed
+from dalsegno.agent.memory.durable import PartlyWritten
 from dalsegno.agent.memory.tier import HeldParts
 from dalsegno.protos import control_pb2
 
@@ -97,8 +97,8 @@ class Tier:
         """The oldest order to write this step is carried out, or cannot be."""
         waiting = self._writing.get((event.ref.digest, event.write))
         if waiting:
-            failure = Unsealed(event.failure) if event.written else event.failure
-            if isinstance(failure, Unsealed):
+            failure = PartlyWritten(event.failure) if event.written else event.failure
+            if isinstance(failure, PartlyWritten):
                 failure.parts = event.written
             self._hands.give(waiting.pop(0), failure)
 

@@ -57,6 +57,7 @@ def test_after_a_failed_scene_the_next_has_a_new_cluster(monkeypatch: pytest.Mon
     """What broke one scene must not spoil the others, and each is run once."""
     seen: list[str] = []
     scenes = ["steady", "one_silent", "one_closed", "half_closed", "half_silent", "restart", "progress", "ordered"]
+    with_memory = ["memory"]
 
     @contextlib.contextmanager
     def cluster(settings: object) -> Iterator[None]:
@@ -72,11 +73,12 @@ def test_after_a_failed_scene_the_next_has_a_new_cluster(monkeypatch: pytest.Mon
         return run
 
     monkeypatch.setattr(rendezvous, "Cluster", cluster)
-    for name in ("form", *scenes):
+    for name in ("form", *scenes, *with_memory):
         monkeypatch.setattr(Scenes, name, scene(name))
     rendezvous.measure(Results(), 10, Options([10], 1.0, 15.0, 0))
     again = scenes.index("one_closed") + 1
-    assert seen == ["cluster", "form", *scenes[:again], "cluster", "form", *scenes[again:]]
+    begins = ["cluster", "form"]
+    assert seen == [*begins, *scenes[:again], *begins, *scenes[again:], *begins, *with_memory]
 
 
 def test_waits_are_summed_up() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import grpc
@@ -12,7 +13,7 @@ from dalsegno.agent.memory.calls import PeerError
 from dalsegno.agent.memory.holdings import StepPart, StepPlace
 from dalsegno.agent.memory.incoming import PartRefusedError
 from dalsegno.agent.memory.search import MOST_EARLY, Search
-from dalsegno.agent.memory.turnstile import AT_ONCE, LARGE_BYTES, MOST_NAMED, Turnstile
+from dalsegno.agent.memory.turnstile import AT_ONCE, LARGE_BYTES, MOST_NAMED, TURN_SECONDS, Turnstile
 from tests.support.checkpoints.memory import manifest_of
 
 OWN, FIRST, SECOND, THIRD = (f"10.0.0.{number}:7" for number in range(4))
@@ -93,16 +94,25 @@ def test_those_who_wait_are_told_who_has_it(large: StepPart) -> None:
     gate = Turnstile()
     with gate.passing(large, FIRST):
         gate.fetched(large, FIRST)
-    assert AT_ONCE == 2
-    with (
-        gate.passing(large, SECOND),
-        gate.passing(large, THIRD),
-        pytest.raises(PartRefusedError) as refused,
-        gate.passing(large, OWN),
-    ):
+    with gate.passing(large, SECOND), pytest.raises(PartRefusedError) as refused, gate.passing(large, OWN):
         pass
     assert (refused.value.code, refused.value.others) == (CROWDED, (FIRST,))
     with gate.passing(large, OWN):  # their fetches are over, whatever became of them
+        pass
+
+
+def test_a_slow_caller_does_not_hold_up_all_others_for_long(large: StepPart) -> None:
+    now = [0.0]
+    gate = Turnstile(lambda: now[0])
+    with contextlib.ExitStack() as slow:
+        for number in range(AT_ONCE):
+            slow.enter_context(gate.passing(large, f"slow:{number}"))
+            with pytest.raises(PartRefusedError), gate.passing(large, FIRST):
+                pass
+            now[0] += TURN_SECONDS
+        with pytest.raises(PartRefusedError), gate.passing(large, FIRST):
+            pass
+    with gate.passing(large, FIRST):
         pass
 
 
