@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from dalsegno.agent.memory.turnstile import LARGE_BYTES
 from tests.integration.test_bring_your_script import WORKERS, Worker
 from tests.integration.test_memory import EVERY, FREE, HELD, STEPS, Clusters, end, jobs, memory_of, wait_durable
 from tests.support.jobs.cluster import Cluster, Training, Undisturbed
@@ -84,6 +85,35 @@ def test_a_pair_that_had_the_only_copies(jobs: Clusters, undisturbed: Undisturbe
     assert job.change(second).resumed == 15
     end(job, undisturbed)
     job.assert_lost({second: range(1, STEPS)})
+
+
+def test_a_pair_that_leaves_at_once(jobs: Clusters, undisturbed: Undisturbed) -> None:
+    """A node and its buddy: who stays fetches first what only leavers have, and these wait for that."""
+    job, first = world(jobs, "abcd")
+    wait_copies(job, 2)
+    for rank in (1, 2):
+        job.leave(job.member(rank))
+    second = job.wait_world(2, after=first)
+    end(job, undisturbed)
+    job.assert_lost({})
+    assert second > first
+
+
+def test_large_parts_reach_all_nodes(jobs: Clusters, undisturbed: Undisturbed) -> None:
+    """Each is handed to one node at a time, and passed on by those that have it."""
+    large = Worker(WORKERS / "dcp_worker.py", STEPS, 1000, extra=("--width=1900",))
+    job, first = world(jobs, "abcd", training=large)
+    wait_copies(job, 2)
+    files = memory_of(job.node("a"), job).glob(f"step-{HELD}.e*/**/*.distcp")
+    assert min(file.stat().st_size for file in files) > LARGE_BYTES
+    job.leave(job.node("b"))
+    second = job.wait_world(3, after=first)
+    job.kill_node(job.node("c"))
+    third = job.wait_world(2, after=second)
+    job.start("e")
+    job.wait_world(3, after=third)
+    end(job, undisturbed)
+    job.assert_lost({third: range(EVERY + FREE + 1)})
 
 
 def test_parts_that_come_more_slowly_than_steps_are_saved(jobs: Clusters, undisturbed: Undisturbed) -> None:
