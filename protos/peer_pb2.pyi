@@ -167,6 +167,7 @@ class FetchRequest(google.protobuf.message.Message):
     DIGEST_FIELD_NUMBER: builtins.int
     GROUP_RANK_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
+    PATIENT_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     run_id: builtins.str
     name: builtins.str
@@ -174,6 +175,8 @@ class FetchRequest(google.protobuf.message.Message):
     group_rank: builtins.int
     address: builtins.str
     """Where the caller can be reached (`PeerAddress`): who has to wait is told of it once it has the part."""
+    patient: builtins.bool
+    """All who are known to have the part serve others: it is worth waiting here for a moment."""
     def __init__(
         self,
         *,
@@ -183,7 +186,8 @@ class FetchRequest(google.protobuf.message.Message):
         digest: builtins.str = ...,
         group_rank: builtins.int = ...,
         address: builtins.str = ...,
+        patient: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "digest", b"digest", "group_rank", b"group_rank", "job_id", b"job_id", "name", b"name", "run_id", b"run_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "digest", b"digest", "group_rank", b"group_rank", "job_id", b"job_id", "name", b"name", "patient", b"patient", "run_id", b"run_id"]) -> None: ...
 
 global___FetchRequest = FetchRequest

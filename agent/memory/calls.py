@@ -151,6 +151,7 @@ class Peers:
         group_rank: int,
         stopped: Callable[[], bool],
         own_address: str = "",
+        patient: bool = False,
     ) -> HeldParts:
         """Brings a part here, from the agent at `address`.
 
@@ -159,6 +160,7 @@ class Peers:
             run_id, name, digest, group_rank: which one.
             stopped: asked now and then whether it is still wanted.
             own_address: others that want it are told of this one, once it is here.
+            patient: waits there for a moment, where it serves others.
 
         Raises:
             PeerError: it did not come whole.
@@ -170,6 +172,7 @@ class Peers:
             digest=digest,
             group_rank=group_rank,
             address=own_address,
+            patient=patient,
         )
         with self._call(address, peer_pb2.Call(fetch=request), stopped) as (connection, answer):
             fields = ("job_id", "run_id", "name", "digest", "group_rank")

@@ -116,14 +116,15 @@ class Gatherer:
     ) -> str:
         """Why a part did not come; empty where it did."""
         search = Search(part.addresses, self.own_address)
-        pause, deadline = _FIRST_PAUSE_SECONDS, time.monotonic() + _PATIENCE_SECONDS
+        pause, patient, deadline = _FIRST_PAUSE_SECONDS, False, time.monotonic() + _PATIENCE_SECONDS
         while search.begins_anew():
+            began = time.monotonic()
             for address in search:
                 if stopped():
                     return f"part {part.group_rank} is not wanted any more"
                 try:
                     fetched = self._peers.fetch(
-                        address, run_id, ref.name, ref.digest, part.group_rank, stopped, self.own_address
+                        address, run_id, ref.name, ref.digest, part.group_rank, stopped, self.own_address, patient
                     )
                 except PeerError as error:
                     if not search.failed(address, error):
@@ -135,8 +136,10 @@ class Gatherer:
                     return ""
             if time.monotonic() > deadline:
                 break
-            if search.waits:
-                self._stop.wait(pause * random.uniform(0.5, 1.0))  # together they would all come at once again
+            if patient and search.waits and time.monotonic() - began < pause:
+                # Too many wait there. Together they would all come at once again.
+                self._stop.wait(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+            patient = True
         why = f"part {part.group_rank} ({'; '.join(search.reasons) or 'nobody else holds it'})"
         return f"{why}: {OPEN_PORTS}" if search.unreachable else why

@@ -90,7 +90,7 @@ class PeerService:
         else:
             part = self._part(call.fetch)
             address = _address_of(call.fetch)
-            with self._turnstile.passing(part, address):
+            with self._turnstile.passing(part, address, call.fetch.patient):
                 if self._fetch(connection, part):
                     self._turnstile.fetched(part, address)
 

@@ -27,6 +27,8 @@ LARGE_BYTES = 16 << 20
 # Fetches of one large part at a time, and after how many seconds there may be another one: one by one is fastest, but a
 # caller that is slow must not hold all others up for long.
 AT_ONCE, TURN_SECONDS = 4, 10.0
+# So many callers wait here for their turn, and so long at most: then they ask again, or somebody else.
+MOST_WAITING, WAIT_SECONDS = 4, 2.0
 # So many of those who have fetched a part are named, and so many parts are remembered.
 MOST_NAMED, MOST_PARTS = 64, 64
 
@@ -40,15 +42,19 @@ class Turnstile:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        # How many callers wait for their turn.
+        self._waiting = 0
         # By part, when the fetches that are under way began.
         self._under_way: dict[Key, list[float]] = {}
         # By part, who has fetched it, the last one last.
         self._fetched: OrderedDict[Key, list[str]] = OrderedDict()
 
     @contextlib.contextmanager
-    def passing(self, part: StepPart, address: str) -> Iterator[None]:
+    def passing(self, part: StepPart, address: str, patient: bool = False) -> Iterator[None]:
         """A fetch of a part, by the agent that is reached at `address` (empty: it does not say).
+
+        `patient`: it may wait for its turn a little.
 
         Raises:
             PartRefusedError: others fetch it just now; names those who have.
@@ -57,30 +63,48 @@ class Turnstile:
             yield
             return
         key = key_of(part)
-        began = self._clock()
-        with self._lock:
-            others = self._under_way.setdefault(key, [])
-            if len(others) >= AT_ONCE or (others and began < others[-1] + TURN_SECONDS):
-                raise PartRefusedError(
-                    grpc.StatusCode.RESOURCE_EXHAUSTED,
-                    f"others fetch {part} just now",
-                    tuple(known for known in self._fetched.get(key, ()) if known != address),
-                )
-            others.append(began)
+        with self._changed:
+            if not (self._is_free(key) or (patient and self._turn_comes(key))):
+                others = tuple(known for known in self._fetched.get(key, ()) if known != address)
+                raise PartRefusedError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"others fetch {part} just now", others)
+            began = self._clock()
+            self._under_way.setdefault(key, []).append(began)
         try:
             yield
         finally:
-            with self._lock:
-                others.remove(began)
-                if not others:
+            with self._changed:
+                self._under_way[key].remove(began)
+                if not self._under_way[key]:
                     del self._under_way[key]
+                self._changed.notify_all()
+
+    def _turn_comes(self, key: Key) -> bool:
+        """Waits a little until a fetch may begin; whether it may. It ends when another node has the part."""
+        known, until = self._fetched.get(key, [])[-1:], self._clock() + WAIT_SECONDS
+        if self._waiting >= MOST_WAITING:
+            return False
+        self._waiting += 1
+        try:
+            while (left := until - self._clock()) > 0:
+                self._changed.wait(left)
+                if self._is_free(key):
+                    return True
+                if self._fetched.get(key, [])[-1:] != known:
+                    return False
+            return False
+        finally:
+            self._waiting -= 1
+
+    def _is_free(self, key: Key) -> bool:
+        others = self._under_way.get(key, ())
+        return not others or (len(others) < AT_ONCE and self._clock() >= others[-1] + TURN_SECONDS)
 
     def fetched(self, part: StepPart, address: str) -> None:
         """The agent that is reached at `address` has this part now."""
         if not address or not is_large(part):
             return
         key = key_of(part)
-        with self._lock:
+        with self._changed:
             known = [one for one in self._fetched.pop(key, []) if one != address]
             self._fetched[key] = [*known, address][-MOST_NAMED:]
             while len(self._fetched) > MOST_PARTS:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -122,11 +125,39 @@ def test_small_parts_pass_at_once(tmp_path: Path) -> None:
         pass
 
 
-def test_no_more_are_remembered_than_can_be_told(large: StepPart, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turnstile, "AT_ONCE", 0)
+def test_who_waits_goes_next_and_the_others_are_told_who_has_it(large: StepPart) -> None:
+    """Four wait, a fifth is told at once to ask again. When the first has it, one of the four goes on."""
+    gate, told, gone = Turnstile(), queue.SimpleQueue[tuple[str, ...]](), threading.Event()
+
+    def wait() -> None:
+        try:
+            with gate.passing(large, "", patient=True):
+                told.put(("its turn",))
+                gone.wait(30)
+        except PartRefusedError as refused:
+            told.put(refused.others)
+
+    with ThreadPoolExecutor(5) as pool:
+        with gate.passing(large, FIRST):
+            for _ in range(5):
+                pool.submit(wait)
+            assert told.get(timeout=turnstile.WAIT_SECONDS) == ()
+            gate.fetched(large, FIRST)
+        assert sorted(told.get(timeout=30) for _ in range(4)) == [(FIRST,), (FIRST,), (FIRST,), ("its turn",)]
+        gone.set()
+
+
+def test_nobody_waits_for_long(large: StepPart, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turnstile, "WAIT_SECONDS", 0.05)
+    gate = Turnstile()
+    with gate.passing(large, FIRST), pytest.raises(PartRefusedError), gate.passing(large, SECOND, patient=True):
+        pass
+
+
+def test_no_more_are_remembered_than_can_be_told(large: StepPart) -> None:
     gate = Turnstile()
     for number in range(2 * MOST_NAMED):
         gate.fetched(large, f"host:{number}")
-    with pytest.raises(PartRefusedError) as refused, gate.passing(large, ""):
+    with gate.passing(large, FIRST), pytest.raises(PartRefusedError) as refused, gate.passing(large, ""):
         pass
     assert refused.value.others == tuple(f"host:{number}" for number in range(MOST_NAMED, 2 * MOST_NAMED))
