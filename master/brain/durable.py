@@ -73,9 +73,7 @@ def tend(turn: Turn) -> None:
     """Chooses the next step that the ranks want on the disk, and asks nodes again that could not write to it."""
     held = turn.live.held
     for step in held.steps.values():
-        if step.written_in != turn.job.epoch:
-            step.written_in = turn.job.epoch
-            step.written.clear()
+        forget_written(turn, step)
         for incarnation, at in list(step.unable.items()):
             if turn.due(at):
                 del step.unable[incarnation]
@@ -215,7 +213,7 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
         if step is not None and step.wanted:
             heard_of_wanted(turn, node, message, step)
         elif step is not None and message.parts and not message.failure:
-            note_written(step, message)  # Nobody has asked for it: they leave, or could not hear the master.
+            note_written(turn, step, message)  # Nobody has asked for it: they leave, or could not hear the master.
     elif not record.parts or record.retired:
         pass  # It is there already.
     elif message.failure:
@@ -228,7 +226,7 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
             cannot(turn, node, step, message.failure)
     elif message.parts:
         # The ranks wanted it, and by now the run goes on from it: other nodes write all of it.
-        note_written(turn.live.held.step(record), message)
+        note_written(turn, turn.live.held.step(record), message)
     else:
         checkpoints.now_on_disk(turn, record, node.name)
     return "OK", ""
@@ -244,13 +242,21 @@ def heard_of_wanted(turn: Turn, node: Node, message: control_pb2.DurableRequest,
                 step.written.clear()
             cannot(turn, node, step, message.failure)
     elif message.parts:
-        note_written(step, message)
+        note_written(turn, step, message)
     elif may_seal(turn, node, step):
         checkpoints.record_written(turn, step.record, node.name, candidate=is_candidate(turn.job, step))
 
 
-def note_written(step: HeldStep, message: control_pb2.DurableRequest) -> None:
+def forget_written(turn: Turn, step: HeldStep) -> None:
+    """A new epoch deletes what was not sealed."""
+    if step.written_in != turn.job.epoch:
+        step.written_in = turn.job.epoch
+        step.written.clear()
+
+
+def note_written(turn: Turn, step: HeldStep, message: control_pb2.DurableRequest) -> None:
     """These parts are on the disk."""
+    forget_written(turn, step)
     step.written.update(part for part in message.parts if part < step.record.parts)
 
 
