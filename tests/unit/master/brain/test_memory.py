@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from dalsegno.agent.commands.status import status_lines
-from dalsegno.master.brain import views
+from dalsegno.master.brain import brain, views
+from dalsegno.master.brain.events import Called
 from dalsegno.master.brain.state import Phase
 from dalsegno.master.brain.views import Common
 from dalsegno.protos import control_pb2 as pb
@@ -482,6 +483,23 @@ def test_what_leavers_have_written_is_not_lost_with_them(anew: bool) -> None:
     joins(job, nodes[0], sees=made)
     job.wait(2)
     assert nodes[0].directive.run.resume.source.step == 7
+
+
+def test_a_new_master_hears_all_of_a_step_in_one_turn() -> None:
+    """Its parts, and that some of them are on the disk."""
+    job, nodes = started(2)
+    nodes[0].step(6)
+    nodes[1].leave()
+    made = in_memory(job, 7)
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank)
+        node.drained(7, digest=made.ref.digest)
+    job.restart()
+    held_there = pb.HeldRequest(caller=nodes[1].caller(), checkpoint=made, parts=(1,))
+    written = pb.DurableRequest(caller=nodes[1].caller(), ref=made.ref, parts=(1,))
+    job.state, replies = brain.handle_all(job.state, [Called(held_there), Called(written)], job.now)
+    assert [reply.code for reply in replies if reply is not None] == ["OK", "OK"]
+    assert job.state.live.held.steps[made.ref.digest].written == {1}
 
 
 def test_what_only_leavers_have_is_marked() -> None:
