@@ -129,6 +129,7 @@ class SimMaster:
         held = self.sim.clock.now - self._paused_at
         self._paused_at = None
         self.sim.trace("master", "continues after {:.1f} s", held)
+        self._sending = (self.sim.clock.now, None)
         if held > HELD_UP_AFTER_SECONDS:
             self._decide(HeldUp(held), None)
         backlog, self._backlog = self._backlog, []
@@ -226,7 +227,8 @@ class SimMaster:
     def _look_at_sending(self) -> None:
         """Where nothing fails, a memory checkpoint comes to buddies, and then the next one is sent."""
         now, state = self.sim.clock.now, self.state
-        if state is None or state.job.phase is not Phase.RUNNING or self.sim.plan.walled:
+        away = self.sim.plan.walled or bool(self.sim.network.cut)
+        if state is None or state.job.phase is not Phase.RUNNING or away:
             self._sending = (now, None)
             return
         replicas, turn = state.live.held.replicas, Turn(state, self.now)
