@@ -70,9 +70,9 @@ class Common:
             ),
             frozenset(record.digest for record in prunable(job)),
             *(self.sources, job.save_order, job.stopping),
-            # Buddies depend on who is there.
+            # On who is there depend buddies, and why a node is a spare where the script has failed with more.
             frozenset(known.incarnation for known in job.nodes.values())
-            if job.settings.memory_replicas
+            if job.settings.memory_replicas or job.run.shapes.failed
             else frozenset(),
             # Compared by value, so that "not known yet" is a number, too.
             -1 if self.flash is None else self.flash,

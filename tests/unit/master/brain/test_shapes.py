@@ -6,6 +6,7 @@ import pytest
 
 from dalsegno.master.brain.shapes import LIVED_SECONDS, RETRY_SECONDS
 from dalsegno.master.brain.state import Phase
+from dalsegno.master.brain.views import Common
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import COUNTED_BY_TORCHRUN
 from tests.support.jobs.masters import Driven, Node, all_join, settings
@@ -72,6 +73,17 @@ def test_a_newcomer_ends_no_healthy_job(heard: bool) -> None:
     assert "4 micro-batches on 3 ranks" in c.directive.wait.reason
     job.wait(2 * RETRY_SECONDS)
     assert (job.phase, job.epoch) == (Phase.RUNNING, last), "what failed is not tried again"
+
+
+def test_why_it_waits_depends_on_who_else_comes() -> None:
+    """So its directive is made anew when somebody does."""
+    job, a, b = pair()
+    c = joins(job, [a, b])
+    fail(job, [a, b, c])
+    before = Common(job.state)
+    assert Common(job.state).says_the_same(before)
+    job.node()
+    assert not Common(job.state).says_the_same(before)
 
 
 def test_spares_that_are_ready_first_do_not_hide_what_failed() -> None:
