@@ -241,7 +241,7 @@ class SimMaster:
         since, known = self._sending
         if not waits or mark != known:
             self._sending = since, known = now, mark
-        since = max(since, self.sim.ledger.quiet_since)
+        since = max(since, self.sim.ledger.quiet_since, self.sim.network.healed_at)
         self.sim.ledger.require(
             now - since < SENT_WITHIN, "the next step is sent", f"nothing is since {since:.1f}: {mark}"
         )

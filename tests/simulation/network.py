@@ -73,6 +73,8 @@ class Network:
         self.duplication = 0.0
         self.slow = 0.0
         self.cut: dict[str, str] = {}
+        # When the last of them was cut off no more.
+        self.healed_at = 0.0
         # Ordered: on a crash of the master they fail in the order in which they began.
         self.open: dict[Attempt, None] = {}
         self.streams: dict[Stream, None] = {}
@@ -203,7 +205,8 @@ class Network:
 
     def heal(self, host: str) -> None:
         """What a silent cut held back goes through, unless its end has given up meanwhile."""
-        self.cut.pop(host, None)
+        if self.cut.pop(host, None) is not None:
+            self.healed_at = self.clock.now
         for stream in [s for s in self.streams if s.client.agent.host == host]:
             held, stream.held = stream.held, []
             if not stream.client_open:
