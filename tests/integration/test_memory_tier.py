@@ -694,21 +694,26 @@ def test_who_cannot_be_reached_is_not_waited_for_either(tmp_path: Path, monkeypa
         assert "firewall" in str(reason)
 
 
+def all_gather(holder: Node, others: list[Node], manifest: Manifest, contents: dict[str, bytes]) -> None:
+    """One has written a step alone; all others fetch it, at once."""
+    holder.tier.open_epoch(RUN, 1, 0, [])
+    holder.writes(manifest, 0, contents)
+    holder.holds(STEP, 0)
+    where = {0: [holder.tier.address]}
+    with ThreadPoolExecutor(len(others)) as pool:
+        found = list(pool.map(lambda node: node.gathers(manifest, where), others))
+    assert [type(one) for one in found] == [control_pb2.Checkpoint] * len(others), found
+    for node in others:
+        complete(node, manifest)
+
+
 def test_a_holder_that_many_ask_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It serves so many at a time; the others ask again until it is their turn."""
     monkeypatch.setattr(service, "MOST_CALLS", 1)
     contents = {f"file-{number}": os.urandom(1_000_000) for number in range(4)}
     manifest = manifest_of(STEP, {0: contents})
     with nodes(tmp_path, 5) as (holder, *others):
-        holder.tier.open_epoch(RUN, 1, 0, [])
-        holder.writes(manifest, 0, contents)
-        holder.holds(STEP, 0)
-        where = {0: [holder.tier.address]}
-        with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda node: node.gathers(manifest, where), others))
-        assert [type(one) for one in found] == [control_pb2.Checkpoint] * 4, found
-        for node in others:
-            complete(node, manifest)
+        all_gather(holder, others, manifest, contents)
 
 
 def test_a_large_part_is_passed_on_by_those_who_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -725,15 +730,7 @@ def test_a_large_part_is_passed_on_by_those_who_have_it(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(Turnstile, "fetched", counted)
     with nodes(tmp_path, 9) as (holder, *others):
-        holder.tier.open_epoch(RUN, 1, 0, [])
-        holder.writes(manifest, 0, contents)
-        holder.holds(STEP, 0)
-        where = {0: [holder.tier.address]}
-        with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(lambda node: node.gathers(manifest, where), others))
-        assert [type(one) for one in found] == [control_pb2.Checkpoint] * 8, found
-        for node in others:
-            complete(node, manifest)
+        all_gather(holder, others, manifest, contents)
     assert sum(served.values()) == 8
     assert max(served.values()) < 8, served
 
