@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from dalsegno.protos import control_pb2
 
 from . import checkpoints
-from .holders import has_holder, holders, is_whole
+from .holders import holders, is_there, is_whole, suffices
 from .live import HeldStep, State
 from .membership import in_rank_order
 from .memory import is_candidate
@@ -110,7 +110,7 @@ def can_begin(job: Job, step: HeldStep) -> bool:
 
 def can_go_on(job: Job, step: HeldStep) -> bool:
     """Somebody has each part that is not written yet, and somebody has one to seal it by."""
-    return suffices(step, [has_holder(job, step, part) for part in range(step.record.parts)])
+    return is_there(job, step)
 
 
 def is_stuck(job: Job, step: HeldStep) -> bool:
@@ -118,11 +118,6 @@ def is_stuck(job: Job, step: HeldStep) -> bool:
     if not step.unable:
         return False
     return not suffices(step, [bool(able(step, holders(job, step, part))) for part in range(step.record.parts)])
-
-
-def suffices(step: HeldStep, by_part: list[bool]) -> bool:
-    """Whether the step can be brought to the disk by these: of each part, whether somebody has it."""
-    return any(by_part) and all(here or part in step.written for part, here in enumerate(by_part))
 
 
 def orders(state: State) -> dict[str, WriteOrder]:

@@ -57,8 +57,13 @@ def is_whole(job: Job, step: HeldStep) -> bool:
 
 
 def is_there(job: Job, step: HeldStep) -> bool:
-    """Each part has a living holder, or was written to the disk."""
-    return all(part in step.written or has_holder(job, step, part) for part in range(step.record.parts))
+    """Each part has a living holder, or was written to the disk, and some node can still seal it there."""
+    return suffices(step, [has_holder(job, step, part) for part in range(step.record.parts)])
+
+
+def suffices(step: HeldStep, by_part: list[bool]) -> bool:
+    """Whether the step can be brought to the disk by these: of each part, whether somebody has it."""
+    return any(by_part) and all(here or part in step.written for part, here in enumerate(by_part))
 
 
 def missing(job: Job, step: HeldStep) -> list[int]:

@@ -485,6 +485,32 @@ def test_what_leavers_have_written_is_not_lost_with_them(anew: bool) -> None:
     assert nodes[0].directive.run.resume.source.step == 7
 
 
+def test_what_nobody_can_seal_any_more_is_not_waited_for() -> None:
+    """All parts are on the disk, and the last node that had the step in memory is gone before it has sealed it."""
+    job, nodes = started(2)
+    nodes[0].save(5, any_size=True)
+    nodes[0].step(6)
+    nodes[1].leave()
+    made = in_memory(job, 7)
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank)
+        node.drained(7, digest=made.ref.digest)
+    nodes[1].wrote(made, 1)
+    nodes[1].goodbye()
+    joins(job, nodes[0])
+    nodes[0].durable()
+    assert nodes[0].directive.make_durable.seal
+    nodes[0].hang_up()
+    late = newcomer(job)
+    job.wait(1.5)
+    late.beat()
+    joins(job, late)
+    job.wait(5)
+    joins(job, late)
+    job.wait(2)
+    assert late.directive.run.resume.source.step == 5
+
+
 def test_a_new_master_hears_all_of_a_step_in_one_turn() -> None:
     """Its parts, and that some of them are on the disk."""
     job, nodes = started(2)
