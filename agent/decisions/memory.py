@@ -77,7 +77,7 @@ def held_changed(decision: Decision, event: ev.HeldChanged) -> None:
         held[digest] = event
     known, state.memory.held = state.memory.held.get(digest), held
     before = known.parts if known is not None else ()
-    if before != event.parts and is_on_its_way(state, event):
+    if set(before) < set(event.parts) and is_on_its_way(state, event):
         state.memory.parts_untold = digest
     elif before != event.parts or (event.unsent and known is not None and not known.unsent):
         tell(decision, event)

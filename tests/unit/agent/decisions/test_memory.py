@@ -262,6 +262,12 @@ def test_parts_that_are_gathered_are_told_now_and_then() -> None:
     assert [len(said.parts) for said in agent.calls("ReportHeld")] == [1, 3, 5]
 
 
+def test_a_part_that_is_lost_meanwhile_is_told_at_once() -> None:
+    agent = gathering(0, 1, 2)
+    agent.hear(ev.HeldChanged(STEP, (0, 2)))
+    assert [list(said.parts) for said in agent.calls("ReportHeld")] == [[0], [0, 2]]
+
+
 def test_a_master_that_does_not_answer_is_told_no_more_of_them() -> None:
     agent = gathering(0, 1)
     agent.waits(2)
