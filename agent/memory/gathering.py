@@ -120,6 +120,8 @@ class Gatherer:
         while search.begins_anew():
             began = time.monotonic()
             for address in search:
+                if time.monotonic() > deadline:
+                    break  # Others may be named without an end.
                 if stopped():
                     return f"part {part.group_rank} is not wanted any more"
                 try:

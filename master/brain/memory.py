@@ -16,6 +16,7 @@ from . import checkpoints, replication
 from .holders import Source, copies, is_there, is_whole, missing, sole_keepers, sources
 from .live import HeldStep, State
 from .membership import answers
+from .membership import is_candidate as may_join
 from .state import Checkpoint, Job, Member, Node, Phase
 from .turn import Turn, names
 
@@ -122,7 +123,9 @@ def note_gathering(turn: Turn, node: Node, digest: str) -> None:
     resume = checkpoints.resume_point(job)
     if resume is None or resume.digest != digest or node.name not in asked or answers(turn, node):
         return
-    others = [other for other in job.nodes.values() if not other.leaving]
+    # Spares that see another directory, or cannot take part, are waited for by nobody.
+    late = turn.live.gathering.overdue
+    others = [other for other in job.nodes.values() if may_join(turn, other) and other.name not in late]
     if 2 * sum(answers(turn, other) for other in others) < len(others):
         asked[node.name] = turn.heard
 

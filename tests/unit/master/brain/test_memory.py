@@ -582,6 +582,26 @@ def test_who_is_at_it_is_not_late_until_half_of_all_are_done() -> None:
     assert f"{nodes[2].name} has not joined within 20 s" in job.notices
 
 
+def test_strangers_do_not_count_among_those_who_are_waited_for() -> None:
+    """Spares that see another directory never join, so they keep nobody's gathering in time."""
+    job, nodes = started(3, join_timeout=20.0, max_nodes=20)
+    made = held(job, nodes, 20)
+    strangers = [job.node(host=f"s{number}", probe="other", peer_address=f"10.0.1.{number}:7") for number in range(5)]
+    for node in nodes:
+        if node.order != "gather":
+            node.failed("boom")
+    job.wait(1)
+    for node in nodes[:2]:
+        node.holds(made, 0, 1, 2)
+        joins(job, node, sees=made)
+    for _ in range(30):
+        job.wait(5)
+        for node in (*nodes, *strangers):
+            node.beat()
+        nodes[2].gathers(made.ref.digest)
+    assert job.phase is Phase.RUNNING
+
+
 def test_who_is_let_go_late_hears_from_where_the_others_went_on() -> None:
     """Its own drain may be that: the newest commit does not tell, once the next world has some."""
     job, nodes = started(2)
