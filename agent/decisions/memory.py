@@ -114,9 +114,10 @@ def tell_gathered(decision: Decision) -> None:
 
 
 def tell_gathering(decision: Decision) -> None:
-    """Says now and then that this node still gathers the resume point. It does not for ever: nothing stands still."""
+    """Says now and then that this node still gathers the resume point, and not while it waits to try its Join again."""
     state, join = decision.state, decision.state.place.join
-    if join is None or join.sent or not join.gathers or not state.contact.up or not state.incarnation or state.fenced:
+    at_it = join is not None and join.gathers and not join.sent and join.again_at is None
+    if join is None or not at_it or not state.contact.up or not state.incarnation or state.fenced:
         state.memory.gathering_told_at = decision.now
         return
     at = state.memory.gathering_told_at + GATHERING_EVERY_SECONDS

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from dalsegno.protos import control_pb2
 
 from . import checkpoints
-from .holders import holders, is_there, is_whole, suffices
+from .holders import has_holder, holders, is_whole, suffices
 from .live import HeldStep, State
 from .membership import in_rank_order
 from .memory import is_candidate
@@ -110,7 +110,7 @@ def can_begin(job: Job, step: HeldStep) -> bool:
 
 def can_go_on(job: Job, step: HeldStep) -> bool:
     """Somebody has each part that is not written yet, and somebody has one to seal it by."""
-    return is_there(job, step)
+    return suffices(step, [has_holder(job, step, part) for part in range(step.record.parts)])
 
 
 def is_stuck(job: Job, step: HeldStep) -> bool:
@@ -271,6 +271,7 @@ def cannot(turn: Turn, node: Node, step: HeldStep, failure: str) -> None:
     """
     held = turn.live.held
     step.unable[node.incarnation] = turn.now + ASKED_AGAIN_SECONDS
+    step.failures += 1
     known, held.complaints[node.name] = held.complaints.get(node.name), failure
     if node.incarnation not in step.told:
         step.told[node.incarnation] = None

@@ -6,7 +6,7 @@ a part where the first few will do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -25,6 +25,10 @@ __all__ = (
     "sole_keepers",
     "sources",
 )
+
+
+# A step that is not whole in memory any more is given up when it could not be written or sealed so often.
+MOST_FAILURES = 3
 
 
 class Source(NamedTuple):
@@ -57,8 +61,20 @@ def is_whole(job: Job, step: HeldStep) -> bool:
 
 
 def is_there(job: Job, step: HeldStep) -> bool:
-    """Each part has a living holder, or was written to the disk, and some node can still seal it there."""
-    return suffices(step, [has_holder(job, step, part) for part in range(step.record.parts)])
+    """Each part has a living holder; or what is not on the disk has one that can write it there, and seal it.
+
+    Who could not write is asked again, but not for ever where parts are gone from the memories.
+    """
+    parts = range(step.record.parts)
+    return is_whole(job, step) or suffices(step, [can_write(step, living(job, step, part)) for part in parts])
+
+
+def can_write(step: HeldStep, nodes: Iterable[Node]) -> bool:
+    """Whether one of these can write to the disk, or may when it tries again."""
+    again = step.failures < MOST_FAILURES
+    return any(
+        node.sees_directory and node.peer_address and (again or node.incarnation not in step.unable) for node in nodes
+    )
 
 
 def suffices(step: HeldStep, by_part: list[bool]) -> bool:

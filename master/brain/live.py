@@ -149,6 +149,8 @@ class Gathering:
     # When each node was first asked, and which nodes have not answered in time.
     asked: dict[str, float] = field(default_factory=dict)
     overdue: set[str] = field(default_factory=set)
+    # Since when a node says that it gathers the resume point.
+    gathers: dict[str, float] = field(default_factory=dict)
     # When each name was lost in this round: a node that comes back again and again holds nobody up.
     lost: dict[str, tuple[float, ...]] = field(default_factory=dict)
     # Since when only the quiet time delays the opening.
@@ -248,6 +250,8 @@ class HeldStep:
     written_in: int = 0
     # Nodes that could not write it to the disk, by incarnation, and when they are asked again; of whom people know.
     unable: dict[str, float] = field(default_factory=dict)
+    # How often nodes could not.
+    failures: int = 0
     told: dict[str, None] = field(default_factory=dict)
 
     def hold(self, incarnation: str, parts: Iterable[int]) -> None:

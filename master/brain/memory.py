@@ -42,6 +42,8 @@ __all__ = (
 # A part of the resume point that nobody holds is lost after so long (seconds): a new master hears its holders one by
 # one.
 LOST_AFTER_SECONDS = 3.0
+# A node that says that it gathers is waited for so long at most, and --join-timeout behind that (seconds).
+GATHERED_WITHIN_SECONDS = 600.0
 # Steps of one epoch that are remembered: nodes hold two or three, and not all the same ones.
 MOST_STEPS = 8
 # Seconds in which drains go to the disk for the sake of a node that could not fetch a step (no room, a firewall). Into
@@ -118,10 +120,16 @@ def report(turn: Turn, node: Node, message: control_pb2.HeldRequest) -> tuple[st
 
 
 def note_gathering(turn: Turn, node: Node, digest: str) -> None:
-    """A node that is at it with the resume point is not late, while fewer than half of the others are done."""
+    """A node that is at it with the resume point is not late, while fewer than half of the others are done.
+
+    Not without an end: it may be at it in vain.
+    """
     job, asked = turn.job, turn.live.gathering.asked
     resume = checkpoints.resume_point(job)
     if resume is None or resume.digest != digest or node.name not in asked or answers(turn, node):
+        return
+    since = turn.live.gathering.gathers.setdefault(node.name, turn.heard)
+    if turn.heard - since > GATHERED_WITHIN_SECONDS:
         return
     # Spares that see another directory, or cannot take part, are waited for by nobody.
     late = turn.live.gathering.overdue

@@ -290,6 +290,15 @@ def test_a_gathering_that_takes_long_is_told() -> None:
     assert len([said for said in agent.calls("ReportHeld") if said.gathering]) == 2
 
 
+def test_who_cannot_prepare_its_join_does_not_say_that_it_gathers() -> None:
+    """A store that cannot be opened, for instance."""
+    agent = gathering()
+    for _ in range(60):
+        agent.hear(ev.JoinFailed(3, REF.digest, "no store can be served"))
+        agent.waits(1.5)
+    assert not agent.calls("ReportHeld")
+
+
 def test_a_leaver_writes_what_it_holds_to_the_disk() -> None:
     """All others may leave, too: whoever comes last finds all of it there, and seals it."""
     agent = drained(leaving=True)

@@ -511,6 +511,58 @@ def test_what_nobody_can_seal_any_more_is_not_waited_for() -> None:
     assert late.directive.run.resume.source.step == 5
 
 
+@pytest.mark.parametrize("way", ["blind", "read-only"])
+def test_what_nobody_can_write_any_more_is_not_waited_for(way: str) -> None:
+    """A leaver's part is on the disk, and the node that has the other one in memory alone cannot write there."""
+    job, nodes = started(2)
+    nodes[0].save(5, any_size=True)
+    nodes[0].step(6)
+    nodes[1].leave()
+    made = in_memory(job, 7)
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank)
+        node.drained(7, digest=made.ref.digest)
+    nodes[1].wrote(made, 1)
+    nodes[1].goodbye()
+    if way == "blind":
+        request = nodes[0].joining(None, None, ())
+        request.probe = "another directory"
+        job.call(request)
+        late = newcomer(job)
+    else:
+        late = nodes[0]
+    for _ in range(30):
+        joins(job, late)
+        if way == "read-only" and late.directive.HasField("make_durable"):
+            late.durable("read-only file system")
+        nodes[0].beat()
+        job.wait(3)
+        late.beat()
+        if job.phase is Phase.RUNNING:
+            break
+    assert late.directive.run.resume.source.step == 5
+
+
+def test_who_says_for_ever_that_it_gathers_is_not_waited_for() -> None:
+    job, nodes = started(3, join_timeout=20.0)
+    made = held(job, nodes, 20)
+    nodes[0].failed("boom")
+    job.wait(1)
+    for node in nodes[1:]:
+        if node.order != "gather":
+            node.failed("boom")
+    nodes[0].holds(made, 0, 1, 2)
+    joins(job, nodes[0], sees=made)
+    for _ in range(140):
+        job.wait(5)
+        for node in nodes[1:]:
+            node.beat()
+            node.gathers(made.ref.digest)
+        nodes[0].beat()
+    assert job.phase is Phase.RUNNING
+    assert job.members == [nodes[0].name]
+
+
 def test_a_new_master_hears_all_of_a_step_in_one_turn() -> None:
     """Its parts, and that some of them are on the disk."""
     job, nodes = started(2)
