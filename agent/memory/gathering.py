@@ -117,8 +117,7 @@ class Gatherer:
         """Why a part did not come; empty where it did."""
         search = Search(part.addresses, self.own_address)
         pause, patient, deadline = _FIRST_PAUSE_SECONDS, False, time.monotonic() + _PATIENCE_SECONDS
-        while search.begins_anew():
-            began = time.monotonic()
+        while (began := time.monotonic()) <= deadline and search.begins_anew():
             for address in search:
                 if time.monotonic() > deadline:
                     break  # Others may be named without an end.
@@ -136,8 +135,6 @@ class Gatherer:
                 else:
                     self._on_held(fetched)
                     return ""
-            if time.monotonic() > deadline:
-                break
             if patient and search.waits and time.monotonic() - began < pause:
                 # Too many wait there. Together they would all come at once again.
                 self._stop.wait(pause * random.uniform(0.5, 1.0))

@@ -49,7 +49,7 @@ class Search:
 
     def begins_anew(self) -> bool:
         """Whether there is somebody to ask, again or for the first time."""
-        if self._ours or not self._later:
+        if not self.waits:
             return False
         self._now, self._later = self._later, []
         return True

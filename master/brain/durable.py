@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from dalsegno.protos import control_pb2
 
 from . import checkpoints
-from .holders import has_holder, holders, is_whole, suffices
+from .holders import able, has_holder, holders, is_whole, suffices
 from .live import HeldStep, State
 from .membership import in_rank_order
 from .memory import is_candidate
@@ -152,11 +152,6 @@ def orders_of_parts(job: Job, step: HeldStep) -> dict[str, WriteOrder]:
         if node is not None:
             parts.setdefault(node.incarnation, []).append(part)
     return {incarnation: WriteOrder(record, tuple(own)) for incarnation, own in parts.items()}
-
-
-def able(step: HeldStep, nodes: Iterable[Node]) -> list[Node]:
-    """Those that can write to the disk, as far as is known."""
-    return [node for node in nodes if node.sees_directory and node.peer_address and node.incarnation not in step.unable]
 
 
 def first_of(job: Job, nodes: list[Node]) -> Node | None:

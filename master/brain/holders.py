@@ -15,6 +15,7 @@ from .state import Job, Node
 
 __all__ = (
     "Source",
+    "able",
     "copies",
     "has_holder",
     "holders",
@@ -24,8 +25,8 @@ __all__ = (
     "missing",
     "sole_keepers",
     "sources",
+    "suffices",
 )
-
 
 # A step that is not whole in memory any more is given up when it could not be written or sealed so often.
 MOST_FAILURES = 3
@@ -65,16 +66,15 @@ def is_there(job: Job, step: HeldStep) -> bool:
 
     Who could not write is asked again, but not for ever where parts are gone from the memories.
     """
-    parts = range(step.record.parts)
-    return is_whole(job, step) or suffices(step, [can_write(step, living(job, step, part)) for part in parts])
+    again, parts = step.failures < MOST_FAILURES, range(step.record.parts)
+    able_to = (bool(able(step, living(job, step, part), again=again)) for part in parts)
+    return is_whole(job, step) or suffices(step, list(able_to))
 
 
-def can_write(step: HeldStep, nodes: Iterable[Node]) -> bool:
-    """Whether one of these can write to the disk, or may when it tries again."""
-    again = step.failures < MOST_FAILURES
-    return any(
-        node.sees_directory and node.peer_address and (again or node.incarnation not in step.unable) for node in nodes
-    )
+def able(step: HeldStep, nodes: Iterable[Node], *, again: bool = False) -> list[Node]:
+    """Those that can write to the disk, as far as is known. `again`: also who could not just now."""
+    there = (node for node in nodes if node.sees_directory and node.peer_address)
+    return [node for node in there if again or node.incarnation not in step.unable]
 
 
 def suffices(step: HeldStep, by_part: list[bool]) -> bool:
