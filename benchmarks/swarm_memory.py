@@ -10,10 +10,28 @@ from collections.abc import Iterable
 
 from dalsegno.protos import control_pb2 as pb
 
-__all__ = ("NodeMemory",)
+__all__ = ("NodeMemory", "checkpoint_of")
 
 # So many steps an epoch may have; the last of them is its drain's.
 STEPS = 1_000_000
+
+
+def checkpoint_of(
+    ref: pb.CheckpointRef, run_id: str, step: int, epoch: int, nodes: int, settings: pb.Settings
+) -> pb.Checkpoint:
+    """One that a world of so many nodes has saved, each of one rank."""
+    return pb.Checkpoint(
+        ref=ref,
+        run_id=run_id,
+        step=step,
+        epoch=epoch,
+        form=pb.FORM_SHARDED,
+        shape=pb.Shape(world_size=nodes, strategy="ddp", any_world_size=True),
+        position=pb.Position(samples=step * 256),
+        bytes=1 << 30,
+        min_nodes=settings.min_nodes,
+        max_nodes=settings.max_nodes,
+    )
 
 
 class NodeMemory:
@@ -25,20 +43,15 @@ class NodeMemory:
 
     def __init__(self, number: int) -> None:
         self.address = f"127.0.0.1:{10_000 + number % 50_000}"
-        self.run_id = ""
+        self._run_id = ""
         self._epoch = self._group_rank = self._nodes = 0
-        self._min, self._max = 1, 1
+        self._settings = pb.Settings()
         self._steps: dict[str, tuple[pb.Checkpoint, set[int]]] = {}
 
     def opened(self, world: pb.World, nodes: int, settings: pb.Settings) -> None:
         """A world has opened, with a place for this node."""
-        self.run_id, self._epoch, self._group_rank, self._nodes = (
-            world.run_id,
-            world.epoch,
-            world.place.group_rank,
-            nodes,
-        )
-        self._min, self._max = settings.min_nodes, settings.max_nodes
+        self._run_id, self._epoch, self._group_rank = world.run_id, world.epoch, world.place.group_rank
+        self._nodes, self._settings = nodes, settings
 
     def save(self, count: int) -> tuple[pb.Checkpoint, list[pb.HeldRequest]]:
         """The nth save of this epoch: the checkpoint, and what is said of it: of the own part, then of a buddy's, too.
@@ -46,20 +59,11 @@ class NodeMemory:
         A negative number counts from the epoch's last step.
         """
         step = self._epoch * STEPS + count % STEPS
-        digest = hashlib.sha256(f"{self.run_id} {step}".encode()).hexdigest()
-        checkpoint = pb.Checkpoint(
-            ref=pb.CheckpointRef(name=f"step-{step}.e{self._epoch}.1", digest=digest),
-            run_id=self.run_id,
-            step=step,
-            epoch=self._epoch,
-            form=pb.FORM_SHARDED,
-            shape=pb.Shape(world_size=self._nodes, strategy="ddp", any_world_size=True),
-            position=pb.Position(samples=step * 256),
-            bytes=1 << 30,
-            min_nodes=self._min,
-            max_nodes=self._max,
-            in_memory=True,
+        ref = pb.CheckpointRef(
+            name=f"step-{step}.e{self._epoch}.1", digest=hashlib.sha256(f"{self._run_id} {step}".encode()).hexdigest()
         )
+        checkpoint = checkpoint_of(ref, self._run_id, step, self._epoch, self._nodes, self._settings)
+        checkpoint.in_memory = True
         return checkpoint, self._bring(checkpoint, (self._group_rank, (self._group_rank - 1) % self._nodes))
 
     def gather(self, checkpoint: pb.Checkpoint, told: Iterable[pb.HeldPart]) -> list[pb.HeldRequest]:

@@ -23,7 +23,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from benchmarks.swarm_memory import NodeMemory
+from benchmarks.swarm_memory import NodeMemory, checkpoint_of
 from dalsegno.agent.control.connection import RETRIED, channel_options
 from dalsegno.agent.control.master_client import CALL_TIMEOUT_SECONDS
 from dalsegno.agent.control.pace import ReportPace
@@ -379,20 +379,10 @@ class Node:
     async def commit(self, step: int) -> bool:
         """Records a checkpoint; returns whether the master took it, which it does if it is newer than all before."""
         self.step = step
-        checkpoint = pb.Checkpoint(
-            # No two nodes use the same name.
-            ref=pb.CheckpointRef(name=f"step-{self.step}.e{self.epoch}.{self.number}", digest=secrets.token_hex(32)),
-            run_id=self.run_id,
-            step=self.step,
-            epoch=self.epoch,
-            form=pb.FORM_SHARDED,
-            shape=pb.Shape(world_size=self.nodes, strategy="ddp", any_world_size=True),
-            position=pb.Position(samples=self.step * 256),
-            bytes=1 << 30,
-            min_nodes=self.observer.settings.min_nodes,
-            max_nodes=self.observer.settings.max_nodes,
-            generation=self.generation,
-        )
+        # No two nodes use the same name.
+        ref = pb.CheckpointRef(name=f"step-{self.step}.e{self.epoch}.{self.number}", digest=secrets.token_hex(32))
+        checkpoint = checkpoint_of(ref, self.run_id, self.step, self.epoch, self.nodes, self.observer.settings)
+        checkpoint.generation = self.generation
         request = pb.CommitRequest(caller=self._next_caller(), checkpoint=checkpoint)
         return await self.call("CommitCheckpoint", request.SerializeToString(), CALL_TIMEOUT_SECONDS) is not None
 

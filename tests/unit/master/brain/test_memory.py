@@ -56,6 +56,27 @@ def held(job: Driven, nodes: list[Node], step: int, **shape: Any) -> pb.Checkpoi
     return made
 
 
+def drained_alone(job: Driven, nodes: list[Node]) -> pb.Checkpoint:
+    """All ranks have drained behind step 7, each node's part on that node alone."""
+    made = in_memory(job, 7)
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank)
+        node.drained(7, digest=made.ref.digest)
+    return made
+
+
+def half_written() -> tuple[Driven, list[Node]]:
+    """Of two nodes one has left and written its part of step 7 to the disk, where a commit of step 5 is."""
+    job, nodes = started(2)
+    nodes[0].save(5, any_size=True)
+    nodes[0].step(6)
+    nodes[1].leave()
+    made = drained_alone(job, nodes)
+    nodes[1].wrote(made, 1)
+    nodes[1].goodbye()
+    return job, nodes
+
+
 def parts(node: Node) -> dict[int, list[str]]:
     """Where a node is told that the parts of the resume point are."""
     directive = node.directive
@@ -435,10 +456,7 @@ def test_a_leaver_stays_until_another_node_has_its_part() -> None:
     nodes[0].step(6)
     nodes[1].leave()
     assert nodes[1].directive.drain.to_memory
-    made = in_memory(job, 7)
-    for rank, node in enumerate(nodes):
-        node.holds(made, rank)
-        node.drained(7, digest=made.ref.digest)
+    made = drained_alone(job, nodes)
     assert nodes[1].order == "wait"
     assert "stays until another node has what it alone holds" in nodes[1].directive.wait.reason
     assert parts(nodes[0]) == {0: ["10.0.0.0:7"], 1: ["10.0.0.1:7"]}
@@ -460,10 +478,7 @@ def test_what_leavers_have_written_is_not_lost_with_them(anew: bool) -> None:
     nodes[0].step(6)
     for node in nodes[1:]:
         node.leave()
-    made = in_memory(job, 7)
-    for rank, node in enumerate(nodes):
-        node.holds(made, rank)
-        node.drained(7, digest=made.ref.digest)
+    made = drained_alone(job, nodes)
     if anew:
         job.restart()
         for rank, node in enumerate(nodes):
@@ -487,16 +502,7 @@ def test_what_leavers_have_written_is_not_lost_with_them(anew: bool) -> None:
 
 def test_what_nobody_can_seal_any_more_is_not_waited_for() -> None:
     """All parts are on the disk, and the last node that had the step in memory is gone before it has sealed it."""
-    job, nodes = started(2)
-    nodes[0].save(5, any_size=True)
-    nodes[0].step(6)
-    nodes[1].leave()
-    made = in_memory(job, 7)
-    for rank, node in enumerate(nodes):
-        node.holds(made, rank)
-        node.drained(7, digest=made.ref.digest)
-    nodes[1].wrote(made, 1)
-    nodes[1].goodbye()
+    job, nodes = half_written()
     joins(job, nodes[0])
     nodes[0].durable()
     assert nodes[0].directive.make_durable.seal
@@ -514,16 +520,7 @@ def test_what_nobody_can_seal_any_more_is_not_waited_for() -> None:
 @pytest.mark.parametrize("way", ["blind", "read-only"])
 def test_what_nobody_can_write_any_more_is_not_waited_for(way: str) -> None:
     """A leaver's part is on the disk, and the node that has the other one in memory alone cannot write there."""
-    job, nodes = started(2)
-    nodes[0].save(5, any_size=True)
-    nodes[0].step(6)
-    nodes[1].leave()
-    made = in_memory(job, 7)
-    for rank, node in enumerate(nodes):
-        node.holds(made, rank)
-        node.drained(7, digest=made.ref.digest)
-    nodes[1].wrote(made, 1)
-    nodes[1].goodbye()
+    job, nodes = half_written()
     if way == "blind":
         request = nodes[0].joining(None, None, ())
         request.probe = "another directory"
@@ -568,10 +565,7 @@ def test_a_new_master_hears_all_of_a_step_in_one_turn() -> None:
     job, nodes = started(2)
     nodes[0].step(6)
     nodes[1].leave()
-    made = in_memory(job, 7)
-    for rank, node in enumerate(nodes):
-        node.holds(made, rank)
-        node.drained(7, digest=made.ref.digest)
+    made = drained_alone(job, nodes)
     job.restart()
     held_there = pb.HeldRequest(caller=nodes[1].caller(), checkpoint=made, parts=(1,))
     written = pb.DurableRequest(caller=nodes[1].caller(), ref=made.ref, parts=(1,))
