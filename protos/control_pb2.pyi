@@ -937,7 +937,9 @@ class MakeDurable(google.protobuf.message.Message):
 
     @property
     def write(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Only these parts, which are held here: others write the rest, and one node seals. Empty: all of it."""
+        """Only these parts, which are held here: others write the rest, and one node seals. Empty: all of it. Parts that nobody
+        holds are named to a node that has others: it looks whether they are on the disk.
+        """
 
     def __init__(
         self,
@@ -1913,8 +1915,11 @@ class DurableRequest(google.protobuf.message.Message):
     REF_FIELD_NUMBER: builtins.int
     FAILURE_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
+    ABSENT_FIELD_NUMBER: builtins.int
     failure: builtins.str
     """Why it could not be written; empty where it was."""
+    absent: builtins.bool
+    """The failure: it was looked for these parts on the disk, and nothing of them is there."""
     @property
     def caller(self) -> global___Caller: ...
     @property
@@ -1930,9 +1935,10 @@ class DurableRequest(google.protobuf.message.Message):
         ref: global___CheckpointRef | None = ...,
         failure: builtins.str = ...,
         parts: collections.abc.Iterable[builtins.int] | None = ...,
+        absent: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller", "ref", b"ref"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "failure", b"failure", "parts", b"parts", "ref", b"ref"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["absent", b"absent", "caller", b"caller", "failure", b"failure", "parts", b"parts", "ref", b"ref"]) -> None: ...
 
 global___DurableRequest = DurableRequest
 

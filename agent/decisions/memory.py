@@ -292,7 +292,9 @@ def made_durable(decision: Decision, event: ev.MadeDurable) -> None:
     if own:
         memory.wrote = None if event.failure else memory.writing
         memory.writing = None
-    decision.call("ReportDurable", said_of(decision, event.ref, event.write, event.failure))
+    said = said_of(decision, event.ref, event.write, event.failure)
+    said.absent = event.absent
+    decision.call("ReportDurable", said)
 
 
 def said_of(

@@ -61,13 +61,15 @@ class Doubted:
 class MadeDurable:
     """What `MakeDurable` names is in the run's directory; `failure`: why it is not. `write`: only these parts.
 
-    `written`: parts that are there all the same, although it is not sealed.
+    `written`: parts that are there all the same, although it is not sealed. `absent`: the failure is that nothing of
+    what was to be looked for is there.
     """
 
     ref: control_pb2.CheckpointRef
     failure: str = ""
     write: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
+    absent: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ class MakeDurable:
 
     ref: control_pb2.CheckpointRef
     parts: tuple[control_pb2.HeldPart, ...] = ()
-    # Only these parts, which are here, and without a seal; or only the seal, as all parts are written.
+    # Only these parts, and without a seal; those that are not here are looked for on the disk. Or only the seal, as all
+    # parts are written.
     write: tuple[int, ...] = ()
     seal: bool = False
 

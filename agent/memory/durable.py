@@ -38,7 +38,7 @@ from dalsegno.elastic.checkpoint.summing import SummingWriter
 
 from .pieces import open_sealed
 
-__all__ = ["PartlyWritten", "make_durable", "seal_written"]
+__all__ = ["NothingThere", "PartlyWritten", "look_for", "make_durable", "seal_written"]
 
 # What is made durable at once, at most: a kill in the middle costs so much again, and a disk is silent until then.
 _BATCH_BYTES, _BATCH_FILES = 256 << 20, 2048
@@ -60,6 +60,10 @@ class PartlyWritten(str):
     """
 
     parts: tuple[int, ...] = ()
+
+
+class NothingThere(str):
+    """Why what was looked for was not found: it is not on the disk."""
 
 
 class _Stopped(Exception):
@@ -142,6 +146,38 @@ def seal_written(manifest: Manifest, run_dir: Path, stopped: Callable[[], str]) 
         # No event tells when another machine's files come into sight over NFS.
         threading.Event().wait(pause)
     return problem
+
+
+def look_for(manifest: Manifest, here: Collection[str], run_dir: Path, stopped: Callable[[], str]) -> str:
+    """Whether nodes that are gone have written anything of what is not here: ""; `NothingThere`; or why nobody knows.
+
+    A file has its name when it is whole. What is there of the rest shows itself as it is sealed.
+
+    Args:
+        manifest, here, run_dir, stopped: See `make_durable`.
+    """
+    target = run_dir / manifest.name
+    try:
+        if _is_sealed(target, manifest):
+            return ""
+        if problem := _obstacle(target):
+            return problem
+        for entry in manifest.files:
+            if why := stopped():
+                return why
+            if entry.path not in here and _size(target / entry.path) == entry.size:
+                return ""
+    except (CheckpointDamaged, OSError) as error:
+        return f"{manifest.name} cannot be looked for on the disk: {error}"
+    return NothingThere(f"what this node does not have of {manifest.name} is not on the disk")
+
+
+def _size(path: Path) -> int | None:
+    """Of a regular file; None: there is none."""
+    try:
+        return size_of_regular(path)
+    except (FileNotFoundError, NotADirectoryError, NotRegular):
+        return None
 
 
 def _is_sealed(target: Path, manifest: Manifest) -> bool:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from dalsegno.elastic.checkpoint import CheckpointDamaged
+from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest
 from dalsegno.protos import control_pb2
 from dalsegno.protos.shortage import shortage
 
 from .buddies import Buddies, Buddy
 from .calls import Peers, SendPace
-from .durable import PartlyWritten, make_durable, seal_written
+from .durable import PartlyWritten, look_for, make_durable, seal_written
 from .fence import Fence, OpenEpoch
 from .gathering import Gatherer
 from .holdings import HeldParts, Holdings, StepPart
@@ -139,7 +139,7 @@ class MemoryTier:
         self._gatherer = Gatherer(self._server.address, self._peers, self._holdings, self._fence, self._changed)
         self._quick = Line("memory")
         self._slow = Line("memory-sum")
-        self._writer = Writer(self._disk_stall_seconds)
+        self._writer, self._looker = Writer(self._disk_stall_seconds), Writer(self._disk_stall_seconds)
 
     def listen(self, host: str) -> None:
         """Other agents reach this one at another address from now on, and no longer at the present one."""
@@ -255,11 +255,15 @@ class MemoryTier:
     ) -> None:
         """Copies these parts of a checkpoint, which are here, to the run's directory on the disk, at low priority.
 
-        Without parts: seals it there, as others say that they have written all of it. `then` is called once: with "",
-        or with the reason why not.
+        Without parts: seals it there, as others say that they have written all of it. If none of these parts is here,
+        looks whether others have written them. `then` is called once: with "", or with the reason why not; with
+        `NothingThere` where they are not on the disk.
         """
         if self.problem:
             then(self.problem)
+        elif parts and not any(self._holdings.has(run_id, ref.name, ref.digest, part) for part in parts):
+            # A world waits for that, and what is being written may take long.
+            self._looker.put(ref.digest, lambda stopped: self._look(run_id, ref, run_dir, stopped), then)
         else:
             self._put_writing(run_id, ref, run_dir, parts, then)
 
@@ -289,13 +293,12 @@ class MemoryTier:
         with self._holdings.at_work(run_id, ref.name):
             manifest = self._holdings.manifest(run_id, ref.name)
             if manifest is None or manifest.digest != ref.digest:
-                return f"nothing of {ref.name} is in this node's memory"
+                return _nothing_of(ref)
             source = self._place.run(run_id) / ref.name
             try:
                 if parts is None:
                     held_parts = self._holdings.held(run_id, ref.name)
-                    here = {entry.path for entry in manifest.files} - set(self._holdings.missing(run_id, ref.name))
-                    failure = make_durable(source, manifest, here, run_dir, stopped)
+                    failure = make_durable(source, manifest, self._files_here(run_id, manifest), run_dir, stopped)
                     if isinstance(failure, PartlyWritten) and held_parts is not None:
                         failure.parts = held_parts.parts
                     return failure
@@ -315,6 +318,16 @@ class MemoryTier:
             except Exception as error:
                 logger.exception("%s was not made durable", ref.name)
                 return f"{ref.name} cannot be written to the disk: {error}"
+
+    def _look(self, run_id: str, ref: control_pb2.CheckpointRef, run_dir: Path, stopped: Callable[[], str]) -> str:
+        manifest = self._holdings.manifest(run_id, ref.name)
+        if manifest is None or manifest.digest != ref.digest:
+            return _nothing_of(ref)
+        return look_for(manifest, self._files_here(run_id, manifest), run_dir, stopped)
+
+    def _files_here(self, run_id: str, manifest: Manifest) -> set[str]:
+        """Paths of the files of a step that are on this node."""
+        return {entry.path for entry in manifest.files} - set(self._holdings.missing(run_id, manifest.name))
 
     def doubt(self, run_id: str, ref: control_pb2.CheckpointRef, then: Callable[[str], None]) -> None:
         """Sums all parts of a checkpoint that are here, and drops those that are not what was sealed.
@@ -366,12 +379,13 @@ class MemoryTier:
             return
         self.problem = "no memory checkpoints: the agent ends"
         self._ending.set()
-        self._writer.end()
+        for writer in (self._writer, self._looker):
+            writer.end()
         self._buddies.close()
         self._watch.close()
         self._gatherer.close(_CLOSE_WITHIN_SECONDS)
         self._server.close()
-        for line in (self._writer, self._quick, self._slow):
+        for line in (self._writer, self._looker, self._quick, self._slow):
             line.close(_CLOSE_WITHIN_SECONDS)
         self._place.close()
 
@@ -423,3 +437,7 @@ class MemoryTier:
             return  # It was deleted meanwhile, as nobody needed it: that is no damage.
         self._say(f"{part} was damaged in this node's memory, and is not used: {damaged}", True)
         self._changed(self._holdings.drop_part(part))
+
+
+def _nothing_of(ref: control_pb2.CheckpointRef) -> str:
+    return f"nothing of {ref.name} is in this node's memory"

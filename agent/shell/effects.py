@@ -27,7 +27,7 @@ from ..control.link_cause import LinkCause
 from ..control.master_checks import problem_of, problem_of_reply
 from ..control.master_client import ClientCallbacks, MasterClient, OutboxFull
 from ..decisions import events as ev
-from ..memory.durable import PartlyWritten
+from ..memory.durable import NothingThere, PartlyWritten
 from ..memory.place import NoMemoryError, remove_leftovers, root_of_user
 from ..memory.tier import HeldParts, MemoryTier
 from ..processes.lifeline import Lifeline
@@ -410,7 +410,8 @@ class Effects:
 
         def done(failure: str) -> None:
             written = failure.parts if isinstance(failure, PartlyWritten) else ()
-            self._mailbox.put(ev.MadeDurable(ref, failure, action.write, written))
+            absent = isinstance(failure, NothingThere)
+            self._mailbox.put(ev.MadeDurable(ref, failure, action.write, written, absent))
 
         if memory is None:
             done("this node has no memory checkpoints")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from dalsegno.protos import control_pb2
 
 from . import checkpoints
-from .holders import able, has_holder, holders, is_whole, suffices
+from .holders import able, has_holder, holders, is_whole, suffices, unaccounted, who_looks
 from .live import HeldStep, State
 from .membership import in_rank_order
 from .memory import is_candidate
@@ -35,7 +35,7 @@ class WriteOrder:
     """What one node does to bring a memory checkpoint to the disk.
 
     Attributes:
-        write: Only these parts; empty: all of it.
+        write: Only these parts; empty: all of it. A node that has none of them looks for them on the disk.
         seal: Every part is written, only the seal is missing.
     """
 
@@ -121,7 +121,21 @@ def is_stuck(job: Job, step: HeldStep) -> bool:
 
 
 def orders(state: State) -> dict[str, WriteOrder]:
-    """What each node writes, by incarnation."""
+    """What each node writes or looks for, by incarnation."""
+    return orders_to_write(state) | orders_to_look(state)
+
+
+def orders_to_look(state: State) -> dict[str, WriteOrder]:
+    """Of parts that nobody holds: they may be on the disk, written by nodes that are gone."""
+    found: dict[str, WriteOrder] = {}
+    for step in state.live.held.steps.values():
+        node = first_of(state.job, able(step, who_looks(state.job, step))) if step.sought else None
+        if node is not None:
+            found[node.incarnation] = WriteOrder(step.record, tuple(unaccounted(state.job, step)))
+    return found
+
+
+def orders_to_write(state: State) -> dict[str, WriteOrder]:
     whole = writer(state)
     if whole is not None:
         record, node = whole
@@ -206,6 +220,8 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
             note_written(turn, step, message)  # Nobody has asked for it: they leave, or could not hear the master.
     elif not record.parts or record.retired:
         pass  # It is there already.
+    elif message.absent:
+        turn.live.held.step(record).absent.update(message.parts)
     elif message.failure:
         step = turn.live.held.step(record)
         sealing = not message.parts and len(step.written) == record.parts
@@ -248,6 +264,7 @@ def note_written(turn: Turn, step: HeldStep, message: control_pb2.DurableRequest
     """These parts are on the disk."""
     forget_written(turn, step)
     step.written.update(part for part in message.parts if part < step.record.parts)
+    step.absent -= step.written
 
 
 def may_seal(turn: Turn, node: Node, step: HeldStep) -> bool:

@@ -26,6 +26,8 @@ __all__ = (
     "sole_keepers",
     "sources",
     "suffices",
+    "unaccounted",
+    "who_looks",
 )
 
 # A step that is not whole in memory any more is given up when it could not be written or sealed so often.
@@ -62,13 +64,36 @@ def is_whole(job: Job, step: HeldStep) -> bool:
 
 
 def is_there(job: Job, step: HeldStep) -> bool:
-    """Each part has a living holder; or what is not on the disk has one that can write it there, and seal it.
+    """Each part has a living holder; or what is not on the disk has one that can write it there, and seal it."""
+    parts = range(step.record.parts)
+    return is_whole(job, step) or suffices(step, [can_be_written(job, step, part) for part in parts])
 
-    Who could not write is asked again, but not for ever where parts are gone from the memories.
+
+def can_be_written(job: Job, step: HeldStep, part: int) -> bool:
+    """Somebody has it who can.
+
+    Who could not is asked again, but not for ever where parts are gone from the memories.
     """
-    again, parts = step.failures < MOST_FAILURES, range(step.record.parts)
-    able_to = (bool(able(step, living(job, step, part), again=again)) for part in parts)
-    return is_whole(job, step) or suffices(step, list(able_to))
+    return bool(able(step, living(job, step, part), again=step.failures < MOST_FAILURES))
+
+
+def unaccounted(job: Job, step: HeldStep) -> list[int]:
+    """The parts that nobody has who can write them, and of which nobody has said that they are on the disk."""
+    parts = (part for part in range(step.record.parts) if part not in step.written)
+    return [part for part in parts if not can_be_written(job, step, part)]
+
+
+def who_looks(job: Job, step: HeldStep) -> list[Node]:
+    """Who can look whether the unaccounted parts are on the disk; nobody where that is known already.
+
+    That takes a part of it: what lies there is known by its manifest.
+    """
+    lost = unaccounted(job, step)
+    if not lost or not step.absent.isdisjoint(lost):
+        return []
+    there = {node.incarnation: node for part in step.holders for node in living(job, step, part)}
+    found = able(step, there.values(), again=step.failures < MOST_FAILURES)
+    return [node for node in found if step.by_node[node.incarnation].isdisjoint(lost)]
 
 
 def able(step: HeldStep, nodes: Iterable[Node], *, again: bool = False) -> list[Node]:

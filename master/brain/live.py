@@ -252,6 +252,9 @@ class HeldStep:
     unable: dict[str, float] = field(default_factory=dict)
     # How often nodes could not.
     failures: int = 0
+    # Parts that nobody holds are looked for on the disk; those that are not there.
+    sought: bool = False
+    absent: set[int] = field(default_factory=set)
     told: dict[str, None] = field(default_factory=dict)
 
     def hold(self, incarnation: str, parts: Iterable[int]) -> None:

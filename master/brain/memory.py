@@ -13,7 +13,7 @@ from dataclasses import replace
 from dalsegno.protos import control_pb2
 
 from . import checkpoints, replication
-from .holders import Source, copies, is_there, is_whole, missing, sole_keepers, sources
+from .holders import Source, copies, is_there, is_whole, missing, sole_keepers, sources, who_looks
 from .live import HeldStep, State
 from .membership import answers
 from .membership import is_candidate as may_join
@@ -293,15 +293,22 @@ def adopt(turn: Turn) -> bool:
 
 
 def is_gone(turn: Turn, record: Checkpoint) -> bool:
-    """Whether a part of a step has had no holder for a while, as all nodes have said, and is not on the disk."""
+    """Whether a part of a step has had no holder for a while, as all nodes have said, and is not on the disk.
+
+    A node looks there first: who wrote it may be gone, and what it said of that forgotten.
+    """
     step = turn.live.held.step(record)
     if is_there(turn.job, step):
-        step.missing_since = None
+        step.missing_since, step.sought = None, False
+        step.absent.clear()
         return False
     if step.missing_since is None:
         step.missing_since = turn.heard
     unheard = any(not turn.presence(node).spoke and turn.is_fresh(node) for node in turn.job.nodes.values())
-    return not unheard and turn.overdue(step.missing_since + LOST_AFTER_SECONDS)
+    if unheard or not turn.overdue(step.missing_since + LOST_AFTER_SECONDS):
+        return False
+    step.sought = bool(who_looks(turn.job, step))
+    return not step.sought
 
 
 def lost(turn: Turn, resume: Checkpoint | None) -> bool:

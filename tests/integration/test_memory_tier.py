@@ -24,7 +24,7 @@ import pytest
 from dalsegno.agent.memory import buddies, durable, search, service, turnstile, wire
 from dalsegno.agent.memory.calls import PeerError, SendPace
 from dalsegno.agent.memory.connection import PIECE_BYTES, BrokenOff, Connection
-from dalsegno.agent.memory.durable import PartlyWritten
+from dalsegno.agent.memory.durable import NothingThere, PartlyWritten
 from dalsegno.agent.memory.holdings import Holdings, StepPart
 from dalsegno.agent.memory.pieces import header_of, read_manifest, read_part
 from dalsegno.agent.memory.service import PeerServer
@@ -1076,6 +1076,35 @@ def test_a_complete_step_becomes_durable(tmp_path: Path) -> None:
         assert "link" in two[0].makes_durable(fourth, run_dir) or "belongs to" in two[0].makes_durable(fourth, run_dir)
         verify(run_dir / STEP, read_sealed(run_dir / STEP, manifest.digest))
         assert other.digest != manifest.digest
+
+
+def test_what_nobody_has_is_looked_for_on_the_disk(tmp_path: Path) -> None:
+    """Also while something else is being written, and by who has another part of it."""
+    run_dir = tmp_path / RUN
+    with nodes(tmp_path, 2) as two:
+        files = {rank: SMALL[rank] for rank in range(2)}
+        third = manifest_of("step-30.e1.1", files)
+        for rank, node in enumerate(two):
+            node.tier.open_epoch(RUN, 1, rank, [])
+            node.writes(third, rank, SMALL[rank])
+            node.holds(third.name, rank)
+        for _ in range(2):
+            absent = two[0].makes_durable(third, run_dir, (1,))
+            assert isinstance(absent, NothingThere)
+            assert two[0].makes_durable(third, run_dir, (0,)) == "", "what is here itself is not meant"
+        (run_dir / third.name / "elsewhere").symlink_to(tmp_path)
+        assert two[1].makes_durable(third, run_dir, (1,)) == ""
+        assert two[0].makes_durable(third, run_dir, (1,)) == ""
+        assert two[0].makes_durable(third, run_dir, ()) == ""
+        assert two[0].makes_durable(third, run_dir, (1,)) == "", "sealed"
+        assert "nothing of" in two[0].makes_durable(manifest_of("step-50.e1.1", files), run_dir, (1,))
+        fourth = manifest_of("step-40.e1.1", files)
+        two[0].writes(fourth, 0, SMALL[0])
+        two[0].holds(fourth.name, 0)
+        (run_dir / fourth.name).symlink_to(tmp_path)
+        why = two[0].makes_durable(fourth, run_dir, (1,))
+        assert "is a link" in why
+        assert not isinstance(why, NothingThere), "nobody knows what is there"
 
 
 def test_each_node_writes_its_part_and_one_seals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

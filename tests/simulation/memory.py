@@ -30,6 +30,8 @@ SLOW = 0.3
 SLOW_TRANSFER = (0.3, 3.0)
 # How long the disk takes for a step that was in memory, seconds.
 WRITE = (0.1, 2.0)
+# How long a node looks at what it has of a step, or at what of that is on the disk, seconds.
+LOOK = (0.05, 1.0)
 # The newest steps of the open epoch that a node keeps.
 KEPT = 2
 
@@ -140,6 +142,10 @@ class Memory:
     def make_durable(self, action: ev.MakeDurable) -> None:
         if self.unwanted == action.ref.digest:
             self.unwanted = ""
+        step = self.steps.get(action.ref.digest)
+        if action.write and step is not None and step.parts.isdisjoint(action.write):
+            self._after(LOOK, self._look_for, action)
+            return
         if action.write or action.seal:
             self._after(WRITE, self._write_parts, action)
             return
@@ -247,6 +253,18 @@ class Memory:
             self._agent.deliver(ev.MadeDurable(ref, "", action.write))
         else:
             self._seal(step, ref)
+
+    def _look_for(self, action: ev.MakeDurable) -> None:
+        """Whether others have written what is not here."""
+        step, ref = self.steps.get(action.ref.digest), action.ref
+        problem = self._cannot_write(step, ref)
+        there = (
+            ref.name in self._sim.disk.sealed
+            or step is None
+            or self._sim.disk.spilled.get(ref.name, set()) - step.parts
+        )
+        absent = not problem and not there
+        self._agent.deliver(ev.MadeDurable(ref, "it is not there" if absent else problem, action.write, absent=absent))
 
     def _cannot_write(self, step: Step | None, ref: control_pb2.CheckpointRef) -> str:
         if step is None:

@@ -7,17 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dalsegno.agent.decisions import events as ev
-from dalsegno.agent.memory.durable import PartlyWritten
+from dalsegno.agent.memory.durable import NothingThere, PartlyWritten
 from dalsegno.agent.memory.tier import HeldParts
 from dalsegno.protos import control_pb2
 
+from .memory import LOOK
 from .threads import Hands
 
 if TYPE_CHECKING:
     from .real_agent import RealAgent
-
-# How long a node looks at its copy of a step that could not be loaded, seconds.
-LOOK = (0.05, 1.0)
 
 
 class Tier:
@@ -97,8 +95,9 @@ class Tier:
         """The oldest order to write this step is carried out, or cannot be."""
         waiting = self._writing.get((event.ref.digest, event.write))
         if waiting:
-            failure = PartlyWritten(event.failure) if event.written else event.failure
-            if isinstance(failure, PartlyWritten):
+            failure = NothingThere(event.failure) if event.absent else event.failure
+            if event.written:
+                failure = PartlyWritten(event.failure)
                 failure.parts = event.written
             self._hands.give(waiting.pop(0), failure)
 

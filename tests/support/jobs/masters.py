@@ -168,11 +168,12 @@ class Node:
         """Says that it has written parts of a memory checkpoint to the disk, which nobody has asked for."""
         return self.job.call(control_pb2.DurableRequest(caller=self.caller(), ref=checkpoint.ref, parts=parts))
 
-    def durable(self, failure: str = "") -> Reply:
-        """Does what `make_durable` asks for, or says why not."""
-        wanted = self.directive.make_durable
+    def durable(self, failure: str = "", absent: bool = False) -> Reply:
+        """Does what `make_durable` asks for, or says why not. `absent`: nothing is there of what it was to look for."""
+        wanted, caller = self.directive.make_durable, self.caller()
         assert wanted.ref.digest
-        request = control_pb2.DurableRequest(caller=self.caller(), ref=wanted.ref, failure=failure, parts=wanted.write)
+        request = control_pb2.DurableRequest(caller=caller, ref=wanted.ref, parts=wanted.write, absent=absent)
+        request.failure = failure or ("it is not on the disk" if absent else "")
         return self.job.call(request)
 
     def sights(self) -> Reply:

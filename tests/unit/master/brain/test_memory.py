@@ -8,6 +8,7 @@ import pytest
 
 from dalsegno.agent.commands.status import status_lines
 from dalsegno.master.brain import brain, views
+from dalsegno.master.brain.durable import ASKED_AGAIN_SECONDS
 from dalsegno.master.brain.events import Called
 from dalsegno.master.brain.state import Phase
 from dalsegno.master.brain.views import Common
@@ -192,6 +193,7 @@ def test_a_part_that_is_lost_while_nodes_gather_takes_the_run_back_to_the_disk()
     nodes[2].hang_up()  # It had parts 1 and 2, and the last node has not fetched them yet.
     job.wait(8)
     joins(job, nodes[0])
+    nodes[0].durable(absent=True)
     job.wait(2)
     assert nodes[0].directive.run.resume.source.ref.name == durable.ref.name
     assert f"{made.ref.name} was in memory only, and the nodes that held a part of it are gone" in job.notices
@@ -214,6 +216,9 @@ def test_an_older_step_in_memory_is_named_where_the_run_goes_back_to_it() -> Non
     for _ in range(2):
         joins(job, nodes[0], nodes[2])
         job.wait(4)
+        for node in (nodes[0], nodes[2]):
+            if node.directive.HasField("make_durable"):
+                node.durable(absent=True)
     assert f"{newer.ref.name} was in memory only, and the nodes that held a part of it are gone" in job.notices
     assert f"going back to {older.ref.name}" in job.notices
     assert "going back to step-10" not in job.notices
@@ -232,7 +237,10 @@ def test_nobody_writes_what_is_lost_with_its_holders() -> None:
     job.wait(1.0)
     assert not nodes[0].directive.HasField("make_durable")
     joins(job, nodes[0])
-    job.wait(6)
+    job.wait(4)
+    nodes[0].durable(absent=True)
+    joins(job, nodes[0])
+    job.wait(2)
     assert nodes[0].directive.run.resume.source.ref.name == durable.ref.name
     assert "cannot fetch" not in job.notices
     assert f"{made.ref.name} was in memory only, and the nodes that held a part of it are gone" in job.notices
@@ -498,6 +506,81 @@ def test_what_leavers_have_written_is_not_lost_with_them(anew: bool) -> None:
     joins(job, nodes[0], sees=made)
     job.wait(2)
     assert nodes[0].directive.run.resume.source.step == 7
+
+
+def writes_what_is_there(job: Driven, node: Node, made: pb.Checkpoint) -> None:
+    """The node that is left is told to look, finds what the other one has written, and brings it up with its own."""
+    joins(job, node)
+    job.wait(5)
+    assert list(node.directive.make_durable.write) == [1], "it is looked for on the disk"
+    node.durable()
+    joins(job, node)
+    assert list(node.directive.make_durable.write) == [0]
+    node.durable()
+    assert node.directive.make_durable.seal
+    node.durable()
+    made.in_memory = False
+    joins(job, node, sees=made)
+    job.wait(2)
+    assert node.directive.run.resume.source.step == 7
+
+
+def test_what_leavers_have_written_outlives_a_seal_that_fails() -> None:
+    job, nodes = half_written()
+    joins(job, nodes[0])
+    nodes[0].durable()
+    assert nodes[0].directive.make_durable.seal
+    nodes[0].durable("stale file handle")
+    job.wait(ASKED_AGAIN_SECONDS)
+    writes_what_is_there(job, nodes[0], in_memory_again(job))
+
+
+def test_what_leavers_have_written_outlives_the_master() -> None:
+    job, nodes = half_written()
+    job.restart()
+    nodes[0].holds(in_memory_again(job), 0)
+    nodes[0].has_told_all()
+    writes_what_is_there(job, nodes[0], in_memory_again(job))
+
+
+def test_what_leavers_have_written_outlives_an_order_to_write_all_of_it() -> None:
+    """That fails late, when all parts have been written."""
+    job, nodes = half_written()
+    joins(job, nodes[0])
+    nodes[0].durable()
+    made = in_memory_again(job)
+    job.call(pb.DurableRequest(caller=nodes[0].caller(), ref=made.ref, failure="it cannot be fetched"))
+    job.wait(ASKED_AGAIN_SECONDS)
+    writes_what_is_there(job, nodes[0], made)
+
+
+def test_what_leavers_have_not_written_takes_the_run_back_at_once() -> None:
+    job, nodes = half_written()
+    job.restart()
+    nodes[0].holds(in_memory_again(job), 0)
+    nodes[0].has_told_all()
+    joins(job, nodes[0])
+    job.wait(5)
+    assert nodes[0].order != "run"
+    nodes[0].durable(absent=True)
+    joins(job, nodes[0])
+    job.wait(2)
+    assert nodes[0].directive.run.resume.source.step == 5
+
+
+def test_who_cannot_look_holds_up_the_run_for_a_while_only() -> None:
+    job, nodes = half_written()
+    job.restart()
+    nodes[0].holds(in_memory_again(job), 0)
+    nodes[0].has_told_all()
+    for _ in range(4):
+        joins(job, nodes[0])
+        job.wait(ASKED_AGAIN_SECONDS)
+        if nodes[0].directive.HasField("make_durable"):
+            nodes[0].durable("input/output error")
+    joins(job, nodes[0])
+    job.wait(2)
+    assert nodes[0].directive.run.resume.source.step == 5
 
 
 def test_what_nobody_can_seal_any_more_is_not_waited_for() -> None:
