@@ -102,7 +102,7 @@ class Doubt:
 
 @dataclass(frozen=True)
 class MakeDurable:
-    """Write a memory checkpoint to the run's directory; fetch what is not here first. Answered by `MadeDurable`."""
+    """Write a memory checkpoint to the run's directory; fetch first what `parts` names. Answered by `MadeDurable`."""
 
     ref: control_pb2.CheckpointRef
     parts: tuple[control_pb2.HeldPart, ...] = ()

@@ -419,6 +419,10 @@ class Effects:
         if action.write or action.seal:
             memory.write_parts(run_id, ref, run_dir, action.write, done)
             return
+        if not action.parts:
+            # Nobody has said where the rest is: what is here is written, and others may have written that.
+            memory.make_durable(run_id, ref, run_dir, done)
+            return
 
         def fetched(found: control_pb2.Checkpoint | str) -> None:
             if isinstance(found, str):

@@ -213,15 +213,18 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
     record, step = job.checkpoint(digest), turn.live.held.steps.get(digest)
     if not message.failure:
         turn.live.held.complaints.pop(node.name, None)
-    if record is None:
-        if step is not None and step.wanted:
+    if message.absent:
+        if step is not None:
+            step.absent.update(message.parts)
+    elif record is None:
+        if step is not None and step.sought and message.failure:
+            cannot(turn, node, step, message.failure)
+        elif step is not None and step.wanted:
             heard_of_wanted(turn, node, message, step)
         elif step is not None and message.parts and not message.failure:
             note_written(turn, step, message)  # Nobody has asked for it: they leave, or could not hear the master.
     elif not record.parts or record.retired:
         pass  # It is there already.
-    elif message.absent:
-        turn.live.held.step(record).absent.update(message.parts)
     elif message.failure:
         step = turn.live.held.step(record)
         sealing = not message.parts and len(step.written) == record.parts

@@ -65,8 +65,10 @@ def is_whole(job: Job, step: HeldStep) -> bool:
 
 def is_there(job: Job, step: HeldStep) -> bool:
     """Each part has a living holder; or what is not on the disk has one that can write it there, and seal it."""
+    if is_whole(job, step):
+        return True
     parts = range(step.record.parts)
-    return is_whole(job, step) or suffices(step, [can_be_written(job, step, part) for part in parts])
+    return bool(step.written) and suffices(step, [can_be_written(job, step, part) for part in parts])
 
 
 def can_be_written(job: Job, step: HeldStep, part: int) -> bool:

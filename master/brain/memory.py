@@ -13,11 +13,11 @@ from dataclasses import replace
 from dalsegno.protos import control_pb2
 
 from . import checkpoints, replication
-from .holders import Source, copies, is_there, is_whole, missing, sole_keepers, sources, who_looks
+from .holders import Source, copies, is_there, is_whole, missing, sole_keepers, sources, unaccounted, who_looks
 from .live import HeldStep, State
 from .membership import answers
 from .membership import is_candidate as may_join
-from .state import Checkpoint, Job, Member, Node, Phase
+from .state import Checkpoint, Job, Member, MemberState, Node, Phase
 from .turn import Turn, names
 
 __all__ = (
@@ -34,6 +34,7 @@ __all__ = (
     "needed",
     "passed_over",
     "report",
+    "seeks",
     "sources_of",
     "to_memory",
     "would_go_on_from",
@@ -203,8 +204,8 @@ def is_candidate(job: Job, step: HeldStep) -> bool:
 
 
 def newest_held(state: State) -> HeldStep | None:
-    """The newest step of which each part has a living holder."""
-    return next((step for step in state.live.held.newest_first() if is_whole(state.job, step)), None)
+    """The newest step of which each part has a living holder, or is on the disk."""
+    return next((step for step in state.live.held.newest_first() if is_there(state.job, step)), None)
 
 
 def lacks_parts(turn: Turn) -> bool:
@@ -216,7 +217,7 @@ def lacks_parts(turn: Turn) -> bool:
     if head is not None and head.parts:
         return False
     newer = [step for step in turn.live.held.steps.values() if may_count(job, step.record, head)]
-    return bool(newer) and not any(is_whole(job, step) for step in newer)
+    return bool(newer) and not any(is_there(job, step) for step in newer)
 
 
 def is_held(turn: Turn, step: int) -> bool:
@@ -309,6 +310,25 @@ def is_gone(turn: Turn, record: Checkpoint) -> bool:
         return False
     step.sought = bool(who_looks(turn.job, step))
     return not step.sought
+
+
+def seeks(turn: Turn, resume: Checkpoint | None) -> bool:
+    """Whether a node looks on the disk for what leavers had of the newest step, before a world opens without that."""
+    job = turn.job
+    step = next(iter(turn.live.held.newest_first()), None)
+    if step is None or job.checkpoint(step.record.digest) is not None or not may_count(job, step.record, resume):
+        return False
+    step.sought = not is_there(job, step) and went_with_leavers(job, step) and bool(who_looks(job, step))
+    return step.sought
+
+
+def went_with_leavers(job: Job, step: HeldStep) -> bool:
+    """The ranks that wrote what is missing have ended as they should: their node may have brought it to the disk."""
+    world, lost = job.world, unaccounted(job, step)
+    if world is None or not lost:
+        return False
+    ended = (MemberState.DRAINED, MemberState.FINISHED, MemberState.LEFT)
+    return all(part < len(world.members) and job.part(world.members[part]) in ended for part in lost)
 
 
 def lost(turn: Turn, resume: Checkpoint | None) -> bool:

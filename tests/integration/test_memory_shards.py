@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from dalsegno.agent.memory.turnstile import LARGE_BYTES
 from tests.integration.test_bring_your_script import WORKERS, Worker
 from tests.integration.test_memory import EVERY, FREE, HELD, STEPS, Clusters, end, jobs, memory_of, wait_durable
-from tests.support.jobs.cluster import Cluster, Training, Undisturbed
+from tests.support.jobs.cluster import LEFT_UNSAVED, PATIENCE, Cluster, Training, Undisturbed
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.full]
 
@@ -97,6 +98,38 @@ def test_a_pair_that_leaves_at_once(jobs: Clusters, undisturbed: Undisturbed) ->
     end(job, undisturbed)
     job.assert_lost({})
     assert second > first
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_what_a_leaver_wrote_is_found_by_who_stays(jobs: Clusters, undisturbed: Undisturbed, anew: bool) -> None:
+    """No node has room for another one's part, and who stays says and hears nothing until the other one is gone.
+
+    `anew`: the master has forgotten what the leaver said, or has never heard of the step.
+    """
+    flags = ("--quiet-time=15", "--memory-budget=1KB", "--drain-timeout=6", "--node-timeout=60")
+    job = jobs(nnodes="1:2", agent_flags=flags, training=SHARDS)
+    first = job.open("a", "b")
+    job.wait_step(HELD + FREE)
+    job.wait_standing()
+    stays, leaves = job.member(0), job.member(1)
+
+    def own() -> set[Path]:
+        return set(memory_of(stays, job).glob("step-*.parts/0.json"))
+
+    before = own()
+    job.leave(leaves, expected=LEFT_UNSAVED)
+    job.wait_for(lambda: own() - before, "the drain's step")
+    os.kill(stays.pid, signal.SIGSTOP)
+    leaves.process.wait(PATIENCE)
+    master = job.master_pid()
+    assert master is not None
+    if anew:
+        os.kill(master, signal.SIGKILL)
+    os.kill(stays.pid, signal.SIGCONT)
+    second = job.wait_world(1, after=first)
+    assert job.change(second).resumed >= HELD + FREE
+    end(job, undisturbed)
+    job.assert_lost({})
 
 
 def test_large_parts_reach_all_nodes(jobs: Clusters, undisturbed: Undisturbed) -> None:

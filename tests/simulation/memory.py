@@ -108,8 +108,12 @@ class Memory:
         """Whether it is here, or was when this agent died."""
         return digest in self.steps and part in self.steps[digest].parts
 
-    def is_whole(self, message: control_pb2.Checkpoint, parts: int) -> bool:
-        return all(self.has(message.ref.digest, part) for part in range(parts))
+    def has_all(self, digest: str) -> bool:
+        """Whether all parts of it are."""
+        step = self.steps.get(digest)
+        return step is not None and all(
+            self.has(digest, part) for part in range(self._sim.ledger.parts_of(step.message.epoch))
+        )
 
     def hold(self, action: ev.HoldPart) -> None:
         """The own part: known here, and sent to the buddies where people wait for it."""
@@ -148,6 +152,9 @@ class Memory:
             return
         if action.write or action.seal:
             self._after(WRITE, self._write_parts, action)
+            return
+        if not action.parts:
+            self._after(WRITE, self._write_down, action.ref)
             return
 
         def fetched(failure: str) -> None:
@@ -307,7 +314,6 @@ class Gathering:
         missing = [held for held in action.parts if not memory.has(self._digest, held.group_rank)]
         memory._sim.random.shuffle(missing)
         self._missing = sorted(missing, key=lambda held: held.leaves)  # from its end
-        self._parts = [held.group_rank for held in action.parts]
         self._under_way = 0
         self._failure = ""
 
@@ -316,8 +322,10 @@ class Gathering:
             self._under_way += 1
             self._memory._after(TRANSFER, self._fetch, self._missing.pop())
         if not self._under_way:
-            there = all(self._memory.has(self._digest, part) for part in self._parts)
-            self._deliver(self._failure or ("" if there else "some of it is here no more"))
+            there = self._memory.has_all(self._digest)
+            self._deliver(
+                self._failure or ("" if there else "some of it is in no part that was named, or here no more")
+            )
 
     def _fetch(self, held: control_pb2.HeldPart) -> None:
         self._under_way -= 1

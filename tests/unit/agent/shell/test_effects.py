@@ -17,6 +17,7 @@ from dalsegno.agent.shell.effects import Effects
 from dalsegno.agent.shell.mailbox import Mailbox
 from dalsegno.agent.storage.job_directory import JobDirectory, Survey
 from dalsegno.protos import control_pb2
+from tests.support.checkpoints.memory import RUN, manifest_of, nodes
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -149,3 +150,23 @@ def test_a_gathering_that_ends_late_ends_no_look(
     assert isinstance(event, ev.JoinPrepared)
     assert event.resume_digest == ""
     monkeypatch.undo()
+
+
+def test_what_a_leaver_holds_is_written_without_the_rest(
+    effects: Effects, mailbox: Mailbox[ev.Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has said where that is, so there is nothing to gather: what is here goes to the disk, and that is told."""
+    files = {0: {"weights": b"a"}, 1: {"other": b"b"}}
+    manifest = manifest_of("step-7.e1.1", files)
+    with nodes(tmp_path / "memory", 1) as (node,):
+        node.tier.open_epoch(RUN, 1, 0, [])
+        node.writes(manifest, 0, files[0])
+        node.holds(manifest.name, 0)
+        monkeypatch.setattr(effects, "memory", node.tier)
+        monkeypatch.setattr(effects, "run_id", RUN)
+        assert effects.perform(ev.MakeDurable(manifest.ref.to_proto()))
+        made = mailbox.get(60.0)
+    assert isinstance(made, ev.MadeDurable)
+    assert made.written == (0,)
+    assert "is not in this node's memory" in made.failure
+    assert (effects.run_dir() / manifest.name / "weights").read_bytes() == b"a"

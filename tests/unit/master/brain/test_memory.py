@@ -554,6 +554,77 @@ def test_what_leavers_have_written_outlives_an_order_to_write_all_of_it() -> Non
     writes_what_is_there(job, nodes[0], made)
 
 
+@pytest.mark.parametrize("anew", [False, True])
+def test_what_leavers_have_written_of_a_step_that_was_never_whole_counts(anew: bool) -> None:
+    """Who stays tells of its part when they are gone. `anew`: to another master."""
+    job, nodes = started(2)
+    nodes[0].save(5, any_size=True)
+    nodes[0].step(6)
+    nodes[1].leave()
+    made = in_memory(job, 7)
+    nodes[1].holds(made, 1)
+    nodes[1].drained(7, digest=made.ref.digest)
+    nodes[1].wrote(made, 1)
+    nodes[1].goodbye()
+    if anew:
+        job.restart()
+        nodes[0].has_told_all()
+    nodes[0].drained(7, digest=made.ref.digest)
+    nodes[0].holds(made, 0)
+    joins(job, nodes[0])
+    if anew:
+        job.wait(0.1)
+        assert list(nodes[0].directive.make_durable.write) == [1]
+        nodes[0].durable()
+    assert nodes[0].directive.head.ref == made.ref
+    joins(job, nodes[0])
+    assert list(nodes[0].directive.make_durable.write) == [0]
+    nodes[0].durable()
+    nodes[0].durable()
+    made.in_memory = False
+    joins(job, nodes[0], sees=made)
+    job.wait(2)
+    assert nodes[0].directive.run.resume.source.step == 7
+
+
+@pytest.mark.parametrize("answer", ["absent", "fails"])
+def test_a_step_that_was_never_whole_is_looked_for_in_vain(answer: str) -> None:
+    job, nodes = started(2)
+    nodes[0].save(5, any_size=True)
+    nodes[0].step(6)
+    nodes[1].leave()
+    made = in_memory(job, 7)
+    nodes[1].drained(7, digest=made.ref.digest)
+    nodes[1].goodbye()
+    nodes[0].drained(7, digest=made.ref.digest)
+    nodes[0].holds(made, 0)
+    joins(job, nodes[0])
+    job.wait(0.1)
+    for _ in range(3):
+        joins(job, nodes[0])
+        if nodes[0].directive.HasField("make_durable"):
+            assert list(nodes[0].directive.make_durable.write) == [1]
+            nodes[0].durable("input/output error" if answer == "fails" else "", absent=answer == "absent")
+            job.wait(ASKED_AGAIN_SECONDS if answer == "fails" else 0.1)
+    joins(job, nodes[0])
+    job.wait(1)
+    assert nodes[0].directive.run.resume.source.step == 5
+    assert f"{made.ref.name} was in memory, and nobody who is here has the part of" in job.notices
+
+
+def test_nobody_looks_for_what_went_with_a_killed_node() -> None:
+    """Nothing of that was written, and a crash waits for nothing."""
+    job, nodes = started(2)
+    nodes[0].save(5, any_size=True)
+    nodes[0].step(7)
+    nodes[0].holds(in_memory(job, 7), 0)
+    nodes[1].hang_up()
+    job.wait(1.5)
+    joins(job, nodes[0])
+    job.wait(1)
+    assert nodes[0].directive.run.resume.source.step == 5
+
+
 def test_what_leavers_have_not_written_takes_the_run_back_at_once() -> None:
     job, nodes = half_written()
     job.restart()
