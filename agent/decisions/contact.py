@@ -1,4 +1,4 @@
-"""Whether the master is heard, and what becomes of this node's workers while it is not."""
+"""Whether the master is heard, what becomes of this node's workers while it is not, and calls that it refuses."""
 
 from __future__ import annotations
 
@@ -109,3 +109,17 @@ def fence(decision: Decision, lost_at: float) -> None:
     state.epoch.self_fenced = True
     decision.do(ev.Say(f"{why}: the workers stop, and start again when it is", True))
     decision.stop_workers(state.settings.drain_timeout, ask=state.settings.save_signal)
+
+
+def call_failed(decision: Decision, event: ev.CallFailed) -> None:
+    """One of our calls was answered with an error status."""
+    if event.code == "NOT_FOUND":
+        decision.become_fenced(event.detail)
+    elif event.code == "FAILED_PRECONDITION" and event.method == "ReportDrained":
+        decision.state.epoch.refused = True
+    elif event.code == "PERMISSION_DENIED" or (event.code == "UNIMPLEMENTED" and event.method != "ReportRemark"):
+        decision.kill_workers()
+        decision.exit(ev.EXIT_USAGE, event.detail)
+    elif event.method == "ReportHeld":
+        replication.unanswered(decision)
+    # Other errors are about a closed epoch or a lost lease: the next directive says what is wanted instead.

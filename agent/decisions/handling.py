@@ -69,7 +69,7 @@ def take(decision: Decision, event: ev.Event) -> None:
         case ev.Directed():
             directives.directed(decision, event.directive)
         case ev.CallFailed():
-            call_failed(decision, event)
+            contact.call_failed(decision, event)
         case ev.LinkChanged():
             contact.changed(decision, event)
         case ev.Broken():
@@ -219,18 +219,6 @@ def register_when_due(decision: Decision) -> None:
     else:
         state.door.register_at = None
         decision.register(state.incarnation)
-
-
-def call_failed(decision: Decision, event: ev.CallFailed) -> None:
-    """One of our calls was answered with an error status."""
-    if event.code == "NOT_FOUND":
-        decision.become_fenced(event.detail)
-    elif event.code == "FAILED_PRECONDITION" and event.method == "ReportDrained":
-        decision.state.epoch.refused = True
-    elif event.code == "PERMISSION_DENIED" or (event.code == "UNIMPLEMENTED" and event.method != "ReportRemark"):
-        decision.kill_workers()
-        decision.exit(ev.EXIT_USAGE, event.detail)
-    # Other errors are about a closed epoch or a lost lease: the next directive says what is wanted instead.
 
 
 def address_changed(decision: Decision, event: ev.AddressChanged) -> None:

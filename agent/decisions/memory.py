@@ -5,8 +5,6 @@ What is held here changes by itself (`HeldChanged`); the master hears it, and so
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from dalsegno.protos import control_pb2, worker_pb2
 
 from . import events as ev
@@ -78,6 +76,9 @@ def held_changed(decision: Decision, event: ev.HeldChanged) -> None:
     known, state.memory.held = state.memory.held.get(digest), held
     before = known.parts if known is not None else ()
     if set(before) < set(event.parts) and is_on_its_way(state, event):
+        untold = held.get(state.memory.parts_untold)
+        if untold is not None and state.memory.parts_untold != digest:
+            tell(decision, untold)  # Another step is gathered now, and leavers may wait for that one all the same.
         state.memory.parts_untold = digest
     elif before != event.parts or (event.unsent and known is not None and not known.unsent):
         tell(decision, event)
@@ -152,7 +153,7 @@ def registered(decision: Decision, event: ev.Registered) -> None:
     """The master has admitted this agent: what an earlier incarnation was not answered is told anew."""
     state = decision.state
     state.memory.in_use = event.reply.settings.memory_replicas > 0
-    state.epoch.sent_steps = replace(state.epoch.sent_steps, asked=())
+    replication.unanswered(decision)
     tell_all(decision)
 
 

@@ -11,7 +11,7 @@ from . import events as ev
 from .decision import Decision
 from .state import AgentState, SentSteps
 
-__all__ = ["answered", "asked", "is_own", "kept", "send", "unheard"]
+__all__ = ["answered", "asked", "is_own", "kept", "send", "unanswered", "unheard"]
 
 # So many unanswered calls are remembered.
 MOST_ASKED = 16
@@ -44,6 +44,12 @@ def answered(decision: Decision, event: ev.Replication) -> None:
         state.epoch.sent_steps = SentSteps(said.sending, said.sent, replicated, waiting, event.generation, earlier)
         if event.answers == said.sending or said.sending != steps.sending:
             send(decision, said.sending)
+
+
+def unanswered(decision: Decision) -> None:
+    """The master has refused to hear what is held: nothing that it was told of is answered by that."""
+    state = decision.state
+    state.epoch.sent_steps = replace(state.epoch.sent_steps, asked=())
 
 
 def unheard(decision: Decision) -> None:

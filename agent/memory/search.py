@@ -65,7 +65,8 @@ class Search:
             self._ours = f"here: {error}"
             return False
         known = {*self._told, *self._now, *self._later, *self._reasons, self._own, address}
-        self._now.extend(other for other in error.others if other not in known)
+        # Who came last is asked first: it is the likeliest to be there still.
+        self._now.extend(dict.fromkeys(other for other in reversed(error.others) if other not in known))
         # Who was named may not have put it in place yet.
         early = (
             error.code is grpc.StatusCode.NOT_FOUND and address not in self._told and self._early[address] < MOST_EARLY

@@ -27,10 +27,13 @@ LARGE_BYTES = 16 << 20
 # Fetches of one large part at a time, and after how many seconds there may be another one: one by one is fastest, but a
 # caller that is slow must not hold all others up for long.
 AT_ONCE, TURN_SECONDS = 4, 10.0
+# Who takes longer than so many seconds does not count: some slow callers must not keep a part from all others.
+SLOW_SECONDS = 60.0
 # So many callers wait here for their turn, and so long at most: then they ask again, or somebody else.
 MOST_WAITING, WAIT_SECONDS = 4, 2.0
-# So many of those who have fetched a part are named, and so many parts are remembered.
-MOST_NAMED, MOST_PARTS = 64, 64
+# So many of those who have fetched a part last are named, and so many parts are remembered. Each of them may be gone,
+# and costs who asks it some seconds then.
+MOST_NAMED, MOST_PARTS = 8, 64
 
 
 class Turnstile:
@@ -96,7 +99,7 @@ class Turnstile:
             self._waiting -= 1
 
     def _is_free(self, key: Key) -> bool:
-        others = self._under_way.get(key, ())
+        others = [began for began in self._under_way.get(key, ()) if self._clock() < began + SLOW_SECONDS]
         return not others or (len(others) < AT_ONCE and self._clock() >= others[-1] + TURN_SECONDS)
 
     def fetched(self, part: StepPart, address: str) -> None:

@@ -139,18 +139,20 @@ def sole_keepers(job: Job, step: HeldStep) -> set[str]:
     return found
 
 
-def sources(job: Job, step: HeldStep) -> tuple[Source, ...]:
-    """Where each part can be fetched, by its number: from those that were heard first, because that changes seldom."""
-    return tuple(source(job, step, part) for part in range(step.record.parts))
-
-
-def source(job: Job, step: HeldStep, part: int) -> Source:
-    """Where one part can be fetched: who stays comes first.
+def sources(job: Job, step: HeldStep, most: int = 0) -> tuple[Source, ...]:
+    """Where each part can be fetched, by its number: from those that were heard first, because that changes seldom.
 
     As many addresses are told as a step begins with. Who gathers soon has all parts, and to tell that to all others of
     a thousand nodes, of each part, takes longer than to gather them.
+
+    Args:
+        most: addresses of each; 0: so many.
     """
-    most = 1 + job.settings.memory_replicas
+    return tuple(source(job, step, part, most or 1 + job.settings.memory_replicas) for part in range(step.record.parts))
+
+
+def source(job: Job, step: HeldStep, part: int, most: int) -> Source:
+    """Where one part can be fetched: who stays comes first."""
     staying: list[str] = []
     leaving: list[str] = []
     for node in living(job, step, part):

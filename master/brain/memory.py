@@ -226,10 +226,14 @@ def is_held(turn: Turn, step: int) -> bool:
     return newest is not None and newest.record.epoch == turn.job.epoch and newest.record.step >= step
 
 
-def sources_of(state: State, record: Checkpoint) -> tuple[Source, ...]:
-    """Where each part of a memory checkpoint can be fetched, by the group rank that wrote it; () of one on the disk."""
+def sources_of(state: State, record: Checkpoint, most: int = 0) -> tuple[Source, ...]:
+    """Where each part of a memory checkpoint can be fetched, by the group rank that wrote it; () of one on the disk.
+
+    Args:
+        most: See `holders.sources`.
+    """
     step = state.live.held.steps.get(record.digest) if record.parts else None
-    return sources(state.job, step) if step is not None else (Source(),) * record.parts
+    return sources(state.job, step, most) if step is not None else (Source(),) * record.parts
 
 
 def needed(state: State) -> frozenset[str]:

@@ -32,6 +32,9 @@ PHASES = {
     Phase.STOPPED: control_pb2.PHASE_STOPPED,
 }
 
+# So many nodes that have a part are named to one that could not reach the first of them.
+MOST_TOLD = 16
+
 
 class Common:
     """What the directives of all nodes have in common at one moment: made once, for any number of nodes.
@@ -82,6 +85,7 @@ class Common:
         # The same object in all that say the same.
         self.version = object()
         self._gathered: list[control_pb2.HeldPart] | None = None
+        self._others: tuple[Source, ...] | None = None
         self._template: control_pb2.Directive | None = None
         self._world: control_pb2.World | None = None
 
@@ -115,7 +119,17 @@ class Common:
             self.to_memory,
             node.incarnation in self.needed,
             self.write(node),
+            self.sources_for(node),
         )
+
+    def sources_for(self, node: Node) -> tuple[Source, ...]:
+        """Where a node that gathers finds the parts; more than others are told, if it could not reach those."""
+        head = resume_point(self.job)
+        if head is None or not self.sources or not has_looked_in_vain(self.job, node, head.digest):
+            return self.sources
+        if self._others is None:
+            self._others = memory.sources_of(self.state, head, MOST_TOLD)
+        return self._others
 
     def write(self, node: Node) -> tuple[object, ...]:
         """What a node writes to the disk, and where it finds the parts of that."""
@@ -273,7 +287,7 @@ def stand_by_or_gather(common: Common, node: Node, directive: control_pb2.Direct
     if resume is not None and has_looked_in_vain(job, node, resume.digest):
         directive.wait.round = job.round
         look_for(directive, resume)
-        directive.wait.parts.extend(common.parts_to_gather)
+        directive.wait.parts.extend(sources_proto(common.sources_for(node)))
         directive.wait.reason = f"{node.name} does not see checkpoint {resume.name}: a spare that keeps looking"
         return
     directive.gather.round = job.round

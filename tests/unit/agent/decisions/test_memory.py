@@ -276,6 +276,26 @@ def test_a_master_that_does_not_answer_is_told_no_more_of_them() -> None:
     assert [len(said.parts) for said in agent.calls("ReportHeld")] == [1, 2]
 
 
+def test_a_report_that_is_refused_is_answered_by_that() -> None:
+    """What comes later is told all the same."""
+    agent = gathering(0, 1)
+    agent.hear(ev.CallFailed("ReportHeld", "INVALID_ARGUMENT", "no such thing"))
+    agent.waits(1)
+    assert [len(said.parts) for said in agent.calls("ReportHeld")] == [1, 2]
+
+
+def test_another_gathering_forgets_nothing_that_has_come_for_the_last_one() -> None:
+    """Leavers may wait until it is told."""
+    agent = gathering(0, 1)
+    other = control_pb2.CheckpointRef(name="step-8.e1.1", digest="d8")
+    told = [control_pb2.HeldPart(group_rank=part, addresses=["10.0.0.2:7"]) for part in range(5)]
+    agent.directed(gather=control_pb2.Gather(round=4, resume=other, parts=told), phase=control_pb2.PHASE_FORMING)
+    step = control_pb2.Checkpoint(ref=other, step=8, epoch=1, in_memory=True)
+    agent.hear(ev.HeldChanged(step, (0,)), ev.HeldChanged(step, (0, 1)))
+    said = [(held.checkpoint.step, list(held.parts)) for held in agent.calls("ReportHeld")]
+    assert (6, [0, 1]) in said
+
+
 def test_a_gathering_that_takes_long_is_told() -> None:
     agent = gathering()
     agent.waits(4)

@@ -16,7 +16,7 @@ from dalsegno.agent.memory.calls import PeerError
 from dalsegno.agent.memory.holdings import StepPart, StepPlace
 from dalsegno.agent.memory.incoming import PartRefusedError
 from dalsegno.agent.memory.search import MOST_EARLY, Search
-from dalsegno.agent.memory.turnstile import AT_ONCE, LARGE_BYTES, MOST_NAMED, TURN_SECONDS, Turnstile
+from dalsegno.agent.memory.turnstile import AT_ONCE, LARGE_BYTES, MOST_NAMED, SLOW_SECONDS, TURN_SECONDS, Turnstile
 from tests.support.checkpoints.memory import manifest_of
 
 OWN, FIRST, SECOND, THIRD = (f"10.0.0.{number}:7" for number in range(4))
@@ -59,6 +59,11 @@ def test_who_is_named_is_asked_next() -> None:
     ]
     assert looked.waits
     assert asked(looked, *[error(CROWDED)] * 3) == [FIRST, SECOND, THIRD]
+
+
+def test_who_is_named_last_is_asked_first_and_once() -> None:
+    looked = Search([FIRST], OWN)
+    assert asked(looked, error(CROWDED, SECOND, SECOND, THIRD), error(ABSENT), error(ABSENT)) == [FIRST, THIRD, SECOND]
 
 
 def test_who_serves_too_many_is_asked_again_behind_the_others() -> None:
@@ -114,6 +119,9 @@ def test_a_slow_caller_does_not_hold_up_all_others_for_long(large: StepPart) -> 
                 pass
             now[0] += TURN_SECONDS
         with pytest.raises(PartRefusedError), gate.passing(large, FIRST):
+            pass
+        now[0] = SLOW_SECONDS
+        with gate.passing(large, FIRST):
             pass
     with gate.passing(large, FIRST):
         pass

@@ -758,6 +758,21 @@ def test_of_many_holders_the_first_are_told() -> None:
     assert parts(nodes[0])[1] == before[1]
 
 
+def test_who_could_not_reach_the_first_of_many_holders_is_told_of_others() -> None:
+    job, nodes = started(5, min_nodes=3, max_nodes=5)
+    made = held(job, nodes, 20)
+    nodes[4].hang_up()
+    job.wait(1.5)
+    for node in nodes[1:4]:
+        node.holds(made, 0, 1, 2, 3, 4)
+    joins(job, nodes[0])
+    joins(job, nodes[1], sees=made)
+    assert {part: len(found) for part, found in parts(nodes[0]).items()} == {0: 4, 1: 3, 2: 3, 3: 3, 4: 4}
+    assert all(len(found) == 2 for found in parts(nodes[2]).values())
+    nodes[0].holds(made, 0, 1, 4)
+    assert len(parts(nodes[0])[1]) == 4, "it hears of each that has come to have it"
+
+
 def test_who_is_at_it_is_not_late_until_half_of_all_are_done() -> None:
     job, nodes = started(4, join_timeout=20.0, max_nodes=8)
     made = held(job, nodes, 20)
