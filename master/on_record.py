@@ -13,7 +13,7 @@ from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED
 
 from .brain.chronicle import in_order
-from .brain.views import event_proto
+from .brain.shown import event_proto
 from .record.codec import JobCodec
 from .record.store import SqliteStore, StoreError
 

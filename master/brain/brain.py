@@ -25,9 +25,10 @@ from .invariants import check
 from .live import ConversionLife, DrainLife, EpochLife, LeaseLife, Live, Pause, State, VerificationLife
 from .presences import Presence, Presences
 from .recollection import lose_ahead
+from .shown import status
 from .state import Job, Phase, Settings
 from .turn import CLOSED_GRACE_SECONDS, Turn
-from .views import status, view
+from .views import view
 
 __all__ = ("Reply", "fresh", "handle", "handle_all", "held_up", "note", "recover", "status", "view")
 

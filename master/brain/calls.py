@@ -34,9 +34,9 @@ from .events import Reply
 from .recollection import hear_epoch, remember
 from .registration import proves, register
 from .scaling import scale
+from .shown import status
 from .state import Failure, Job, Joined, MemberState, Node, Phase
 from .turn import Turn, pace_of, world_of
-from .views import status
 
 Answer = tuple[str, str]
 Noted = control_pb2.HeartbeatRequest | control_pb2.ProgressRequest

@@ -136,6 +136,7 @@ def orders_to_look(state: State) -> dict[str, WriteOrder]:
 
 
 def orders_to_write(state: State) -> dict[str, WriteOrder]:
+    """Of the one step that is brought to the disk."""
     whole = writer(state)
     if whole is not None:
         record, node = whole

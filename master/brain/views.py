@@ -1,26 +1,18 @@
-"""What each agent should be doing now, and what people see: pure functions of the state."""
+"""What each agent should be doing now: pure functions of the state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from dalsegno.protos import control_pb2
 
-from . import durable, flash, memory, replication, saves, shapes
+from . import durable, flash, memory, saves, shapes
 from .checkpoints import only_size, prunable, resume_point, to_proto, witnesses
-from .chronicle import JobEvent, Kind, PausePart, goodput
-from .forming import missing
 from .holders import Source
 from .live import State
-from .milestones import milestones_proto
 from .registration import settings_proto
 from .state import Checkpoint, Job, Member, MemberState, Node, Phase, World
 from .turn import of_nodes
 
-__all__ = ("Common", "event_of", "event_proto", "status", "view")
-
-# The most checkpoints of which the status tells.
-MOST_SHOWN = 20
+__all__ = ("PHASES", "Common", "view")
 
 PHASES = {
     Phase.WAITING: control_pb2.PHASE_WAITING,
@@ -391,115 +383,3 @@ def world_proto(job: Job, world: World) -> control_pb2.World:
             message.resume.universal.name = record.universal_name
             message.resume.universal.digest = record.universal_digest
     return message
-
-
-def status(state: State, now: float) -> control_pb2.StatusReply:
-    """The job's status, for people and tools."""
-    job, live = state.job, state.live
-    waiting, world = job.phase in (Phase.WAITING, Phase.FORMING), job.world
-    unheard, step = world is None or not job.told.first_step, max(live.epoch.top_step, job.run.left_step)
-    if world is not None and unheard and job.phase.has_workers:
-        step = world.resumed_step
-    reply = control_pb2.StatusReply(
-        generation=job.generation,
-        job_id=job.job_id,
-        run_id=job.run_id,
-        phase=PHASES[job.phase],
-        epoch=job.epoch,
-        reason=missing(state) if waiting else job.message,
-        step=step,
-        loss=live.epoch.loss,
-        settings=settings_proto(job.settings),
-        limit=job.limit,
-        unheard=unheard,
-        goodput=goodput(job.history, now + live.unix_offset, over=job.phase.is_terminal),
-        checkpoints=[to_proto(job, record) for record in newest_records(job)],
-        milestones=milestones_proto(job),
-        probe=job.probe,
-        save_order=job.save_order.number if job.save_order is not None else 0,
-    )
-    for node in job.nodes.values():
-        member = world.member(node.incarnation) if world is not None else None
-        role = "leaving" if node.leaving else "member" if member is not None else "spare"
-        reply.nodes.add(
-            node=node.name,
-            role=role,
-            group_rank=member.group_rank if member is not None else 0,
-            host=node.host,
-            nproc=node.nproc,
-            incarnation=node.incarnation,
-            silent_seconds=live.silence(node.name, now),
-        )
-    head = resume_point(job)
-    if head is not None:
-        reply.head.CopyFrom(to_proto(job, head))
-    if (held := memory.would_go_on_from(state)) is not None:
-        reply.held.CopyFrom(to_proto(job, held))
-        reply.held_copies = memory.copies_of(state, held)
-        replicated = replication.newest(state)
-        if replicated is not None and (head is None or head.age < replicated.age) and replicated.age < held.age:
-            reply.replicated.CopyFrom(to_proto(job, replicated))
-    for record in job.history:
-        reply.history.add(
-            epoch=record.epoch,
-            nodes=record.nodes,
-            world_size=record.world_size,
-            cause=record.cause,
-            resumed_step=record.resumed_step,
-            form=control_pb2.FORM_UNIVERSAL if record.universal else control_pb2.FORM_SHARDED,
-            paused=record.paused,
-            lost_steps=record.lost_steps,
-            first_step=record.first_step,
-            last_step=record.last_step,
-            unheard=not record.heard,
-            lost_more=record.lost_more,
-            parts=parts_proto(record.parts),
-        )
-    return reply
-
-
-def newest_records(job: Job) -> list[Checkpoint]:
-    """The newest checkpoints that the run keeps, oldest first."""
-    kept = [record for record in job.checkpoints if not record.retired]
-    return kept[-MOST_SHOWN:]
-
-
-def parts_proto(parts: Iterable[PausePart]) -> list[control_pb2.PausePart]:
-    """The parts of a pause."""
-    return [control_pb2.PausePart(name=part.name, seconds=part.seconds) for part in parts]
-
-
-def event_proto(event: JobEvent) -> control_pb2.Event:
-    """An event, for people and tools."""
-    return control_pb2.Event(
-        sequence=event.sequence,
-        at=event.at,
-        kind=event.kind.value,
-        text=event.text,
-        warning=event.warning,
-        epoch=event.epoch,
-        nodes=event.nodes,
-        step=event.step,
-        seconds=event.seconds,
-        parts=parts_proto(event.parts),
-        lost_steps=event.lost_steps,
-        checkpoint=event.checkpoint,
-    )
-
-
-def event_of(proto: control_pb2.Event) -> JobEvent:
-    """The inverse of `event_proto`; whether consoles show it is not part of that. Raises ValueError."""
-    return JobEvent(
-        proto.sequence,
-        proto.text,
-        proto.warning,
-        Kind(proto.kind),
-        at=proto.at,
-        epoch=proto.epoch,
-        nodes=tuple(proto.nodes),
-        step=proto.step if proto.HasField("step") else None,
-        seconds=proto.seconds,
-        parts=tuple(PausePart(part.name, part.seconds) for part in proto.parts),
-        lost_steps=proto.lost_steps,
-        checkpoint=proto.checkpoint,
-    )

@@ -11,7 +11,7 @@ from dalsegno.protos import control_pb2 as pb
 
 from ..brain.chronicle import JobEvent
 from ..brain.events import Reply
-from ..brain.views import event_of
+from ..brain.shown import event_of
 from ..server.feed import Feed
 from .wire import EdgeWire
 

@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from dalsegno.protos.plain_json import plain
 
 from ..brain.chronicle import EVENTS, JobEvent
-from ..brain.views import event_proto
+from ..brain.shown import event_proto
 from ..server.feed import Feed
 
 __all__ = ("EncodedEvents", "dumped", "finite", "message_json")

@@ -13,7 +13,7 @@ from dalsegno.protos import control_pb2 as pb
 
 from ..brain.chronicle import JobEvent
 from ..brain.events import Reply
-from ..brain.views import event_proto
+from ..brain.shown import event_proto
 from ..server.service import ORDERS
 from .wire import LONGEST_LINE, EdgeWire, WireError
 

@@ -18,7 +18,7 @@ from dalsegno.protos.text import one_line
 from ..brain.chronicle import EVENTS
 from ..brain.door import ShapeError, admit
 from ..brain.events import Reply, StreamClosed, StreamOpened
-from ..brain.views import event_proto
+from ..brain.shown import event_proto
 from .driver import Driver, OrderLate
 from .feed import Feed
 from .watchers import End, TooManyStreams, Watchers

@@ -7,8 +7,8 @@ import pytest
 from dalsegno.master.brain import brain
 from dalsegno.master.brain.chronicle import EVENTS, NOTICES, EpochRecord, Kind, goodput, parts_of
 from dalsegno.master.brain.events import StreamOpened
+from dalsegno.master.brain.shown import event_proto
 from dalsegno.master.brain.state import Phase
-from dalsegno.master.brain.views import event_proto
 from dalsegno.master.record.codec import JobCodec
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import Driven, all_join, settings, stored

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dalsegno.agent.commands.status import status_lines
-from dalsegno.master.brain import brain, views
+from dalsegno.master.brain import brain, shown
 from dalsegno.master.brain.durable import ASKED_AGAIN_SECONDS
 from dalsegno.master.brain.events import Called
 from dalsegno.master.brain.state import Phase
@@ -46,7 +46,7 @@ def joins(job: Driven, *nodes: Node, sees: pb.Checkpoint | None = None) -> None:
 
 
 def status(job: Driven) -> pb.StatusReply:
-    return views.status(job.state, job.now)
+    return shown.status(job.state, job.now)
 
 
 def held(job: Driven, nodes: list[Node], step: int, **shape: Any) -> pb.Checkpoint:

@@ -6,9 +6,9 @@ import pytest
 
 from dalsegno.master.brain.orders import MOST_SHUT_OUT
 from dalsegno.master.brain.published import MILESTONES_KEPT, PRUNED_KEPT
+from dalsegno.master.brain.shown import status
 from dalsegno.master.brain.state import Phase, Run
 from dalsegno.master.brain.turn import Turn
-from dalsegno.master.brain.views import status
 from dalsegno.master.record.codec import JobCodec
 from dalsegno.protos import control_pb2 as pb
 from tests.support.jobs.masters import Driven, Node, settings

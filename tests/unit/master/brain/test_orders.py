@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dalsegno.master.brain import views
+from dalsegno.master.brain import shown
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos.limits import MOST
@@ -489,7 +489,7 @@ def test_a_run_that_went_back_fulfils_an_order_by_its_next_save() -> None:
     assert (job.phase, job.epoch) == (Phase.RUNNING, 2)
     assert nodes[0].directive.save_order
     nodes[0].step(6)
-    assert views.status(job.state, job.now).save_order == job.job.save_order.number
+    assert shown.status(job.state, job.now).save_order == job.job.save_order.number
     nodes[0].save(6)
     assert not nodes[0].directive.save_order
-    assert views.status(job.state, job.now).save_order == 0
+    assert shown.status(job.state, job.now).save_order == 0

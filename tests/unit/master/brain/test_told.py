@@ -7,15 +7,15 @@ import math
 import pytest
 
 from dalsegno.agent.commands.status import status_lines
-from dalsegno.master.brain import views
 from dalsegno.master.brain.announcements import SESSION_WITHIN_SECONDS
+from dalsegno.master.brain.shown import status
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import Driven, Node, all_join, settings
 
 
 def shown(job: Driven) -> list[str]:
     """What `dalsegno status` prints."""
-    return status_lines(views.status(job.state, job.now))
+    return status_lines(status(job.state, job.now))
 
 
 def crashed(job: Driven) -> list[Node]:

@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 
 from dalsegno.master.brain.chronicle import Kind, PausePart
 from dalsegno.master.brain.events import Reply
-from dalsegno.master.brain.views import event_of, event_proto
+from dalsegno.master.brain.shown import event_of, event_proto
 from dalsegno.master.http.across import Across
 from dalsegno.master.http.edge import Edge, _environment
 from dalsegno.master.http.home import MOST_LINES, Home
