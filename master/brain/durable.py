@@ -216,7 +216,7 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
         turn.live.held.complaints.pop(node.name, None)
     if message.absent:
         if step is not None:
-            step.absent.update(message.parts)
+            step.absent.update(part for part in message.parts if part < step.record.parts)
     elif record is None:
         if step is not None and step.sought and message.failure:
             cannot(turn, node, step, message.failure)
@@ -260,7 +260,7 @@ def heard_of_wanted(turn: Turn, node: Node, message: control_pb2.DurableRequest,
 def forget_written(turn: Turn, step: HeldStep) -> None:
     """A new epoch deletes what was not sealed."""
     if step.written_in != turn.job.epoch:
-        step.written_in = turn.job.epoch
+        step.written_in, step.sought = turn.job.epoch, False
         step.written.clear()
 
 

@@ -86,16 +86,15 @@ def unaccounted(job: Job, step: HeldStep) -> list[int]:
 
 
 def who_looks(job: Job, step: HeldStep) -> list[Node]:
-    """Who can look whether the unaccounted parts are on the disk; nobody where that is known already.
+    """Who can look whether the unaccounted parts are on the disk; nobody where that is known, or failed too often.
 
     That takes a part of it: what lies there is known by its manifest.
     """
     lost = unaccounted(job, step)
-    if not lost or not step.absent.isdisjoint(lost):
+    if not lost or not step.absent.isdisjoint(lost) or step.failures >= MOST_FAILURES:
         return []
     there = {node.incarnation: node for part in step.holders for node in living(job, step, part)}
-    found = able(step, there.values(), again=step.failures < MOST_FAILURES)
-    return [node for node in found if step.by_node[node.incarnation].isdisjoint(lost)]
+    return [node for node in able(step, there.values(), again=True) if step.by_node[node.incarnation].isdisjoint(lost)]
 
 
 def able(step: HeldStep, nodes: Iterable[Node], *, again: bool = False) -> list[Node]:

@@ -189,8 +189,9 @@ def regroup(turn: Turn) -> None:
     announcements.close_record(turn, world, job.run.left_step)
     failures.note_end(turn, world)
     turn.gather_anew()
-    # A boundary is reported together with its save.
-    turn.live.gathering.counted = bool({MemberState.DRAINED, MemberState.FINISHED} & set(job.parts.values()))
+    # A boundary is reported together with its save; but another master may have heard of it, and this one not.
+    heard = turn.open.drained_at is not None or not turn.open.is_taken_over
+    turn.live.gathering.counted = heard and bool({MemberState.DRAINED, MemberState.FINISHED} & set(job.parts.values()))
     left = [node.name for node in job.nodes.leavers if world.member(node.incarnation) is not None]
     if left:
         turn.cause(f"{names(left)} left")

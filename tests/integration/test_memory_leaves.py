@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -44,11 +45,8 @@ class Leaves:
             time.sleep(chance.choice([0.0, 0.0, 0.2]))
         if chance.random() < 0.3:
             self._stop(chance.choice(leavers))
-        if chance.random() < 0.5:
-            time.sleep(chance.uniform(0.0, 1.5))
-            self._say("the master is killed")
-            master = self._job.master_pid()
-            processes.send([] if master is None else [master])
+        time.sleep(chance.uniform(0.0, 1.5))
+        chance.choice([self._leave_alone, self._kill, self._freeze])()
         for node in leavers:
             code = node.process.wait(PATIENCE)
             self._say(f"{node.name} ended with {code}")
@@ -63,6 +61,25 @@ class Leaves:
         os.kill(node.pid, signal.SIGSTOP)
         time.sleep(self._random.uniform(0.1, 1.0))
         os.kill(node.pid, signal.SIGCONT)
+
+    def _leave_alone(self) -> None:
+        """Nothing becomes of the master."""
+
+    def _kill(self) -> None:
+        self._say("the master is killed")
+        master = self._job.master_pid()
+        processes.send([] if master is None else [master])
+
+    def _freeze(self) -> None:
+        """Nobody hears the master, perhaps until all leavers are gone."""
+        master, seconds = self._job.master_pid(), self._random.choice([2.0, 8.0, 16.0])
+        if master is None:
+            return
+        self._say(f"the master stands still for {seconds} s")
+        os.kill(master, signal.SIGSTOP)
+        time.sleep(seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(master, signal.SIGCONT)
 
     def _add(self) -> None:
         while len(self._job.alive()) < SIZE:

@@ -11,6 +11,7 @@ from dalsegno.protos import control_pb2
 
 from .client import Client
 from .clock import Timer
+from .faults import leaver_is_gone
 from .memory import Memory
 from .stores import Stores
 from .workers import Group
@@ -333,6 +334,7 @@ class SimAgent:
     def _exit(self, action: ev.Exit) -> None:
         self.exit_code = action.code
         self.sim.ledger.exited(self, action.code)
+        leaver_is_gone(self.sim, action.code)
         self._gone()
         if self.group is not None:
             self.group.die()

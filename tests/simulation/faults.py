@@ -289,6 +289,12 @@ def crash_master(sim: Simulation) -> None:
     sim.master.crash()
 
 
+def leaver_is_gone(sim: Simulation, code: int) -> None:
+    """An agent has ended. In some schedules the master forgets what it had said."""
+    if sim.plan.forgetful and code in (ev.EXIT_LEFT, ev.EXIT_LEFT_UNSAVED):
+        sim.clock.after(sim.random.uniform(0.0, 1.0), crash_master, sim)
+
+
 def crash_handled(sim: Simulation) -> None:
     arm(sim, "handled")
 

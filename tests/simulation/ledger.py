@@ -332,10 +332,10 @@ class Ledger:
     def _gone_from_memory(self, job: Job) -> None:
         """The run goes back from a step in memory: some part of it is nowhere, as far as the master can see."""
         digest, epoch = self.head[2], self.head[0]
-        whole = self._is_whole(job, digest, epoch)
+        whole = self._is_whole(job, digest, epoch) or self._is_written(job, digest, epoch)
         bad = any(known == digest for _, known in self.sim.misread) or "cannot load it" in str(job.notices[-3:])
         self.require(
-            not whole or bad or self.amnesia or self.is_excused(epoch),
+            not whole or bad or self.amnesia,
             "no held step is skipped",
             f"{digest} was given up, and all of it is there",
         )
@@ -360,6 +360,16 @@ class Ledger:
         here = [self.sim.by_incarnation(node.incarnation) for node in job.nodes.values()]
         there = [agent for agent in here if agent is not None]
         return all(any(agent.memory.has(digest, part) for agent in there) for part in range(self.parts_of(epoch)))
+
+    def _is_written(self, job: Job, digest: str, epoch: int) -> bool:
+        """Each part is on the disk, or with a node that can write it there, and one can seal it."""
+        disk = self.sim.disk
+        here = [self.sim.by_incarnation(node.incarnation) for node in job.nodes.values()]
+        able = [agent for agent in here if agent is not None and agent.host not in disk.blind]
+        parts = range(self.parts_of(epoch))
+        held = {part for part in parts if any(agent.memory.has(digest, part) for agent in able)}
+        written = disk.spilled.get(disk.ever[digest].message.ref.name, set())
+        return bool(held) and not disk.full and held | written >= set(parts)
 
     def parts_of(self, epoch: int) -> int:
         """How many nodes the world of this epoch had."""

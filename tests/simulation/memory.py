@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 SHARE = 0.35
 # In how many of them no agent reaches another one's memory.
 WALLED = 0.15
+# And in how many of these the master dies when a leaver is gone.
+FORGETFUL = 0.5
 # A part takes so long to another node, seconds, and so many at a time are fetched; and in how many schedules, and how
 # long, where that is slow.
 TRANSFER = (0.01, 1.0)
@@ -47,6 +49,7 @@ def memory_of(plan: Plan) -> None:
     plan.survivors = random.choice((0.0, 0.3, 0.8))
     plan.walled = random.random() < WALLED
     plan.slow_replicas = random.random() < SLOW
+    plan.forgetful = plan.walled and random.random() < FORGETFUL
 
 
 @dataclass

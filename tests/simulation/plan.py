@@ -147,6 +147,8 @@ class Plan:
     memory_every: int = 0
     # No agent reaches another one's memory.
     walled: bool = False
+    # The master dies when a leaver is gone, and with it what that had said.
+    forgetful: bool = False
     # Parts take long to other nodes.
     slow_replicas: bool = False
     # Of the nodes that a crash leaves, so many save what they hold; 0.0: none, as their state is not replicated.

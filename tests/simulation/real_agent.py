@@ -30,6 +30,7 @@ from dalsegno.protos import control_pb2, worker_pb2
 
 from . import threads
 from .agents import LOOK_FOR, SLOW_PART, SLOW_PARTS, short
+from .faults import leaver_is_gone
 from .memory import Memory
 from .processes import Worker
 from .real_memory import Tier
@@ -460,6 +461,7 @@ class RealAgent:
         ending = self.shell.ending
         self.exit_code = ending.code
         self.sim.ledger.exited(self, ending.code)
+        leaver_is_gone(self.sim, ending.code)
         self.shell._end_context()
         self.at_work_since = None
         self.effects.close(LAST_CALLS)

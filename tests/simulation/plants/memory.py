@@ -23,10 +23,17 @@ from .brain import Plant, plant
 
 
 def takes_what_is_nowhere(original: Any) -> Any:
-    def is_whole(job: Job, step: HeldStep) -> bool:
+    def is_there(job: Job, step: HeldStep) -> bool:
         return any(step.holders.values())
 
-    return is_whole
+    return is_there
+
+
+def looks_for_nothing(original: Any) -> Any:
+    def who_looks(job: Job, step: HeldStep) -> list[Node]:
+        return []
+
+    return who_looks
 
 
 def joins_with_what_it_has(original: Any) -> Any:
@@ -157,7 +164,7 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
         plant(Common, "write", tells_no_change_of_what_is_written, "directives are told", suits=in_memory),
         plant(
             memory,
-            "is_whole",
+            "is_there",
             takes_what_is_nowhere,
             "held as a whole",
             also=((Memory, "gather", joins_with_what_it_has),),
@@ -191,6 +198,14 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             also=((Memory, "keep", keeps_what_older_epochs_held),),
             suits=in_memory,
             first=713,
+        ),
+        plant(
+            memory,
+            "who_looks",
+            looks_for_nothing,
+            "no held step is skipped",
+            suits=lambda plan: plan.forgetful,
+            first=420,
         ),
         plant(
             agents_replication,

@@ -98,6 +98,22 @@ def test_not_even_that_may_be_known() -> None:
     assert "lost an unknown number of steps" in job.notices
 
 
+def test_a_boundary_that_an_earlier_master_heard_of_is_no_count() -> None:
+    """It was neither recorded nor held, and who could tell is gone."""
+    job = Driven()
+    a, b = job.start(2)
+    a.step(4)
+    a.save(4)
+    a.step(7)
+    b.leave()
+    b.drained(7)
+    b.goodbye()
+    job.restart()
+    a.hang_up()
+    begun_anew(job).step(5)
+    assert "lost an unknown number of steps" in job.notices
+
+
 def test_a_boundary_is_exact_without_a_count() -> None:
     """A planned change: what the ranks drained at is what they made."""
     job = Driven()
