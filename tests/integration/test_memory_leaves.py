@@ -34,15 +34,15 @@ class Leaves:
         self._job.wait_world(SIZE)
 
     def round(self) -> None:
-        """Some leave; others come in their places. No step is lost, whatever becomes of the master meanwhile."""
+        """Some or all leave; others come in their places. No step is lost, whatever becomes of the master meanwhile."""
         before, chance = self._job.epoch(), self._random
         time.sleep(chance.uniform(0.0, 0.5))
-        leavers = chance.sample(self._job.alive(), chance.randint(1, SIZE - 1))
+        leavers = chance.sample(self._job.alive(), chance.randint(1, SIZE))
         self._say(f"{', '.join(node.name for node in leavers)} leave")
         for node in leavers:
             node.expected = LEFT
             node.process.send_signal(signal.SIGTERM)
-            time.sleep(chance.choice([0.0, 0.0, 0.2]))
+            time.sleep(chance.choice([0.0, 0.0, 0.2, 0.6]))
         if chance.random() < 0.3:
             self._stop(chance.choice(leavers))
         time.sleep(chance.uniform(0.0, 1.5))
