@@ -78,6 +78,15 @@ def half_written() -> tuple[Driven, list[Node]]:
     return job, nodes
 
 
+def forgotten() -> tuple[Driven, list[Node]]:
+    """The same, and another master has never heard of what was written."""
+    job, nodes = half_written()
+    job.restart()
+    nodes[0].holds(in_memory_again(job), 0)
+    nodes[0].has_told_all()
+    return job, nodes
+
+
 def parts(node: Node) -> dict[int, list[str]]:
     """Where a node is told that the parts of the resume point are."""
     directive = node.directive
@@ -536,10 +545,7 @@ def test_what_leavers_have_written_outlives_a_seal_that_fails() -> None:
 
 
 def test_what_leavers_have_written_outlives_the_master() -> None:
-    job, nodes = half_written()
-    job.restart()
-    nodes[0].holds(in_memory_again(job), 0)
-    nodes[0].has_told_all()
+    job, nodes = forgotten()
     writes_what_is_there(job, nodes[0], in_memory_again(job))
 
 
@@ -626,10 +632,7 @@ def test_nobody_looks_for_what_went_with_a_killed_node() -> None:
 
 
 def test_what_leavers_have_not_written_takes_the_run_back_at_once() -> None:
-    job, nodes = half_written()
-    job.restart()
-    nodes[0].holds(in_memory_again(job), 0)
-    nodes[0].has_told_all()
+    job, nodes = forgotten()
     joins(job, nodes[0])
     job.wait(5)
     assert nodes[0].order != "run"
@@ -640,10 +643,7 @@ def test_what_leavers_have_not_written_takes_the_run_back_at_once() -> None:
 
 
 def test_who_cannot_look_holds_up_the_run_for_a_while_only() -> None:
-    job, nodes = half_written()
-    job.restart()
-    nodes[0].holds(in_memory_again(job), 0)
-    nodes[0].has_told_all()
+    job, nodes = forgotten()
     for _ in range(4):
         joins(job, nodes[0])
         job.wait(ASKED_AGAIN_SECONDS)
