@@ -927,8 +927,11 @@ class MakeDurable(google.protobuf.message.Message):
     PARTS_FIELD_NUMBER: builtins.int
     WRITE_FIELD_NUMBER: builtins.int
     SEAL_FIELD_NUMBER: builtins.int
+    LOOK_FIELD_NUMBER: builtins.int
     seal: builtins.bool
     """Every part is written: only the seal is missing."""
+    look: builtins.bool
+    """Nobody holds the parts in `write`. A node that has others looks whether they are on the disk."""
     @property
     def ref(self) -> global___CheckpointRef: ...
     @property
@@ -937,9 +940,7 @@ class MakeDurable(google.protobuf.message.Message):
 
     @property
     def write(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Only these parts, which are held here: others write the rest, and one node seals. Empty: all of it. Parts that nobody
-        holds are named to a node that has others: it looks whether they are on the disk.
-        """
+        """Only these parts, which are held here: others write the rest, and one node seals. Empty: all of it."""
 
     def __init__(
         self,
@@ -948,9 +949,10 @@ class MakeDurable(google.protobuf.message.Message):
         parts: collections.abc.Iterable[global___HeldPart] | None = ...,
         write: collections.abc.Iterable[builtins.int] | None = ...,
         seal: builtins.bool = ...,
+        look: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["ref", b"ref"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["parts", b"parts", "ref", b"ref", "seal", b"seal", "write", b"write"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["look", b"look", "parts", b"parts", "ref", b"ref", "seal", b"seal", "write", b"write"]) -> None: ...
 
 global___MakeDurable = MakeDurable
 
@@ -1919,7 +1921,7 @@ class DurableRequest(google.protobuf.message.Message):
     failure: builtins.str
     """Why it could not be written; empty where it was."""
     absent: builtins.bool
-    """The failure: it was looked for these parts on the disk, and nothing of them is there."""
+    """The failure: it was looked for these parts on the disk, and nothing of them is there; or files lacked for the seal."""
     @property
     def caller(self) -> global___Caller: ...
     @property

@@ -211,12 +211,12 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
 
 def ordered(decision: Decision, told: control_pb2.MakeDurable) -> None:
     """Brings a step to the disk, or this node's share of it. What was done already is said again."""
-    memory, order = decision.state.memory, DurableOrder(told.ref, tuple(told.write), told.seal)
-    if memory.wrote is not None and memory.wrote.covers(order):
+    memory, order = decision.state.memory, DurableOrder(told.ref, tuple(told.write), told.seal, told.look)
+    if memory.wrote is not None and memory.wrote.covers(order) and not order.look:
         decision.call("ReportDurable", said_of(decision, order.ref, order.write))
     elif memory.writing is None or not memory.writing.covers(order):
         memory.writing = order
-        decision.do(ev.MakeDurable(order.ref, tuple(told.parts), order.write, order.seal))
+        decision.do(ev.MakeDurable(order.ref, tuple(told.parts), order.write, order.seal, order.look))
 
 
 def is_in_vain(state: AgentState, directive: control_pb2.Directive) -> bool:

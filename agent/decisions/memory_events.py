@@ -106,10 +106,11 @@ class MakeDurable:
 
     ref: control_pb2.CheckpointRef
     parts: tuple[control_pb2.HeldPart, ...] = ()
-    # Only these parts, and without a seal; those that are not here are looked for on the disk. Or only the seal, as all
-    # parts are written.
+    # Only these parts, which are here, and without a seal; or only the seal, as all parts are written.
     write: tuple[int, ...] = ()
     seal: bool = False
+    # These parts are elsewhere: look whether they are on the disk.
+    look: bool = False
 
 
 @dataclass(frozen=True)

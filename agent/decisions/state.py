@@ -176,6 +176,7 @@ class DurableOrder:
     ref: control_pb2.CheckpointRef
     write: tuple[int, ...] = ()
     seal: bool = False
+    look: bool = False
 
     @property
     def digest(self) -> str:
@@ -183,7 +184,7 @@ class DurableOrder:
 
     def covers(self, other: DurableOrder) -> bool:
         """Whether who carries this out carries out the other one, too."""
-        less = bool(other.write) and set(other.write) <= set(self.write)
+        less = bool(other.write) and set(other.write) <= set(self.write) and self.look == other.look
         return self.digest == other.digest and (self == other or less)
 
 

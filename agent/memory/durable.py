@@ -63,7 +63,7 @@ class PartlyWritten(str):
 
 
 class NothingThere(str):
-    """Why what was looked for was not found: it is not on the disk."""
+    """Why what was looked for was not found: it is not on the disk, for all that can be seen."""
 
 
 class _Stopped(Exception):
@@ -141,6 +141,8 @@ def seal_written(manifest: Manifest, run_dir: Path, stopped: Callable[[], str]) 
             return ""
         except (CheckpointDamaged, FileNotFoundError, FileExistsError) as error:
             problem = f"{manifest.name} cannot be sealed on the disk: {error}"
+            lacks = isinstance(error, CheckpointDamaged) and error.reason is Damage.MISSING_FILE
+            problem = NothingThere(problem) if lacks else problem
         except OSError as error:
             return f"{manifest.name} cannot be sealed on the disk: {error}"
         # No event tells when another machine's files come into sight over NFS.
@@ -157,18 +159,24 @@ def look_for(manifest: Manifest, here: Collection[str], run_dir: Path, stopped: 
         manifest, here, run_dir, stopped: See `make_durable`.
     """
     target = run_dir / manifest.name
-    try:
-        if _is_sealed(target, manifest):
-            return ""
-        if problem := _obstacle(target):
-            return problem
-        for entry in manifest.files:
-            if why := stopped():
-                return why
-            if entry.path not in here and _size(target / entry.path) == entry.size:
+    for pause in (_SIGHT_PAUSES_SECONDS[0], 0.0):
+        try:
+            # Opening directories makes NFS look again if it remembers that there was no such checkpoint.
+            if run_dir.name in os.listdir(run_dir.parent):
+                os.listdir(run_dir)
+            if _is_sealed(target, manifest):
                 return ""
-    except (CheckpointDamaged, OSError) as error:
-        return f"{manifest.name} cannot be looked for on the disk: {error}"
+            if problem := _obstacle(target):
+                return problem
+            for entry in manifest.files:
+                if why := stopped():
+                    return why
+                if entry.path not in here and _size(target / entry.path) == entry.size:
+                    return ""
+        except (CheckpointDamaged, OSError) as error:
+            return f"{manifest.name} cannot be looked for on the disk: {error}"
+        # No event tells when another machine's files come into sight over NFS.
+        threading.Event().wait(pause)
     return NothingThere(f"what this node does not have of {manifest.name} is not on the disk")
 
 

@@ -255,17 +255,23 @@ class MemoryTier:
     ) -> None:
         """Copies these parts of a checkpoint, which are here, to the run's directory on the disk, at low priority.
 
-        Without parts: seals it there, as others say that they have written all of it. If none of these parts is here,
-        looks whether others have written them. `then` is called once: with "", or with the reason why not; with
-        `NothingThere` where they are not on the disk.
+        Without parts: seals it there, as others say that they have written all of it. `then` is called once: with "",
+        or with the reason why not; with `NothingThere` where files lack for the seal.
         """
         if self.problem:
             then(self.problem)
-        elif parts and not any(self._holdings.has(run_id, ref.name, ref.digest, part) for part in parts):
-            # A world waits for that, and what is being written may take long.
-            self._looker.put(ref.digest, lambda stopped: self._look(run_id, ref, run_dir, stopped), then)
         else:
             self._put_writing(run_id, ref, run_dir, parts, then)
+
+    def look_for(self, run_id: str, ref: control_pb2.CheckpointRef, run_dir: Path, then: Callable[[str], None]) -> None:
+        """Looks whether anything of a checkpoint that is not here is on the disk, also while others are written there.
+
+        `then` is called once: with "", or with the reason why not; with `NothingThere` where nothing is.
+        """
+        if self.problem:
+            then(self.problem)
+        else:
+            self._looker.put(ref.digest, lambda stopped: self._look(run_id, ref, run_dir, stopped), then)
 
     def stop_writing(self, ref: control_pb2.CheckpointRef) -> None:
         """Nobody wants it on the disk any more: what was ordered ends, with a reason why not."""

@@ -416,6 +416,9 @@ class Effects:
         if memory is None:
             done("this node has no memory checkpoints")
             return
+        if action.look:
+            memory.look_for(run_id, ref, run_dir, done)
+            return
         if action.write or action.seal:
             memory.write_parts(run_id, ref, run_dir, action.write, done)
             return

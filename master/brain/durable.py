@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from dalsegno.protos import control_pb2
 
 from . import checkpoints
-from .holders import able, has_holder, holders, is_whole, suffices, unaccounted, who_looks
+from .holders import able, has_holder, holders, is_there, is_whole, suffices, unaccounted, who_looks
 from .live import HeldStep, State
 from .membership import in_rank_order
 from .memory import is_candidate
@@ -35,13 +35,15 @@ class WriteOrder:
     """What one node does to bring a memory checkpoint to the disk.
 
     Attributes:
-        write: Only these parts; empty: all of it. A node that has none of them looks for them on the disk.
+        write: Only these parts; empty: all of it.
         seal: Every part is written, only the seal is missing.
+        look: The parts are elsewhere, and perhaps on the disk.
     """
 
     record: Checkpoint
     write: tuple[int, ...] = ()
     seal: bool = False
+    look: bool = False
 
 
 def want_durable(turn: Turn, record: Checkpoint) -> None:
@@ -129,9 +131,9 @@ def orders_to_look(state: State) -> dict[str, WriteOrder]:
     """Of parts that nobody holds: they may be on the disk, written by nodes that are gone."""
     found: dict[str, WriteOrder] = {}
     for step in state.live.held.steps.values():
-        node = first_of(state.job, able(step, who_looks(state.job, step))) if step.sought else None
+        node = first_of(state.job, who_looks(state.job, step)) if step.sought else None
         if node is not None:
-            found[node.incarnation] = WriteOrder(step.record, tuple(unaccounted(state.job, step)))
+            found[node.incarnation] = WriteOrder(step.record, tuple(unaccounted(state.job, step)), look=True)
     return found
 
 
@@ -141,7 +143,7 @@ def orders_to_write(state: State) -> dict[str, WriteOrder]:
     if whole is not None:
         record, node = whole
         step = state.live.held.steps.get(record.digest)
-        if step is not None and step.in_parts:
+        if step is not None and (step.in_parts or (not is_whole(state.job, step) and is_there(state.job, step))):
             return orders_of_parts(state.job, step)
         return {node.incarnation: WriteOrder(record)}
     step = state.live.held.steps.get(state.live.held.writing)
@@ -214,13 +216,12 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
     record, step = job.checkpoint(digest), turn.live.held.steps.get(digest)
     if not message.failure:
         turn.live.held.complaints.pop(node.name, None)
-    if message.absent:
-        if step is not None:
-            step.absent.update(part for part in message.parts if part < step.record.parts)
+    if step is not None and answers_a_look(turn, node, message):
+        heard_of_look(turn, node, message, step)
+    elif message.absent and message.parts:
+        pass  # It is not looked for any more.
     elif record is None:
-        if step is not None and step.sought and message.failure:
-            cannot(turn, node, step, message.failure)
-        elif step is not None and step.wanted:
+        if step is not None and step.wanted:
             heard_of_wanted(turn, node, message, step)
         elif step is not None and message.parts and not message.failure:
             note_written(turn, step, message)  # Nobody has asked for it: they leave, or could not hear the master.
@@ -230,7 +231,7 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
         step = turn.live.held.step(record)
         sealing = not message.parts and len(step.written) == record.parts
         if sealing and step.in_parts:
-            step.written.clear()
+            not_sealed(step, message)
         # All of it was ordered before anybody knew that nodes cannot fetch it.
         if message.parts or sealing or not step.in_parts:
             cannot(turn, node, step, message.failure)
@@ -242,14 +243,40 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
     return "OK", ""
 
 
+def answers_a_look(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> bool:
+    """Whether this is what the node was asked to look for."""
+    order = orders_to_look(turn.state).get(node.incarnation)
+    return order is not None and order.record.digest == message.ref.digest and order.write == tuple(message.parts)
+
+
+def heard_of_look(turn: Turn, node: Node, message: control_pb2.DurableRequest, step: HeldStep) -> None:
+    """A node has looked for parts on the disk. What is there of them shows itself as they are sealed."""
+    if not message.failure:
+        step.sighted.update(message.parts)
+        note_written(turn, step, message)
+    elif message.absent:
+        step.absent.update(message.parts)
+    else:
+        step.looked.add(node.incarnation)
+
+
+def not_sealed(step: HeldStep, message: control_pb2.DurableRequest) -> None:
+    """A node that could not seal it may have missed what others wrote: they look at it again.
+
+    What was only seen there counts no more if files lack.
+    """
+    step.written.clear()
+    if message.absent:
+        step.absent |= step.sighted
+
+
 def heard_of_wanted(turn: Turn, node: Node, message: control_pb2.DurableRequest, step: HeldStep) -> None:
     """A node has told how it got on with a step that the ranks want on the disk."""
     held = turn.live.held
     if message.failure:
         if step.record.digest == held.writing:
             if not message.parts:
-                # A node that could not seal it may have missed what others wrote: they look at it again.
-                step.written.clear()
+                not_sealed(step, message)
             cannot(turn, node, step, message.failure)
     elif message.parts:
         note_written(turn, step, message)

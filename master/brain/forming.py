@@ -83,6 +83,9 @@ def forming(turn: Turn) -> bool:
         resume = resume_point(job)
     if gathered and failures.blames_shape(turn) and failures.leave_shape(turn, ready):
         return True
+    if gathered and memory.seeks(turn, resume):
+        waits.say(turn, "disk", "waiting for a node that looks on the disk for what leavers had in memory")
+        return moved
     if beside.holds(turn, gathered):
         return moved
     if not gate_open(turn, resume, candidate):
@@ -91,9 +94,6 @@ def forming(turn: Turn) -> bool:
         candidate = fallback(turn, resume, ready) if gathered else []
     if gathered and candidate:
         announcements.unexplained(turn, now=True)
-    if gathered and candidate and memory.seeks(turn, resume):
-        waits.say(turn, "disk", "waiting for a node that looks on the disk for what leavers had in memory")
-        return moved
     if gathered and candidate and not failures.count(turn) and not failures.pauses(turn):
         open_world(turn, candidate, resume)
         return True

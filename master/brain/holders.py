@@ -76,7 +76,8 @@ def can_be_written(job: Job, step: HeldStep, part: int) -> bool:
 
     Who could not is asked again, but not for ever where parts are gone from the memories.
     """
-    return bool(able(step, living(job, step, part), again=step.failures < MOST_FAILURES))
+    again = step.failures < MOST_FAILURES
+    return any(can_write(step, node, again=again) for node in living(job, step, part))
 
 
 def unaccounted(job: Job, step: HeldStep) -> list[int]:
@@ -86,21 +87,25 @@ def unaccounted(job: Job, step: HeldStep) -> list[int]:
 
 
 def who_looks(job: Job, step: HeldStep) -> list[Node]:
-    """Who can look whether the unaccounted parts are on the disk; nobody where that is known, or failed too often.
+    """Who can look whether the unaccounted parts are on the disk, and has not tried; nobody where that is known.
 
     That takes a part of it: what lies there is known by its manifest.
     """
     lost = unaccounted(job, step)
-    if not lost or not step.absent.isdisjoint(lost) or step.failures >= MOST_FAILURES:
+    if not lost or not step.absent.isdisjoint(lost):
         return []
-    there = {node.incarnation: node for part in step.holders for node in living(job, step, part)}
-    return [node for node in able(step, there.values(), again=True) if step.by_node[node.incarnation].isdisjoint(lost)]
+    others = (name for name, parts in step.by_node.items() if name not in step.looked and parts.isdisjoint(lost))
+    there = (node for name in others if (node := job.node_by(name)) is not None)
+    return able(step, there, again=True)
 
 
 def able(step: HeldStep, nodes: Iterable[Node], *, again: bool = False) -> list[Node]:
     """Those that can write to the disk, as far as is known. `again`: also who could not just now."""
-    there = (node for node in nodes if node.sees_directory and node.peer_address)
-    return [node for node in there if again or node.incarnation not in step.unable]
+    return [node for node in nodes if can_write(step, node, again=again)]
+
+
+def can_write(step: HeldStep, node: Node, *, again: bool = False) -> bool:
+    return node.sees_directory and bool(node.peer_address) and (again or node.incarnation not in step.unable)
 
 
 def suffices(step: HeldStep, by_part: list[bool]) -> bool:

@@ -252,8 +252,12 @@ class HeldStep:
     unable: dict[str, float] = field(default_factory=dict)
     # How often nodes could not.
     failures: int = 0
-    # Parts that nobody holds are looked for on the disk; those that are not there.
+    # Parts that nobody holds are looked for on the disk, since when (by the listening clock), and who could not look.
     sought: bool = False
+    sought_since: float | None = None
+    looked: set[str] = field(default_factory=set)
+    # Those that seem to be there, as somebody has seen; and those that are not.
+    sighted: set[int] = field(default_factory=set)
     absent: set[int] = field(default_factory=set)
     told: dict[str, None] = field(default_factory=dict)
 

@@ -43,6 +43,8 @@ __all__ = (
 # A part of the resume point that nobody holds is lost after so long (seconds): a new master hears its holders one by
 # one.
 LOST_AFTER_SECONDS = 3.0
+# Nodes look on the disk for so long, all of them together, before what nobody holds is given up.
+LOOK_WITHIN_SECONDS = 30.0
 # A node that says that it gathers is waited for so long at most, and --join-timeout behind that (seconds).
 GATHERED_WITHIN_SECONDS = 600.0
 # Steps of one epoch that are remembered: nodes hold two or three, and not all the same ones.
@@ -304,16 +306,31 @@ def is_gone(turn: Turn, record: Checkpoint) -> bool:
     """
     step = turn.live.held.step(record)
     if is_there(turn.job, step):
-        step.missing_since, step.sought = None, False
-        step.absent.clear()
+        step.missing_since = None
+        found(step)
         return False
     if step.missing_since is None:
         step.missing_since = turn.heard
     unheard = any(not turn.presence(node).spoke and turn.is_fresh(node) for node in turn.job.nodes.values())
     if unheard or not turn.overdue(step.missing_since + LOST_AFTER_SECONDS):
         return False
-    step.sought = bool(who_looks(turn.job, step))
-    return not step.sought
+    return not is_sought(turn, step)
+
+
+def is_sought(turn: Turn, step: HeldStep) -> bool:
+    """Whether a node is to look on the disk for what nobody holds of a step. Not without an end: a disk may hang."""
+    if step.sought_since is None:
+        step.sought_since = turn.heard
+    over = turn.overdue(step.sought_since + LOOK_WITHIN_SECONDS)
+    step.sought = not over and bool(who_looks(turn.job, step))
+    return step.sought
+
+
+def found(step: HeldStep) -> None:
+    """All of it is somewhere, as far as is known: nothing is looked for."""
+    step.sought, step.sought_since = False, None
+    step.looked.clear()
+    step.absent &= step.sighted
 
 
 def seeks(turn: Turn, resume: Checkpoint | None) -> bool:
@@ -322,8 +339,10 @@ def seeks(turn: Turn, resume: Checkpoint | None) -> bool:
     step = next(iter(turn.live.held.newest_first()), None)
     if step is None or job.checkpoint(step.record.digest) is not None or not may_count(job, step.record, resume):
         return False
-    step.sought = not is_there(job, step) and went_with_leavers(job, step) and bool(who_looks(job, step))
-    return step.sought
+    if is_there(job, step) or not went_with_leavers(job, step):
+        found(step)
+        return False
+    return is_sought(turn, step)
 
 
 def went_with_leavers(job: Job, step: HeldStep) -> bool:

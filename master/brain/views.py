@@ -111,14 +111,14 @@ class Common:
             self.to_memory,
             node.incarnation in self.needed,
             self.write(node),
-            self.sources_for(node),
+            self.more_sources(node),
         )
 
-    def sources_for(self, node: Node) -> tuple[Source, ...]:
-        """Where a node that gathers finds the parts; more than others are told, if it could not reach those."""
+    def more_sources(self, node: Node) -> tuple[Source, ...]:
+        """Where a node finds the parts that could not reach those who are told to all; () for others."""
         head = resume_point(self.job)
         if head is None or not self.sources or not has_looked_in_vain(self.job, node, head.digest):
-            return self.sources
+            return ()
         if self._others is None:
             self._others = memory.sources_of(self.state, head, MOST_TOLD)
         return self._others
@@ -206,7 +206,7 @@ def tell_durable(order: durable.WriteOrder, sources: tuple[Source, ...], told: c
     """What a node does to bring a memory checkpoint to the disk."""
     told.ref.name, told.ref.digest = order.record.name, order.record.digest
     told.write.extend(order.write)
-    told.seal = order.seal
+    told.seal, told.look = order.seal, order.look
     told.parts.extend(sources_proto(sources))
 
 
@@ -279,7 +279,7 @@ def stand_by_or_gather(common: Common, node: Node, directive: control_pb2.Direct
     if resume is not None and has_looked_in_vain(job, node, resume.digest):
         directive.wait.round = job.round
         look_for(directive, resume)
-        directive.wait.parts.extend(sources_proto(common.sources_for(node)))
+        directive.wait.parts.extend(sources_proto(common.more_sources(node)))
         directive.wait.reason = f"{node.name} does not see checkpoint {resume.name}: a spare that keeps looking"
         return
     directive.gather.round = job.round

@@ -1078,8 +1078,9 @@ def test_a_complete_step_becomes_durable(tmp_path: Path) -> None:
         assert other.digest != manifest.digest
 
 
-def test_what_nobody_has_is_looked_for_on_the_disk(tmp_path: Path) -> None:
-    """Also while something else is being written, and by who has another part of it."""
+def test_what_nobody_has_is_looked_for_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By who has another part of it. What comes into sight a moment later is found, and what is sealed."""
+    monkeypatch.setattr(durable, "_SIGHT_PAUSES_SECONDS", (0.5,))
     run_dir = tmp_path / RUN
     with nodes(tmp_path, 2) as two:
         files = {rank: SMALL[rank] for rank in range(2)}
@@ -1088,21 +1089,26 @@ def test_what_nobody_has_is_looked_for_on_the_disk(tmp_path: Path) -> None:
             node.tier.open_epoch(RUN, 1, rank, [])
             node.writes(third, rank, SMALL[rank])
             node.holds(third.name, rank)
+        assert "cannot be looked for" in two[0].looks(third, tmp_path / "disk" / RUN)  # nothing is mounted there
         for _ in range(2):
-            absent = two[0].makes_durable(third, run_dir, (1,))
-            assert isinstance(absent, NothingThere)
+            assert isinstance(two[0].looks(third, run_dir), NothingThere)
             assert two[0].makes_durable(third, run_dir, (0,)) == "", "what is here itself is not meant"
-        (run_dir / third.name / "elsewhere").symlink_to(tmp_path)
+        lacking = two[0].makes_durable(third, run_dir, ())
+        assert "MISSING_FILE" in lacking
+        assert isinstance(lacking, NothingThere)
+        assert "in its memory any more" in two[0].makes_durable(third, run_dir, (1,))
         assert two[1].makes_durable(third, run_dir, (1,)) == ""
-        assert two[0].makes_durable(third, run_dir, (1,)) == ""
+        os.rename(run_dir / third.name, tmp_path / "unseen")
+        threading.Timer(0.1, lambda: os.rename(tmp_path / "unseen", run_dir / third.name)).start()
+        assert two[0].looks(third, run_dir) == ""
         assert two[0].makes_durable(third, run_dir, ()) == ""
-        assert two[0].makes_durable(third, run_dir, (1,)) == "", "sealed"
-        assert "nothing of" in two[0].makes_durable(manifest_of("step-50.e1.1", files), run_dir, (1,))
+        assert two[0].looks(third, run_dir) == "", "sealed"
+        assert "nothing of" in two[0].looks(manifest_of("step-50.e1.1", files), run_dir)
         fourth = manifest_of("step-40.e1.1", files)
         two[0].writes(fourth, 0, SMALL[0])
         two[0].holds(fourth.name, 0)
         (run_dir / fourth.name).symlink_to(tmp_path)
-        why = two[0].makes_durable(fourth, run_dir, (1,))
+        why = two[0].looks(fourth, run_dir)
         assert "is a link" in why
         assert not isinstance(why, NothingThere), "nobody knows what is there"
 

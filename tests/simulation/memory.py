@@ -149,8 +149,7 @@ class Memory:
     def make_durable(self, action: ev.MakeDurable) -> None:
         if self.unwanted == action.ref.digest:
             self.unwanted = ""
-        step = self.steps.get(action.ref.digest)
-        if action.write and step is not None and step.parts.isdisjoint(action.write):
+        if action.look:
             self._after(LOOK, self._look_for, action)
             return
         if action.write or action.seal:
@@ -262,7 +261,7 @@ class Memory:
             self._sim.disk.spilled.setdefault(ref.name, set()).update(action.write)
             self._agent.deliver(ev.MadeDurable(ref, "", action.write))
         else:
-            self._seal(step, ref)
+            self._seal(step, ref, ordered=True)
 
     def _look_for(self, action: ev.MakeDurable) -> None:
         """Whether others have written what is not here."""
@@ -293,9 +292,12 @@ class Memory:
         self._sim.disk.spilled.setdefault(ref.name, set()).update(step.parts)
         self._seal(step, ref)
 
-    def _seal(self, step: Step, ref: control_pb2.CheckpointRef) -> None:
+    def _seal(self, step: Step, ref: control_pb2.CheckpointRef, ordered: bool = False) -> None:
         disk = self._sim.disk
         if len(disk.spilled.get(ref.name, ())) < self._sim.ledger.parts_of(step.message.epoch):
+            if ordered:
+                self._agent.deliver(ev.MadeDurable(ref, "files lack", absent=True))
+                return
             written = tuple(sorted(step.parts))
             self._agent.deliver(ev.MadeDurable(ref, "some parts are elsewhere", written=written))
             return

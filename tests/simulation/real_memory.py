@@ -17,6 +17,9 @@ from .threads import Hands
 if TYPE_CHECKING:
     from .real_agent import RealAgent
 
+# In place of parts: the product's agent knows by itself which ones it looks for.
+A_LOOK = (-1,)
+
 
 class Tier:
     """One agent's. Every method returns at once; callbacks come on a thread of its own."""
@@ -69,6 +72,9 @@ class Tier:
         then: Callable[[str], None],
     ) -> None:
         self._write(ev.MakeDurable(ref, write=tuple(parts), seal=not parts), then)
+
+    def look_for(self, run_id: str, ref: control_pb2.CheckpointRef, run_dir: Path, then: Callable[[str], None]) -> None:
+        self._write(ev.MakeDurable(ref, write=A_LOOK, look=True), then)
 
     def stop_writing(self, ref: control_pb2.CheckpointRef) -> None:
         self._memory.unwanted = ref.digest

@@ -145,20 +145,28 @@ class Node:
         self, manifest: Manifest, run_dir: Path, parts: tuple[int, ...] | None = None, seconds: float = 60.0
     ) -> str:
         """All that is here, and the seal; or only these parts; or, with none of them, only the seal."""
-        found: list[str] = []
-        done = threading.Event()
-
-        def then(problem: str) -> None:
-            found.append(problem)
-            done.set()
-
-        ref = manifest.ref.to_proto()
+        run_id, ref = manifest.run_id, manifest.ref.to_proto()
         if parts is None:
-            self.tier.make_durable(manifest.run_id, ref, run_dir, then)
-        else:
-            self.tier.write_parts(manifest.run_id, ref, run_dir, parts, then)
-        assert done.wait(seconds)
-        return found[0]
+            return answered(lambda then: self.tier.make_durable(run_id, ref, run_dir, then), seconds)
+        return answered(lambda then: self.tier.write_parts(run_id, ref, run_dir, parts, then), seconds)
+
+    def looks(self, manifest: Manifest, run_dir: Path, seconds: float = 60.0) -> str:
+        """Whether anything that is not here is on the disk."""
+        ref = manifest.ref.to_proto()
+        return answered(lambda then: self.tier.look_for(manifest.run_id, ref, run_dir, then), seconds)
+
+
+def answered(ask: Callable[[Callable[[str], None]], None], seconds: float) -> str:
+    """What something says once, on another thread."""
+    found, done = list[str](), threading.Event()
+
+    def then(problem: str) -> None:
+        found.append(problem)
+        done.set()
+
+    ask(then)
+    assert done.wait(seconds)
+    return found[0]
 
 
 @contextmanager

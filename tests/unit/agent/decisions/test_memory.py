@@ -576,6 +576,24 @@ def test_parts_are_written_once_and_said_again() -> None:
     assert len(agent.did(ev.MakeDurable)) == 4
 
 
+def test_what_is_looked_for_is_told_as_it_is() -> None:
+    """Each time anew: it may have gone, or come, since."""
+    agent = Agent().registered().running()
+    agent.hear(ev.HeldChanged(STEP, (0,)))
+    order = control_pb2.MakeDurable(ref=REF, write=[1], look=True)
+    agent.directed(run=world(), make_durable=order)
+    assert agent.did(ev.MakeDurable)[-1].look
+    agent.hear(ev.MadeDurable(REF, "it is not there", write=(1,), absent=True))
+    said = agent.calls("ReportDurable")[-1]
+    assert (said.absent, list(said.parts), said.failure) == (True, [1], "it is not there")
+    for number in (2, 3):
+        agent.directed(run=world(), make_durable=order)
+        assert len(agent.did(ev.MakeDurable)) == number
+        agent.hear(ev.MadeDurable(REF, write=(1,)))
+        said = agent.calls("ReportDurable")[-1]
+        assert (said.absent, list(said.parts), said.failure) == (False, [1], "")
+
+
 def test_what_fails_is_not_done() -> None:
     agent = Agent().registered().running()
     agent.hear(ev.HeldChanged(STEP, (0,)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from dalsegno.agent.commands.status import status_lines
 from dalsegno.master.brain import brain, shown
 from dalsegno.master.brain.durable import ASKED_AGAIN_SECONDS
 from dalsegno.master.brain.events import Called
+from dalsegno.master.brain.memory import LOOK_WITHIN_SECONDS
 from dalsegno.master.brain.state import Phase
 from dalsegno.master.brain.views import Common
 from dalsegno.protos import control_pb2 as pb
@@ -18,7 +20,7 @@ from tests.support.jobs.masters import Driven, Node, settings
 
 def started(count: int = 2, **fields: Any) -> tuple[Driven, list[Node]]:
     """A world whose nodes can be reached; each on a host of its own, unless `fields` say otherwise."""
-    job = Driven(settings(memory_replicas=1, universal_checkpoint=False, **fields))
+    job = Driven(settings(**({"memory_replicas": 1, "universal_checkpoint": False} | fields)))
     nodes = [newcomer(job) for _ in range(count)]
     for node in nodes:
         node.join()
@@ -595,15 +597,7 @@ def test_what_leavers_have_written_of_a_step_that_was_never_whole_counts(anew: b
 
 @pytest.mark.parametrize("answer", ["absent", "fails"])
 def test_a_step_that_was_never_whole_is_looked_for_in_vain(answer: str) -> None:
-    job, nodes = started(2)
-    nodes[0].save(5, any_size=True)
-    nodes[0].step(6)
-    nodes[1].leave()
-    made = in_memory(job, 7)
-    nodes[1].drained(7, digest=made.ref.digest)
-    nodes[1].goodbye()
-    nodes[0].drained(7, digest=made.ref.digest)
-    nodes[0].holds(made, 0)
+    job, nodes, made = never_whole(2)
     joins(job, nodes[0])
     job.wait(0.1)
     for _ in range(3):
@@ -642,16 +636,103 @@ def test_what_leavers_have_not_written_takes_the_run_back_at_once() -> None:
     assert nodes[0].directive.run.resume.source.step == 5
 
 
-def test_who_cannot_look_holds_up_the_run_for_a_while_only() -> None:
-    job, nodes = forgotten()
-    for _ in range(4):
-        joins(job, nodes[0])
-        job.wait(ASKED_AGAIN_SECONDS)
-        if nodes[0].directive.HasField("make_durable"):
-            nodes[0].durable("input/output error")
-    joins(job, nodes[0])
-    job.wait(2)
+def never_whole(count: int, *, any_size: bool = True, **fields: Any) -> tuple[Driven, list[Node], pb.Checkpoint]:
+    """The last one of some nodes has drained step 7 and left, and nobody has its part; a commit of step 5 is there."""
+    job, nodes = started(count, min_nodes=1, **fields)
+    nodes[0].save(5, any_size=any_size)
+    nodes[0].step(6)
+    nodes[-1].leave()
+    made = in_memory(job, 7)
+    nodes[-1].drained(7, digest=made.ref.digest)
+    nodes[-1].goodbye()
+    for rank, node in enumerate(nodes[:-1]):
+        node.holds(made, rank)
+        node.drained(7, digest=made.ref.digest)
+    return job, nodes[:-1], made
+
+
+def looks(node: Node) -> bool:
+    return bool(node.directive.make_durable.look)
+
+
+def goes_on(job: Driven, nodes: list[Node], seconds: float, does: Callable[[Node], None]) -> float:
+    """Each node joins when it is to, and does what it is ordered; after how long a world opens (at most `seconds`)."""
+    began = job.now
+    while job.phase is not Phase.RUNNING and job.now < began + seconds:
+        for node in nodes:
+            if node.order in ("gather", "wait"):
+                joins(job, node)
+        for node in nodes:
+            if node.directive.HasField("make_durable"):
+                does(node)
+        job.wait(0.25)
+    return job.now - began
+
+
+def test_what_was_only_seen_on_the_disk_is_tried_once() -> None:
+    """Another node has written its own part there, so something is in sight: files lack all the same."""
+    job, nodes, _ = never_whole(3)
+    seals: list[str] = []
+
+    def do(node: Node) -> None:
+        seals.extend([node.name] * node.directive.make_durable.seal)
+        node.durable(absent=node.directive.make_durable.seal)
+
+    assert goes_on(job, nodes, 60, do) < 6
     assert nodes[0].directive.run.resume.source.step == 5
+    assert len(seals) == 1
+
+
+def test_each_node_looks_once_and_the_next_one_is_asked() -> None:
+    """A node whose disk fails is not asked again while another one looks."""
+    job, nodes, made = never_whole(4)
+    asked: list[str] = []
+
+    def do(node: Node) -> None:
+        if looks(node) and node.name not in asked:
+            asked.append(node.name)
+            if node is nodes[0]:
+                node.durable("input/output error")
+        elif not looks(node):
+            node.durable()
+
+    goes_on(job, nodes, 25, do)
+    assert asked == [node.name for node in nodes[:2]]
+    nodes[1].durable()
+    goes_on(job, nodes, 1, do)
+    assert job.job.checkpoint(made.ref.digest) is not None
+    assert "could not write" not in job.notices
+
+
+def test_a_disk_that_hangs_holds_up_a_world_for_a_while_only() -> None:
+    """Nobody answers: it goes on with what is there."""
+    job, nodes, _ = never_whole(3)
+    assert goes_on(job, nodes, 100, lambda node: None) < LOOK_WITHIN_SECONDS + 2
+    assert nodes[0].directive.run.resume.source.step == 5
+
+
+def test_who_was_not_asked_to_look_says_nothing_of_it() -> None:
+    job, nodes = forgotten()
+    spare, made = newcomer(job), in_memory_again(job)
+    joins(job, nodes[0])
+    job.wait(4)
+    assert looks(nodes[0])
+    job.call(pb.DurableRequest(caller=spare.caller(), ref=made.ref, parts=[1], failure="no", absent=True))
+    joins(job, nodes[0], spare)
+    job.wait(2)
+    assert looks(nodes[0])
+    nodes[0].durable()
+    assert nodes[0].directive.head.ref == made.ref
+
+
+def test_it_is_looked_for_before_an_older_step_is_converted() -> None:
+    job, nodes, made = never_whole(2, any_size=False, universal_checkpoint=True, universal_gate=True)
+    joins(job, nodes[0])
+    job.wait(0.1)
+    assert not nodes[0].lease
+    assert looks(nodes[0])
+    nodes[0].durable()
+    assert nodes[0].directive.head.ref == made.ref
 
 
 def test_what_nobody_can_seal_any_more_is_not_waited_for() -> None:
