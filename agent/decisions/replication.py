@@ -47,7 +47,7 @@ def answered(decision: Decision, event: ev.Replication) -> None:
 
 
 def unanswered(decision: Decision) -> None:
-    """The master has refused to hear what is held: nothing that it was told of is answered by that."""
+    """What the master was told of gets no answer: it refused to hear it, or the agent that told it was another one."""
     state = decision.state
     state.epoch.sent_steps = replace(state.epoch.sent_steps, asked=())
 

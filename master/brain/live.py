@@ -250,6 +250,7 @@ class HeldStep:
     written_in: int = 0
     # Nodes that could not write it to the disk, by incarnation, and when they are asked again; of whom people know.
     unable: dict[str, float] = field(default_factory=dict)
+    told: dict[str, None] = field(default_factory=dict)
     # How often nodes could not.
     failures: int = 0
     # Parts that nobody holds are looked for on the disk, since when (by the listening clock), and who could not look.
@@ -259,7 +260,6 @@ class HeldStep:
     # Those that seem to be there, as somebody has seen; and those that are not.
     sighted: set[int] = field(default_factory=set)
     absent: set[int] = field(default_factory=set)
-    told: dict[str, None] = field(default_factory=dict)
 
     def hold(self, incarnation: str, parts: Iterable[int]) -> None:
         """This node holds these parts, and no others."""

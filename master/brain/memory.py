@@ -306,7 +306,6 @@ def is_gone(turn: Turn, record: Checkpoint) -> bool:
     """
     step = turn.live.held.step(record)
     if is_there(turn.job, step):
-        step.missing_since = None
         found(step)
         return False
     if step.missing_since is None:
@@ -328,7 +327,7 @@ def is_sought(turn: Turn, step: HeldStep) -> bool:
 
 def found(step: HeldStep) -> None:
     """All of it is somewhere, as far as is known: nothing is looked for."""
-    step.sought, step.sought_since = False, None
+    step.missing_since, step.sought, step.sought_since = None, False, None
     step.looked.clear()
     step.absent &= step.sighted
 

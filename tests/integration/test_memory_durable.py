@@ -72,14 +72,9 @@ def wait_committed(job: Cluster, step: int) -> None:
     job.wait_status(lambda reply: reply.head.step >= step and not reply.head.in_memory, f"the commit of step {step}")
 
 
-def kill_master(job: Cluster) -> None:
-    master = job.master_pid()
-    processes.send([] if master is None else [master])
-
-
 def kill_all(job: Cluster, *nodes: Node) -> None:
     """All nodes and the master at once, as a power cut does."""
-    kill_master(job)
+    job.kill_master()
     for node in nodes:
         job.kill_node(node)
 
@@ -142,7 +137,7 @@ def test_a_writer_is_killed_in_the_middle(jobs: Clusters, undisturbed: Undisturb
     job.wait_standing()
     assert not job.sealed()
     if with_master:
-        kill_master(job)
+        job.kill_master()
     job.kill_node(job.node("b"))
     second = job.wait_world(1, after=first)
     assert job.change(second).resumed == HELD
@@ -185,7 +180,7 @@ def test_the_best_outlives_the_death_of_who_was_writing_it(
     job.kill_node(job.node("b"))
     if with_master:
         job.wait_line("epoch 2: ", job.node("a"))
-        kill_master(job)
+        job.kill_master()
     second = job.wait_world(1, after=first)
     assert job.change(second).resumed == HELD
     wait_durable(job, HELD)

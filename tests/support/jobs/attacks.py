@@ -37,8 +37,7 @@ class Attacks:
 
     def begin(self) -> int:
         """The first world."""
-        for _ in range(self.size):
-            self._add()
+        self.refill()
         return self.job.wait_world(self.size)
 
     def one(self, ways: list[Callable[[], None]]) -> None:
@@ -46,16 +45,20 @@ class Attacks:
         before = self.job.epoch()
         time.sleep(self.random.uniform(0.0, 0.6))
         way = self.random.choice(ways)
-        self.said.append(f"{time.time():.3f} {way.__name__}")
+        self.say(way.__name__)
         way()
-        while len(self._staying()) < self.size:
-            self._add()
+        self.refill()
         changes = way not in (self.keeper, self.stop)
         self.job.wait_world(self.size, after=before if changes else 0)
 
-    def _add(self) -> None:
-        self._made += 1
-        self.job.start(f"n{self._made}")
+    def refill(self) -> None:
+        """New nodes come for those that are gone, or go."""
+        while len(self._staying()) < self.size:
+            self._made += 1
+            self.job.start(f"n{self._made}")
+
+    def say(self, what: str) -> None:
+        self.said.append(f"{time.time():.3f} {what}")
 
     def _staying(self) -> list[Node]:
         return [node for node in self.job.alive() if node.expected == 0]
@@ -92,8 +95,7 @@ class Attacks:
 
     def master(self) -> None:
         """The master and a node are killed at once."""
-        master = self.job.master_pid()
-        processes.send([] if master is None else [master])
+        self.job.kill_master()
         self.node()
 
     def stop(self) -> None:

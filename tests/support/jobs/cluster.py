@@ -355,6 +355,11 @@ class Cluster:
             return None
         return pid if processes.is_alive(pid) and _is_master(pid) else None
 
+    def kill_master(self) -> None:
+        """SIGKILL to the embedded master, if there is one."""
+        master = self.master_pid()
+        processes.send([] if master is None else [master])
+
     def status(self) -> control_pb2.StatusReply | None:
         """What the master says of the job; None where none answers."""
         try:
@@ -593,8 +598,7 @@ class Cluster:
                 node.process.kill()
             node.process.wait(PATIENCE)
         # The master first: it is meant to outlive the agents. Keepers end the rest.
-        master = self.master_pid()
-        processes.send([] if master is None else [master])
+        self.kill_master()
         deadline = time.monotonic() + 20
         while (left := processes.carriers(self.mark)) and time.monotonic() < deadline:
             masters = [pid for pid in left if _is_master(pid)]
