@@ -88,7 +88,7 @@ def test_a_job_whose_world_changes(clusters: Clusters, undisturbed: Undisturbed)
 @pytest.mark.parametrize("seed", range(6))
 def test_anything_at_any_moment(clusters: Clusters, undisturbed: Undisturbed, seed: int) -> None:
     """Ranks, agents, nodes, keepers and masters are killed or stopped while every step writes over older files."""
-    training = OddTraining(odd="average", width=WIDTH, steps=120, save_every=1)
+    training = OddTraining(odd="average", width=WIDTH, steps=120, save_every=1, whole=3)
     flags = (f"--keep-checkpoints={1 + seed % 2}", "--max-restarts=1000")
     job = clusters(training=training, nnodes="1:4", step_time=0.1, universal=False, agent_flags=flags)
     attacks = Attacks(job, seed, size=3)
@@ -99,5 +99,6 @@ def test_anything_at_any_moment(clusters: Clusters, undisturbed: Undisturbed, se
             attacks.one(ways)
     finally:
         print("\n".join(attacks.said))
+    assert len(attacks.said) >= 5
     job.finish()
     job.assert_undisturbed(undisturbed)
