@@ -382,6 +382,7 @@ class Shape(google.protobuf.message.Message):
     STRATEGY_FIELD_NUMBER: builtins.int
     ANY_WORLD_SIZE_FIELD_NUMBER: builtins.int
     RESHARDS_FIELD_NUMBER: builtins.int
+    BY_PLACE_FIELD_NUMBER: builtins.int
     world_size: builtins.int
     strategy: builtins.str
     """"ddp", "deepspeed-zero-0" .. "deepspeed-zero-3", or a name of the script's own."""
@@ -389,6 +390,10 @@ class Shape(google.protobuf.message.Message):
     """Loads at any world size as it is."""
     reshards: builtins.bool
     """Loads at any world size without a conversion, each rank taking its ranges of what others saved."""
+    by_place: builtins.bool
+    """In a world of the same ranks on each node a rank loads only what the node in its node's place wrote, and the first
+    node; if any number loads it, a rank of another world loads the latter alone.
+    """
     def __init__(
         self,
         *,
@@ -396,8 +401,9 @@ class Shape(google.protobuf.message.Message):
         strategy: builtins.str = ...,
         any_world_size: builtins.bool = ...,
         reshards: builtins.bool = ...,
+        by_place: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["any_world_size", b"any_world_size", "reshards", b"reshards", "strategy", b"strategy", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["any_world_size", b"any_world_size", "by_place", b"by_place", "reshards", b"reshards", "strategy", b"strategy", "world_size", b"world_size"]) -> None: ...
 
 global___Shape = Shape
 
@@ -1000,10 +1006,13 @@ class Gather(google.protobuf.message.Message):
     MISSING_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
     TAKE_FIELD_NUMBER: builtins.int
+    PARTLY_FIELD_NUMBER: builtins.int
     round: builtins.int
     """The epoch that will be opened."""
     missing: builtins.str
     """Why the round has not opened yet, for a person."""
+    partly: builtins.bool
+    """`parts` are those that this node needs. There are more."""
     @property
     def resume(self) -> global___CheckpointRef:
         """What the new world will start from. The Join says whether this node sees it."""
@@ -1026,9 +1035,10 @@ class Gather(google.protobuf.message.Message):
         missing: builtins.str = ...,
         parts: collections.abc.Iterable[global___HeldPart] | None = ...,
         take: global___World | None = ...,
+        partly: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["resume", b"resume", "take", b"take"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["missing", b"missing", "parts", b"parts", "resume", b"resume", "round", b"round", "take", b"take"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["missing", b"missing", "partly", b"partly", "parts", b"parts", "resume", b"resume", "round", b"round", "take", b"take"]) -> None: ...
 
 global___Gather = Gather
 
@@ -1359,6 +1369,7 @@ class JoinRequest(google.protobuf.message.Message):
     LAST_STEP_FIELD_NUMBER: builtins.int
     TOOK_FIELD_NUMBER: builtins.int
     FLASH_SAVED_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
     round: builtins.int
     store_host: builtins.str
     """Address of a store that this agent serves and that no world has used yet."""
@@ -1390,6 +1401,10 @@ class JoinRequest(google.protobuf.message.Message):
     def unusable(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___UnusableCheckpoint]:
         """Directories of `resume` (or of its later form) that are in sight, but whose manifest is not the one recorded."""
 
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Which parts of `resume` were asked for and are here, if that was `Gather.partly`."""
+
     def __init__(
         self,
         *,
@@ -1404,9 +1419,10 @@ class JoinRequest(google.protobuf.message.Message):
         last_step: builtins.int | None = ...,
         took: builtins.int = ...,
         flash_saved: builtins.int = ...,
+        parts: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_last_step", b"_last_step", "caller", b"caller", "last_step", b"last_step", "resume", b"resume"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_step", b"_last_step", "caller", b"caller", "flash_saved", b"flash_saved", "inventory", b"inventory", "last_step", b"last_step", "probe", b"probe", "resume", b"resume", "round", b"round", "store_host", b"store_host", "store_port", b"store_port", "took", b"took", "unusable", b"unusable"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_last_step", b"_last_step", "caller", b"caller", "flash_saved", b"flash_saved", "inventory", b"inventory", "last_step", b"last_step", "parts", b"parts", "probe", b"probe", "resume", b"resume", "round", b"round", "store_host", b"store_host", "store_port", b"store_port", "took", b"took", "unusable", b"unusable"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_last_step", b"_last_step"]) -> typing.Literal["last_step"] | None: ...
 
 global___JoinRequest = JoinRequest

@@ -57,12 +57,15 @@ class Shape:
         any_world_size: Loads at any world size as it is.
         reshards: Loads at any world size without a conversion, because each rank takes its ranges of what others saved.
             Left out of the manifest if false.
+        by_place: In a world of the same ranks on each node, each rank loads what the node in its node's place wrote,
+            and what the first node wrote. Left out of the manifest if false: a rank may load everything.
     """
 
     world_size: int
     strategy: str
     any_world_size: bool
     reshards: bool = False
+    by_place: bool = False
 
     def loads_at(self, world_size: int) -> bool:
         """Whether a world of this size can load it without a conversion."""
@@ -212,8 +215,9 @@ class Manifest:
             del content["cut"]["samples"]
         if self.saved_as is None:
             del content["saved_as"]
-        if not self.shape.reshards:
-            del content["shape"]["reshards"]
+        for key in ("reshards", "by_place"):
+            if not content["shape"][key]:
+                del content["shape"][key]
         if self.order is not None and self.order.version == 1:
             del content["order"]["version"]
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
@@ -362,12 +366,13 @@ def _parse(raw: object) -> Manifest:
 
 
 def _shape(raw: object) -> Shape:
-    keys = _object({"reshards": False, **raw} if isinstance(raw, dict) else raw, "shape", Shape)
+    keys = _object({"reshards": False, "by_place": False, **raw} if isinstance(raw, dict) else raw, "shape", Shape)
     return Shape(
         _count(keys["world_size"], "world_size", MAX_SMALL),
         _text(keys["strategy"], "strategy"),
         _flag(keys["any_world_size"]),
         _flag(keys["reshards"]),
+        _flag(keys["by_place"]),
     )
 
 

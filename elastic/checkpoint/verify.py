@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,15 +29,21 @@ def read_sealed(directory: Path, digest: str) -> Manifest:
     return manifest
 
 
-def verify_listing(directory: Path, manifest: Manifest) -> None:
+def verify_listing(directory: Path, manifest: Manifest, paths: Collection[str] | None = None) -> None:
     """Checks that exactly the listed files are there, each with its size. Reads no file.
 
     A script that was handed its own checkpoint may have put more into it. Nothing of what it had saved is lost by that:
     only what is listed counts, and the rest is set aside before somebody loads it again.
 
+    Args:
+        paths: Only these are looked at: of the others some are there, and some may be on their way.
+
     Raises:
         CheckpointDamaged: MISSING_FILE, EXTRA_FILE, NOT_A_FILE or WRONG_SIZE.
     """
+    if paths is not None:
+        _check_sizes(directory, [entry for entry in manifest.files if entry.path in paths])
+        return
     listed = {entry.path for entry in manifest.files}
     try:
         there = set(list_files(directory)) if manifest.saved_as is None else None
@@ -48,12 +54,17 @@ def verify_listing(directory: Path, manifest: Manifest) -> None:
     for entry in manifest.files:
         if there is not None and entry.path not in there:
             raise CheckpointDamaged(directory, entry.path, Damage.MISSING_FILE)
+        _check_sizes(directory, [entry])
+    for path in sorted((there or listed) - listed):
+        raise CheckpointDamaged(directory, path, Damage.EXTRA_FILE)
+
+
+def _check_sizes(directory: Path, entries: Iterable[FileEntry]) -> None:
+    for entry in entries:
         size = _size(directory, entry.path)
         if size != entry.size:
             detail = f"{size} bytes, sealed were {entry.size}"
             raise CheckpointDamaged(directory, entry.path, Damage.WRONG_SIZE, detail)
-    for path in sorted((there or listed) - listed):
-        raise CheckpointDamaged(directory, path, Damage.EXTRA_FILE)
 
 
 def _size(directory: Path, path: str) -> int:

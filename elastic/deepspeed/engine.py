@@ -188,8 +188,11 @@ class Save:
     Attributes:
         engine: The engine.
         reshards: See `can_reshard`; the session records it.
+        by_place: True: where the number of ranks is the same, a rank loads its own files and the first rank's.
         strategy: See `strategy`; the session uses it if the script gives none.
     """
+
+    by_place = True
 
     def __init__(self, engine: Any, client_state: Client | None = None) -> None:
         self.engine, self._client_state = engine, client_state

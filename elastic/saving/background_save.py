@@ -53,8 +53,8 @@ class Background:
 
     Attributes:
         state: Returns this rank's files.
-        owner: Whose files they are, if it says more of them: ``strategy``, ``reshards`` and ``engine`` as of a
-            ``write`` that a session is given.
+        owner: Whose files they are, if it says more of them: ``strategy``, ``reshards``, ``by_place`` and ``engine`` as
+            of a ``write`` that a session is given.
         copies: ``state`` is called with what makes copies, and with the checkpoint's directory, and returns copies: it
             may change afterwards what it has copied. What it writes there it deletes.
     """
@@ -82,7 +82,7 @@ class Background:
         return found
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("strategy", "reshards", "engine"):
+        if name not in ("strategy", "reshards", "by_place", "engine"):
             raise AttributeError(name)
         return getattr(self.owner, name)
 

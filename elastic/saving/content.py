@@ -21,6 +21,7 @@ class Content:
         strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own.
         any_world_size: It loads at any world size as it is.
         reshards: It loads at any world size without a conversion, because each rank takes its ranges.
+        by_place: See ``Shape``.
         metric: The run's tracked metric.
         best: The best checkpoint as of this one.
         candidate: A better one that is on its way to the disk.
@@ -35,6 +36,7 @@ class Content:
     strategy: str = "ddp"
     any_world_size: bool = True
     reshards: bool = False
+    by_place: bool = False
     metric: float | None = None
     best: Best | None = None
     candidate: Best | None = None
@@ -54,7 +56,7 @@ class Content:
             epoch=identity.epoch,
             generation=identity.generation,
             form=SHARDED,
-            shape=Shape(identity.world_size, self.strategy, self.any_world_size, self.reshards),
+            shape=Shape(identity.world_size, self.strategy, self.any_world_size, self.reshards, self.by_place),
             position=self.position,
             order=self.order,
             source=None,

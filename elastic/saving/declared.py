@@ -27,6 +27,12 @@ _MODEL = re.compile(r"mp_rank_\d+_model_states\.pt")
 _RANK = re.compile(r"(rank[-_]?)(\d+)", re.IGNORECASE)
 
 
+def how_loaded(write: Any) -> dict[str, bool]:
+    """What a save, or whose method it is, says of how it is loaded: ``reshards`` and ``by_place``, see ``Shape``."""
+    says = (write, getattr(write, "__self__", None))
+    return {key: any(bool(getattr(one, key, False)) for one in says) for key in ("reshards", "by_place")}
+
+
 def strategy_of(write: Any, given: str) -> str:
     """The strategy of a save, as far as it can be seen before anything is written.
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint import (
+    MANIFEST,
     SHARDED,
     UNIVERSAL,
     CheckpointDamaged,
     CheckpointName,
     CheckpointStore,
+    Damage,
     Inventory,
     Manifest,
     Position,
@@ -24,6 +27,8 @@ from ..checkpoint import (
     verify_files,
     verify_listing,
 )
+from ..checkpoint.parts import read_parts
+from ..checkpoint.reading import NotRegular
 from ..rank import rng
 from ..rank.collective import Collective
 from ..rank.identity import Identity, ResumeOrder
@@ -121,7 +126,8 @@ def handed_out(
         run_dir: Where it is if ``order`` does not say.
         collective: The session's group.
         verify: Read its files, and compare their checksums.
-        identity: Who reads. Of a checkpoint in memory each node has a copy of its own, and verifies all of it.
+        identity: Who reads. Of a checkpoint in memory each node has a copy of its own, and verifies all of that: all
+            parts, or those that it needs, see ``Shape.by_place``.
         unread: Files that this rank will not read. What nobody reads of those that share a directory is not verified.
 
     Raises:
@@ -140,7 +146,10 @@ def handed_out(
         source = read_sealed(saved, order.source.digest)
         manifest = source if order.universal is None else read_sealed(directory, digest)
         if verify:
-            _verify_part(directory, manifest, left_out, *_share_of(directory, collective, identity))
+            here = None
+            if identity is not None and identity.in_memory(directory) and manifest.shape.by_place:
+                here = _read_here(directory, manifest, identity)
+            _verify_part(directory, manifest, here, left_out, *_share_of(directory, collective, identity))
     except (CheckpointDamaged, OSError) as caught:
         error = caught
     damaged = _compare(collective, directory, error, order)
@@ -253,12 +262,34 @@ def _read_by_nobody(
     return set.intersection(*(set(names) for node, names in answers if node == mine))
 
 
-def _verify_part(directory: Path, manifest: Manifest, left_out: set[str], number: int, ranks: int) -> None:
+def _read_here(directory: Path, manifest: Manifest, identity: Identity) -> set[str] | None:
+    """Which files of a checkpoint in memory the ranks of this node read, if it has some parts only; None: all.
+
+    Raises:
+        CheckpointDamaged: One of the parts that they need is not here, or the note on it is none.
+    """
+    try:
+        parts = read_parts(directory)
+    except (NotRegular, ValueError) as error:
+        raise CheckpointDamaged(directory, MANIFEST, Damage.MANIFEST, str(error)) from error
+    there = set(chain.from_iterable(parts.values()))
+    if all(entry.path in there for entry in manifest.files) or manifest.shape.world_size != identity.world_size:
+        return None
+    needed = {0, identity.group_rank}
+    for part in sorted(needed - parts.keys()):
+        raise CheckpointDamaged(directory, MANIFEST, Damage.MISSING_FILE, f"the part of node {part} is not here")
+    return {path for part in needed for path in parts[part]}
+
+
+def _verify_part(
+    directory: Path, manifest: Manifest, here: set[str] | None, left_out: set[str], number: int, ranks: int
+) -> None:
     # Large files first, so that dealing them out in turn gives every rank about as many bytes.
-    read = [entry for entry in manifest.files if entry.path not in left_out]
+    known = manifest.files if here is None else [entry for entry in manifest.files if entry.path in here]
+    read = [entry for entry in known if entry.path not in left_out]
     entries = sorted(read, key=lambda entry: (-entry.size, entry.path))
     if number == 0:
-        verify_listing(directory, manifest)
+        verify_listing(directory, manifest, here)
     verify_files(directory, entries[number::ranks])
 
 

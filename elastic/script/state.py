@@ -124,7 +124,7 @@ class ScriptState(TrainingState):
 
     def saving(self, *, beside: bool) -> Write:
         """See `Trained`."""
-        return background(self.files) if beside else self.write
+        return background(self) if beside else self.write
 
     def _places(self) -> dict[str, tuple[torch.device, torch.dtype]]:
         return {name: (p.device, p.dtype) for name, p in self._model.named_parameters()}

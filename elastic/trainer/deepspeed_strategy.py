@@ -110,6 +110,10 @@ class DeepSpeed(Strategy):
 
         return can_reshard(self._engine)
 
+    @property
+    def by_place(self) -> bool:
+        return True
+
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)
         self._engine.step()  # an optimizer step after the last micro-batch

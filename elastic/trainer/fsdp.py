@@ -79,6 +79,10 @@ class FSDP(Strategy):
     def name(self) -> str:
         return "fsdp"
 
+    @property
+    def by_place(self) -> bool:
+        return True
+
     def start(self, world_size: int, local_rank: int, device: torch.device | None) -> torch.device:
         where = own_device(local_rank, device)
         init_process_group(where)
@@ -278,12 +282,17 @@ def _load_optimizer(
 
 
 class _Shards:
-    """The rows that the ranks of the writing world saved, mapped when first asked for."""
+    """The rows that the ranks of the writing world saved. A file is mapped when something in it is first asked for.
+
+    In a world of as many ranks that is the own one, beside the first rank's: others need not be there.
+    """
 
     def __init__(self, path: Path, shared: Mapping[str, Any], files: ExitStack) -> None:
         self._shapes: Mapping[str, list[int]] = shared["shapes"]
-        self._ranks = [read_tensors(path / _file_of(rank)) for rank in range(shared["world_size"])]
-        files.callback(self._ranks.clear)  # each mapping ends with its last tensor
+        saved_by: int = shared["world_size"]
+        self._asked = [dist.get_rank()] if saved_by == dist.get_world_size() else range(saved_by)
+        self._mapped: dict[int, Mapping[str, Any]] = {}
+        files.callback(self._mapped.clear)  # each mapping ends with its last tensor
         self._path = path
         # Keys of the optimizer's sharded state, by parameter: looking through all for each takes seconds for thousands.
         self._keys: dict[str, list[str]] = {}
@@ -292,13 +301,20 @@ class _Shards:
                 name, _, key = place.removeprefix("optimizer/").rpartition("/")
                 self._keys.setdefault(name, []).append(key)
 
+    def _rows(self, rank: int, key: str) -> Mapping[str, Any]:
+        """One rank's rows of a tensor: the first row, and their values."""
+        if rank not in self._mapped:
+            self._mapped[rank] = read_tensors(self._path / _file_of(rank))
+        rows: Mapping[str, Any] = self._mapped[rank][key]
+        return rows
+
     def keys_of(self, name: str) -> list[str]:
         """Keys of the optimizer's sharded state of one parameter."""
         return self._keys.get(name, [])
 
     def example(self, key: str) -> Tensor:
         """Some rows of a tensor, with the dtype that it was saved with."""
-        value: Tensor = self._ranks[0][key]["value"]
+        value: Tensor = self._rows(0, key)["value"]
         return value
 
     def fill(self, local: Tensor, key: str, shape: list[int], start: int) -> None:
@@ -310,8 +326,9 @@ class _Shards:
         if self._shapes[key] != shape:
             raise ValueError(f"the checkpoint is of another model: {key} was {self._shapes[key]} and is {shape}")
         at, stop = start, start + local.shape[0]
-        for rank in self._ranks:
-            begin, value = rank[key]["start"], rank[key]["value"]
+        for rank in self._asked:
+            rows = self._rows(rank, key)
+            begin, value = rows["start"], rows["value"]
             low, high = max(at, begin), min(stop, begin + value.shape[0])
             if low == at and low < high:
                 local[at - start : high - start].copy_(value[low - begin : high - begin])

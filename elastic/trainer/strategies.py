@@ -115,6 +115,11 @@ class Strategy(ABC):
         """Whether what it writes loads at any world size without a conversion. Valid once `setup` is done."""
         return False
 
+    @property
+    def by_place(self) -> bool:
+        """Whether each rank reads its own node's files and the first node's only, see ``Shape``."""
+        return False
+
     def files(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's files of a checkpoint: path, and what ``torch.save`` writes there, or bytes.
 
@@ -196,12 +201,12 @@ class StrategyWrite:
         rank: The session's.
 
     Attributes:
-        reshards: See ``BareSession.save``.
+        reshards, by_place: See ``BareSession.save``.
     """
 
     def __init__(self, strategy: Strategy, state: Callable[[], Mapping[str, Any]], rank: int) -> None:
         self._strategy, self._state, self._rank = strategy, state, rank
-        self.reshards = strategy.reshards
+        self.reshards, self.by_place = strategy.reshards, strategy.by_place
 
     def __call__(self, path: Path) -> None:
         self._strategy.write(path, self._given())
@@ -246,6 +251,10 @@ class DDP(Strategy):
     @property
     def name(self) -> str:
         return "ddp"
+
+    @property
+    def by_place(self) -> bool:
+        return True
 
     def start(self, world_size: int, local_rank: int, device: torch.device | None) -> torch.device:
         where = own_device(local_rank, device)

@@ -34,7 +34,7 @@ from ..rank.step_count import count_steps
 from ..saving.apart import agree_to_go
 from ..saving.background_save import Background
 from ..saving.content import Content
-from ..saving.declared import strategy_of
+from ..saving.declared import how_loaded, strategy_of
 from ..saving.resuming import Damaged, ResumePoint, restore_rng
 from ..saving.survivor import Survivor
 from ..saving.tracking import Tracking
@@ -331,7 +331,8 @@ class BareSession:
 
         Args:
             write: ``write(path)`` writes this rank's files below ``path``; or a state, see ``background``. If it has a
-                true attribute ``reshards``, what it writes loads at any world size without a conversion.
+                true attribute ``reshards``, what it writes loads at any world size without a conversion; for
+                ``by_place`` see ``Shape``.
             wait: False: a state is written while the training goes on. The previous save is waited for first, so
                 checkpoints are sealed in order of step.
             position: Where the data continue.
@@ -368,9 +369,9 @@ class BareSession:
         try:
             self.settle()
             data = {"position": position or Position(), "order": order, "cut": cut}
-            reshards = bool(getattr(write, "reshards", False))
-            options = {"reshards": reshards, "keep": keep, "make_durable": make_durable and in_memory}
-            content = self._content(strategy, any_world_size, metric, **options, **data)
+            loads = how_loaded(write)
+            options = {"keep": keep, "make_durable": make_durable and in_memory}
+            content = self._content(strategy, any_world_size, metric, **loads, **options, **data)
             if create_directory is None:
                 create_directory = not strategy.startswith("deepspeed")
             where = {"create_directory": create_directory, "wait": wait, "drain": drain, "in_memory": in_memory}

@@ -363,12 +363,14 @@ class SavedWithPosition:
 
     Attributes:
         reshards: False, because the state of the data is each rank's own.
+        by_place: That of ``write``: a rank reads only its own state of the data.
     """
 
     reshards = False
 
     def __init__(self, write: Callable[[Path], None], source: BatchSource[Any], rank: int) -> None:
         self._write, self._source, self._rank = write, source, rank
+        self.by_place = bool(getattr(write, "by_place", False))
         beside = in_background(write)
         if isinstance(beside, Background):
             self.files = lambda: {**beside.state(), **source.files(rank)}

@@ -79,6 +79,11 @@ class TrainingState:
         self._names: frozenset[str] = frozenset()
 
     @property
+    def by_place(self) -> bool:
+        """See ``Shape``: all of it is rank 0's. What a class of the script's own does beside is not known."""
+        return type(self).files is TrainingState.files and type(self).write is TrainingState.write
+
+    @property
     def parts(self) -> Mapping[str, Stateful]:
         """The parts beside the model, by name."""
         return self._parts

@@ -116,12 +116,15 @@ class TrainerWrite:
         reshards: See ``Session.save``.
 
     Attributes:
+        by_place: True: a rank loads what rank 0 has saved, its own generators and its own parts of an engine.
         copied: Called with this rank's files, by path, where they are copied for a save in the background.
         directory: Where the Trainer saves; None unless a save is under way.
         errors: The errors of this save.
         called: Whether there was anything to save.
         kept: What of the save under way is copied instead of written.
     """
+
+    by_place = True
 
     def __init__(self, save: Callable[[], None], unfinished: Unfinished, rank: int, reshards: bool) -> None:
         self._save, self._unfinished, self._rank = save, unfinished, rank

@@ -50,6 +50,7 @@ from torch.utils.data import DataLoader
 
 from dalsegno.elastic import Batches, Session, background, session
 from dalsegno.elastic.saving.background_save import Background
+from dalsegno.elastic.saving.declared import how_loaded
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 HOLD_LIMIT = 180.0
@@ -152,7 +153,7 @@ def hold_saves() -> None:
             write(path)
             hold(f"saved-{self.step}")
 
-        write_and_hold.reshards = getattr(write, "reshards", False)  # type: ignore[attr-defined]
+        vars(write_and_hold).update(how_loaded(write))
         return plain(self, write_and_hold, **options)
 
     Session.save = save  # type: ignore[method-assign]

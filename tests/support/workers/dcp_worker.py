@@ -43,6 +43,7 @@ class Training:
 def main() -> None:
     parser = common.parser("FSDP2 and DCP.")
     parser.add_argument("--width", type=int, default=8)
+    parser.add_argument("--mistaken", action="store_true", help="say that ranks load by place, and load all")
     flags = parser.parse_args()
     s = session(checkpoint_dir=flags.checkpoint_dir)
     for name, value in ALONE.items():
@@ -59,6 +60,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.08 / flags.width)
     training = Training(model, optimizer)
     if s.resume is not None:
+        for entry in s.resume.manifest.files if flags.mistaken else ():
+            (s.resume.path / entry.path).read_bytes()
         dcp.load({"training": training}, checkpoint_id=s.resume.path)
 
     plan = BatchPlan(flags.global_batch_size, s.world_size, flags.max_micro_batch_size)
@@ -67,10 +70,15 @@ def main() -> None:
     accumulate = Accumulation(model, optimizer)
     log = common.StepLog(flags.step_log, rank=s.rank, world_size=s.world_size, epoch=s.epoch)
     clock = common.StepClock(flags.step_time)
+
+    def save(path: Path) -> None:
+        dcp.save({"training": training}, checkpoint_id=path)
+
+    save.by_place = flags.mistaken  # type: ignore[attr-defined]
     steps = s.steps(
         batches,
         max_steps=flags.steps,
-        save=lambda path: dcp.save({"training": training}, checkpoint_id=path),
+        save=save,
         save_every=flags.save_every,
         memory_every=flags.memory_every,
         strategy="fsdp-dcp",
