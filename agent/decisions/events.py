@@ -215,6 +215,8 @@ class JoinPrepared:
     lacks: bool = False
     # The epoch of `PrepareJoin.take`; 0: there was none.
     took: int = 0
+    # Which parts were fetched from the memory of nodes, where some of them only were asked for.
+    parts: frozenset[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -332,6 +334,8 @@ class PrepareJoin:
     anyway: bool = False
     # First take over what the script saved last in this world, whose first node is gone.
     take: control_pb2.World | None = None
+    # There are more parts, which this node does not need.
+    partly: bool = False
 
 
 @dataclass(frozen=True)

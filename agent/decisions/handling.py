@@ -277,7 +277,8 @@ def prepare_join(decision: Decision) -> None:
     parts = tuple(state.place.order.parts) if state.place.order is not None else ()
     anyway = bool(parts) and failures >= FETCHES - 1
     take = state.place.order.take if wanted.takes and isinstance(state.place.order, control_pb2.Gather) else None
-    decision.do(ev.PrepareJoin(wanted.round, resume, wanted.patient, parts, anyway, take))
+    partly = wanted.some is not None
+    decision.do(ev.PrepareJoin(wanted.round, resume, wanted.patient, parts, anyway, take, partly))
 
 
 def wanted_join(place: Admission, nowhere: bool) -> tuple[control_pb2.CheckpointRef | None, Join | None]:
@@ -289,7 +290,9 @@ def wanted_join(place: Admission, nowhere: bool) -> tuple[control_pb2.Checkpoint
     if isinstance(order, control_pb2.Gather):
         resume = order.resume if order.HasField("resume") else None
         takes = order.take.epoch if order.HasField("take") else 0
-        return resume, Join(order.round, resume.digest if resume else "", gathers=bool(order.parts), takes=takes)
+        some = frozenset(part.group_rank for part in order.parts) if order.partly else None
+        digest = resume.digest if resume else ""
+        return resume, Join(order.round, digest, gathers=bool(order.parts), some=some, takes=takes)
     if order is None or not (order.round or order.HasField("look_for")):
         return None, None
     resume = order.look_for if order.HasField("look_for") else None
@@ -305,7 +308,8 @@ def answers(place: Admission, join: Join, wanted: Join) -> bool:
     What is fetched from memory is not looked for any more; but what is on its way comes, also if it is on the disk now.
     """
     patient = join.patient == wanted.patient or (join.patient and isinstance(place.order, control_pb2.Wait))
-    more = (join.gathers or not wanted.gathers) and wanted.takes in (0, join.takes)
+    covers = join.some is None or (wanted.some is not None and wanted.some <= join.some)
+    more = ((join.gathers and covers) or not wanted.gathers) and wanted.takes in (0, join.takes)
     return patient and more and join.answers(wanted.round, wanted.resume)
 
 
@@ -345,6 +349,8 @@ def join_prepared(decision: Decision, event: ev.JoinPrepared) -> None:
     state, join = decision.state, decision.state.place.join
     if join is None or not join.answers(event.round, event.resume_digest) or event.took != join.takes:
         return
+    if event.parts is not None and event.parts != join.some:
+        return  # More of them are wanted now.
     if state.leaving or state.fenced or state.door.registering:
         return
     state.place.join = replace(join, sent=True, lacks=event.lacks)
@@ -366,6 +372,7 @@ def join_prepared(decision: Decision, event: ev.JoinPrepared) -> None:
             last_step=state.epoch.step if state.epoch.counted else None,
             took=event.took,
             flash_saved=state.epoch.flash_step,
+            parts=sorted(event.parts or ()),
         ),
     )
 

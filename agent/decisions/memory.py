@@ -93,7 +93,7 @@ def is_on_its_way(state: AgentState, event: ev.HeldChanged) -> bool:
     join, order, digest = state.place.join, state.place.order, event.checkpoint.ref.digest
     if join is None or join.sent or join.resume != digest or not join.gathers or order is None:
         return False
-    return 0 < len(event.parts) < len(order.parts)
+    return bool(event.parts) and not {part.group_rank for part in order.parts} <= set(event.parts)
 
 
 def tell_gathered(decision: Decision) -> None:

@@ -85,8 +85,9 @@ class Join:
     resume: str = ""
     # It is looked for without an end: the master knows that it is not in sight.
     patient: bool = False
-    # Its parts are fetched from the memory of nodes.
+    # Its parts are fetched from the memory of nodes; which ones, where this node needs some only.
     gathers: bool = False
+    some: frozenset[int] | None = None
     sent: bool = False
     # How often it could not be prepared; it was sent without what was to be fetched.
     failures: int = 0

@@ -1,4 +1,7 @@
-"""Bringing a whole checkpoint here: each missing part from the first agent that gives it, checked on the way."""
+"""Bringing a checkpoint here, or what this node needs of it.
+
+Each missing part comes from the first agent that gives it, and is checked on the way.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,13 @@ class Gatherer:
         self._line = Line("memory-gather")
 
     def gather(
-        self, run_id: str, ref: control_pb2.CheckpointRef, parts: Sequence[control_pb2.HeldPart], then: Then
+        self,
+        run_id: str,
+        ref: control_pb2.CheckpointRef,
+        parts: Sequence[control_pb2.HeldPart],
+        then: Then,
+        *,
+        partly: bool = False,
     ) -> None:
         """See `MemoryTier.gather`."""
         wanted = run_id, ref.digest
@@ -62,7 +71,7 @@ class Gatherer:
         def work() -> None:
             with fence:
                 try:
-                    found = self._gather(run_id, ref, parts)
+                    found = self._gather(run_id, ref, parts, partly)
                 except Exception as error:
                     logger.exception("gathering %s", ref.name)
                     found = f"{ref.name} cannot be gathered: {error}"
@@ -78,7 +87,7 @@ class Gatherer:
         self._line.close(timeout_seconds)
 
     def _gather(
-        self, run_id: str, ref: control_pb2.CheckpointRef, parts: Sequence[control_pb2.HeldPart]
+        self, run_id: str, ref: control_pb2.CheckpointRef, parts: Sequence[control_pb2.HeldPart], partly: bool
     ) -> control_pb2.Checkpoint | str:
         def stopped() -> bool:
             with self._lock:
@@ -102,7 +111,7 @@ class Gatherer:
         held = self._holdings.held(run_id, ref.name)
         if held is None or held.checkpoint.ref.digest != ref.digest:
             return f"{ref.name} cannot be gathered: nobody is known to hold a part of it"
-        lacking = self._holdings.missing(run_id, ref.name)
+        lacking = [] if partly else self._holdings.missing(run_id, ref.name)
         if lacking:
             return f"{ref.name} cannot be gathered: {len(lacking)} files are in no part of it, {lacking[0]!r} for one"
         return held.checkpoint

@@ -219,18 +219,21 @@ class MemoryTier:
         ref: control_pb2.CheckpointRef,
         parts: Sequence[control_pb2.HeldPart],
         then: Callable[[control_pb2.Checkpoint | str], None],
+        *,
+        partly: bool = False,
     ) -> None:
         """Brings what is missing of a checkpoint here, each part from the first agent that gives it whole.
 
         Args:
             run_id, ref: which one; a gathering of another one that is under way ends.
             parts: all parts of it, and who has them.
-            then: called once, with its description once all of it is here, or with the reason why it is not.
+            then: called once, with its description once these parts are here, or with the reason why they are not.
+            partly: there are more parts, which are not needed here.
         """
         if self.problem:
             then(self.problem)
         else:
-            self._gatherer.gather(run_id, ref, parts, then)
+            self._gatherer.gather(run_id, ref, parts, then, partly=partly)
 
     def make_durable(
         self, run_id: str, ref: control_pb2.CheckpointRef, run_dir: Path, then: Callable[[str], None]

@@ -330,6 +330,7 @@ class Effects:
     def _open_and_look(self, action: ev.PrepareJoin, number: int) -> None:
         """`number`: of this Join. What it has waited for may end when the next one is prepared already."""
         digest, took = _digest(action.resume), action.take.epoch if action.take is not None else 0
+        some = frozenset(part.group_rank for part in action.parts) if action.partly else None
         try:
             # A master that has lost its record counts rounds anew.
             host, port = self.stores.open((self.client.generation, action.round))
@@ -345,7 +346,7 @@ class Effects:
             inventory = (*survey.inventory, *fetched)
             unusable = survey.unusable
             self._mailbox.put(
-                ev.JoinPrepared(action.round, digest, host, port, survey.probe, inventory, unusable, lacks, took)
+                ev.JoinPrepared(action.round, digest, host, port, survey.probe, inventory, unusable, lacks, took, some)
             )
 
         newest = (self._head.epoch, self._head.step) if self._head is not None else None
@@ -363,7 +364,7 @@ class Effects:
             else:
                 look(None, False, lambda survey: seen(survey, found))
 
-        self.memory.gather(self.run_id, action.resume, action.parts, fetched)
+        self.memory.gather(self.run_id, action.resume, action.parts, fetched, partly=action.partly)
 
     # ---- memory checkpoints -----------------------------------------------------------------------------------------
 

@@ -136,14 +136,10 @@ def join(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> Answer:
     digests = {entry.ref.digest for entry in message.inventory}
     checkpoints.seen(turn, digests, node.name)
     known = frozenset(digest for digest in digests if job.checkpoint(digest) is not None)
-    joined = Joined(
-        message.round,
-        message.resume.digest,
-        message.store_host,
-        message.store_port,
-        known,
-        checkpoints.replaced(job, message.inventory) | {entry.name for entry in message.unusable},
-    )
+    unusable = checkpoints.replaced(job, message.inventory) | {entry.name for entry in message.unusable}
+    parts = frozenset(message.parts) if message.parts else None
+    store = message.store_host, message.store_port
+    joined = Joined(message.round, message.resume.digest, *store, known, unusable, parts)
     turn.update(node, probe=message.probe, sees_directory=message.probe == job.probe, joined=joined)
     live.gathering.overdue.discard(node.name)
     presence = turn.presence(node)

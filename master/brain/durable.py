@@ -74,6 +74,10 @@ def cannot_write(turn: Turn, record: Checkpoint) -> bool:
 def tend(turn: Turn) -> None:
     """Chooses the next step that the ranks want on the disk, and asks nodes again that could not write to it."""
     held = turn.live.held
+    record, node = writer(turn.state) or (None, None)
+    if record is not None and node is not None and record.by_place and lacks(held.steps[record.digest], node):
+        # Nobody had to fetch all of it, and all of it may be more than a node has room for.
+        held.steps[record.digest].in_parts = True
     for step in held.steps.values():
         forget_written(turn, step)
         for incarnation, at in list(step.unable.items()):
@@ -199,12 +203,14 @@ def writer(state: State) -> tuple[Checkpoint, Node] | None:
     if somebody_stays and not started and not step.urgent:
         return None
 
-    def lacks(node: Node) -> int:
-        return record.parts - len(step.by_node.get(node.incarnation, ()))
-
     candidates = in_rank_order(job, able(step, job.nodes.values()))
-    chosen = min(candidates, key=lambda node: (node.leaving, lacks(node)), default=None)
+    chosen = min(candidates, key=lambda node: (node.leaving, lacks(step, node)), default=None)
     return (record, chosen) if chosen is not None else None
+
+
+def lacks(step: HeldStep, node: Node) -> int:
+    """How many parts of a step a node does not have."""
+    return step.record.parts - len(step.by_node.get(node.incarnation, ()))
 
 
 # ---- what nodes say -------------------------------------------------------------------------------------------------

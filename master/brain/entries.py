@@ -24,6 +24,8 @@ class Joined:
     seen: frozenset[str] = frozenset()
     # Names of directories that it sees, but whose manifest is not the recorded one.
     unusable: frozenset[str] = frozenset()
+    # Which parts of the resume point it has, where it was asked for some of them only.
+    parts: frozenset[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class Checkpoint:
     any_world_size: bool = False
     # Ranks of another world can read their ranges of it. False once such a world failed before its first step.
     reshards: bool = False
+    # Ranks load what stands in their node's place, see `places`.
+    by_place: bool = False
     data_epoch: int = 0
     samples: int = 0
     resumed_from: str = ""

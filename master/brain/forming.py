@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import announcements, beside, conversion, durable, failures, memory, refusals, sight, taking, waits
+from . import announcements, beside, conversion, durable, failures, memory, places, refusals, sight, taking, waits
 from .checkpoints import give_up_resharding, loads_now, resharded, resume_point, same_shape
 from .chronicle import Kind
 from .live import EpochLife, Missing, State
@@ -14,6 +14,7 @@ from .membership import (
     eligible,
     expected,
     has_answered,
+    in_rank_order,
     is_candidate,
     members_of,
     of_size,
@@ -63,6 +64,8 @@ def forming(turn: Turn) -> bool:
     if job.verification is not None and job.verification.verifier:
         waits.say(turn, "verification", f"waiting for {job.verification.verifier} to verify a checkpoint")
     prospects = {node.name: node for node in [*ready, *waited_for]}
+    if places.plan(turn, in_rank_order(job, list(prospects.values()))):
+        return True
     possible = len(prospects) - len(prospects) % max(1, job.settings.node_unit)
     stuck = is_blocked(turn) and not old_shape(turn, resume_point(job), ready)
     stuck = stuck or conversion.cannot_verify(turn)
@@ -81,6 +84,9 @@ def forming(turn: Turn) -> bool:
         failures.acquit(turn)  # Counted as the script's only if it fails again.
         beside.tend(turn)
         resume = resume_point(job)
+    if gathered and places.could_not_start(turn, resume):
+        failures.acquit(turn)  # As above.
+        return True
     if gathered and failures.blames_shape(turn) and failures.leave_shape(turn, ready):
         return True
     if gathered and memory.seeks(turn, resume):
@@ -95,7 +101,9 @@ def forming(turn: Turn) -> bool:
     if gathered and candidate:
         announcements.unexplained(turn, now=True)
     if gathered and candidate and not failures.count(turn) and not failures.pauses(turn):
-        open_world(turn, candidate, resume)
+        candidate = places.arranged(turn, resume, candidate)
+        if places.fits(turn, resume, candidate):
+            open_world(turn, candidate, resume)
         return True
     return moved or job.phase.is_terminal
 
@@ -180,7 +188,8 @@ def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
         return True
     text = f"{of_nodes(len(ready))} of at most {turn.job.most_nodes} here: starting unless others come"
     left = quiet - turn.now
-    waits.say(turn, "quiet", text, left, "--quiet-time", now=enough and left > waits.SAID_AFTER_SECONDS)
+    if enough:
+        waits.say(turn, "quiet", text, left, "--quiet-time", now=left > waits.SAID_AFTER_SECONDS)
     return False
 
 
@@ -399,6 +408,7 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     )
     if world.universal or (resume is not None and job.conversion is not None and not job.conversion.blocked):
         job.conversion_failures = 0
+    places.opened(turn)
     job.opened = Opened(world, {node.incarnation: MemberState.RUNNING for node in nodes})
     job.next = NextWorld()
     beside.owe(turn, world, resume)

@@ -12,7 +12,8 @@ from dataclasses import replace
 from dalsegno.protos import control_pb2
 
 from . import membership
-from .checkpoints import from_proto, resume_point, set_aside
+from .checkpoints import resume_point, set_aside
+from .described import from_proto
 from .events import Reply
 from .state import Budget, Checkpoint, GoneBack, Job, Phase
 from .turn import Turn, names

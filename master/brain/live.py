@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from dalsegno.protos import control_pb2
 
 from .listening import ListeningClock
 from .presences import Presences
-from .state import Checkpoint, Job
+from .state import Checkpoint, Job, Node
 
 __all__ = (
     "ConversionLife",
@@ -43,6 +43,8 @@ __all__ = (
 PRUNED_KEPT = 64
 # Losses of one name within so many seconds count as a crash loop.
 CRASH_LOOP_SECONDS = 60.0
+# The part of a step in which lies what is alike on all ranks.
+FIRST = frozenset({0})
 
 
 @dataclass
@@ -142,6 +144,19 @@ class EpochLife:
         return self.advanced_by_others if name == self.advanced_by else self.advanced
 
 
+@dataclass(frozen=True)
+class Needs:
+    """Which parts of the resume point nodes need for their places in the next world, see `places`."""
+
+    digest: str
+    # By incarnation.
+    needed: Mapping[str, frozenset[int]]
+
+    def of(self, node: Node) -> frozenset[int]:
+        """Spares have at least what each of them would need."""
+        return self.needed.get(node.incarnation, FIRST)
+
+
 @dataclass
 class Gathering:
     """One round: from the end of a world to the opening of the next."""
@@ -171,6 +186,23 @@ class Gathering:
     taker: str = ""
     take_by: float = 0.0
     took: bool = False
+    # Which parts of the resume point each node needs; None: all. How often that has changed.
+    plan: Needs | None = None
+    plans: int = 0
+
+    def needs(self, node: Node, digest: str) -> frozenset[int] | None:
+        """Which parts of the resume point a node is told to fetch; None: all of them."""
+        return None if self.plan is None or self.plan.digest != digest else self.plan.of(node)
+
+    def lacks(self, node: Node, resume: Checkpoint | None) -> bool:
+        """Whether a node that has joined with some parts of the resume point needs others, which are in memory."""
+        joined = node.joined
+        if resume is None or not resume.parts or joined is None or joined.parts is None:
+            return False
+        if resume.digest not in joined.seen:
+            return False
+        needed = self.needs(node, resume.digest)
+        return needed is None or not needed <= joined.parts
 
     def is_crash_looping(self, name: str, now: float) -> bool:
         """Whether the name was lost in this very round, lately, and more than once."""
@@ -237,7 +269,7 @@ class HeldStep:
     missing_since: float | None = None
     # It must be on the disk before a world can open.
     urgent: bool = False
-    # Nodes cannot fetch it from each other: each writes what it has.
+    # Nodes cannot fetch it from each other, or need not: each writes what it has.
     in_parts: bool = False
     # Parts that the nodes whose ranks wrote them have said to hold.
     own: set[int] = field(default_factory=set)
@@ -260,6 +292,9 @@ class HeldStep:
     # Those that seem to be there, as somebody has seen; and those that are not.
     sighted: set[int] = field(default_factory=set)
     absent: set[int] = field(default_factory=set)
+    # How many ranks each part's node had, in order; (): that is not known. Parts of it are not enough for a node.
+    layout: tuple[int, ...] = ()
+    needs_all: bool = False
 
     def hold(self, incarnation: str, parts: Iterable[int]) -> None:
         """This node holds these parts, and no others."""
@@ -324,6 +359,8 @@ class Held:
     replicas: Replicas = field(default_factory=Replicas)
     # People know that steps are saved faster than their parts reach a second node.
     slow_told: bool = False
+    # Digest of the step with which a world was opened that had only the parts that it needs on each node.
+    opened_with: str = ""
     # Incarnations of the nodes that have said all that they hold.
     told_all: dict[str, None] = field(default_factory=dict)
 

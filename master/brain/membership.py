@@ -367,6 +367,7 @@ def answers(turn: Turn, node: Node) -> bool:
         joined is not None
         and joined.round == turn.job.round
         and (resume is None or resume.digest == joined.resume or resume.digest in joined.seen)
+        and not turn.live.gathering.lacks(node, resume)
     )
 
 

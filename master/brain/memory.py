@@ -8,11 +8,13 @@ world ends, the newest held step is recorded like a commit, with the number of i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dalsegno.protos import control_pb2
 
 from . import checkpoints, replication
+from .described import from_proto
 from .holders import Source, copies, is_there, is_whole, missing, sole_keepers, sources, unaccounted, who_looks
 from .live import HeldStep, State
 from .membership import answers
@@ -68,14 +70,14 @@ def to_memory(state: State, somebody_stays: bool) -> bool:
     return all(node is not None and node.peer_address for node in nodes)
 
 
-def buddies(job: Job, member: Member) -> list[str]:
+def buddies(job: Job, members: Sequence[Member], member: Member) -> list[str]:
     """Addresses of those that are to hold this part, too: the next in rank order, on other hosts if possible."""
-    world, wanted = job.world, job.settings.memory_replicas
-    if world is None or wanted <= 0:
+    wanted = job.settings.memory_replicas
+    if wanted <= 0:
         return []
     elsewhere: list[str] = []
     beside: list[str] = []
-    for other in (*world.members[member.group_rank + 1 :], *world.members[: member.group_rank]):
+    for other in (*members[member.group_rank + 1 :], *members[: member.group_rank]):
         node = job.node_by(other.incarnation)
         if node is not None and node.peer_address:
             (beside if other.host == member.host else elsewhere).append(node.peer_address)
@@ -113,7 +115,8 @@ def report(turn: Turn, node: Node, message: control_pb2.HeldRequest) -> tuple[st
         # Agents remember only of the open epoch what the ranks want.
         step.wanted = step.wanted or message.make_durable or is_named(turn.job, message.checkpoint)
         member = turn.job.world.member(node.incarnation) if turn.job.world is not None else None
-        if member is not None and step.record.epoch == turn.job.epoch:
+        if member is not None and turn.job.world is not None and step.record.epoch == turn.job.epoch:
+            step.layout = step.layout or tuple(one.nproc for one in turn.job.world.members)
             if member.group_rank in message.parts:
                 step.own.add(member.group_rank)
             step.note_sending(member.group_rank, message)
@@ -153,13 +156,13 @@ def worth_knowing(turn: Turn, node: Node, said: control_pb2.Checkpoint) -> Check
     if said.run_id != job.run_id:
         return None
     if is_named(job, said):
-        return replace(checkpoints.from_proto(said), parts=nodes_of(job, said.epoch))
+        return replace(from_proto(said), parts=nodes_of(job, said.epoch))
     if world is None or said.epoch != job.epoch or world.epoch != job.epoch:
         return None
     newest = max(world.resumed_step, job.checkpoints.last_step(job.epoch))
     if world.member(node.incarnation) is None or said.step <= newest:
         return None
-    return replace(checkpoints.from_proto(said), parts=len(world.members))
+    return replace(from_proto(said), parts=len(world.members))
 
 
 def is_named(job: Job, said: control_pb2.Checkpoint) -> bool:
@@ -380,7 +383,7 @@ def doubt(turn: Turn, record: Checkpoint, node: Node, why: str) -> None:
     if step.doubted:
         give_up(turn, record, f"{node.name} cannot load it ({why})")
         return
-    step.doubted = True
+    step.doubted = step.needs_all = True
     step.hold(node.incarnation, ())
     turn.notice(f"{node.name} cannot load {record.name} from its memory ({why}): other copies of it are tried", True)
 

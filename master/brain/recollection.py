@@ -13,6 +13,7 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import run_number
 
 from . import checkpoints, membership
+from .described import from_proto, to_proto
 from .state import Node, Run, Settings
 from .turn import Turn
 
@@ -128,14 +129,14 @@ def merge(turn: Turn, found: list[control_pb2.Checkpoint]) -> None:
     """Takes the newest lineage of all checkpoints found so far, no matter who saw which part of it."""
     job = turn.job
     records = {record.digest: record for record in job.checkpoints}
-    known = [checkpoints.to_proto(job, record) for record in job.checkpoints]
+    known = [to_proto(job, record) for record in job.checkpoints]
     new = [entry for entry in found if entry.ref.digest not in records]
     if new:
         # In order of the lineage, no matter who saw which part of it.
         for digest in records:
             job.checkpoints.drop(digest)
         for entry in checkpoints.lineage(known + new):
-            job.checkpoints.put(records.get(entry.ref.digest) or checkpoints.from_proto(entry))
+            job.checkpoints.put(records.get(entry.ref.digest) or from_proto(entry))
     for entry in found:
         if entry.form == control_pb2.FORM_UNIVERSAL:
             checkpoints.record_form(job, entry)

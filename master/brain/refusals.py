@@ -7,7 +7,7 @@ on, and the job ends with the ranks' line.
 
 from __future__ import annotations
 
-from . import failures
+from . import failures, places
 from .state import Failure, Job, Member
 from .turn import Turn, names
 
@@ -15,12 +15,13 @@ from .turn import Turn, names
 def pending(turn: Turn) -> Failure | None:
     """The refusal that ended the last world, if one did.
 
-    If re-sharding was to be tried, that is what did not work: the checkpoint is converted instead.
+    If re-sharding was to be tried, that is what did not work: the checkpoint is converted instead. If nodes had some
+    parts of it only, one may be missing: they fetch all of it first.
     """
     job, failure = turn.job, turn.job.run.budget.pending
     if failure is None or not failure.refused or job.world is None:
         return None
-    return None if may_be_resharding(job) else failure
+    return None if may_be_resharding(job) or places.may_lack(turn) else failure
 
 
 def may_be_resharding(job: Job) -> bool:

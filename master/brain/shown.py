@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dalsegno.protos import control_pb2
 
 from . import memory, replication
-from .checkpoints import resume_point, to_proto
+from .checkpoints import resume_point
 from .chronicle import JobEvent, Kind, PausePart, goodput
+from .described import to_proto
 from .forming import missing
 from .live import State
 from .milestones import milestones_proto

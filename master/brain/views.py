@@ -5,7 +5,8 @@ from __future__ import annotations
 from dalsegno.protos import control_pb2
 
 from . import durable, flash, memory, saves, shapes
-from .checkpoints import only_size, prunable, resume_point, to_proto, witnesses
+from .checkpoints import only_size, prunable, resume_point, witnesses
+from .described import to_proto
 from .holders import Source
 from .live import State
 from .registration import settings_proto
@@ -112,6 +113,7 @@ class Common:
             node.incarnation in self.needed,
             self.write(node),
             self.more_sources(node),
+            self.needs(node),
         )
 
     def more_sources(self, node: Node) -> tuple[Source, ...]:
@@ -122,6 +124,11 @@ class Common:
         if self._others is None:
             self._others = memory.sources_of(self.state, head, MOST_TOLD)
         return self._others
+
+    def needs(self, node: Node) -> frozenset[int] | None:
+        """Which parts of the resume point a node is to fetch; None: all of them."""
+        head = resume_point(self.job)
+        return None if head is None else self.state.live.gathering.needs(node, head.digest)
 
     def write(self, node: Node) -> tuple[object, ...]:
         """What a node writes to the disk, and where it finds the parts of that."""
@@ -174,7 +181,7 @@ class Common:
         message.place.node, message.place.incarnation = member.node, member.incarnation
         message.place.group_rank, message.place.nproc = member.group_rank, member.nproc
         message.place.first_rank = world.first_ranks[member.group_rank]
-        message.place.buddies.extend(memory.buddies(self.job, member))
+        message.place.buddies.extend(memory.buddies(self.job, world.members, member))
         return message
 
 
@@ -291,7 +298,14 @@ def stand_by_or_gather(common: Common, node: Node, directive: control_pb2.Direct
         directive.gather.missing = state.live.missing.text
     if resume is not None:
         directive.gather.resume.name, directive.gather.resume.digest = resume.name, resume.digest
-        directive.gather.parts.extend(common.parts_to_gather)
+        tell_parts(common, node, directive.gather)
+
+
+def tell_parts(common: Common, node: Node, gather: control_pb2.Gather) -> None:
+    """Which parts of the resume point a node is to have, if that is in memory, and where they are."""
+    needed, parts = common.needs(node), common.parts_to_gather
+    gather.partly = needed is not None and bool(parts)
+    gather.parts.extend(parts if needed is None else [part for part in parts if part.group_rank in needed])
 
 
 def sources_proto(sources: tuple[Source, ...]) -> list[control_pb2.HeldPart]:

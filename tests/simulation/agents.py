@@ -290,7 +290,17 @@ class SimAgent:
         inventory = (*disk.inventory(self.host), *fetched)
         probe, lacks = disk.read_probe(self.host), bool(failure)
         self.deliver(
-            ev.JoinPrepared(action.round, digest, self.host, port, probe, inventory, lacks=lacks, took=_took(action))
+            ev.JoinPrepared(
+                action.round,
+                digest,
+                self.host,
+                port,
+                probe,
+                inventory,
+                lacks=lacks,
+                took=_took(action),
+                parts=frozenset(part.group_rank for part in action.parts) if action.partly else None,
+            )
         )
 
     def _stop_workers(self, epoch: int) -> None:

@@ -14,6 +14,7 @@ from dalsegno.master.brain.forming import LEAST_QUIET_SECONDS, QUIET_TIMES
 from dalsegno.master.brain.state import Checkpoint, Job, Phase, SaveOrder, Settings, World
 from dalsegno.protos import control_pb2
 
+from . import parts
 from .behind import Behind
 from .masters import decoded
 from .orders import check_save, was_stopped
@@ -51,6 +52,8 @@ class Opened:
     resumed_step: int
     grown: bool
     resharded: bool
+    # How many ranks each node had.
+    layout: tuple[int, ...]
 
 
 def nnodes(settings: Settings | control_pb2.Settings) -> tuple[int, int]:
@@ -389,6 +392,7 @@ class Ledger:
             world.resumed_step,
             grown,
             world.resharded,
+            tuple(member.nproc for member in world.members),
         )
         known = self.worlds.get(world.epoch)
         if known is not None:
@@ -518,15 +522,8 @@ class Ledger:
     def _resumable(self, world: World) -> None:
         entry = self.sim.disk.ever.get(world.resume)
         if self.head_in_memory:
-            for member in world.members:
-                agent = self.sim.by_incarnation(member.incarnation)
-                missing = [part for part in range(self.parts_of(self.head[0])) if agent is not None]
-                missing = [part for part in missing if agent is not None and not agent.memory.has(world.resume, part)]
-                self.require(
-                    not missing,
-                    "held as a whole",
-                    f"epoch {world.epoch} starts from {world.resume}, {member.node} lacks {missing}",
-                )
+            assert entry is not None
+            parts.check_opened(self, world, entry.message)
             return
         self.require(
             entry is not None and entry.message.ref.name in self.sim.disk.sealed,

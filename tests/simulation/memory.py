@@ -321,13 +321,18 @@ class Gathering:
         self._missing = sorted(missing, key=lambda held: held.leaves)  # from its end
         self._under_way = 0
         self._failure = ""
+        partly = isinstance(action, ev.PrepareJoin) and action.partly
+        self._parts = [held.group_rank for held in action.parts] if partly else None
+
+    def _has_parts(self, parts: Collection[int]) -> bool:
+        return all(self._memory.has(self._digest, part) for part in parts)
 
     def go_on(self) -> None:
         while self._missing and self._under_way < AT_ONCE and not self._failure:
             self._under_way += 1
             self._memory._after(TRANSFER, self._fetch, self._missing.pop())
         if not self._under_way:
-            there = self._memory.has_all(self._digest)
+            there = self._memory.has_all(self._digest) if self._parts is None else self._has_parts(self._parts)
             self._deliver(
                 self._failure or ("" if there else "some of it is in no part that was named, or here no more")
             )

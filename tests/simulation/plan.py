@@ -10,6 +10,7 @@ from dalsegno.protos import control_pb2
 
 from .memory import memory_of
 from .orders import orders_of
+from .parts import parts_of
 from .publishing import publishing_of
 from .refusals import refusals_of
 from .shapes import shapes_of
@@ -149,6 +150,9 @@ class Plan:
     walled: bool = False
     # The master dies when a leaver is gone, and with it what that had said.
     forgetful: bool = False
+    # Ranks load from memory what lies in their node's place; or so they say, and they fail without the rest.
+    by_place: bool = False
+    reads_all: bool = False
     # Parts take long to other nodes.
     slow_replicas: bool = False
     # Of the nodes that a crash leaves, so many save what they hold; 0.0: none, as their state is not replicated.
@@ -276,6 +280,7 @@ def _plan_of(seed: int) -> Plan:
     orders_of(plan)
     publishing_of(plan)
     memory_of(plan)
+    parts_of(plan)
     shapes_of(plan)
     if plan.silent:
         # Long enough for one world to be presented, also where only half of the time is listened to.

@@ -49,13 +49,15 @@ class Tier:
         ref: control_pb2.CheckpointRef,
         parts: Sequence[control_pb2.HeldPart],
         then: Callable[[control_pb2.Checkpoint | str], None],
+        *,
+        partly: bool = False,
     ) -> None:
         def fetched(failure: str) -> None:
             step = self._memory.steps.get(ref.digest)
             found = failure or ("it is gone" if step is None else step.message)
             self._hands.give(then, found)
 
-        self._memory.gather(ev.MakeDurable(ref, tuple(parts)), fetched)
+        self._memory.gather(ev.PrepareJoin(0, ref, parts=tuple(parts), partly=partly), fetched)
 
     def make_durable(
         self, run_id: str, ref: control_pb2.CheckpointRef, run_dir: Path, then: Callable[[str], None]

@@ -10,6 +10,7 @@ from dalsegno.protos import control_pb2, worker_pb2
 from .disk import Sealed, digest_of
 from .flights import Flight
 from .memory import remember
+from .parts import loaded_by
 from .refusals import LINE, are_refused
 from .shapes import fails
 from .syncs import DrainSave, outlasts_notice, patience
@@ -188,6 +189,7 @@ class Collective:
         group.kept = True
         own, nodes = self.group_rank(group), len(self.groups)
         message = self.manifest(f"step-{self.step}.e{self.epoch}.{1000 + own}", self._lead.settings, in_memory=True)
+        message.shape.by_place = False  # All of it is in this one's part.
         remember(sim, message, self.history)
         group.says(0.001, 0, keeping=worker_pb2.Keeping(step=self.step))
         sim.clock.after(sim.random.uniform(0.01, 0.5), self._survived, group, message, self.history, own, nodes)
@@ -227,6 +229,11 @@ class Collective:
                 "loads",
                 f"epoch {self.epoch} of {size} ranks loads {ref.name} as it is",
             )
+            if self._misses_parts():
+                self.sim.trace("workers", "epoch {} misses parts of {}", self.epoch, ref.name)
+                for group in self.groups.values():
+                    group.crash(1)
+                return
             if not same and self.sim.plan.cannot_reshard:
                 self.sim.trace("workers", "epoch {} cannot re-shard {}", self.epoch, ref.name)
                 for group in self.groups.values():
@@ -254,13 +261,26 @@ class Collective:
         if group.from_memory:
             there = group.agent.memory.steps.get(source.ref.digest)
             self.sim.ledger.require(
-                there is not None and len(there.parts) == self.sim.ledger.parts_of(source.epoch),
-                "held as a whole",
+                there is not None and self._loaded_by(group) <= there.parts,
+                "nodes have what is loaded",
                 f"epoch {self.epoch}: {group.agent.label} has {there and there.parts} of {ref.name}",
             )
             return (group.agent.host, ref.digest) in self.sim.misread
         entry = self.sim.disk.find(group.agent.host, ref.digest)
         return entry is None or entry.damaged or (group.agent.host, ref.digest) in self.sim.misread
+
+    def _loaded_by(self, group: Group) -> frozenset[int]:
+        """Which parts of the resume point, in memory, a node's ranks load."""
+        worlds, source = self.sim.ledger.worlds, self.world.resume.source
+        saved_by, layout = worlds[source.epoch].layout, worlds[self.epoch].layout
+        return loaded_by(source, saved_by, layout, self.group_rank(group))
+
+    def _misses_parts(self) -> bool:
+        """The ranks load other parts than they have said, and some node lacks one."""
+        source = self.world.resume.source
+        if not self.sim.plan.reads_all or not source.in_memory:
+            return False
+        return not all(group.agent.memory.has_all(source.ref.digest) for group in self.groups.values())
 
     def _bad_checkpoint(self, bad: list[Group], ref: control_pb2.CheckpointRef, form: int) -> None:
         self.sim.trace("workers", "epoch {}: {} cannot load {}", self.epoch, [g.agent.label for g in bad], ref.name)
@@ -472,6 +492,7 @@ class Collective:
                 strategy="deepspeed-zero-1",
                 any_world_size=self.sim.plan.any_world_size,
                 reshards=self.sim.plan.reshards,
+                by_place=self.sim.plan.by_place,
             ),
             position=control_pb2.Position(data_epoch=0, samples=16 * self.step),
             bytes=1000,

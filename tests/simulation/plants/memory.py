@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from dalsegno.agent.decisions import leaving
+from dalsegno.agent.decisions import handling, leaving
 from dalsegno.agent.decisions import memory as agents_memory
 from dalsegno.agent.decisions import replication as agents_replication
 from dalsegno.agent.decisions.decision import Decision
-from dalsegno.agent.decisions.state import AgentState, Spill
-from dalsegno.master.brain import checkpoints, durable, memory, replication
+from dalsegno.agent.decisions.state import Admission, AgentState, Join, Spill
+from dalsegno.master.brain import checkpoints, durable, memory, places, replication
 from dalsegno.master.brain.holders import is_whole
-from dalsegno.master.brain.live import HeldStep, Replicas, State
-from dalsegno.master.brain.state import Job, Node
+from dalsegno.master.brain.live import Gathering, HeldStep, Replicas, State
+from dalsegno.master.brain.state import Checkpoint, Job, Member, Node
 from dalsegno.master.brain.turn import Turn
 from dalsegno.master.brain.views import Common
 from dalsegno.protos import control_pb2
@@ -27,6 +29,41 @@ def takes_what_is_nowhere(original: Any) -> Any:
         return any(step.holders.values())
 
     return is_there
+
+
+def forgets_the_buddies(original: Any) -> Any:
+    def of_members(job: Job, members: Sequence[Member]) -> dict[str, frozenset[int]]:
+        return {member.incarnation: frozenset({0, member.group_rank}) for member in members}
+
+    return of_members
+
+
+def takes_any_parts(original: Any) -> Any:
+    def lacks(self: Gathering, node: Node, resume: Checkpoint | None) -> bool:
+        return False
+
+    return lacks
+
+
+def takes_any_place(original: Any) -> Any:
+    def fits(turn: Turn, resume: Checkpoint | None, nodes: Sequence[Node]) -> bool:
+        return True
+
+    return fits
+
+
+def never_fetches_the_rest(original: Any) -> Any:
+    def could_not_start(turn: Turn, resume: Checkpoint | None) -> bool:
+        return False
+
+    return could_not_start
+
+
+def joins_once(original: Any) -> Any:
+    def answers(place: Admission, join: Join, wanted: Join) -> bool:
+        return bool(original(place, replace(join, some=None), wanted))
+
+    return answers
 
 
 def looks_for_nothing(original: Any) -> Any:
@@ -154,6 +191,10 @@ def in_memory(plan: Plan) -> bool:
     return plan.memory_every > 0
 
 
+def by_place(plan: Plan) -> bool:
+    return plan.by_place
+
+
 def slowly_copied(plan: Plan) -> bool:
     return plan.slow_replicas and not plan.walled
 
@@ -166,7 +207,7 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             memory,
             "is_there",
             takes_what_is_nowhere,
-            "held as a whole",
+            "nodes have what is loaded",
             also=((Memory, "gather", joins_with_what_it_has),),
             suits=in_memory,
             first=38,
@@ -207,6 +248,24 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             suits=lambda plan: plan.forgetful,
             first=420,
         ),
+        plant(places, "of_members", forgets_the_buddies, "parts have copies", suits=by_place),
+        plant(
+            Gathering,
+            "lacks",
+            takes_any_parts,
+            "nodes have what is loaded",
+            also=((places, "fits", takes_any_place),),
+            suits=by_place,
+        ),
+        plant(
+            places,
+            "could_not_start",
+            never_fetches_the_rest,
+            "a refusal ends the job",
+            "liveness",
+            suits=lambda plan: plan.reads_all,
+        ),
+        plant(handling, "answers", joins_once, "liveness", suits=by_place),
         plant(
             agents_replication,
             "kept",

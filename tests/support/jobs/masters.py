@@ -144,6 +144,8 @@ class Node:
             caller=self.caller(epoch), round=round_, store_host="host", store_port=1, probe=self.probe
         )
         request.resume.digest = wanted.digest
+        if gather is not None and gather.partly:
+            request.parts.extend(part.group_rank for part in gather.parts)
         world = self.job.job.world
         if self.made is not None and world is not None and world.member(self.incarnation) is not None:
             request.last_step = self.made[1] if self.made[0] == world.epoch else world.resumed_step
@@ -366,6 +368,7 @@ class Driven:
         epoch: int | None = None,
         any_size: bool = False,
         reshards: bool = False,
+        by_place: bool = False,
         size: int = 0,
         largest_file: int = 0,
     ) -> control_pb2.Checkpoint:
@@ -379,7 +382,9 @@ class Driven:
             step=step,
             epoch=epoch,
             form=control_pb2.FORM_SHARDED,
-            shape=control_pb2.Shape(world_size=world.size, any_world_size=any_size, reshards=reshards),
+            shape=control_pb2.Shape(
+                world_size=world.size, any_world_size=any_size, reshards=reshards, by_place=by_place
+            ),
             resumed_from=control_pb2.CheckpointRef(digest=world.resume),
             bytes=size,
             largest_file=largest_file,

@@ -128,7 +128,13 @@ def test_a_gathering_that_ends_late_ends_no_look(
 
     class Memory:
         def gather(
-            self, run_id: str, ref: control_pb2.CheckpointRef, parts: object, then: Callable[[str], None]
+            self,
+            run_id: str,
+            ref: control_pb2.CheckpointRef,
+            parts: object,
+            then: Callable[[str], None],
+            *,
+            partly: bool = False,
         ) -> None:
             gathered.append(then)
 

@@ -1,0 +1,160 @@
+"""Which place each node takes in the next world, and which parts of a memory checkpoint it needs there.
+
+A state may be larger than one node's memory. Where each rank loads only what its own place has saved (`Shape.by_place`)
+and the next world has as many ranks in each place, a node needs the part of its place, and the first one, in which lies
+what is alike on all ranks; and the parts of which it is to be a buddy, so that they have as many copies as before. It
+is told of these only. In any other world, and once a world could not start with that, each node needs all parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from . import failures
+from .checkpoints import resume_point
+from .live import HeldStep, Live, Needs
+from .membership import select
+from .memory import buddies
+from .state import Checkpoint, Job, Member, Node
+from .turn import Turn
+
+__all__ = ("arranged", "could_not_start", "fits", "may_lack", "opened", "plan")
+
+# So often the nodes of the next world may change in one gathering before each of them fetches all parts.
+MOST_PLANS = 32
+
+
+def arranged(turn: Turn, resume: Checkpoint | None, nodes: Sequence[Node]) -> list[Node]:
+    """The same, by their group ranks: survivors before newcomers.
+
+    If they go on from what lies in their places, and as many come as there were, who stays keeps its place. The first
+    one is always that of a node that was there, if there is one.
+    """
+    world = turn.job.world if step_of(turn.live, resume) is not None else None
+    known = [node for node in nodes if world is not None and world.member(node.incarnation) is not None]
+    if world is None or not known or len(known) == len(nodes) or len(nodes) != len(world.members):
+        return list(nodes)
+    places: dict[int, Node] = {}
+    for node in known:
+        places[world.by_incarnation[node.incarnation].group_rank] = node
+    if 0 not in places:
+        first = min(places)
+        places[0] = places.pop(first)
+    others = iter([node for node in nodes if node not in known])
+    return [places[rank] if rank in places else next(others) for rank in range(len(nodes))]
+
+
+def plan(turn: Turn, prospects: Sequence[Node]) -> bool:
+    """Decides what each node needs, if these are all that the next world can have. Returns whether that has changed."""
+    gathering, resume = turn.live.gathering, resume_point(turn.job)
+    needed = None if resume is None or gathering.plans > MOST_PLANS else of_prospects(turn, resume, prospects)
+    return follow(turn, None if needed is None or resume is None else Needs(resume.digest, needed))
+
+
+def follow(turn: Turn, new: Needs | None) -> bool:
+    """From now on this is the plan. Returns whether it is another one."""
+    gathering, nodes, resume = turn.live.gathering, turn.job.nodes.values(), resume_point(turn.job)
+    if new == gathering.plan:
+        return False
+    before = {node.name for node in nodes if gathering.lacks(node, resume)}
+    gathering.plan = new
+    gathering.plans += 1
+    for node in nodes:
+        if node.name not in before and gathering.lacks(node, resume):
+            # It has answered in time, and is asked for more now.
+            gathering.asked.pop(node.name, None)
+    return True
+
+
+def fits(turn: Turn, resume: Checkpoint | None, nodes: Sequence[Node]) -> bool:
+    """Whether these nodes, by their group ranks, have what each needs there. If not, each fetches all parts."""
+    joined = {node.incarnation: node.joined.parts for node in nodes if node.joined is not None}
+    partial = {incarnation: parts for incarnation, parts in joined.items() if parts is not None}
+    if resume is None or not resume.parts or not partial:
+        return True
+    step = step_of(turn.live, resume)
+    needed = None if step is None else of_world(turn.job, step, nodes)
+    if needed is not None and all(needed[incarnation] <= parts for incarnation, parts in partial.items()):
+        return True
+    turn.live.gathering.plans = MOST_PLANS + 1
+    follow(turn, None)
+    return False
+
+
+def opened(turn: Turn) -> None:
+    """A world has opened, with what its plan has brought to each node."""
+    known = turn.live.gathering.plan
+    turn.live.held.opened_with = known.digest if known is not None else ""
+
+
+def may_lack(turn: Turn) -> bool:
+    """Whether the open world has not made a step, and its ranks may miss a part that their nodes do not have."""
+    world = turn.job.world
+    return bool(world and world.resume == turn.live.held.opened_with != "") and not turn.job.told.first_step
+
+
+def could_not_start(turn: Turn, resume: Checkpoint | None) -> bool:
+    """The ranks have failed before a step in a world of which each node had some parts only. True: all are fetched now.
+
+    While a node is silent it may be lost, too: then the next world shows it.
+    """
+    world, step = turn.job.world, step_of(turn.live, resume)
+    if world is None or step is None or turn.job.run.budget.pending is None:
+        return False
+    if not may_lack(turn) or world.resume != step.record.digest:
+        return False
+    if not all(failures.answers(turn, member) and not failures.broke_it(turn, member) for member in world.members):
+        return False
+    step.needs_all = True
+    if turn.job.run.budget.pending.refused:
+        turn.cause("the ranks refused to load it")
+    turn.notice(
+        f"the ranks failed before their first step, and each node had only its parts of {step.record.name} in memory:"
+        " each fetches all of it now"
+    )
+    return True
+
+
+def of_prospects(turn: Turn, resume: Checkpoint, prospects: Sequence[Node]) -> dict[str, frozenset[int]] | None:
+    """What each of them needs, by incarnation; None: all parts."""
+    job, step = turn.job, step_of(turn.live, resume)
+    if step is None:
+        return None
+    chosen = select(turn, list(prospects))
+    if chosen:
+        return of_world(job, step, arranged(turn, resume, chosen))
+    if job.world is not None and tuple(member.nproc for member in job.world.members) == step.layout:
+        # More nodes must come. Those that are here keep their places then.
+        return of_members(job, job.world.members)
+    return None
+
+
+def step_of(live: Live, resume: Checkpoint | None) -> HeldStep | None:
+    """The resume point, if parts of it may be enough and it is known where its ranks were."""
+    if resume is None or not resume.parts or not resume.by_place:
+        return None
+    step = live.held.steps.get(resume.digest)
+    return None if step is None or not step.layout or step.needs_all else step
+
+
+def of_world(job: Job, step: HeldStep, nodes: Sequence[Node]) -> dict[str, frozenset[int]] | None:
+    """What the nodes of a world need, in order of their group ranks; None: all parts."""
+    if tuple(node.nproc for node in nodes) != step.layout:
+        return None
+    return of_members(
+        job, [Member(n.name, n.incarnation, n.host, n.nproc, rank, False) for rank, n in enumerate(nodes)]
+    )
+
+
+def of_members(job: Job, members: Sequence[Member]) -> dict[str, frozenset[int]]:
+    """What nodes need in the places of the ranks that saved the step."""
+    needed = {member.incarnation: {0, member.group_rank} for member in members}
+    by_address = {
+        node.peer_address: member.incarnation
+        for member in members
+        if (node := job.node_by(member.incarnation)) is not None and node.peer_address
+    }
+    for member in members:
+        for address in buddies(job, members, member):
+            needed[by_address[address]].add(member.group_rank)
+    return {incarnation: frozenset(parts) for incarnation, parts in needed.items()}

@@ -1,0 +1,215 @@
+"""Which parts of a step in memory each node is told to fetch, and which place it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dalsegno.master.brain.memory import LOST_AFTER_SECONDS
+from dalsegno.master.brain.places import MOST_PLANS
+from dalsegno.master.brain.state import Phase
+from dalsegno.protos import control_pb2 as pb
+from tests.support.jobs.masters import Driven, Node
+from tests.unit.master.brain.test_memory import held, joins, newcomer, parts, started
+from tests.unit.master.brain.test_refusals import refuses
+
+
+def trained(count: int = 4, **fields: Any) -> tuple[Driven, list[Node], pb.Checkpoint]:
+    """A world of so many nodes, which have step 20: each its own part and that of the node before."""
+    job, nodes = started(count, **({"min_nodes": count, "max_nodes": count} | fields))
+    made = held(job, nodes, 20, by_place=True)
+    nodes[0].step(23)
+    return job, nodes, made
+
+
+def crashed(**fields: Any) -> tuple[Driven, list[Node], pb.Checkpoint]:
+    """The same, and the ranks of one node have failed."""
+    job, nodes, made = trained(**fields)
+    nodes[2].failed(step=23)
+    return job, nodes, made
+
+
+def wanted(*nodes: Node) -> list[set[int]]:
+    """The parts that each of them is told to fetch; all of them are told, whether there are more."""
+    assert all(node.order == "gather" for node in nodes)
+    return [set(parts(node)) for node in nodes]
+
+
+def places(job: Driven) -> list[str]:
+    """Names of the world's nodes by group rank."""
+    assert job.job.world is not None
+    return [member.node for member in job.job.world.members]
+
+
+def names(*nodes: Node) -> list[str]:
+    return [node.name for node in nodes]
+
+
+def test_all_nodes_stay() -> None:
+    """Each is told of its own part, of the first, and of the one that it holds for the node before."""
+    job, nodes, made = crashed()
+    assert wanted(*nodes) == [{0, 3}, {0, 1}, {0, 1, 2}, {0, 2, 3}]
+    assert all(node.directive.gather.partly for node in nodes)
+    joins(job, *nodes, sees=made)
+    assert job.phase is Phase.RUNNING
+    assert places(job) == names(*nodes)
+
+
+def test_a_spare_takes_the_place_of_who_is_gone() -> None:
+    """And nobody else another one. A spare besides is told of the first part only."""
+    job, nodes, made = trained()
+    spares = [newcomer(job), newcomer(job)]
+    joins(job, *spares)
+    nodes[1].hang_up()
+    job.wait(1.5)
+    left = [nodes[0], nodes[2], nodes[3]]
+    assert wanted(*left, *spares) == [{0, 3}, {0, 1, 2}, {0, 2, 3}, {0, 1}, {0}]
+    joins(job, *left, *spares, sees=made)
+    assert places(job) == names(nodes[0], spares[0], nodes[2], nodes[3])
+
+
+def test_the_first_place_is_an_old_nodes() -> None:
+    """The first of who stays takes it, and the newcomer comes to that one's place."""
+    job, nodes, made = trained()
+    spare = newcomer(job)
+    spare.join()
+    nodes[0].hang_up()
+    job.wait(1.5)
+    assert wanted(*nodes[1:], spare) == [{0, 3}, {0, 1, 2}, {0, 2, 3}, {0, 1}]
+    joins(job, *nodes[1:], spare, sees=made)
+    assert places(job) == names(nodes[1], spare, nodes[2], nodes[3])
+
+
+def test_without_such_a_step_newcomers_come_last() -> None:
+    job, nodes = started(4, min_nodes=4, max_nodes=4)
+    spare = newcomer(job)
+    spare.join()
+    nodes[1].hang_up()
+    job.wait(1.5)
+    joins(job, nodes[0], nodes[2], nodes[3], spare)
+    assert places(job) == names(nodes[0], nodes[2], nodes[3], spare)
+
+
+def test_who_stays_waits_with_its_own() -> None:
+    """As long as there are too few nodes for a world; who comes at last is told what its place needs."""
+    job, nodes, made = trained()
+    nodes[1].hang_up()
+    job.wait(1.5)
+    left = [nodes[0], nodes[2], nodes[3]]
+    assert wanted(*left) == [{0, 3}, {0, 1, 2}, {0, 2, 3}]
+    joins(job, *left, sees=made)
+    assert job.phase is Phase.WAITING
+    late = newcomer(job)
+    job.wait(0.1)
+    assert wanted(late) == [{0, 1}]
+    late.join(sees=[made])
+    assert job.phase is Phase.RUNNING
+    assert places(job) == names(nodes[0], late, nodes[2], nodes[3])
+
+
+@pytest.mark.parametrize("case", ["smaller", "not by place", "other ranks"])
+def test_all_parts_for_all(case: str) -> None:
+    """In a smaller world, in one whose nodes have other numbers of ranks, and where ranks may load everything."""
+    job, nodes = started(3, min_nodes=2, max_nodes=3)
+    made = held(job, nodes, 20, by_place=case != "not by place")
+    others = nodes[:2]
+    if case == "other ranks":
+        others.append(job.node(host="other", peer_address="10.0.0.9:7", nproc=2))
+        others[-1].join()
+    nodes[0].step(23)
+    (nodes[2].failed if case == "not by place" else nodes[2].hang_up)()
+    job.wait(1.5)
+    assert wanted(*others) == [{0, 1, 2}] * len(others)
+    assert not any(node.directive.gather.partly for node in others)
+    assert made.step == 20
+
+
+def test_parts_that_are_not_enough_any_more() -> None:
+    """A node that had joined is lost, and the world will be smaller: the others are asked for all parts."""
+    job, nodes, made = crashed(min_nodes=2)
+    joins(job, *nodes[:3], sees=made)
+    nodes[3].hang_up()
+    job.wait(1.5)
+    assert wanted(*nodes[:3]) == [{0, 1, 2, 3}] * 3
+    assert job.phase is Phase.FORMING
+    joins(job, *nodes[:3], sees=made)
+    job.wait(1.5)
+    assert job.phase is Phase.RUNNING
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_ranks_that_fail_with_parts_of_a_step(refused: bool) -> None:
+    """Before their first step: each node is asked for all of it once, and that was no failure of the script's."""
+    job, nodes, made = crashed()
+    joins(job, *nodes, sees=made)
+    assert all(node.directive.run.resume.source.in_memory for node in nodes)
+    fails = refuses if refused else Node.failed
+    for node in nodes:
+        fails(node, "there is no such file")
+    joins(job, *nodes, sees=made)
+    assert wanted(*nodes) == [{0, 1, 2, 3}] * 4
+    assert "each node had only its parts of step-20" in job.notices
+    joins(job, *nodes, sees=made)
+    assert job.phase is Phase.RUNNING
+    assert job.job.run.budget.failures == 1  # That is the crash.
+    for node in nodes:
+        fails(node, "there is no such file")
+    joins(job, *nodes, sees=made)
+    job.wait(2)
+    assert job.phase is (Phase.FAILED if refused else Phase.RUNNING)
+
+
+def test_a_step_that_has_come_to_the_disk_meanwhile() -> None:
+    """Who has joined with parts of it needs no others."""
+    job, nodes, made = crashed()
+    joins(job, *nodes[:3], sees=made)
+    on_disk = pb.Checkpoint()
+    on_disk.CopyFrom(made)
+    on_disk.in_memory = False
+    nodes[3].join(sees=[on_disk])
+    assert job.phase is Phase.RUNNING
+    assert not nodes[0].directive.run.resume.source.in_memory
+
+
+def test_each_writes_what_it_has() -> None:
+    """Behind the first step, where no node has all parts: nobody has to fetch them for that."""
+    job, nodes, made = crashed()
+    joins(job, *nodes, sees=made)
+    for rank, node in enumerate(nodes):
+        node.holds(made, *{0, rank, (rank - 1) % 4})
+    nodes[0].step(21)
+    assert [list(node.directive.make_durable.write) for node in nodes] == [[0], [1], [2], [3]]
+    for rank, node in enumerate(nodes):
+        node.wrote(made, rank)
+    sealer = next(node for node in nodes if node.directive.make_durable.seal)
+    sealer.wrote(made)
+    assert job.job.checkpoints.head is not None
+    assert job.job.checkpoints.head.parts == 0
+
+
+def test_another_master_does_not_know_the_places() -> None:
+    """It has each node fetch all of it."""
+    job, nodes, made = crashed()
+    joins(job, *nodes, sees=made)
+    job.restart()
+    for rank, node in enumerate(nodes):
+        node.holds(made, *{0, rank, (rank - 1) % 4})
+        node.has_told_all()
+    nodes[1].failed(step=20)
+    job.wait(LOST_AFTER_SECONDS)
+    assert wanted(*nodes) == [{0, 1, 2, 3}] * 4
+
+
+def test_nodes_that_come_and_go_without_an_end() -> None:
+    """Plans are made so often at most; then all parts do, whoever comes."""
+    job, nodes, made = crashed(min_nodes=2)
+    joins(job, *nodes[:3], sees=made)
+    for _ in range(MOST_PLANS):
+        nodes[3].hang_up()
+        job.wait(1.5)
+        nodes[3] = newcomer(job)
+        job.wait(0.1)
+    assert wanted(*nodes) == [{0, 1, 2, 3}] * 4
+    joins(job, *nodes, sees=made)
+    assert job.phase is Phase.RUNNING
