@@ -392,7 +392,7 @@ class Shape(google.protobuf.message.Message):
     """Loads at any world size without a conversion, each rank taking its ranges of what others saved."""
     by_place: builtins.bool
     """In a world of the same ranks on each node a rank loads only what the node in its node's place wrote, and the first
-    node; if any number loads it, a rank of another world loads the latter alone.
+    node.
     """
     def __init__(
         self,

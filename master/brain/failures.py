@@ -154,13 +154,13 @@ def awaits_answers(turn: Turn, waited_for: list[Node]) -> bool:
     return any(node.incarnation in members for node in waited_for) and may_blame_shape(turn)
 
 
-def leave_shape(turn: Turn, ready: list[Node]) -> bool:
+def leaves_shape(turn: Turn, ready: list[Node]) -> bool:
     """Goes back to another shape after a world that failed because of its own. Returns whether there is one.
 
     That was no failure of the script.
     """
     world, pending = turn.job.world, turn.job.run.budget.pending
-    if world is None or pending is None:
+    if world is None or pending is None or not blames_shape(turn):
         return False
     message = f"{pending.node}: {pending.message}"
     goes_on = shapes.give_up(turn, world, ready, counts(turn, ready), message, heard=hears_of_steps(turn))

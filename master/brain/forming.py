@@ -84,10 +84,7 @@ def forming(turn: Turn) -> bool:
         failures.acquit(turn)  # Counted as the script's only if it fails again.
         beside.tend(turn)
         resume = resume_point(job)
-    if gathered and places.could_not_start(turn, resume):
-        failures.acquit(turn)  # As above.
-        return True
-    if gathered and failures.blames_shape(turn) and failures.leave_shape(turn, ready):
+    if gathered and (places.could_not_start(turn, resume) or failures.leaves_shape(turn, ready)):
         return True
     if gathered and memory.seeks(turn, resume):
         waits.say(turn, "disk", "waiting for a node that looks on the disk for what leavers had in memory")
@@ -101,8 +98,7 @@ def forming(turn: Turn) -> bool:
     if gathered and candidate:
         announcements.unexplained(turn, now=True)
     if gathered and candidate and not failures.count(turn) and not failures.pauses(turn):
-        candidate = places.arranged(turn, resume, candidate)
-        if places.fits(turn, resume, candidate):
+        if places.fits(turn, resume, candidate := places.arranged(turn, resume, candidate)):
             open_world(turn, candidate, resume)
         return True
     return moved or job.phase.is_terminal

@@ -96,7 +96,8 @@ def may_lack(turn: Turn) -> bool:
 def could_not_start(turn: Turn, resume: Checkpoint | None) -> bool:
     """The ranks have failed before a step in a world of which each node had some parts only. True: all are fetched now.
 
-    While a node is silent it may be lost, too: then the next world shows it.
+    It is counted as the script's only if it fails again. While a node is silent it may be lost, too: then the next
+    world shows it.
     """
     world, step = turn.job.world, step_of(turn.live, resume)
     if world is None or step is None or turn.job.run.budget.pending is None:
@@ -112,6 +113,7 @@ def could_not_start(turn: Turn, resume: Checkpoint | None) -> bool:
         f"the ranks failed before their first step, and each node had only its parts of {step.record.name} in memory:"
         " each fetches all of it now"
     )
+    failures.acquit(turn)
     return True
 
 

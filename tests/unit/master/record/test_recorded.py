@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from dalsegno.master.brain import brain, checkpoints
+from dalsegno.master.brain import brain
+from dalsegno.master.brain.described import to_proto
 from dalsegno.master.brain.events import StreamOpened, Tick
 from dalsegno.master.brain.state import (
     Budget,
@@ -168,7 +169,7 @@ def resumed(moment: str) -> tuple[Driven, list[Node]]:
         job.nodes.append(Node(job, node.incarnation, node.name, node.request))
         job.event(StreamOpened(node.name, node.incarnation))
     for record in state.checkpoints:
-        job.sealed.append(checkpoints.to_proto(state, record))
+        job.sealed.append(to_proto(state, record))
     return job, job.nodes
 
 
