@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dalsegno.elastic.saving.declared import contradiction, of_each_rank, strategy_of
+from dalsegno.elastic import background
+from dalsegno.elastic.saving.declared import contradiction, how_loaded, of_each_rank, strategy_of
 
 ZERO_2 = ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"]
 ZERO_3 = ["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
@@ -95,6 +96,22 @@ def test_an_engine_is_seen_before_it_saves() -> None:
             strategy_of(way, "deepspeed-zero-3")
         assert strategy_of(way, "deepspeed-zero-2") == "deepspeed-zero-2"
         assert strategy_of(way, "mine") == "mine"
+
+
+class Saying:
+    by_place = True
+
+    def write(self, path: Path) -> None: ...
+
+
+def test_how_a_save_is_loaded_says_itself_or_whose_it_is() -> None:
+    def write(path: Path) -> None: ...
+
+    assert how_loaded(write) == {"reshards": False, "by_place": False}
+    assert how_loaded(Saying()) == how_loaded(Saying().write) == {"reshards": False, "by_place": True}
+    assert how_loaded(background(lambda: {})) == {"reshards": False, "by_place": False}
+    write.reshards = True  # type: ignore[attr-defined]
+    assert how_loaded(write) == {"reshards": True, "by_place": False}
 
 
 def test_what_saves_whole_is_let_be() -> None:

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from dalsegno.elastic import background
-from dalsegno.elastic.checkpoint import SHARDED, CheckpointStore, Manifest, Position, verify
+from dalsegno.elastic.checkpoint import MANIFEST, SHARDED, CheckpointStore, Manifest, Position, verify
 from dalsegno.elastic.checkpoint import files as reading
-from dalsegno.elastic.checkpoint.parts import parts_directory, read_parts
+from dalsegno.elastic.checkpoint.parts import part_path, parts_directory, read_parts, write_part
 from dalsegno.elastic.rank.identity import Identity, ResumeOrder, from_environment
 from dalsegno.elastic.saving import tiers
 from dalsegno.elastic.saving.content import Content
@@ -471,6 +471,78 @@ def test_what_nobody_of_a_node_reads_is_not_verified(tmp_path: Path, monkeypatch
         read.clear()
         together(job.world, lambda group, unread=unread: one(group, whole, unread))  # type: ignore[misc]
         assert {path for _, path in read} == every - left_out
+
+
+def with_parts(tmp_path: Path, *, by_place: bool = True) -> tuple[Job, Manifest]:
+    """A step of four nodes; in the next world each of them has its own part, the first, and that of the one before."""
+    writer = Job(tmp_path, 4)
+
+    def saved(saver: Saver, group: Threads) -> Manifest | None:
+        made = replace(content(), by_place=by_place)
+        return saver.save(made, writes(group.rank), create_directory=True, drain=False, in_memory=True)
+
+    manifest = writer.run(saved)[0]
+    job = Job(tmp_path / "next", 4, epoch=4)
+    for node in range(4):
+        copied = job.memory(node) / manifest.name
+        copied.mkdir()
+        shutil.copyfile(writer.memory(node) / manifest.name / MANIFEST, copied / MANIFEST)
+        for part in {0, node, (node - 1) % 4}:
+            bring(writer, job, manifest, node, part)
+    return job, manifest
+
+
+def bring(writer: Job, job: Job, manifest: Manifest, node: int, part: int) -> None:
+    """One part comes to one node."""
+    source, copied = writer.memory(part) / manifest.name, job.memory(node) / manifest.name
+    for file in read_parts(source)[part]:
+        (copied / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / file, copied / file)
+    write_part(copied, part, read_parts(source)[part])
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[500] ^= 4
+    file.write_bytes(data)
+
+
+def test_by_place_each_node_verifies_what_it_loads(tmp_path: Path) -> None:
+    """Its own part and the first one, as far as it has not all of them: what it keeps for others is theirs."""
+    job, manifest = with_parts(tmp_path)
+    assert all(isinstance(point, ResumePoint) for point in resumed(job, manifest))
+    flip(job.memory(2) / manifest.name / "shards/1.pt")
+    assert all(isinstance(point, ResumePoint) for point in resumed(job, manifest))
+    flip(job.memory(2) / manifest.name / "shards/2.pt")
+    assert {one.file for one in resumed(job, manifest)} == {"shards/2.pt"}
+    flip(job.memory(2) / manifest.name / "shards/2.pt")
+    flip(job.memory(2) / manifest.name / "model.pt")
+    assert {one.file for one in resumed(job, manifest)} == {"model.pt"}
+    # Node 0 has 0 and 3. With the others it has all of them.
+    flip(job.memory(2) / manifest.name / "model.pt")
+    bring(Job(tmp_path, 4), job, manifest, 0, 1)
+    bring(Job(tmp_path, 4), job, manifest, 0, 2)
+    assert all(isinstance(point, ResumePoint) for point in resumed(job, manifest))
+    flip(job.memory(0) / manifest.name / "shards/1.pt")
+    assert {one.file for one in resumed(job, manifest)} == {"shards/1.pt"}
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_by_place_a_part_that_lacks_is_damage(tmp_path: Path, part: int) -> None:
+    """The files alone do not show that they are here: so says the note."""
+    job, manifest = with_parts(tmp_path)
+    part_path(job.memory(1) / manifest.name, part).unlink()
+    assert {one.message for one in resumed(job, manifest)} == {
+        f"{manifest.name}/MANIFEST.json: MISSING_FILE (the part of node {part} is not here) (rank 1)"
+    }
+
+
+@pytest.mark.parametrize("case", ["not by place", "other ranks"])
+def test_all_files_must_be_here_otherwise(tmp_path: Path, case: str) -> None:
+    job, manifest = with_parts(tmp_path, by_place=case == "other ranks")
+    if case == "other ranks":
+        job.nodes = 3
+    assert all(isinstance(one, Damaged) for one in resumed(job, manifest))
 
 
 def test_the_environment_says_where_to_resume_from(tmp_path: Path) -> None:
