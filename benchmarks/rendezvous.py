@@ -18,6 +18,7 @@ wait for.
 - *saves to memory*: every 2 s all nodes save to memory, and each tells of its part and of a buddy's.
 - *one closed, from memory*: the same as *one closed*, and each survivor gathers all parts, which takes no time here.
   *Back*: the drain goes to memory, too.
+- *one fails*: the ranks of one node fail, and all nodes stay: each gathers all parts, or those of its place only.
 - *progress*: 50 nodes report ten steps a second, one node calls every 50 ms and commits a checkpoint every 2 s.
 
 Nodes that fall silent together are not found out together, because each had spoken at another moment. So with half of
@@ -145,12 +146,27 @@ class Scenes:
         self._back("half", "half closed, master killed", silent=False)
 
     def memory(self) -> None:
-        """All nodes save to memory, and a lost one, and one that comes, have all parts gathered from there."""
-        with self._row("saves to memory"):
-            asked = [self.cluster.order(role, "saves", every=SAVE_EVERY, seconds=REPORT_SECONDS) for role in ROLES]
+        """All nodes save to memory, and a lost one, and one that comes, have all parts gathered from there.
+
+        Then the ranks of one node fail, and all nodes stay: each gathers all parts, or those of its place.
+        """
+        self._saves("saves to memory", by_place=False)
+        self._lose("one", silent=False, how=", from memory")
+        for by_place, how in ((False, "all parts from memory"), (True, "parts of its place from memory")):
+            self._saves(f"saves again: {how}", by_place=by_place)
+            with self._row(f"one fails: {how}") as row:
+                event = time.monotonic()
+                self.cluster.order("one", "fails")
+                world = self.cluster.world(ROLES, since=event)
+                row |= {"formed (s)": world.formed - event, "late": world.formed - event > NEXT_WITHIN}
+                self.epoch = world.epoch
+
+    def _saves(self, scene: str, *, by_place: bool) -> None:
+        with self._row(scene):
+            options = {"every": SAVE_EVERY, "seconds": REPORT_SECONDS, "by_place": by_place}
+            asked = [self.cluster.order(role, "saves", **options) for role in ROLES]
             for one in asked:
                 self._told(self.cluster.answers(one, REPORT_SECONDS))
-        self._lose("one", silent=False, how=", from memory")
 
     def progress(self) -> None:
         """Many nodes report steps, and an ordinary one calls all the time."""

@@ -146,14 +146,19 @@ class Swarm:
 
         await asyncio.gather(*(repeat(node) for node in self.nodes))
 
-    async def do_saves(self, every: float, seconds: float) -> None:
+    async def do_fails(self) -> None:
+        """The ranks of one node fail, behind a step: before one the shape of the world might be to blame."""
+        await self.nodes[0].progress()
+        self.nodes[0].fail()
+
+    async def do_saves(self, every: float, seconds: float, by_place: bool) -> None:
         """All nodes save to memory again and again, all processes at the same moments."""
         end = time.monotonic() + seconds
         while (now := time.monotonic()) < end:
             count = int(now / every) + 1
             await asyncio.sleep(count * every - now)
             for node in self.nodes:
-                node.save(count)
+                node.save(count, by_place=by_place)
 
     def report(self) -> dict[str, Any]:
         return {

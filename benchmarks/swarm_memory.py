@@ -53,10 +53,10 @@ class NodeMemory:
         self._run_id, self._epoch, self._group_rank = world.run_id, world.epoch, world.place.group_rank
         self._nodes, self._settings = nodes, settings
 
-    def save(self, count: int) -> tuple[pb.Checkpoint, list[pb.HeldRequest]]:
+    def save(self, count: int, *, by_place: bool = False) -> tuple[pb.Checkpoint, list[pb.HeldRequest]]:
         """The nth save of this epoch: the checkpoint, and what is said of it: of the own part, then of a buddy's, too.
 
-        A negative number counts from the epoch's last step.
+        A negative number counts from the epoch's last step. `by_place`: ranks load what lies in their node's place.
         """
         step = self._epoch * STEPS + count % STEPS
         ref = pb.CheckpointRef(
@@ -64,6 +64,7 @@ class NodeMemory:
         )
         checkpoint = checkpoint_of(ref, self._run_id, step, self._epoch, self._nodes, self._settings)
         checkpoint.in_memory = True
+        checkpoint.shape.by_place = by_place
         return checkpoint, self._bring(checkpoint, (self._group_rank, (self._group_rank - 1) % self._nodes))
 
     def gather(self, checkpoint: pb.Checkpoint, told: Iterable[pb.HeldPart]) -> list[pb.HeldRequest]:
@@ -74,9 +75,9 @@ class NodeMemory:
         held.update(missing[1:-1])
         return said + self._bring(checkpoint, missing[1:][-1:])
 
-    def has(self, digest: str, parts: int) -> bool:
-        """Whether all parts of a step are here."""
-        return digest in self._steps and len(self._steps[digest][1]) == parts
+    def has(self, digest: str, parts: Iterable[int]) -> bool:
+        """Whether these parts of a step are here."""
+        return digest in self._steps and self._steps[digest][1].issuperset(parts)
 
     def _bring(self, checkpoint: pb.Checkpoint, parts: Iterable[int]) -> list[pb.HeldRequest]:
         held, said = self._held(checkpoint), []

@@ -34,7 +34,7 @@ __all__ = ("Node", "Observer")
 
 SERVICE = "/dalsegno.control.v1.Control/"
 METHODS = ("Register", "Join", "Heartbeat", "ReportProgress", "ReportWarm", "ReportDrained")
-METHODS += ("Leave", "ReportPruned", "ReportSighted", "CommitCheckpoint", "ReportHeld")
+METHODS += ("Leave", "ReportPruned", "ReportSighted", "CommitCheckpoint", "ReportHeld", "ReportFailure")
 HEARTBEAT_TIMEOUT = 3.0
 FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
 # Seconds until it asks again for a name that its predecessor still holds.
@@ -102,7 +102,7 @@ class Node:
         self._outbox: deque[tuple[str, Any]] = deque()
         self._sender: asyncio.Task[None] | None = None
         self._request = 0
-        self._joined: tuple[int, str] | None = None
+        self._joined: tuple[int, str, tuple[int, ...]] | None = None
         self._drained = 0
         self._pruned: tuple[str, ...] = ()
         self._sighted = ""
@@ -244,7 +244,7 @@ class Node:
         match order:
             case "gather":
                 if self._gathers(directive.gather):
-                    self._join(directive.gather.round, directive.gather.resume)
+                    self._join(directive.gather.round, directive.gather.resume, some_of(directive.gather))
             case "wait" if directive.wait.round or directive.wait.HasField("look_for"):
                 self._join(directive.wait.round, directive.wait.look_for)
             case "run":
@@ -264,28 +264,35 @@ class Node:
         self._sight(directive)
 
     def _gathers(self, order: pb.Gather) -> bool:
-        """Brings the resume point here, if it is in memory; returns whether all of it is here."""
+        """Brings the resume point here, if it is in memory; returns whether what was named of it is here."""
         memory = self._memory
         if memory is None or not order.parts or self.head is None:
             return True
         for request in memory.gather(self.head, order.parts):
             self._hold(request)
-        return memory.has(order.resume.digest, len(order.parts))
+        return memory.has(order.resume.digest, [part.group_rank for part in order.parts])
 
     def _hold(self, request: pb.HeldRequest) -> None:
         request.caller.CopyFrom(self._next_caller())
         self._send("ReportHeld", request)
 
-    def save(self, count: int) -> None:
+    def save(self, count: int, *, by_place: bool) -> None:
         """The nth save of this epoch to memory."""
         if self._memory is not None and self.epoch:
-            for request in self._memory.save(count)[1]:
+            for request in self._memory.save(count, by_place=by_place)[1]:
                 self._hold(request)
 
-    def _join(self, round_: int, resume: pb.CheckpointRef) -> None:
-        if self._joined == (round_, resume.digest):
+    def fail(self) -> None:
+        """Its ranks have failed, and it stays."""
+        kind = pb.FAILURE_KIND_WORKER
+        self._send(
+            "ReportFailure", pb.FailureRequest(caller=self._next_caller(), kind=kind, exit_code=1, message="exit 1")
+        )
+
+    def _join(self, round_: int, resume: pb.CheckpointRef, parts: tuple[int, ...] = ()) -> None:
+        if self._joined == (round_, resume.digest, parts):
             return
-        self._joined = (round_, resume.digest)
+        self._joined = (round_, resume.digest, parts)
         seen = self.head is not None and self.head.ref.digest == resume.digest
         request = pb.JoinRequest(
             caller=self._next_caller(),
@@ -295,6 +302,7 @@ class Node:
             store_port=10_000 + self.number % 50_000,
             probe="probe",
             inventory=[self.head] if seen else [],
+            parts=parts,
         )
         self._send("Join", request)
         self.observer.joined(round_)
@@ -445,3 +453,8 @@ class Node:
         self.observer.failed(method, error.code().name)
         if error.code() is grpc.StatusCode.FAILED_PRECONDITION and (error.details() or "").startswith("fenced"):
             self._set_fenced()
+
+
+def some_of(order: pb.Gather) -> tuple[int, ...]:
+    """The parts that were asked for, if there are more."""
+    return tuple(part.group_rank for part in order.parts) if order.partly else ()
