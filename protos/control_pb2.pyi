@@ -970,10 +970,13 @@ class Wait(google.protobuf.message.Message):
     LOOK_FOR_FIELD_NUMBER: builtins.int
     ROUND_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
+    PARTLY_FIELD_NUMBER: builtins.int
     reason: builtins.str
     """One line for a person; empty when there is nothing to say."""
     round: builtins.int
     """The round for which this newcomer should send a Join. It has no workers to stop."""
+    partly: builtins.bool
+    """See `Gather.partly`."""
     @property
     def look_for(self) -> global___CheckpointRef:
         """The resume point of the open world, or of the next one. The Join says whether this node sees it. If not, another
@@ -991,9 +994,10 @@ class Wait(google.protobuf.message.Message):
         look_for: global___CheckpointRef | None = ...,
         round: builtins.int = ...,
         parts: collections.abc.Iterable[global___HeldPart] | None = ...,
+        partly: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["look_for", b"look_for"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["look_for", b"look_for", "parts", b"parts", "reason", b"reason", "round", b"round"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["look_for", b"look_for", "partly", b"partly", "parts", b"parts", "reason", b"reason", "round", b"round"]) -> None: ...
 
 global___Wait = Wait
 

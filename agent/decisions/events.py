@@ -226,6 +226,8 @@ class JoinFailed:
     round: int
     resume_digest: str
     message: str
+    # See `JoinPrepared`.
+    parts: frozenset[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -336,6 +338,11 @@ class PrepareJoin:
     take: control_pb2.World | None = None
     # There are more parts, which this node does not need.
     partly: bool = False
+
+    @property
+    def some(self) -> frozenset[int] | None:
+        """Which parts are asked for, if there are more."""
+        return frozenset(part.group_rank for part in self.parts) if self.partly else None
 
 
 @dataclass(frozen=True)

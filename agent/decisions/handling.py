@@ -290,16 +290,20 @@ def wanted_join(place: Admission, nowhere: bool) -> tuple[control_pb2.Checkpoint
     if isinstance(order, control_pb2.Gather):
         resume = order.resume if order.HasField("resume") else None
         takes = order.take.epoch if order.HasField("take") else 0
-        some = frozenset(part.group_rank for part in order.parts) if order.partly else None
         digest = resume.digest if resume else ""
-        return resume, Join(order.round, digest, gathers=bool(order.parts), some=some, takes=takes)
+        return resume, Join(order.round, digest, gathers=bool(order.parts), some=some_of(order), takes=takes)
     if order is None or not (order.round or order.HasField("look_for")):
         return None, None
     resume = order.look_for if order.HasField("look_for") else None
     digest = resume.digest if resume else ""
     # The master first learns that it is not in sight; only then is it looked for without an end.
     patient = bool(digest) and digest == place.unseen and not nowhere
-    return resume, Join(order.round, digest, patient, gathers=bool(order.parts))
+    return resume, Join(order.round, digest, patient, gathers=bool(order.parts), some=some_of(order))
+
+
+def some_of(order: control_pb2.Gather | control_pb2.Wait) -> frozenset[int] | None:
+    """Which parts of a step in memory this node needs, where it does not need all of them."""
+    return frozenset(part.group_rank for part in order.parts) if order.partly else None
 
 
 def answers(place: Admission, join: Join, wanted: Join) -> bool:
@@ -336,7 +340,7 @@ def is_in_memory_alone(decision: Decision) -> bool:
 def join_failed(decision: Decision, event: ev.JoinFailed) -> None:
     """The present Join could not be prepared: it is tried again, and people are told each reason once."""
     state, join = decision.state, decision.state.place.join
-    if join is None or not join.answers(event.round, event.resume_digest):
+    if join is None or not join.answers(event.round, event.resume_digest) or event.parts != join.some:
         return
     state.place.join = replace(join, again_at=decision.now + JOIN_PAUSE_SECONDS, failures=join.failures + 1)
     if event.message != state.join_problem:

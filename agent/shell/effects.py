@@ -325,12 +325,14 @@ class Effects:
         try:
             threading.Thread(target=take, args=(action.take,), name="take", daemon=True).start()
         except RuntimeError as error:
-            self._mailbox.put(ev.JoinFailed(action.round, _digest(action.resume), shortage(error) or str(error)))
+            self._join_failed(action, shortage(error) or str(error))
+
+    def _join_failed(self, action: ev.PrepareJoin, reason: str) -> None:
+        self._mailbox.put(ev.JoinFailed(action.round, _digest(action.resume), reason, action.some))
 
     def _open_and_look(self, action: ev.PrepareJoin, number: int) -> None:
         """`number`: of this Join. What it has waited for may end when the next one is prepared already."""
         digest, took = _digest(action.resume), action.take.epoch if action.take is not None else 0
-        some = frozenset(part.group_rank for part in action.parts) if action.partly else None
         try:
             # A master that has lost its record counts rounds anew.
             host, port = self.stores.open((self.client.generation, action.round))
@@ -339,14 +341,16 @@ class Effects:
             why = shortage(error)
             reason = f"no store can be served at {self.stores.address} ({error}); check --local-addr"
             reason = f"no store can be served here, tried again: {why}" if why else reason
-            self._mailbox.put(ev.JoinFailed(action.round, digest, reason))
+            self._join_failed(action, reason)
             return
 
         def seen(survey: Survey, *fetched: control_pb2.Checkpoint, lacks: bool = False) -> None:
             inventory = (*survey.inventory, *fetched)
             unusable = survey.unusable
             self._mailbox.put(
-                ev.JoinPrepared(action.round, digest, host, port, survey.probe, inventory, unusable, lacks, took, some)
+                ev.JoinPrepared(
+                    action.round, digest, host, port, survey.probe, inventory, unusable, lacks, took, action.some
+                )
             )
 
         newest = (self._head.epoch, self._head.step) if self._head is not None else None
@@ -360,7 +364,7 @@ class Effects:
                 look(None, False, lambda survey: seen(survey, lacks=True))
             elif isinstance(found, str):
                 assert action.resume is not None
-                self._mailbox.put(ev.JoinFailed(action.round, digest, f"{action.resume.name} is not here yet: {found}"))
+                self._join_failed(action, f"{action.resume.name} is not here yet: {found}")
             else:
                 look(None, False, lambda survey: seen(survey, found))
 

@@ -70,6 +70,16 @@ def can_reshard(engine: Any) -> bool:
     return 1 <= int(engine.zero_optimization_stage()) <= 3 and why_not_reshard(engine) is None
 
 
+def loads_by_place(engine: Any) -> bool:
+    """Whether as many ranks load only their own files, and the first rank's.
+
+    Of experts only some ranks write what others load, too; of pipelines and split tensors that was not tried.
+    """
+    if getattr(engine, "has_moe_layers", False) or getattr(engine, "pipeline_parallelism", False):
+        return False
+    return int(getattr(engine, "mp_world_size", 1)) == 1
+
+
 def why_not_reshard(engine: Any) -> str | None:
     """Why another number of ranks cannot load what the engine saves now without a conversion; None: it can.
 

@@ -50,7 +50,7 @@ from ..universal.loading import describe_refusal, each_once, only_safe_loading
 from ..universal.source import OPTIMIZER_NOTE, open_source
 from ..universal.values import ShardedValues, UniversalValues, Values
 from .beside import PARTS
-from .checks import can_reshard, tell, why_not_reshard
+from .checks import can_reshard, loads_by_place, tell, why_not_reshard
 from .loading import (
     TRAINED_NOTE,
     check_groups,
@@ -188,11 +188,9 @@ class Save:
     Attributes:
         engine: The engine.
         reshards: See `can_reshard`; the session records it.
-        by_place: True: where the number of ranks is the same, a rank loads its own files and the first rank's.
+        by_place: See `loads_by_place`.
         strategy: See `strategy`; the session uses it if the script gives none.
     """
-
-    by_place = True
 
     def __init__(self, engine: Any, client_state: Client | None = None) -> None:
         self.engine, self._client_state = engine, client_state
@@ -201,6 +199,10 @@ class Save:
     @property
     def reshards(self) -> bool:
         return can_reshard(self.engine)
+
+    @property
+    def by_place(self) -> bool:
+        return loads_by_place(self.engine)
 
     @property
     def strategy(self) -> str:

@@ -28,9 +28,9 @@ _RANK = re.compile(r"(rank[-_]?)(\d+)", re.IGNORECASE)
 
 
 def how_loaded(write: Any) -> dict[str, bool]:
-    """What a save, or whose method it is, says of how it is loaded: ``reshards`` and ``by_place``, see ``Shape``."""
-    says = (write, getattr(write, "__self__", None))
-    return {key: any(bool(getattr(one, key, False)) for one in says) for key in ("reshards", "by_place")}
+    """What a save, or whose ``write`` it is, says of how it is loaded: ``reshards`` and ``by_place``, see ``Shape``."""
+    owner = write.__self__ if inspect.ismethod(write) and write.__name__ == "write" else None
+    return {key: any(bool(getattr(one, key, False)) for one in (write, owner)) for key in ("reshards", "by_place")}
 
 
 def strategy_of(write: Any, given: str) -> str:

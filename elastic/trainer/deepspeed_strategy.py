@@ -112,7 +112,9 @@ class DeepSpeed(Strategy):
 
     @property
     def by_place(self) -> bool:
-        return True
+        from ..deepspeed.checks import loads_by_place
+
+        return self._writes_as(DeepSpeed) and loads_by_place(self._engine)
 
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)

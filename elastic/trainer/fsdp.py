@@ -81,7 +81,7 @@ class FSDP(Strategy):
 
     @property
     def by_place(self) -> bool:
-        return True
+        return self._writes_as(FSDP)
 
     def start(self, world_size: int, local_rank: int, device: torch.device | None) -> torch.device:
         where = own_device(local_rank, device)

@@ -120,6 +120,11 @@ class Strategy(ABC):
         """Whether each rank reads its own node's files and the first node's only, see ``Shape``."""
         return False
 
+    def _writes_as(self, kind: type[Strategy]) -> bool:
+        """Whether a class of the script's own neither writes nor loads anything besides."""
+        own = type(self)
+        return own.files is kind.files and own.write is kind.write and own.setup is kind.setup
+
     def files(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's files of a checkpoint: path, and what ``torch.save`` writes there, or bytes.
 
@@ -254,7 +259,7 @@ class DDP(Strategy):
 
     @property
     def by_place(self) -> bool:
-        return True
+        return self._writes_as(DDP)
 
     def start(self, world_size: int, local_rank: int, device: torch.device | None) -> torch.device:
         where = own_device(local_rank, device)

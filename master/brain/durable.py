@@ -74,10 +74,7 @@ def cannot_write(turn: Turn, record: Checkpoint) -> bool:
 def tend(turn: Turn) -> None:
     """Chooses the next step that the ranks want on the disk, and asks nodes again that could not write to it."""
     held = turn.live.held
-    record, node = writer(turn.state) or (None, None)
-    if record is not None and node is not None and record.by_place and lacks(held.steps[record.digest], node):
-        # Nobody had to fetch all of it, and all of it may be more than a node has room for.
-        held.steps[record.digest].in_parts = True
+    choose_who_writes(turn)
     for step in held.steps.values():
         forget_written(turn, step)
         for incarnation, at in list(step.unable.items()):
@@ -96,6 +93,19 @@ def tend(turn: Turn) -> None:
     if goes_on and (chosen is None or is_stuck(job, chosen)):
         return
     held.writing = chosen.record.digest if chosen is not None else ""
+
+
+def choose_who_writes(turn: Turn) -> None:
+    """Of a step that nobody had to fetch as a whole each node writes what it has, unless that does not work.
+
+    All of it may be more than a node has room for.
+    """
+    record, node = writer(turn.state) or (None, None)
+    if record is None or node is None or not record.by_place:
+        return
+    step = turn.live.held.steps[record.digest]
+    step.together = step.together or (step.by_parts and is_stuck(turn.job, step))
+    step.by_parts = not step.together and (step.by_parts or lacks(step, node) > 0)
 
 
 def is_wanted(job: Job, step: HeldStep) -> bool:
@@ -147,7 +157,8 @@ def orders_to_write(state: State) -> dict[str, WriteOrder]:
     if whole is not None:
         record, node = whole
         step = state.live.held.steps.get(record.digest)
-        if step is not None and (step.in_parts or (not is_whole(state.job, step) and is_there(state.job, step))):
+        in_parts = step is not None and (step.in_parts or step.by_parts)
+        if step is not None and (in_parts or (not is_whole(state.job, step) and is_there(state.job, step))):
             return orders_of_parts(state.job, step)
         return {node.incarnation: WriteOrder(record)}
     step = state.live.held.steps.get(state.live.held.writing)
@@ -236,10 +247,11 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
     elif message.failure:
         step = turn.live.held.step(record)
         sealing = not message.parts and len(step.written) == record.parts
-        if sealing and step.in_parts:
+        by_parts = step.in_parts or step.by_parts
+        if sealing and by_parts:
             not_sealed(step, message)
         # All of it was ordered before anybody knew that nodes cannot fetch it.
-        if message.parts or sealing or not step.in_parts:
+        if message.parts or sealing or not by_parts:
             cannot(turn, node, step, message.failure)
     elif message.parts:
         # The ranks wanted it, and by now the run goes on from it: other nodes write all of it.

@@ -14,7 +14,6 @@ from .membership import (
     eligible,
     expected,
     has_answered,
-    in_rank_order,
     is_candidate,
     members_of,
     of_size,
@@ -64,7 +63,7 @@ def forming(turn: Turn) -> bool:
     if job.verification is not None and job.verification.verifier:
         waits.say(turn, "verification", f"waiting for {job.verification.verifier} to verify a checkpoint")
     prospects = {node.name: node for node in [*ready, *waited_for]}
-    if places.plan(turn, in_rank_order(job, list(prospects.values()))):
+    if places.plan(turn, gathering):
         return True
     possible = len(prospects) - len(prospects) % max(1, job.settings.node_unit)
     stuck = is_blocked(turn) and not old_shape(turn, resume_point(job), ready)
@@ -164,7 +163,8 @@ def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
         return False
     chosen = len(select(turn, ready))
     full = len(ready) >= turn.job.most_nodes and chosen == max(counts(turn, ready), default=0)
-    if full and not awaits_witness(turn, waited_for, ready) and not failures.awaits_answers(turn, waited_for):
+    known = not awaits_witness(turn, waited_for, ready) and not failures.awaits_answers(turn, waited_for)
+    if full and known and not places.awaits(turn, waited_for):
         return True
     enough = bool(chosen)
     if not enough or not turn.job.next.quiet:

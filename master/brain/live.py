@@ -269,8 +269,11 @@ class HeldStep:
     missing_since: float | None = None
     # It must be on the disk before a world can open.
     urgent: bool = False
-    # Nodes cannot fetch it from each other, or need not: each writes what it has.
+    # Nodes cannot fetch it from each other: each writes what it has.
     in_parts: bool = False
+    # They need not: the same. Of some part nobody could write it then: one node writes all of it after all.
+    by_parts: bool = False
+    together: bool = False
     # Parts that the nodes whose ranks wrote them have said to hold.
     own: set[int] = field(default_factory=set)
     # Of these, those that are there no more, or that some buddy cannot be brought.
@@ -359,8 +362,9 @@ class Held:
     replicas: Replicas = field(default_factory=Replicas)
     # People know that steps are saved faster than their parts reach a second node.
     slow_told: bool = False
-    # Digest of the step with which a world was opened that had only the parts that it needs on each node.
-    opened_with: str = ""
+    # Digest of the step with which a world was opened that had only the parts that it needs on each node; "": it had
+    # all parts; None: that was another process.
+    opened_with: str | None = None
     # Incarnations of the nodes that have said all that they hold.
     told_all: dict[str, None] = field(default_factory=dict)
 

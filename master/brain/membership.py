@@ -360,20 +360,23 @@ def is_candidate(turn: Turn, node: Node) -> bool:
     )
 
 
-def answers(turn: Turn, node: Node) -> bool:
-    """Whether the node has joined the present round and said whether it sees the resume point."""
+def answers(turn: Turn, node: Node, *, any_parts: bool = False) -> bool:
+    """Whether the node has joined the present round and said whether it sees the resume point.
+
+    `any_parts`: also if it now needs other parts of that than it has.
+    """
     joined, resume = node.joined, resume_point(turn.job)
     return (
         joined is not None
         and joined.round == turn.job.round
         and (resume is None or resume.digest == joined.resume or resume.digest in joined.seen)
-        and not turn.live.gathering.lacks(node, resume)
+        and (any_parts or not turn.live.gathering.lacks(node, resume))
     )
 
 
-def has_answered(turn: Turn, node: Node) -> bool:
+def has_answered(turn: Turn, node: Node, *, any_parts: bool = False) -> bool:
     """The same, and the node is not merely presumed alive."""
-    return turn.presence(node).spoke and answers(turn, node)
+    return turn.presence(node).spoke and answers(turn, node, any_parts=any_parts)
 
 
 def sees_resume(turn: Turn, node: Node) -> bool:
@@ -407,9 +410,9 @@ def expected(turn: Turn) -> list[Node]:
     return in_rank_order(turn.job, found)
 
 
-def eligible(turn: Turn) -> list[Node]:
+def eligible(turn: Turn, *, any_parts: bool = False) -> list[Node]:
     """Nodes that have joined and can take part; held ones only if fewer than `min` would remain."""
-    nodes = [n for n in turn.job.nodes.values() if has_answered(turn, n) and sees_resume(turn, n)]
+    nodes = [n for n in turn.job.nodes.values() if has_answered(turn, n, any_parts=any_parts) and sees_resume(turn, n)]
     nodes = [n for n in nodes if is_candidate(turn, n)]
     free = [n for n in nodes if not turn.is_held(n)]
     if len(free) < turn.job.settings.min_nodes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain, islice
 
 from dalsegno.protos import control_pb2
 
@@ -70,16 +71,22 @@ def to_memory(state: State, somebody_stays: bool) -> bool:
     return all(node is not None and node.peer_address for node in nodes)
 
 
-def buddies(job: Job, members: Sequence[Member], member: Member) -> list[str]:
-    """Addresses of those that are to hold this part, too: the next in rank order, on other hosts if possible."""
+def buddies(job: Job, members: Sequence[Member], member: Member, *, alone: bool = True) -> list[str]:
+    """Addresses of those that are to hold this part, too: the next in rank order, on other hosts if possible.
+
+    Args:
+        members: of the world, by their group ranks.
+        alone: False: as many as should have it, where its own node goes or is gone; none of them goes.
+    """
     wanted = job.settings.memory_replicas
     if wanted <= 0:
         return []
+    wanted += not alone
     elsewhere: list[str] = []
     beside: list[str] = []
-    for other in (*members[member.group_rank + 1 :], *members[: member.group_rank]):
+    for other in chain(islice(members, member.group_rank + 1, None), islice(members, member.group_rank)):
         node = job.node_by(other.incarnation)
-        if node is not None and node.peer_address:
+        if node is not None and node.peer_address and (alone or not node.leaving):
             (beside if other.host == member.host else elsewhere).append(node.peer_address)
         if len(elsewhere) >= wanted:
             break

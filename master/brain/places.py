@@ -13,41 +13,62 @@ from collections.abc import Sequence
 from . import failures
 from .checkpoints import resume_point
 from .live import HeldStep, Live, Needs
-from .membership import select
+from .membership import eligible, has_answered, in_rank_order, select
 from .memory import buddies
 from .state import Checkpoint, Job, Member, Node
 from .turn import Turn
 
 __all__ = ("arranged", "could_not_start", "fits", "may_lack", "opened", "plan")
 
-# So often the nodes of the next world may change in one gathering before each of them fetches all parts.
+# So often, and once for each node, the nodes of the next world may change in one gathering before each of them fetches
+# all parts.
 MOST_PLANS = 32
+# A node that stays is waited for so long where spares could fill the world that have other parts (seconds).
+SLOW_SECONDS = 10.0
 
 
 def arranged(turn: Turn, resume: Checkpoint | None, nodes: Sequence[Node]) -> list[Node]:
     """The same, by their group ranks: survivors before newcomers.
 
-    If they go on from what lies in their places, and as many come as there were, who stays keeps its place. The first
-    one is always that of a node that was there, if there is one.
+    If they go on from what lies in their places, and as many come as there were, who stays keeps its place, and so does
+    an agent that comes again under its name. The first one is that of a node that was there, if there is one.
     """
-    world = turn.job.world if step_of(turn.live, resume) is not None else None
-    known = [node for node in nodes if world is not None and world.member(node.incarnation) is not None]
-    if world is None or not known or len(known) == len(nodes) or len(nodes) != len(world.members):
+    step, world = step_of(turn.live, resume), turn.job.world
+    if step is None or world is None or len(nodes) != len(world.members):
         return list(nodes)
-    places: dict[int, Node] = {}
-    for node in known:
-        places[world.by_incarnation[node.incarnation].group_rank] = node
-    if 0 not in places:
-        first = min(places)
+    places = {member.group_rank: node for node in nodes if (member := world.member(node.incarnation)) is not None}
+    if places and 0 not in places:
+        first = next((rank for rank in sorted(places) if places[rank].nproc == step.layout[0]), min(places))
         places[0] = places.pop(first)
-    others = iter([node for node in nodes if node not in known])
-    return [places[rank] if rank in places else next(others) for rank in range(len(nodes))]
+    placed = {node.incarnation for node in places.values()}
+    by_name = {member.node: member.group_rank for member in world.members}
+    left: list[Node] = []
+    for node in (node for node in nodes if node.incarnation not in placed):
+        rank = by_name.get(node.name, 0 if places else -1)
+        if rank < 0 or rank in places:
+            left.append(node)
+        else:
+            places[rank] = node
+    for rank in (rank for rank in range(len(nodes)) if rank not in places):
+        places[rank] = next((node for node in left if node.nproc == step.layout[rank]), left[0])
+        left.remove(places[rank])
+    return [places[rank] for rank in range(len(nodes))]
 
 
-def plan(turn: Turn, prospects: Sequence[Node]) -> bool:
-    """Decides what each node needs, if these are all that the next world can have. Returns whether that has changed."""
+def plan(turn: Turn, expected: Sequence[Node]) -> bool:
+    """Decides what each node needs: of those that can be in the next world. Returns whether that has changed.
+
+    Whether a node has what it needs by the plan makes no difference to who that is.
+
+    Args:
+        expected: the nodes that gathering waits for, answered or not.
+    """
     gathering, resume = turn.live.gathering, resume_point(turn.job)
-    needed = None if resume is None or gathering.plans > MOST_PLANS else of_prospects(turn, resume, prospects)
+    here = {node.name: node for node in eligible(turn, any_parts=True)}
+    here |= {node.name: node for node in expected if not has_answered(turn, node, any_parts=True)}
+    prospects = in_rank_order(turn.job, list(here.values()))
+    too_often = gathering.plans > MOST_PLANS + len(turn.job.nodes)
+    needed = None if resume is None or too_often else of_prospects(turn, resume, prospects)
     return follow(turn, None if needed is None or resume is None else Needs(resume.digest, needed))
 
 
@@ -76,9 +97,19 @@ def fits(turn: Turn, resume: Checkpoint | None, nodes: Sequence[Node]) -> bool:
     needed = None if step is None else of_world(turn.job, step, nodes)
     if needed is not None and all(needed[incarnation] <= parts for incarnation, parts in partial.items()):
         return True
-    turn.live.gathering.plans = MOST_PLANS + 1
+    turn.live.gathering.plans = MOST_PLANS + len(turn.job.nodes) + 1
     follow(turn, None)
     return False
+
+
+def awaits(turn: Turn, waited_for: Sequence[Node]) -> bool:
+    """Whether nodes that are to be in the next world may only be slow. Spares have not what is in those places."""
+    gathering, resume = turn.live.gathering, resume_point(turn.job)
+    if gathering.plan is None or resume is None or gathering.plan.digest != resume.digest:
+        return False
+    slow = [node for node in waited_for if node.incarnation in gathering.plan.needed]
+    asked = [gathering.asked.get(node.name, turn.heard) for node in slow]
+    return bool(asked) and not turn.overdue(max(asked) + SLOW_SECONDS)
 
 
 def opened(turn: Turn) -> None:
@@ -88,9 +119,15 @@ def opened(turn: Turn) -> None:
 
 
 def may_lack(turn: Turn) -> bool:
-    """Whether the open world has not made a step, and its ranks may miss a part that their nodes do not have."""
-    world = turn.job.world
-    return bool(world and world.resume == turn.live.held.opened_with != "") and not turn.job.told.first_step
+    """Whether the open world has not made a step, and its ranks may miss a part that their nodes do not have.
+
+    What nodes had as the world opened is not stored.
+    """
+    world, known = turn.job.world, turn.live.held.opened_with
+    record = turn.job.checkpoint(world.resume) if world is not None else None
+    if world is None or record is None or turn.job.told.first_step:
+        return False
+    return known == world.resume or (known is None and record.by_place and record.parts > 0)
 
 
 def could_not_start(turn: Turn, resume: Checkpoint | None) -> bool:
@@ -149,14 +186,12 @@ def of_world(job: Job, step: HeldStep, nodes: Sequence[Node]) -> dict[str, froze
 
 
 def of_members(job: Job, members: Sequence[Member]) -> dict[str, frozenset[int]]:
-    """What nodes need in the places of the ranks that saved the step."""
+    """What nodes need in the places of the ranks that saved the step; some of them may be gone."""
     needed = {member.incarnation: {0, member.group_rank} for member in members}
-    by_address = {
-        node.peer_address: member.incarnation
-        for member in members
-        if (node := job.node_by(member.incarnation)) is not None and node.peer_address
-    }
+    there = {member.incarnation: node for member in members if (node := job.node_by(member.incarnation)) is not None}
+    by_address = {node.peer_address: incarnation for incarnation, node in there.items()}
     for member in members:
-        for address in buddies(job, members, member):
+        node = there.get(member.incarnation)
+        for address in buddies(job, members, member, alone=node is not None and not node.leaving):
             needed[by_address[address]].add(member.group_rank)
     return {incarnation: frozenset(parts) for incarnation, parts in needed.items()}

@@ -126,9 +126,16 @@ class Common:
         return self._others
 
     def needs(self, node: Node) -> frozenset[int] | None:
-        """Which parts of the resume point a node is to fetch; None: all of them."""
+        """Which parts of the resume point a node is to fetch; None: all of them.
+
+        Who could not fetch its parts has no place at present, and goes on with what it was asked for.
+        """
         head = resume_point(self.job)
-        return None if head is None else self.state.live.gathering.needs(node, head.digest)
+        needed = None if head is None else self.state.live.gathering.needs(node, head.digest)
+        if needed is None or head is None or not has_looked_in_vain(self.job, node, head.digest):
+            return needed
+        assert node.joined is not None
+        return needed | (node.joined.parts or frozenset())
 
     def write(self, node: Node) -> tuple[object, ...]:
         """What a node writes to the disk, and where it finds the parts of that."""
@@ -286,7 +293,7 @@ def stand_by_or_gather(common: Common, node: Node, directive: control_pb2.Direct
     if resume is not None and has_looked_in_vain(job, node, resume.digest):
         directive.wait.round = job.round
         look_for(directive, resume)
-        directive.wait.parts.extend(sources_proto(common.more_sources(node)))
+        tell_parts(common, node, directive.wait, sources_proto(common.more_sources(node)))
         directive.wait.reason = f"{node.name} does not see checkpoint {resume.name}: a spare that keeps looking"
         return
     directive.gather.round = job.round
@@ -298,14 +305,16 @@ def stand_by_or_gather(common: Common, node: Node, directive: control_pb2.Direct
         directive.gather.missing = state.live.missing.text
     if resume is not None:
         directive.gather.resume.name, directive.gather.resume.digest = resume.name, resume.digest
-        tell_parts(common, node, directive.gather)
+        tell_parts(common, node, directive.gather, common.parts_to_gather)
 
 
-def tell_parts(common: Common, node: Node, gather: control_pb2.Gather) -> None:
+def tell_parts(
+    common: Common, node: Node, order: control_pb2.Gather | control_pb2.Wait, parts: list[control_pb2.HeldPart]
+) -> None:
     """Which parts of the resume point a node is to have, if that is in memory, and where they are."""
-    needed, parts = common.needs(node), common.parts_to_gather
-    gather.partly = needed is not None and bool(parts)
-    gather.parts.extend(parts if needed is None else [part for part in parts if part.group_rank in needed])
+    needed = common.needs(node)
+    order.partly = needed is not None and bool(parts)
+    order.parts.extend(parts if needed is None else [part for part in parts if part.group_rank in needed])
 
 
 def sources_proto(sources: tuple[Source, ...]) -> list[control_pb2.HeldPart]:

@@ -113,10 +113,10 @@ class TrainerWrite:
         save: The Trainer's own save, which takes its directory from ``directory``.
         unfinished: What else rank 0 writes.
         rank: This rank.
-        reshards: See ``Session.save``.
+        reshards, by_place: See ``Session.save``.
 
     Attributes:
-        by_place: True: a rank loads what rank 0 has saved, its own generators and its own parts of an engine.
+        by_place: As many ranks load what rank 0 has saved, their own generators and their own parts of an engine.
         copied: Called with this rank's files, by path, where they are copied for a save in the background.
         directory: Where the Trainer saves; None unless a save is under way.
         errors: The errors of this save.
@@ -124,12 +124,12 @@ class TrainerWrite:
         kept: What of the save under way is copied instead of written.
     """
 
-    by_place = True
-
-    def __init__(self, save: Callable[[], None], unfinished: Unfinished, rank: int, reshards: bool) -> None:
+    def __init__(
+        self, save: Callable[[], None], unfinished: Unfinished, rank: int, *, reshards: bool, by_place: bool
+    ) -> None:
         self._save, self._unfinished, self._rank = save, unfinished, rank
         self.copied: Callable[[Mapping[str, Any]], None] = lambda files: None
-        self.reshards = reshards
+        self.reshards, self.by_place = reshards, by_place
         self.errors = Errors()
         self.directory: Path | None = None
         self.called = False

@@ -220,7 +220,8 @@ class ElasticRun:
         behind = all(known for _, known in told)
         loss = math.fsum(loss for loss, _ in told) / self.session.world_size
         unfinished = replace(self._told(due, trainer), loss=loss)
-        self.writing = write = TrainerWrite(save, unfinished, self.session.rank, _reshards(trainer))
+        loaded = {"reshards": _reshards(trainer), "by_place": _by_place(trainer)}
+        self.writing = write = TrainerWrite(save, unfinished, self.session.rank, **loaded)
         if self._survivors is not None and behind:
             write.copied = partial(self._survivors.saved, step)
         try:
@@ -465,6 +466,14 @@ def strategy_of(trainer: Any) -> str:
     if not trainer.is_deepspeed_enabled:
         return "ddp"
     return f"deepspeed-zero-{int(trainer.accelerator.state.deepspeed_plugin.zero_stage)}"
+
+
+def _by_place(trainer: Any) -> bool:
+    if not trainer.is_deepspeed_enabled:
+        return True
+    from dalsegno.elastic.deepspeed.checks import loads_by_place
+
+    return loads_by_place(trainer.model_wrapped)
 
 
 def _reshards(trainer: Any) -> bool:

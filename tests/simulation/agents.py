@@ -284,7 +284,7 @@ class SimAgent:
         assert action.resume is not None
         digest, disk = action.resume.digest, self.sim.disk
         if failure and not action.anyway:
-            self.deliver(ev.JoinFailed(action.round, digest, failure))
+            self.deliver(ev.JoinFailed(action.round, digest, failure, action.some))
             return
         fetched = () if failure else (self.memory.steps[digest].message,)
         inventory = (*disk.inventory(self.host), *fetched)
@@ -299,7 +299,7 @@ class SimAgent:
                 inventory,
                 lacks=lacks,
                 took=_took(action),
-                parts=frozenset(part.group_rank for part in action.parts) if action.partly else None,
+                parts=action.some,
             )
         )
 

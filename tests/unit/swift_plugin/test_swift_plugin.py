@@ -204,7 +204,7 @@ def test_a_save_tells_its_first_error_when_all_is_done(tmp_path: Path) -> None:
                 raise OSError(number, "no room")
         done.append(write.directory)
 
-    write = TrainerWrite(save, Unfinished(), 0, reshards=False)
+    write = TrainerWrite(save, Unfinished(), 0, reshards=False, by_place=False)
     with pytest.raises(OSError, match=r"\[Errno 1\]"):
         write(tmp_path)
     assert done == [tmp_path]
@@ -282,11 +282,11 @@ def test_an_output_directory_that_cannot_be_written_is_no_failure(
 
 def test_a_library_that_says_for_itself_that_the_disk_is_full(tmp_path: Path) -> None:
     """An error of safetensors' own kind must not be taken for a mistake in the script."""
-    write = TrainerWrite(lambda: None, Unfinished(), 0, reshards=False)
+    write = TrainerWrite(lambda: None, Unfinished(), 0, reshards=False, by_place=False)
     with write.errors.kept():
         save_file({"a": torch.zeros(1)}, tmp_path / "missing" / "model.safetensors")
     assert isinstance(write.errors.first, OSError)
-    mistake = TrainerWrite(lambda: None, Unfinished(), 0, reshards=False)
+    mistake = TrainerWrite(lambda: None, Unfinished(), 0, reshards=False, by_place=False)
     with mistake.errors.kept():
         raise KeyError("a")
     assert isinstance(mistake.errors.first, KeyError)

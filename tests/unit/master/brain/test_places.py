@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from dalsegno.master.brain.memory import LOST_AFTER_SECONDS
-from dalsegno.master.brain.places import MOST_PLANS
+from dalsegno.master.brain.places import MOST_PLANS, SLOW_SECONDS
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2 as pb
-from tests.support.jobs.masters import Driven, Node
+from tests.support.jobs.masters import Driven, Node, settings
 from tests.unit.master.brain.test_memory import held, joins, newcomer, parts, started
 from tests.unit.master.brain.test_refusals import refuses
 
@@ -97,7 +97,7 @@ def test_who_stays_waits_with_its_own() -> None:
     nodes[1].hang_up()
     job.wait(1.5)
     left = [nodes[0], nodes[2], nodes[3]]
-    assert wanted(*left) == [{0, 3}, {0, 1, 2}, {0, 2, 3}]
+    assert wanted(*left) == [{0, 3}, {0, 1, 2}, {0, 1, 2, 3}]  # Of part 1 there is one copy left, which is not enough.
     joins(job, *left, sees=made)
     assert job.phase is Phase.WAITING
     late = newcomer(job)
@@ -160,6 +160,162 @@ def test_ranks_that_fail_with_parts_of_a_step(refused: bool) -> None:
     assert job.phase is (Phase.FAILED if refused else Phase.RUNNING)
 
 
+def test_another_one_is_lost_while_nodes_are_missing() -> None:
+    """Of each part there are as many copies by then as the job wants."""
+    job, nodes, made = trained()
+    nodes[1].hang_up()
+    job.wait(1.5)
+    left = [nodes[0], nodes[2], nodes[3]]
+    told = wanted(*left)
+    joins(job, *left, sees=made)
+    for node, has in zip(left, told, strict=True):
+        node.holds(made, *has)
+    job.wait(600)
+    assert job.phase is Phase.WAITING
+    nodes[2].hang_up()
+    job.wait(LOST_AFTER_SECONDS + 60)
+    assert job.job.checkpoints.head is not None
+    assert job.job.checkpoints.head.step == 20
+
+
+@pytest.mark.parametrize("case", ["held", "flapping"])
+def test_a_node_that_is_no_prospect_before_it_answers(case: str) -> None:
+    """It was lost too often, or just now: its answer with some parts changes the plan once, and not to and fro."""
+    job, nodes, made = trained()
+    nodes[1].hang_up()
+    job.wait(1.5)
+    joins(job, nodes[0], nodes[2], nodes[3], sees=made)
+    for _ in range(2 if case == "flapping" else 0):
+        late = job.node(host="new", peer_address="10.0.0.9:7")
+        job.wait(0.1)
+        late.hang_up()
+        job.wait(1.5)
+    late = job.node(host="new", peer_address="10.0.0.9:7")
+    if case == "held":
+        job.job.holds[late.name], job.state.live.held_until[late.name] = 300.0, job.now + 300.0
+    job.wait(0.1)
+    for _ in range(2):
+        late.join(sees=[made])
+    assert job.state.live.gathering.plans < 10
+    assert job.phase is Phase.RUNNING
+    assert places(job) == names(nodes[0], late, nodes[2], nodes[3])
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_spare_that_answers_before_who_stays(slow: bool) -> None:
+    """The others have what they need; after a while the spare takes the place of who does not come."""
+    job, nodes, made = trained()
+    spare = newcomer(job)
+    spare.join()
+    nodes[2].failed(step=23)
+    assert wanted(*nodes, spare) == [{0, 3}, {0, 1}, {0, 1, 2}, {0, 2, 3}, {0}]
+    joins(job, spare, nodes[0], nodes[2], nodes[3], sees=made)
+    job.wait(SLOW_SECONDS - 9.0)
+    assert job.phase is Phase.FORMING
+    if slow:
+        job.wait(10.0)
+        joins(job, spare, nodes[0], nodes[2], nodes[3], sees=made)
+        assert places(job) == names(nodes[0], spare, nodes[2], nodes[3])
+    else:
+        joins(job, nodes[1], sees=made)
+        assert places(job) == names(*nodes)
+    assert job.phase is Phase.RUNNING
+
+
+def test_two_nodes_that_cannot_write() -> None:
+    """They have both copies of a part: another one fetches that and writes all of it."""
+    job, nodes, made = crashed()
+    joins(job, *nodes, sees=made)
+    for rank, node in enumerate(nodes):
+        node.holds(made, *{0, rank, (rank - 1) % 4})
+    nodes[0].step(21)
+    for second in range(30):
+        for node in nodes:
+            order = node.directive.make_durable
+            if order.ref.digest and node in nodes[1:3]:
+                node.durable("no room on the disk")
+            elif order.ref.digest:
+                node.wrote(made, *order.write)
+        nodes[0].step(22 + second)
+        job.wait(1.0)
+    assert job.job.checkpoints.head is not None
+    assert job.job.checkpoints.head.parts == 0
+
+
+def test_many_nodes_that_are_lost_one_by_one() -> None:
+    """Each changes whose buddy is whose: that is no reason to fetch all parts."""
+    job, nodes, _ = trained(120)
+    for node in nodes[1:109:2]:
+        node.hang_up()
+        job.wait(0.1)
+    assert nodes[0].directive.gather.partly
+
+
+def test_a_refusal_before_another_master() -> None:
+    """It does not know with which parts the world was opened: they may be the reason."""
+    job, nodes, made = crashed()
+    joins(job, *nodes, sees=made)
+    job.restart()
+    for rank, node in enumerate(nodes):
+        node.holds(made, *{0, rank, (rank - 1) % 4})
+        node.has_told_all()
+    for node in nodes:
+        refuses(node, "not all rows are here")
+    for _ in range(3):
+        joins(job, *nodes, sees=made)
+    job.wait(3)
+    assert job.phase is Phase.RUNNING
+    for node in nodes:
+        refuses(node, "not all rows are here")
+    assert job.phase is Phase.FAILED
+
+
+def test_who_could_not_fetch_is_asked_for_no_more_than_before() -> None:
+    job, nodes, made = trained()
+    nodes[1].hang_up()
+    job.wait(1.5)
+    joins(job, nodes[0], nodes[2], nodes[3], sees=made)
+    late = newcomer(job)
+    job.wait(0.1)
+    late.join()
+    assert late.order == "wait"
+    assert set(parts(late)) == {0, 1}
+    assert late.directive.wait.partly
+
+
+def test_ranks_decide_who_takes_the_first_place() -> None:
+    """Of who stays it is one with as many ranks as were there, if there is one."""
+    job = Driven(settings(memory_replicas=1, universal_checkpoint=False, min_nodes=4, max_nodes=4))
+    ranks = (2, 1, 2, 1)
+    nodes = [job.node(host=f"h{i}", peer_address=f"10.0.0.{i}:7", nproc=count) for i, count in enumerate(ranks)]
+    for node in nodes:
+        node.join()
+    job.wait(1.1)
+    made = held(job, nodes, 20, by_place=True)
+    nodes[0].step(23)
+    nodes[0].hang_up()
+    job.wait(1.5)
+    late = job.node(host="h9", peer_address="10.0.0.9:7", nproc=2)
+    job.wait(0.1)
+    assert all(node.directive.gather.partly for node in (*nodes[1:], late))
+    joins(job, *nodes[1:], late, sees=made)
+    assert places(job) == names(nodes[2], nodes[1], late, nodes[3])
+
+
+def test_agents_that_come_again_keep_their_places() -> None:
+    """Under their names, in another order."""
+    job, nodes, made = crashed()
+    again = {0: nodes[0]}
+    for rank in (2, 3, 1):
+        nodes[rank].hang_up()
+        job.wait(1.5)
+        again[rank] = job.node(host=f"host-{rank}", peer_address=f"10.0.0.{rank}:7")
+        assert again[rank].name == nodes[rank].name
+        again[rank].holds(made, rank, (rank - 1) % 4)
+    job.wait(0.1)
+    assert wanted(*(again[rank] for rank in range(4))) == [{0, 3}, {0, 1}, {0, 1, 2}, {0, 2, 3}]
+
+
 def test_a_step_that_has_come_to_the_disk_meanwhile() -> None:
     """Who has joined with parts of it needs no others."""
     job, nodes, made = crashed()
@@ -205,7 +361,7 @@ def test_nodes_that_come_and_go_without_an_end() -> None:
     """Plans are made so often at most; then all parts do, whoever comes."""
     job, nodes, made = crashed(min_nodes=2)
     joins(job, *nodes[:3], sees=made)
-    for _ in range(MOST_PLANS):
+    for _ in range(MOST_PLANS + 5):
         nodes[3].hang_up()
         job.wait(1.5)
         nodes[3] = newcomer(job)
