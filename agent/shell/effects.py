@@ -325,10 +325,8 @@ class Effects:
         try:
             threading.Thread(target=take, args=(action.take,), name="take", daemon=True).start()
         except RuntimeError as error:
-            self._join_failed(action, shortage(error) or str(error))
-
-    def _join_failed(self, action: ev.PrepareJoin, reason: str) -> None:
-        self._mailbox.put(ev.JoinFailed(action.round, _digest(action.resume), reason, action.some))
+            why = shortage(error) or str(error)
+            self._mailbox.put(ev.JoinFailed(action.round, _digest(action.resume), why, action.some))
 
     def _open_and_look(self, action: ev.PrepareJoin, number: int) -> None:
         """`number`: of this Join. What it has waited for may end when the next one is prepared already."""
@@ -341,7 +339,7 @@ class Effects:
             why = shortage(error)
             reason = f"no store can be served at {self.stores.address} ({error}); check --local-addr"
             reason = f"no store can be served here, tried again: {why}" if why else reason
-            self._join_failed(action, reason)
+            self._mailbox.put(ev.JoinFailed(action.round, digest, reason, action.some))
             return
 
         def seen(survey: Survey, *fetched: control_pb2.Checkpoint, lacks: bool = False) -> None:
@@ -364,7 +362,8 @@ class Effects:
                 look(None, False, lambda survey: seen(survey, lacks=True))
             elif isinstance(found, str):
                 assert action.resume is not None
-                self._join_failed(action, f"{action.resume.name} is not here yet: {found}")
+                reason = f"{action.resume.name} is not here yet: {found}"
+                self._mailbox.put(ev.JoinFailed(action.round, digest, reason, action.some))
             else:
                 look(None, False, lambda survey: seen(survey, found))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -671,3 +672,34 @@ def test_what_is_looked_for_on_the_disk_is_fetched_once_the_order_says_where_it_
     wait.parts.append(held)
     agent.directed(head=STEP, wait=wait)
     assert [action.parts for action in agent.did(ev.PrepareJoin)] == [(held,)]
+
+
+def of_places(*parts: int) -> control_pb2.Gather:
+    """An order to gather these parts, of more that there are."""
+    told = [control_pb2.HeldPart(group_rank=part, addresses=["10.0.0.9:7"]) for part in parts]
+    return control_pb2.Gather(round=3, resume=REF, parts=told, partly=True)
+
+
+def asked(agent: Agent) -> list[tuple[list[int], bool]]:
+    """The parts that were asked for, and whether it joins without them, too."""
+    return [([part.group_rank for part in one.parts], one.anyway) for one in agent.did(ev.PrepareJoin)]
+
+
+def test_more_parts_are_fetched_as_they_are_asked_for() -> None:
+    """And fewer are not fetched anew. What was prepared for other parts is not sent, nor does its failure count."""
+    agent = Agent().registered()
+    agent.directed(gather=of_places(0, 3), phase=control_pb2.PHASE_FORMING)
+    agent.directed(gather=of_places(0, 1, 2), phase=control_pb2.PHASE_FORMING)
+    assert asked(agent) == [([0, 3], False), ([0, 1, 2], False)]
+    agent.hear(ev.JoinFailed(3, REF.digest, "part 3: nobody else holds it", frozenset({0, 3})))
+    agent.waits(1.5)
+    assert asked(agent) == [([0, 3], False), ([0, 1, 2], False)]
+    ready = ev.JoinPrepared(3, REF.digest, "host", 1, "probe", (STEP,), parts=frozenset({0, 3}))
+    agent.hear(ready)
+    assert agent.calls("Join") == []
+    agent.hear(replace(ready, parts=frozenset({0, 1, 2})))
+    assert [list(join.parts) for join in agent.calls("Join")] == [[0, 1, 2]]
+    agent.directed(gather=of_places(0, 2), phase=control_pb2.PHASE_FORMING)
+    assert len(asked(agent)) == 2
+    agent.directed(gather=of_places(0, 4), phase=control_pb2.PHASE_FORMING)
+    assert asked(agent)[2:] == [([0, 4], False)]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dalsegno.elastic import background
+from dalsegno.elastic.deepspeed.checks import loads_by_place
 from dalsegno.elastic.saving.declared import contradiction, how_loaded, of_each_rank, strategy_of
+from dalsegno.elastic.trainer.strategies import DDP
+from dalsegno.elastic.training.training_state import TrainingState
 
 ZERO_2 = ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"]
 ZERO_3 = ["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
@@ -112,6 +116,27 @@ def test_how_a_save_is_loaded_says_itself_or_whose_it_is() -> None:
     assert how_loaded(background(lambda: {})) == {"reshards": False, "by_place": False}
     write.reshards = True  # type: ignore[attr-defined]
     assert how_loaded(write) == {"reshards": True, "by_place": False}
+
+
+def test_what_a_class_of_the_scripts_own_adds_is_not_known() -> None:
+    """Another method than ``write``, other files of a strategy; experts, which only some ranks write."""
+
+    class State(TrainingState):
+        def __init__(self) -> None: ...
+
+        def save_with_more(self, path: Path) -> None: ...
+
+    class Strategy(DDP):
+        def files(self, state: Any) -> dict[str, Any]:
+            return {**super().files(state), "more/rank-1.pt": b""}
+
+    assert how_loaded(State().write)["by_place"]
+    assert not how_loaded(State().save_with_more)["by_place"]
+    assert DDP().by_place
+    assert not Strategy().by_place
+    assert loads_by_place(SimpleNamespace(mp_world_size=1))
+    for other in ({"has_moe_layers": True}, {"pipeline_parallelism": True}, {"mp_world_size": 2}):
+        assert not loads_by_place(SimpleNamespace(**other))
 
 
 def test_what_saves_whole_is_let_be() -> None:
