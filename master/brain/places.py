@@ -34,7 +34,7 @@ def arranged(turn: Turn, resume: Checkpoint | None, nodes: Sequence[Node]) -> li
     an agent that comes again under its name. The first one is that of a node that was there, if there is one.
     """
     step, world = step_of(turn.live, resume), turn.job.world
-    if step is None or world is None or len(nodes) != len(world.members):
+    if step is None or world is None or not len(nodes) == len(world.members) == len(step.layout):
         return list(nodes)
     places = {member.group_rank: node for node in nodes if (member := world.member(node.incarnation)) is not None}
     if places and 0 not in places:
@@ -44,8 +44,8 @@ def arranged(turn: Turn, resume: Checkpoint | None, nodes: Sequence[Node]) -> li
     by_name = {member.node: member.group_rank for member in world.members}
     left: list[Node] = []
     for node in (node for node in nodes if node.incarnation not in placed):
-        rank = by_name.get(node.name, 0 if places else -1)
-        if rank < 0 or rank in places:
+        rank = by_name.get(node.name)
+        if rank is None or rank in places or node.nproc != step.layout[rank]:
             left.append(node)
         else:
             places[rank] = node
@@ -64,12 +64,14 @@ def plan(turn: Turn, expected: Sequence[Node]) -> bool:
         expected: the nodes that gathering waits for, answered or not.
     """
     gathering, resume = turn.live.gathering, resume_point(turn.job)
+    step, too_often = step_of(turn.live, resume), gathering.plans > MOST_PLANS + len(turn.job.nodes)
+    if resume is None or step is None or too_often:
+        return follow(turn, None)
     here = {node.name: node for node in eligible(turn, any_parts=True)}
     here |= {node.name: node for node in expected if not has_answered(turn, node, any_parts=True)}
     prospects = in_rank_order(turn.job, list(here.values()))
-    too_often = gathering.plans > MOST_PLANS + len(turn.job.nodes)
-    needed = None if resume is None or too_often else of_prospects(turn, resume, prospects)
-    return follow(turn, None if needed is None or resume is None else Needs(resume.digest, needed))
+    needed = of_prospects(turn, resume, step, prospects)
+    return follow(turn, None if needed is None else Needs(resume.digest, needed))
 
 
 def follow(turn: Turn, new: Needs | None) -> bool:
@@ -154,11 +156,11 @@ def could_not_start(turn: Turn, resume: Checkpoint | None) -> bool:
     return True
 
 
-def of_prospects(turn: Turn, resume: Checkpoint, prospects: Sequence[Node]) -> dict[str, frozenset[int]] | None:
+def of_prospects(
+    turn: Turn, resume: Checkpoint, step: HeldStep, prospects: Sequence[Node]
+) -> dict[str, frozenset[int]] | None:
     """What each of them needs, by incarnation; None: all parts."""
-    job, step = turn.job, step_of(turn.live, resume)
-    if step is None:
-        return None
+    job = turn.job
     chosen = select(turn, list(prospects))
     if chosen:
         return of_world(job, step, arranged(turn, resume, chosen))

@@ -302,6 +302,28 @@ def test_ranks_decide_who_takes_the_first_place() -> None:
     assert places(job) == names(nodes[2], nodes[1], late, nodes[3])
 
 
+def test_a_larger_world_that_has_saved_nothing() -> None:
+    """Its last node is replaced before a step: it goes on from what a smaller one has saved, of which all need all."""
+    job, nodes = started(3, min_nodes=3, max_nodes=4, grow_interval=0.0)
+    made = held(job, nodes, 20, by_place=True)
+    nodes[0].step(23)
+    nodes[2].failed(step=23)
+    more = newcomer(job)
+    job.wait(0.1)
+    assert wanted(*nodes, more) == [{0, 1, 2}] * 4
+    joins(job, *nodes, more, sees=made)
+    job.wait(2)
+    assert len(places(job)) == 4
+    spare = newcomer(job)
+    spare.join()
+    more.hang_up()
+    job.wait(1.5)
+    assert wanted(*nodes, spare) == [{0, 1, 2}] * 4
+    joins(job, *nodes, spare, sees=made)
+    job.wait(2)
+    assert places(job) == names(*nodes, spare)
+
+
 def test_agents_that_come_again_keep_their_places() -> None:
     """Under their names, in another order."""
     job, nodes, made = crashed()
