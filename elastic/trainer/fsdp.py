@@ -284,13 +284,14 @@ def _load_optimizer(
 class _Shards:
     """The rows that the ranks of the writing world saved. A file is mapped when something in it is first asked for.
 
-    In a world of as many ranks that is the own one, beside the first rank's: others need not be there.
+    In a world of as many ranks the own one has all rows that a rank wants: others, but the first, need not be there.
     """
 
     def __init__(self, path: Path, shared: Mapping[str, Any], files: ExitStack) -> None:
         self._shapes: Mapping[str, list[int]] = shared["shapes"]
         saved_by: int = shared["world_size"]
-        self._asked = [dist.get_rank()] if saved_by == dist.get_world_size() else range(saved_by)
+        own = [dist.get_rank()] if saved_by == dist.get_world_size() else []
+        self._asked = [*own, *range(saved_by)]
         self._mapped: dict[int, Mapping[str, Any]] = {}
         files.callback(self._mapped.clear)  # each mapping ends with its last tensor
         self._path = path
@@ -327,6 +328,8 @@ class _Shards:
             raise ValueError(f"the checkpoint is of another model: {key} was {self._shapes[key]} and is {shape}")
         at, stop = start, start + local.shape[0]
         for rank in self._asked:
+            if at == stop:
+                break
             rows = self._rows(rank, key)
             begin, value = rows["start"], rows["value"]
             low, high = max(at, begin), min(stop, begin + value.shape[0])

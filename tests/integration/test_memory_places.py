@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -78,6 +79,25 @@ def test_a_node_in_place_of_another(jobs: Clusters, undisturbed: Undisturbed, ra
     assert [job.member(place).name for place in range(4)] == expected
     assert parts_of(job, job.node("new")) == ({0, rank - 1, rank} if rank else {0, 1})
     wait_durable(job, HELD)
+    end(job, undisturbed)
+
+
+@pytest.mark.parametrize("script", [TRAIN, OF_A_TRAINER.script], ids=["zero1", "fsdp"])
+def test_nodes_of_two_ranks(jobs: Clusters, undisturbed: Undisturbed, script: Path) -> None:
+    """A part is a node's: both of its ranks find theirs there, whoever comes in place of whom."""
+    extra = ("--zero-stage=1",) if script == TRAIN else OF_A_TRAINER.extra
+    kind = Training if script == TRAIN else Worker
+    training = kind(script=script, steps=STEPS, save_every=1000, extra=extra)
+    job = jobs(nnodes="3:3", agent_flags=("--quiet-time=60", "--nproc-per-node=2"), training=training)
+    job.start(*"abc")
+    first = job.wait_world(6)
+    wait_copies(job, 2)
+    job.kill_node(job.member(1))
+    job.start("new")
+    second = job.wait_world(6, after=first)
+    assert job.change(second).resumed == HELD
+    assert job.member(1).name == "new"
+    assert [parts_of(job, job.member(rank)) for rank in range(3)] == [{0, 2}, {0, 1}, {0, 1, 2}]
     end(job, undisturbed)
 
 
