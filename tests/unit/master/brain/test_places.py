@@ -30,6 +30,25 @@ def crashed(**fields: Any) -> tuple[Driven, list[Node], pb.Checkpoint]:
     return job, nodes, made
 
 
+def one_gone() -> tuple[Driven, list[Node], pb.Checkpoint]:
+    """The second of four nodes is gone, and four are needed; those that are left."""
+    job, nodes, made = trained()
+    nodes[1].hang_up()
+    job.wait(1.5)
+    return job, [nodes[0], nodes[2], nodes[3]], made
+
+
+def restarted() -> tuple[Driven, list[Node], pb.Checkpoint]:
+    """A world that goes on from parts of the step has opened, and another master knows that from its record alone."""
+    job, nodes, made = crashed()
+    joins(job, *nodes, sees=made)
+    job.restart()
+    for rank, node in enumerate(nodes):
+        node.holds(made, *{0, rank, (rank - 1) % 4})
+        node.has_told_all()
+    return job, nodes, made
+
+
 def wanted(*nodes: Node) -> list[set[int]]:
     """The parts that each of them is told to fetch; all of them are told, whether there are more."""
     assert all(node.order == "gather" for node in nodes)
@@ -93,10 +112,7 @@ def test_without_such_a_step_newcomers_come_last() -> None:
 
 def test_who_stays_waits_with_its_own() -> None:
     """As long as there are too few nodes for a world; who comes at last is told what its place needs."""
-    job, nodes, made = trained()
-    nodes[1].hang_up()
-    job.wait(1.5)
-    left = [nodes[0], nodes[2], nodes[3]]
+    job, left, made = one_gone()
     assert wanted(*left) == [{0, 3}, {0, 1, 2}, {0, 1, 2, 3}]  # Of part 1 there is one copy left, which is not enough.
     joins(job, *left, sees=made)
     assert job.phase is Phase.WAITING
@@ -105,7 +121,7 @@ def test_who_stays_waits_with_its_own() -> None:
     assert wanted(late) == [{0, 1}]
     late.join(sees=[made])
     assert job.phase is Phase.RUNNING
-    assert places(job) == names(nodes[0], late, nodes[2], nodes[3])
+    assert places(job) == names(left[0], late, *left[1:])
 
 
 @pytest.mark.parametrize("case", ["smaller", "not by place", "other ranks"])
@@ -162,17 +178,14 @@ def test_ranks_that_fail_with_parts_of_a_step(refused: bool) -> None:
 
 def test_another_one_is_lost_while_nodes_are_missing() -> None:
     """Of each part there are as many copies by then as the job wants."""
-    job, nodes, made = trained()
-    nodes[1].hang_up()
-    job.wait(1.5)
-    left = [nodes[0], nodes[2], nodes[3]]
+    job, left, made = one_gone()
     told = wanted(*left)
     joins(job, *left, sees=made)
     for node, has in zip(left, told, strict=True):
         node.holds(made, *has)
     job.wait(600)
     assert job.phase is Phase.WAITING
-    nodes[2].hang_up()
+    left[1].hang_up()
     job.wait(LOST_AFTER_SECONDS + 60)
     assert job.job.checkpoints.head is not None
     assert job.job.checkpoints.head.step == 20
@@ -181,10 +194,8 @@ def test_another_one_is_lost_while_nodes_are_missing() -> None:
 @pytest.mark.parametrize("case", ["held", "flapping"])
 def test_a_node_that_is_no_prospect_before_it_answers(case: str) -> None:
     """It was lost too often, or just now: its answer with some parts changes the plan once, and not to and fro."""
-    job, nodes, made = trained()
-    nodes[1].hang_up()
-    job.wait(1.5)
-    joins(job, nodes[0], nodes[2], nodes[3], sees=made)
+    job, left, made = one_gone()
+    joins(job, *left, sees=made)
     for _ in range(2 if case == "flapping" else 0):
         late = job.node(host="new", peer_address="10.0.0.9:7")
         job.wait(0.1)
@@ -198,7 +209,7 @@ def test_a_node_that_is_no_prospect_before_it_answers(case: str) -> None:
         late.join(sees=[made])
     assert job.state.live.gathering.plans < 10
     assert job.phase is Phase.RUNNING
-    assert places(job) == names(nodes[0], late, nodes[2], nodes[3])
+    assert places(job) == names(left[0], late, *left[1:])
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -253,12 +264,7 @@ def test_many_nodes_that_are_lost_one_by_one() -> None:
 
 def test_a_refusal_before_another_master() -> None:
     """It does not know with which parts the world was opened: they may be the reason."""
-    job, nodes, made = crashed()
-    joins(job, *nodes, sees=made)
-    job.restart()
-    for rank, node in enumerate(nodes):
-        node.holds(made, *{0, rank, (rank - 1) % 4})
-        node.has_told_all()
+    job, nodes, made = restarted()
     for node in nodes:
         refuses(node, "not all rows are here")
     for _ in range(3):
@@ -271,10 +277,8 @@ def test_a_refusal_before_another_master() -> None:
 
 
 def test_who_could_not_fetch_is_asked_for_no_more_than_before() -> None:
-    job, nodes, made = trained()
-    nodes[1].hang_up()
-    job.wait(1.5)
-    joins(job, nodes[0], nodes[2], nodes[3], sees=made)
+    job, left, made = one_gone()
+    joins(job, *left, sees=made)
     late = newcomer(job)
     job.wait(0.1)
     late.join()
@@ -368,12 +372,7 @@ def test_each_writes_what_it_has() -> None:
 
 def test_another_master_does_not_know_the_places() -> None:
     """It has each node fetch all of it."""
-    job, nodes, made = crashed()
-    joins(job, *nodes, sees=made)
-    job.restart()
-    for rank, node in enumerate(nodes):
-        node.holds(made, *{0, rank, (rank - 1) % 4})
-        node.has_told_all()
+    job, nodes, _ = restarted()
     nodes[1].failed(step=20)
     job.wait(LOST_AFTER_SECONDS)
     assert wanted(*nodes) == [{0, 1, 2, 3}] * 4
