@@ -238,7 +238,7 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             "closed epochs",
             also=((Memory, "keep", keeps_what_older_epochs_held),),
             suits=in_memory,
-            first=713,
+            first=3436,
         ),
         plant(
             memory,
@@ -256,6 +256,7 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             "nodes have what is loaded",
             also=((places, "fits", takes_any_place),),
             suits=by_place,
+            first=2385,
         ),
         plant(
             places,
@@ -264,6 +265,7 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             "a refusal ends the job",
             "liveness",
             suits=lambda plan: plan.reads_all,
+            first=4544,
         ),
         plant(handling, "answers", joins_once, "liveness", suits=by_place),
         plant(

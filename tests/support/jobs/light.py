@@ -134,10 +134,10 @@ class Light(Node):
         at = self.addresses.index(self._address)
         self._go(self.addresses[(at + 1) % len(self.addresses)])
 
-    def _join(self, round_: int, resume: pb.CheckpointRef) -> None:
+    def _join(self, round_: int, resume: pb.CheckpointRef, parts: tuple[int, ...] = ()) -> None:
         # All see one directory, also what is no longer the newest.
         head, self.head = self.head, self.disk.get(resume.digest, self.head)
-        super()._join(round_, resume)
+        super()._join(round_, resume, parts)
         self.head = head
 
     async def _answered(self, method: str, request: Message) -> bytes | None:
