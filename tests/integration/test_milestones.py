@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.support.hub.scene import REPO, Scene, milestones_on
+from tests.support.jobs.local_processes import is_alive
 
 pytestmark = pytest.mark.timeout(280)
 Scenes = Callable[..., Scene]
@@ -152,7 +153,7 @@ def test_sigterm_cancels_an_upload_at_once(scenes: Scenes) -> None:
     scene.wait(lambda: scene.hub.samples() and scene.hub.samples()[-1][1] > 100_000)
     (child,) = psutil.Process(first.process.pid).children()
     assert first.stop() < 1
-    scene.wait(lambda: not child.is_running(), 2)
+    scene.wait(lambda: not is_alive(child.pid), 2)
     sent = scene.hub.samples()[-1][1]
     time.sleep(1)  # why: what must not happen has no event
     assert scene.hub.samples()[-1][1] == sent
@@ -193,7 +194,7 @@ def test_a_kill_in_an_upload_loses_nothing(scenes: Scenes, phase: str) -> None:
     )
     (child,) = psutil.Process(first.process.pid).children()
     first.kill()
-    scene.wait(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    scene.wait(lambda: not is_alive(child.pid))
     assert milestones_on(scene.hub, scene.root) == []
     assert scene.volume.snapshots == ["step-40.e1.0"]
     sent = sum(one["body"] for one in scene.hub.asked("PUT /_lfs/"))
