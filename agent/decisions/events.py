@@ -336,13 +336,8 @@ class PrepareJoin:
     anyway: bool = False
     # First take over what the script saved last in this world, whose first node is gone.
     take: control_pb2.World | None = None
-    # There are more parts, which this node does not need.
-    partly: bool = False
-
-    @property
-    def some(self) -> frozenset[int] | None:
-        """Which parts are asked for, if there are more."""
-        return frozenset(part.group_rank for part in self.parts) if self.partly else None
+    # Which parts these are, if there are more, which this node does not need.
+    some: frozenset[int] | None = None
 
 
 @dataclass(frozen=True)

@@ -277,8 +277,7 @@ def prepare_join(decision: Decision) -> None:
     parts = tuple(state.place.order.parts) if state.place.order is not None else ()
     anyway = bool(parts) and failures >= FETCHES - 1
     take = state.place.order.take if wanted.takes and isinstance(state.place.order, control_pb2.Gather) else None
-    partly = wanted.some is not None
-    decision.do(ev.PrepareJoin(wanted.round, resume, wanted.patient, parts, anyway, take, partly))
+    decision.do(ev.PrepareJoin(wanted.round, resume, wanted.patient, parts, anyway, take, wanted.some))
 
 
 def wanted_join(place: Admission, nowhere: bool) -> tuple[control_pb2.CheckpointRef | None, Join | None]:

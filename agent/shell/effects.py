@@ -367,7 +367,7 @@ class Effects:
             else:
                 look(None, False, lambda survey: seen(survey, found))
 
-        self.memory.gather(self.run_id, action.resume, action.parts, fetched, partly=action.partly)
+        self.memory.gather(self.run_id, action.resume, action.parts, fetched, partly=action.some is not None)
 
     # ---- memory checkpoints -----------------------------------------------------------------------------------------
 

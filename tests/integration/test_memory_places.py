@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -17,10 +16,12 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.full]
 
 __all__ = ["jobs"]
 
+FSDP = pytest.param(OF_A_TRAINER, id="fsdp")
+ZERO1 = pytest.param(Training(script=TRAIN, steps=STEPS, save_every=1000, extra=("--zero-stage=1",)), id="zero1")
 KINDS = [
-    pytest.param(OF_A_TRAINER, id="fsdp"),
+    FSDP,
+    ZERO1,
     pytest.param(Training(steps=STEPS, save_every=1000), id="ddp"),
-    pytest.param(Training(script=TRAIN, steps=STEPS, save_every=1000, extra=("--zero-stage=1",)), id="zero1"),
     pytest.param(Training(script=TRAIN, steps=STEPS, save_every=1000, extra=("--zero-stage=3",)), id="zero3"),
 ]
 MISTAKEN = Worker(WORKERS / "dcp_worker.py", STEPS, 1000, extra=("--mistaken",))
@@ -82,12 +83,9 @@ def test_a_node_in_place_of_another(jobs: Clusters, undisturbed: Undisturbed, ra
     end(job, undisturbed)
 
 
-@pytest.mark.parametrize("script", [TRAIN, OF_A_TRAINER.script], ids=["zero1", "fsdp"])
-def test_nodes_of_two_ranks(jobs: Clusters, undisturbed: Undisturbed, script: Path) -> None:
+@pytest.mark.parametrize("training", [FSDP, ZERO1])
+def test_nodes_of_two_ranks(jobs: Clusters, undisturbed: Undisturbed, training: Training) -> None:
     """A part is a node's: both of its ranks find theirs there, whoever comes in place of whom."""
-    extra = ("--zero-stage=1",) if script == TRAIN else OF_A_TRAINER.extra
-    kind = Training if script == TRAIN else Worker
-    training = kind(script=script, steps=STEPS, save_every=1000, extra=extra)
     job = jobs(nnodes="3:3", agent_flags=("--quiet-time=60", "--nproc-per-node=2"), training=training)
     job.start(*"abc")
     first = job.wait_world(6)

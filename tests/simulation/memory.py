@@ -321,8 +321,7 @@ class Gathering:
         self._missing = sorted(missing, key=lambda held: held.leaves)  # from its end
         self._under_way = 0
         self._failure = ""
-        partly = isinstance(action, ev.PrepareJoin) and action.partly
-        self._parts = [held.group_rank for held in action.parts] if partly else None
+        self._parts = action.some if isinstance(action, ev.PrepareJoin) else None
 
     def _has_parts(self, parts: Collection[int]) -> bool:
         return all(self._memory.has(self._digest, part) for part in parts)

@@ -57,7 +57,8 @@ class Tier:
             found = failure or ("it is gone" if step is None else step.message)
             self._hands.give(then, found)
 
-        self._memory.gather(ev.PrepareJoin(0, ref, parts=tuple(parts), partly=partly), fetched)
+        some = frozenset(part.group_rank for part in parts) if partly else None
+        self._memory.gather(ev.PrepareJoin(0, ref, parts=tuple(parts), some=some), fetched)
 
     def make_durable(
         self, run_id: str, ref: control_pb2.CheckpointRef, run_dir: Path, then: Callable[[str], None]
