@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from .rank.exits import EXIT_BAD_CHECKPOINT, EXIT_DRAINED, BadResumePoint, Drained
     from .rank.rng import sample_generator
     from .saving.background_save import background
+    from .saving.outcomes import SaveError
     from .saving.resuming import ResumePoint
-    from .saving.saving import SaveError
     from .script.session import Session, session
     from .trainer.callbacks import Callback, EarlyStopping
     from .trainer.deepspeed_strategy import DeepSpeed
@@ -89,7 +89,7 @@ _MODULES = {
     "Order": "checkpoint",
     "Position": "checkpoint",
     "ResumePoint": "saving.resuming",
-    "SaveError": "saving.saving",
+    "SaveError": "saving.outcomes",
     "Session": "script.session",
     "Strategy": "trainer.strategies",
     "Tracked": "checkpoint",

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,12 @@ class Pending(Protocol):
     """A reduction under way."""
 
     def wait(self) -> list[int]: ...
+
+
+class PendingGather(Protocol):
+    """A `Collective.gather` under way."""
+
+    def wait(self) -> list[Any]: ...
 
 
 class Collective(Protocol):
@@ -74,6 +81,10 @@ class Collective(Protocol):
         """
         ...
 
+    def start_gather(self, message: Any) -> PendingGather:
+        """Begins a `gather`. Other collectives may come in between, alike on all ranks."""
+        ...
+
     def barrier(self) -> None: ...
 
     def unless(self, gone: Callable[[], bool]) -> AbstractContextManager[None]:
@@ -95,6 +106,16 @@ class Done:
 
     def wait(self) -> list[int]:
         return self._values
+
+
+class Gathered:
+    """A gather that is over."""
+
+    def __init__(self, said: Sequence[Any]) -> None:
+        self._said = list(said)
+
+    def wait(self) -> list[Any]:
+        return self._said
 
 
 class Solo:
@@ -119,6 +140,9 @@ class Solo:
 
     def gather(self, message: Any, *, patience_seconds: float | None = None) -> list[Any]:
         return [message]
+
+    def start_gather(self, message: Any) -> PendingGather:
+        return Gathered([message])
 
     def barrier(self) -> None:
         return None
@@ -178,18 +202,10 @@ class GlooCollective:
         return self.gather(message if self.rank == 0 else None)[0]
 
     def gather(self, message: Any, *, patience_seconds: float | None = None) -> list[Any]:
-        data = json.dumps(message, allow_nan=True).encode()
-        head = len(data).to_bytes(LENGTH_BYTES, "big") + data[: HEAD_BYTES - LENGTH_BYTES]
-        heads = self._all_gather(_padded(head, HEAD_BYTES), patience_seconds)
-        said = [head.numpy().tobytes() for head in heads]
-        lengths = [int.from_bytes(one[:LENGTH_BYTES], "big") for one in said]
-        begun = [one[LENGTH_BYTES : LENGTH_BYTES + length] for one, length in zip(said, lengths, strict=True)]
-        # Nearly always 0, and on all ranks alike: one round instead of two.
-        longest = max(length - len(part) for length, part in zip(lengths, begun, strict=True))
-        if longest:
-            rests = self._all_gather(_padded(data[HEAD_BYTES - LENGTH_BYTES :], longest))
-            begun = [part + rest.numpy().tobytes() for part, rest in zip(begun, rests, strict=True)]
-        return [json.loads(part[:length]) for part, length in zip(begun, lengths, strict=True)]
+        return _Gather(self, message, patience_seconds).wait()
+
+    def start_gather(self, message: Any) -> PendingGather:
+        return _Gather(self, message)
 
     def barrier(self) -> None:
         self.max([0])
@@ -218,12 +234,12 @@ class GlooCollective:
                     return True
         return False
 
-    def channel(self) -> Any:
-        """A connection of its own to this world's store, with names that only this use of it has."""
+    def channel(self, use: str) -> Any:
+        """A connection of its own to this world's store, with names that only this ``use`` of it has."""
         import torch.distributed as dist
 
         self._connected()
-        prefix = f"dalsegno/{self._epoch}/{self._left}/hurry"
+        prefix = f"dalsegno/{self._epoch}/{self._left}/{use}"
         return dist.PrefixStore(prefix, _another(self._store, self._timeout))  # type: ignore[attr-defined]
 
     def close(self) -> None:
@@ -245,16 +261,21 @@ class GlooCollective:
         options.reduceOp = dist.ReduceOp(getattr(dist.ReduceOp, operation))
         return _Reduction(self._connected().allreduce([tensor], options), tensor, self._wait)
 
-    def _all_gather(self, tensor: Any, patience_seconds: float | None = None) -> list[Any]:
+    def _all_gather(self, tensor: Any) -> list[Any]:
+        return self.start_all_gather(tensor).wait()
+
+    def start_all_gather(self, tensor: Any, patience_seconds: float | None = None) -> _AllGather:
+        """Begins to gather tensors of one shape.
+
+        Args:
+            patience_seconds: As with `gather`.
+        """
         import torch
 
         parts = [torch.zeros_like(tensor) for _ in range(self.world_size)]
         work = self._connected().allgather([parts], [tensor])
-        if patience_seconds is None:
-            self._wait(work)
-        else:
-            work.wait(timedelta(seconds=patience_seconds))
-        return parts
+        wait = self._wait if patience_seconds is None else partial(_wait_for, timedelta(seconds=patience_seconds))
+        return _AllGather(work, tensor, parts, wait)
 
     def _wait(self, work: Any) -> None:
         gone, pause = self._gone, FIRST_LOOK_SECONDS
@@ -321,6 +342,42 @@ def _another(store: Any, timeout: timedelta) -> Any:
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
     return dist.TCPStore(store.host, store.port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+
+
+def _wait_for(patience: timedelta, work: Any) -> None:
+    work.wait(patience)
+
+
+class _AllGather:
+    """It keeps what is sent for as long as that takes."""
+
+    def __init__(self, work: Any, sent: Any, parts: list[Any], wait: Callable[[Any], None]) -> None:
+        self._work, self._sent, self._parts, self._wait = work, sent, parts, wait
+
+    def wait(self) -> list[Any]:
+        self._wait(self._work)
+        return self._parts
+
+
+class _Gather:
+    """Of plain JSON values. The first round has each one's length and beginning."""
+
+    def __init__(self, group: GlooCollective, message: Any, patience_seconds: float | None = None) -> None:
+        self._group, self._data = group, json.dumps(message, allow_nan=True).encode()
+        begin = self._data[: HEAD_BYTES - LENGTH_BYTES]
+        head = _padded(len(self._data).to_bytes(LENGTH_BYTES, "big") + begin, HEAD_BYTES)
+        self._heads = group.start_all_gather(head, patience_seconds)
+
+    def wait(self) -> list[Any]:
+        said = [head.numpy().tobytes() for head in self._heads.wait()]
+        lengths = [int.from_bytes(one[:LENGTH_BYTES], "big") for one in said]
+        begun = [one[LENGTH_BYTES : LENGTH_BYTES + length] for one, length in zip(said, lengths, strict=True)]
+        # Nearly always 0, and on all ranks alike: one round instead of two.
+        longest = max(length - len(part) for length, part in zip(lengths, begun, strict=True))
+        if longest:
+            rests = self._group.start_all_gather(_padded(self._data[HEAD_BYTES - LENGTH_BYTES :], longest)).wait()
+            begun = [part + rest.numpy().tobytes() for part, rest in zip(begun, rests, strict=True)]
+        return [json.loads(part[:length]) for part, length in zip(begun, lengths, strict=True)]
 
 
 class _Reduction:

@@ -206,7 +206,7 @@ def open_hurry(collective: Any) -> Hurry | None:
     if channel is None:
         return None
     try:
-        return Hurry(collective.rank, collective.world_size, channel(), channel())
+        return Hurry(collective.rank, collective.world_size, channel("hurry"), channel("hurry"))
     except (RuntimeError, NotImplementedError) as error:
         log.debug("no channel beside the exchange: %s", error)
         return None

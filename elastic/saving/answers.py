@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..rank.agreement import differences
 from ..rank.collective import Collective
-from .content import Content
-from .save_errors import Cause, Failed, is_fatal, is_mistake, problem
+from .save_errors import Cause, Failed, describe, is_fatal, is_mistake, problem
 
 log = logging.getLogger(__name__)
 
@@ -35,17 +32,31 @@ class Answers:
             log.error("writing %s failed", path.name, exc_info=error)
         return {} if found is None else dict(found.answer)
 
-    def agree_on(self, content: Content, said: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """No rank has a problem, and all save the same, before any of it can be sealed. Collective.
+    def agree_on_end(self, digest: str, error: BaseException | None) -> str:
+        """What all ranks take a save for whose ranks have sealed it by themselves: if one knows that it is, it is.
 
-        Returns:
-            What each has said.
+        Collective.
+
+        Args:
+            digest: Its, as this rank knows; "": it does not know that it is sealed.
+            error: Why not.
+
+        Raises:
+            Failed: No rank knows that. On all ranks.
         """
-        answers = self.exchange({**said, "content": asdict(content)})
-        wrong = differences([answer["content"] for answer in answers])
-        if wrong:
-            raise Failed(f"{TOLD_OTHERWISE}: {'; '.join(wrong)}", fatal=True)
-        return answers
+        said: dict[str, Any] = {"digest": digest}
+        if isinstance(error, Failed):
+            said["failed"] = str(error), error.fatal, error.final
+        elif error is not None:
+            said.update(text=describe(error), cause=Cause.SURROUNDINGS.value)
+        answers = self._collective.gather(said)
+        for answer in answers:
+            if answer["digest"]:
+                return str(answer["digest"])
+        for text, fatal, final in (answer["failed"] for answer in answers if "failed" in answer):
+            raise Failed(text, fatal, final=final)
+        raise_first(answers)
+        raise Failed("no rank knows how it ended", fatal=False)
 
     def exchange(self, said: Mapping[str, Any]) -> list[dict[str, Any]]:
         """What each rank has said. Collective.
@@ -54,13 +65,14 @@ class Answers:
             Failed: Some rank has a problem. On all ranks.
         """
         answers = self._collective.gather(dict(said))
-        self.raise_first(answers)
+        raise_first(answers)
         return answers
 
-    def raise_first(self, answers: list[dict[str, Any]]) -> None:
-        """Raises `Failed` where one of them is a problem."""
-        problems = [(rank, answer) for rank, answer in enumerate(answers) if "text" in answer]
-        if problems:
-            # Of several, one that the others may come from.
-            rank, first = min(problems, key=lambda one: one[1].get("cause") == Cause.LIKELY_MISTAKE.value)
-            raise Failed(f"{first['text']} (rank {rank})", is_fatal(answers), final=is_mistake(answers))
+
+def raise_first(answers: Sequence[Mapping[str, Any]]) -> None:
+    """Raises `Failed` where one of the ranks' answers is a problem, which may name its ``rank`` by itself."""
+    problems = [(answer.get("rank", rank), answer) for rank, answer in enumerate(answers) if "text" in answer]
+    if problems:
+        # Of several, one that the others may come from.
+        rank, first = min(problems, key=lambda one: one[1].get("cause") == Cause.LIKELY_MISTAKE.value)
+        raise Failed(f"{first['text']} (rank {rank})", is_fatal(answers), final=is_mistake(answers))

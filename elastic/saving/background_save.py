@@ -30,9 +30,12 @@ from dalsegno.protos.trace import mark
 
 from ..checkpoint import MANIFEST, CheckpointDamaged, FileEntry
 from ..checkpoint.files import checksums
+from ..rank import rng
 from .content import Own
 from .replicas import check_unsharded
+from .save_errors import problem
 from .saving_reports import Count
+from .sealing import Sealing
 from .writing import SummedFile, save
 
 log = logging.getLogger(__name__)
@@ -146,8 +149,8 @@ class Flight:
         rank, world_size: Of the session.
         files: What this rank writes, copied already, or being copied.
         copied: Waits on the thread until it is.
-        seal: Rank 0: called on its thread when all parts are there; returns the digest. None: it goes to memory. Then
-            nothing is synced, and no rank says in a file what it wrote: others would not see that.
+        seal: Rank 0: called on its thread when all parts are there; returns the digest. Or it goes to memory: then
+            nothing is synced, and all ranks seal it together.
         done: The bytes that the thread has written.
         patience_seconds: Seconds without a byte after which this rank's part has failed; 0: never.
         reports: A context that is entered while the thread is at work.
@@ -160,7 +163,7 @@ class Flight:
         world_size: int,
         files: Mapping[str, Any],
         copied: Callable[[], None],
-        seal: Callable[[tuple[FileEntry, ...]], str] | None,
+        seal: Callable[[tuple[FileEntry, ...]], str] | Sealing,
         done: Count,
         patience_seconds: float,
         reports: AbstractContextManager[None],
@@ -169,10 +172,11 @@ class Flight:
         self._files, self._copied = files, copied
         self._seal, self._done, self._patience, self._reports = seal, done, patience_seconds, reports
         self._written, self._over, self._cancelled = threading.Event(), threading.Event(), threading.Event()
+        # Why the files could not be written, and why they could not be sealed.
         self._error: Exception | None = None
+        self._unsealed: Exception | None = None
         self._stuck: TimeoutError | None = None
         self._digest = ""
-        self._entries: tuple[FileEntry, ...] = ()
         self._may_begin = threading.Event()
         # Not a daemon: a script that ends while a save is under way waits for it.
         self._thread = threading.Thread(target=self._run, name="dalsegno-save")
@@ -183,7 +187,7 @@ class Flight:
     @property
     def failed(self) -> bool:
         """Whether this rank could not do its part."""
-        return self._over.is_set() and self._error is not None
+        return self._over.is_set() and (self._error or self._unsealed) is not None
 
     def written(self) -> Exception | None:
         """Waits until this rank's files are written. Returns the error if they could not be."""
@@ -193,15 +197,18 @@ class Flight:
                 break
         return self._stuck or self._error
 
-    @property
-    def entries(self) -> tuple[FileEntry, ...]:
-        """What this rank has written, once `written` says so."""
-        return self._entries
+    def sealed(self, seconds: float | None = None) -> tuple[str, Exception | None]:
+        """Waits until the thread has ended. Rank 0 gets the digest, or the error if it could not seal.
 
-    def sealed(self) -> tuple[str, Exception | None]:
-        """Waits until the thread has ended. Rank 0 gets the digest, or the error if it could not seal."""
+        In memory each rank does.
+
+        Args:
+            seconds: Not longer than this: then it is called off.
+        """
+        if not self._over.wait(seconds):
+            self._cancelled.set()
         self._thread.join()
-        return self._digest, self._error
+        return self._digest, self._error or self._unsealed
 
     def wait(self, seconds: float) -> bool:
         """Whether the thread has ended within so many seconds."""
@@ -222,25 +229,46 @@ class Flight:
                 self._work()
         # The main thread must hear of every error, and through it the other ranks.
         except Exception as error:
-            self._error = error
+            if self._written.is_set():
+                self._unsealed = error
+            else:
+                self._error = error
         finally:
             self._over.set()
             self._written.set()
             self._files = {}
 
     def _work(self) -> None:
-        self._copied()
-        entries = tuple(self._write(path, value) for path, value in self._files.items())
-        if self._seal is None:
-            self._entries = entries
+        seal = self._seal
+        if isinstance(seal, Sealing):
+            entries = self._write_or_tell(seal)
+            self._written.set()
+            self._digest = seal.seal(entries, self._is_off)
             return
+        entries = self._write_all()
         own = json.dumps({"files": [asdict(entry) for entry in entries]}, sort_keys=True).encode() + b"\n"
         self._write(part_name(self._rank), own)
         mark("synced")
         self._written.set()
         found = self._gather_parts() if self._rank == 0 else None
         if found is not None:
-            self._digest = self._seal_when_in_sight(self._seal, found)
+            self._digest = self._seal_when_in_sight(seal, found)
+
+    def _write_or_tell(self, sealing: Sealing) -> tuple[FileEntry, ...]:
+        try:
+            return self._write_all()
+        except Exception as error:
+            found = problem(error, self._path)
+            sealing.failed({} if found is None else found.answer)
+            raise
+
+    def _write_all(self) -> tuple[FileEntry, ...]:
+        self._copied()
+        return tuple(self._write(path, value) for path, value in self._files.items())
+
+    def _is_off(self, seconds: float) -> bool:
+        """Waits for so long; returns whether nobody wants to know any more how this ends."""
+        return self._cancelled.wait(seconds) or not threading.main_thread().is_alive()
 
     def _seal_when_in_sight(self, seal: Callable[[tuple[FileEntry, ...]], str], entries: tuple[FileEntry, ...]) -> str:
         for pause in SIGHT_PAUSES_SECONDS:
@@ -253,11 +281,13 @@ class Flight:
         return seal(entries)
 
     def _write(self, path: str, value: Any) -> FileEntry:
+        if isinstance(value, rng.Taken):
+            value = rng.encoded(value)  # here, because that takes a hundred times as long as to take them
         target = self._path / path
         target.parent.mkdir(parents=True, exist_ok=True)
         with SummedFile(target, self._done.add) as file:
             save(value, file)
-            return FileEntry(path, file.size, file.finish(lasting=self._seal is not None))
+            return FileEntry(path, file.size, file.finish(lasting=not isinstance(self._seal, Sealing)))
 
     def _gather_parts(self) -> tuple[FileEntry, ...] | None:
         """Entries of every rank's files, once all ranks have listed theirs; None if some rank never will."""

@@ -9,8 +9,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ..checkpoint import Best, CheckpointName
-from ..rank.collective import Collective
+from ..rank.agreement import differences
+from ..rank.collective import Collective, PendingGather
 from ..rank.identity import Identity
+from .answers import TOLD_OTHERWISE
 from .content import Content, Own
 from .save_errors import Failed, describe
 
@@ -30,17 +32,18 @@ class Names:
     def choose(
         self, own: Own, best_as_of: Callable[[str, float | None], Bests], *, create_directory: bool
     ) -> tuple[str, Content]:
-        """Rank 0's name, metric and best: a metric is often computed on one rank, or differs in its last bits.
+        """See `ask`; waits for the answer. Collective."""
+        return self.ask(own, best_as_of, create_directory=create_directory).answer()
 
-        Collective.
+    def ask(self, own: Own, best_as_of: Callable[[str, float | None], Bests], *, create_directory: bool) -> AskedName:
+        """Asks for rank 0's name, metric and best: a metric is often computed on one rank, or differs in its last bits.
+
+        Collective. All ranks say what they save, which must be the same.
 
         Args:
             own: The save.
             best_as_of: The best checkpoint, as of one with that name and metric, and the candidate.
             create_directory: The directory exists afterwards, where all nodes see the same.
-
-        Raises:
-            Failed: It could not be made. On all ranks.
         """
         content, store = own.content, own.tier.store
         step, metric = content.step, content.metric
@@ -49,7 +52,7 @@ class Names:
                 "the metric of step %d is %s: it is left out, and this is not the best checkpoint", step, metric
             )
             metric = None
-        answer: dict[str, Any] = {"metric": metric}
+        said: dict[str, Any] = {"metric": metric, "content": asdict(replace(content, metric=None))}
         if self._identity.rank == 0:
             try:
                 name = store.next_name(step, self._identity.epoch)
@@ -60,12 +63,30 @@ class Names:
                 store.run_dir.mkdir(parents=True, exist_ok=True)
                 if create_directory:
                     own.tier.create(str(name))
-                answer["name"] = str(name)
-                answer["bests"] = [None if one is None else asdict(one) for one in best_as_of(str(name), metric)]
+                said["name"] = str(name)
+                said["bests"] = [None if one is None else asdict(one) for one in best_as_of(str(name), metric)]
             except OSError as error:
-                answer["error"] = describe(error)
-        answer = self._collective.broadcast(answer)
-        if "error" in answer:
-            raise Failed(answer["error"], fatal=False)
-        best, candidate = (None if one is None else Best(**one) for one in answer["bests"])
-        return str(answer["name"]), replace(content, metric=answer["metric"], best=best, candidate=candidate)
+                said["error"] = describe(error)
+        return AskedName(content, self._collective.start_gather(said))
+
+
+class AskedName:
+    """What rank 0 says of a save, on its way. Made by `Names.ask`."""
+
+    def __init__(self, content: Content, asked: PendingGather) -> None:
+        self._content, self._asked = content, asked
+
+    def answer(self) -> tuple[str, Content]:
+        """The name, and what is saved, with rank 0's metric and best.
+
+        Raises:
+            Failed: There is none, or the ranks were told to save different things. On all ranks.
+        """
+        answers = self._asked.wait()
+        first = answers[0]
+        if "error" in first:
+            raise Failed(first["error"], fatal=False)
+        if wrong := differences([answer["content"] for answer in answers]):
+            raise Failed(f"{TOLD_OTHERWISE}: {'; '.join(wrong)}", fatal=True)
+        best, candidate = (None if one is None else Best(**one) for one in first["bests"])
+        return str(first["name"]), replace(self._content, metric=first["metric"], best=best, candidate=candidate)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,14 +86,14 @@ def problem(error: BaseException | None, directory: Path) -> Problem | None:
     return Problem(f"{hidden}; {text}" if hidden else text, cause)
 
 
-def is_fatal(answers: Iterable[dict[str, Any]]) -> bool:
+def is_fatal(answers: Iterable[Mapping[str, Any]]) -> bool:
     """Whether the answers of all ranks say that no later save can succeed."""
     answers = list(answers)
     causes = {answer.get("cause") for answer in answers if "text" in answer}
     return is_mistake(answers) or causes == {Cause.LIKELY_MISTAKE.value}
 
 
-def is_mistake(answers: Iterable[dict[str, Any]]) -> bool:
+def is_mistake(answers: Iterable[Mapping[str, Any]]) -> bool:
     """Whether some rank has something that no other process could save either."""
     return any(answer.get("cause") == Cause.MISTAKE.value for answer in answers if "text" in answer)
 

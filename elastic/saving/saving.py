@@ -7,9 +7,9 @@ before they go on to the next.
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from dalsegno.protos import trace, worker_pb2
+from dalsegno.protos import trace
 
 from ..checkpoint import (
     Best,
@@ -30,30 +30,29 @@ from ..checkpoint import (
 )
 from ..checkpoint.files import checksums, list_files, write_exclusive
 from ..rank import rng
+from ..rank.board import Board, open_board
 from ..rank.collective import Collective, PeerLost
 from ..rank.identity import Identity
 from ..rank.link import Link
-from ..rank.meetings import Meetings
 from ..rank.remarks import remark
-from .answers import TOLD_OTHERWISE, Answers
+from .answers import TOLD_OTHERWISE, Answers, raise_first
 from .apart import PATIENCE_SHARE, all_files, has_to_seal, missing_parts, seal_once, unless_stuck
 from .background_save import LAST_WORDS_SECONDS, PARTS, Background, Flight, UnderWay, check_paths
-from .bests import Bests, Sight, writes_when_new
 from .content import Content, Own
 from .declared import DDP, contradiction, say_what_each_rank_has
 from .names import Names
-from .notes import Notes
+from .outcomes import Outcomes, SaveError
 from .save_errors import Failed, describe, kept, problem
 from .saving_reports import Count, SavingReports, bytes_below
+from .sealing import Sealing
 from .staging import HostBuffers
-from .tiers import Disk, LastSaves, Memory
+from .tiers import Disk, Memory
 from .writing import Summed
 
 log = logging.getLogger(__name__)
 
-
-class SaveError(RuntimeError):
-    """A save failed because of something that another try will not cure, or it failed too often."""
+# So long the ranks' threads have to seal what all have written in memory.
+SEALING_SECONDS = 10.0
 
 
 class Saver:
@@ -89,17 +88,21 @@ class Saver:
         self._link, self._resumed_from = link, resumed_from
         self._names = Names(identity, collective)
         in_memory = resumed_from.name if resumed_from is not None and resumed_in_memory else ""
-        self.bests = Bests(Sight(store), best, candidate, in_memory)
+        self._outcomes = Outcomes(identity, collective, link, store, best, candidate, in_memory)
+        self.bests, self.saved = self._outcomes.bests, self._outcomes.saved
         self.apart = False
-        self.saved = LastSaves()
         self._answers, self._disk = Answers(collective), Disk(store, identity)
         self._memory = None if identity.memory_dir is None else Memory(CheckpointStore(identity.memory_dir), identity)
-        self._notes = Notes(store, apart=link is not None)
-        self._note_best = writes_when_new(partial(self._notes.write, None))
         self._noted_empty = False
         self._buffers = HostBuffers()
         self._looked = False
         self._under_way: UnderWay | None = None
+        # What the other ranks were last told of, see `tells`.
+        self._told_of: UnderWay | None = None
+        self._board: Board | None = None
+        self._sealed_before: Sealing | None = None
+        # All ranks have agreed on one save in memory, file by file: later ones do as they go.
+        self._agreed = False
 
     def save(
         self,
@@ -140,11 +143,11 @@ class Saver:
                 self._check_files([entry.path for some in entries for entry in some], own.content)
                 manifest = self._seal(own, entries)
         except Failed as failure:
-            self._failed_save(own, failure, drain)
+            self._outcomes.failed(own, failure, drain)
             return None
         except PeerLost as lost:
             return self._complete(own, lost, began)
-        self._announce(own, manifest, began)
+        self._outcomes.announce(own, manifest, began)
         return manifest
 
     def _tier(self, in_memory: bool) -> Disk:
@@ -152,10 +155,14 @@ class Saver:
         assert tier is not None
         return tier
 
-    @property
-    def failed(self) -> bool:
-        """Whether this rank could not write its part of the save under way. The others must hear of it."""
-        return self._under_way is not None and self._under_way.flight.failed
+    def tells(self) -> tuple[bool, bool]:
+        """What the others must hear of the save under way: whether this rank's part has failed, or is not over."""
+        ending = self._told_of = self._under_way
+        if ending is None:
+            return False, False
+        # In this order: it may end in between.
+        over = ending.flight.wait(0.0)
+        return over and ending.flight.failed, not over
 
     @property
     def busy(self) -> bool:
@@ -184,7 +191,7 @@ class Saver:
             state: This rank's files.
             sealed: Called on a thread of rank 0 once the checkpoint is sealed and announced. Not of one in memory.
             drain: For the report of a failure.
-            in_memory: Into the nodes' memory, which is there on all ranks. It is sealed by `settle`.
+            in_memory: Into the nodes' memory, which is there on all ranks. Each rank's thread has a part in sealing it.
             waits: `settle` follows at once, so nothing changes meanwhile, and nothing is copied.
 
         Returns:
@@ -198,31 +205,45 @@ class Saver:
             raise RuntimeError(f"{self._under_way.own.name} is being saved; settle that first")
         own, began = Own(content, self._tier(in_memory)), time.monotonic()
         try:
-            own.name, own.content = self._names.choose(own, self.bests.as_of, create_directory=True)
-            files = self._stage(own, state, copies=not waits)
+            files, copied = self._stage(own, state, waits=waits)
         except Failed as failure:
             self._buffers.release()
-            self._failed_save(own, failure, drain)
+            self._outcomes.failed(own, failure, drain)
             return None
+        self._agreed = self._agreed or in_memory
         path, identity, done = own.path, self._identity, Count(0)
         reports = SavingReports(self._link, own.name, done.read, path if identity.local_rank == 0 else None)
 
         def seal_all(entries: tuple[FileEntry, ...]) -> str:
             manifest = self._manifest(own.name, own.content, entries)
             digest = seal(path, manifest)
-            self._tell(own, manifest, began)
+            self._outcomes.tell(own, manifest, began)
             sealed()
             return digest
 
-        copied = self._buffers.wait
         patience_seconds = PATIENCE_SHARE * identity.stall_timeout
-        seals = None if in_memory else seal_all
+        seals = self._sealing(own, began) if in_memory else seal_all
         flight = Flight(path, identity.rank, identity.world_size, files, copied, seals, done, patience_seconds, reports)
         self._under_way = UnderWay(own, drain, flight, began)
         return own.name
 
-    def settle(self) -> tuple[int, Ref] | None:
+    def _sealing(self, own: Own, began: float) -> Sealing:
+        if self._board is None:
+            self._board = open_board(self._collective)
+        manifest, check = (
+            partial(self._manifest, own.name, own.content),
+            partial(self._check_files, content=own.content),
+        )
+        tell = partial(self._outcomes.tell, own, began=began)
+        before, identity = self._sealed_before, self._identity
+        self._sealed_before = sealing = Sealing(self._board, identity, own, manifest, check, tell, before)
+        return sealing
+
+    def settle(self, *, over: bool = False) -> tuple[int, Ref] | None:
         """Returns what became of the save under way. Collective; waits until it has ended on all ranks.
+
+        Args:
+            over: No rank has told of a failure or of work since `tells` was asked; alike on all ranks.
 
         Returns:
             Its step and the checkpoint, on every rank; None if there was none, or if it failed and nothing of it is
@@ -235,23 +256,28 @@ class Saver:
         if ending is None:
             return None
         own = ending.own
+        over = over and ending is self._told_of and own.tier.in_memory
         try:
             try:
                 error = ending.flight.written()
                 own.written = error is None
                 with self._together(own, ending.drain):
-                    ref = self._settle_in_memory(ending, error) if own.tier.in_memory else self._settle(ending, error)
+                    ref = (
+                        self._settle_in_memory(ending, error, over)
+                        if own.tier.in_memory
+                        else self._settle(ending, error)
+                    )
             finally:
                 ending.flight.cancel()
                 self._buffers.release()
-                self._under_way = None
+                self._under_way = self._told_of = None
         except Failed as failure:
-            self._failed_save(own, failure, ending.drain)
+            self._outcomes.failed(own, failure, ending.drain)
             return None
         except PeerLost as lost:
             completed = self._complete(own, lost, ending.began)
             return None if completed is None else (completed.step, completed.ref)
-        self._note(own, ref)
+        self._outcomes.note(own, ref)
         return own.content.step, ref
 
     def _settle(self, ending: UnderWay, error: BaseException | None) -> Ref:
@@ -263,17 +289,18 @@ class Saver:
             found = problem(error, path)
             answer = {"digest": digest} if found is None else found.answer
         answer = self._collective.broadcast(answer)
-        self._answers.raise_first([answer])
+        raise_first([answer])
         return Ref(ending.own.name, answer["digest"])
 
-    def _settle_in_memory(self, ending: UnderWay, error: BaseException | None) -> Ref:
-        """Nobody sees what other nodes have written: all hear of it here, and seal."""
-        own, answer = ending.own, self._answers.answer(error, ending.own.path)
-        own.moved = sum(entry.size for entry in ending.flight.entries)
-        answers = self._answers.exchange(answer or {"files": [asdict(entry) for entry in ending.flight.entries]})
-        manifest = self._seal(own, [[FileEntry(**entry) for entry in said["files"]] for said in answers])
-        self._announce(own, manifest, ending.began)
-        return manifest.ref
+    def _settle_in_memory(self, ending: UnderWay, error: BaseException | None, over: bool) -> Ref:
+        """The ranks' threads have sealed it, or not. ``over``: they have, on all ranks, as all know."""
+        own, flight = ending.own, ending.flight
+        if not over:
+            self._answers.agree(error, own.path)
+        digest, error = flight.sealed(SEALING_SECONDS)
+        if not over:
+            digest = self._answers.agree_on_end(digest, error)
+        return Ref(own.name, digest)
 
     def _together(self, own: Own, drain: bool) -> AbstractContextManager[None]:
         """Around the collectives of a save. In a drain's nobody waits for a leaver whose notice is over.
@@ -308,36 +335,61 @@ class Saver:
             files = all_files(path, own.entries, done.add)
             self._check_files([entry.path for entry in files], own.content)
             manifest = seal_once(path, self._manifest(own.name, own.content, files))
-        self._tell(own, manifest, began)
-        self._note(own, manifest.ref)
+        self._outcomes.tell(own, manifest, began)
+        self._outcomes.note(own, manifest.ref)
         return manifest
 
-    def _stage(self, own: Own, state: Background, *, copies: bool) -> dict[str, Any]:
-        """This rank's files in host memory, once all ranks have theirs."""
-        content = own.content
-        error: BaseException | None = None
-        files: dict[str, Any] = {}
+    def _stage(self, own: Own, state: Background, *, waits: bool) -> tuple[dict[str, Any], Callable[[], None]]:
+        """This rank's files in host memory, once all ranks have theirs.
+
+        Where ranks have agreed on a save in memory before, they do not wait for one another again: the name comes while
+        the copies are made, and what a rank could not copy comes with what it could not write.
+
+        Returns:
+            The files, and what the thread calls before it writes them.
+        """
+        asked = self._names.ask(own, self.bests.as_of, create_directory=True)
+        beside = self._agreed and own.tier.in_memory and not (waits or state.copies or own.content.make_durable)
+        if not beside:
+            own.name, own.content = asked.answer()
+        files, error = self._copied(own, state, copies=not waits, enters=not beside)
+        if beside:
+            own.name, own.content = asked.answer()
+            return files, partial(self._enter_late, own, error)
+        found = problem(error, own.path)
+        answers = self._answers.exchange({"paths": sorted(files)} if found is None else found.answer)
+        self._check_files([path for answer in answers for path in answer["paths"]], own.content)
+        return files, self._buffers.wait
+
+    def _enter_late(self, own: Own, error: BaseException | None) -> None:
+        if error is not None:
+            raise error
+        own.tier.enter(own.name, create=True)
+        self._buffers.wait()
+
+    def _copied(
+        self, own: Own, state: Background, *, copies: bool, enters: bool
+    ) -> tuple[dict[str, Any], BaseException | None]:
         try:
-            own.tier.enter(own.name, create=True)
-            staged = state.staged(self._buffers.add if copies else lambda given: given, own.path)
+            if enters:
+                own.tier.enter(own.name, create=True)
+            # Who makes its copies itself has been told the name before.
+            path = own.path if enters else Path()
+            staged = state.staged(self._buffers.add if copies else lambda given: given, path)
             if copies:
                 self._buffers.trim()
             check_paths(staged)
-            files = {**staged, rng.file_name(self._identity.rank): rng.capture()}
+            return {**staged, rng.file_name(self._identity.rank): rng.taken()}, None
         # The other ranks must hear of every error before this one does anything else.
         except BaseException as caught:
             log.debug("no state to save", exc_info=caught)
-            error = kept(caught)
-        found = problem(error, own.path)
-        answers = self._answers.agree_on(content, {"paths": sorted(files)} if found is None else found.answer)
-        paths = [path for answer in answers for path in answer["paths"]]
-        for path in sorted({path for path in paths if paths.count(path) > 1}):
-            raise Failed(f"several ranks save {path}, and only one may", fatal=True)
-        self._check_files(paths, content)
-        return files
+            return {}, kept(caught)
 
-    def _check_files(self, paths: list[str], content: Content) -> None:
+    def _check_files(self, paths: Sequence[str], content: Content) -> None:
         """Checks that the files are what the script says that it saves. All ranks get the same answer."""
+        for path, count in sorted(Counter(paths).items()):
+            if count > 1:
+                raise Failed(f"several ranks save {path}, and only one may", fatal=True)
         reason = contradiction(paths, content.strategy, content.any_world_size)
         if reason is not None:
             raise Failed(reason, fatal=True)
@@ -350,9 +402,12 @@ class Saver:
 
     def close(self) -> None:
         """Ends it when the script goes on without a session: what is under way gets some time. Not collective."""
-        if self._under_way is not None and not self._under_way.flight.wait(LAST_WORDS_SECONDS):
-            log.warning("%s is not sealed yet, and nobody will hear of it", self._under_way.own.name)
-        self._notes.close(LAST_WORDS_SECONDS)
+        ending = self._under_way
+        if ending is not None and ending.own.tier.in_memory:
+            ending.flight.cancel()  # Its peers may be gone, and never say that they have written theirs.
+        elif ending is not None and not ending.flight.wait(LAST_WORDS_SECONDS):
+            log.warning("%s is not sealed yet, and nobody will hear of it", ending.own.name)
+        self._outcomes.close(LAST_WORDS_SECONDS)
 
     def improves(self, value: float | None) -> bool:
         """Whether a checkpoint with rank 0's ``value`` would be the best so far. Collective."""
@@ -360,10 +415,8 @@ class Saver:
         return bool(self._collective.broadcast(self.bests.improves(value, best)))
 
     def credit(self, name: str, value: float) -> None:
-        """Makes a checkpoint that exists the best so far, as all ranks have agreed."""
-        best = self.bests.credit(name, value)
-        if self._identity.rank == 0:
-            self._notes.write(None, best)
+        """See `Outcomes`."""
+        self._outcomes.credit(name, value)
 
     def _write(self, own: Own, write: Callable[[Path], None], create_directory: bool) -> None:
         path = own.path
@@ -383,7 +436,7 @@ class Saver:
         own.summed = summed.entries(path)
         # Kept no longer: it holds open what its write was about, and in memory what is deleted so stays there.
         said, error = self._answers.answer(error, path), None
-        self._answers.agree_on(own.content, said)
+        self._answers.exchange(said)
 
     def _describe(self, own: Own) -> list[list[FileEntry]]:
         """Every file of the checkpoint with its checksum, durable, by the rank that read it: all share the work.
@@ -444,55 +497,3 @@ class Saver:
         if first["digest"] != manifest.digest:
             raise SaveError(f"{TOLD_OTHERWISE}, rank {self._identity.rank} another manifest than rank 0: {manifest}")
         return manifest
-
-    def _announce(self, own: Own, manifest: Manifest, began: float) -> None:
-        """It is sealed, as all ranks know."""
-        self._note(own, manifest.ref)
-        if own.tier.leads:
-            self._tell(own, manifest, began)
-
-    def _note(self, own: Own, ref: Ref) -> None:
-        in_memory, content = own.tier.in_memory, own.content
-        self.bests.note(ref.name, content.best, awaits_disk=in_memory and content.make_durable)
-        self.saved.note(content.step, ref, in_memory=in_memory)
-        if in_memory and self._identity.rank == 0:
-            self._note_best(self.bests.best)
-
-    def _tell(self, own: Own, manifest: Manifest, began: float) -> None:
-        in_memory = own.tier.in_memory
-        if self._link is not None:
-            took = time.monotonic() - began
-            sealed = worker_pb2.Sealed(name=manifest.name, digest=manifest.digest, step=manifest.step, seconds=took)
-            sealed.in_memory, sealed.make_durable = in_memory, own.content.make_durable
-            self._link.send(worker_pb2.ToAgent(sealed=sealed))
-        if not in_memory:
-            self._notes.write(manifest, manifest.best)
-
-    def _failed_save(self, own: Own, failure: Failed, drain: bool) -> None:
-        self._give_up(own, str(failure), drain, failure.fatal)
-        if failure.fatal:
-            line = f"saving step {own.content.step} failed: {failure}"
-            if failure.final:
-                Meetings(self._collective, self._link).refused(line)
-            raise SaveError(line) from failure
-
-    def _give_up(self, own: Own, reason: str, drain: bool, fatal: bool) -> None:
-        name, in_memory = own.name, own.tier.in_memory
-        news = self._identity.rank == 0 and not fatal
-        if news and self.saved.is_news(in_memory=in_memory, make_durable=own.content.make_durable):
-            where = " in memory" if in_memory else ""
-            then = "the ranks save to the disk" if own.content.make_durable else "the last commit stands"
-            say = remark if in_memory else log.warning  # the other one the agent says
-            say("saving %s%s failed, %s: %s", name or "a step", where, then, reason)
-        if own.tier.leads and name:
-            for error in own.tier.remove(name):
-                log.warning("what the failed save left in %s could not be removed: %s", name, error)
-        if in_memory:
-            gc.collect()  # A framework's error may be part of a cycle, and hold open what was deleted just now.
-        # No rank may begin the next attempt while the leftovers of this one are being removed.
-        self._collective.barrier()
-        # A mistake ends the training; what is said of that comes with its error. What memory has no room for is on the
-        # disk sooner or later.
-        if self._link is not None and not fatal and not in_memory:
-            failed = worker_pb2.SaveFailed(name=name, reason=reason[:4096], drain=drain, step=own.content.step)
-            self._link.send(worker_pb2.ToAgent(save_failed=failed))

@@ -27,9 +27,9 @@ from ..data.plan import BatchPlan
 from ..rank.exits import Stays
 from ..rank.way_in import TRAINS, way_in
 from ..saving.background_save import background
+from ..saving.outcomes import SaveError
 from ..saving.replicas import unwrapped
 from ..saving.resuming import check_strategy
-from ..saving.saving import SaveError
 from ..script.session import Session, session
 from ..training.accumulation import Accumulation
 from ..training.draws import drawn_in

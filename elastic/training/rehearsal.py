@@ -14,8 +14,8 @@ from typing import Any
 from ..rank.agreement import Refusal, Trouble
 from ..rank.meetings import is_mistake
 from ..saving.background_save import Background
+from ..saving.outcomes import SaveError
 from ..saving.save_errors import describe
-from ..saving.saving import SaveError
 from .session import BareSession
 
 

@@ -15,8 +15,9 @@ from ..rank.identity import Identity
 from ..rank.link import Link
 from ..saving.background_save import Background, in_background
 from ..saving.content import Content
+from ..saving.outcomes import SaveError
 from ..saving.pruning import prune
-from ..saving.saving import SaveError, Saver
+from ..saving.saving import Saver
 
 if TYPE_CHECKING:
     from ..saving.resuming import ResumePoint
@@ -84,10 +85,9 @@ class Saves:
                 # At the resume point this step number is saved as the resume point itself.
                 self.saver.saved.note(resume.step, resume.ref, in_memory=in_memory)
 
-    @property
-    def failed(self) -> bool:
+    def tells(self) -> tuple[bool, bool]:
         """See `Saver`."""
-        return self.saver is not None and self.saver.failed
+        return (False, False) if self.saver is None else self.saver.tells()
 
     @property
     def busy(self) -> bool:
@@ -196,9 +196,9 @@ class Saves:
         self.prune()
         return manifest.ref
 
-    def settle(self) -> Ref | None:
-        """See ``Session.settle``. Collective."""
-        ended = None if self.saver is None else self.saver.settle()
+    def settle(self, *, over: bool = False) -> Ref | None:
+        """See ``Session.settle``, and `Saver`. Collective."""
+        ended = None if self.saver is None else self.saver.settle(over=over)
         return None if ended is None else ended[1]
 
     def prune(self) -> None:

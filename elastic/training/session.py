@@ -281,7 +281,7 @@ class BareSession:
         drain = self._wants_drain
         master_seen = self._link is not None and self._link.master_seen
         order = 0 if self._link is None else self._link.save_order
-        flags = Flags(drain, self.saves.failed, self.saves.busy, master_seen, order)
+        flags = Flags(drain, *self.saves.tells(), master_seen, order)
         self._exchange.begin(self.step + 1, flags, ahead)
 
     def end_step(self, loss: float | None = None) -> Boundary:
@@ -301,7 +301,7 @@ class BareSession:
         self.reports.step(boundary, seconds)
         self.copies.behind(self.step)
         if boundary.save_failed or (boundary.exchanged and not boundary.saving):
-            self.settle()
+            self._completed(self.saves.settle(over=not boundary.save_failed))
         return boundary
 
     def abandon_step(self, *, trained: bool = False) -> None:

@@ -24,8 +24,9 @@ from dalsegno.elastic.checkpoint.parts import part_path, parts_directory, read_p
 from dalsegno.elastic.rank.identity import Identity, ResumeOrder, from_environment
 from dalsegno.elastic.saving import tiers
 from dalsegno.elastic.saving.content import Content
+from dalsegno.elastic.saving.outcomes import SaveError
 from dalsegno.elastic.saving.resuming import Damaged, ResumePoint, handed_out
-from dalsegno.elastic.saving.saving import SaveError, Saver
+from dalsegno.elastic.saving.saving import Saver
 from dalsegno.elastic.saving.writing import write_files
 from dalsegno.elastic.training.saves import Saves
 from dalsegno.protos import worker_pb2

@@ -18,7 +18,8 @@ from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.identity import Identity
 from dalsegno.elastic.saving import saving, staging
 from dalsegno.elastic.saving.background_save import check_paths
-from dalsegno.elastic.saving.saving import Content, SaveError, Saver
+from dalsegno.elastic.saving.outcomes import SaveError
+from dalsegno.elastic.saving.saving import Content, Saver
 from dalsegno.elastic.saving.saving_reports import Count
 from dalsegno.elastic.saving.staging import HostBuffers
 

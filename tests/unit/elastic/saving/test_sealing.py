@@ -1,0 +1,247 @@
+"""A save in memory in the background is sealed by the ranks' threads, while their main threads do something else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dalsegno.elastic import background
+from dalsegno.elastic.rank.board import Board, CalledOff, open_board
+from dalsegno.elastic.rank.collective import Solo
+from dalsegno.elastic.saving import saving
+from dalsegno.elastic.saving.outcomes import SaveError
+from dalsegno.elastic.saving.saving import Saver
+from tests.support.workers.threads import Store, Threads
+from tests.unit.elastic.saving.test_memory import Gate, Job, Unlucky, content, files_of
+
+pytestmark = pytest.mark.timeout(60)
+
+SECONDS = 20.0
+
+
+def begin(saver: Saver, files: Any, step: int) -> str | None:
+    def state() -> Any:
+        return files() if callable(files) else files
+
+    return saver.begin(content(step), background(state), lambda: None, drain=False, in_memory=True)
+
+
+def await_end(saver: Saver, group: Threads) -> tuple[bool, bool]:
+    """What the ranks tell each other in a step, once all are over."""
+    until = time.monotonic() + SECONDS
+    while saver.busy:
+        assert time.monotonic() < until
+        threading.Event().wait(0.001)
+    failed, busy = saver.tells()
+    return bool(group.max([failed])[0]), bool(group.max([busy])[0])
+
+
+def agreed(job: Job, work: Callable[[Saver, Threads], Any]) -> list[Any]:
+    """Runs ``work`` behind a save on which the ranks have agreed."""
+
+    def run(saver: Saver, group: Threads) -> Any:
+        assert begin(saver, files_of(group.rank, 5), 5) is not None
+        assert saver.settle() is not None
+        return work(saver, group)
+
+    return job.run(run)
+
+
+def left(job: Job) -> list[str]:
+    return sorted({path.name for node in range(job.nodes) for path in job.memory(node).glob("step-*[0-9]")})
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (2, 1), (2, 2), (3, 2)])
+def test_it_is_sealed_and_told_while_the_main_threads_do_something_else(
+    tmp_path: Path, nodes: int, per_node: int
+) -> None:
+    """And to settle it, once all ranks have told that it is over, needs no word."""
+    job = Job(tmp_path, nodes, per_node)
+
+    def work(saver: Saver, group: Threads) -> Any:
+        name = begin(saver, files_of(group.rank, 6), 6)
+        failed, busy = await_end(saver, group)
+        told = [one.name for agent in job.agents for one in agent.of("sealed")]
+        group.barrier()
+        group.gather = group.start_gather = None  # type: ignore[method-assign,assignment]
+        assert (failed, busy) == (False, False)
+        return name, told, saver.settle(over=True)
+
+    for name, told, settled in agreed(job, work):
+        assert name == "step-6.e3.1"
+        assert sorted(told) == ["step-5.e3.1"] * nodes + [name] * nodes
+        assert (settled[0], settled[1].name) == (6, name)
+    digests = {one.digest for agent in job.agents for one in agent.of("sealed") if one.name == "step-6.e3.1"}
+    assert len(digests) == 1
+
+
+def test_what_was_not_told_of_is_settled_by_all(tmp_path: Path) -> None:
+    """A save that began behind the last exchange may be anything, whatever that exchange has shown."""
+    job = Job(tmp_path, 2)
+
+    def work(saver: Saver, group: Threads) -> Any:
+        assert saver.tells() == (False, False)
+        files = files_of(group.rank, 6) | ({"unlucky.pt": Unlucky()} if group.rank else {})
+        begin(saver, files, 6)
+        return saver.settle(over=True)
+
+    assert agreed(job, work) == [None, None]
+    assert left(job) == ["step-5.e3.1"]
+
+
+class Broken:
+    """Nobody can copy it."""
+
+    def __deepcopy__(self, memo: object) -> Broken:
+        raise KeyError("layer")
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_a_rank_that_cannot_write_fails_all(tmp_path: Path, rank: int) -> None:
+    """They hear of it in a step, nobody waits for what never comes, and the next save succeeds."""
+    job = Job(tmp_path, 2, 2)
+
+    def work(saver: Saver, group: Threads) -> Any:
+        files = files_of(group.rank, 6) | ({"unlucky.pt": Unlucky()} if group.rank == rank else {})
+        begin(saver, files, 6)
+        assert await_end(saver, group) == (True, False)
+        assert saver.settle() is None
+        begin(saver, files_of(group.rank, 7), 7)
+        return saver.settle()
+
+    assert {ended[1].name for ended in agreed(job, work)} == {"step-7.e3.1"}
+    assert left(job) == ["step-5.e3.1", "step-7.e3.1"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "files", "line"),
+    [
+        (1, {"a.pt": Broken()}, "KeyError: 'layer' (rank 1)"),
+        (0, {"../a.pt": b""}, "'../a.pt' is no path below a checkpoint (rank 0)"),
+        (2, {"model.pt": b"twice"}, "several ranks save model.pt, and only one may"),
+    ],
+    ids=["a copy", "a path", "twice"],
+)
+def test_a_mistake_of_a_later_save_ends_the_run_on_all_ranks(
+    tmp_path: Path, rank: int, files: dict[str, Any], line: str
+) -> None:
+    job = Job(tmp_path, 2, 2)
+
+    def work(saver: Saver, group: Threads) -> Any:
+        begin(saver, files_of(group.rank, 6) | (files if group.rank == rank else {}), 6)
+        failed, _ = await_end(saver, group)
+        assert failed
+        return saver.settle()
+
+    for error in agreed(job, work):
+        assert isinstance(error, SaveError), error
+        assert line in str(error)
+    assert left(job) == ["step-5.e3.1"]
+
+
+def test_who_goes_does_not_wait_for_peers_that_are_gone(tmp_path: Path) -> None:
+    """As a process that stays when its world breaks."""
+    job, gate = Job(tmp_path, 2), Gate()
+
+    def work(saver: Saver, group: Threads) -> float:
+        begin(saver, files_of(group.rank, 6) | ({"gate.pt": gate} if group.rank == 1 else {}), 6)
+        began = time.monotonic()
+        try:
+            if group.rank == 0:
+                assert not saver._under_way.flight.wait(0.3)  # type: ignore[union-attr]
+                saver.close()
+                took = time.monotonic() - began
+            else:
+                took = 0.0
+        finally:
+            group.barrier()
+            gate.opened.set()
+        return took
+
+    took = agreed(job, work)[0]
+    assert took < 10
+
+
+def test_it_is_sealed_for_all_if_one_rank_knows_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent may have told others by then: deleted it must not be because another rank has lost the store."""
+    job = Job(tmp_path, 2)
+    monkeypatch.setattr(saving, "SEALING_SECONDS", 0.2)
+
+    def work(saver: Saver, group: Threads) -> Any:
+        if group.rank == 1:
+
+            class Lost(Store):
+                def check(self, keys: list[str]) -> bool:
+                    return not keys[0].endswith("/end") and super().check(keys)
+
+            lost = Lost()
+            lost.said = group.channel("board").said
+            saver._board = Board(lost)
+        begin(saver, files_of(group.rank, 6), 6)
+        return saver.settle()
+
+    assert [ended[1].name for ended in agreed(job, work)] == ["step-6.e3.1"] * 2
+    assert left(job) == ["step-5.e3.1", "step-6.e3.1"]
+
+
+def test_a_save_that_no_rank_can_seal_fails_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on: it is nobody's mistake."""
+    job = Job(tmp_path, 2)
+    monkeypatch.setattr(saving, "SEALING_SECONDS", 0.2)
+
+    def work(saver: Saver, group: Threads) -> Any:
+        class Deaf(Store):
+            def check(self, keys: list[str]) -> bool:
+                return False
+
+        saver._board = Board(Deaf())
+        begin(saver, files_of(group.rank, 6), 6)
+        return saver.settle()
+
+    assert agreed(job, work) == [None, None]
+    assert left(job) == ["step-5.e3.1"]
+
+
+def test_the_board_holds_the_last_save_only(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2, 2)
+
+    def work(saver: Saver, group: Threads) -> set[str]:
+        for step in range(6, 20):
+            begin(saver, files_of(group.rank, step), step)
+            assert saver.settle() is not None
+        group.barrier()
+        return set(group.channel("board").said)
+
+    for keys in agreed(job, work):
+        assert {key.split("/")[0] for key in keys} == {"step-19.e3.1"}
+        assert len(keys) == 4 + 2 + 2  # ranks, those that lead, and what rank 0 says
+
+
+def test_a_board_waits_until_it_is_called_off() -> None:
+    store, asked = Store(), list[float]()
+
+    def off(seconds: float) -> bool:
+        asked.append(seconds)
+        return len(asked) == 12
+
+    with pytest.raises(CalledOff, match="a is not waited for"):
+        Board(store).hear(["a"], off)
+    assert asked[0] < asked[5] < asked[-1] <= 0.05
+    Board(store).say("a", {"b": [1, None]})
+    assert Board(store).hear(["a"], off) == [{"b": [1, None]}]
+    Board(store).forget("a")
+    assert store.said == {}
+
+
+def test_a_world_of_one_has_a_board() -> None:
+    board = open_board(Solo())
+    board.say("a", 1)
+    assert board.hear(["a"], lambda _: True) == [1]
+    board.forget("a")
+    with pytest.raises(CalledOff):
+        board.hear(["a"], lambda _: True)
