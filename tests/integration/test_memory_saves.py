@@ -52,6 +52,21 @@ def test_the_ranks_save_to_memory_and_the_last_step_to_the_disk(tmp_path: Path, 
             spread(agent, name)
 
 
+def test_a_save_in_the_background_is_sealed_within_the_next_step(tmp_path: Path) -> None:
+    """Not at the end of a later one: a crash in a long step loses no more than that step."""
+    with FakeAgent(tmp_path, world=2, epoch=1, memory=True) as agent:
+        agent.start("--steps", "6", "--memory-every", "2", "--background", "--step-time", "1.5")
+        assert agent.wait() == [0, 0], agent.outputs
+        said = [(m.WhichOneof("body"), getattr(m, m.WhichOneof("body"))) for m in agent.messages]
+    for step in (2, 4):
+        sealed = [
+            at for at, (kind, one) in enumerate(said) if kind == "sealed" and (one.in_memory, one.step) == (True, step)
+        ]
+        next_step = [at for at, (kind, one) in enumerate(said) if kind == "progress" and one.step == step + 1]
+        assert len(sealed) == 2
+        assert max(sealed) < min(next_step)
+
+
 @WAYS
 @pytest.mark.parametrize("reaches", [True, False], ids=["written", "lost"])
 def test_the_best_goes_to_memory_and_is_named_once_it_is_on_the_disk(
