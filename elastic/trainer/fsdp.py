@@ -284,14 +284,13 @@ def _load_optimizer(
 class _Shards:
     """The rows that the ranks of the writing world saved. A file is mapped when something in it is first asked for.
 
-    In a world of as many ranks the own one has all rows that a rank wants: others, but the first, need not be there.
+    Which rank has a row is known from the number of rows and of ranks. Beside those files, and rank 0's, none need be
+    there: in a world of as many ranks, a rank's own.
     """
 
     def __init__(self, path: Path, shared: Mapping[str, Any], files: ExitStack) -> None:
         self._shapes: Mapping[str, list[int]] = shared["shapes"]
-        saved_by: int = shared["world_size"]
-        own = [dist.get_rank()] if saved_by == dist.get_world_size() else []
-        self._asked = [*own, *range(saved_by)]
+        self._saved_by: int = shared["world_size"]
         self._mapped: dict[int, Mapping[str, Any]] = {}
         files.callback(self._mapped.clear)  # each mapping ends with its last tensor
         self._path = path
@@ -302,12 +301,17 @@ class _Shards:
                 name, _, key = place.removeprefix("optimizer/").rpartition("/")
                 self._keys.setdefault(name, []).append(key)
 
-    def _rows(self, rank: int, key: str) -> Mapping[str, Any]:
+    def _rows(self, rank: int, key: str) -> tuple[int, Tensor]:
         """One rank's rows of a tensor: the first row, and their values."""
         if rank not in self._mapped:
-            self._mapped[rank] = read_tensors(self._path / _file_of(rank))
-        rows: Mapping[str, Any] = self._mapped[rank][key]
-        return rows
+            file = self._path / _file_of(rank)
+            if not file.is_file():
+                raise ValueError(f"{self._path} has not all rows of {key}: {_file_of(rank)} is missing")
+            self._mapped[rank] = read_tensors(file)
+        if key not in self._mapped[rank]:
+            raise ValueError(f"{self._path} has not all rows of {key}: {_file_of(rank)} has none")
+        rows = self._mapped[rank][key]
+        return rows["start"], rows["value"]
 
     def keys_of(self, name: str) -> list[str]:
         """Keys of the optimizer's sharded state of one parameter."""
@@ -315,8 +319,7 @@ class _Shards:
 
     def example(self, key: str) -> Tensor:
         """Some rows of a tensor, with the dtype that it was saved with."""
-        value: Tensor = self._rows(0, key)["value"]
-        return value
+        return self._rows(0, key)[1]
 
     def fill(self, local: Tensor, key: str, shape: list[int], start: int) -> None:
         """Copies rows of one tensor, from ``start`` on, into ``local``, which has this rank's.
@@ -326,18 +329,17 @@ class _Shards:
         """
         if self._shapes[key] != shape:
             raise ValueError(f"the checkpoint is of another model: {key} was {self._shapes[key]} and is {shape}")
-        at, stop = start, start + local.shape[0]
-        for rank in self._asked:
-            if at == stop:
-                break
-            rows = self._rows(rank, key)
-            begin, value = rows["start"], rows["value"]
-            low, high = max(at, begin), min(stop, begin + value.shape[0])
-            if low == at and low < high:
-                local[at - start : high - start].copy_(value[low - begin : high - begin])
-                at = high
-        if at != stop:
-            raise ValueError(f"{self._path} has not all rows of {key}")
+        chunk, stop = _chunk(shape[0], self._saved_by), start + local.shape[0]
+        for rank in range(start // chunk, -(-stop // chunk)) if start < stop else ():
+            begin, value = self._rows(rank, key)
+            end = min((rank + 1) * chunk, shape[0])
+            if (begin, begin + value.shape[0]) != (rank * chunk, end):
+                raise ValueError(
+                    f"{self._path} has not all rows of {key}: {_file_of(rank)} has {value.shape[0]} from row {begin} "
+                    f"on, where torch.chunk puts rows {rank * chunk} to {end}"
+                )
+            low, high = max(start, begin), min(stop, end)
+            local[low - start : high - start].copy_(value[low - begin : high - begin])
 
     def like(self, parameter: Any, key: str) -> Any:
         """A state of ``parameter``, sharded as the parameter is."""
@@ -400,8 +402,13 @@ def _place(value: Any) -> tuple[int, Tensor]:
     if len(value.placements) != 1 or not value.placements[0].is_shard(0):
         raise ValueError(f"rows of a tensor over all ranks were expected, not {value.placements}")
     total, mesh = value.shape[0], value.device_mesh
-    chunk = -(-total // mesh.size())
+    chunk = _chunk(total, mesh.size())
     start = min(mesh.get_local_rank() * chunk, total)
     if local.shape[0] != min(chunk, total - start):
         raise ValueError(f"this torch shards {total} rows over {mesh.size()} ranks in another way than torch.chunk")
     return start, local
+
+
+def _chunk(rows: int, ranks: int) -> int:
+    """How many rows ``torch.chunk`` gives to each rank, as long as there are some."""
+    return -(-rows // ranks)
