@@ -467,11 +467,12 @@ def _opened(resume: Resume, saved: Path, stage: int) -> Iterator[tuple[Path, Val
             yield view, UniversalValues(view / ZERO)
     elif resume.reshard:
         try:
-            form = Form(open_source(saved, ours=True), stage)
+            form = Form(open_source(saved, ours=True, lazy=True), stage)
+            with form.source, resharded_view(saved, form) as view:
+                yield view, ShardedValues(form)
+        # Also while it is loaded: a rank opens the files that have its ranges when it comes to them.
         except ConversionError as error:
             raise RuntimeError(_not_here(resume, str(error))) from error
-        with form.source, resharded_view(saved, form) as view:
-            yield view, ShardedValues(form)
     else:
         with sharded_view(saved) as view:
             yield view, None

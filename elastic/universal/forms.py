@@ -16,8 +16,10 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch import Tensor
 
 from .errors import EnvironmentFailed
+from .pieces import Parameter
 from .records import Frame, frame
-from .source import ADAM_STATES, COMMON_STATE, FP32, Parameter, ShardedSource
+from .shards import FP32
+from .source import ADAM_STATES, COMMON_STATE, ShardedSource
 
 ZERO = "zero"
 PARAM = "param"
@@ -90,7 +92,7 @@ class Form:
     @property
     def nbytes(self) -> int:
         """Bytes of values in the files that are written: almost all of their size."""
-        flat = self.source.flat[0]
+        flat = self.source.first.flat
         total = 0
         for parameter in self.source.parameters.values():
             for state in self.source.states:
@@ -106,14 +108,14 @@ class Form:
 
     def common_state(self) -> dict[str, Any]:
         """The content of ``optimizer_state.pt``."""
-        counted = {name: self.source.numbers[0][one.group] for name, one in self.source.parameters.items()}
+        counted = {name: self.source.first.numbers[one.group] for name, one in self.source.parameters.items()}
         numbers = {name: dict(values) for name, values in counted.items() if values}
         return {**self._common_state(), **({NUMBERS: numbers} if numbers else {})}
 
     def _common_state(self) -> dict[str, Any]:
         if (self.source.stage == 3) == (self.stage == 3):
             return self._own_state_3() if self.stage == 3 else self._own_state_1_2()
-        state = {key: self.source.optimizer[key] for key in _GLOBAL if key in self.source.optimizer}
+        state = {key: self.source.first.optimizer[key] for key in _GLOBAL if key in self.source.first.optimizer}
         groups = self._groups()
         if self.stage < 3:
             version = self.source.model["ds_version"]
@@ -124,13 +126,13 @@ class Form:
         return {**state, "zero_stage": ZeroStageEnum.weights, _OPTIMIZER_STATE_DICT: inner, _PARAM_GROUPS: groups}
 
     def _own_state_1_2(self) -> dict[str, Any]:
-        state = {key: value for key, value in self.source.optimizer.items() if key not in _SHARDED}
+        state = {key: value for key, value in self.source.first.optimizer.items() if key not in _SHARDED}
         if state.get(_PADDINGS):  # paddings of rank 0's partitions, which no longer exist
             state[_PADDINGS] = [0] * len(state[_PADDINGS])
         return {**state, _PARAM_GROUPS: self._groups()}
 
     def _own_state_3(self) -> dict[str, Any]:
-        state = {key: value for key, value in self.source.optimizer.items() if key != "fp32_flat_groups"}
+        state = {key: value for key, value in self.source.first.optimizer.items() if key != "fp32_flat_groups"}
         groups = self._groups()
         inner = {"state": self._scalars(), _PARAM_GROUPS: groups}
         return {**state, _OPTIMIZER_STATE_DICT: inner, _PARAM_GROUPS: groups}
@@ -142,7 +144,7 @@ class Form:
             group: {key: value for key, value in values.items() if not isinstance(value, Tensor) or value.dim() == 0}
             for group, values in gathered.items()
         }
-        groups = range(len(self.source.steps[0]))
+        groups = range(len(self.source.first.steps))
         return scalars or {group: {"step": torch.tensor(0.0, device="cpu")} for group in groups}
 
     def _groups(self) -> list[Mapping[str, Any]]:
@@ -151,7 +153,7 @@ class Form:
         return [{**group, "step": 0} if self.source.reset and "step" in group else group for group in groups]
 
     def _step(self, group: int) -> Any:
-        step = self.source.steps[0][group]
+        step = self.source.first.steps[group]
         if step is not None or not (self.source.reset and self.source.adam):
             return step
         return torch.tensor(0.0, device="cpu")

@@ -32,11 +32,13 @@ class Files:
     Attributes:
         optimizer_ranks: The ranks whose optimizer files are there, ascending.
         optimizer: Those files, in the same order.
-        model: Files of model states, rank 0's first; stages 1 and 2 have one.
+        model_ranks: The ranks whose model states are there, ascending; stages 1 and 2 have rank 0's alone.
+        model: Those files, in the same order.
     """
 
     optimizer_ranks: tuple[int, ...]
     optimizer: tuple[str, ...]
+    model_ranks: tuple[int, ...]
     model: tuple[str, ...]
 
 
@@ -91,8 +93,12 @@ def find_files(directory: Path) -> Files:
         raise SourceBad(f"no files of DeepSpeed's model states (*_model_states.pt) in {directory.name}")
     if not optimizer:
         raise SourceBad("no optimizer files: nothing was partitioned here (ZeRO stage 0), or they are lost")
-    ranks = sorted(optimizer)
-    return Files(tuple(ranks), tuple(optimizer[rank] for rank in ranks), tuple(model[rank] for rank in sorted(model)))
+    return Files(*_by_rank(optimizer), *_by_rank(model))
+
+
+def _by_rank(names: Mapping[int, str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    ranks = sorted(names)
+    return tuple(ranks), tuple(names[rank] for rank in ranks)
 
 
 def refuse_layout(model: Mapping[str, Any]) -> None:

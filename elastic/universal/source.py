@@ -11,24 +11,23 @@ Formats as DeepSpeed 0.16 to 0.19 write them (``runtime/zero/stage_1_and_2.py``,
 
 from __future__ import annotations
 
-import math
 import resource
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
-from pickle import UnpicklingError
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor
 
 from .errors import Impossible, SourceBad
-from .layout import Files, Unsupported, find_files, refuse_layout
-from .loading import describe_refusal
-from .records import Extent, NotInPieces, TorchFile
+from .layout import Files, find_files, refuse_layout
+from .pieces import Parameter, Piece, Shapes, by_rank, flattened, mapped, partitioned, says
+from .records import Extent, TorchFile
+from .shards import FP32, INNER, Shard, Shards, missing_ranks, opened, stage_of
 
-FP32 = "fp32"
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 """What DeepSpeed's loader of stage 3 reads, neither more nor less."""
 COMMON_STATE = "optimizer_state.pt"
@@ -37,31 +36,9 @@ _OTHER_FILES = 1024
 """Files, sockets and pipes that a training process may have open beside ours."""
 OPTIMIZER_NOTE = "dalsegno_optimizer"
 """Key in the model states: it says that `elastic.deepspeed` will load them, whatever state the optimizer has."""
+# Key in an optimizer file of stages 1 and 2: pads between parameters, by group (parameter_alignment).
+_ALIGNMENT_PADS = "param_alignment_paddings"
 _ANEW = "to go on with a new optimizer: dalsegno convert --reset-optimizer"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A run of one parameter's values: elements ``[start, start + numel)`` of a flat tensor of ``rank``'s file."""
-
-    rank: int
-    group: int
-    start: int
-    numel: int
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter: its full shape, its (sub-)group, and the pieces that make it up in order."""
-
-    name: str
-    shape: tuple[int, ...]
-    group: int
-    pieces: tuple[Piece, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -71,29 +48,22 @@ class ShardedSource:
     Attributes:
         stage: The ZeRO stage, 1 to 3.
         parameters: All parameters that the optimizer knows, by name.
-        flat: ``flat[rank][group][state]``: 1-D tensors, memory-mapped; ``state`` is ``"fp32"`` or an optimizer state's
-            name.
-        steps: ``steps[rank][group]``: the optimizer's step, None if it counts none.
-        numbers: ``numbers[rank][group]``: what the optimizer counts besides its step, by name.
-        optimizer: Rank 0's optimizer dictionary, as in its file.
+        shards: What each rank saved of the optimizer.
         model: Rank 0's model states, as in their file, memory-mapped.
         model_files: Names of all model-state files, rank 0's first.
         reset: The optimizer's state is left out.
         ours: `elastic.deepspeed` will load it, which accepts any optimizer's state.
-        files: The ranks' optimizer files and rank 0's model states, open.
+        model_file: Rank 0's model states, open.
     """
 
     stage: int
     parameters: Mapping[str, Parameter]
-    flat: Sequence[Sequence[Mapping[str, Tensor]]]
-    steps: Sequence[Sequence[Any]]
-    numbers: Sequence[Sequence[Mapping[str, Any]]]
-    optimizer: Mapping[str, Any]
+    shards: Shards
     model: Mapping[str, Any]
     model_files: tuple[str, ...]
     reset: bool
     ours: bool
-    files: tuple[TorchFile, ...]
+    model_file: TorchFile
 
     def __enter__(self) -> ShardedSource:
         return self
@@ -103,13 +73,18 @@ class ShardedSource:
 
     def close(self) -> None:
         """Closes the files. Mappings last as long as tensors that use them."""
-        for file in self.files:
-            file.close()
+        self.shards.close()
+        self.model_file.close()
+
+    @property
+    def first(self) -> Shard:
+        """Rank 0's shard: what is alike on all ranks is read there."""
+        return self.shards[0]
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Names of the states written for every parameter, ``"fp32"`` first; a state that `flat` lacks is zeros."""
-        gathered = tuple(self.flat[0][0])
+        """Names of the states written for every parameter, ``"fp32"`` first; a state that no shard has is zeros."""
+        gathered = tuple(self.first.flat[0])
         # A stock DeepSpeed's loader of stage 3 wants Adam's moments for any optimizer.
         wants_moments = self.stage == 3 and gathered == (FP32,) and (self.adam or not self.ours)
         return (FP32, *ADAM_STATES) if wants_moments or (self.reset and self.adam) else gathered
@@ -128,28 +103,43 @@ class ShardedSource:
     @property
     def inner(self) -> Mapping[str, Any]:
         """Rank 0's ``state_dict`` of the optimizer that DeepSpeed's wraps."""
-        inner: Mapping[str, Any] = self.optimizer[_INNER[self.stage]]
+        inner: Mapping[str, Any] = self.first.optimizer[INNER[self.stage]]
         return inner
 
-    def extents(self, parameter: Parameter, state: str) -> tuple[Extent, ...] | None:
-        """Where the values of one state of one parameter lie, in order; None: in no file, because they are zeros."""
-        if state not in self.flat[0][parameter.group]:
+    def extents(
+        self, parameter: Parameter, state: str, start: int = 0, stop: int | None = None
+    ) -> tuple[Extent, ...] | None:
+        """Where elements ``[start, stop)`` of one state of one parameter lie, in order; ``stop`` None: to the end.
+
+        Opens the files that have some of them, and no others. From any thread.
+
+        Returns:
+            None: they are in no file, because they are zeros.
+
+        Raises:
+            ConversionError: A file is missing or damaged.
+            OSError: The file system says no.
+        """
+        if state not in self.first.flat[parameter.group]:
             return None
-        return tuple(
-            self.files[piece.rank].extent(self.flat[piece.rank][piece.group][state], piece.start, piece.numel)
-            for piece in parameter.pieces
-        )
+        end = parameter.numel if stop is None else stop
+        found = []
+        for piece in parameter.pieces:
+            low, high = max(start, piece.first), min(end, piece.first + piece.numel)
+            if low < high:
+                shard = self.shards[piece.rank]
+                tensor = shard.flat[piece.group][state]
+                found.append(shard.file.extent(tensor, piece.start + low - piece.first, high - low))
+        return tuple(found)
 
     def model_extent(self, tensor: Tensor) -> Extent:
         """Where the bytes of a dense tensor of ``model`` lie, in storage order."""
-        return self.files[-1].extent(tensor)
+        return self.model_file.extent(tensor)
 
 
-_INNER = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
-_FLAT = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
-
-
-def open_source(directory: Path, *, reset_optimizer: bool = False, ours: bool = False) -> ShardedSource:
+def open_source(
+    directory: Path, *, reset_optimizer: bool = False, ours: bool = False, lazy: bool = False
+) -> ShardedSource:
     """Opens a sharded checkpoint and checks that it is complete.
 
     Args:
@@ -157,6 +147,8 @@ def open_source(directory: Path, *, reset_optimizer: bool = False, ours: bool = 
         reset_optimizer: Leave out the optimizer's state, or do without a state that was lost: the optimizer starts
             anew.
         ours: `elastic.deepspeed` is about to load it. False: the checkpoint's `OPTIMIZER_NOTE` says whether it will.
+        lazy: Open a rank's file when something in it is first wanted, and check it then: only rank 0's must be there.
+            A layout that only all files together describe is opened as a whole.
 
     Raises:
         SourceBad: Files, ranges or states are missing or disagree.
@@ -164,17 +156,41 @@ def open_source(directory: Path, *, reset_optimizer: bool = False, ours: bool = 
         Impossible: A layout that no converter knows, or classes that are not on our list.
         OSError: The file system says no.
     """
-    with ExitStack() as opened:
+    with ExitStack() as stack:
         found = find_files(directory)
-        model_file = opened.enter_context(_open(directory / found.model[0]))
+        if lazy and found.model_ranks[0] != 0:
+            raise SourceBad(f"rank 0's model states are missing, those of ranks {list(found.model_ranks)} are there")
+        model_file = stack.enter_context(opened(directory / found.model[0]))
         model: Mapping[str, Any] = model_file.content
         refuse_layout(model)
-        _check_ranks(found, model)
-        _let_open(len(found.optimizer))
-        ranks = [opened.enter_context(_open(directory / name)) for name in found.optimizer]
-        source = _read(model, ranks, model_file, found, reset_optimizer, ours or OPTIMIZER_NOTE in model)
-        _check(source)
-        opened.pop_all()
+        world = int(model["dp_world_size"])
+        names = dict(zip(found.optimizer_ranks, found.optimizer, strict=True))
+        _check_ranks(names, world, lazy=lazy)
+        _let_open(len(names))
+        shards = Shards(directory, names, world, reset=reset_optimizer)
+        stack.callback(shards.close)
+        stage = stage_of(shards[0].optimizer)
+        shapes: Shapes = [{name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]]
+        parameters = _by_formula(shapes, shards) if lazy or stage == 3 else None
+        if parameters is None or not lazy:
+            parameters = _of_all(shapes, shards, names, found, parameters)
+            lazy = False
+        source = ShardedSource(
+            stage=stage,
+            parameters=parameters,
+            shards=shards,
+            model=model,
+            model_files=found.model,
+            reset=reset_optimizer,
+            ours=ours or OPTIMIZER_NOTE in model,
+            model_file=model_file,
+        )
+        if lazy:
+            _check(source, [source.first])
+            shards.check_with(_LazyCheck(source))
+        else:
+            _check(source, shards.all())
+        stack.pop_all()
         return source
 
 
@@ -187,138 +203,98 @@ def _let_open(files: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def _open(path: Path) -> TorchFile:
-    try:
-        return TorchFile(path)
-    except FileNotFoundError as error:
-        raise SourceBad(f"{path.name} is missing") from error
-    except NotInPieces as error:
-        raise Unsupported(str(error)) from error
-    except UnpicklingError as error:
-        raise Impossible(describe_refusal(path.name, error)) from error
-    except RuntimeError as error:
-        raise SourceBad(f"{path.name} cannot be read: {str(error).splitlines()[0]}") from error
+def _check_ranks(names: Mapping[int, str], world: int, *, lazy: bool) -> None:
+    enough = 0 in names and max(names) < world if lazy else sorted(names) == list(range(world))
+    if not enough:
+        raise SourceBad(missing_ranks(world, names))
 
 
-def _check_ranks(found: Files, model: Mapping[str, Any]) -> None:
-    world = int(model["dp_world_size"])
-    if list(found.optimizer_ranks) != list(range(world)):
-        raise SourceBad(f"{world} ranks saved, optimizer files are there of ranks {list(found.optimizer_ranks)}")
+def _by_formula(shapes: Shapes, shards: Shards) -> dict[str, Parameter] | None:
+    """Where values lie, from the shapes and the number of ranks alone; None: rank 0's file says something else."""
+    state = shards[0].optimizer
+    if stage_of(state) == 3:
+        return partitioned(shapes, len(shards))
+    if any(map(any, state.get(_ALIGNMENT_PADS) or ())):
+        return None
+    found = flattened(shapes, len(shards))
+    return found if says(state["param_slice_mappings"], by_rank(found).get(0, [])) else None
 
 
-def _read(
-    model: Mapping[str, Any],
-    ranks: Sequence[TorchFile],
-    model_file: TorchFile,
-    found: Files,
-    reset_optimizer: bool,
-    ours: bool,
-) -> ShardedSource:
-    loaded = [file.content["optimizer_state_dict"] for file in ranks]
-    # DeepSpeed uses its BF16_Optimizer for stage 1 with gradients accumulated in fp32. That one does not say its stage.
-    stage = int(loaded[0].get("zero_stage", 1))
-    if stage == 3 and len(found.model) != len(ranks):
-        raise SourceBad(f"{len(ranks)} ranks saved, {len(found.model)} files of model states are there")
-    shapes = [{name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]]
-    if stage == 3:
-        parameters = _parameters_stage_3(shapes, len(ranks))
-    else:
-        parameters = _parameters_stage_1_2(shapes, [state["param_slice_mappings"] for state in loaded])
-    return ShardedSource(
-        stage=stage,
-        parameters=parameters,
-        flat=[_flat(state, stage, reset_optimizer) for state in loaded],
-        steps=[_steps(state, stage, reset_optimizer) for state in loaded],
-        numbers=[_numbers(state, stage, reset_optimizer) for state in loaded],
-        optimizer=loaded[0],
-        model=model,
-        model_files=found.model,
-        reset=reset_optimizer,
-        ours=ours,
-        files=(*ranks, model_file),
-    )
-
-
-def _flat(state: Mapping[str, Any], stage: int, weights_only: bool) -> list[dict[str, Tensor]]:
-    gathered = {} if weights_only else state[_INNER[stage]]["state"]
-    return [{FP32: weights, **_tensors(gathered.get(group, {}))} for group, weights in enumerate(state[_FLAT[stage]])]
-
-
-def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
-
-
-def _steps(state: Mapping[str, Any], stage: int, weights_only: bool) -> list[Any]:
-    gathered = {} if weights_only else state[_INNER[stage]]["state"]
-    return [gathered.get(group, {}).get("step") for group in range(len(state[_FLAT[stage]]))]
-
-
-def _numbers(state: Mapping[str, Any], stage: int, weights_only: bool) -> list[dict[str, Any]]:
-    gathered = {} if weights_only else state[_INNER[stage]]["state"]
-    return [
-        {key: value for key, value in gathered.get(group, {}).items() if key != "step" and _is_number(value)}
-        for group in range(len(state[_FLAT[stage]]))
-    ]
-
-
-def _parameters_stage_1_2(
-    shapes: Sequence[Mapping[str, tuple[int, ...]]], mappings: Sequence[Sequence[Mapping[str, Any]]]
+def _of_all(
+    shapes: Shapes, shards: Shards, names: Mapping[int, str], found: Files, parameters: dict[str, Parameter] | None
 ) -> dict[str, Parameter]:
-    parameters = {}
-    for group, names in enumerate(shapes):
-        for name, shape in names.items():
-            pieces = tuple(
-                Piece(rank, group, int(mapping[group][name].start), int(mapping[group][name].numel))
-                for rank, mapping in enumerate(mappings)
-                if name in mapping[group]
-            )
-            parameters[name] = Parameter(name, shape, group, pieces)
+    """Opens all files, and says where values lie: where ``parameters`` do, or else as the files say."""
+    _check_ranks(names, len(shards), lazy=False)
+    every = shards.all()
+    if parameters is None:
+        return mapped(shapes, [shard.optimizer["param_slice_mappings"] for shard in every])
+    if len(found.model) != len(every):
+        raise SourceBad(f"{len(every)} ranks saved, {len(found.model)} files of model states are there")
     return parameters
 
 
-def _parameters_stage_3(shapes: Sequence[Mapping[str, tuple[int, ...]]], world: int) -> dict[str, Parameter]:
-    parameters = {}
-    for group, names in enumerate(shapes):
-        offset = 0
-        for name, shape in names.items():
-            numel = math.prod(shape)
-            slot = -(-numel // world)
-            lengths = [max(0, min(slot, numel - rank * slot)) for rank in range(world)]
-            pieces = tuple(Piece(rank, group, offset, length) for rank, length in enumerate(lengths) if length)
-            parameters[name] = Parameter(name, shape, group, pieces)
-            offset += slot
-    return parameters
+class _LazyCheck:
+    """Checks a shard of a source when it is opened: what `_check` does for all, and that its pieces are the formula's.
+
+    Rank 0's is checked already.
+    """
+
+    def __init__(self, source: ShardedSource) -> None:
+        self._source = source
+
+    @cached_property
+    def _pieces(self) -> dict[int, list[tuple[str, Piece]]]:
+        return by_rank(self._source.parameters)
+
+    def __call__(self, shard: Shard) -> None:
+        source, name = self._source, shard.file.path.name
+        if stage_of(shard.optimizer) != source.stage or len(shard.flat) != len(source.first.flat):
+            raise SourceBad(f"{name} is of another stage or number of groups than rank 0's")
+        pieces = self._pieces.get(shard.rank, [])
+        if source.stage < 3 and not says(shard.optimizer["param_slice_mappings"], pieces):
+            raise SourceBad(f"{name}: values do not lie where rank 0's file and the number of ranks say")
+        _check_sizes(shard, pieces)
+        if not source.reset:
+            _check_numbers(source, [shard])
+            _check_alike(source, shard, [source.first, shard])
 
 
-def _check(source: ShardedSource) -> None:
+def _check(source: ShardedSource, shards: Sequence[Shard]) -> None:
+    """Checks all of a source, with those ``shards`` of it that are open, rank 0's first."""
     for parameter in source.parameters.values():
         _check_name(parameter.name)
         have = sum(piece.numel for piece in parameter.pieces)
         if have != parameter.numel:
             raise SourceBad(f"{parameter.name}: {have} of {parameter.numel} values are in the files")
-        for piece in parameter.pieces:
-            for state, flat in source.flat[piece.rank][piece.group].items():
-                if flat.dim() == 1 and flat.stride() == (1,) and piece.start + piece.numel <= flat.numel():
-                    continue
-                if state == FP32:
-                    raise SourceBad(f"{parameter.name}: rank {piece.rank} has too few values of {state}")
-                # Nothing is missing: an 8-bit optimizer has one scale for a whole block.
-                raise Impossible(
-                    f"the optimizer's {state} is not one value for each weight: it loads at no other number of ranks"
-                )
+    pieces = by_rank(source.parameters)
+    for shard in shards:
+        _check_sizes(shard, pieces.get(shard.rank, []))
     if not source.reset:
-        _check_states(source)
+        _check_states(source, shards)
 
 
-def _check_states(source: ShardedSource) -> None:
-    wanted = set(source.flat[0][0])
+def _check_sizes(shard: Shard, pieces: Sequence[tuple[str, Piece]]) -> None:
+    for name, piece in pieces:
+        for state, flat in shard.flat[piece.group].items():
+            if flat.dim() == 1 and flat.stride() == (1,) and piece.start + piece.numel <= flat.numel():
+                continue
+            if state == FP32:
+                raise SourceBad(f"{name}: rank {shard.rank} has too few values of {state}")
+            # Nothing is missing: an 8-bit optimizer has one scale for a whole block.
+            raise Impossible(
+                f"the optimizer's {state} is not one value for each weight: it loads at no other number of ranks"
+            )
+
+
+def _check_states(source: ShardedSource, shards: Sequence[Shard]) -> None:
+    wanted = set(source.first.flat[0])
     if source.stage == 3 and not source.ours and wanted - {FP32, *ADAM_STATES}:
         others = sorted(wanted - {FP32, *ADAM_STATES})
         raise Impossible(
             f"optimizer states {others}: DeepSpeed's universal loading of ZeRO-3 knows only Adam's moments; use ZeRO-2,"
             " or save and load with elastic.deepspeed"
         )
-    _check_numbers(source)
+    _check_numbers(source, shards)
     trained = int(source.model["global_steps"]) > int(source.model.get("skipped_steps") or 0)
     if source.adam and trained and not wanted.issuperset(ADAM_STATES):
         unknown = wanted - {FP32}
@@ -329,41 +305,45 @@ def _check_states(source: ShardedSource) -> None:
             )
         if not unknown:
             raise SourceBad(f"Adam's moments are not there: training would go on as if at its first step; {_ANEW}")
-    for rank, groups in enumerate(source.flat):
-        for group, states in enumerate(groups):
-            if set(states) != wanted and all(set(other[group]) == set(states) for other in source.flat):
-                raise Impossible(
-                    f"the optimizer gathers other states for group {group} than for group 0, which nobody can convert; "
-                    f"{_ANEW}"
-                )
-            if set(states) != wanted:
-                missing = sorted(wanted ^ set(states))
-                raise SourceBad(
-                    f"optimizer states {missing} are not there for every group (rank {rank}, group {group}); {_ANEW}"
-                )
-            for state, flat in states.items():
-                if flat.dtype != source.flat[0][group][state].dtype:
-                    raise SourceBad(
-                        f"{state} of group {group} is {flat.dtype} on rank {rank} and another type on rank 0"
-                    )
-        if list(map(_number, source.steps[rank])) != list(map(_number, source.steps[0])):
-            raise SourceBad(f"ranks 0 and {rank} have made different numbers of optimizer steps")
+    for shard in shards:
+        _check_alike(source, shard, shards)
 
 
-def _check_numbers(source: ShardedSource) -> None:
+def _check_alike(source: ShardedSource, shard: Shard, shards: Sequence[Shard]) -> None:
+    """Checks that a shard has the states and the step that rank 0's has; ``shards``: those that are open."""
+    wanted, rank = set(source.first.flat[0]), shard.rank
+    for group, states in enumerate(shard.flat):
+        if set(states) != wanted and all(set(other.flat[group]) == set(states) for other in shards):
+            raise Impossible(
+                f"the optimizer gathers other states for group {group} than for group 0, which nobody can convert; "
+                f"{_ANEW}"
+            )
+        if set(states) != wanted:
+            missing = sorted(wanted ^ set(states))
+            raise SourceBad(
+                f"optimizer states {missing} are not there for every group (rank {rank}, group {group}); {_ANEW}"
+            )
+        for state, flat in states.items():
+            if flat.dtype != source.first.flat[group][state].dtype:
+                raise SourceBad(f"{state} of group {group} is {flat.dtype} on rank {rank} and another type on rank 0")
+    if list(map(_number, shard.steps)) != list(map(_number, source.first.steps)):
+        raise SourceBad(f"ranks 0 and {rank} have made different numbers of optimizer steps")
+
+
+def _check_numbers(source: ShardedSource, shards: Sequence[Shard]) -> None:
     """Checks that what the optimizer counts besides its step is alike on all ranks, and has a place in the files."""
-    counted = sorted({key for groups in source.numbers for numbers in groups for key in numbers})
+    counted = sorted({key for shard in shards for numbers in shard.numbers for key in numbers})
     if counted and not source.ours:
         raise Impossible(
             f"the optimizer counts {', '.join(counted)} besides its step: universal files have no place for it; {_ANEW}"
         )
-    for rank, groups in enumerate(source.numbers):
-        for ours, others in zip(groups, source.numbers[0], strict=True):
+    for shard in shards:
+        for ours, others in zip(shard.numbers, source.first.numbers, strict=True):
             for key in sorted({*ours, *others}):
                 if _number(ours.get(key)) != _number(others.get(key)):
                     raise Impossible(
-                        f"the optimizer's {key} is another number on rank {rank} than on rank 0: it is of that rank's "
-                        f"part of the model, which nobody can convert; {_ANEW}"
+                        f"the optimizer's {key} is another number on rank {shard.rank} than on rank 0: it is of that "
+                        f"rank's part of the model, which nobody can convert; {_ANEW}"
                     )
 
 
@@ -372,10 +352,6 @@ def _check_name(name: str) -> None:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or str(path) != name or path.parts[0] == COMMON_STATE:
         raise Impossible(f"the parameter name {name!r} cannot be a directory's; rename it in the model")
-
-
-def _is_number(value: Any) -> bool:
-    return value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, float)
 
 
 def _number(step: Any) -> float | None:

@@ -25,8 +25,10 @@ from .effort import Effort
 from .errors import SourceBad
 from .forms import PARAM, ZERO, Form
 from .output import ConversionOutput
+from .pieces import Parameter
 from .records import Extent, dense, frame
-from .source import COMMON_STATE, FP32, Parameter, ShardedSource
+from .shards import FP32
+from .source import COMMON_STATE, ShardedSource
 
 
 class _Buffers(threading.local):
@@ -115,7 +117,7 @@ def _write_state(
     if output.has(path):
         return
     extents = source.extents(parameter, state)
-    like = source.flat[0][parameter.group][state if extents is not None else FP32]
+    like = source.first.flat[parameter.group][state if extents is not None else FP32]
     around = form.frame(parameter, like.dtype)
     model: Tensor | None = source.model["module"].get(parameter.name) if state == FP32 and source.stage < 3 else None
     room = buffers.values

@@ -27,7 +27,8 @@ from .errors import EnvironmentFailed, Impossible, SourceBad
 from .forms import PARAM, ZERO
 from .layout import described_parameters, refuse_unconvertible
 from .loading import describe_refusal, load, only_safe_loading
-from .source import ADAM_STATES, COMMON_STATE, FP32
+from .shards import FP32
+from .source import ADAM_STATES, COMMON_STATE
 
 WORK = ".work"
 # Seconds between two looks at how much was written: each walks over all files, perhaps on a network disk.

@@ -14,7 +14,7 @@ from torch import Tensor
 from .forms import PARAM, Form
 from .loading import load
 from .records import Extent, Frame, frame
-from .source import FP32
+from .shards import FP32
 
 STEP = "step"
 _EXPERT = "is_expert_param"
@@ -194,15 +194,15 @@ class ShardedValues:
         return self._source.parameters[name].numel
 
     def dtype(self, name: str, state: str) -> torch.dtype:
-        flat = self._source.flat[0][self._source.parameters[name].group]
+        flat = self._source.first.flat[self._source.parameters[name].group]
         return flat[state if state in flat else FP32].dtype
 
     def read(self, name: str, state: str, start: int, target: Tensor) -> None:
-        extents = self._source.extents(self._source.parameters[name], state)
+        extents = self._source.extents(self._source.parameters[name], state, start, start + target.numel())
         if extents is None:
             target.zero_()
         else:
-            fill(target, extents, start, self.dtype(name, state))
+            fill(target, extents, 0, self.dtype(name, state))
 
     def step(self, name: str) -> Any:
         return self._form.steps[name]

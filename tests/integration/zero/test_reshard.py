@@ -45,6 +45,19 @@ def test_everything_comes_back_at_another_world_size(sources: Sources, tmp_path:
     assert sorted(path.name for path in source.iterdir()) == before, "nothing is written there"
 
 
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in DEFAULT else pytest.mark.full) for case in CHANGES]
+)
+def test_the_formula_says_where_values_lie(sources: Sources, case: str) -> None:
+    """A rank opens only the files that have its ranges: it knows them before it has read what they say."""
+    task, _ = CHANGES[case]
+    source, _ = sources.get(**task)
+    with open_source(source, ours=True) as eager, open_source(source, ours=True, lazy=True) as lazy:
+        assert list(lazy.shards.held) == [0]
+        assert lazy.parameters == eager.parameters
+        assert len(lazy.shards.all()) == task["world"]
+
+
 @across
 def test_the_stage_changes_too(
     sources: Sources, tmp_path: Path, old: int, new: int, ranks: int, others: int, config: dict[str, Any]
