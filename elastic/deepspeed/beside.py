@@ -20,7 +20,7 @@ from ..training.parts import Stateful, check_same, kept_of
 from ..training.reading_state import load_part
 from ..universal.layout import engine_directory
 from ..universal.loading import load
-from .view import model_state_files
+from .view import model_states_file
 
 PARTS, WEIGHTS_FROM = "dalsegno_parts", "dalsegno_weights_from"
 """Keys of the client's state: the parts; the checkpoint of which this run once took the weights only."""
@@ -105,5 +105,5 @@ class BesideEngine:
 
 
 def _saved(path: Path) -> Mapping[str, Any]:
-    states: Mapping[str, Any] = load(model_state_files(engine_directory(path))[0], mmap=True)
+    states: Mapping[str, Any] = load(model_states_file(engine_directory(path)), mmap=True)
     return states

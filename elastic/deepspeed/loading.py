@@ -29,9 +29,11 @@ from ..rank.threads import shared_out
 from ..saving.optimizers import check_parameters
 from ..universal.forms import NUMBERS
 from ..universal.loading import load
-from ..universal.source import ADAM_STATES, FP32
+from ..universal.shards import FP32
+from ..universal.source import ADAM_STATES
 from ..universal.values import STEP, Values
-from .view import COMMON, NESTED, ZERO, model_state_files
+from .model_states import ModelStates, unpartitioned
+from .view import COMMON, NESTED, ZERO, model_states_file
 from .weights import weights_from_file
 
 TRAINED_NOTE = "dalsegno_trained"
@@ -361,8 +363,7 @@ def _copy_to_optimizer(parameter: Any, whole: Tensor) -> None:
 
 def load_whole_model(engine: Any, directory: Path) -> None:
     """Copies the weights that stage 0 saves as they are."""
-    (file,) = model_state_files(directory)
-    engine.module.load_state_dict(load(file, mmap=True)["module"], strict=False)
+    engine.module.load_state_dict(load(model_states_file(directory), mmap=True)["module"], strict=False)
 
 
 def torch_optimizer(engine: Any) -> Any:
@@ -405,23 +406,23 @@ def restore_unpartitioned(engine: Any, directory: Path) -> None:
             because ZeRO-3 saves none that the optimizer does not know. Or one has another shape, because frozen
             parameters do not follow a change of tensor parallelism.
     """
-    files = model_state_files(directory, int(getattr(engine, "checkpoint_mp_rank", 0)))
-    states = [load(path, mmap=True) for path in files]
-    module: Mapping[str, Any] = states[0]["module"]
-    partitioned = states[0].get("param_shapes")  # stage 0 partitions nothing, and DeepSpeed loads all of it
+    states = ModelStates(model_states_file(directory, int(getattr(engine, "checkpoint_mp_rank", 0))))
+    state = states[0]
+    module: Mapping[str, Any] = state["module"]
+    partitioned = state.get("param_shapes")  # stage 0 partitions nothing, and DeepSpeed loads all of it
     owned = {name for group in partitioned or () for name in group}
     if extra := sorted(owned - {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}):
         raise RuntimeError(f"the checkpoint is another model's: this one has no {', '.join(extra[:3])}")
     buffers = dict(engine.module.named_buffers())
     with torch.no_grad():
-        for name in states[0].get("buffer_names") or ():
+        for name in state.get("buffer_names") or ():
             if name in buffers:
                 buffers[name].copy_(module[name])
         for name, parameter in engine.module.named_parameters() if partitioned is not None else ():
             shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
             if name in owned or 0 in shape:
                 continue
-            value = _unpartitioned(name, shape, module, states)
+            value = unpartitioned(name, shape, states)
             if value is not None:
                 _copy(parameter, value)
             elif parameter.requires_grad:
@@ -441,8 +442,7 @@ def check_groups(engine: Any, directory: Path) -> None:
     Raises:
         ValueError: It does not.
     """
-    files = model_state_files(directory, int(getattr(engine, "checkpoint_mp_rank", 0)))
-    state = load(files[0], mmap=True)
+    state = load(model_states_file(directory, int(getattr(engine, "checkpoint_mp_rank", 0))), mmap=True)
     if int(engine.zero_optimization_stage()) == 0:
         # Earlier versions did not say.
         saved, here = list(state.get(TRAINED_NOTE) or ()), trained(engine)
@@ -457,23 +457,6 @@ def check_groups(engine: Any, directory: Path) -> None:
     # Another model is detected when it is loaded, with a better message.
     if set(saved) <= {name for name, _ in engine.module.named_parameters()} and set(here) <= frozen.union(saved):
         check_parameters(saved, here)
-
-
-def _unpartitioned(
-    name: str, shape: tuple[int, ...], module: Mapping[str, Any], states: Sequence[Mapping[str, Any]]
-) -> Tensor | None:
-    """A parameter's whole value from the model states, if they have one."""
-    value = module.get(name)
-    if isinstance(value, Tensor) and tuple(value.shape) == shape:
-        return value
-    # Stage 3 partitions these too; each rank's file has its fragment, padded.
-    saved = (states[0].get("frozen_param_shapes") or {}).get(name)
-    if saved is None:
-        return None
-    if tuple(saved) != shape:
-        raise RuntimeError(f"{name} was saved with shape {tuple(saved)}, the model's has {shape}")
-    fragments = [rank["frozen_param_fragments"][name].reshape(-1) for rank in states]
-    return torch.cat(fragments)[: torch.Size(shape).numel()].reshape(shape)
 
 
 def _copy(parameter: Any, value: Tensor) -> None:

@@ -29,23 +29,24 @@ NESTED = "optimizer_state_dict"
 _MODEL = {False: "mp_rank_00_model_states.pt", True: "zero_pp_rank_0_mp_rank_00_model_states.pt"}
 
 
-def model_state_files(directory: Path, model_rank: int = 0) -> list[Path]:
-    """Files of model states of one rank of model parallelism, rank 0's first; stages 1 and 2 have one.
+def model_states_file(directory: Path, model_rank: int = 0) -> Path:
+    """The file of model states of the first rank of one rank of model parallelism.
 
     Raises:
-        RuntimeError: There are none.
+        RuntimeError: There is none.
     """
-    files: list[Path] = []
-    while (path := directory / f"zero_pp_rank_{len(files)}_mp_rank_{model_rank:02d}_model_states.pt").is_file():
-        files.append(path)
-    whole = directory / f"mp_rank_{model_rank:02d}_model_states.pt"
-    if not files and whole.is_file():
-        files = [whole]
-    if files:
-        return files
+    for name in (f"zero_pp_rank_0_mp_rank_{model_rank:02d}", f"mp_rank_{model_rank:02d}"):
+        path = directory / f"{name}_model_states.pt"
+        if path.is_file():
+            return path
     if model_rank > 0:  # it was saved with fewer model-parallel ranks
-        return model_state_files(directory)
+        return model_states_file(directory)
     raise RuntimeError(f"no model states in {directory}")
+
+
+def model_states_of(rank: int, first: Path) -> Path:
+    """Stage 3: where another rank's model states lie, beside those of the first."""
+    return first.with_name(f"zero_pp_rank_{rank}_{first.name.removeprefix('zero_pp_rank_0_')}") if rank else first
 
 
 @contextmanager
@@ -73,7 +74,7 @@ def universal_view(directory: Path, stage: int) -> Iterator[Path]:
         with sharded_view(directory) as view:
             yield view
         return
-    model = model_state_files(directory)[0]
+    model = model_states_file(directory)
     with _temporary() as parent:
         view = parent / "checkpoint"
         (view / ZERO).mkdir(parents=True)

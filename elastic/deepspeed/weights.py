@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..training.reading_state import copied_by_name
 from ..universal.loading import load
-from .view import model_state_files
+from .view import model_states_file
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def filled_everywhere(engine: Any, directory: Path) -> bool:
 
 
 def _fill_weights(engine: Any, directory: Path) -> bool:
-    weights = load(model_state_files(directory)[0], mmap=True).get("module")
+    weights = load(model_states_file(directory), mmap=True).get("module")
     if not isinstance(weights, Mapping) or not copied_by_name(engine.module, weights):
         return False
     optimizer = engine.optimizer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.elastic.deepspeed.view import sharded_view
+from dalsegno.elastic.deepspeed.view import model_states_file, model_states_of, sharded_view
 from dalsegno.protos.contract import Variable
 
 
@@ -23,3 +23,17 @@ def test_links_go_with_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert view.resolve() == checkpoint
         assert view.parents[1] == (tmp_path / "agent" if agents == "agent" else elsewhere)
     assert not list(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize("there", ["zero_pp_rank_0_mp_rank_00", "mp_rank_00"])
+def test_the_first_ranks_model_states(tmp_path: Path, there: str) -> None:
+    """Of a rank of model parallelism that was not there when it was saved, the first one's."""
+    first = tmp_path / f"{there}_model_states.pt"
+    with pytest.raises(RuntimeError, match="no model states in"):
+        model_states_file(tmp_path)
+    first.touch()
+    assert model_states_file(tmp_path) == model_states_file(tmp_path, 1) == model_states_of(0, first) == first
+    assert model_states_of(12, first).name == "zero_pp_rank_12_mp_rank_00_model_states.pt"
+    other = tmp_path / "mp_rank_01_model_states.pt"
+    other.touch()
+    assert model_states_file(tmp_path, 1) == other
