@@ -1,8 +1,8 @@
 """FSDP2 for a `Trainer`, with checkpoints that any number of ranks loads.
 
 Each rank writes its own rows of every parameter and of the optimizer's state, with the number of the first row. Each
-rank of the next world maps the old files into memory and copies the rows that are its own. Nothing is ever gathered,
-and only plain tensors are read (torch's own distributed checkpoint keeps its metadata as a pickle).
+rank of the next world maps the old files that have rows of its own into memory, and copies these. Nothing is ever
+gathered, and only plain tensors are read (torch's own distributed checkpoint keeps its metadata as a pickle).
 """
 
 from __future__ import annotations

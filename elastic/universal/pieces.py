@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]
 """By (sub-)group, the parameters' shapes by name, in the order in which they lie there."""
@@ -13,8 +14,7 @@ Shapes = Sequence[Mapping[str, tuple[int, ...]]]
 _GROUP_ALIGNMENT = 2
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A run of one parameter's values: elements ``[start, start + numel)`` of a flat tensor of ``rank``'s file.
 
     ``first`` is the place of the first one among the parameter's elements.
@@ -29,7 +29,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: its full shape, its (sub-)group, and the pieces that make it up in order."""
+    """One parameter: its full shape, its (sub-)group, and the pieces that make it up in order, by ascending ranks."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,6 +39,22 @@ class Parameter:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def of_rank(self, rank: int) -> Piece | None:
+        """The piece of one rank, if that has any. Searched, as there may be hundreds of ranks and many parameters."""
+        at = bisect_left(self.pieces, rank, key=lambda piece: piece.rank)
+        return self.pieces[at] if at < len(self.pieces) and self.pieces[at].rank == rank else None
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[Piece, int, int]]:
+        """Where elements ``[start, stop)`` lie: each piece that has some, and which ones it has."""
+        at = max(0, bisect_right(self.pieces, start, key=lambda piece: piece.first) - 1)
+        for index in range(at, len(self.pieces)):
+            piece = self.pieces[index]
+            if piece.first >= stop:
+                break
+            low, high = max(start, piece.first), min(stop, piece.first + piece.numel)
+            if low < high:
+                yield piece, low, high
 
 
 def slot(length: int, ranks: int, alignment: int = 1) -> int:
@@ -102,13 +118,10 @@ def mapped(shapes: Shapes, mappings: Sequence[Sequence[Mapping[str, Any]]]) -> d
     return parameters
 
 
-def by_rank(parameters: Mapping[str, Parameter]) -> dict[int, list[tuple[str, Piece]]]:
-    """Each rank's pieces, with the names of their parameters."""
-    found: dict[int, list[tuple[str, Piece]]] = {}
-    for parameter in parameters.values():
-        for piece in parameter.pieces:
-            found.setdefault(piece.rank, []).append((parameter.name, piece))
-    return found
+def of_rank(parameters: Mapping[str, Parameter], rank: int) -> list[tuple[str, Piece]]:
+    """One rank's pieces, with the names of their parameters."""
+    found = ((name, parameter.of_rank(rank)) for name, parameter in parameters.items())
+    return [(name, piece) for name, piece in found if piece is not None]
 
 
 def says(mapping: Sequence[Mapping[str, Any]], pieces: Sequence[tuple[str, Piece]]) -> bool:
@@ -121,4 +134,4 @@ def says(mapping: Sequence[Mapping[str, Any]], pieces: Sequence[tuple[str, Piece
     return there == {(piece.group, name, piece.start, piece.numel) for name, piece in pieces}
 
 
-__all__ = ("Parameter", "Piece", "Shapes", "by_rank", "flattened", "mapped", "partitioned", "says", "slot")
+__all__ = ("Parameter", "Piece", "Shapes", "flattened", "mapped", "of_rank", "partitioned", "says", "slot")

@@ -15,7 +15,7 @@ import resource
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .errors import Impossible, SourceBad
 from .layout import Files, find_files, refuse_layout
-from .pieces import Parameter, Piece, Shapes, by_rank, flattened, mapped, partitioned, says
+from .pieces import Parameter, Piece, Shapes, flattened, mapped, of_rank, partitioned, says
 from .records import Extent, TorchFile
 from .shards import FP32, INNER, Shard, Shards, missing_ranks, opened, stage_of
 
@@ -124,12 +124,10 @@ class ShardedSource:
             return None
         end = parameter.numel if stop is None else stop
         found = []
-        for piece in parameter.pieces:
-            low, high = max(start, piece.first), min(end, piece.first + piece.numel)
-            if low < high:
-                shard = self.shards[piece.rank]
-                tensor = shard.flat[piece.group][state]
-                found.append(shard.file.extent(tensor, piece.start + low - piece.first, high - low))
+        for piece, low, high in parameter.within(start, end):
+            shard = self.shards[piece.rank]
+            tensor = shard.flat[piece.group][state]
+            found.append(shard.file.extent(tensor, piece.start + low - piece.first, high - low))
         return tuple(found)
 
     def model_extent(self, tensor: Tensor) -> Extent:
@@ -187,7 +185,7 @@ def open_source(
         )
         if lazy:
             _check(source, [source.first])
-            shards.check_with(_LazyCheck(source))
+            shards.check_with(partial(_check_opened, source))
         else:
             _check(source, shards.all())
         stack.pop_all()
@@ -204,7 +202,7 @@ def _let_open(files: int) -> None:
 
 
 def _check_ranks(names: Mapping[int, str], world: int, *, lazy: bool) -> None:
-    enough = 0 in names and max(names) < world if lazy else sorted(names) == list(range(world))
+    enough = max(names) < world if lazy else sorted(names) == list(range(world))
     if not enough:
         raise SourceBad(missing_ranks(world, names))
 
@@ -217,7 +215,7 @@ def _by_formula(shapes: Shapes, shards: Shards) -> dict[str, Parameter] | None:
     if any(map(any, state.get(_ALIGNMENT_PADS) or ())):
         return None
     found = flattened(shapes, len(shards))
-    return found if says(state["param_slice_mappings"], by_rank(found).get(0, [])) else None
+    return found if says(state["param_slice_mappings"], of_rank(found, 0)) else None
 
 
 def _of_all(
@@ -233,30 +231,17 @@ def _of_all(
     return parameters
 
 
-class _LazyCheck:
-    """Checks a shard of a source when it is opened: what `_check` does for all, and that its pieces are the formula's.
-
-    Rank 0's is checked already.
-    """
-
-    def __init__(self, source: ShardedSource) -> None:
-        self._source = source
-
-    @cached_property
-    def _pieces(self) -> dict[int, list[tuple[str, Piece]]]:
-        return by_rank(self._source.parameters)
-
-    def __call__(self, shard: Shard) -> None:
-        source, name = self._source, shard.file.path.name
-        if stage_of(shard.optimizer) != source.stage or len(shard.flat) != len(source.first.flat):
-            raise SourceBad(f"{name} is of another stage or number of groups than rank 0's")
-        pieces = self._pieces.get(shard.rank, [])
-        if source.stage < 3 and not says(shard.optimizer["param_slice_mappings"], pieces):
-            raise SourceBad(f"{name}: values do not lie where rank 0's file and the number of ranks say")
-        _check_sizes(shard, pieces)
-        if not source.reset:
-            _check_numbers(source, [shard])
-            _check_alike(source, shard, [source.first, shard])
+def _check_opened(source: ShardedSource, shard: Shard) -> None:
+    """Checks a shard that was opened later than rank 0's: as `_check` does, and that its pieces are the formula's."""
+    name, pieces = shard.file.path.name, of_rank(source.parameters, shard.rank)
+    if stage_of(shard.optimizer) != source.stage or len(shard.flat) != len(source.first.flat):
+        raise SourceBad(f"{name} is of another stage or number of groups than rank 0's")
+    if source.stage < 3 and not says(shard.optimizer["param_slice_mappings"], pieces):
+        raise SourceBad(f"{name}: values do not lie where rank 0's file and the number of ranks say")
+    _check_sizes(shard, pieces)
+    if not source.reset:
+        _check_numbers(source, [shard])
+        _check_alike(source, shard, [source.first, shard])
 
 
 def _check(source: ShardedSource, shards: Sequence[Shard]) -> None:
@@ -266,9 +251,8 @@ def _check(source: ShardedSource, shards: Sequence[Shard]) -> None:
         have = sum(piece.numel for piece in parameter.pieces)
         if have != parameter.numel:
             raise SourceBad(f"{parameter.name}: {have} of {parameter.numel} values are in the files")
-    pieces = by_rank(source.parameters)
     for shard in shards:
-        _check_sizes(shard, pieces.get(shard.rank, []))
+        _check_sizes(shard, of_rank(source.parameters, shard.rank))
     if not source.reset:
         _check_states(source, shards)
 

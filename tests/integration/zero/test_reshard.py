@@ -49,11 +49,15 @@ def test_everything_comes_back_at_another_world_size(sources: Sources, tmp_path:
     "case", [pytest.param(case, marks=() if case in DEFAULT else pytest.mark.full) for case in CHANGES]
 )
 def test_the_formula_says_where_values_lie(sources: Sources, case: str) -> None:
-    """A rank opens only the files that have its ranges: it knows them before it has read what they say."""
+    """A rank opens only the files that have its ranges: it knows them before it has read what they say.
+
+    Not with pads between parameters.
+    """
     task, _ = CHANGES[case]
     source, _ = sources.get(**task)
+    opened = list(range(task["world"])) if case == "zero2-aligned" else [0]
     with open_source(source, ours=True) as eager, open_source(source, ours=True, lazy=True) as lazy:
-        assert list(lazy.shards.held) == [0]
+        assert list(lazy.shards.held) == opened
         assert lazy.parameters == eager.parameters
         assert len(lazy.shards.all()) == task["world"]
 
