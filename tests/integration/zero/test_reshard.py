@@ -62,6 +62,25 @@ def test_the_formula_says_where_values_lie(sources: Sources, case: str) -> None:
         assert len(lazy.shards.all()) == task["world"]
 
 
+def test_other_ranks_model_states_are_read_for_frozen_parameters(sources: Sources, tmp_path: Path) -> None:
+    """ZeRO-3 cuts these up, too: a missing part is said. Without them, the first rank's model states say all."""
+    made, saved = sources.get(3, 3)
+    source = tmp_path / made.name
+    shutil.copytree(made, source)
+    first, *others = sorted(source.glob("*_model_states.pt"))
+    others[0].unlink()
+    with pytest.raises(AssertionError, match=f"frozen: 2 of 5 values are there, {others[0].name} is missing"):
+        load(tmp_path / "out", 2, 3, source)
+    others[1].unlink()
+    content = torch.load(first, weights_only=False)
+    content["frozen_param_shapes"] = content["frozen_param_fragments"] = None
+    torch.save(content, first)
+    loaded = load(tmp_path / "whole", 2, 3, source)
+    for name, states in saved.states.items():
+        for state, values in states.items():
+            assert torch.equal(loaded.states[name][state], values), f"{name}/{state}"
+
+
 @across
 def test_the_stage_changes_too(
     sources: Sources, tmp_path: Path, old: int, new: int, ranks: int, others: int, config: dict[str, Any]
