@@ -36,6 +36,7 @@ from .replicas import check_unsharded
 from .save_errors import problem
 from .saving_reports import Count
 from .sealing import Sealing
+from .staging import no_collections
 from .writing import SummedFile, save
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,10 @@ class Background:
         Raises:
             ValueError: What a script's own state gives first has sharded tensors in it. Owners look by themselves.
         """
+        with no_collections():
+            return self._staged(copy, path)
+
+    def _staged(self, copy: Callable[[Any], Any], path: Path) -> Mapping[str, Any]:
         if self.copies:
             return self.state(copy, path)
         given = self.state()

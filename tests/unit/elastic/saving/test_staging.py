@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -295,3 +296,28 @@ def test_all_parts_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     flight.cancel()
     assert len(sealed) == 1
     assert saving.Flight is Flight
+
+
+@pytest.mark.parametrize("was", [True, False], ids=["on", "off"])
+def test_no_garbage_is_looked_for_while_a_state_is_copied(was: bool) -> None:
+    """With thousands of tensors that took longer than the copies. Afterwards it is as before, whatever happened."""
+    seen: list[bool] = []
+
+    def state() -> dict[str, object]:
+        seen.append(gc.isenabled())
+        raise KeyError("layer")
+
+    def copy(given: object) -> object:
+        seen.append(gc.isenabled())
+        return given
+
+    before = gc.isenabled()
+    (gc.enable if was else gc.disable)()
+    try:
+        background(lambda: {}).staged(copy, Path())
+        with pytest.raises(KeyError):
+            background(state).staged(copy, Path())
+        assert gc.isenabled() is was
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert seen == [False, False]
