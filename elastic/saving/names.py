@@ -13,7 +13,7 @@ from ..rank.agreement import differences
 from ..rank.collective import Collective, PendingGather
 from ..rank.identity import Identity
 from .answers import TOLD_OTHERWISE
-from .content import Content, Own
+from .content import Own
 from .save_errors import Failed, describe
 
 log = logging.getLogger(__name__)
@@ -29,11 +29,9 @@ class Names:
         self._identity, self._collective = identity, collective
         self._last: CheckpointName | None = None
 
-    def choose(
-        self, own: Own, best_as_of: Callable[[str, float | None], Bests], *, create_directory: bool
-    ) -> tuple[str, Content]:
+    def choose(self, own: Own, best_as_of: Callable[[str, float | None], Bests], *, create_directory: bool) -> None:
         """See `ask`; waits for the answer. Collective."""
-        return self.ask(own, best_as_of, create_directory=create_directory).answer()
+        self.ask(own, best_as_of, create_directory=create_directory).answer()
 
     def ask(self, own: Own, best_as_of: Callable[[str, float | None], Bests], *, create_directory: bool) -> AskedName:
         """Asks for rank 0's name, metric and best: a metric is often computed on one rank, or differs in its last bits.
@@ -67,17 +65,17 @@ class Names:
                 said["bests"] = [None if one is None else asdict(one) for one in best_as_of(str(name), metric)]
             except OSError as error:
                 said["error"] = describe(error)
-        return AskedName(content, self._collective.start_gather(said))
+        return AskedName(own, self._collective.start_gather(said))
 
 
 class AskedName:
     """What rank 0 says of a save, on its way. Made by `Names.ask`."""
 
-    def __init__(self, content: Content, asked: PendingGather) -> None:
-        self._content, self._asked = content, asked
+    def __init__(self, own: Own, asked: PendingGather) -> None:
+        self._own, self._asked = own, asked
 
-    def answer(self) -> tuple[str, Content]:
-        """The name, and what is saved, with rank 0's metric and best.
+    def answer(self) -> None:
+        """The save has its name, and rank 0's metric and best. Collective.
 
         Raises:
             Failed: There is none, or the ranks were told to save different things. On all ranks.
@@ -86,7 +84,10 @@ class AskedName:
         first = answers[0]
         if "error" in first:
             raise Failed(first["error"], fatal=False)
+        best, candidate = (None if one is None else Best(**one) for one in first["bests"])
+        own = self._own
+        own.name = str(first["name"])
+        own.content = replace(own.content, metric=first["metric"], best=best, candidate=candidate)
+        # Behind the name: what rank 0 has made is removed with it.
         if wrong := differences([answer["content"] for answer in answers]):
             raise Failed(f"{TOLD_OTHERWISE}: {'; '.join(wrong)}", fatal=True)
-        best, candidate = (None if one is None else Best(**one) for one in first["bests"])
-        return str(first["name"]), replace(self._content, metric=first["metric"], best=best, candidate=candidate)

@@ -135,7 +135,7 @@ class Saver:
         own, began = Own(content, self._tier(in_memory)), time.monotonic()
         try:
             with self._together(own, drain):
-                own.name, own.content = self._names.choose(own, self.bests.as_of, create_directory=create_directory)
+                self._names.choose(own, self.bests.as_of, create_directory=create_directory)
                 self._write(own, write, create_directory)
                 trace.mark("written")
                 entries = self._describe(own)
@@ -351,10 +351,10 @@ class Saver:
         asked = self._names.ask(own, self.bests.as_of, create_directory=True)
         beside = self._agreed and own.tier.in_memory and not (waits or state.copies or own.content.make_durable)
         if not beside:
-            own.name, own.content = asked.answer()
+            asked.answer()
         files, error = self._copied(own, state, copies=not waits, enters=not beside)
         if beside:
-            own.name, own.content = asked.answer()
+            asked.answer()
             return files, partial(self._enter_late, own, error)
         found = problem(error, own.path)
         answers = self._answers.exchange({"paths": sorted(files)} if found is None else found.answer)

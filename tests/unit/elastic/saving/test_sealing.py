@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dalsegno.elastic import background
+from dalsegno.elastic.checkpoint import Manifest
 from dalsegno.elastic.rank.board import Board, CalledOff, open_board
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.saving import saving
@@ -245,3 +247,25 @@ def test_a_world_of_one_has_a_board() -> None:
     board.forget("a")
     with pytest.raises(CalledOff):
         board.hear(["a"], lambda _: True)
+
+
+@pytest.mark.parametrize("in_memory", [True, False], ids=["memory", "disk"])
+def test_ranks_that_save_different_things_end_and_leave_nothing(tmp_path: Path, in_memory: bool) -> None:
+    """What rank 0 has made by then is gone as well; unlike metrics are no difference, rank 0's counts."""
+    job = Job(tmp_path, 2)
+
+    def work(saver: Saver, group: Threads) -> Any:
+        given = {"drain": False, "in_memory": in_memory}
+        one = replace(content(6), metric=[0.5, float("nan")][group.rank])
+        saver.begin(one, background(lambda: files_of(group.rank, 6)), lambda: None, **given)  # type: ignore[arg-type]
+        ended = saver.settle()
+        assert ended is not None
+        other = replace(content(7), keep=group.rank)
+        return saver.begin(other, background(lambda: files_of(group.rank, 7)), lambda: None, **given)  # type: ignore[arg-type]
+
+    for error in job.run(work):
+        assert isinstance(error, SaveError), error
+        assert "the ranks were told to save different things: keep is 0 on rank 0, 1 on rank 1" in str(error)
+    there = left(job) if in_memory else [path.name for path in (tmp_path / "run-0001").glob("step-*")]
+    assert there == ["step-6.e3.1"]
+    assert Manifest.read((job.memory(0) if in_memory else tmp_path / "run-0001") / there[0]).metric == 0.5
