@@ -15,6 +15,8 @@ __all__ = ["Board", "CalledOff", "KeyValueStore", "open_board"]
 
 # Seconds between two looks: at first, and at most. (torch writes a warning for each wait that ends in vain.)
 FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS = 0.0005, 0.05
+# torch's server closes the connection of who sends more than 8 MiB at once.
+MAX_BYTES = 7 << 20
 
 
 class CalledOff(RuntimeError):
@@ -48,9 +50,12 @@ class Board:
             message: Plain JSON values.
 
         Raises:
-            RuntimeError: The store is gone.
+            RuntimeError: The store is gone, or takes no message of this length.
         """
-        self._store.set(name, json.dumps(message))
+        data = json.dumps(message)
+        if len(data) > MAX_BYTES:
+            raise RuntimeError(f"{name} has {len(data)} bytes, and the store takes {MAX_BYTES} at most")
+        self._store.set(name, data)
 
     def hear(self, names: Sequence[str], off: Callable[[float], bool]) -> list[Any]:
         """Looks until something is said under each of these names.
@@ -97,10 +102,22 @@ class _Alone:
         return self._said.pop(key, None) is not None
 
 
+class _Gone:
+    """Instead of a store that cannot be reached."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"the world's store cannot be reached: {self._why}")
+
+
 def open_board(collective: Any) -> Board:
     """The board of a group's world. Main thread; each rank as often as the others.
 
-    Raises:
-        RuntimeError: The store is gone.
+    Where the store cannot be reached, all that is asked of the board raises RuntimeError.
     """
-    return Board(_Alone() if collective.world_size == 1 else collective.channel("board"))
+    try:
+        return Board(_Alone() if collective.world_size == 1 else collective.channel("board"))
+    except (RuntimeError, NotImplementedError) as error:
+        return Board(_Gone(str(error)))

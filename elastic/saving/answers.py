@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..rank.collective import Collective
-from .save_errors import Cause, Failed, describe, is_fatal, is_mistake, problem
+from .save_errors import Cause, Failed, is_fatal, is_mistake, problem
+
+if TYPE_CHECKING:
+    from .sealing import Sealing
 
 log = logging.getLogger(__name__)
 
@@ -32,31 +35,39 @@ class Answers:
             log.error("writing %s failed", path.name, exc_info=error)
         return {} if found is None else dict(found.answer)
 
-    def agree_on_end(self, digest: str, error: BaseException | None) -> str:
-        """What all ranks take a save for whose ranks have sealed it by themselves: if one knows that it is, it is.
-
-        Collective.
+    def agree_on_end(self, sealing: Sealing, error: BaseException | None, path: Path, *, seconds: float) -> str:
+        """What all ranks take a save for that their threads seal: if one knows that it is sealed, it is. Collective.
 
         Args:
-            digest: Its, as this rank knows; "": it does not know that it is sealed.
-            error: Why not.
+            sealing: This rank's.
+            error: Why this rank could not write its files below ``path``.
+            seconds: So long the threads have where nobody has trouble.
+
+        Returns:
+            The manifest's digest; "": all have written, and it is not sealed, because a store is gone or silent. No
+            thread will seal it any more.
 
         Raises:
-            Failed: No rank knows that. On all ranks.
+            Failed: It is not, and cannot be. On all ranks.
         """
-        said: dict[str, Any] = {"digest": digest}
-        if isinstance(error, Failed):
-            said["failed"] = str(error), error.fatal, error.final
-        elif error is not None:
-            said.update(text=describe(error), cause=Cause.SURROUNDINGS.value)
-        answers = self._collective.gather(said)
-        for answer in answers:
-            if answer["digest"]:
-                return str(answer["digest"])
-        for text, fatal, final in (answer["failed"] for answer in answers if "failed" in answer):
+        if error is not None:
+            sealing.stop()
+        told = self._collective.gather({**self.answer(error, path), "lost": sealing.failed})
+        if not any(one["lost"] or "text" in one for one in told):
+            sealing.over.wait(seconds)
+        sealing.stop()
+        said: dict[str, Any] = {"digest": sealing.digest}
+        if isinstance(sealing.error, Failed):
+            failure = sealing.error
+            said["failed"] = str(failure), failure.fatal, failure.final
+        ends = self._collective.gather(said)
+        for one in ends:
+            if one["digest"]:
+                return str(one["digest"])
+        raise_first(told)
+        for text, fatal, final in (one["failed"] for one in ends if "failed" in one):
             raise Failed(text, fatal, final=final)
-        raise_first(answers)
-        raise Failed("no rank knows how it ended", fatal=False)
+        return ""
 
     def exchange(self, said: Mapping[str, Any]) -> list[dict[str, Any]]:
         """What each rank has said. Collective.

@@ -33,7 +33,6 @@ from ..checkpoint.files import checksums
 from ..rank import rng
 from .content import Own
 from .replicas import check_unsharded
-from .save_errors import problem
 from .saving_reports import Count
 from .sealing import Sealing
 from .staging import no_collections
@@ -154,11 +153,12 @@ class Flight:
         rank, world_size: Of the session.
         files: What this rank writes, copied already, or being copied.
         copied: Waits on the thread until it is.
-        seal: Rank 0: called on its thread when all parts are there; returns the digest. Or it goes to memory: then
-            nothing is synced, and all ranks seal it together.
+        seal: Rank 0: called on its thread when all parts are there; returns the digest. None: it goes to memory. Then
+            nothing is synced, and no rank says in a file what it wrote: others would not see that.
         done: The bytes that the thread has written.
         patience_seconds: Seconds without a byte after which this rank's part has failed; 0: never.
         reports: A context that is entered while the thread is at work.
+        then: Called at the thread's end with what this rank has written, and why not.
     """
 
     def __init__(
@@ -168,20 +168,21 @@ class Flight:
         world_size: int,
         files: Mapping[str, Any],
         copied: Callable[[], None],
-        seal: Callable[[tuple[FileEntry, ...]], str] | Sealing,
+        seal: Callable[[tuple[FileEntry, ...]], str] | None,
         done: Count,
         patience_seconds: float,
         reports: AbstractContextManager[None],
+        then: Callable[[tuple[FileEntry, ...], BaseException | None], None] | None = None,
     ) -> None:
         self._path, self._rank, self._world_size = path, rank, world_size
         self._files, self._copied = files, copied
         self._seal, self._done, self._patience, self._reports = seal, done, patience_seconds, reports
         self._written, self._over, self._cancelled = threading.Event(), threading.Event(), threading.Event()
-        # Why the files could not be written, and why they could not be sealed.
-        self._error: Exception | None = None
-        self._unsealed: Exception | None = None
+        self._then = then
+        self._error: BaseException | None = None
         self._stuck: TimeoutError | None = None
         self._digest = ""
+        self._entries: tuple[FileEntry, ...] = ()
         self._may_begin = threading.Event()
         # Not a daemon: a script that ends while a save is under way waits for it.
         self._thread = threading.Thread(target=self._run, name="dalsegno-save")
@@ -192,9 +193,9 @@ class Flight:
     @property
     def failed(self) -> bool:
         """Whether this rank could not do its part."""
-        return self._over.is_set() and (self._error or self._unsealed) is not None
+        return self._over.is_set() and self._error is not None
 
-    def written(self) -> Exception | None:
+    def written(self) -> BaseException | None:
         """Waits until this rank's files are written. Returns the error if they could not be."""
         while not self._written.wait(LAST_LOOK_SECONDS):
             if 0 < self._patience <= self._done.still():
@@ -202,18 +203,15 @@ class Flight:
                 break
         return self._stuck or self._error
 
-    def sealed(self, seconds: float | None = None) -> tuple[str, Exception | None]:
-        """Waits until the thread has ended. Rank 0 gets the digest, or the error if it could not seal.
+    @property
+    def entries(self) -> tuple[FileEntry, ...]:
+        """What this rank has written, once `written` says so."""
+        return self._entries
 
-        In memory each rank does.
-
-        Args:
-            seconds: Not longer than this: then it is called off.
-        """
-        if not self._over.wait(seconds):
-            self._cancelled.set()
+    def sealed(self) -> tuple[str, BaseException | None]:
+        """Waits until the thread has ended. Rank 0 gets the digest, or the error if it could not seal."""
         self._thread.join()
-        return self._digest, self._error or self._unsealed
+        return self._digest, self._error
 
     def wait(self, seconds: float) -> bool:
         """Whether the thread has ended within so many seconds."""
@@ -233,47 +231,28 @@ class Flight:
             with self._reports:
                 self._work()
         # The main thread must hear of every error, and through it the other ranks.
-        except Exception as error:
-            if self._written.is_set():
-                self._unsealed = error
-            else:
-                self._error = error
+        except BaseException as error:
+            self._error = error
         finally:
+            self._files = {}
+            if self._then is not None:
+                self._then(self._entries, self._error)
             self._over.set()
             self._written.set()
-            self._files = {}
 
     def _work(self) -> None:
-        seal = self._seal
-        if isinstance(seal, Sealing):
-            entries = self._write_or_tell(seal)
-            self._written.set()
-            self._digest = seal.seal(entries, self._is_off)
+        self._copied()
+        entries = tuple(self._write(path, value) for path, value in self._files.items())
+        if self._seal is None:
+            self._entries = entries
             return
-        entries = self._write_all()
         own = json.dumps({"files": [asdict(entry) for entry in entries]}, sort_keys=True).encode() + b"\n"
         self._write(part_name(self._rank), own)
         mark("synced")
         self._written.set()
         found = self._gather_parts() if self._rank == 0 else None
         if found is not None:
-            self._digest = self._seal_when_in_sight(seal, found)
-
-    def _write_or_tell(self, sealing: Sealing) -> tuple[FileEntry, ...]:
-        try:
-            return self._write_all()
-        except Exception as error:
-            found = problem(error, self._path)
-            sealing.failed({} if found is None else found.answer)
-            raise
-
-    def _write_all(self) -> tuple[FileEntry, ...]:
-        self._copied()
-        return tuple(self._write(path, value) for path, value in self._files.items())
-
-    def _is_off(self, seconds: float) -> bool:
-        """Waits for so long; returns whether nobody wants to know any more how this ends."""
-        return self._cancelled.wait(seconds) or not threading.main_thread().is_alive()
+            self._digest = self._seal_when_in_sight(self._seal, found)
 
     def _seal_when_in_sight(self, seal: Callable[[tuple[FileEntry, ...]], str], entries: tuple[FileEntry, ...]) -> str:
         for pause in SIGHT_PAUSES_SECONDS:
@@ -292,7 +271,7 @@ class Flight:
         target.parent.mkdir(parents=True, exist_ok=True)
         with SummedFile(target, self._done.add) as file:
             save(value, file)
-            return FileEntry(path, file.size, file.finish(lasting=not isinstance(self._seal, Sealing)))
+            return FileEntry(path, file.size, file.finish(lasting=self._seal is not None))
 
     def _gather_parts(self) -> tuple[FileEntry, ...] | None:
         """Entries of every rank's files, once all ranks have listed theirs; None if some rank never will."""
@@ -316,12 +295,27 @@ class Flight:
 
 @dataclass
 class UnderWay:
-    """A save in the background, as this rank knows it."""
+    """A save in the background, as this rank knows it.
+
+    Attributes:
+        sealing: In memory: seals it on a thread of its own; None: it is sealed as it is settled.
+    """
 
     own: Own
     drain: bool
     flight: Flight
     began: float
+    sealing: Sealing | None = None
+
+    @property
+    def over(self) -> bool:
+        """This rank's threads have ended."""
+        return self.flight.wait(0.0) and (self.sealing is None or self.sealing.over.is_set())
+
+    @property
+    def failed(self) -> bool:
+        """This rank could not do its part."""
+        return self.flight.failed or (self.sealing is not None and self.sealing.failed)
 
 
 def _read_part(path: Path) -> list[FileEntry] | None:

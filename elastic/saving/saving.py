@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -37,9 +36,9 @@ from ..rank.link import Link
 from ..rank.remarks import remark
 from .answers import TOLD_OTHERWISE, Answers, raise_first
 from .apart import PATIENCE_SHARE, all_files, has_to_seal, missing_parts, seal_once, unless_stuck
-from .background_save import LAST_WORDS_SECONDS, PARTS, Background, Flight, UnderWay, check_paths
+from .background_save import LAST_WORDS_SECONDS, Background, Flight, UnderWay, check_paths
 from .content import Content, Own
-from .declared import DDP, contradiction, say_what_each_rank_has
+from .file_check import FileCheck
 from .names import Names
 from .outcomes import Outcomes, SaveError
 from .save_errors import Failed, describe, kept, problem
@@ -52,7 +51,7 @@ from .writing import Summed
 log = logging.getLogger(__name__)
 
 # So long the ranks' threads have to seal what all have written in memory.
-SEALING_SECONDS = 10.0
+SEALING_SECONDS = 5.0
 
 
 class Saver:
@@ -95,14 +94,15 @@ class Saver:
         self._memory = None if identity.memory_dir is None else Memory(CheckpointStore(identity.memory_dir), identity)
         self._noted_empty = False
         self._buffers = HostBuffers()
-        self._looked = False
+        self._files = FileCheck(identity)
         self._under_way: UnderWay | None = None
         # What the other ranks were last told of, see `tells`.
         self._told_of: UnderWay | None = None
         self._board: Board | None = None
         self._sealed_before: Sealing | None = None
-        # All ranks have agreed on one save in memory, file by file: later ones do as they go.
-        self._agreed = False
+        # All ranks have agreed on one save in memory, file by file: later ones do as they go. And the ranks' threads do
+        # not seal any more: the store was silent or gone.
+        self._agreed = self._unsealed = False
 
     def save(
         self,
@@ -140,7 +140,7 @@ class Saver:
                 trace.mark("written")
                 entries = self._describe(own)
                 trace.mark("synced")
-                self._check_files([entry.path for some in entries for entry in some], own.content)
+                self._files.check([entry.path for some in entries for entry in some], own.content)
                 manifest = self._seal(own, entries)
         except Failed as failure:
             self._outcomes.failed(own, failure, drain)
@@ -161,13 +161,13 @@ class Saver:
         if ending is None:
             return False, False
         # In this order: it may end in between.
-        over = ending.flight.wait(0.0)
-        return over and ending.flight.failed, not over
+        over = ending.over
+        return over and ending.failed, not over
 
     @property
     def busy(self) -> bool:
         """This rank's part of the save that is under way is not over."""
-        return self._under_way is not None and not self._under_way.flight.wait(0.0)
+        return self._under_way is not None and not self._under_way.over
 
     @property
     def under_way(self) -> Disk | None:
@@ -222,21 +222,22 @@ class Saver:
             return digest
 
         patience_seconds = PATIENCE_SHARE * identity.stall_timeout
-        seals = self._sealing(own, began) if in_memory else seal_all
-        flight = Flight(path, identity.rank, identity.world_size, files, copied, seals, done, patience_seconds, reports)
-        self._under_way = UnderWay(own, drain, flight, began)
+        seals, sealing = (None, self._sealing(own, began)) if in_memory else (seal_all, None)
+        then = None if sealing is None else sealing.begin
+        more = done, patience_seconds, reports, then
+        flight = Flight(path, identity.rank, identity.world_size, files, copied, seals, *more)
+        self._under_way = UnderWay(own, drain, flight, began, sealing)
         return own.name
 
-    def _sealing(self, own: Own, began: float) -> Sealing:
-        if self._board is None:
-            self._board = open_board(self._collective)
-        manifest, check = (
-            partial(self._manifest, own.name, own.content),
-            partial(self._check_files, content=own.content),
-        )
-        tell = partial(self._outcomes.tell, own, began=began)
+    def _sealing(self, own: Own, began: float) -> Sealing | None:
+        """None: the ranks seal it as they settle it."""
+        if self._unsealed:
+            return None
+        board = self._board = self._board or open_board(self._collective)
+        manifest = partial(self._manifest, own.name, own.content)
+        check, tell = partial(self._files.check, content=own.content), partial(self._outcomes.tell, own, began=began)
         before, identity = self._sealed_before, self._identity
-        self._sealed_before = sealing = Sealing(self._board, identity, own, manifest, check, tell, before)
+        self._sealed_before = sealing = Sealing(board, identity, own, manifest, check, tell, before)
         return sealing
 
     def settle(self, *, over: bool = False) -> tuple[int, Ref] | None:
@@ -294,13 +295,23 @@ class Saver:
 
     def _settle_in_memory(self, ending: UnderWay, error: BaseException | None, over: bool) -> Ref:
         """The ranks' threads have sealed it, or not. ``over``: they have, on all ranks, as all know."""
-        own, flight = ending.own, ending.flight
-        if not over:
-            self._answers.agree(error, own.path)
-        digest, error = flight.sealed(SEALING_SECONDS)
-        if not over:
-            digest = self._answers.agree_on_end(digest, error)
-        return Ref(own.name, digest)
+        own, sealing, answers = ending.own, ending.sealing, self._answers
+        if sealing is not None:
+            digest = sealing.digest if over else answers.agree_on_end(sealing, error, own.path, seconds=SEALING_SECONDS)
+            if digest and own.tier.leads and not sealing.told:
+                self._outcomes.tell(own, Manifest.read(own.path), ending.began)
+            if digest:
+                return Ref(own.name, digest)
+            log.debug("%s is sealed by hand, and so are those to come: %s", own.name, sealing.error)
+            self._unsealed = True
+        # Nobody sees what other nodes have written: all hear of it here, and seal.
+        own.moved = sum(entry.size for entry in ending.flight.entries)
+        said = answers.answer(error, own.path) or {"files": [asdict(entry) for entry in ending.flight.entries]}
+        entries = [[FileEntry(**entry) for entry in one["files"]] for one in answers.exchange(said)]
+        self._files.check([entry.path for some in entries for entry in some], own.content)
+        manifest = self._seal(own, entries)
+        self._outcomes.announce(own, manifest, ending.began)
+        return manifest.ref
 
     def _together(self, own: Own, drain: bool) -> AbstractContextManager[None]:
         """Around the collectives of a save. In a drain's nobody waits for a leaver whose notice is over.
@@ -333,7 +344,7 @@ class Saver:
             raise SaveError(f"{own.name} is lost: rank {missing[0]} had to go before its part was written")
         with SavingReports(link, own.name, done.read, path):
             files = all_files(path, own.entries, done.add)
-            self._check_files([entry.path for entry in files], own.content)
+            self._files.check([entry.path for entry in files], own.content)
             manifest = seal_once(path, self._manifest(own.name, own.content, files))
         self._outcomes.tell(own, manifest, began)
         self._outcomes.note(own, manifest.ref)
@@ -358,7 +369,7 @@ class Saver:
             return files, partial(self._enter_late, own, error)
         found = problem(error, own.path)
         answers = self._answers.exchange({"paths": sorted(files)} if found is None else found.answer)
-        self._check_files([path for answer in answers for path in answer["paths"]], own.content)
+        self._files.check([path for answer in answers for path in answer["paths"]], own.content)
         return files, self._buffers.wait
 
     def _enter_late(self, own: Own, error: BaseException | None) -> None:
@@ -385,26 +396,13 @@ class Saver:
             log.debug("no state to save", exc_info=caught)
             return {}, kept(caught)
 
-    def _check_files(self, paths: Sequence[str], content: Content) -> None:
-        """Checks that the files are what the script says that it saves. All ranks get the same answer."""
-        for path, count in sorted(Counter(paths).items()):
-            if count > 1:
-                raise Failed(f"several ranks save {path}, and only one may", fatal=True)
-        reason = contradiction(paths, content.strategy, content.any_world_size)
-        if reason is not None:
-            raise Failed(reason, fatal=True)
-        if self._looked or content.strategy != DDP or not content.any_world_size:
-            return
-        self._looked = True
-        if self._identity.rank == 0:
-            own = [path for path in paths if PurePosixPath(path).parts[0] not in (rng.DIRECTORY, PARTS)]
-            say_what_each_rank_has(own, self._identity.world_size)
-
     def close(self) -> None:
         """Ends it when the script goes on without a session: what is under way gets some time. Not collective."""
         ending = self._under_way
         if ending is not None and ending.own.tier.in_memory:
-            ending.flight.cancel()  # Its peers may be gone, and never say that they have written theirs.
+            if ending.sealing is not None:
+                ending.sealing.stop()  # Its peers may be gone, and never say that they have written theirs.
+            ending.flight.cancel()
         elif ending is not None and not ending.flight.wait(LAST_WORDS_SECONDS):
             log.warning("%s is not sealed yet, and nobody will hear of it", ending.own.name)
         self._outcomes.close(LAST_WORDS_SECONDS)

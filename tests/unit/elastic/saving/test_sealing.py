@@ -155,7 +155,8 @@ def test_who_goes_does_not_wait_for_peers_that_are_gone(tmp_path: Path) -> None:
         began = time.monotonic()
         try:
             if group.rank == 0:
-                assert not saver._under_way.flight.wait(0.3)  # type: ignore[union-attr]
+                threading.Event().wait(0.3)
+                assert saver.busy
                 saver.close()
                 took = time.monotonic() - began
             else:
@@ -189,24 +190,150 @@ def test_it_is_sealed_for_all_if_one_rank_knows_that(tmp_path: Path, monkeypatch
 
     assert [ended[1].name for ended in agreed(job, work)] == ["step-6.e3.1"] * 2
     assert left(job) == ["step-5.e3.1", "step-6.e3.1"]
+    for agent in job.agents:
+        assert [one.name for one in agent.of("sealed")] == ["step-5.e3.1", "step-6.e3.1"]
 
 
-def test_a_save_that_no_rank_can_seal_fails_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run goes on: it is nobody's mistake."""
+class Deaf(Store):
+    """Nobody hears what is said."""
+
+    def check(self, keys: list[str]) -> bool:
+        return False
+
+
+class Silent(Store):
+    """It does not answer until the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.end = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.end.wait(SECONDS)
+        raise RuntimeError("the store is gone")
+
+
+class Lost(Store):
+    """The connection to it is."""
+
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("Broken pipe")
+
+
+@pytest.mark.parametrize("store", [Deaf, Silent, Lost])
+@pytest.mark.parametrize("where", ["all", "one"])
+def test_main_threads_seal_what_the_others_cannot(
+    tmp_path: Path, store: type[Store], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing waits for a silent store for long, every agent is told once, and the next saves do without it."""
     job = Job(tmp_path, 2)
-    monkeypatch.setattr(saving, "SEALING_SECONDS", 0.2)
+    monkeypatch.setattr(saving, "SEALING_SECONDS", 0.5)
 
     def work(saver: Saver, group: Threads) -> Any:
-        class Deaf(Store):
-            def check(self, keys: list[str]) -> bool:
-                return False
-
-        saver._board = Board(Deaf())
+        broken = store()
+        if where == "all" or group.rank == 1:
+            saver._board = Board(broken)
+        began = time.monotonic()
         begin(saver, files_of(group.rank, 6), 6)
+        first = saver.settle()
+        took = time.monotonic() - began
+        saver._board = None
+        begin(saver, files_of(group.rank, 7), 7)
+        failed, busy = await_end(saver, group)
+        second = saver.settle(over=True)
+        getattr(broken, "end", threading.Event()).set()
+        return first, second, took, (failed, busy)
+
+    for first, second, took, told in agreed(job, work):
+        assert (first[1].name, second[1].name, told) == ("step-6.e3.1", "step-7.e3.1", (False, False))
+        assert took < 10
+    for agent in job.agents:
+        assert [one.name for one in agent.of("sealed")] == ["step-5.e3.1", "step-6.e3.1", "step-7.e3.1"]
+    assert left(job) == ["step-5.e3.1", "step-6.e3.1", "step-7.e3.1"]
+
+
+def test_a_store_that_cannot_be_reached_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one rank. All seal by themselves then."""
+    job = Job(tmp_path, 2)
+
+    def unreachable(group: Threads, use: str) -> Any:
+        if group.rank == 1:
+            raise RuntimeError("Connection refused")
+        return group._meeting.stores.setdefault(use, Store())
+
+    monkeypatch.setattr(Threads, "channel", unreachable)
+    assert [ended[1].name for ended in agreed(job, lambda saver, group: (begin(saver, {}, 6), saver.settle())[1])] == [
+        "step-6.e3.1"
+    ] * 2
+
+
+def test_a_save_that_agents_were_told_of_stays(tmp_path: Path) -> None:
+    """A rank that gives up a write that stands, which then goes on, and is sealed before the ranks have compared."""
+    job, gate = Job(tmp_path, 2), Gate()
+
+    def work(saver: Saver, group: Threads) -> Any:
+        begin(saver, files_of(group.rank, 6) | ({"gate.pt": gate} if group.rank == 1 else {}), 6)
+        ending = saver._under_way
+        assert ending is not None
+        assert ending.sealing is not None
+        if group.rank == 1:
+            ending.flight._patience = 0.2
+            plain = ending.sealing.stop
+            stopped: list[int] = []
+
+            def stop() -> None:
+                if not stopped:
+                    stopped.append(1)
+                    gate.opened.set()
+                    assert ending.sealing.over.wait(SECONDS)  # type: ignore[union-attr]
+                plain()
+
+            ending.sealing.stop = stop  # type: ignore[method-assign]
+        else:
+            assert ending.sealing.over.wait(SECONDS)
         return saver.settle()
 
-    assert agreed(job, work) == [None, None]
-    assert left(job) == ["step-5.e3.1"]
+    assert [ended[1].name for ended in agreed(job, work)] == ["step-6.e3.1"] * 2
+    assert left(job) == ["step-5.e3.1", "step-6.e3.1"]
+
+
+def test_a_thread_that_ends_by_any_exception_has_failed(tmp_path: Path) -> None:
+    class Exits:
+        def __deepcopy__(self, memo: object) -> Exits:
+            return self
+
+        def __reduce__(self) -> Any:
+            raise SystemExit(3)
+
+    def work(saver: Saver, group: Threads) -> Any:
+        begin(saver, files_of(group.rank, 6) | {f"exits-{group.rank}.pt": Exits()}, 6)
+        assert await_end(saver, group) == (True, False)
+        return saver.settle()
+
+    for error in agreed(Job(tmp_path, 2), work):
+        assert isinstance(error, SaveError), error
+        assert "SystemExit: 3" in str(error)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_failed_saves_are_forgotten_too(tmp_path: Path, who: int) -> None:
+    def work(saver: Saver, group: Threads) -> int:
+        for step in range(6, 20):
+            files = files_of(group.rank, step) | ({"unlucky.pt": Unlucky()} if group.rank == who else {})
+            begin(saver, files, step)
+            await_end(saver, group)
+            assert saver.settle() is None
+        group.barrier()
+        return len(group.channel("board").said)
+
+    assert max(agreed(Job(tmp_path, 2), work)) <= 8
+
+
+def test_a_board_takes_no_message_that_would_cost_it_its_store() -> None:
+    store = Store()
+    with pytest.raises(RuntimeError, match="files has 8000002 bytes, and the store takes 7340032 at most"):
+        Board(store).say("files", "a" * 8_000_000)
+    assert store.said == {}
 
 
 def test_the_board_holds_the_last_save_only(tmp_path: Path) -> None:
