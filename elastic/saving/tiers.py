@@ -143,7 +143,12 @@ class Memory(Disk):
                 # The same file of another node counts, and will be put here.
                 (path / file).unlink()
         data = manifest.to_bytes()
-        write_exclusive(path / MANIFEST, data, lasting=False)
+        try:
+            write_exclusive(path / MANIFEST, data, lasting=False)
+        except FileExistsError:
+            # A thread of this rank has sealed it here, and was given up because others had not.
+            if (path / MANIFEST).read_bytes() != data:
+                raise
         write_part(path, self.identity.group_rank, own)
         self._bytes = len(data) + sum(entry.size for entry in own.values())
         trace.mark("sealed")

@@ -239,6 +239,7 @@ def test_main_threads_seal_what_the_others_cannot(
         took = time.monotonic() - began
         saver._board = None
         begin(saver, files_of(group.rank, 7), 7)
+        assert saver._under_way.sealing is None  # type: ignore[union-attr]
         failed, busy = await_end(saver, group)
         second = saver.settle(over=True)
         getattr(broken, "end", threading.Event()).set()
@@ -295,6 +296,61 @@ def test_a_save_that_agents_were_told_of_stays(tmp_path: Path) -> None:
 
     assert [ended[1].name for ended in agreed(job, work)] == ["step-6.e3.1"] * 2
     assert left(job) == ["step-5.e3.1", "step-6.e3.1"]
+
+
+@pytest.mark.parametrize("what", ["files", "end"])
+def test_a_thread_that_hears_too_late_does_nothing(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was in the store's hands as the main threads gave it up, and sealed by themselves."""
+    job = Job(tmp_path, 2)
+    monkeypatch.setattr(saving, "SEALING_SECONDS", 0.2)
+
+    class Slow(Store):
+        def __init__(self) -> None:
+            super().__init__()
+            self.go = threading.Event()
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            found = super().multi_get(keys)
+            if keys[0].endswith(f"/{what}"):
+                assert self.go.wait(SECONDS)
+            return found
+
+    def work(saver: Saver, group: Threads) -> Any:
+        slow = Slow()
+        slow.said = group.channel("board").said
+        if group.rank == 1:
+            saver._board = Board(slow)
+        begin(saver, files_of(group.rank, 6), 6)
+        sealing = saver._under_way.sealing  # type: ignore[union-attr]
+        assert sealing is not None
+        ended = saver.settle()
+        slow.go.set()
+        assert sealing.over.wait(SECONDS)
+        return ended, sealing.error
+
+    found = agreed(job, work)
+    assert [ended[1].name for ended, _ in found] == ["step-6.e3.1"] * 2
+    assert [type(error) for _, error in found] == [CalledOff if what == "files" else type(None), CalledOff]
+    for agent in job.agents:
+        assert [one.name for one in agent.of("sealed")] == ["step-5.e3.1", "step-6.e3.1"]
+
+
+def test_a_write_that_stands_costs_the_save_and_no_more(tmp_path: Path) -> None:
+    """The threads seal the next ones as before."""
+    job, gate = Job(tmp_path, 2), Gate()
+
+    def work(saver: Saver, group: Threads) -> Any:
+        begin(saver, files_of(group.rank, 6) | ({"gate.pt": gate} if group.rank == 1 else {}), 6)
+        if group.rank == 1:
+            saver._under_way.flight._patience = 0.2  # type: ignore[union-attr]
+        assert saver.settle() is None
+        gate.opened.set()
+        begin(saver, files_of(group.rank, 7), 7)
+        await_end(saver, group)
+        assert saver._under_way.sealing.digest  # type: ignore[union-attr]
+        return saver.settle()
+
+    assert [ended[1].name for ended in agreed(job, work)] == ["step-7.e3.1"] * 2
 
 
 def test_a_thread_that_ends_by_any_exception_has_failed(tmp_path: Path) -> None:
