@@ -317,6 +317,12 @@ class UnderWay:
         """This rank could not do its part."""
         return self.flight.failed or (self.sealing is not None and self.sealing.failed)
 
+    def cancel(self) -> None:
+        """Nobody waits for it any more: its peers may be gone, and never say that they have written theirs."""
+        if self.sealing is not None:
+            self.sealing.stop()
+        self.flight.cancel()
+
 
 def _read_part(path: Path) -> list[FileEntry] | None:
     """The list of files that a rank wrote; None while the list is not complete."""

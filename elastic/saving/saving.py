@@ -269,7 +269,7 @@ class Saver:
                         else self._settle(ending, error)
                     )
             finally:
-                ending.flight.cancel()
+                ending.cancel()
                 self._buffers.release()
                 self._under_way = self._told_of = None
         except Failed as failure:
@@ -400,9 +400,7 @@ class Saver:
         """Ends it when the script goes on without a session: what is under way gets some time. Not collective."""
         ending = self._under_way
         if ending is not None and ending.own.tier.in_memory:
-            if ending.sealing is not None:
-                ending.sealing.stop()  # Its peers may be gone, and never say that they have written theirs.
-            ending.flight.cancel()
+            ending.cancel()
         elif ending is not None and not ending.flight.wait(LAST_WORDS_SECONDS):
             log.warning("%s is not sealed yet, and nobody will hear of it", ending.own.name)
         self._outcomes.close(LAST_WORDS_SECONDS)

@@ -42,7 +42,7 @@ class Sealing:
     Attributes:
         over: The thread has ended.
         digest: The manifest's, if this rank knows that it is sealed on all nodes.
-        error: Why it does not, once it is over.
+        error: What ended the thread, if it was an error of its own.
         told: ``sealed`` has been called.
     """
 
@@ -106,10 +106,10 @@ class Sealing:
                 self.digest = self._seal(entries)
             else:
                 self._tell_failed(error)
-                self.error = error
         # The main thread hears of every error, and through it the other ranks.
         except BaseException as caught:
-            self.error = caught
+            # Without what it came through: that may hold a file open, and in memory what is deleted so stays there.
+            self.error = caught.with_traceback(None)
         finally:
             self.over.set()
             atexit.unregister(self.stop)
