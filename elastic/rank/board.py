@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-__all__ = ["Board", "CalledOff", "KeyValueStore", "open_board"]
+__all__ = ["Board", "CalledOff", "KeyValueStore", "LocalStore", "open_board"]
 
 # Seconds between two looks: at first, and at most. (torch writes a warning for each wait that ends in vain.)
 FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS = 0.0005, 0.05
@@ -83,23 +83,27 @@ class Board:
         self._store.delete_key(name)
 
 
-class _Alone:
-    """The store of a world of one rank, whose one thread says all before it looks."""
+class LocalStore:
+    """A store within this process, as of a world of one rank.
+
+    Attributes:
+        said: By key.
+    """
 
     def __init__(self) -> None:
-        self._said: dict[str, str] = {}
+        self.said: dict[str, str] = {}
 
     def set(self, key: str, value: str) -> None:
-        self._said[key] = value
+        self.said[key] = value
 
     def check(self, keys: list[str]) -> bool:
-        return all(key in self._said for key in keys)
+        return all(key in self.said for key in keys)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self._said[key].encode() for key in keys]
+        return [self.said[key].encode() for key in keys]
 
     def delete_key(self, key: str) -> bool:
-        return self._said.pop(key, None) is not None
+        return self.said.pop(key, None) is not None
 
 
 class _Gone:
@@ -118,6 +122,6 @@ def open_board(collective: Any) -> Board:
     Where the store cannot be reached, all that is asked of the board raises RuntimeError.
     """
     try:
-        return Board(_Alone() if collective.world_size == 1 else collective.channel("board"))
+        return Board(LocalStore() if collective.world_size == 1 else collective.channel("board"))
     except (RuntimeError, NotImplementedError) as error:
         return Board(_Gone(str(error)))

@@ -8,11 +8,9 @@ copy. So the copy shows the state of this moment, whatever is done with the tens
 from __future__ import annotations
 
 import copy
-import gc
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -28,21 +26,6 @@ _UNCHANGING = frozenset({bool, int, float, complex, str, bytes, type(None), torc
 _USUAL = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
 )
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Inside, Python looks for no garbage. For work that makes thousands of objects and drops few.
-
-    It would look through all objects of the process again and again: of 15,000 tensors that took longer than all else.
-    """
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 class HostBuffers:

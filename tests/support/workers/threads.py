@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from dalsegno.elastic.rank.board import LocalStore
 from dalsegno.elastic.rank.collective import Done, Gathered, Pending, PendingGather
 
 T = TypeVar("T")
@@ -20,32 +21,13 @@ class Gone(RuntimeError):
     """A rank has ended in the middle, and no collective works any more."""
 
 
-class Store:
-    """As torch's, as far as it is used beside collectives."""
-
-    def __init__(self) -> None:
-        self.said: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self.said[key] = value
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.said for key in keys)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.said[key].encode() for key in keys]
-
-    def delete_key(self, key: str) -> bool:
-        return self.said.pop(key, None) is not None
-
-
 class Meeting:
     """Where ranks meet. Unlike with `threading.Barrier`, who was met is met, even if some end right behind it."""
 
     def __init__(self, world: int) -> None:
         self.messages: list[Any] = [None] * world
         self.left = False
-        self.stores: dict[str, Store] = {}
+        self.stores: dict[str, LocalStore] = {}
         self._changed, self._here, self._times = threading.Condition(), 0, 0
 
     def meet(self) -> None:
@@ -89,7 +71,7 @@ class Threads:
     def channel(self, use: str) -> Any:
         if use != "board":
             raise NotImplementedError(use)
-        return self._meeting.stores.setdefault(use, Store())
+        return self._meeting.stores.setdefault(use, LocalStore())
 
     def broadcast(self, message: Any) -> Any:
         return self.gather(message)[0]

@@ -13,12 +13,12 @@ import pytest
 
 from dalsegno.elastic import background
 from dalsegno.elastic.checkpoint import Manifest
-from dalsegno.elastic.rank.board import Board, CalledOff, open_board
+from dalsegno.elastic.rank.board import Board, CalledOff, LocalStore, open_board
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.saving import saving
 from dalsegno.elastic.saving.outcomes import SaveError
 from dalsegno.elastic.saving.saving import Saver
-from tests.support.workers.threads import Store, Threads
+from tests.support.workers.threads import Threads
 from tests.unit.elastic.saving.test_memory import Gate, Job, Unlucky, content, files_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -178,7 +178,7 @@ def test_it_is_sealed_for_all_if_one_rank_knows_that(tmp_path: Path, monkeypatch
     def work(saver: Saver, group: Threads) -> Any:
         if group.rank == 1:
 
-            class Lost(Store):
+            class Lost(LocalStore):
                 def check(self, keys: list[str]) -> bool:
                     return not keys[0].endswith("/end") and super().check(keys)
 
@@ -194,14 +194,14 @@ def test_it_is_sealed_for_all_if_one_rank_knows_that(tmp_path: Path, monkeypatch
         assert [one.name for one in agent.of("sealed")] == ["step-5.e3.1", "step-6.e3.1"]
 
 
-class Deaf(Store):
+class Deaf(LocalStore):
     """Nobody hears what is said."""
 
     def check(self, keys: list[str]) -> bool:
         return False
 
 
-class Silent(Store):
+class Silent(LocalStore):
     """It does not answer until the end."""
 
     def __init__(self) -> None:
@@ -213,7 +213,7 @@ class Silent(Store):
         raise RuntimeError("the store is gone")
 
 
-class Lost(Store):
+class Lost(LocalStore):
     """The connection to it is."""
 
     def set(self, key: str, value: str) -> None:
@@ -223,7 +223,7 @@ class Lost(Store):
 @pytest.mark.parametrize("store", [Deaf, Silent, Lost])
 @pytest.mark.parametrize("where", ["all", "one"])
 def test_main_threads_seal_what_the_others_cannot(
-    tmp_path: Path, store: type[Store], where: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store: type[LocalStore], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing waits for a silent store for long, every agent is told once, and the next saves do without it."""
     job = Job(tmp_path, 2)
@@ -260,7 +260,7 @@ def test_a_store_that_cannot_be_reached_ends_no_training(tmp_path: Path, monkeyp
     def unreachable(group: Threads, use: str) -> Any:
         if group.rank == 1:
             raise RuntimeError("Connection refused")
-        return group._meeting.stores.setdefault(use, Store())
+        return group._meeting.stores.setdefault(use, LocalStore())
 
     monkeypatch.setattr(Threads, "channel", unreachable)
     assert [ended[1].name for ended in agreed(job, lambda saver, group: (begin(saver, {}, 6), saver.settle())[1])] == [
@@ -304,7 +304,7 @@ def test_a_thread_that_hears_too_late_does_nothing(tmp_path: Path, what: str, mo
     job = Job(tmp_path, 2)
     monkeypatch.setattr(saving, "SEALING_SECONDS", 0.2)
 
-    class Slow(Store):
+    class Slow(LocalStore):
         def __init__(self) -> None:
             super().__init__()
             self.go = threading.Event()
@@ -386,7 +386,7 @@ def test_failed_saves_are_forgotten_too(tmp_path: Path, who: int) -> None:
 
 
 def test_a_board_takes_no_message_that_would_cost_it_its_store() -> None:
-    store = Store()
+    store = LocalStore()
     with pytest.raises(RuntimeError, match="files has 8000002 bytes, and the store takes 7340032 at most"):
         Board(store).say("files", "a" * 8_000_000)
     assert store.said == {}
@@ -408,7 +408,7 @@ def test_the_board_holds_the_last_save_only(tmp_path: Path) -> None:
 
 
 def test_a_board_waits_until_it_is_called_off() -> None:
-    store, asked = Store(), list[float]()
+    store, asked = LocalStore(), list[float]()
 
     def off(seconds: float) -> bool:
         asked.append(seconds)
