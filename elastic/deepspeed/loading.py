@@ -29,6 +29,7 @@ from ..rank.threads import shared_out
 from ..saving.optimizers import check_parameters
 from ..universal.forms import NUMBERS
 from ..universal.loading import load
+from ..universal.pieces import slot
 from ..universal.shards import FP32
 from ..universal.source import ADAM_STATES
 from ..universal.values import STEP, Values
@@ -189,7 +190,7 @@ def load_partition(optimizer: Any, values: Values, name: str, state: str, parame
     if parameter is not None and numel != parameter.ds_numel:
         raise RuntimeError(f"{name} was saved with {numel} values, the model's parameter has {parameter.ds_numel}")
     rank, world = dist.get_rank(optimizer.dp_process_group), dist.get_world_size(optimizer.dp_process_group)
-    size = -(-numel // world)
+    size = slot(numel, world)
     start = min(rank * size, numel)
     own, count = room.of(size, values.dtype(name, state)), min(size, numel - start)
     values.read(name, state, start, own[:count])

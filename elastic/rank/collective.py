@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -98,24 +100,14 @@ class Collective(Protocol):
     def close(self) -> None: ...
 
 
-class Done:
-    """A reduction that is over."""
+class Done(Generic[T]):
+    """A reduction or a gather that is over."""
 
-    def __init__(self, values: Sequence[int]) -> None:
+    def __init__(self, values: Sequence[T]) -> None:
         self._values = list(values)
 
-    def wait(self) -> list[int]:
+    def wait(self) -> list[T]:
         return self._values
-
-
-class Gathered:
-    """A gather that is over."""
-
-    def __init__(self, said: Sequence[Any]) -> None:
-        self._said = list(said)
-
-    def wait(self) -> list[Any]:
-        return self._said
 
 
 class Solo:
@@ -142,7 +134,7 @@ class Solo:
         return [message]
 
     def start_gather(self, message: Any) -> PendingGather:
-        return Gathered([message])
+        return Done([message])
 
     def barrier(self) -> None:
         return None

@@ -136,7 +136,7 @@ class Sealing:
         """
         board, identity, off = self._board, self._identity, self._is_off
         leads, leading = self._own.tier.leads, list[int]()
-        self._act(lambda: None)
+        self._check_wanted()
         board.say(self._parts[identity.rank], {"files": [asdict(entry) for entry in entries], "leads": leads})
         if identity.rank == 0:
             parts = board.hear(self._parts, off)
@@ -204,9 +204,12 @@ class Sealing:
             CalledOff: `stop` was called.
         """
         with self._acts:
-            if self._off.is_set():
-                raise CalledOff(f"{self._own.name} is sealed in another way, or not at all")
+            self._check_wanted()
             work()
+
+    def _check_wanted(self) -> None:
+        if self._off.is_set():
+            raise CalledOff(f"{self._own.name} is sealed in another way, or not at all")
 
     def _heard(self, name: str) -> dict[str, Any]:
         said: dict[str, Any] = self._board.hear([name], self._is_off)[0]

@@ -26,6 +26,7 @@ from ..saving.replicas import check_whole, loadable, tensors
 from ..training.reading_state import check_same_dtypes, check_same_names, owned, read_tensors
 from ..training.unlisted import Unlisted
 from ..training.wrappers import frozen, tell_frozen
+from ..universal.pieces import cut, slot
 from .loss_scale import LossScale
 from .made import steps_on_metric
 from .sharding import Init, shard
@@ -329,8 +330,9 @@ class _Shards:
         """
         if self._shapes[key] != shape:
             raise ValueError(f"the checkpoint is of another model: {key} was {self._shapes[key]} and is {shape}")
-        chunk, stop = _chunk(shape[0], self._saved_by), start + local.shape[0]
-        for rank in range(start // chunk, -(-stop // chunk)) if start < stop else ():
+        # ``torch.chunk`` gives each rank as many rows, as long as there are some.
+        chunk, stop = slot(shape[0], self._saved_by), start + local.shape[0]
+        for rank, low, high in cut(start, stop, chunk):
             begin, value = self._rows(rank, key)
             end = min((rank + 1) * chunk, shape[0])
             if (begin, begin + value.shape[0]) != (rank * chunk, end):
@@ -338,7 +340,6 @@ class _Shards:
                     f"{self._path} has not all rows of {key}: {_file_of(rank)} has {value.shape[0]} from row {begin} "
                     f"on, where torch.chunk puts rows {rank * chunk} to {end}"
                 )
-            low, high = max(start, begin), min(stop, end)
             local[low - start : high - start].copy_(value[low - begin : high - begin])
 
     def like(self, parameter: Any, key: str) -> Any:
@@ -402,13 +403,8 @@ def _place(value: Any) -> tuple[int, Tensor]:
     if len(value.placements) != 1 or not value.placements[0].is_shard(0):
         raise ValueError(f"rows of a tensor over all ranks were expected, not {value.placements}")
     total, mesh = value.shape[0], value.device_mesh
-    chunk = _chunk(total, mesh.size())
+    chunk = slot(total, mesh.size())
     start = min(mesh.get_local_rank() * chunk, total)
     if local.shape[0] != min(chunk, total - start):
         raise ValueError(f"this torch shards {total} rows over {mesh.size()} ranks in another way than torch.chunk")
     return start, local
-
-
-def _chunk(rows: int, ranks: int) -> int:
-    """How many rows ``torch.chunk`` gives to each rank, as long as there are some."""
-    return -(-rows // ranks)

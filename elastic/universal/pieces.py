@@ -70,7 +70,7 @@ def partitioned(shapes: Shapes, ranks: int) -> dict[str, Parameter]:
         for name, shape in names.items():
             numel = math.prod(shape)
             size = slot(numel, ranks)
-            pieces = tuple(Piece(rank, group, offset, end - low, low) for rank, low, end in _cut(0, numel, size))
+            pieces = tuple(Piece(rank, group, offset, end - low, low) for rank, low, end in cut(0, numel, size))
             parameters[name] = Parameter(name, shape, group, pieces)
             offset += size
     return parameters
@@ -89,15 +89,15 @@ def flattened(shapes: Shapes, ranks: int) -> dict[str, Parameter]:
             numel = math.prod(shape)
             pieces = tuple(
                 Piece(rank, group, low - rank * size, end - low, low - offset)
-                for rank, low, end in _cut(offset, offset + numel, size)
+                for rank, low, end in cut(offset, offset + numel, size)
             )
             parameters[name] = Parameter(name, shape, group, pieces)
             offset += numel
     return parameters
 
 
-def _cut(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """The ranks that own some of ``[start, stop)``, and what each owns of it."""
+def cut(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """The ranks that own some of ``[start, stop)``, and what each owns of it; ``size``: of each rank's `slot`."""
     for rank in range(start // size, -(-stop // size)) if start < stop else ():
         yield rank, max(start, rank * size), min(stop, (rank + 1) * size)
 
@@ -134,4 +134,4 @@ def says(mapping: Sequence[Mapping[str, Any]], pieces: Sequence[tuple[str, Piece
     return there == {(piece.group, name, piece.start, piece.numel) for name, piece in pieces}
 
 
-__all__ = ("Parameter", "Piece", "Shapes", "flattened", "mapped", "of_rank", "partitioned", "says", "slot")
+__all__ = ("Parameter", "Piece", "Shapes", "cut", "flattened", "mapped", "of_rank", "partitioned", "says", "slot")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from dalsegno.elastic.rank.board import LocalStore
-from dalsegno.elastic.rank.collective import Done, Gathered, Pending, PendingGather
+from dalsegno.elastic.rank.collective import Done, Pending, PendingGather
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class Threads:
         return found
 
     def start_gather(self, message: Any) -> PendingGather:
-        return Gathered(self.gather(message))
+        return Done(self.gather(message))
 
     def channel(self, use: str) -> Any:
         if use != "board":
