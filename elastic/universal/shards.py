@@ -80,6 +80,11 @@ class Shards:
         """Every rank's shard, in order: opens those that nobody has asked for."""
         return [self[rank] for rank in range(self._ranks)]
 
+    @property
+    def held(self) -> Mapping[int, Shard]:
+        """Those that are open."""
+        return self._open
+
     def check_with(self, check: Callable[[Shard], None]) -> None:
         """From now on each is checked when it is opened; what ``check`` raises, whoever asked for it gets."""
         self._check = check
