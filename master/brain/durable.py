@@ -238,10 +238,9 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
     elif message.absent and message.parts:
         pass  # It is not looked for any more.
     elif record is None:
-        if step is not None and step.wanted:
+        # Who leaves, or could not hear the master, writes what nobody has asked for.
+        if step is not None and (step.wanted or not message.failure):
             heard_of_wanted(turn, node, message, step)
-        elif step is not None and message.parts and not message.failure:
-            note_written(turn, step, message)  # Nobody has asked for it: they leave, or could not hear the master.
     elif not record.parts or record.retired:
         pass  # It is there already.
     elif message.failure:

@@ -551,6 +551,19 @@ def test_what_leavers_have_written_outlives_the_master() -> None:
     writes_what_is_there(job, nodes[0], in_memory_again(job))
 
 
+def test_what_a_leaver_has_sealed_unasked_is_a_commit() -> None:
+    """It had one part and found the other on the disk. Who comes is a stranger, whose word on that does not count."""
+    job, nodes = started(2, min_nodes=1)
+    nodes[0].step(6)
+    nodes[1].leave()
+    made = in_memory(job, 7)
+    nodes[1].holds(made, 1)
+    nodes[1].drained(7, digest=made.ref.digest)
+    nodes[1].wrote(made)
+    head = job.job.checkpoints.head
+    assert (head.step, head.parts) == (7, 0) if head is not None else False
+
+
 def test_what_leavers_have_written_outlives_an_order_to_write_all_of_it() -> None:
     """That fails late, when all parts have been written."""
     job, nodes = half_written()
