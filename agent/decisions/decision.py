@@ -225,9 +225,15 @@ def had_workers(state: AgentState) -> bool:
     return state.leave is not None and state.leave.unsaved
 
 
+def had_something_to_save(state: AgentState) -> bool:
+    """Whether ranks were running when the notice came, or had drained into memory, where perhaps nobody else has it."""
+    epoch = state.epoch
+    return had_workers(state) or epoch.refused or (epoch.drained is not None and epoch.drained_in_memory)
+
+
 def what_is_unsaved(state: AgentState) -> str:
     """What a leaver leaves unsaved behind, for a person; empty if nothing."""
-    if is_saved(state) or has_made_nothing(state) or not (had_workers(state) or state.epoch.refused):
+    if is_saved(state) or has_made_nothing(state) or not had_something_to_save(state):
         return ""
     if 0 < state.epoch.step <= state.epoch.flash_step:
         return ""

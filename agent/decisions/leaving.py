@@ -7,7 +7,7 @@ import signal
 from dalsegno.protos import control_pb2
 
 from . import events as ev
-from .decision import Decision, awaits_its_commit, is_saved, leaves_it_to_others
+from .decision import Decision, awaits_its_commit, had_something_to_save, is_saved, leaves_it_to_others
 from .flash import is_pending
 from .memory import awaits_its_part, is_safe, spill
 from .state import Leave, Outcome, Workers
@@ -35,7 +35,7 @@ def signalled(decision: Decision, number: int) -> None:
     if state.leaving:
         decision.do(ev.Say(f"{name} again: this node goes at once"))
         decision.kill_workers()
-        if is_saved(state) or not ((state.leave is not None and state.leave.unsaved) or state.epoch.refused):
+        if is_saved(state) or not had_something_to_save(state):
             decision.exit_left()
         else:
             # Not every step of workers that are killed now is heard, so silence does not prove that none was made.
