@@ -54,8 +54,10 @@ def lacks_memory(turn: Turn, resume: Checkpoint) -> bool:
     job = turn.job
     here = [node for node in job.nodes.values() if is_candidate(turn, node) and has_answered(turn, node)]
     without = [node for node in here if not sees_resume(turn, node)]
+    if not without:
+        return False
     coming = [node for node in expected(turn) if not has_answered(turn, node)]
-    if not without or len(here) - len(without) + len(coming) >= job.settings.least_nodes:
+    if len(here) - len(without) + len(coming) >= job.settings.least_nodes:
         return False
     if not is_there(job, turn.live.held.step(resume)):
         return False  # Its holders are gone, or have not been heard yet: it is lost, or waited for (`memory.lost`).

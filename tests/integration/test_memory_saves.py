@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, verify
-from dalsegno.elastic.checkpoint.parts import read_parts
+from dalsegno.elastic.checkpoint.parts import read_parts, write_part
 from tests.support.workers import trainer_worker
 from tests.support.workers.fake_agent import FakeAgent
 
@@ -22,14 +22,14 @@ WAYS = pytest.mark.parametrize("flags", [(), ("--background",)], ids=["waiting",
 def spread(agent: FakeAgent, name: str, *, to: int | None = None) -> Manifest:
     """What the agents do: each node gets the parts of the others, and so does a newcomer."""
     nodes = [agent.memory(rank) / name for rank in range(agent.world)]
-    parts = [{node: files} for node, path in enumerate(nodes) for files in read_parts(path).values()]
     for target in [agent.memory(rank) / name for rank in range(to or agent.world)]:
-        for part in parts:
-            for node, files in part.items():
+        for source in nodes:
+            for part, files in read_parts(source).items():
                 for file in files:
                     if not (target / file).exists():
                         (target / file).parent.mkdir(parents=True, exist_ok=True)
-                        shutil.copyfile(nodes[node] / file, target / file)
+                        shutil.copyfile(source / file, target / file)
+                write_part(target, part, files)
         if not (target / "MANIFEST.json").exists():
             shutil.copyfile(nodes[0] / "MANIFEST.json", target / "MANIFEST.json")
         manifest = Manifest.read(target)

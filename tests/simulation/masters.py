@@ -228,6 +228,8 @@ class SimMaster:
         """Where nothing fails, a memory checkpoint comes to buddies, and then the next one is sent."""
         now, state = self.sim.clock.now, self.state
         away = self.sim.plan.walled or bool(self.sim.network.cut)
+        # A master that has just begun waits for one of them for as long as for any node.
+        away = away or (state is not None and not self._members_live(state.job))
         if state is None or state.job.phase is not Phase.RUNNING or away:
             self._sending = (now, None)
             return
@@ -245,6 +247,11 @@ class SimMaster:
         self.sim.ledger.require(
             now - since < SENT_WITHIN, "the next step is sent", f"nothing is since {since:.1f}: {mark}"
         )
+
+    def _members_live(self, job: Job) -> bool:
+        members = job.world.members if job.world is not None else ()
+        agents = [self.sim.by_incarnation(member.incarnation) for member in members]
+        return all(agent is not None and agent.alive for agent in agents)
 
     def _decide_and_die(self, event: Event) -> None:
         assert self.state is not None
