@@ -16,8 +16,8 @@ wait for.
 - *... by order*: from the order until the master says that it is carried out: a checkpoint is committed; a world
   without the drained node, or of half of the nodes, trains; all have gone. Then all come back.
 - *saves to memory*: every 2 s all nodes save to memory, and each tells of its part and of a buddy's.
-- *one closed, from memory*: the same as *one closed*, and each survivor gathers all parts, which takes no time here.
-  *Back*: the drain goes to memory, too.
+- *one closed: … from memory*: the same as *one closed*, and each survivor gathers all parts, or those in which its
+  ranks have ranges; that takes no time here. *Back*: the drain goes to memory, too.
 - *one fails*: the ranks of one node fail, and all nodes stay: each gathers all parts, or those of its place only.
 - *progress*: 50 nodes report ten steps a second, one node calls every 50 ms and commits a checkpoint every 2 s.
 
@@ -45,6 +45,7 @@ from typing import Any
 from benchmarks.cluster import PATIENCE, Cluster, SceneFailed, World
 from benchmarks.orders import Person
 from benchmarks.results import report
+from benchmarks.swarm_memory import ALL, PLACE, RANGES
 from dalsegno.master.brain.listening import RECONNECT_SECONDS
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos.contract import JobSettings
@@ -146,24 +147,25 @@ class Scenes:
         self._back("half", "half closed, master killed", silent=False)
 
     def memory(self) -> None:
-        """All nodes save to memory, and a lost one, and one that comes, have all parts gathered from there.
+        """All nodes save to memory, and a lost one, and one that comes, have parts gathered from there.
 
-        Then the ranks of one node fail, and all nodes stay: each gathers all parts, or those of its place.
+        Then the ranks of one node fail, and all nodes stay.
         """
-        self._saves("saves to memory", by_place=False)
-        self._lose("one", silent=False, how=", from memory")
-        for by_place, how in ((False, "all parts from memory"), (True, "parts of its place from memory")):
-            self._saves(f"saves again: {how}", by_place=by_place)
-            with self._row(f"one fails: {how}") as row:
+        for loads in (ALL, RANGES):
+            self._saves(loads)
+            self._lose("one", silent=False, how=f": {loads} from memory")
+        for loads in (ALL, PLACE):
+            self._saves(loads)
+            with self._row(f"one fails: {loads} from memory") as row:
                 event = time.monotonic()
                 self.cluster.order("one", "fails")
                 world = self.cluster.world(ROLES, since=event)
                 row |= {"formed (s)": world.formed - event, "late": world.formed - event > NEXT_WITHIN}
                 self.epoch = world.epoch
 
-    def _saves(self, scene: str, *, by_place: bool) -> None:
-        with self._row(scene):
-            options = {"every": SAVE_EVERY, "seconds": REPORT_SECONDS, "by_place": by_place}
+    def _saves(self, loads: str) -> None:
+        with self._row(f"saves to memory: {loads} are loaded"):
+            options = {"every": SAVE_EVERY, "seconds": REPORT_SECONDS, "loads": loads}
             asked = [self.cluster.order(role, "saves", **options) for role in ROLES]
             for one in asked:
                 self._told(self.cluster.answers(one, REPORT_SECONDS))

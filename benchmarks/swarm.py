@@ -151,14 +151,14 @@ class Swarm:
         await self.nodes[0].progress()
         self.nodes[0].fail()
 
-    async def do_saves(self, every: float, seconds: float, by_place: bool) -> None:
+    async def do_saves(self, every: float, seconds: float, loads: str) -> None:
         """All nodes save to memory again and again, all processes at the same moments."""
         end = time.monotonic() + seconds
         while (now := time.monotonic()) < end:
             count = int(now / every) + 1
             await asyncio.sleep(count * every - now)
             for node in self.nodes:
-                node.save(count, by_place=by_place)
+                node.save(count, loads)
 
     def report(self) -> dict[str, Any]:
         return {

@@ -34,6 +34,12 @@ def checkpoint_of(
     )
 
 
+# What ranks load: everything; what lies in their node's place; or, in a world of another size, their ranges of tensors.
+ALL, PLACE, RANGES = "all parts", "parts of its place", "parts with its ranges"
+# Of what is cut among ranks, the numbers of elements: those of a model of 8 billion parameters.
+LENGTHS = (4096, 4096 * 1024, 4096 * 4096, 4096 * 14336, 4096 * 128256)
+
+
 class NodeMemory:
     """What one node holds.
 
@@ -53,10 +59,10 @@ class NodeMemory:
         self._run_id, self._epoch, self._group_rank = world.run_id, world.epoch, world.place.group_rank
         self._nodes, self._settings = nodes, settings
 
-    def save(self, count: int, *, by_place: bool = False) -> tuple[pb.Checkpoint, list[pb.HeldRequest]]:
+    def save(self, count: int, loads: str = ALL) -> tuple[pb.Checkpoint, list[pb.HeldRequest]]:
         """The nth save of this epoch: the checkpoint, and what is said of it: of the own part, then of a buddy's, too.
 
-        A negative number counts from the epoch's last step. `by_place`: ranks load what lies in their node's place.
+        A negative number counts from the epoch's last step. `loads`: what ranks load of it, as it says.
         """
         step = self._epoch * STEPS + count % STEPS
         ref = pb.CheckpointRef(
@@ -64,7 +70,9 @@ class NodeMemory:
         )
         checkpoint = checkpoint_of(ref, self._run_id, step, self._epoch, self._nodes, self._settings)
         checkpoint.in_memory = True
-        checkpoint.shape.by_place = by_place
+        checkpoint.shape.by_place = loads != ALL
+        if loads == RANGES:
+            checkpoint.shape.reads.CopyFrom(pb.Reads(lengths=LENGTHS, alignment=1))
         return checkpoint, self._bring(checkpoint, (self._group_rank, (self._group_rank - 1) % self._nodes))
 
     def gather(self, checkpoint: pb.Checkpoint, told: Iterable[pb.HeldPart]) -> list[pb.HeldRequest]:

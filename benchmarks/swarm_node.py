@@ -276,10 +276,10 @@ class Node:
         request.caller.CopyFrom(self._next_caller())
         self._send("ReportHeld", request)
 
-    def save(self, count: int, *, by_place: bool) -> None:
+    def save(self, count: int, loads: str) -> None:
         """The nth save of this epoch to memory."""
         if self._memory is not None and self.epoch:
-            for request in self._memory.save(count, by_place=by_place)[1]:
+            for request in self._memory.save(count, loads)[1]:
                 self._hold(request)
 
     def fail(self) -> None:

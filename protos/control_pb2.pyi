@@ -383,6 +383,7 @@ class Shape(google.protobuf.message.Message):
     ANY_WORLD_SIZE_FIELD_NUMBER: builtins.int
     RESHARDS_FIELD_NUMBER: builtins.int
     BY_PLACE_FIELD_NUMBER: builtins.int
+    READS_FIELD_NUMBER: builtins.int
     world_size: builtins.int
     strategy: builtins.str
     """"ddp", "deepspeed-zero-0" .. "deepspeed-zero-3", or a name of the script's own."""
@@ -394,6 +395,10 @@ class Shape(google.protobuf.message.Message):
     """In a world of the same ranks on each node a rank loads only what the node in its node's place wrote, and the first
     node.
     """
+    @property
+    def reads(self) -> global___Reads:
+        """What the ranks of a world of another size load; absent: they may load everything."""
+
     def __init__(
         self,
         *,
@@ -402,10 +407,38 @@ class Shape(google.protobuf.message.Message):
         any_world_size: builtins.bool = ...,
         reshards: builtins.bool = ...,
         by_place: builtins.bool = ...,
+        reads: global___Reads | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["any_world_size", b"any_world_size", "by_place", b"by_place", "reshards", b"reshards", "strategy", b"strategy", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["reads", b"reads"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["any_world_size", b"any_world_size", "by_place", b"by_place", "reads", b"reads", "reshards", b"reshards", "strategy", b"strategy", "world_size", b"world_size"]) -> None: ...
 
 global___Shape = Shape
+
+@typing.final
+class Reads(google.protobuf.message.Message):
+    """By what tensors are cut, of which a rank of any world loads its own part (`protos/reads.py`). All else is in what the
+    first node wrote.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LENGTHS_FIELD_NUMBER: builtins.int
+    ALIGNMENT_FIELD_NUMBER: builtins.int
+    alignment: builtins.int
+    """What each rank has of them is a multiple of so many elements."""
+    @property
+    def lengths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Elements of the axes that are cut, each once, ascending."""
+
+    def __init__(
+        self,
+        *,
+        lengths: collections.abc.Iterable[builtins.int] | None = ...,
+        alignment: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alignment", b"alignment", "lengths", b"lengths"]) -> None: ...
+
+global___Reads = Reads
 
 @typing.final
 class Position(google.protobuf.message.Message):

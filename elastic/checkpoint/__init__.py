@@ -4,6 +4,8 @@ Everything in a checkpoint is written once; ``MANIFEST.json`` comes last and nam
 What has no readable manifest does not exist; what disagrees with its manifest is damaged and says which file.
 """
 
+from dalsegno.protos.reads import Reads
+
 from .best import Best, Tracked
 from .errors import CheckpointDamaged, Damage
 from .inventory import Inventory, Unsealed, finished_runs, inspect, inventory
@@ -34,6 +36,7 @@ __all__ = (
     "Manifest",
     "Order",
     "Position",
+    "Reads",
     "Ref",
     "Retirement",
     "SavedAs",

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.reads import Reads
 from dalsegno.protos.text import LONGEST_NAME
 
 from .best import Best
@@ -59,6 +60,7 @@ class Shape:
             Left out of the manifest if false.
         by_place: In a world of the same ranks on each node, each rank loads what the node in its node's place wrote,
             and what the first node wrote. Left out of the manifest if false: a rank may load everything.
+        reads: What the ranks of a world of another size load; None: they may load everything. Left out if None.
     """
 
     world_size: int
@@ -66,6 +68,7 @@ class Shape:
     any_world_size: bool
     reshards: bool = False
     by_place: bool = False
+    reads: Reads | None = None
 
     def loads_at(self, world_size: int) -> bool:
         """Whether a world of this size can load it without a conversion."""
@@ -215,8 +218,8 @@ class Manifest:
             del content["cut"]["samples"]
         if self.saved_as is None:
             del content["saved_as"]
-        for key in ("reshards", "by_place"):
-            if not content["shape"][key]:
+        for key in ("reshards", "by_place", "reads"):
+            if content["shape"][key] in (False, None):
                 del content["shape"][key]
         if self.order is not None and self.order.version == 1:
             del content["order"]["version"]
@@ -366,14 +369,24 @@ def _parse(raw: object) -> Manifest:
 
 
 def _shape(raw: object) -> Shape:
-    keys = _object({"reshards": False, "by_place": False, **raw} if isinstance(raw, dict) else raw, "shape", Shape)
+    left_out = {"reshards": False, "by_place": False, "reads": None}
+    keys = _object({**left_out, **raw} if isinstance(raw, dict) else raw, "shape", Shape)
     return Shape(
         _count(keys["world_size"], "world_size", MAX_SMALL),
         _text(keys["strategy"], "strategy"),
         _flag(keys["any_world_size"]),
         _flag(keys["reshards"]),
         _flag(keys["by_place"]),
+        _maybe(keys["reads"], _reads),
     )
+
+
+def _reads(raw: object) -> Reads:
+    keys = _object(raw, "reads", Reads)
+    if not isinstance(keys["lengths"], list):
+        raise ValueError("lengths is not a list")
+    lengths = tuple(_count(length, "length") for length in keys["lengths"])
+    return Reads(lengths, _count(keys["alignment"], "alignment", MAX_SMALL))
 
 
 def _position(raw: object) -> Position:

@@ -1,5 +1,6 @@
 """DeepSpeed in an elastic run: what a training script adds around ``deepspeed.initialize`` (see `engine`)."""
 
-from .engine import config, load_weights, loads_by_values, prepare, restore, save, saved_by_trainer, strategy
+from .checks import strategy
+from .engine import config, load_weights, loads_by_values, prepare, restore, save, saved_by_trainer
 
 __all__ = ("config", "load_weights", "loads_by_values", "prepare", "restore", "save", "saved_by_trainer", "strategy")

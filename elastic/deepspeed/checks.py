@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+from itertools import chain
 from typing import Any
 
 import deepspeed
@@ -13,8 +15,11 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import Tensor
 
+from dalsegno.protos.reads import Reads, reads_of
+
 from ..rank.remarks import remark
 from ..saving.optimizers import is_elementwise
+from ..universal.pieces import GROUP_ALIGNMENT
 from ..universal.source import ADAM_STATES
 from .loading import knows_universal_files, loads_any_state, torch_optimizer, whole_parameters
 
@@ -23,6 +28,8 @@ TRIED = ((0, 19),)
 ALLOW = "zero_allow_untested_optimizer"
 """DeepSpeed's own switch that turns its guard off."""
 _TOLD = "_dalsegno_told"
+# What DeepSpeed has cut once it does not cut otherwise.
+_CUT = "_dalsegno_cut"
 _PARTS = (
     "ZeRO gives it flat parts of the model, cut where the number of ranks says, and nobody knows that it treats every "
     "weight by itself (Adafactor, LAMB, Muon and optimizers in 8 bits do not)"
@@ -62,6 +69,11 @@ def _has_its_own(optimizer: torch.optim.Optimizer) -> bool:
     return len(groups) > 1 or any(groups[0].get(key, value) != value for key, value in defaults.items())
 
 
+def strategy(engine: Any) -> str:
+    """The engine's strategy for a manifest's shape: ``"deepspeed-zero-<stage>"``."""
+    return f"deepspeed-zero-{int(engine.zero_optimization_stage())}"
+
+
 def can_reshard(engine: Any) -> bool:
     """Whether `restore` can load what the engine saves now at another number of ranks without a conversion.
 
@@ -73,11 +85,35 @@ def can_reshard(engine: Any) -> bool:
 def loads_by_place(engine: Any) -> bool:
     """Whether as many ranks load only their own files, and the first rank's.
 
-    Of experts only some ranks write what others load, too; of pipelines and split tensors that was not tried.
+    Of experts only some ranks write what others load, too; of pipelines and split tensors that was not tried. What
+    stage 3 has cut and no optimizer trains is put together of all ranks' files.
     """
+    if int(engine.zero_optimization_stage()) == 3 and not all(p.requires_grad for p in engine.module.parameters()):
+        return False
     if getattr(engine, "has_moe_layers", False) or getattr(engine, "pipeline_parallelism", False):
         return False
     return int(getattr(engine, "mp_world_size", 1)) == 1
+
+
+def what_ranks_read(engine: Any) -> Reads | None:
+    """What each rank of a world of another size loads of what the engine saves now; None: perhaps everything.
+
+    Not known of pads between parameters, and of groups of ranks that each have a whole model (MiCS).
+    """
+    stage, config = int(engine.zero_optimization_stage()), engine._config.zero_config
+    if not loads_by_place(engine) or (stage > 0 and not can_reshard(engine)):
+        return None
+    if stage == 0:
+        return Reads()
+    if getattr(config, "parameter_alignment", False) or getattr(config, "mics_shard_size", -1) > 0:
+        return None
+    if not hasattr(engine, _CUT):
+        groups = [[math.prod(shape) for shape in group.values()] for group in engine._get_zero_param_shapes()]
+        # Of a whole group in a row, or each parameter by itself: see `pieces`.
+        lengths = reads_of(chain(*groups)) if stage == 3 else reads_of(map(sum, groups), GROUP_ALIGNMENT)
+        setattr(engine, _CUT, lengths)
+    found: Reads | None = getattr(engine, _CUT)
+    return found
 
 
 def why_not_reshard(engine: Any) -> str | None:

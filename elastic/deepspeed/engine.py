@@ -34,6 +34,7 @@ from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_
 from deepspeed.pipe import PipelineModule
 
 from dalsegno.protos.collector import paused
+from dalsegno.protos.reads import Reads
 from dalsegno.protos.trace import mark
 
 from ..checkpoint import UNIVERSAL
@@ -50,7 +51,7 @@ from ..universal.loading import describe_refusal, each_once, only_safe_loading
 from ..universal.source import OPTIMIZER_NOTE, open_source
 from ..universal.values import ShardedValues, UniversalValues, Values
 from .beside import PARTS
-from .checks import can_reshard, loads_by_place, tell, why_not_reshard
+from .checks import can_reshard, loads_by_place, strategy, tell, what_ranks_read, why_not_reshard
 from .loading import (
     TRAINED_NOTE,
     check_groups,
@@ -189,6 +190,7 @@ class Save:
         engine: The engine.
         reshards: See `can_reshard`; the session records it.
         by_place: See `loads_by_place`.
+        reads: See `what_ranks_read`.
         strategy: See `strategy`; the session uses it if the script gives none.
     """
 
@@ -203,6 +205,10 @@ class Save:
     @property
     def by_place(self) -> bool:
         return loads_by_place(self.engine)
+
+    @property
+    def reads(self) -> Reads | None:
+        return what_ranks_read(self.engine)
 
     @property
     def strategy(self) -> str:
@@ -480,11 +486,6 @@ def _opened(resume: Resume, saved: Path, stage: int) -> Iterator[tuple[Path, Val
 
 def _not_here(resume: Resume, reason: str) -> str:
     return f"{resume.path.name} cannot be loaded by another number of ranks as it is ({reason}): it must be converted"
-
-
-def strategy(engine: Any) -> str:
-    """The engine's strategy for a manifest's shape: ``"deepspeed-zero-<stage>"``."""
-    return f"deepspeed-zero-{int(engine.zero_optimization_stage())}"
 
 
 @contextmanager

@@ -25,11 +25,12 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.utils import safe_set_local_fp32_param
 from torch import Tensor, nn
 
+from dalsegno.protos.reads import slot
+
 from ..rank.threads import shared_out
 from ..saving.optimizers import check_parameters
 from ..universal.forms import NUMBERS
 from ..universal.loading import load
-from ..universal.pieces import slot
 from ..universal.shards import FP32
 from ..universal.source import ADAM_STATES
 from ..universal.values import STEP, Values

@@ -33,6 +33,7 @@ from ..checkpoint import MANIFEST, CheckpointDamaged, FileEntry
 from ..checkpoint.files import checksums
 from ..rank import rng
 from .content import Own
+from .declared import HOW_LOADED
 from .replicas import check_unsharded
 from .saving_reports import Count
 from .sealing import Sealing
@@ -56,8 +57,8 @@ class Background:
 
     Attributes:
         state: Returns this rank's files.
-        owner: Whose files they are, if it says more of them: ``strategy``, ``reshards``, ``by_place`` and ``engine`` as
-            of a ``write`` that a session is given.
+        owner: Whose files they are, if it says more of them: ``strategy``, ``engine``, and how they are loaded, as of
+            a ``write`` that a session is given.
         copies: ``state`` is called with what makes copies, and with the checkpoint's directory, and returns copies: it
             may change afterwards what it has copied. What it writes there it deletes.
     """
@@ -90,7 +91,7 @@ class Background:
         return found
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("strategy", "reshards", "by_place", "engine"):
+        if name not in ("strategy", "engine", *HOW_LOADED):
             raise AttributeError(name)
         return getattr(self.owner, name)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from dalsegno.protos.reads import Reads
+
 from ..checkpoint import SHARDED, Best, Cut, FileEntry, Manifest, Order, Position, Ref, Shape
 from ..rank.identity import Identity
 from .tiers import Disk
@@ -21,7 +23,7 @@ class Content:
         strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own.
         any_world_size: It loads at any world size as it is.
         reshards: It loads at any world size without a conversion, because each rank takes its ranges.
-        by_place: See ``Shape``.
+        by_place, reads: See ``Shape``.
         metric: The run's tracked metric.
         best: The best checkpoint as of this one.
         candidate: A better one that is on its way to the disk.
@@ -37,6 +39,7 @@ class Content:
     any_world_size: bool = True
     reshards: bool = False
     by_place: bool = False
+    reads: Reads | None = None
     metric: float | None = None
     best: Best | None = None
     candidate: Best | None = None
@@ -56,7 +59,9 @@ class Content:
             epoch=identity.epoch,
             generation=identity.generation,
             form=SHARDED,
-            shape=Shape(identity.world_size, self.strategy, self.any_world_size, self.reshards, self.by_place),
+            shape=Shape(
+                identity.world_size, self.strategy, self.any_world_size, self.reshards, self.by_place, self.reads
+            ),
             position=self.position,
             order=self.order,
             source=None,

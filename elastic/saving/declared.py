@@ -13,10 +13,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+from dalsegno.protos.reads import Reads
+
 from ..rank.remarks import remark
 
 DDP = "ddp"
 """The default strategy of `steps` and `save`."""
+HOW_LOADED = ("reshards", "by_place", "reads")
+"""What a save may say of how its files are loaded."""
 _DEEPSPEED = "deepspeed-zero-"
 _CURE = "give save=elastic.deepspeed.save(engine) and strategy=elastic.deepspeed.strategy(engine)"
 
@@ -27,10 +31,13 @@ _MODEL = re.compile(r"mp_rank_\d+_model_states\.pt")
 _RANK = re.compile(r"(rank[-_]?)(\d+)", re.IGNORECASE)
 
 
-def how_loaded(write: Any) -> dict[str, bool]:
-    """What a save, or whose ``write`` it is, says of how it is loaded: ``reshards`` and ``by_place``, see ``Shape``."""
+def how_loaded(write: Any) -> dict[str, Any]:
+    """What a save, or whose ``write`` it is, says of how it is loaded, by its words for that: see ``Shape``."""
     owner = write.__self__ if inspect.ismethod(write) and write.__name__ == "write" else None
-    return {key: any(bool(getattr(one, key, False)) for one in (write, owner)) for key in ("reshards", "by_place")}
+    said = {key: [value for one in (write, owner) if (value := getattr(one, key, None))] for key in HOW_LOADED}
+    # A class of the script's own may call something else `reads`.
+    reads = next((value for value in said["reads"] if isinstance(value, Reads)), None)
+    return {"reshards": bool(said["reshards"]), "by_place": bool(said["by_place"]), "reads": reads}
 
 
 def strategy_of(write: Any, given: str) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+from dalsegno.protos.reads import Reads, ranks_read
 
 from ..checkpoint import (
     MANIFEST,
@@ -17,6 +19,7 @@ from ..checkpoint import (
     CheckpointName,
     CheckpointStore,
     Damage,
+    FileEntry,
     Inventory,
     Manifest,
     Position,
@@ -35,6 +38,8 @@ from ..rank.identity import Identity, ResumeOrder
 
 log = logging.getLogger(__name__)
 
+# In place of a part's number: files of no part that is here.
+_ELSEWHERE = -1
 LOADERS = "loader-states"
 """The states of the ranks' data loaders lie below this directory of a checkpoint (``sources``)."""
 
@@ -127,7 +132,7 @@ def handed_out(
         collective: The session's group.
         verify: Read its files, and compare their checksums.
         identity: Who reads. Of a checkpoint in memory each node has a copy of its own, and verifies all of that: all
-            parts, or those that it needs, see ``Shape.by_place``.
+            parts, or those that it needs, see ``Shape``.
         unread: Files that this rank will not read. What nobody reads of those that share a directory is not verified.
 
     Raises:
@@ -146,7 +151,7 @@ def handed_out(
         source = read_sealed(saved, order.source.digest)
         manifest = source if order.universal is None else read_sealed(directory, digest)
         if verify:
-            here = None
+            here: Mapping[int, Collection[str]] = {0: [entry.path for entry in manifest.files]}
             if identity is not None and identity.in_memory(directory) and manifest.shape.by_place:
                 here = _read_here(directory, manifest, identity)
             _verify_part(directory, manifest, here, left_out, *_share_of(directory, collective, identity))
@@ -262,8 +267,11 @@ def _read_by_nobody(
     return set.intersection(*(set(names) for node, names in answers if node == mine))
 
 
-def _read_here(directory: Path, manifest: Manifest, identity: Identity) -> set[str] | None:
-    """Which files of a checkpoint in memory the ranks of this node read, if it has some parts only; None: all.
+def _read_here(directory: Path, manifest: Manifest, identity: Identity) -> Mapping[int, Collection[str]]:
+    """By part, which files of a checkpoint in memory are read by this node's ranks: all, unless some parts are enough.
+
+    In a world of another size these are whatever is here: a script that loads something else than it said reads nothing
+    that was not verified. Files that are in no part that is here are one more.
 
     Raises:
         CheckpointDamaged: One of the parts that they need is not here, or the note on it is none.
@@ -272,25 +280,59 @@ def _read_here(directory: Path, manifest: Manifest, identity: Identity) -> set[s
         parts = read_parts(directory)
     except (NotRegular, ValueError) as error:
         raise CheckpointDamaged(directory, MANIFEST, Damage.MANIFEST, str(error)) from error
-    there = set(chain.from_iterable(parts.values()))
-    if all(entry.path in there for entry in manifest.files) or manifest.shape.world_size != identity.world_size:
-        return None
+    there, shape = set(chain.from_iterable(parts.values())), manifest.shape
+    elsewhere = tuple(entry.path for entry in manifest.files if entry.path not in there)
+    another_size = shape.world_size != identity.world_size
+    if not elsewhere or (another_size and shape.reads is None):
+        return {**parts, _ELSEWHERE: elsewhere}
     needed = {0, identity.group_rank}
+    if shape.reads is not None:
+        needed = {0, *_parts_of(_ranks_read(shape.reads, shape.world_size, identity), parts, directory)}
     for part in sorted(needed - parts.keys()):
         raise CheckpointDamaged(directory, MANIFEST, Damage.MISSING_FILE, f"the part of node {part} is not here")
-    return {path for part in needed for path in parts[part]}
+    return parts if another_size else {part: parts[part] for part in needed}
+
+
+def _ranks_read(reads: Reads, saved: int, identity: Identity) -> frozenset[int]:
+    first = identity.rank - identity.local_rank
+    return ranks_read(reads, saved, identity.world_size, first, first + identity.local_world_size)
+
+
+def _parts_of(ranks: Collection[int], parts: Mapping[int, Collection[str]], directory: Path) -> set[int]:
+    """In which parts lies what these ranks saved: each has saved its generators at least.
+
+    Raises:
+        CheckpointDamaged: That of one of them is not here.
+    """
+    found = {path: part for part, paths in parts.items() for path in paths}
+    for rank in sorted(ranks):
+        if rng.file_name(rank) not in found:
+            reason = f"the part with the files of rank {rank} is not here"
+            raise CheckpointDamaged(directory, MANIFEST, Damage.MISSING_FILE, reason)
+    return {found[rng.file_name(rank)] for rank in ranks}
 
 
 def _verify_part(
-    directory: Path, manifest: Manifest, here: set[str] | None, left_out: set[str], number: int, ranks: int
+    directory: Path,
+    manifest: Manifest,
+    here: Mapping[int, Collection[str]],
+    left_out: set[str],
+    number: int,
+    ranks: int,
 ) -> None:
-    # Large files first, so that dealing them out in turn gives every rank about as many bytes.
-    known = manifest.files if here is None else [entry for entry in manifest.files if entry.path in here]
-    read = [entry for entry in known if entry.path not in left_out]
-    entries = sorted(read, key=lambda entry: (-entry.size, entry.path))
+    entries = {entry.path: entry for entry in manifest.files if entry.path not in left_out}
     if number == 0:
-        verify_listing(directory, manifest, here)
-    verify_files(directory, entries[number::ranks])
+        looked_at = set(chain.from_iterable(here.values()))
+        whole = all(entry.path in looked_at for entry in manifest.files)
+        verify_listing(directory, manifest, None if whole else looked_at)
+    own: list[FileEntry] = []
+    # Each part by itself, as another one may arrive between one rank's look and the next one's.
+    for part, paths in here.items():
+        known = [entries[path] for path in paths if path in entries]
+        # Large files first, so that dealing them out in turn gives every rank about as many bytes.
+        known.sort(key=lambda entry: (-entry.size, entry.path))
+        own += known[(number - part) % ranks :: ranks]
+    verify_files(directory, own)
 
 
 def _compare(collective: Collective, directory: Path, error: Exception | None, order: ResumeOrder) -> Damaged | None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from dalsegno.protos.reads import Reads
+
 from ..saving.optimizers import check_kept
 from ..saving.replicas import check_shape
 from ..training.unlisted import Unlisted
@@ -115,6 +117,12 @@ class DeepSpeed(Strategy):
         from ..deepspeed.checks import loads_by_place
 
         return self._writes_as(DeepSpeed) and loads_by_place(self._engine)
+
+    @property
+    def reads(self) -> Reads | None:
+        from ..deepspeed.checks import what_ranks_read
+
+        return what_ranks_read(self._engine) if self._writes_as(DeepSpeed) else None
 
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dalsegno.protos.reads import Reads, cut, reads_of, slot
 from dalsegno.protos.trace import mark
 
 from ..rank.process_group import init_process_group
@@ -26,7 +27,6 @@ from ..saving.replicas import check_whole, loadable, tensors
 from ..training.reading_state import check_same_dtypes, check_same_names, owned, read_tensors
 from ..training.unlisted import Unlisted
 from ..training.wrappers import frozen, tell_frozen
-from ..universal.pieces import cut, slot
 from .loss_scale import LossScale
 from .made import steps_on_metric
 from .sharding import Init, shard
@@ -83,6 +83,11 @@ class FSDP(Strategy):
     @property
     def by_place(self) -> bool:
         return self._writes_as(FSDP)
+
+    @property
+    def reads(self) -> Reads | None:
+        rows = (parameter.shape[0] for parameter in self.model.parameters() if _is_sharded(parameter))
+        return reads_of(rows) if self.by_place else None
 
     def start(self, world_size: int, local_rank: int, device: torch.device | None) -> torch.device:
         where = own_device(local_rank, device)

@@ -19,6 +19,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from dalsegno.protos.reads import Reads
+
 from ..data.plan import BatchPlan
 from ..rank.process_group import init_process_group, send_rank_0s
 from ..saving.replicas import check_whole, loadable
@@ -120,6 +122,11 @@ class Strategy(ABC):
         """Whether each rank reads its own node's files and the first node's only, see ``Shape``."""
         return False
 
+    @property
+    def reads(self) -> Reads | None:
+        """What each rank of a world of another size reads, see ``Shape``; None: perhaps everything."""
+        return None
+
     def _writes_as(self, kind: type[Strategy]) -> bool:
         """Whether a class of the script's own neither writes nor loads anything besides."""
         own = type(self)
@@ -206,12 +213,12 @@ class StrategyWrite:
         rank: The session's.
 
     Attributes:
-        reshards, by_place: See ``BareSession.save``.
+        reshards, by_place, reads: See ``BareSession.save``.
     """
 
     def __init__(self, strategy: Strategy, state: Callable[[], Mapping[str, Any]], rank: int) -> None:
         self._strategy, self._state, self._rank = strategy, state, rank
-        self.reshards, self.by_place = strategy.reshards, strategy.by_place
+        self.reshards, self.by_place, self.reads = strategy.reshards, strategy.by_place, strategy.reads
 
     def __call__(self, path: Path) -> None:
         self._strategy.write(path, self._given())
@@ -260,6 +267,10 @@ class DDP(Strategy):
     @property
     def by_place(self) -> bool:
         return self._writes_as(DDP)
+
+    @property
+    def reads(self) -> Reads | None:
+        return Reads() if self.by_place else None
 
     def start(self, world_size: int, local_rank: int, device: torch.device | None) -> torch.device:
         where = own_device(local_rank, device)

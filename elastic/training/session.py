@@ -332,7 +332,7 @@ class BareSession:
         Args:
             write: ``write(path)`` writes this rank's files below ``path``; or a state, see ``background``. If it has a
                 true attribute ``reshards``, what it writes loads at any world size without a conversion; for
-                ``by_place`` see ``Shape``.
+                ``by_place`` and ``reads`` see ``Shape``.
             wait: False: a state is written while the training goes on. The previous save is waited for first, so
                 checkpoints are sealed in order of step.
             position: Where the data continue.

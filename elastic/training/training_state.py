@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dalsegno.protos.collector import paused
+from dalsegno.protos.reads import Reads
 from dalsegno.protos.text import few
 from dalsegno.protos.trace import mark
 
@@ -82,6 +83,11 @@ class TrainingState:
     def by_place(self) -> bool:
         """See ``Shape``: all of it is rank 0's. What a class of the script's own does beside is not known."""
         return type(self).files is TrainingState.files and type(self).write is TrainingState.write
+
+    @property
+    def reads(self) -> Reads | None:
+        """See ``Shape``."""
+        return Reads() if self.by_place else None
 
     @property
     def parts(self) -> Mapping[str, Stateful]:

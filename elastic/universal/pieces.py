@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from dalsegno.protos.reads import cut, slot
+
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]
 """By (sub-)group, the parameters' shapes by name, in the order in which they lie there."""
-# DeepSpeed pads a flat group to a multiple of so many elements on each rank (``nccl_start_alignment_factor``).
-_GROUP_ALIGNMENT = 2
+GROUP_ALIGNMENT = 2
+"""DeepSpeed pads a flat group to a multiple of so many elements on each rank (``nccl_start_alignment_factor``)."""
 
 
 class Piece(NamedTuple):
@@ -57,11 +59,6 @@ class Parameter:
                 yield piece, low, high
 
 
-def slot(length: int, ranks: int, alignment: int = 1) -> int:
-    """Elements of each rank's part of an axis: rank ``r`` owns ``[r * slot, (r + 1) * slot)``, as far as they go."""
-    return -(-length // (alignment * ranks)) * alignment
-
-
 def partitioned(shapes: Shapes, ranks: int) -> dict[str, Parameter]:
     """Stage 3: each parameter is cut by itself, and every rank has a slot for its part (``stage3.py``)."""
     parameters = {}
@@ -83,7 +80,7 @@ def flattened(shapes: Shapes, ranks: int) -> dict[str, Parameter]:
     """
     parameters = {}
     for group, names in enumerate(shapes):
-        size = slot(sum(map(math.prod, names.values())), ranks, _GROUP_ALIGNMENT)
+        size = slot(sum(map(math.prod, names.values())), ranks, GROUP_ALIGNMENT)
         offset = 0
         for name, shape in names.items():
             numel = math.prod(shape)
@@ -94,12 +91,6 @@ def flattened(shapes: Shapes, ranks: int) -> dict[str, Parameter]:
             parameters[name] = Parameter(name, shape, group, pieces)
             offset += numel
     return parameters
-
-
-def cut(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """The ranks that own some of ``[start, stop)``, and what each owns of it; ``size``: of each rank's `slot`."""
-    for rank in range(start // size, -(-stop // size)) if start < stop else ():
-        yield rank, max(start, rank * size), min(stop, (rank + 1) * size)
 
 
 def mapped(shapes: Shapes, mappings: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Parameter]:
@@ -134,4 +125,4 @@ def says(mapping: Sequence[Mapping[str, Any]], pieces: Sequence[tuple[str, Piece
     return there == {(piece.group, name, piece.start, piece.numel) for name, piece in pieces}
 
 
-__all__ = ("Parameter", "Piece", "Shapes", "cut", "flattened", "mapped", "of_rank", "partitioned", "says", "slot")
+__all__ = ("GROUP_ALIGNMENT", "Parameter", "Piece", "Shapes", "flattened", "mapped", "of_rank", "partitioned", "says")

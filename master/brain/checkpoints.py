@@ -126,7 +126,7 @@ def record_written(turn: Turn, record: Checkpoint, by: str, *, candidate: bool =
     after its epoch is found when nodes join (`note_late`). Only a candidate, which others name, counts all the same.
     """
     job = turn.job
-    record = replace(record, parts=0, unseen=by)
+    record = replace(record, parts=0, layout=(), unseen=by)
     if record.epoch == job.epoch and record.step > job.checkpoints.last_step(job.epoch):
         put_commit(turn, record)
     elif candidate:
@@ -139,7 +139,7 @@ def now_on_disk(turn: Turn, record: Checkpoint, by: str) -> None:
     """What was in memory alone is a commit like others now, but not the newest one."""
     became = "committed" if turn.job.checkpoint(record.digest) is None else "on the disk"
     turn.note(Kind.COMMITTED, f"{record.name} is {became}", step=record.step, checkpoint=record.name)
-    turn.job.checkpoints.put(replace(record, parts=0, unseen=by))
+    turn.job.checkpoints.put(replace(record, parts=0, layout=(), unseen=by))
     fulfil_order(turn, record)
     turn.live.committed = turn.heard
     retire_old(turn)

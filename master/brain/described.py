@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from dalsegno.protos import control_pb2
+from dalsegno.protos.reads import Reads
 
 from .state import Checkpoint, Job
 
@@ -23,6 +26,7 @@ def from_proto(message: control_pb2.Checkpoint) -> Checkpoint:
         any_world_size=message.shape.any_world_size,
         reshards=message.shape.reshards,
         by_place=message.shape.by_place,
+        reads=reads_of(message.shape),
         data_epoch=message.position.data_epoch,
         samples=message.position.samples,
         resumed_from=message.resumed_from.digest,
@@ -34,6 +38,16 @@ def from_proto(message: control_pb2.Checkpoint) -> Checkpoint:
         keep=message.keep if message.HasField("keep") else None,
         unconvertible=NOT_DEEPSPEEDS if message.no_universal_form else "",
     )
+
+
+def reads_of(shape: control_pb2.Shape) -> Reads | None:
+    """What a checkpoint's ranks load in a world of another size; what makes no sense says nothing."""
+    if not shape.HasField("reads"):
+        return None
+    try:
+        return Reads(tuple(shape.reads.lengths), shape.reads.alignment)
+    except ValueError:
+        return None
 
 
 def to_proto(job: Job, record: Checkpoint) -> control_pb2.Checkpoint:
@@ -50,6 +64,7 @@ def to_proto(job: Job, record: Checkpoint) -> control_pb2.Checkpoint:
             any_world_size=record.any_world_size,
             reshards=record.reshards,
             by_place=record.by_place,
+            reads=None if record.reads is None else control_pb2.Reads(**asdict(record.reads)),
         ),
         position=control_pb2.Position(data_epoch=record.data_epoch, samples=record.samples),
         resumed_from=control_pb2.CheckpointRef(digest=record.resumed_from),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from dalsegno.protos.processes import Process
+from dalsegno.protos.reads import Reads
 
 from .table import Table
 
@@ -84,6 +85,8 @@ class Checkpoint:
     reshards: bool = False
     # Ranks load what stands in their node's place, see `places`.
     by_place: bool = False
+    # What ranks of a world of another size load of it; None: perhaps all.
+    reads: Reads | None = None
     data_epoch: int = 0
     samples: int = 0
     resumed_from: str = ""
@@ -112,6 +115,8 @@ class Checkpoint:
     unseen: str = ""
     # In how many parts it is in the memory of nodes, see `memory`; 0: it is in the checkpoint directory.
     parts: int = 0
+    # How many ranks each part's node had, in order; (): not known, and parts of it are not enough for a node.
+    layout: tuple[int, ...] = ()
 
     @property
     def age(self) -> tuple[int, int]:

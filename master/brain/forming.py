@@ -78,12 +78,14 @@ def forming(turn: Turn) -> bool:
     resume = resume_point(job)
     if not candidate:
         return moved
+    if gathered and places.could_not_start(turn, resume):
+        return True
     if resume is not None and resume.reshards and gathered and failures.cannot_reshard(turn, resume):
         give_up_resharding(turn, resume)
         failures.acquit(turn)  # Counted as the script's only if it fails again.
         beside.tend(turn)
         resume = resume_point(job)
-    if gathered and (places.could_not_start(turn, resume) or failures.leaves_shape(turn, ready)):
+    if gathered and failures.leaves_shape(turn, ready):
         return True
     if gathered and memory.seeks(turn, resume):
         waits.say(turn, "disk", "waiting for a node that looks on the disk for what leavers had in memory")

@@ -295,8 +295,7 @@ class HeldStep:
     # Those that seem to be there, as somebody has seen; and those that are not.
     sighted: set[int] = field(default_factory=set)
     absent: set[int] = field(default_factory=set)
-    # How many ranks each part's node had, in order; (): that is not known. Parts of it are not enough for a node.
-    layout: tuple[int, ...] = ()
+    # Parts of it are not enough for a node.
     needs_all: bool = False
 
     def hold(self, incarnation: str, parts: Iterable[int]) -> None:

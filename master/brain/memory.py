@@ -35,6 +35,7 @@ __all__ = (
     "is_held",
     "lacks_parts",
     "needed",
+    "next_to",
     "passed_over",
     "report",
     "seeks",
@@ -71,23 +72,39 @@ def to_memory(state: State, somebody_stays: bool) -> bool:
     return all(node is not None and node.peer_address for node in nodes)
 
 
-def buddies(job: Job, members: Sequence[Member], member: Member, *, alone: bool = True) -> list[str]:
+def buddies(job: Job, members: Sequence[Member], member: Member) -> list[str]:
     """Addresses of those that are to hold this part, too: the next in rank order, on other hosts if possible.
 
     Args:
         members: of the world, by their group ranks.
-        alone: False: as many as should have it, where its own node goes or is gone; none of them goes.
     """
     wanted = job.settings.memory_replicas
+    found = next_to(job, members, member.group_rank + 1, [member], wanted, leavers=True)
+    return [node.peer_address for node in found]
+
+
+def next_to(
+    job: Job, members: Sequence[Member], start: int, have: Sequence[Member], wanted: int, *, leavers: bool = False
+) -> list[Node]:
+    """So many more nodes for a part, if they are there: the next in rank order, on other hosts if possible.
+
+    Args:
+        members: of the world, by their group ranks.
+        start: the group rank to begin with.
+        have: those that have it.
+        leavers: nodes that leave count, too.
+    """
     if wanted <= 0:
         return []
-    wanted += not alone
-    elsewhere: list[str] = []
-    beside: list[str] = []
-    for other in chain(islice(members, member.group_rank + 1, None), islice(members, member.group_rank)):
+    known, hosts = {member.incarnation for member in have}, {member.host for member in have}
+    elsewhere: list[Node] = []
+    beside: list[Node] = []
+    for other in chain(islice(members, start, None), islice(members, start)):
         node = job.node_by(other.incarnation)
-        if node is not None and node.peer_address and (alone or not node.leaving):
-            (beside if other.host == member.host else elsewhere).append(node.peer_address)
+        if node is None or not node.peer_address or other.incarnation in known or (node.leaving and not leavers):
+            continue
+        (beside if other.host in hosts else elsewhere).append(node)
+        hosts.add(other.host)
         if len(elsewhere) >= wanted:
             break
     return [*elsewhere, *beside][:wanted]
@@ -123,7 +140,6 @@ def report(turn: Turn, node: Node, message: control_pb2.HeldRequest) -> tuple[st
         step.wanted = step.wanted or message.make_durable or is_named(turn.job, message.checkpoint)
         member = turn.job.world.member(node.incarnation) if turn.job.world is not None else None
         if member is not None and turn.job.world is not None and step.record.epoch == turn.job.epoch:
-            step.layout = step.layout or tuple(one.nproc for one in turn.job.world.members)
             if member.group_rank in message.parts:
                 step.own.add(member.group_rank)
             step.note_sending(member.group_rank, message)
@@ -169,7 +185,7 @@ def worth_knowing(turn: Turn, node: Node, said: control_pb2.Checkpoint) -> Check
     newest = max(world.resumed_step, job.checkpoints.last_step(job.epoch))
     if world.member(node.incarnation) is None or said.step <= newest:
         return None
-    return replace(from_proto(said), parts=len(world.members))
+    return replace(from_proto(said), parts=len(world.members), layout=tuple(one.nproc for one in world.members))
 
 
 def is_named(job: Job, said: control_pb2.Checkpoint) -> bool:

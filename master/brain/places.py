@@ -3,18 +3,22 @@
 A state may be larger than one node's memory. Where each rank loads only what its own place has saved (`Shape.by_place`)
 and the next world has as many ranks in each place, a node needs the part of its place, and the first one, in which lies
 what is alike on all ranks; and the parts of which it is to be a buddy, so that they have as many copies as before. It
-is told of these only. In any other world, and once a world could not start with that, each node needs all parts.
+is told of these only. In a world of another size it needs the parts in which its ranks have something to load, which
+the lengths of what is cut say (`Shape.reads`). If a checkpoint does not say them, and once a world could not start with
+some parts, each node needs all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dalsegno.protos.reads import parts_read
+
 from . import failures
-from .checkpoints import resume_point
+from .checkpoints import resharded, resume_point, same_shape
 from .live import HeldStep, Live, Needs
 from .membership import eligible, has_answered, in_rank_order, select
-from .memory import buddies
+from .memory import next_to
 from .state import Checkpoint, Job, Member, Node
 from .turn import Turn
 
@@ -34,23 +38,24 @@ def arranged(turn: Turn, resume: Checkpoint | None, nodes: Sequence[Node]) -> li
     an agent that comes again under its name. The first one is that of a node that was there, if there is one.
     """
     step, world = step_of(turn.live, resume), turn.job.world
-    if step is None or world is None or not len(nodes) == len(world.members) == len(step.layout):
+    if step is None or world is None or len(nodes) != len(world.members):
         return list(nodes)
+    nproc = [member.nproc for member in world.members]
     places = {member.group_rank: node for node in nodes if (member := world.member(node.incarnation)) is not None}
     if places and 0 not in places:
-        first = next((rank for rank in sorted(places) if places[rank].nproc == step.layout[0]), min(places))
+        first = next((rank for rank in sorted(places) if places[rank].nproc == nproc[0]), min(places))
         places[0] = places.pop(first)
     placed = {node.incarnation for node in places.values()}
     by_name = {member.node: member.group_rank for member in world.members}
     left: list[Node] = []
     for node in (node for node in nodes if node.incarnation not in placed):
         rank = by_name.get(node.name)
-        if rank is None or rank in places or node.nproc != step.layout[rank]:
+        if rank is None or rank in places or node.nproc != nproc[rank]:
             left.append(node)
         else:
             places[rank] = node
     for rank in (rank for rank in range(len(nodes)) if rank not in places):
-        places[rank] = next((node for node in left if node.nproc == step.layout[rank]), left[0])
+        places[rank] = next((node for node in left if node.nproc == nproc[rank]), left[0])
         left.remove(places[rank])
     return [places[rank] for rank in range(len(nodes))]
 
@@ -164,10 +169,8 @@ def of_prospects(
     chosen = select(turn, list(prospects))
     if chosen:
         return of_world(job, step, arranged(turn, resume, chosen))
-    if job.world is not None and tuple(member.nproc for member in job.world.members) == step.layout:
-        # More nodes must come. Those that are here keep their places then.
-        return of_members(job, job.world.members)
-    return None
+    # More nodes must come. Those that are here keep their places then.
+    return None if job.world is None else of_members(job, step, job.world.members)
 
 
 def step_of(live: Live, resume: Checkpoint | None) -> HeldStep | None:
@@ -175,25 +178,46 @@ def step_of(live: Live, resume: Checkpoint | None) -> HeldStep | None:
     if resume is None or not resume.parts or not resume.by_place:
         return None
     step = live.held.steps.get(resume.digest)
-    return None if step is None or not step.layout or step.needs_all else step
+    return None if step is None or not step.record.layout or step.needs_all else step
 
 
 def of_world(job: Job, step: HeldStep, nodes: Sequence[Node]) -> dict[str, frozenset[int]] | None:
     """What the nodes of a world need, in order of their group ranks; None: all parts."""
-    if tuple(node.nproc for node in nodes) != step.layout:
+    members = [Member(n.name, n.incarnation, n.host, n.nproc, rank, False) for rank, n in enumerate(nodes)]
+    return of_members(job, step, members)
+
+
+def of_members(job: Job, step: HeldStep, members: Sequence[Member]) -> dict[str, frozenset[int]] | None:
+    """What the members of a world need, some of which may be gone; None: all parts."""
+    record, nproc = step.record, tuple(member.nproc for member in members)
+    if nproc == record.layout:
+        read = [frozenset({0, member.group_rank}) for member in members]
+    elif record.reads is not None and (same_shape(record, sum(nproc)) or resharded(job, record, sum(nproc))):
+        read = list(parts_read(record.reads, record.layout, nproc))
+    else:
         return None
-    return of_members(
-        job, [Member(n.name, n.incarnation, n.host, n.nproc, rank, False) for rank, n in enumerate(nodes)]
-    )
-
-
-def of_members(job: Job, members: Sequence[Member]) -> dict[str, frozenset[int]]:
-    """What nodes need in the places of the ranks that saved the step; some of them may be gone."""
-    needed = {member.incarnation: {0, member.group_rank} for member in members}
-    there = {member.incarnation: node for member in members if (node := job.node_by(member.incarnation)) is not None}
-    by_address = {node.peer_address: incarnation for incarnation, node in there.items()}
-    for member in members:
-        node = there.get(member.incarnation)
-        for address in buddies(job, members, member, alone=node is not None and not node.leaving):
-            needed[by_address[address]].add(member.group_rank)
+    needed = {member.incarnation: set(parts) for member, parts in zip(members, read, strict=True)}
+    for part, have in enumerate(staying(job, members, read, record.parts)):
+        # From where its own node is, or would be.
+        for node in more_holders(job, members, part * len(members) // record.parts, have):
+            needed[node.incarnation].add(part)
     return {incarnation: frozenset(parts) for incarnation, parts in needed.items()}
+
+
+def more_holders(job: Job, members: Sequence[Member], start: int, have: Sequence[Member]) -> list[Node]:
+    """Who is to hold a part besides: until it is on as many nodes as the job wants, and not on one host alone."""
+    wanted, hosts = 1 + job.settings.memory_replicas - len(have), {member.host for member in have}
+    if wanted > 0 or job.settings.memory_replicas <= 0 or len(hosts) > 1:
+        return next_to(job, members, start, have, wanted)
+    return [node for node in next_to(job, members, start, have, 1) if node.host not in hosts]
+
+
+def staying(job: Job, members: Sequence[Member], read: Sequence[frozenset[int]], parts: int) -> list[list[Member]]:
+    """By part, the members that load it and do not leave."""
+    found: list[list[Member]] = [[] for _ in range(parts)]
+    for member, own in zip(members, read, strict=True):
+        node = job.node_by(member.incarnation)
+        if node is not None and not node.leaving:
+            for part in own:
+                found[part].append(member)
+    return found

@@ -7,6 +7,8 @@ on, and the job ends with the ranks' line.
 
 from __future__ import annotations
 
+from dalsegno.protos.reads import Reads
+
 from . import failures, places
 from .state import Failure, Job, Member
 from .turn import Turn, names
@@ -21,7 +23,14 @@ def pending(turn: Turn) -> Failure | None:
     job, failure = turn.job, turn.job.run.budget.pending
     if failure is None or not failure.refused or job.world is None:
         return None
-    return None if may_be_resharding(job) or places.may_lack(turn) else failure
+    return None if may_be_resharding(job) or may_miss_a_part(turn) else failure
+
+
+def may_miss_a_part(turn: Turn) -> bool:
+    """Whether what the ranks refused may be what they did not find. Not where each loads the first part alone."""
+    world = turn.job.world
+    record = turn.job.checkpoint(world.resume) if world is not None else None
+    return places.may_lack(turn) and (record is None or record.reads != Reads())
 
 
 def may_be_resharding(job: Job) -> bool:

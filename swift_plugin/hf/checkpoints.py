@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dalsegno.elastic import Session
-from dalsegno.elastic.checkpoint import MANIFEST, CheckpointStore
+from dalsegno.elastic.checkpoint import MANIFEST, CheckpointStore, Reads
 from dalsegno.elastic.saving.bests import Sight
 
 from .written import Kept, kept_here, written_here
@@ -113,7 +113,7 @@ class TrainerWrite:
         save: The Trainer's own save, which takes its directory from ``directory``.
         unfinished: What else rank 0 writes.
         rank: This rank.
-        reshards, by_place: See ``Session.save``.
+        reshards, by_place, reads: See ``Session.save``.
 
     Attributes:
         by_place: As many ranks load what rank 0 has saved, their own generators and their own parts of an engine.
@@ -125,11 +125,18 @@ class TrainerWrite:
     """
 
     def __init__(
-        self, save: Callable[[], None], unfinished: Unfinished, rank: int, *, reshards: bool, by_place: bool
+        self,
+        save: Callable[[], None],
+        unfinished: Unfinished,
+        rank: int,
+        *,
+        reshards: bool = False,
+        by_place: bool = False,
+        reads: Reads | None = None,
     ) -> None:
         self._save, self._unfinished, self._rank = save, unfinished, rank
         self.copied: Callable[[Mapping[str, Any]], None] = lambda files: None
-        self.reshards, self.by_place = reshards, by_place
+        self.reshards, self.by_place, self.reads = reshards, by_place, reads
         self.errors = Errors()
         self.directory: Path | None = None
         self.called = False

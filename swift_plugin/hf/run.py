@@ -15,7 +15,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from dalsegno.elastic import Batch, BatchPlan, MicroBatch, Session
-from dalsegno.elastic.checkpoint import Ref
+from dalsegno.elastic.checkpoint import Reads, Ref
 from dalsegno.elastic.rank.exchange import MAX_STEPS_APART, Boundary
 from dalsegno.elastic.saving.background_save import Background
 from dalsegno.elastic.saving.resuming import check_strategy
@@ -76,7 +76,7 @@ class ElasticRun:
             size, session.world_size, args.per_device_train_batch_size, fixed_micro_batch=options.fixed_micro_batch
         )
         self.strategy = strategy_of(trainer)
-        self._reshards = partial(_reshards, trainer)
+        self._how_loaded = partial(_how_loaded, trainer)
         check_strategy(session.resume, self.strategy)
         self.by_samples = options.mean_over_samples
         self.loader = data.make(trainer, self.plan, session, by_samples=self.by_samples)
@@ -134,7 +134,7 @@ class ElasticRun:
             saves=True,
             save_every=0 if args.save_strategy == "no" else 1,
             any_world_size=loads_anywhere(self.strategy),
-            reshards=self._reshards(),
+            reshards=self._how_loaded()["reshards"],
             data=OURS,
             fixed_micro_batch=self.plan.fixed_micro_batch,
         )
@@ -220,8 +220,7 @@ class ElasticRun:
         behind = all(known for _, known in told)
         loss = math.fsum(loss for loss, _ in told) / self.session.world_size
         unfinished = replace(self._told(due, trainer), loss=loss)
-        loaded = {"reshards": _reshards(trainer), "by_place": _by_place(trainer)}
-        self.writing = write = TrainerWrite(save, unfinished, self.session.rank, **loaded)
+        self.writing = write = TrainerWrite(save, unfinished, self.session.rank, **self._how_loaded())
         if self._survivors is not None and behind:
             write.copied = partial(self._survivors.saved, step)
         try:
@@ -468,17 +467,11 @@ def strategy_of(trainer: Any) -> str:
     return f"deepspeed-zero-{int(trainer.accelerator.state.deepspeed_plugin.zero_stage)}"
 
 
-def _by_place(trainer: Any) -> bool:
+def _how_loaded(trainer: Any) -> dict[str, Any]:
+    """How ranks load what it saves, see ``Session.save``."""
     if not trainer.is_deepspeed_enabled:
-        return True
-    from dalsegno.elastic.deepspeed.checks import loads_by_place
+        return {"reshards": False, "by_place": True, "reads": Reads()}
+    from dalsegno.elastic.deepspeed.checks import can_reshard, loads_by_place, what_ranks_read
 
-    return loads_by_place(trainer.model_wrapped)
-
-
-def _reshards(trainer: Any) -> bool:
-    if not trainer.is_deepspeed_enabled:
-        return False
-    from dalsegno.elastic.deepspeed.checks import can_reshard
-
-    return can_reshard(trainer.model_wrapped)
+    engine = trainer.model_wrapped
+    return {"reshards": can_reshard(engine), "by_place": loads_by_place(engine), "reads": what_ranks_read(engine)}

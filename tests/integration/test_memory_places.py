@@ -34,7 +34,7 @@ def parts_of(job: Cluster, node: Node, step: int = HELD) -> set[int]:
 
 def four(jobs: Clusters, training: Training = OF_A_TRAINER, **options: object) -> tuple[Cluster, int]:
     """A world of four nodes and a step in their memory: with each its own part, and that of the one before it."""
-    job = jobs(nnodes="4:4", agent_flags=("--quiet-time=60",), training=training, **options)
+    job = jobs(**{"nnodes": "4:4", "agent_flags": ("--quiet-time=60",), "training": training, **options})
     first = job.open(*"abcd")
     wait_copies(job, 2)
     assert [parts_of(job, job.member(rank)) for rank in range(4)] == [{0, 3}, {0, 1}, {1, 2}, {2, 3}]
@@ -99,24 +99,43 @@ def test_nodes_of_two_ranks(jobs: Clusters, undisturbed: Undisturbed, training: 
     end(job, undisturbed)
 
 
-def test_a_smaller_world(jobs: Clusters, undisturbed: Undisturbed) -> None:
-    """Its ranks load other ranges than those that saved: each node has all parts."""
-    job = jobs(nnodes="1:4", agent_flags=("--quiet-time=60",), training=OF_A_TRAINER)
-    first = job.open(*"abcd")
-    wait_copies(job, 2)
+@pytest.mark.parametrize("training", KINDS)
+def test_a_smaller_world(jobs: Clusters, undisturbed: Undisturbed, training: Training) -> None:
+    """Its ranks load other ranges than those that saved: each node fetches the parts in which its ranges lie."""
+    job, first = four(jobs, training, nnodes="1:4")
     job.kill_node(job.member(3))
     second = job.wait_world(3, after=first)
     assert job.change(second).resumed == HELD
-    assert [parts_of(job, job.member(rank)) for rank in range(3)] == [{0, 1, 2, 3}] * 3
+    # Two nodes are to have each part, and what each has already stays there.
+    assert [parts_of(job, job.member(rank)) for rank in range(3)] == [{0, 1, 3}, {0, 1, 2}, {0, 1, 2, 3}]
+    wait_durable(job, HELD)
     end(job, undisturbed)
 
 
-def test_ranks_that_load_more_than_they_say(jobs: Clusters, undisturbed: Undisturbed) -> None:
+@pytest.mark.parametrize("training", KINDS)
+def test_a_larger_world(jobs: Clusters, undisturbed: Undisturbed, training: Training) -> None:
+    """Who comes fetches the parts in which its ranges lie; the others have most of theirs."""
+    job = jobs(nnodes="3:4", agent_flags=("--quiet-time=60",), training=training)
+    first = job.open(*"abc")
+    wait_copies(job, 2)
+    job.start("new")
+    second = job.wait_world(4, after=first)
+    step = job.change(second).resumed
+    assert [parts_of(job, job.member(rank), step) for rank in range(4)] == [{0, 2}, {0, 1}, {0, 1, 2}, {0, 2}]
+    end(job, undisturbed)
+
+
+@pytest.mark.parametrize("smaller", [False, True])
+def test_ranks_that_load_more_than_they_say(jobs: Clusters, undisturbed: Undisturbed, smaller: bool) -> None:
     """A world cannot start with the parts that its nodes have: the next one has all of them, and no step is lost."""
-    job, first = four(jobs, MISTAKEN)
-    os.kill(job.worker_pid(job.member(2)), signal.SIGKILL)
-    third = job.wait_world(4, after=first + 1)
+    job, first = four(jobs, MISTAKEN, nnodes="1:4")
+    nodes = 3 if smaller else 4
+    if smaller:
+        job.kill_node(job.member(3))
+    else:
+        os.kill(job.worker_pid(job.member(2)), signal.SIGKILL)
+    third = job.wait_world(nodes, after=first + 1)
     assert job.change(third).resumed == HELD
     job.wait_line("each node had only its parts of step-")
-    assert [parts_of(job, job.member(rank)) for rank in range(4)] == [{0, 1, 2, 3}] * 4
+    assert [parts_of(job, job.member(rank)) for rank in range(nodes)] == [{0, 1, 2, 3}] * nodes
     end(job, undisturbed)

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 # In how many schedules ranks load what lies in their node's place; and in how many of these they say so, and do not.
 BY_PLACE = 0.6
 MISTAKEN = 0.15
+# And in how many of the former they say what ranks of another world load.
+CUT = 0.7
+
+
+# Elements of what is cut, and the unit in which it is.
+LONGEST, UNIT = 40, 2
 
 
 def parts_of(plan: Plan) -> None:
@@ -24,14 +30,38 @@ def parts_of(plan: Plan) -> None:
     random = Random(f"by place {plan.seed}")
     plan.by_place = bool(plan.memory_every) and random.random() < BY_PLACE
     plan.reads_all = plan.by_place and random.random() < MISTAKEN
+    if plan.by_place and random.random() < CUT:
+        plan.lengths = tuple(sorted(random.sample(range(1, LONGEST), random.randint(0, 3))))
 
 
 def loaded_by(
     message: control_pb2.Checkpoint, saved_by: Sequence[int], layout: Sequence[int], rank: int
 ) -> frozenset[int]:
     """The parts that ranks load on the node of this group rank; both worlds are given by their nodes' ranks."""
-    by_place = message.shape.by_place and list(saved_by) == list(layout)
-    return frozenset({0, rank}) if by_place else frozenset(range(len(saved_by)))
+    if message.shape.by_place and list(saved_by) == list(layout):
+        return frozenset({0, rank})
+    if not message.shape.by_place or not message.shape.HasField("reads"):
+        return frozenset(range(len(saved_by)))
+    old = [node for node, ranks in enumerate(saved_by) for _ in range(ranks)]
+    new = [node for node, ranks in enumerate(layout) for _ in range(ranks)]
+    if len(old) == len(new):
+        return frozenset({0} | {old[place] for place, node in enumerate(new) if node == rank})
+    # Element by element: who has it now loads it from who had it.
+    lengths, unit = message.shape.reads.lengths, message.shape.reads.alignment
+    found = {0}
+    for length in lengths:
+        for element in range(length):
+            if new[owner(element, length, len(new), unit)] == rank:
+                found.add(old[owner(element, length, len(old), unit)])
+    return frozenset(found)
+
+
+def owner(element: int, length: int, ranks: int, unit: int) -> int:
+    """The rank that has an element of so many, which are dealt out in units: as many to each rank as the first has."""
+    each = 0
+    while each * ranks < length:
+        each += unit
+    return element // each
 
 
 def check_opened(ledger: Ledger, world: World, message: control_pb2.Checkpoint) -> None:

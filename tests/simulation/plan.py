@@ -153,6 +153,8 @@ class Plan:
     # Ranks load from memory what lies in their node's place; or so they say, and they fail without the rest.
     by_place: bool = False
     reads_all: bool = False
+    # How long what is cut among ranks is; None: they do not say what a world of another size loads.
+    lengths: tuple[int, ...] | None = None
     # Parts take long to other nodes.
     slow_replicas: bool = False
     # Of the nodes that a crash leaves, so many save what they hold; 0.0: none, as their state is not replicated.

@@ -7,6 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from dalsegno.master.brain.state import Job, World
+from dalsegno.protos.reads import Reads
 
 if TYPE_CHECKING:
     from .ledger import Ledger
@@ -55,7 +56,7 @@ class _World:
 
     members: frozenset[str]
     new: frozenset[str]
-    # Whether it can be loaded at all is tried: then it is converted instead.
+    # Whether it can be loaded at all is tried: then it is converted instead, or all nodes fetch all parts.
     tried: bool
 
     @property
@@ -85,7 +86,9 @@ class Refusals:
         world = job.world
         if world is not None and world.epoch not in self._worlds:
             new = frozenset(member.incarnation for member in world.members if not member.proven)
-            self._worlds[world.epoch] = _World(frozenset(world.by_incarnation), new, world.resharded)
+            record = job.checkpoint(world.resume)
+            some = record is not None and record.parts > 0 and record.by_place and record.reads != Reads()
+            self._worlds[world.epoch] = _World(frozenset(world.by_incarnation), new, world.resharded or some)
         said = sum(LINE in notice.text for notice in job.notices)
         mixed = sum(self._worlds[epoch].is_mixed for epoch in self._refused)
         self._ledger.require(

@@ -10,7 +10,7 @@ from dalsegno.protos import control_pb2, worker_pb2
 from .disk import Sealed, digest_of
 from .flights import Flight
 from .memory import remember
-from .parts import loaded_by
+from .parts import UNIT, loaded_by
 from .refusals import LINE, are_refused
 from .shapes import fails
 from .syncs import DrainSave, outlasts_notice, patience
@@ -500,6 +500,8 @@ class Collective:
             max_nodes=settings.max_nodes,
             in_memory=in_memory,
         )
+        if self.sim.plan.lengths is not None:
+            message.shape.reads.CopyFrom(control_pb2.Reads(lengths=self.sim.plan.lengths, alignment=UNIT))
         if self.world.HasField("resume"):
             message.resumed_from.CopyFrom(self.world.resume.source.ref)
         # Good and bad values in turn, so that the best is now the newest and now long past.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from dalsegno.elastic.universal import EnvironmentFailed
 from dalsegno.elastic.universal.source import OPTIMIZER_NOTE, open_source
+from dalsegno.protos.reads import Reads, ranks_read
 from tests.support.workers.zero_runs import STEPS, Held, Sources, read_held, run_worker, seal_sharded
 
 from .test_restore import CHANGES, across, assert_all
@@ -60,6 +62,64 @@ def test_the_formula_says_where_values_lie(sources: Sources, case: str) -> None:
         assert list(lazy.shards.held) == opened
         assert lazy.parameters == eager.parameters
         assert len(lazy.shards.all()) == task["world"]
+
+
+ALL_TRAINED = {
+    "trained": ({"stage": 2, "world": 4, "model": "trained"}, 3),
+    "trained-zero3": ({"stage": 3, "world": 4, "model": "trained"}, 3),
+    "trained-zero3-more": ({"stage": 3, "world": 3, "model": "trained", "optimizer": "nadam"}, 4),
+}
+# What of these a rank reads is not known: each may read everything.
+UNSAID = {
+    case for case, (task, _) in CHANGES.items() if task["stage"] == 3 or case == "zero2-aligned"
+}  # Stage 3 has a frozen parameter.
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in (*DEFAULT, *ALL_TRAINED) else pytest.mark.full)
+        for case in {**CHANGES, **ALL_TRAINED}
+    ],
+)
+def test_what_a_save_says_is_enough(sources: Sources, tmp_path: Path, case: str) -> None:
+    """Each rank loads with nothing but the files of the ranks that the save and the numbers of ranks name."""
+    task, world = {**CHANGES, **ALL_TRAINED}[case]
+    source, saved = sources.get(**task)
+    said = json.loads((source.parent / "result-0.json").read_text())["reads"]
+    assert (said is None) == (case in UNSAID)
+    if said is None:
+        return
+    reads = Reads(tuple(said["lengths"]), said["alignment"])
+    spared = 0
+    for rank in range(world):
+        shutil.copytree(source, tmp_path / f"{rank}" / source.name)
+        for other in set(range(task["world"])) - ranks_read(reads, task["world"], world, rank, rank + 1) - {0}:
+            for file in (tmp_path / f"{rank}" / source.name).glob(f"*zero_pp_rank_{other}_*"):
+                file.unlink()
+                spared += 1
+    assert spared > 0 or task["world"] < 3
+    more = {key: value for key, value in task.items() if key not in ("stage", "world")}
+    assert_all(load(tmp_path / "out", world, task["stage"], tmp_path / "{rank}" / source.name, **more), saved)
+
+
+@pytest.mark.parametrize("case", ["names", "names-zero3", *ALL_TRAINED])
+def test_what_lies_in_a_ranks_place_is_enough_if_a_save_says_so(sources: Sources, tmp_path: Path, case: str) -> None:
+    """As many ranks as saved load their own files and the first rank's. Not where ZeRO-3 has cut what nobody trains."""
+    task, _ = {**CHANGES, **ALL_TRAINED}[case]
+    source, saved = sources.get(**task)
+    said = json.loads((source.parent / "result-0.json").read_text())["by_place"]
+    assert said == (case != "names-zero3")
+    if not said:
+        return
+    for rank in range(task["world"]):
+        shutil.copytree(source, tmp_path / f"{rank}" / source.name)
+        for other in set(range(task["world"])) - {0, rank}:
+            for file in (tmp_path / f"{rank}" / source.name).glob(f"*zero_pp_rank_{other}_*"):
+                file.unlink()
+    more = {key: value for key, value in task.items() if key not in ("stage", "world")} | {"reshard": False}
+    loaded = load(tmp_path / "out", task["world"], task["stage"], tmp_path / "{rank}" / source.name, **more)
+    assert_all(loaded, saved)
 
 
 def test_other_ranks_model_states_are_read_for_frozen_parameters(sources: Sources, tmp_path: Path) -> None:

@@ -32,8 +32,21 @@ def takes_what_is_nowhere(original: Any) -> Any:
 
 
 def forgets_the_buddies(original: Any) -> Any:
-    def of_members(job: Job, members: Sequence[Member]) -> dict[str, frozenset[int]]:
+    def of_members(job: Job, step: HeldStep, members: Sequence[Member]) -> dict[str, frozenset[int]] | None:
+        if tuple(member.nproc for member in members) != step.record.layout:
+            found: dict[str, frozenset[int]] | None = original(job, step, members)
+            return found
         return {member.incarnation: frozenset({0, member.group_rank}) for member in members}
+
+    return of_members
+
+
+def fetches_what_lies_in_its_place(original: Any) -> Any:
+    def of_members(job: Job, step: HeldStep, members: Sequence[Member]) -> dict[str, frozenset[int]] | None:
+        if original(job, step, members) is None:
+            return None
+        parts = range(step.record.parts)
+        return {member.incarnation: frozenset({0, *parts[member.group_rank :][:2]}) for member in members}
 
     return of_members
 
@@ -249,6 +262,13 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             first=420,
         ),
         plant(places, "of_members", forgets_the_buddies, "parts have copies", suits=by_place),
+        plant(
+            places,
+            "of_members",
+            fetches_what_lies_in_its_place,
+            "nodes have what is loaded",
+            suits=lambda plan: bool(plan.lengths),
+        ),
         plant(
             Gathering,
             "lacks",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from google.protobuf.message import Message
@@ -14,6 +14,7 @@ from dalsegno.master.brain.state import Job, Phase, Settings
 from dalsegno.master.record.codec import JobCodec
 from dalsegno.protos import control_pb2
 from dalsegno.protos.processes import Process
+from dalsegno.protos.reads import Reads
 
 PROBE = "the job's probe"
 
@@ -369,6 +370,7 @@ class Driven:
         any_size: bool = False,
         reshards: bool = False,
         by_place: bool = False,
+        reads: Reads | None = None,
         size: int = 0,
         largest_file: int = 0,
     ) -> control_pb2.Checkpoint:
@@ -383,7 +385,11 @@ class Driven:
             epoch=epoch,
             form=control_pb2.FORM_SHARDED,
             shape=control_pb2.Shape(
-                world_size=world.size, any_world_size=any_size, reshards=reshards, by_place=by_place
+                world_size=world.size,
+                any_world_size=any_size,
+                reshards=reshards,
+                by_place=by_place,
+                reads=None if reads is None else control_pb2.Reads(**asdict(reads)),
             ),
             resumed_from=control_pb2.CheckpointRef(digest=world.resume),
             bytes=size,

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler, session
+from dalsegno.elastic.checkpoint import Reads
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
@@ -75,6 +76,7 @@ def main() -> None:
         dcp.save({"training": training}, checkpoint_id=path)
 
     save.by_place = flags.mistaken  # type: ignore[attr-defined]
+    save.reads = Reads() if flags.mistaken else None  # type: ignore[attr-defined]
     steps = s.steps(
         batches,
         max_steps=flags.steps,

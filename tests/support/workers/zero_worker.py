@@ -25,7 +25,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -88,7 +88,7 @@ class Model(nn.Module):
         self.scale = nn.Parameter(torch.ones(3))
         self.head = nn.Linear(FEATURES, 13, bias=False)
         self.head.weight = self.embedding.weight
-        self.frozen = nn.Parameter(torch.full((5,), frozen_value), requires_grad=False)
+        self.frozen = nn.Parameter(torch.full((5,), frozen_value), requires_grad=kind == "trained")
         self.idle = nn.Parameter(torch.full((2, 3), 0.5))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("average", torch.zeros(4))
@@ -120,6 +120,8 @@ def groups(model: Model, kind: str) -> list[dict[str, Any]]:
     large = [model.embedding.weight, model.body.weight, model.idle, *model.more.parameters()]
     if model.empty is not None:
         large.append(model.empty)
+    if kind == "trained":
+        large.append(model.frozen)
     if kind == "even":
         large = [parameter for parameter in large if parameter is not model.idle]
         small = [model.body.bias, model.scale, model.idle]  # 16 values: something for each of four ranks
@@ -168,7 +170,7 @@ def main() -> None:
     resume = None
     if not fresh:
         resume = Resume(
-            path=Path(task["load"]),
+            path=Path(task["load"].replace("{rank}", str(rank))),
             form=task["form"],
             universal=Path(task["universal"]) if task.get("universal") else None,
             step=task["step"],
@@ -207,8 +209,11 @@ def main() -> None:
         save_error = None
         if task.get("fail_rank") == rank:
             engine.checkpoint_engine.save = no_space
+        write = ours.save(engine)
+        result["reads"] = None if write.reads is None else asdict(write.reads)
+        result["by_place"] = write.by_place
         try:
-            ours.save(engine)(Path(task["save"]))
+            write(Path(task["save"]))
         except OSError as error:
             if "fail_rank" not in task:
                 raise

@@ -25,6 +25,7 @@ SURFACES = {
         *(
             "Order",
             "Position",
+            "Reads",
             "Ref",
             "Retirement",
             "SavedAs",

@@ -11,9 +11,11 @@ import pytest
 
 from dalsegno.elastic import background
 from dalsegno.elastic.deepspeed.checks import loads_by_place
+from dalsegno.elastic.saving.background_save import Background
 from dalsegno.elastic.saving.declared import contradiction, how_loaded, of_each_rank, strategy_of
 from dalsegno.elastic.trainer.strategies import DDP
 from dalsegno.elastic.training.training_state import TrainingState
+from dalsegno.protos.reads import Reads
 
 ZERO_2 = ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"]
 ZERO_3 = ["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
@@ -104,6 +106,7 @@ def test_an_engine_is_seen_before_it_saves() -> None:
 
 class Saying:
     by_place = True
+    reads = Reads()
 
     def write(self, path: Path) -> None: ...
 
@@ -111,11 +114,27 @@ class Saying:
 def test_how_a_save_is_loaded_says_itself_or_whose_it_is() -> None:
     def write(path: Path) -> None: ...
 
-    assert how_loaded(write) == {"reshards": False, "by_place": False}
-    assert how_loaded(Saying()) == how_loaded(Saying().write) == {"reshards": False, "by_place": True}
-    assert how_loaded(background(lambda: {})) == {"reshards": False, "by_place": False}
+    nothing = {"reshards": False, "by_place": False, "reads": None}
+    said = {"reshards": False, "by_place": True, "reads": Reads()}
+    assert how_loaded(write) == how_loaded(background(lambda: {})) == nothing
+    assert how_loaded(Saying()) == how_loaded(Saying().write) == how_loaded(Background(dict, Saying())) == said
     write.reshards = True  # type: ignore[attr-defined]
-    assert how_loaded(write) == {"reshards": True, "by_place": False}
+    assert how_loaded(write) == {**nothing, "reshards": True}
+
+
+def test_another_thing_of_that_name_says_nothing() -> None:
+    """It would be in a manifest that nobody can read."""
+
+    class Counting:
+        reads: Any = 3
+
+        def write(self, path: Path) -> None: ...
+
+    class Reading(Counting):
+        def reads(self) -> None: ...
+
+    for one in (Counting(), Reading()):
+        assert how_loaded(one)["reads"] is how_loaded(one.write)["reads"] is None
 
 
 def test_what_a_class_of_the_scripts_own_adds_is_not_known() -> None:
@@ -130,13 +149,14 @@ def test_what_a_class_of_the_scripts_own_adds_is_not_known() -> None:
         def files(self, state: Any) -> dict[str, Any]:
             return {**super().files(state), "more/rank-1.pt": b""}
 
-    assert how_loaded(State().write)["by_place"]
+    assert how_loaded(State().write) == {"reshards": False, "by_place": True, "reads": Reads()}
     assert not how_loaded(State().save_with_more)["by_place"]
-    assert DDP().by_place
-    assert not Strategy().by_place
-    assert loads_by_place(SimpleNamespace(mp_world_size=1))
+    assert (DDP().by_place, DDP().reads) == (True, Reads())
+    assert (Strategy().by_place, Strategy().reads) == (False, None)
+    engine = {"mp_world_size": 1, "zero_optimization_stage": lambda: 2}
+    assert loads_by_place(SimpleNamespace(**engine))
     for other in ({"has_moe_layers": True}, {"pipeline_parallelism": True}, {"mp_world_size": 2}):
-        assert not loads_by_place(SimpleNamespace(**other))
+        assert not loads_by_place(SimpleNamespace(**{**engine, **other}))
 
 
 def test_what_saves_whole_is_let_be() -> None:

@@ -22,7 +22,7 @@ from dalsegno.elastic.checkpoint import MANIFEST, SHARDED, CheckpointStore, Mani
 from dalsegno.elastic.checkpoint import files as reading
 from dalsegno.elastic.checkpoint.parts import part_path, parts_directory, read_parts, write_part
 from dalsegno.elastic.rank.identity import Identity, ResumeOrder, from_environment
-from dalsegno.elastic.saving import tiers
+from dalsegno.elastic.saving import resuming, tiers
 from dalsegno.elastic.saving.content import Content
 from dalsegno.elastic.saving.outcomes import SaveError
 from dalsegno.elastic.saving.resuming import Damaged, ResumePoint, handed_out
@@ -30,6 +30,7 @@ from dalsegno.elastic.saving.saving import Saver
 from dalsegno.elastic.saving.writing import write_files
 from dalsegno.elastic.training.saves import Saves
 from dalsegno.protos import worker_pb2
+from dalsegno.protos.reads import Reads
 from tests.support.workers.threads import Gone, Threads, together
 from tests.unit.elastic.checkpoint.test_best import start
 
@@ -431,7 +432,7 @@ def test_each_node_verifies_its_own_copy(tmp_path: Path, monkeypatch: pytest.Mon
 
     file = job.memory(1) / manifest.name / "shards/1.pt"
     data = bytearray(file.read_bytes())
-    data[500] ^= 4
+    data[len(data) // 2] ^= 4
     file.write_bytes(data)
     found = resumed(job, manifest)
     assert [(one.file, one.ref) for one in found] == [("shards/1.pt", manifest.ref)] * 4
@@ -474,12 +475,12 @@ def test_what_nobody_of_a_node_reads_is_not_verified(tmp_path: Path, monkeypatch
         assert {path for _, path in read} == every - left_out
 
 
-def with_parts(tmp_path: Path, *, by_place: bool = True) -> tuple[Job, Manifest]:
+def with_parts(tmp_path: Path, *, by_place: bool = True, reads: Reads | None = None) -> tuple[Job, Manifest]:
     """A step of four nodes; in the next world each of them has its own part, the first, and that of the one before."""
     writer = Job(tmp_path, 4)
 
     def saved(saver: Saver, group: Threads) -> Manifest | None:
-        made = replace(content(), by_place=by_place)
+        made = replace(content(), by_place=by_place, reads=reads)
         return saver.save(made, writes(group.rank), create_directory=True, drain=False, in_memory=True)
 
     manifest = writer.run(saved)[0]
@@ -504,7 +505,7 @@ def bring(writer: Job, job: Job, manifest: Manifest, node: int, part: int) -> No
 
 def flip(file: Path) -> None:
     data = bytearray(file.read_bytes())
-    data[500] ^= 4
+    data[len(data) // 2] ^= 4
     file.write_bytes(data)
 
 
@@ -538,12 +539,88 @@ def test_by_place_a_part_that_lacks_is_damage(tmp_path: Path, part: int) -> None
     }
 
 
-@pytest.mark.parametrize("case", ["not by place", "other ranks"])
+@pytest.mark.parametrize("case", ["not by place", "not said", "not by place, and said"])
 def test_all_files_must_be_here_otherwise(tmp_path: Path, case: str) -> None:
-    job, manifest = with_parts(tmp_path, by_place=case == "other ranks")
-    if case == "other ranks":
+    """In a world of another size that is where the checkpoint does not say what is read there."""
+    reads = Reads() if case == "not by place, and said" else None
+    job, manifest = with_parts(tmp_path, by_place=case == "not said", reads=reads)
+    if case != "not by place":
         job.nodes = 3
     assert all(isinstance(one, Damaged) for one in resumed(job, manifest))
+
+
+def messages(job: Job, manifest: Manifest) -> set[str]:
+    return {getattr(one, "message", "") for one in resumed(job, manifest)}
+
+
+ELSEWHERE = [(0, 1), (1, 2), (2, 3)]
+HALVES = [(0, 1), (1, 2), (1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "length", "lack"),
+    [
+        (3, 1, 12, ELSEWHERE),
+        (3, 2, 12, ELSEWHERE),
+        (2, 1, 12, HALVES),
+        (3, 1, 0, []),
+        # As many ranks on fewer nodes: each loads what the rank of its number has saved.
+        (2, 2, 12, HALVES),
+        (2, 2, 0, HALVES),
+    ],
+)
+def test_at_another_size_the_parts_that_are_read_must_be_here(
+    tmp_path: Path, nodes: int, per_node: int, length: int, lack: list[tuple[int, int]]
+) -> None:
+    """`lack`: nodes, and parts that they need and do not have; each part is one rank's."""
+    job, manifest = with_parts(tmp_path, reads=Reads((length,) if length else ()))
+    job.nodes, job.per_node = nodes, per_node
+    for node, part in lack:
+        bring(Job(tmp_path, 4), job, manifest, node, part)
+    assert messages(job, manifest) == {""}
+    for node, part in [*lack, (1, 0)]:
+        note = part_path(job.memory(node) / manifest.name, part)
+        note.rename(tmp_path / "aside")
+        (message,) = messages(job, manifest)
+        assert f"the part {f'with the files of rank {part}' if part else 'of node 0'} is not here" in message
+        (tmp_path / "aside").rename(note)
+
+
+def test_at_another_size_whatever_is_here_is_verified(tmp_path: Path) -> None:
+    """Who loads more than it said finds no other bits than were saved."""
+    job, manifest = with_parts(tmp_path, reads=Reads())
+    job.nodes, job.per_node = 3, 2
+    for node, part in ((0, 3), (2, 1), (2, 2)):
+        flip(job.memory(node) / manifest.name / f"shards/{part}.pt")
+        assert {one.file for one in resumed(job, manifest)} == {f"shards/{part}.pt"}
+        flip(job.memory(node) / manifest.name / f"shards/{part}.pt")
+    assert messages(job, manifest) == {""}
+
+
+def test_a_part_that_arrives_between_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank of a node sees some parts and the other all of them: no file that is needed is left to nobody."""
+    job, manifest = with_parts(tmp_path, reads=Reads((12,)))
+    job.nodes, job.per_node = 1, 2
+    for part in (1, 2):
+        bring(Job(tmp_path, 4), job, manifest, 0, part)
+    looks, lock = 0, threading.Lock()
+
+    def read(directory: Path) -> dict[int, tuple[str, ...]]:
+        nonlocal looks
+        with lock:
+            looks += 1
+            there = dict(read_parts(directory))
+            if looks == 1:
+                del there[3]
+            return there
+
+    monkeypatch.setattr(resuming, "read_parts", read)
+    monkeypatch.setattr(resuming, "ranks_read", lambda *_: frozenset({0, 1}))
+    for file in [file for part in (0, 1) for file in read_parts(job.memory(0) / manifest.name)[part]]:
+        looks = 0
+        flip(job.memory(0) / manifest.name / file)
+        assert {one.file for one in resumed(job, manifest)} == {file}
+        flip(job.memory(0) / manifest.name / file)
 
 
 def test_the_environment_says_where_to_resume_from(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dalsegno.elastic.saving.writing import write_files
 from dalsegno.elastic.trainer import fsdp
+from dalsegno.protos.reads import Reads, ranks_read
 
 fully_shard = pytest.importorskip("torch.distributed.fsdp").fully_shard
 FakeStore = pytest.importorskip("torch.testing._internal.distributed.fake_pg").FakeStore
@@ -89,6 +90,7 @@ def test_only_the_files_that_have_a_ranks_rows_are_needed(tmp_path: Path, old: i
         with world(rank, new):
             full = load(tmp_path)
             needed = owners(old, whole, full)
+            assert needed == ranks_read(Reads((1, 2, 7, 16)), old, new, rank, rank + 1)
             files = {other: tmp_path / fsdp.DIRECTORY / f"rank-{other}.pt" for other in range(old)}
             kept = {other: file.read_bytes() for other, file in files.items()}
             for other in set(files) - needed - {0}:
@@ -105,6 +107,19 @@ def test_only_the_files_that_have_a_ranks_rows_are_needed(tmp_path: Path, old: i
             for other, content in kept.items():
                 files[other].write_bytes(content)
     assert spared >= new
+
+
+def test_a_save_says_what_is_cut() -> None:
+    """Not what a class of the script's own writes besides."""
+
+    class More(fsdp.FSDP):
+        def files(self, state: Any) -> dict[str, Any]:
+            return {**super().files(state), "more.pt": {}}
+
+    with world(1, 3):
+        for strategy in (fsdp.FSDP(), More()):
+            strategy.model, _ = made(1)
+            assert strategy.reads == (Reads((1, 2, 7, 16)) if type(strategy) is fsdp.FSDP else None)
 
 
 def test_a_rank_of_as_many_needs_its_own(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ pytest.importorskip("deepspeed")
 
 from dalsegno.elastic.universal import ConversionError, SourceBad
 from dalsegno.elastic.universal.forms import Form
+from dalsegno.elastic.universal.pieces import GROUP_ALIGNMENT
 from dalsegno.elastic.universal.source import ShardedSource, open_source
 from dalsegno.elastic.universal.values import ShardedValues
+from dalsegno.protos.reads import Reads, ranks_read, reads_of
 from tests.support.checkpoints.shards import STATES, write_shards
 
 # Dealt out in turn: a group of 24 and one of 36 values, with parameters that fewer ranks have than there are.
@@ -69,6 +71,14 @@ def load(directory: Path, wanted: list[Range]) -> dict[tuple[str, str], Tensor]:
     return found
 
 
+def lengths(stage: int) -> Reads:
+    """What is cut: each parameter by itself, or a group's in a row."""
+    sizes = [math.prod(shape) for shape in SHAPES.values()]
+    found = reads_of(sizes) if stage == 3 else reads_of([sum(sizes[0::2]), sum(sizes[1::2])], GROUP_ALIGNMENT)
+    assert found is not None
+    return found
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(("old", "new"), WORLDS)
 def test_only_the_files_that_have_a_ranks_ranges_are_needed(tmp_path: Path, stage: int, old: int, new: int) -> None:
@@ -85,6 +95,7 @@ def test_only_the_files_that_have_a_ranks_ranges_are_needed(tmp_path: Path, stag
             spared += 1
             if stage == 3:
                 (directory / f"zero_pp_rank_{other}_mp_rank_00_model_states.pt").unlink()
+        assert needed == ranks_read(lengths(stage), old, new, rank, rank + 1)
         found = load(directory, wanted)
         for (name, state), values in found.items():
             start, count = next((start, count) for other, start, count in wanted if other == name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,15 +11,18 @@ from dalsegno.master.brain.memory import LOST_AFTER_SECONDS
 from dalsegno.master.brain.places import MOST_PLANS, SLOW_SECONDS
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2 as pb
+from dalsegno.protos.reads import Reads
 from tests.support.jobs.masters import Driven, Node, settings
-from tests.unit.master.brain.test_memory import held, joins, newcomer, parts, started
+from tests.unit.master.brain.test_memory import held, in_memory, joins, newcomer, parts, started
 from tests.unit.master.brain.test_refusals import refuses
 
 
-def trained(count: int = 4, **fields: Any) -> tuple[Driven, list[Node], pb.Checkpoint]:
+def trained(
+    count: int = 4, shape: dict[str, Any] | None = None, **fields: Any
+) -> tuple[Driven, list[Node], pb.Checkpoint]:
     """A world of so many nodes, which have step 20: each its own part and that of the node before."""
     job, nodes = started(count, **({"min_nodes": count, "max_nodes": count} | fields))
-    made = held(job, nodes, 20, by_place=True)
+    made = held(job, nodes, 20, **({"by_place": True} | (shape or {})))
     nodes[0].step(23)
     return job, nodes, made
 
@@ -152,6 +156,211 @@ def test_parts_that_are_not_enough_any_more() -> None:
     joins(job, *nodes[:3], sees=made)
     job.wait(1.5)
     assert job.phase is Phase.RUNNING
+
+
+# One axis of 12 elements is cut, as each rank says.
+CUT = {"reads": Reads((12,))}
+
+
+def test_a_smaller_world_whose_ranks_say_what_they_load() -> None:
+    """Each node needs the parts in which its ranks' ranges lie, and the first one."""
+    job, nodes, made = trained(shape=CUT, min_nodes=2)
+    nodes[1].hang_up()
+    job.wait(1.5)
+    left = [nodes[0], nodes[2], nodes[3]]
+    assert wanted(*left) == [{0, 1, 3}, {0, 1, 2}, {0, 2, 3}]  # Part 3 is read by one alone, and two are to have it.
+    joins(job, *left, sees=made)
+    job.wait(2)
+    assert job.phase is Phase.RUNNING
+    assert places(job) == names(*left)
+
+
+def test_a_larger_world_whose_ranks_say_what_they_load() -> None:
+    """Who comes fetches its own parts, and no others."""
+    job, nodes = started(3, min_nodes=3, max_nodes=4, grow_interval=0.0)
+    made = held(job, nodes, 20, by_place=True, **CUT)
+    nodes[0].step(23)
+    nodes[2].failed(step=23)
+    more = newcomer(job)
+    job.wait(0.1)
+    assert wanted(*nodes, more) == [{0}, {0, 1}, {0, 1, 2}, {0, 2}]
+    joins(job, *nodes, more, sees=made)
+    job.wait(2)
+    assert places(job) == names(*nodes, more)
+
+
+def test_parts_that_nobody_loads_have_copies() -> None:
+    """Where each rank loads what the first one has saved: on as many nodes as before, other ones for each part."""
+    job, nodes, _ = trained(6, {"reads": Reads()}, min_nodes=2)
+    nodes[5].hang_up()
+    job.wait(1.5)
+    told = wanted(*nodes[:5])
+    assert [sum(part in own for own in told) for part in range(6)] == [5, 2, 2, 2, 2, 2]
+    assert max(map(len, told)) <= 3
+
+
+def test_as_many_ranks_on_other_nodes_load_their_own() -> None:
+    """Whatever is cut: a rank loads what the rank of its number has saved."""
+    job, nodes, _ = trained(shape={"reads": Reads((1,))}, min_nodes=2)
+    both = job.node(host="both", peer_address="10.0.1.1:7", nproc=2)
+    for node in (nodes[1], nodes[3]):
+        node.hang_up()
+    job.wait(1.5)
+    assert wanted(nodes[0], nodes[2], both) == [{0, 1, 3}, {0, 1, 2}, {0, 2, 3}]
+
+
+@pytest.mark.parametrize("case", ["", "not by place", "by universal files", "with nonsense"])
+def test_what_ranks_say_does_not_count(case: str) -> None:
+    """Where a world of another size loads something else, or where it makes no sense."""
+    shape: dict[str, Any] = {**CUT, "by_place": case != "not by place", "any_size": case != "by universal files"}
+    job, nodes = started(6, min_nodes=2, max_nodes=6)
+    made = in_memory(job, 20, **shape)
+    if case == "with nonsense":
+        made.shape.reads.alignment = 0
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank, (rank - 1) % 6)
+    nodes[0].step(23)
+    nodes[5].hang_up()
+    job.wait(1.5)
+    assert all(own == set(range(6)) for own in wanted(*nodes[:5])) == bool(case)
+
+
+def test_a_leaver_among_those_that_wait() -> None:
+    """What it has counts as nobody's: more of those that stay fetch it."""
+    job, left, made = one_gone()
+    assert wanted(*left) == [{0, 3}, {0, 1, 2}, {0, 1, 2, 3}]
+    joins(job, *left, sees=made)
+    left[2].leave()
+    job.wait(0.1)
+    assert wanted(*left[:2]) == [{0, 1, 2, 3}] * 2
+
+
+def test_a_step_that_comes_to_the_disk_while_ranks_train() -> None:
+    """What concerned its parts is forgotten."""
+    job, nodes = started(2)
+    made = in_memory(job, 20, by_place=True)
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank, wanted=True)
+    nodes[0].step(21)
+    for node in (*nodes, *nodes):
+        if node.directive.make_durable.ref.digest:
+            node.wrote(made, *node.directive.make_durable.write)
+    head = job.job.checkpoints.head
+    assert (head.step, head.parts, head.layout) == (20, 0, ()) if head is not None else False
+
+
+def test_who_stays_in_a_smaller_world_keeps_its_place() -> None:
+    """Before that has saved anything: a spare takes the place of who is lost, and has to fetch what is needed there."""
+    job, nodes, made = trained(6, {"reads": Reads((60,))}, min_nodes=5)
+    nodes[5].hang_up()
+    job.wait(1.5)
+    told = wanted(*nodes[:5])
+    joins(job, *nodes[:5], sees=made)
+    job.wait(2)
+    assert job.phase is Phase.RUNNING
+    for node, own in zip(nodes[:5], told, strict=True):
+        node.holds(made, *own)
+    nodes[2].hang_up()
+    job.wait(1.5)
+    left = [*nodes[:2], *nodes[3:5]]
+    kept = wanted(*left)
+    assert all(before <= now for before, now in zip([*told[:2], *told[3:]], kept, strict=True))
+    assert max(map(len, kept)) < 6
+    spare = newcomer(job)
+    job.wait(0.1)
+    assert wanted(*left, spare) == [*told[:2], *told[3:], told[2]]
+    joins(job, *left, spare, sees=made)
+    job.wait(2)
+    assert places(job) == names(*nodes[:2], spare, *nodes[3:5])
+
+
+@pytest.mark.parametrize("reads", [Reads(), Reads((12,))])
+def test_a_newcomer_that_refuses(reads: Reads) -> None:
+    """Nothing can have been missed where all is in the first part: it is put aside at once, and nobody fetches more."""
+    job, nodes = started(3, min_nodes=2, max_nodes=4, grow_interval=0.0)
+    made = held(job, nodes, 20, by_place=True, reads=reads)
+    nodes[0].step(23)
+    nodes[2].failed(step=23)
+    more = newcomer(job)
+    job.wait(0.1)
+    joins(job, *nodes, more, sees=made)
+    job.wait(2)
+    assert len(places(job)) == 4
+    for node in (*nodes, more):
+        refuses(node, "the resume point is another optimizer's")
+    joins(job, *nodes, more, sees=made)
+    job.wait(2)
+    if reads.lengths:
+        assert wanted(*nodes, more) == [{0, 1, 2}] * 4
+    else:
+        assert places(job) == names(*nodes)
+
+
+# By host, and what each has of a step of five nodes, as buddies are on other hosts.
+HOSTS = ("A", "A", "B", "B", "C")
+ON_HOSTS = ({0, 4}, {1}, {0, 1, 2}, {3}, {2, 3, 4})
+
+
+@pytest.mark.parametrize("reads", [Reads(), Reads((1200,)), None])
+def test_a_host_that_is_lost_before_the_next_save(reads: Reads | None) -> None:
+    """No part is on one host alone where there is another: also of those that are read twice there, and by nobody."""
+    job = Driven(settings(memory_replicas=1, universal_checkpoint=False, min_nodes=2, max_nodes=5))
+    nodes = [newcomer(job, host) for host in HOSTS]
+    joins(job, *nodes)
+    job.wait(1.1)
+    made = in_memory(job, 20, by_place=True, reads=reads)
+    for node, own in zip(nodes, ON_HOSTS, strict=True):
+        node.holds(made, *own)
+    nodes[0].step(23)
+    nodes[4].hang_up()
+    job.wait(1.5)
+    left = nodes[:4]
+    told = wanted(*left)
+    for part in range(5):
+        assert {host for host, own in zip(HOSTS, told, strict=False) if part in own} == {"A", "B"}
+    for node, own, before in zip(left, told, ON_HOSTS, strict=False):
+        node.holds(made, *own, *before)
+    joins(job, *left, sees=made)
+    job.wait(2)
+    assert job.phase is Phase.RUNNING
+    for node in nodes[2:4]:
+        node.hang_up()
+    job.wait(LOST_AFTER_SECONDS + 120)
+    assert job.job.checkpoints.head is not None
+    assert job.job.checkpoints.head.step == 20
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_ranks_of_a_smaller_world_that_load_more_than_they_say(restarts: bool) -> None:
+    """Before their first step: all nodes fetch all parts, and it is not taken for a step that does not re-shard."""
+    job, nodes, made = trained(shape={**CUT, "any_size": False, "reshards": True}, min_nodes=2)
+    nodes[3].hang_up()
+    job.wait(1.5)
+    left = nodes[:3]
+    told = wanted(*left)
+    assert told == [{0, 1, 3}, {0, 1, 2}, {0, 2, 3}]
+    joins(job, *left, sees=made)
+    job.wait(2)
+    assert job.phase is Phase.RUNNING
+    if restarts:
+        job.restart()
+    for node, own in zip(left, told, strict=True):
+        node.holds(made, *own)
+        node.has_told_all()
+    for node in left:
+        node.failed("there is no such file")
+    joins(job, *left, sees=made)
+    assert wanted(*left) == [{0, 1, 2, 3}] * 3
+    joins(job, *left, sees=made)
+    job.wait(2)
+    assert job.phase is Phase.RUNNING
+    assert job.job.world is not None
+    assert job.job.world.resharded
+    for node in left:
+        node.failed("there is no such file")
+    joins(job, *left, sees=made)
+    job.wait(2)
+    assert "is converted instead" in job.notices
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -365,15 +574,30 @@ def test_each_writes_what_it_has() -> None:
     for rank, node in enumerate(nodes):
         node.wrote(made, rank)
     sealer = next(node for node in nodes if node.directive.make_durable.seal)
+    head = job.job.checkpoints.head
+    assert (head.parts, head.layout) == (4, (1, 1, 1, 1)) if head is not None else False
     sealer.wrote(made)
-    assert job.job.checkpoints.head is not None
-    assert job.job.checkpoints.head.parts == 0
+    head = job.job.checkpoints.head
+    assert (head.parts, head.layout) == (0, ()) if head is not None else False
 
 
-def test_another_master_does_not_know_the_places() -> None:
-    """It has each node fetch all of it."""
+def test_another_master_knows_the_places() -> None:
+    """How many ranks each node had stands on the record."""
     job, nodes, _ = restarted()
     nodes[1].failed(step=20)
+    job.wait(LOST_AFTER_SECONDS)
+    assert wanted(*nodes) == [{0, 3}, {0, 1}, {0, 1, 2}, {0, 2, 3}]
+
+
+def test_an_older_masters_record_does_not_know_the_places() -> None:
+    """Then each node fetches all of it."""
+    job, nodes, made = crashed()
+    record = job.job.checkpoints.head
+    assert record is not None
+    job.job.checkpoints.put(replace(record, layout=()))
+    job.restart()
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank, (rank - 1) % 4)
     job.wait(LOST_AFTER_SECONDS)
     assert wanted(*nodes) == [{0, 1, 2, 3}] * 4
 
