@@ -11,12 +11,12 @@ from . import events as ev
 from .decision import Decision
 from .state import AgentState, SentSteps
 
-__all__ = ["answered", "asked", "is_own", "kept", "send", "unanswered", "unheard"]
+__all__ = ["answered", "asked", "is_overtaken", "is_own", "kept", "send", "unanswered", "unheard"]
 
 # So many unanswered calls are remembered.
 MOST_ASKED = 16
-# And so many steps that earlier masters had sent.
-MOST_EARLIER = 4
+# And so many steps that earlier masters had sent, and that this one has.
+MOST_EARLIER, MOST_PAST = 4, 8
 
 
 def asked(decision: Decision, digest: str) -> None:
@@ -35,15 +35,26 @@ def answered(decision: Decision, event: ev.Replication) -> None:
     state.epoch.sent_steps = replace(steps, asked=waiting)
     if said is None:
         send(decision, event.answers)
-    elif said.epoch == state.started:
+    elif said.epoch == state.started and not is_overtaken(steps, event):
         replicated = newer(state, steps.replicated, said.replicated)
-        earlier = steps.earlier
+        earlier, past = steps.earlier, steps.past
         if event.generation != steps.generation:
-            earlier = (*earlier, steps.sending)[-MOST_EARLIER:]
+            earlier, past = (*earlier, steps.sending)[-MOST_EARLIER:], ()
+        elif steps.newest and steps.newest != (said.sending or said.sent):
+            past = (*past, steps.newest)[-MOST_PAST:]
         earlier = tuple(digest for digest in earlier if step_of(state, digest) > step_of(state, replicated))
-        state.epoch.sent_steps = SentSteps(said.sending, said.sent, replicated, waiting, event.generation, earlier)
+        state.epoch.sent_steps = SentSteps(
+            said.sending, said.sent, replicated, waiting, event.generation, earlier, past
+        )
         if event.answers == said.sending or said.sending != steps.sending:
             send(decision, said.sending)
+
+
+def is_overtaken(steps: SentSteps, event: ev.Replication) -> bool:
+    """Whether the master has said something else since. It goes from one step to a newer one, and never back."""
+    if event.said is None or event.generation != steps.generation:
+        return event.generation < steps.generation
+    return (event.said.sending or event.said.sent) in steps.past
 
 
 def unanswered(decision: Decision) -> None:

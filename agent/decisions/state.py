@@ -284,6 +284,13 @@ class SentSteps:
     # node.
     generation: int = 0
     earlier: tuple[str, ...] = ()
+    # What this master has named before: an answer that names one of these again was overtaken on its way.
+    past: tuple[str, ...] = ()
+
+    @property
+    def newest(self) -> str:
+        """What is sent now, or was sent last."""
+        return self.sending or self.sent
 
 
 @dataclass

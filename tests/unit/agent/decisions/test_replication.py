@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dalsegno.agent.decisions import events as ev
 from dalsegno.protos import control_pb2
 
@@ -126,6 +128,23 @@ def test_a_new_master_takes_nothing_away() -> None:
     assert kept(agent) == {"d10", "d20", "d30"}
     answered(agent, 30, sent=30, replicated=30, generation=2)
     assert kept(agent) == {"d30"}
+
+
+@pytest.mark.parametrize("late", [{"sending": 10}, {"sent": 10, "replicated": 10}, {"sending": 30, "generation": 1}])
+def test_an_answer_that_was_overtaken_takes_nothing_away(late: dict[str, int]) -> None:
+    """A node has several calls under way, and drops what is not named. The step that is sent may be whole by then."""
+    agent = running()
+    held(agent, 10)
+    answered(agent, 10, sending=10, generation=2)
+    held(agent, 20, 30)
+    answered(agent, 20, sending=20, sent=10, replicated=10, generation=2)
+    agent.hear(ev.Replication("d30", 2, None))
+    answered(agent, 0, **({"generation": 2} | late))
+    assert {"d20", "d10"} <= kept(agent)
+    assert sent(agent) == ["d10", "d20", "d30"]
+    answered(agent, 0, sent=20, replicated=20, generation=2)
+    assert kept(agent) >= {"d20"}
+    assert "d10" not in kept(agent)
 
 
 def test_masters_that_come_and_go_do_not_fill_the_memory() -> None:
