@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from dalsegno.master.brain.shapes import TRIES
+from dalsegno.master.brain.shapes import LIVED_SECONDS, TRIES
 from dalsegno.master.brain.state import World
 
 if TYPE_CHECKING:
@@ -54,6 +54,12 @@ class ShapeChecks:
         # Members by incarnation of each world that failed.
         self._tried: list[frozenset[str]] = []
         self._limit = ledger.sim.plan.settings.max_nodes
+        self._opened_at, self._lived = ledger.sim.clock.now, False
+
+    @property
+    def _has_worked(self) -> bool:
+        """Whether some world is known to have. Of a script without a session nobody hears steps: it has to live."""
+        return self._lived if self._ledger.sim.plan.silent else bool(self._ledger.executed)
 
     def happened(self, run: Collective) -> None:
         """A world has failed by its size."""
@@ -69,12 +75,14 @@ class ShapeChecks:
 
     @property
     def excuse_the_end(self) -> bool:
-        """Nothing had ever worked, so the script may be what is wrong."""
-        return bool(self._ledger.sim.plan.bad_sizes) and not self._ledger.executed
+        """Nothing is known to have worked, so the script may be what is wrong."""
+        return bool(self._ledger.sim.plan.bad_sizes) and not self._has_worked
 
     def opening(self, world: World) -> None:
         """What failed is not tried again by the same nodes, where others have worked."""
         ledger = self._ledger
+        self._lived = self._lived or ledger.sim.clock.now - self._opened_at > LIVED_SECONDS
+        self._opened_at = ledger.sim.clock.now
         if not ledger.executed or ledger.sim.plan.kind != "planned":
             return
         ledger.require(
@@ -86,5 +94,5 @@ class ShapeChecks:
     def ended(self, message: str) -> None:
         """The job has failed: not because of who joined it."""
         ledger = self._ledger
-        if self._tried and ledger.executed and not ledger.script_failures:
+        if self._tried and self._has_worked and not ledger.script_failures:
             ledger.require(ledger.refusals.excuse_the_end, "a newcomer ends no healthy job", message)
