@@ -28,7 +28,7 @@ TRIED = ((0, 19),)
 ALLOW = "zero_allow_untested_optimizer"
 """DeepSpeed's own switch that turns its guard off."""
 _TOLD = "_dalsegno_told"
-# What DeepSpeed has cut once it does not cut otherwise.
+# What `what_ranks_read` has found.
 _CUT = "_dalsegno_cut"
 _PARTS = (
     "ZeRO gives it flat parts of the model, cut where the number of ranks says, and nobody knows that it treats every "
@@ -100,6 +100,9 @@ def what_ranks_read(engine: Any) -> Reads | None:
 
     Not known of pads between parameters, and of groups of ranks that each have a whole model (MiCS).
     """
+    known: Reads | None = getattr(engine, _CUT, None)
+    if known is not None:
+        return known  # Asked at each save, and DeepSpeed does not cut otherwise later.
     stage, config = int(engine.zero_optimization_stage()), engine._config.zero_config
     if not loads_by_place(engine) or (stage > 0 and not can_reshard(engine)):
         return None
@@ -107,12 +110,10 @@ def what_ranks_read(engine: Any) -> Reads | None:
         return Reads()
     if getattr(config, "parameter_alignment", False) or getattr(config, "mics_shard_size", -1) > 0:
         return None
-    if not hasattr(engine, _CUT):
-        groups = [[math.prod(shape) for shape in group.values()] for group in engine._get_zero_param_shapes()]
-        # Of a whole group in a row, or each parameter by itself: see `pieces`.
-        lengths = reads_of(chain(*groups)) if stage == 3 else reads_of(map(sum, groups), GROUP_ALIGNMENT)
-        setattr(engine, _CUT, lengths)
-    found: Reads | None = getattr(engine, _CUT)
+    groups = [[math.prod(shape) for shape in group.values()] for group in engine._get_zero_param_shapes()]
+    # Of a whole group in a row, or each parameter by itself: see `pieces`.
+    found = reads_of(chain(*groups)) if stage == 3 else reads_of(map(sum, groups), GROUP_ALIGNMENT)
+    setattr(engine, _CUT, found)
     return found
 
 

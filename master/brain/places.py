@@ -196,18 +196,22 @@ def of_members(job: Job, step: HeldStep, members: Sequence[Member]) -> dict[str,
         read = list(parts_read(record.reads, record.layout, nproc))
     else:
         return None
+    several_hosts = len({member.host for member in members}) > 1
     needed = {member.incarnation: set(parts) for member, parts in zip(members, read, strict=True)}
     for part, have in enumerate(staying(job, members, read, record.parts)):
         # From where its own node is, or would be.
-        for node in more_holders(job, members, part * len(members) // record.parts, have):
+        own = part * len(members) // record.parts
+        for node in more_holders(job, members, own, have, several_hosts=several_hosts):
             needed[node.incarnation].add(part)
     return {incarnation: frozenset(parts) for incarnation, parts in needed.items()}
 
 
-def more_holders(job: Job, members: Sequence[Member], start: int, have: Sequence[Member]) -> list[Node]:
+def more_holders(
+    job: Job, members: Sequence[Member], start: int, have: Sequence[Member], *, several_hosts: bool
+) -> list[Node]:
     """Who is to hold a part besides: until it is on as many nodes as the job wants, and not on one host alone."""
     wanted, hosts = 1 + job.settings.memory_replicas - len(have), {member.host for member in have}
-    if wanted > 0 or job.settings.memory_replicas <= 0 or len(hosts) > 1:
+    if wanted > 0 or job.settings.memory_replicas <= 0 or len(hosts) > 1 or not several_hosts:
         return next_to(job, members, start, have, wanted)
     return [node for node in next_to(job, members, start, have, 1) if node.host not in hosts]
 
