@@ -51,10 +51,11 @@ def answered(decision: Decision, event: ev.Replication) -> None:
 
 
 def is_overtaken(steps: SentSteps, event: ev.Replication) -> bool:
-    """Whether the master has said something else since. It goes from one step to a newer one, and never back."""
+    """Whether the master has said something else since: it goes from none to one step, then to newer ones only."""
     if event.said is None or event.generation != steps.generation:
         return event.generation < steps.generation
-    return (event.said.sending or event.said.sent) in steps.past
+    named = event.said.sending or event.said.sent
+    return named in steps.past or (not named and bool(steps.newest))
 
 
 def unanswered(decision: Decision) -> None:

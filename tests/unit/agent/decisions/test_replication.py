@@ -130,7 +130,9 @@ def test_a_new_master_takes_nothing_away() -> None:
     assert kept(agent) == {"d30"}
 
 
-@pytest.mark.parametrize("late", [{"sending": 10}, {"sent": 10, "replicated": 10}, {"sending": 30, "generation": 1}])
+@pytest.mark.parametrize(
+    "late", [{}, {"sending": 10}, {"sent": 10, "replicated": 10}, {"sending": 30, "generation": 1}]
+)
 def test_an_answer_that_was_overtaken_takes_nothing_away(late: dict[str, int]) -> None:
     """A node has several calls under way, and drops what is not named. The step that is sent may be whole by then."""
     agent = running()
