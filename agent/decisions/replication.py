@@ -29,18 +29,19 @@ def asked(decision: Decision, digest: str) -> None:
 def answered(decision: Decision, event: ev.Replication) -> None:
     """The master's answer: what this node sends now, and what it keeps."""
     state, said, steps = decision.state, event.said, decision.state.epoch.sent_steps
+    named = "" if said is None else said.sending or said.sent
     waiting = steps.asked
     if event.answers in waiting:  # Answers come in order: what was told before and has none will get none.
         waiting = waiting[waiting.index(event.answers) + 1 :]
     state.epoch.sent_steps = replace(steps, asked=waiting)
     if said is None:
         send(decision, event.answers)
-    elif said.epoch == state.started and not is_overtaken(steps, event):
+    elif said.epoch == state.started and not is_overtaken(steps, event.generation, named):
         replicated = newer(state, steps.replicated, said.replicated)
         earlier, past = steps.earlier, steps.past
         if event.generation != steps.generation:
             earlier, past = (*earlier, steps.sending)[-MOST_EARLIER:], ()
-        elif steps.newest and steps.newest != (said.sending or said.sent):
+        elif steps.newest and steps.newest != named:
             past = (*past, steps.newest)[-MOST_PAST:]
         earlier = tuple(digest for digest in earlier if step_of(state, digest) > step_of(state, replicated))
         state.epoch.sent_steps = SentSteps(
@@ -50,11 +51,10 @@ def answered(decision: Decision, event: ev.Replication) -> None:
             send(decision, said.sending)
 
 
-def is_overtaken(steps: SentSteps, event: ev.Replication) -> bool:
+def is_overtaken(steps: SentSteps, generation: int, named: str) -> bool:
     """Whether the master has said something else since: it goes from none to one step, then to newer ones only."""
-    if event.said is None or event.generation != steps.generation:
-        return event.generation < steps.generation
-    named = event.said.sending or event.said.sent
+    if generation != steps.generation:
+        return generation < steps.generation
     return named in steps.past or (not named and bool(steps.newest))
 
 

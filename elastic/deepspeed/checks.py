@@ -100,9 +100,9 @@ def what_ranks_read(engine: Any) -> Reads | None:
 
     Not known of pads between parameters, and of groups of ranks that each have a whole model (MiCS).
     """
-    known: Reads | None = getattr(engine, _CUT, None)
-    if known is not None:
-        return known  # Asked at each save, and DeepSpeed does not cut otherwise later.
+    if hasattr(engine, _CUT):  # Asked at each save, and DeepSpeed does not cut otherwise later.
+        known: Reads | None = getattr(engine, _CUT)
+        return known
     stage, config = int(engine.zero_optimization_stage()), engine._config.zero_config
     if not loads_by_place(engine) or (stage > 0 and not can_reshard(engine)):
         return None

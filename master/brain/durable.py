@@ -238,9 +238,8 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
     elif message.absent and message.parts:
         pass  # It is not looked for any more.
     elif record is None:
-        # Who leaves, or could not hear the master, writes what nobody has asked for.
         if step is not None and (step.wanted or not message.failure):
-            heard_of_wanted(turn, node, message, step)
+            heard_of_unrecorded(turn, node, message, step)
     elif not record.parts or record.retired:
         pass  # It is there already.
     elif message.failure:
@@ -287,8 +286,11 @@ def not_sealed(step: HeldStep, message: control_pb2.DurableRequest) -> None:
         step.absent |= step.sighted
 
 
-def heard_of_wanted(turn: Turn, node: Node, message: control_pb2.DurableRequest, step: HeldStep) -> None:
-    """A node has told how it got on with a step that the ranks want on the disk."""
+def heard_of_unrecorded(turn: Turn, node: Node, message: control_pb2.DurableRequest, step: HeldStep) -> None:
+    """A node has told how it got on with a step that the ranks want on the disk.
+
+    Or it has written unasked, because it leaves, or could not hear the master.
+    """
     held = turn.live.held
     if message.failure:
         if step.record.digest == held.writing:

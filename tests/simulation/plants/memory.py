@@ -121,12 +121,12 @@ def leaves_from_memory(original: Any) -> Any:
 
 
 def commits_a_part(original: Any) -> Any:
-    def heard_of_wanted(turn: Turn, node: Node, message: control_pb2.DurableRequest, step: HeldStep) -> None:
+    def heard_of_unrecorded(turn: Turn, node: Node, message: control_pb2.DurableRequest, step: HeldStep) -> None:
         original(turn, node, message, step)
         if message.parts and not message.failure:
             checkpoints.record_written(turn, step.record, node.name)
 
-    return heard_of_wanted
+    return heard_of_unrecorded
 
 
 def keeps_the_newest_only(original: Any) -> Any:
@@ -295,7 +295,7 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             "a step that outlives a node is kept",
             suits=slowly_copied,
         ),
-        plant(durable, "heard_of_wanted", commits_a_part, "commits are on the disk", suits=in_memory),
+        plant(durable, "heard_of_unrecorded", commits_a_part, "commits are on the disk", suits=in_memory),
         plant(
             agents_memory,
             "to_disk",
