@@ -8,6 +8,7 @@ from itertools import chain
 
 from dalsegno.protos import control_pb2
 
+from . import shapes
 from .chronicle import Kind
 from .described import from_proto
 from .published import PRUNED_KEPT, Pruned
@@ -155,6 +156,10 @@ def put_newer(turn: Turn, record: Checkpoint) -> None:
         fulfil_order(turn, record)
     turn.open.failure_told = ""
     turn.update_run(ever_stepped=True)
+    world = turn.job.world
+    if world is not None and record.epoch == world.epoch and not turn.job.phase.has_workers:
+        # Its node may have been lost before it could tell of a step: this shows that the world worked.
+        shapes.note_worked(turn, world)
     budget = turn.job.run.budget
     if record.step > budget.last_step:
         turn.update_run(budget=replace(budget, failures=0, doubtful=()), reopened=0)

@@ -464,3 +464,23 @@ def test_who_cannot_take_part_is_replaced_and_the_newcomer_trains(told: str) -> 
     a.step(5)
     if told == "nothing":
         assert f"the workers of {a.name} began anew" in job.notices
+
+
+def test_what_a_lost_node_sealed_shows_that_its_number_worked() -> None:
+    """It was lost before it could tell of a step: who came later ends no job whose script wants one node alone."""
+    job = Driven(settings(max_restarts=0, stall_timeout=1000.0))
+    (a,) = job.start(1)
+    b, c = job.node(), job.node()
+    all_join([b, c])
+    job.seal(3, any_size=True)
+    a.hang_up()
+    while job.phase is Phase.RUNNING:
+        job.wait(0.5)
+    for _ in range(2):  # What they see the first time is what the second world begins with.
+        all_join([b, c])
+    job.wait(1)
+    assert (job.phase, set(job.members)) == (Phase.RUNNING, {b.name, c.name})
+    for _ in range(2):  # Nobody of them had trained: the number is tried once more.
+        fail(job, [b, c])
+    assert (job.phase, len(job.members)) == (Phase.RUNNING, 1), job.notices
+    assert "the run goes on with 1, and host-2 is a spare" in job.notices
