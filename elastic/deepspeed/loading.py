@@ -41,6 +41,8 @@ from .weights import weights_from_file
 TRAINED_NOTE = "dalsegno_trained"
 """Key in the model states of stage 0, whose files do not name the optimizer's parameters: `trained`."""
 _TENSOR_PARALLEL = "ds_autotp_universal_checkpoint_meta"
+# Attribute of an engine that says whether its parameters are whole, once that was asked.
+_WHOLE = "_dalsegno_whole"
 
 
 @contextmanager
@@ -149,8 +151,10 @@ def loads_any_state(engine: Any) -> bool:
 
 def whole_parameters(engine: Any) -> bool:
     """Whether parameters are partitioned only by ZeRO: without tensor parallelism."""
-    sliced = any(hasattr(parameter, _TENSOR_PARALLEL) for parameter in engine.module.parameters())
-    return not sliced and getattr(engine.optimizer, "mpu", None) is None
+    if not hasattr(engine, _WHOLE):  # Asked at each save, and nothing slices a parameter of an engine that is made.
+        sliced = any(hasattr(parameter, _TENSOR_PARALLEL) for parameter in engine.module.parameters())
+        setattr(engine, _WHOLE, not sliced and getattr(engine.optimizer, "mpu", None) is None)
+    return bool(getattr(engine, _WHOLE))
 
 
 class _Room:

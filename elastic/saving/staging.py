@@ -16,16 +16,23 @@ from typing import Any
 
 import torch
 
+from .copying import copy_all
 from .packed import PackedFile
 
 log = logging.getLogger(__name__)
 
 # What nobody changes needs no copy. (A list of thousands of numbers would take longer than the tensors.)
 _UNCHANGING = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype})
-# Of these torch copies any tensor bit by bit. Of its rarer dtypes it copies some by their bytes alone.
+# Kinds whose memory is laid out as their strides say.
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+# Of these torch copies any tensor bit by bit, and none is quantized or conjugated. Of its rarer dtypes it copies some
+# by their bytes alone.
 _USUAL = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
 )
+
+
+_CPU = torch.device("cpu")
 
 
 class HostBuffers:
@@ -68,8 +75,7 @@ class HostBuffers:
         try:
             result = self._copy(state, memo)
             if self._sources:
-                with torch.no_grad():
-                    torch._foreach_copy_(self._targets, self._sources)
+                copy_all(self._targets, self._sources)
         finally:
             self._sources, self._targets = [], []
             for device in self._busy:
@@ -104,6 +110,8 @@ class HostBuffers:
             return value
         if isinstance(value, torch.Tensor):
             return self._copy_tensor(value, memo)
+        if type(value) is dict:
+            return {key: self._copy(item, memo) for key, item in value.items()}
         if isinstance(value, Mapping):
             items = {key: self._copy(item, memo) for key, item in value.items()}
             if not isinstance(value, OrderedDict):
@@ -111,7 +119,7 @@ class HostBuffers:
             ordered = OrderedDict(items)
             # torch keeps the versions of modules there, and loading asks for them.
             if hasattr(value, "_metadata"):
-                ordered._metadata = copy.deepcopy(value._metadata)  # type: ignore[attr-defined]
+                ordered._metadata = self._copy(value._metadata, memo)  # type: ignore[attr-defined]
             return ordered
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self._copy(item, memo) for item in value))
@@ -127,8 +135,15 @@ class HostBuffers:
         return copy.deepcopy(value)
 
     def _copy_tensor(self, tensor: torch.Tensor, memo: dict[Any, torch.Tensor]) -> torch.Tensor:
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.device.type == "meta":
+        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_neg()
+        # Nearly all tensors on a CPU are of this kind, and a large model has thousands.
+        if plain and tensor.is_cpu and tensor.dtype in _USUAL and tensor.is_contiguous():
+            count = tensor.nbytes
+            key = tensor.data_ptr(), count, _CPU
+            if key not in memo and tensor.untyped_storage().nbytes() == count:
+                memo[key] = whole = self._whole(tensor)
+                return whole
+        if not plain or tensor.is_quantized or tensor.is_conj() or tensor.device.type == "meta":
             # Rare and small kinds of tensors, whose memory layout is unknown. From a card the caller waits for the
             # copy.
             return tensor.detach().clone() if tensor.device.type in ("cpu", "meta") else tensor.detach().cpu()
@@ -137,9 +152,6 @@ class HostBuffers:
         key = storage.data_ptr(), count, device
         known = memo.get(key)
         if known is None:
-            if count == tensor.nbytes and not _is_card(device) and tensor.dtype in _USUAL and tensor.is_contiguous():
-                memo[key] = whole = self._whole(tensor)
-                return whole
             known = memo[key] = self._copy_storage(storage, count, device)
         view = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return view.set_(known.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -163,7 +175,11 @@ class HostBuffers:
         if not from_card:
             # By words: byte by byte torch takes a sixth longer.
             word = torch.int64 if count % 8 == 0 and storage.data_ptr() % 8 == 0 else torch.uint8
-            buffer.view(word).copy_(source.view(word))
+            if device.type == "cpu":
+                self._sources.append(source.view(word))
+                self._targets.append(buffer.view(word))
+            else:
+                buffer.view(word).copy_(source.view(word))
             return buffer
         stream = self._stream(device)
         with torch.cuda.stream(stream):

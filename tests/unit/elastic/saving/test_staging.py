@@ -128,6 +128,7 @@ def test_a_cards_copy_lies_between_what_was_asked_before_and_what_is_asked_next(
         order.append(f"no more on {stream.name}")
 
     monkeypatch.setattr(staging, "_is_card", lambda device: True)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: own)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: training)
     monkeypatch.setattr(torch.cuda, "stream", used)

@@ -1,0 +1,105 @@
+"""Copies many tensors of the host's memory at once, with other cores' help where they are idle.
+
+One core does not use all of the memory's bandwidth, and torch copies with one thread where ``OMP_NUM_THREADS`` is 1, as
+launchers set it. What copies here is what the training waits for.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+# Threads at most: a few of them use all of the memory's bandwidth. And bytes below which one is enough: to start
+# another takes as long as to copy a megabyte.
+THREADS, LEAST = 4, 16 << 20
+# Bytes that a thread takes on at once: so much of the work is waited for if its core has something else to do.
+PIECE = 2 << 20
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies each source into its target: contiguous tensors on the CPU, of the same shape and dtype.
+
+    Raises:
+        RuntimeError: Of torch.
+    """
+    total = sum(tensor.nbytes for tensor in sources)
+    threads = 1 if total < LEAST or torch.get_num_threads() > 1 else min(THREADS, _cores())
+    if threads == 1:
+        with torch.no_grad():
+            torch._foreach_copy_(list(targets), list(sources))
+        return
+    _Copying(targets, sources).with_threads(threads)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Copying:
+    """Work that several threads share: each takes the next piece until none is left."""
+
+    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        self._pieces = _pieces(targets, sources)
+        self._errors: list[BaseException] = []
+
+    def with_threads(self, count: int) -> None:
+        """Returns when all is copied. A helper that has not begun by then is not waited for: its core is busy."""
+        busy = [threading.Lock() for _ in range(count - 1)]
+        for lock in busy:
+            # Not a `Thread`, whose start waits until it runs.
+            _thread.start_new_thread(self._work, (lock,))
+        try:
+            self._work(nullcontext())
+        finally:
+            self._pieces.clear()
+            for lock in busy:
+                with lock:
+                    pass
+        if self._errors:
+            raise self._errors[0]
+
+    def _work(self, busy: AbstractContextManager[Any]) -> None:
+        with torch.no_grad():
+            while self._pieces:
+                with busy:
+                    self._next()
+
+    def _next(self) -> None:
+        try:
+            targets, sources = self._pieces.pop()
+        except IndexError:  # another thread has taken the last one
+            return
+        try:
+            torch._foreach_copy_(targets, sources)
+        # Raised where it is waited for.
+        except BaseException as error:
+            self._errors.append(error)
+            self._pieces.clear()
+
+
+def _pieces(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """The same as lists of about `PIECE` bytes. What is larger is cut."""
+    pieces: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    room = 0
+    for target, source in zip(targets, sources, strict=True):
+        size = source.nbytes
+        if size > 2 * PIECE:
+            count = -(-size // PIECE)
+            cut = zip(target.view(-1).chunk(count), source.detach().view(-1).chunk(count), strict=True)
+            pieces += [([part], [whole]) for part, whole in cut]
+            continue
+        if room <= 0:
+            pieces.append(([], []))
+            room = PIECE
+        pieces[-1][0].append(target)
+        pieces[-1][1].append(source)
+        room -= size
+    return pieces

@@ -1,0 +1,94 @@
+"""Copies of many tensors with several threads: all of them, once, and errors are heard of."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dalsegno.elastic.saving import copying
+
+
+@pytest.fixture(autouse=True)
+def several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with free cores, with pieces that are small."""
+    monkeypatch.setattr(copying, "_cores", lambda: 3)
+    monkeypatch.setattr(copying, "LEAST", 0)
+    monkeypatch.setattr(copying, "PIECE", 4096)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+
+def sources() -> list[torch.Tensor]:
+    """Of all sizes, of which some are cut and some go together; a leaf of a graph, too."""
+    sizes = [1, 7, 1024, 5000, 100_003, 0, 3 * 4096, 64]
+    found = [torch.randn(size) for size in sizes]
+    return [*found, torch.randn(130, 70, dtype=torch.float64), torch.randn(99, requires_grad=True), torch.tensor(3)]
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 16])
+def test_all_of_it_is_copied(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "_cores", lambda: cores)
+    for _ in range(20):
+        given = sources()
+        targets = [torch.full_like(tensor, 2, requires_grad=False) for tensor in given]
+        copying.copy_all(targets, given)
+        assert all(torch.equal(target, source) for target, source in zip(targets, given, strict=True))
+
+
+def test_who_has_not_begun_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its core has something else to do. When it begins at last, nothing is left for it."""
+    late: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+    monkeypatch.setattr(copying._thread, "start_new_thread", lambda work, given: late.append((work, given)))
+    given = sources()
+    targets = [torch.zeros_like(tensor) for tensor in given]
+    copying.copy_all(targets, given)
+    assert all(torch.equal(target, source) for target, source in zip(targets, given, strict=True))
+    with torch.no_grad():
+        given[4].add_(1.0)
+    assert len(late) == 2
+    for work, arguments in late:
+        work(*arguments)
+    assert not torch.equal(targets[4], given[4])
+
+
+def test_pieces_under_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller changes the sources as soon as it goes on."""
+    copy, begun, may_end = torch._foreach_copy_, threading.Event(), threading.Event()
+
+    def slow(targets: Any, given: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            may_end.wait(10)
+        else:
+            begun.wait(10)
+            threading.Timer(0.2, may_end.set).start()
+        copy(targets, given)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", slow)
+    given = sources()
+    targets = [torch.zeros_like(tensor) for tensor in given]
+    copying.copy_all(targets, given)
+    assert may_end.is_set()
+    assert all(torch.equal(target, source) for target, source in zip(targets, given, strict=True))
+
+
+def test_an_error_of_any_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(targets: Any, given: Any) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(torch, "_foreach_copy_", fails)
+    given = sources()
+    with pytest.raises(RuntimeError, match="no memory"):
+        copying.copy_all([torch.zeros_like(tensor) for tensor in given], given)
+
+
+def test_pieces_are_of_about_one_size() -> None:
+    """What is large is cut, and what is small goes together."""
+    given = sources()
+    pieces = copying._pieces([torch.zeros_like(tensor) for tensor in given], given)
+    sizes = [sum(tensor.nbytes for tensor in some) for _, some in pieces]
+    assert sum(sizes) == sum(tensor.nbytes for tensor in given)
+    assert max(sizes) <= 3 * copying.PIECE
