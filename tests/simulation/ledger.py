@@ -374,6 +374,14 @@ class Ledger:
         written = disk.spilled.get(disk.ever[digest].message.ref.name, set())
         return bool(held) and not disk.full and held | written >= set(parts)
 
+    def _went_with_the_killed(self, digest: str) -> bool:
+        """Some part of a step in memory was nowhere but with nodes that were killed: a crash, of which nobody knew."""
+        for part in range(self.parts_of(self.sim.disk.ever[digest].message.epoch)):
+            had = [agent for agent in self.sim.agents if agent.memory.had(digest, part)]
+            if had and all(not agent.alive and agent.exit_code is None for agent in had):
+                return True
+        return False
+
     def parts_of(self, epoch: int) -> int:
         """How many nodes the world of this epoch had."""
         return len(self.worlds[epoch].members) if epoch in self.worlds else 0
@@ -722,5 +730,6 @@ class Ledger:
         for label, digest in [] if self.hidden else self.left_drained:
             if self.stores_lost and self.sim.disk.ever[digest].message.in_memory:
                 continue  # What is in memory alone is in no store that could be read back.
-            saved = digest in self.committed or self.sim.disk.ever[digest].message.epoch in self.left_at_once
+            message = self.sim.disk.ever[digest].message
+            saved = digest in self.committed or message.epoch in self.left_at_once or self._went_with_the_killed(digest)
             self.require(saved, "left with everything saved", f"{label}: {digest} was not committed")
