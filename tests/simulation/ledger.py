@@ -499,8 +499,8 @@ class Ledger:
         if record is None or not record.heard or record.epoch in self.told or self.stores_lost:
             return
         self.told.add(record.epoch)
-        # Worlds in between made no step that anybody heard of.
-        heard = max((entry.epoch for entry in job.history[:-1] if entry.heard), default=record.epoch - 1)
+        # Of worlds in between no step was heard of in time: what a rank tells behind the end counts.
+        heard = max((entry.epoch for entry in job.history[:-1] if entry.heard), default=0)
         before = self.worlds.get(heard)
         made = [step for epoch, step in self.executed if heard <= epoch < record.epoch]
         made.append(record.resumed_step if before is None else before.resumed_step)
