@@ -166,6 +166,8 @@ class Gathering:
     overdue: set[str] = field(default_factory=set)
     # Since when a node says that it gathers the resume point.
     gathers: dict[str, float] = field(default_factory=dict)
+    # When it was counted last whether most nodes have yet to join, and whether they had.
+    most_at_it: tuple[float, bool] = (float("-inf"), False)
     # When each name was lost in this round: a node that comes back again and again holds nobody up.
     lost: dict[str, tuple[float, ...]] = field(default_factory=dict)
     # Since when only the quiet time delays the opening.

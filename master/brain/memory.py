@@ -51,6 +51,8 @@ LOST_AFTER_SECONDS = 3.0
 LOOK_WITHIN_SECONDS = 30.0
 # A node that says that it gathers is waited for so long at most, and --join-timeout behind that (seconds).
 GATHERED_WITHIN_SECONDS = 600.0
+# So long it counts whether most nodes are still at it (seconds).
+MOST_AT_IT_SECONDS = 0.25
 # Steps of one epoch that are remembered: nodes hold two or three, and not all the same ones.
 MOST_STEPS = 8
 # Seconds in which drains go to the disk for the sake of a node that could not fetch a step (no room, a firewall). Into
@@ -153,18 +155,29 @@ def note_gathering(turn: Turn, node: Node, digest: str) -> None:
 
     Not without an end: it may be at it in vain.
     """
-    job, asked = turn.job, turn.live.gathering.asked
-    resume = checkpoints.resume_point(job)
+    asked = turn.live.gathering.asked
+    resume = checkpoints.resume_point(turn.job)
     if resume is None or resume.digest != digest or node.name not in asked or answers(turn, node):
         return
     since = turn.live.gathering.gathers.setdefault(node.name, turn.heard)
-    if turn.heard - since > GATHERED_WITHIN_SECONDS:
-        return
-    # Spares that see another directory, or cannot take part, are waited for by nobody.
-    late = turn.live.gathering.overdue
-    others = [other for other in job.nodes.values() if may_join(turn, other) and other.name not in late]
-    if 2 * sum(answers(turn, other) for other in others) < len(others):
+    if turn.heard - since <= GATHERED_WITHIN_SECONDS and are_most_at_it(turn):
         asked[node.name] = turn.heard
+
+
+def are_most_at_it(turn: Turn) -> bool:
+    """Whether fewer than half of all nodes have joined: what they do at present takes its time.
+
+    A thousand nodes tell of each of their parts, so all are looked at now and then only.
+    """
+    gathering = turn.live.gathering
+    at, found = gathering.most_at_it
+    if turn.heard - at >= MOST_AT_IT_SECONDS:
+        # Spares that see another directory, or cannot take part, are waited for by nobody.
+        nodes = turn.job.nodes.values()
+        others = [node for node in nodes if may_join(turn, node) and node.name not in gathering.overdue]
+        found = 2 * sum(answers(turn, other) for other in others) < len(others)
+        gathering.most_at_it = turn.heard, found
+    return found
 
 
 def worth_knowing(turn: Turn, node: Node, said: control_pb2.Checkpoint) -> Checkpoint | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from dalsegno.protos import control_pb2
 
 from . import durable, flash, memory, saves, shapes
@@ -77,8 +79,9 @@ class Common:
         )
         # The same object in all that say the same.
         self.version = object()
-        self._gathered: list[control_pb2.HeldPart] | None = None
+        self._gathered: control_pb2.Gather | None = None
         self._others: tuple[Source, ...] | None = None
+        self._others_told: control_pb2.Wait | None = None
         self._template: control_pb2.Directive | None = None
         self._world: control_pb2.World | None = None
 
@@ -149,11 +152,20 @@ class Common:
         return () if order.write or order.seal else memory.sources_of(self.state, order.record)
 
     @property
-    def parts_to_gather(self) -> list[control_pb2.HeldPart]:
+    def parts_to_gather(self) -> control_pb2.Gather:
         """Where the parts of the resume point are, if it is in memory."""
         if self._gathered is None:
-            self._gathered = sources_proto(self.sources)
+            self._gathered = control_pb2.Gather(parts=sources_proto(self.sources))
         return self._gathered
+
+    def more_parts(self, node: Node) -> control_pb2.Wait:
+        """The same of `more_sources`."""
+        sources = self.more_sources(node)
+        if not sources:
+            return control_pb2.Wait()
+        if self._others_told is None:
+            self._others_told = control_pb2.Wait(parts=sources_proto(sources))
+        return self._others_told
 
     @property
     def template(self) -> control_pb2.Directive:
@@ -293,7 +305,7 @@ def stand_by_or_gather(common: Common, node: Node, directive: control_pb2.Direct
     if resume is not None and has_looked_in_vain(job, node, resume.digest):
         directive.wait.round = job.round
         look_for(directive, resume)
-        tell_parts(common, node, directive.wait, sources_proto(common.more_sources(node)))
+        tell_parts(common.needs(node), directive.wait, common.more_parts(node))
         directive.wait.reason = f"{node.name} does not see checkpoint {resume.name}: a spare that keeps looking"
         return
     directive.gather.round = job.round
@@ -305,16 +317,23 @@ def stand_by_or_gather(common: Common, node: Node, directive: control_pb2.Direct
         directive.gather.missing = state.live.missing.text
     if resume is not None:
         directive.gather.resume.name, directive.gather.resume.digest = resume.name, resume.digest
-        tell_parts(common, node, directive.gather, common.parts_to_gather)
+        tell_parts(common.needs(node), directive.gather, common.parts_to_gather)
 
 
-def tell_parts(
-    common: Common, node: Node, order: control_pb2.Gather | control_pb2.Wait, parts: list[control_pb2.HeldPart]
-) -> None:
-    """Which parts of the resume point a node is to have, if that is in memory, and where they are."""
-    needed = common.needs(node)
-    order.partly = needed is not None and bool(parts)
-    order.parts.extend(parts if needed is None else [part for part in parts if part.group_rank in needed])
+Order = TypeVar("Order", control_pb2.Gather, control_pb2.Wait)
+
+
+def tell_parts(needed: frozenset[int] | None, order: Order, whole: Order) -> None:
+    """Which parts of the resume point a node is to have, if that is in memory, and where they are.
+
+    `whole` tells of all parts, in order. A thousand nodes may be told of a thousand, and one message is copied in a
+    fourth of the time that its parts take.
+    """
+    if needed is None:
+        order.MergeFrom(whole)
+        return
+    order.partly = bool(whole.parts)
+    order.parts.extend(whole.parts[part] for part in sorted(needed) if part < len(whole.parts))
 
 
 def sources_proto(sources: tuple[Source, ...]) -> list[control_pb2.HeldPart]:
