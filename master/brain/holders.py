@@ -16,6 +16,7 @@ from .state import Job, Node
 __all__ = (
     "Source",
     "able",
+    "as_told",
     "copies",
     "has_holder",
     "holders",
@@ -165,3 +166,29 @@ def source(job: Job, step: HeldStep, part: int, most: int) -> Source:
         if len(staying) == most:
             break
     return Source((*staying, *leaving)[:most], leaves=bool(leaving) and not staying)
+
+
+def as_told(job: Job, step: HeldStep, told: tuple[Source, ...], now: tuple[Source, ...]) -> tuple[Source, ...]:
+    """`now`, but of each part what was told before, as long as all who were named hold it.
+
+    While a thousand nodes gather, each that has a part is one more to fetch it from. To tell all others of that again
+    takes longer than to gather, and a holder names others itself. Who could reach nobody is told of more.
+    """
+    if len(told) != len(now):
+        return now
+    return tuple(
+        before if before == found or holds_still(job, step, part, before, found) else found
+        for part, (before, found) in enumerate(zip(told, now, strict=True))
+    )
+
+
+def holds_still(job: Job, step: HeldStep, part: int, told: Source, now: Source) -> bool:
+    """Whether all who were named have this part, and stay if anybody does who has it."""
+    if not told.addresses or told.leaves != now.leaves:
+        return False
+    named = set(told.addresses)
+    for node in living(job, step, part):
+        named.discard(node.peer_address)
+        if not named:
+            return True
+    return False

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from dalsegno.protos import control_pb2
 
-from . import durable, flash, memory, saves, shapes
+from . import durable, flash, holders, memory, saves, shapes
 from .checkpoints import only_size, prunable, resume_point, witnesses
 from .described import to_proto
 from .holders import Source
@@ -42,6 +42,7 @@ class Common:
         self.state = state
         self.job = job
         head = resume_point(job)
+        self.digest = head.digest if head is not None else ""
         self.witnesses = witnesses(job)
         # The member that seals what a leaver left behind.
         self.last_writer = saves.last_writer(job)
@@ -67,7 +68,7 @@ class Common:
                 self.witnesses,
             ),
             frozenset(record.digest for record in prunable(job)),
-            *(self.sources, job.save_order, job.stopping),
+            *(job.save_order, job.stopping),
             # On who is there depend buddies, and why a node is a spare where the script has failed with more.
             frozenset(known.incarnation for known in job.nodes.values())
             if job.settings.memory_replicas or job.run.shapes.failed
@@ -89,13 +90,16 @@ class Common:
         """Whether nothing that all nodes have in common changed between the two moments."""
         if self.job is not other.job or len(self.parts) != len(other.parts):
             return False
-        return all(
+        return self.sources == other.sources and all(
             mine is his or (isinstance(mine, int | str | frozenset | tuple) and mine == his)
             for mine, his in zip(self.parts, other.parts, strict=True)
         )
 
     def after(self, earlier: Common | None) -> Common:
         """This one, with what the one before it has built already if nothing in it has changed."""
+        step = self.state.live.held.steps.get(self.digest)
+        if step is not None and earlier is not None and step.record.digest == earlier.digest:
+            self.sources = holders.as_told(self.job, step, earlier.sources, self.sources)
         if earlier is not None and self.says_the_same(earlier):
             self.version, self._template = earlier.version, earlier._template
             self._world, self._gathered = earlier._world, earlier._gathered

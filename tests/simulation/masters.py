@@ -11,7 +11,7 @@ from dalsegno.master.brain.events import Called, Event, HeldUp, Reply, StreamClo
 from dalsegno.master.brain.live import State
 from dalsegno.master.brain.state import Job, Phase
 from dalsegno.master.brain.turn import Turn
-from dalsegno.master.brain.views import Common
+from dalsegno.master.brain.views import Common, directive_of
 from dalsegno.master.record.codec import JobCodec
 from dalsegno.protos import control_pb2
 
@@ -291,10 +291,13 @@ class SimMaster:
     def _publish(self) -> None:
         assert self.state is not None
         self._common = common = Common(self.state).after(self._common)
+        # Nothing in it was built before. But what was told of parts is still told while it is true.
+        anew = Common(self.state)
+        anew.sources = common.sources
         for key, stream in list(self.streams.items()):
             node = self.state.job.nodes.get(stream.node)
             if node is not None and node.incarnation == stream.incarnation:
-                directive = brain.view(self.state, stream.node)
+                directive = directive_of(anew, node)
             else:
                 directive = control_pb2.Directive(generation=self.state.job.generation)
                 directive.fenced.reason = "not known"

@@ -53,6 +53,8 @@ class ShapeChecks:
         self._ledger = ledger
         # Members by incarnation of each world that failed.
         self._tried: list[frozenset[str]] = []
+        # Steps in memory with which a world has failed already.
+        self._in_parts: set[str] = set()
         self._limit = ledger.sim.plan.settings.max_nodes
         self._opened_at, self._lived = ledger.sim.clock.now, False
 
@@ -63,9 +65,20 @@ class ShapeChecks:
 
     def happened(self, run: Collective) -> None:
         """A world has failed by its size."""
-        if self._ledger.worlds[run.epoch].resharded:
+        opened = self._ledger.worlds[run.epoch]
+        if opened.resharded:
             return  # That may be what did not work: it is tried once more, with files that load anywhere.
+        if self._may_lack_parts(opened.resume):
+            return  # Or that is: it is tried once more, and all nodes fetch all of it.
         self._tried.append(frozenset(group.agent.client.incarnation for group in run.groups.values()))
+
+    def _may_lack_parts(self, resume: str) -> bool:
+        """Whether nodes may have had some parts only of what is in memory; of each step that is tried once."""
+        entry = self._ledger.sim.disk.ever.get(resume)
+        if entry is None or not entry.message.in_memory or resume in self._in_parts:
+            return False
+        self._in_parts.add(resume)
+        return entry.message.shape.by_place or entry.message.shape.HasField("reads")
 
     def scaled(self, nodes: int) -> None:
         """A person asks for so many nodes: with another number the master forgets what failed before."""

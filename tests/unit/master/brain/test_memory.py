@@ -852,6 +852,41 @@ def test_of_many_holders_the_first_are_told() -> None:
     assert parts(nodes[0])[1] == before[1]
 
 
+def test_what_was_told_of_a_part_is_told_until_it_is_wrong() -> None:
+    """With a thousand nodes that gather somebody is new in it all the time."""
+    job, nodes = started(4)
+    made = held(job, nodes, 20)
+    nodes[3].hang_up()
+    job.wait(1.5)
+    common = Common(job.state)
+    alone = common.sources[2]
+    assert len(alone.addresses) == 1, "node 3 had the other copy"
+    nodes[0].holds(made, 0, 2, 3)
+    assert len(Common(job.state).sources[2].addresses) == 2
+    again = Common(job.state).after(common)
+    assert again.sources == common.sources
+    assert again.version is common.version
+    nodes[2].hang_up()
+    job.wait(1.5)
+    later = Common(job.state).after(again)
+    assert later.sources[2].addresses == ("10.0.0.0:7",)
+    assert later.version is not common.version
+
+
+def test_who_stays_is_told_as_soon_as_it_has_what_only_leavers_had() -> None:
+    job, nodes = started(4)
+    made = held(job, nodes, 20)
+    nodes[3].hang_up()
+    nodes[2].leave()
+    job.wait(1.5)
+    common = Common(job.state)
+    assert common.sources[2].leaves
+    nodes[0].holds(made, 0, 2, 3)
+    later = Common(job.state).after(common)
+    assert not later.sources[2].leaves
+    assert later.sources[2].addresses[0] == "10.0.0.0:7"
+
+
 def test_who_could_not_reach_the_first_of_many_holders_is_told_of_others() -> None:
     job, nodes = started(5, min_nodes=3, max_nodes=5)
     made = held(job, nodes, 20)
