@@ -7,6 +7,7 @@ launchers set it. What copies here is what the training waits for.
 from __future__ import annotations
 
 import _thread
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -15,26 +16,32 @@ from typing import Any
 
 import torch
 
+log = logging.getLogger(__name__)
+
 # Threads at most: a few of them use all of the memory's bandwidth. And bytes below which one is enough: to start
 # another takes as long as to copy a megabyte.
 THREADS, LEAST = 4, 16 << 20
-# Bytes that a thread takes on at once: so much of the work is waited for if its core has something else to do.
-PIECE = 2 << 20
+# So many pieces for each thread. For each the interpreter is needed once, which other threads of the script may keep
+# busy; and one that is under way is waited for, if its core has something else to do.
+PIECES = 2
+
+Piece = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copies each source into its target: contiguous tensors on the CPU, of the same shape and dtype.
 
     Raises:
-        RuntimeError: Of torch.
+        RuntimeError: Of torch. As with any other exception, the targets may still be written to.
     """
     total = sum(tensor.nbytes for tensor in sources)
     threads = 1 if total < LEAST or torch.get_num_threads() > 1 else min(THREADS, _cores())
     if threads == 1:
         with torch.no_grad():
             torch._foreach_copy_(list(targets), list(sources))
-        return
-    _Copying(targets, sources).with_threads(threads)
+    else:
+        size = max(1, total // (PIECES * threads))
+        _Copying(_pieces(targets, sources, size)).with_threads(threads)
 
 
 def _cores() -> int:
@@ -44,16 +51,24 @@ def _cores() -> int:
 class _Copying:
     """Work that several threads share: each takes the next piece until none is left."""
 
-    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        self._pieces = _pieces(targets, sources)
+    def __init__(self, pieces: list[Piece]) -> None:
+        self._pieces = pieces
         self._errors: list[BaseException] = []
 
     def with_threads(self, count: int) -> None:
-        """Returns when all is copied. A helper that has not begun by then is not waited for: its core is busy."""
-        busy = [threading.Lock() for _ in range(count - 1)]
-        for lock in busy:
-            # Not a `Thread`, whose start waits until it runs.
-            _thread.start_new_thread(self._work, (lock,))
+        """Returns when all is copied. A helper that has not begun by then is not waited for: its core is busy.
+
+        Raises:
+            BaseException: Of torch, or of a signal's handler. Then a helper may still be at its last piece.
+        """
+        busy: list[threading.Lock] = []
+        try:
+            for _ in range(count - 1):
+                busy.append(threading.Lock())
+                # Not a `Thread`, whose start waits until it runs.
+                _thread.start_new_thread(self._work, (busy[-1],))
+        except RuntimeError:  # the limit of processes: those that there are do it
+            log.debug("a state is copied by %d threads: no more can be started", len(busy))
         try:
             self._work(nullcontext())
         finally:
@@ -83,23 +98,20 @@ class _Copying:
             self._pieces.clear()
 
 
-def _pieces(
-    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """The same as lists of about `PIECE` bytes. What is larger is cut."""
-    pieces: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+def _pieces(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], size: int) -> list[Piece]:
+    """The same as lists of about so many bytes. What is larger is cut."""
+    pieces: list[Piece] = []
     room = 0
     for target, source in zip(targets, sources, strict=True):
-        size = source.nbytes
-        if size > 2 * PIECE:
-            count = -(-size // PIECE)
+        if source.nbytes > 2 * size:
+            count = -(-source.nbytes // size)
             cut = zip(target.view(-1).chunk(count), source.detach().view(-1).chunk(count), strict=True)
             pieces += [([part], [whole]) for part, whole in cut]
             continue
         if room <= 0:
             pieces.append(([], []))
-            room = PIECE
+            room = size
         pieces[-1][0].append(target)
         pieces[-1][1].append(source)
-        room -= size
+        room -= source.nbytes
     return pieces

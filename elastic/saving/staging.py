@@ -71,11 +71,16 @@ class HostBuffers:
         """`copy` for a state that comes in several parts; behind the last one `trim` is called."""
         self._busy = set()
         self._sources, self._targets = [], []
-        memo: dict[Any, torch.Tensor] = {}
         try:
-            result = self._copy(state, memo)
-            if self._sources:
-                copy_all(self._targets, self._sources)
+            # Buffers are used again elsewhere: a tensor of inference mode could be written to in that alone.
+            with torch.inference_mode(False):
+                result = self._copy(state, {})
+                if self._sources:
+                    copy_all(self._targets, self._sources)
+        except BaseException:
+            # Whoever helps with the copy may write to these yet.
+            self._used.clear()
+            raise
         finally:
             self._sources, self._targets = [], []
             for device in self._busy:
@@ -119,7 +124,7 @@ class HostBuffers:
             ordered = OrderedDict(items)
             # torch keeps the versions of modules there, and loading asks for them.
             if hasattr(value, "_metadata"):
-                ordered._metadata = self._copy(value._metadata, memo)  # type: ignore[attr-defined]
+                ordered._metadata = _versions(value._metadata)  # type: ignore[attr-defined]
             return ordered
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self._copy(item, memo) for item in value))
@@ -210,3 +215,12 @@ class HostBuffers:
 
 def _is_card(device: torch.device) -> bool:
     return device.type == "cuda"
+
+
+def _versions(metadata: Any) -> Any:
+    """A copy of the versions of modules. Those of torch are a plain dictionary of each, and a model has thousands."""
+    if type(metadata) is OrderedDict and all(
+        type(held) is dict and all(type(value) in _UNCHANGING for value in held.values()) for held in metadata.values()
+    ):
+        return OrderedDict((name, dict(held)) for name, held in metadata.items())
+    return copy.deepcopy(metadata)

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from dalsegno.elastic.saving import copying
+from dalsegno.elastic.saving.staging import HostBuffers
 
 
 @pytest.fixture(autouse=True)
 def several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine with free cores, with pieces that are small."""
+    """As on a machine with free cores, with small pieces."""
     monkeypatch.setattr(copying, "_cores", lambda: 3)
     monkeypatch.setattr(copying, "LEAST", 0)
-    monkeypatch.setattr(copying, "PIECE", 4096)
+    monkeypatch.setattr(copying, "PIECES", 20)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
 
@@ -85,10 +86,64 @@ def test_an_error_of_any_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> No
         copying.copy_all([torch.zeros_like(tensor) for tensor in given], given)
 
 
+def test_who_cannot_start_more_threads_copies_with_those_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And waits for them: a copy that is left early is written to behind the next one."""
+    monkeypatch.setattr(copying, "_cores", lambda: 4)
+    start, started = copying._thread.start_new_thread, list[int]()
+
+    def limited(work: Any, given: Any) -> int:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(start(work, given))
+        return started[0]
+
+    monkeypatch.setattr(copying._thread, "start_new_thread", limited)
+    given = sources()
+    targets = [torch.zeros_like(tensor) for tensor in given]
+    copying.copy_all(targets, given)
+    assert len(started) == 1
+    assert all(torch.equal(target, source) for target, source in zip(targets, given, strict=True))
+
+
+def test_buffers_of_a_copy_that_failed_are_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that helped with it may write to them yet."""
+    given, buffers = {"a": torch.ones(50_000), "b": torch.ones(3, 4).t()}, HostBuffers()
+    buffers.copy(given)
+    buffers.release()
+    seen: list[torch.Tensor] = []
+
+    def fails(targets: list[torch.Tensor], given: Any) -> None:
+        seen.extend(targets)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("dalsegno.elastic.saving.staging.copy_all", fails)
+        with pytest.raises(KeyboardInterrupt):
+            buffers.copy(given)
+    buffers.release()
+    again = buffers.copy(given)
+    assert seen
+    assert {tensor.data_ptr() for tensor in seen}.isdisjoint(tensor.data_ptr() for tensor in again.values())
+
+
+def test_a_copy_in_inference_mode_leaves_buffers_for_other_modes() -> None:
+    """Of a callback that evaluates, and saves if the model is the best."""
+    given, buffers = {"a": torch.ones(50_000)}, HostBuffers()
+    with torch.inference_mode():
+        first = buffers.copy({**given, "b": torch.ones(10)})
+    assert torch.equal(first["a"], given["a"])
+    buffers.release()
+    given["a"].add_(1.0)
+    assert torch.equal(buffers.copy(given)["a"], given["a"])
+    buffers.release()
+    with torch.inference_mode():
+        assert torch.equal(buffers.copy(given)["a"], given["a"])
+
+
 def test_pieces_are_of_about_one_size() -> None:
     """What is large is cut, and what is small goes together."""
     given = sources()
-    pieces = copying._pieces([torch.zeros_like(tensor) for tensor in given], given)
+    pieces = copying._pieces([torch.zeros_like(tensor) for tensor in given], given, 4096)
     sizes = [sum(tensor.nbytes for tensor in some) for _, some in pieces]
     assert sum(sizes) == sum(tensor.nbytes for tensor in given)
-    assert max(sizes) <= 3 * copying.PIECE
+    assert max(sizes) <= 3 * 4096
