@@ -151,7 +151,8 @@ def loads_any_state(engine: Any) -> bool:
 
 def whole_parameters(engine: Any) -> bool:
     """Whether parameters are partitioned only by ZeRO: without tensor parallelism."""
-    if not hasattr(engine, _WHOLE):  # Asked at each save, and nothing slices a parameter of an engine that is made.
+    # Asked at each save, and nothing slices parameters of an engine that is made. (`hasattr` asks the module, too.)
+    if _WHOLE not in vars(engine):
         sliced = any(hasattr(parameter, _TENSOR_PARALLEL) for parameter in engine.module.parameters())
         setattr(engine, _WHOLE, not sliced and getattr(engine.optimizer, "mpu", None) is None)
     return bool(getattr(engine, _WHOLE))

@@ -315,7 +315,8 @@ def may_count(job: Job, record: Checkpoint, head: Checkpoint | None) -> bool:
     """The run may go on from this step in memory: it does, or it is a newer one of the last epoch."""
     if head is not None and record.digest == head.digest:
         return head.parts > 0
-    return record.epoch == job.epoch and (head is None or record.age > head.age)
+    of_the_last = record.epoch == job.epoch and not checkpoints.has_gone_back(job)
+    return of_the_last and (head is None or record.age > head.age)
 
 
 # ---- what counts ----------------------------------------------------------------------------------------------------
@@ -327,6 +328,8 @@ def would_go_on_from(state: State) -> Checkpoint | None:
     if newest is None or newest.record.epoch != job.epoch or job.checkpoint(newest.record.digest) is not None:
         return None
     record, head = newest.record, checkpoints.resume_point(job)
+    if checkpoints.has_gone_back(job):
+        return None  # A person wanted an earlier step than what nodes still hold.
     return None if head is not None and head.age >= record.age else record
 
 

@@ -148,6 +148,7 @@ class SimAgent:
             return
         self.sim.trace(self.label, "is killed")
         self.sim.ledger.disturbed(workers_after)
+        self.sim.ledger.killed(self)
         self._gone()
         if self.group is not None:
             self.sim.clock.after(workers_after, self.group.die)

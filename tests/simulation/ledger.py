@@ -128,6 +128,8 @@ class Ledger:
         self.left_drained: list[tuple[str, str]] = []
         # Epochs that some node left at once: what it alone had in memory went with it, whatever others were told.
         self.left_at_once: set[int] = set()
+        # Digests, see `killed`.
+        self.went_with_the_killed: set[str] = set()
         self.last_step_at = 0.0
 
     def require(self, holds: bool, name: str, text: str) -> None:
@@ -374,13 +376,16 @@ class Ledger:
         written = disk.spilled.get(disk.ever[digest].message.ref.name, set())
         return bool(held) and not disk.full and held | written >= set(parts)
 
-    def _went_with_the_killed(self, digest: str) -> bool:
-        """Some part of a step in memory was nowhere but with nodes that were killed: a crash, of which nobody knew."""
-        for part in range(self.parts_of(self.sim.disk.ever[digest].message.epoch)):
-            had = [agent for agent in self.sim.agents if agent.memory.had(digest, part)]
-            if had and all(not agent.alive and agent.exit_code is None for agent in had):
-                return True
-        return False
+    def killed(self, agent: SimAgent) -> None:
+        """Notes the steps in memory of which this node alone had a part: a leaver cannot know that it is gone."""
+        disk, memories = self.sim.disk, [other.memory for other in self.sim.agents if other is not agent]
+        for digest, step in agent.memory.steps.items():
+            name = step.message.ref.name
+            if digest in self.committed or name in disk.sealed:
+                continue
+            written = disk.spilled.get(name, set())
+            if any(part not in written and not any(one.has(digest, part) for one in memories) for part in step.parts):
+                self.went_with_the_killed.add(digest)
 
     def parts_of(self, epoch: int) -> int:
         """How many nodes the world of this epoch had."""
@@ -731,5 +736,7 @@ class Ledger:
             if self.stores_lost and self.sim.disk.ever[digest].message.in_memory:
                 continue  # What is in memory alone is in no store that could be read back.
             message = self.sim.disk.ever[digest].message
-            saved = digest in self.committed or message.epoch in self.left_at_once or self._went_with_the_killed(digest)
+            saved = (
+                digest in self.committed or message.epoch in self.left_at_once or digest in self.went_with_the_killed
+            )
             self.require(saved, "left with everything saved", f"{label}: {digest} was not committed")

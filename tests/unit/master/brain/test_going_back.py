@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dalsegno.master.brain.checkpoints import prunable, retire
+from dalsegno.master.brain.checkpoints import prunable, resume_point, retire
 from dalsegno.master.brain.state import Budget, Phase
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import Driven, Node, settings
@@ -297,3 +297,24 @@ def test_what_the_last_world_sealed_without_a_record_is_aside_too() -> None:
     run(job, late)
     assert late.directive.run.resume.source.step == 10
     assert [one.step for one in job.job.checkpoints if one.aside] == [20, 25]
+
+
+def test_what_nodes_still_hold_in_memory_does_not_undo_it() -> None:
+    """They come again behind it, and say what they have."""
+    job = Driven(settings(memory_replicas=1, universal_checkpoint=False))
+    a, b = job.start(2, peer_address="there:1")
+    a.commit(job.seal(10, any_size=True))
+    made = job.seal(20, any_size=True)
+    job.sealed.remove(made)
+    made.in_memory = True
+    for part, node in enumerate((a, b)):
+        node.holds(made, part)
+        node.hang_up()
+    job.wait(120)
+    job.node(resume_step=10)
+    again = [job.node(previous_incarnation=node.incarnation, peer_address=f"there:{node.name}") for node in (a, b)]
+    for part, node in enumerate(again):
+        node.holds(made, part)
+    head = resume_point(job.job)
+    assert head is not None
+    assert head.step == 10
