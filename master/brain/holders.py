@@ -188,7 +188,8 @@ def holds_still(job: Job, step: HeldStep, part: int, told: Source, now: Source) 
         return False
     named = set(told.addresses)
     for node in living(job, step, part):
-        named.discard(node.peer_address)
+        if told.leaves or not node.leaving:
+            named.discard(node.peer_address)
         if not named:
             return True
     return False

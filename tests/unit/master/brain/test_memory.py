@@ -887,6 +887,18 @@ def test_who_stays_is_told_as_soon_as_it_has_what_only_leavers_had() -> None:
     assert later.sources[2].addresses[0] == "10.0.0.0:7"
 
 
+def test_who_leaves_is_named_no_more_where_somebody_stays_who_has_it() -> None:
+    job, nodes = started(4)
+    made = held(job, nodes, 20)
+    nodes[3].hang_up()
+    job.wait(1.5)
+    nodes[0].holds(made, 0, 2, 3)
+    common = Common(job.state)
+    assert common.sources[2].addresses == ("10.0.0.2:7", "10.0.0.0:7")
+    nodes[2].leave()
+    assert Common(job.state).after(common).sources[2].addresses[0] == "10.0.0.0:7"
+
+
 def test_who_could_not_reach_the_first_of_many_holders_is_told_of_others() -> None:
     job, nodes = started(5, min_nodes=3, max_nodes=5)
     made = held(job, nodes, 20)
