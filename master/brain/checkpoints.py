@@ -281,8 +281,9 @@ def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], by: No
             if has_gone_back(job):
                 set_aside(job, from_proto(message))
                 continue
-            refused = record_commit(turn, message, by.name) if may_tell(turn, by) else "a stranger reported it"
-            if not refused:
+            if not may_tell(turn, by):
+                turn.live.gathering.told_by_strangers[message.ref.digest] = message, by.name
+            elif not record_commit(turn, message, by.name):
                 known = "was sealed but not yet recorded"
                 saved = f"was saved just before a node was lost, and {by.name} has taken it"
                 turn.notice(f"{message.ref.name} {saved if taken else known}: it counts")
@@ -294,12 +295,33 @@ def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], by: No
 
 
 def may_tell(turn: Turn, node: Node) -> bool:
-    """Whether a node's report of what the last epoch sealed counts: a node of that epoch, or any if none is left."""
+    """Whether a node's report of what the last epoch sealed counts: a node of that epoch, or any if none is left.
+
+    Who leaves, or has not joined in time, is not waited for any more.
+    """
     job, world = turn.job, turn.job.world
     if world is None or world.member(node.incarnation) is not None:
         return True
     known = (job.node_by(member.incarnation) for member in world.members)
-    return not any(member is not None and turn.presence(member).spoke and turn.is_fresh(member) for member in known)
+    late = turn.live.gathering.overdue
+    stay = (node for node in known if node is not None and not node.leaving and node.name not in late)
+    return not any(turn.presence(node).spoke and turn.is_fresh(node) for node in stay)
+
+
+def adopt_from_strangers(turn: Turn) -> bool:
+    """Records what nodes of the last epoch were to tell of, once none of them is left; one checkpoint at a time.
+
+    Returns whether there was any.
+    """
+    told = turn.live.gathering.told_by_strangers
+    for message, name in sorted(told.values(), key=lambda entry: entry[0].step):
+        node = turn.job.nodes.get(name)
+        if node is None or may_tell(turn, node):
+            del told[message.ref.digest]
+            if node is not None:
+                adopt_sealed(turn, [message], node)
+                return True
+    return False
 
 
 def note_late(turn: Turn, late: list[control_pb2.Checkpoint]) -> None:

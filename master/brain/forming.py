@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import announcements, beside, conversion, durable, failures, memory, places, refusals, sight, taking, waits
-from .checkpoints import give_up_resharding, loads_now, resharded, resume_point, same_shape
+from .checkpoints import adopt_from_strangers, give_up_resharding, loads_now, resharded, resume_point, same_shape
 from .chronicle import Kind
 from .live import EpochLife, Missing, State
 from .membership import (
@@ -57,7 +57,8 @@ def forming(turn: Turn) -> bool:
     gathering = expected(turn)
     ready = eligible(turn)
     waited_for = [node for node in gathering if not has_answered(turn, node)]
-    if sight.look(turn) or memory.lost(turn, resume_point(job)):
+    # Behind `expected`, which tells who has not joined in time.
+    if adopt_from_strangers(turn) or sight.look(turn) or memory.lost(turn, resume_point(job)):
         return True
     conversion.tend_verification(turn)
     if job.verification is not None and job.verification.verifier:

@@ -16,7 +16,6 @@ from .state import Job, Node
 __all__ = (
     "Source",
     "able",
-    "as_told",
     "copies",
     "has_holder",
     "holders",
@@ -26,6 +25,7 @@ __all__ = (
     "missing",
     "sole_keepers",
     "sources",
+    "steady",
     "suffices",
     "unaccounted",
     "who_looks",
@@ -168,7 +168,7 @@ def source(job: Job, step: HeldStep, part: int, most: int) -> Source:
     return Source((*staying, *leaving)[:most], leaves=bool(leaving) and not staying)
 
 
-def as_told(job: Job, step: HeldStep, told: tuple[Source, ...], now: tuple[Source, ...]) -> tuple[Source, ...]:
+def steady(job: Job, step: HeldStep, told: tuple[Source, ...], now: tuple[Source, ...]) -> tuple[Source, ...]:
     """`now`, but of each part what was told before, as long as all who were named hold it.
 
     While a thousand nodes gather, each that has a part is one more to fetch it from. To tell all others of that again

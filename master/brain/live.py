@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from dalsegno.protos import control_pb2
 
+from .gathering import Gathering
 from .listening import ListeningClock
 from .presences import Presences
-from .state import Checkpoint, Job, Node
+from .state import Checkpoint, Job
 
 __all__ = (
     "ConversionLife",
     "ConversionWait",
     "DrainLife",
     "EpochLife",
-    "Gathering",
     "Held",
     "HeldStep",
     "LeaseLife",
@@ -35,16 +35,11 @@ __all__ = (
     "State",
     "VerificationLife",
     "Waiting",
-    "Waits",
 )
 
 
 # How many names of deleted checkpoints are remembered.
 PRUNED_KEPT = 64
-# Losses of one name within so many seconds count as a crash loop.
-CRASH_LOOP_SECONDS = 60.0
-# The part of a step in which lies what is alike on all ranks.
-FIRST = frozenset({0})
 
 
 @dataclass
@@ -142,76 +137,6 @@ class EpochLife:
     def proof(self, name: str) -> float:
         """When a node other than this one made its last step."""
         return self.advanced_by_others if name == self.advanced_by else self.advanced
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Which parts of the resume point nodes need for their places in the next world, see `places`."""
-
-    digest: str
-    # By incarnation.
-    needed: Mapping[str, frozenset[int]]
-
-    def of(self, node: Node) -> frozenset[int]:
-        """Spares have at least what each of them would need."""
-        return self.needed.get(node.incarnation, FIRST)
-
-
-@dataclass
-class Gathering:
-    """One round: from the end of a world to the opening of the next."""
-
-    # When each node was first asked, and which nodes have not answered in time.
-    asked: dict[str, float] = field(default_factory=dict)
-    overdue: set[str] = field(default_factory=set)
-    # Since when a node says that it gathers the resume point.
-    gathers: dict[str, float] = field(default_factory=dict)
-    # When it was counted last whether most nodes have yet to join, and whether they had.
-    most_at_it: tuple[float, bool] = (float("-inf"), False)
-    # When each name was lost in this round: a node that comes back again and again holds nobody up.
-    lost: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    # Since when only the quiet time delays the opening.
-    complete_at: float | None = None
-    # Since when nobody has seen the resume point.
-    unseen: float | None = None
-    # Until when agents that remember a lost store are heard out.
-    listen_until: float | None = None
-    # When the job ends, because nobody will be able to convert its resume point.
-    vain_until: float | None = None
-    # The last steps of the previous world are known: counted on some node after their end, or drained at a boundary.
-    counted: bool = False
-    # A world has ended in which nobody was heard: it may have made steps all the same.
-    unheard: bool = False
-    # The workers failed without progress again: when they are started next.
-    restart_at: float | None = None
-    # Who looks for what a script without a session saved last, until when, and whether that is done. See `taking`.
-    taker: str = ""
-    take_by: float = 0.0
-    took: bool = False
-    # Which parts of the resume point each node needs; None: all. How often that has changed.
-    plan: Needs | None = None
-    plans: int = 0
-
-    def needs(self, node: Node, digest: str) -> frozenset[int] | None:
-        """Which parts of the resume point a node is told to fetch; None: all of them."""
-        return None if self.plan is None or self.plan.digest != digest else self.plan.of(node)
-
-    def lacks(self, node: Node, resume: Checkpoint | None) -> bool:
-        """Whether a node that has joined with some parts of the resume point needs others, which are in memory."""
-        joined = node.joined
-        if resume is None or not resume.parts or joined is None or joined.parts is None:
-            return False
-        if resume.digest not in joined.seen:
-            return False
-        needed = self.needs(node, resume.digest)
-        return needed is None or not needed <= joined.parts
-
-    def is_crash_looping(self, name: str, now: float) -> bool:
-        """Whether the name was lost in this very round, lately, and more than once."""
-        return sum(now - at < CRASH_LOOP_SECONDS for at in self.lost.get(name, ())) > 1
-
-    def note_loss(self, name: str, now: float) -> None:
-        self.lost[name] = (*self.lost.get(name, ()), now)[-2:]
 
 
 @dataclass
@@ -484,7 +409,7 @@ class Live:
     tick_pause_seconds: float = 0.0
 
     def silence(self, name: str, now: float) -> float:
-        """Seconds since a node was last heard, without those in which the master's own loop stood still."""
+        """Seconds since a node was last heard, while the master's own loop did not stand still."""
         return max(0.0, now - self.stood_seconds - self.nodes[name].at)
 
 

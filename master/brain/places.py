@@ -16,7 +16,8 @@ from dalsegno.protos.reads import parts_read
 
 from . import failures
 from .checkpoints import resharded, resume_point, same_shape
-from .live import HeldStep, Live, Needs
+from .gathering import Needs
+from .live import HeldStep, Live
 from .membership import eligible, has_answered, in_rank_order, select
 from .memory import next_to
 from .state import Checkpoint, Job, Member, Node

@@ -11,8 +11,9 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import PROGRESS_SECONDS
 
 from .chronicle import EVENTS, REMARKS, JobEvent, Kind
+from .gathering import Gathering
 from .listening import HEARTBEAT_SECONDS
-from .live import DrainLife, EpochLife, Gathering, Live, RunLife, State
+from .live import DrainLife, EpochLife, Live, RunLife, State
 from .presences import Presence
 from .state import Job, Member, MemberState, Node, Phase, Run, World
 

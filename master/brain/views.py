@@ -99,7 +99,7 @@ class Common:
         """This one, with what the one before it has built already if nothing in it has changed."""
         step = self.state.live.held.steps.get(self.digest)
         if step is not None and earlier is not None and step.record.digest == earlier.digest:
-            self.sources = holders.as_told(self.job, step, earlier.sources, self.sources)
+            self.sources = holders.steady(self.job, step, earlier.sources, self.sources)
         if earlier is not None and self.says_the_same(earlier):
             self.version, self._template = earlier.version, earlier._template
             self._world, self._gathered = earlier._world, earlier._gathered

@@ -12,8 +12,9 @@ from dalsegno.agent.decisions import replication as agents_replication
 from dalsegno.agent.decisions.decision import Decision
 from dalsegno.agent.decisions.state import Admission, AgentState, Join, Spill
 from dalsegno.master.brain import checkpoints, durable, memory, places, replication
+from dalsegno.master.brain.gathering import Gathering
 from dalsegno.master.brain.holders import is_whole
-from dalsegno.master.brain.live import Gathering, HeldStep, Replicas, State
+from dalsegno.master.brain.live import HeldStep, Replicas, State
 from dalsegno.master.brain.state import Checkpoint, Job, Member, Node
 from dalsegno.master.brain.turn import Turn
 from dalsegno.master.brain.views import Common

@@ -15,7 +15,8 @@ from dalsegno.agent.workers.workers import WorkersContext
 from dalsegno.master.brain import brain, calls, forming, membership
 from dalsegno.master.brain import running as phases
 from dalsegno.master.brain.events import Reply
-from dalsegno.master.brain.live import Gathering, State
+from dalsegno.master.brain.gathering import Gathering
+from dalsegno.master.brain.live import State
 from dalsegno.master.brain.state import Node
 from dalsegno.master.brain.turn import Turn
 from dalsegno.protos import control_pb2

@@ -595,3 +595,31 @@ def test_a_witness_that_does_not_join_holds_nobody_up_for_long() -> None:
     job.wait(job.settings.join_timeout + 1)
     assert (job.phase, job.members) == (Phase.RUNNING, [node.name for node in spares])
     assert witness.is_known
+
+
+@pytest.mark.parametrize("end", ["lost", "leaves", "late"])
+def test_what_a_stranger_told_counts_once_no_member_is_left_to_tell(end: str) -> None:
+    """A member had sealed it without a master, and is gone, or does not join, before it could say so."""
+    job = Driven(settings(join_timeout=5.0))
+    (a,) = job.start(1)
+    b = job.node()
+    b.join()
+    made = job.seal(3, any_size=True)
+    a.failed()
+    b.join()
+    assert len(job.job.checkpoints) == 0, "the member is there, and may tell"
+    if end == "lost":
+        a.hang_up()
+    elif end == "leaves":
+        a.leave()
+    for _ in range(20):
+        job.wait(0.5)
+        b.beat()
+        if end == "late":
+            a.beat()
+    head = resume_point(job.job)
+    assert head is not None, job.notices
+    assert head.digest == made.ref.digest
+    b.join()
+    job.wait(2)
+    assert b.directive.run.resume.source.step == 3
