@@ -282,7 +282,7 @@ def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], by: No
                 set_aside(job, from_proto(message))
                 continue
             if not may_tell(turn, by):
-                turn.live.gathering.told_by_strangers[message.ref.digest] = message, by.name
+                keep_for_later(turn, message, by)
             elif not record_commit(turn, message, by.name):
                 known = "was sealed but not yet recorded"
                 saved = f"was saved just before a node was lost, and {by.name} has taken it"
@@ -308,19 +308,25 @@ def may_tell(turn: Turn, node: Node) -> bool:
     return not any(turn.presence(node).spoke and turn.is_fresh(node) for node in stay)
 
 
+def keep_for_later(turn: Turn, message: control_pb2.Checkpoint, by: Node) -> None:
+    """A node that had no part in the last epoch tells of what that sealed."""
+    told = turn.live.gathering.told_by_strangers
+    if message.ref.digest in told or len(told) < LATE_KEPT:
+        told.setdefault(message.ref.digest, (message, {}))[1][by.name] = None
+
+
 def adopt_from_strangers(turn: Turn) -> bool:
     """Records what nodes of the last epoch were to tell of, once none of them is left; one checkpoint at a time.
 
     Returns whether there was any.
     """
     told = turn.live.gathering.told_by_strangers
-    for message, name in sorted(told.values(), key=lambda entry: entry[0].step):
-        node = turn.job.nodes.get(name)
-        if node is None or may_tell(turn, node):
+    for message, tellers in sorted(told.values(), key=lambda entry: entry[0].step):
+        by = next((node for name in tellers if (node := turn.job.nodes.get(name)) is not None), None)
+        if by is not None and may_tell(turn, by):
             del told[message.ref.digest]
-            if node is not None:
-                adopt_sealed(turn, [message], node)
-                return True
+            adopt_sealed(turn, [message], by)
+            return True
     return False
 
 

@@ -41,7 +41,7 @@ class Gathering:
     asked: dict[str, float] = field(default_factory=dict)
     overdue: set[str] = field(default_factory=set)
     # What the last epoch sealed without a master, by digest, and who has told: nodes that had no part in it.
-    told_by_strangers: dict[str, tuple[control_pb2.Checkpoint, str]] = field(default_factory=dict)
+    told_by_strangers: dict[str, tuple[control_pb2.Checkpoint, dict[str, None]]] = field(default_factory=dict)
     # Since when a node says that it gathers the resume point.
     gathers: dict[str, float] = field(default_factory=dict)
     # When it was counted whether most have yet to join.

@@ -69,6 +69,8 @@ class Common:
             ),
             frozenset(record.digest for record in prunable(job)),
             *(job.save_order, job.stopping),
+            # What the world began with may come to be on the disk, or get other forms.
+            job.checkpoint(job.world.resume) if job.world is not None else None,
             # On who is there depend buddies, and why a node is a spare where the script has failed with more.
             frozenset(known.incarnation for known in job.nodes.values())
             if job.settings.memory_replicas or job.run.shapes.failed

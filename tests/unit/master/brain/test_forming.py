@@ -6,7 +6,7 @@ import pytest
 
 from dalsegno.master.brain import membership
 from dalsegno.master.brain import state as job_state
-from dalsegno.master.brain.checkpoints import resume_point
+from dalsegno.master.brain.checkpoints import LATE_KEPT, resume_point
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import PROBE, Driven, Node, all_join, settings
@@ -623,3 +623,32 @@ def test_what_a_stranger_told_counts_once_no_member_is_left_to_tell(end: str) ->
     b.join()
     job.wait(2)
     assert b.directive.run.resume.source.step == 3
+
+
+def test_what_a_stranger_told_counts_although_that_one_is_gone_too() -> None:
+    """Others have told the same."""
+    job = Driven(settings(join_timeout=5.0))
+    (a,) = job.start(1)
+    b, c = job.node(), job.node()
+    all_join([b, c])
+    made = job.seal(3, any_size=True)
+    a.failed()
+    all_join([b, c])
+    b.goodbye()
+    a.leave()
+    job.wait(1)
+    head = resume_point(job.job)
+    assert head is not None, job.notices
+    assert head.digest == made.ref.digest
+
+
+def test_what_strangers_tell_is_kept_within_bounds() -> None:
+    job = Driven()
+    (a,) = job.start(1)
+    b = job.node()
+    b.join()
+    for step in range(1, LATE_KEPT + 20):
+        job.seal(step)
+    a.failed()
+    b.join()
+    assert len(job.state.live.gathering.told_by_strangers) == LATE_KEPT
