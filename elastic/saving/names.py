@@ -58,7 +58,7 @@ class Names:
                 if last is not None and last.step == step:
                     name = replace(name, attempt=max(name.attempt, last.attempt + 1))
                 self._last = name
-                store.run_dir.mkdir(parents=True, exist_ok=True)
+                own.tier.prepare()
                 if create_directory:
                     own.tier.create(str(name))
                 said["name"] = str(name)

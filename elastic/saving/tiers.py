@@ -44,6 +44,14 @@ class Disk:
         self.store, self.identity = store, identity
         self.leads = identity.rank == 0
 
+    def prepare(self) -> None:
+        """On rank 0, before a checkpoint has its name: the directory for all of them is there.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        self.store.run_dir.mkdir(parents=True, exist_ok=True)
+
     def create(self, name: str) -> None:
         """On rank 0, before any other rank knows the name: makes the checkpoint's directory.
 
@@ -97,10 +105,16 @@ class Memory(Disk):
         # What the last one took on this node.
         self._bytes = 0
 
+    def prepare(self) -> None:
+        """The agent has made it, for nobody else to read: if it is gone, so is what others know of it, see `enter`."""
+
     def create(self, name: str) -> None:
         """Each node has one of its own, see `enter`."""
 
     def enter(self, name: str, *, create: bool) -> None:
+        if not self.store.run_dir.is_dir():
+            line = "the directory of this node in memory is gone (was it deleted?): its next agent makes another one"
+            raise OSError(errno.ENOENT, line, str(self.store.run_dir))
         if self.leads:
             self._check_room()
         if create:

@@ -190,6 +190,30 @@ def test_a_save_on_the_disk_beside_it_has_another_name(tmp_path: Path, waits: bo
     assert [one.in_memory for one in job.agents[1].of("sealed")] == [True]
 
 
+@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
+def test_a_directory_that_somebody_deleted_is_not_made_anew(
+    tmp_path: Path, waits: bool, gone: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All could read a directory that ranks make, and no agent would use it. The run goes on, and saves on the disk."""
+    job = Job(tmp_path, 2)
+
+    def work(saver: Saver, group: Threads) -> Any:
+        first = save(saver, group, waits=waits, step=1)
+        group.barrier()
+        if group.rank == gone:
+            shutil.rmtree(job.memory(gone))
+        group.barrier()
+        second = save(saver, group, waits=waits, step=2)
+        options: dict[str, Any] = {"create_directory": True, "drain": False}
+        return first, second, saver.save(content(3), writes(group.rank, 3), **options)
+
+    for first, second, third in job.run(work):
+        assert (first.step, second, third.step) == (1, None, 3)
+    assert not job.memory(gone).exists()
+    assert "the directory of this node in memory is gone" in caplog.text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
 def test_no_room_on_one_node_fails_on_all_and_leaves_nothing(
