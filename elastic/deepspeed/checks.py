@@ -100,7 +100,7 @@ def what_ranks_read(engine: Any) -> Reads | None:
 
     Not known of pads between parameters, and of groups of ranks that each have a whole model (MiCS).
     """
-    if hasattr(engine, _CUT):  # Asked at each save, and DeepSpeed does not cut otherwise later.
+    if _CUT in vars(engine):  # Asked at each save, and DeepSpeed does not cut otherwise later.
         known: Reads | None = getattr(engine, _CUT)
         return known
     stage, config = int(engine.zero_optimization_stage()), engine._config.zero_config

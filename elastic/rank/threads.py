@@ -7,17 +7,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-__all__ = ["own_threads", "shared_out"]
+__all__ = ["MOST_THREADS", "cores", "own_threads", "shared_out"]
 
 # More do not copy faster.
-_MOST = 4
+MOST_THREADS = 4
 Item = TypeVar("Item")
+
+
+def cores() -> int:
+    """How many cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def own_threads() -> int:
     """How many threads this rank may use at once: its share of the cores, at least 1 and at most 4."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, min(_MOST, len(os.sched_getaffinity(0)) // max(1, int(ranks) if ranks.isdigit() else 1)))
+    return max(1, min(MOST_THREADS, cores() // max(1, int(ranks) if ranks.isdigit() else 1)))
 
 
 def shared_out(work: Callable[[Sequence[Item]], None], items: Sequence[Item]) -> None:

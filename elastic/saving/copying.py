@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import _thread
 import logging
-import os
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,11 +15,12 @@ from typing import Any
 
 import torch
 
+from ..rank.threads import MOST_THREADS, cores
+
 log = logging.getLogger(__name__)
 
-# Threads at most: a few of them use all of the memory's bandwidth. And bytes below which one is enough: to start
-# another takes as long as to copy a megabyte.
-THREADS, LEAST = 4, 16 << 20
+# Bytes below which one thread is enough: to start another takes as long as to copy a megabyte.
+LEAST = 16 << 20
 # So many pieces for each thread. For each the interpreter is needed once, which other threads of the script may keep
 # busy; and one that is under way is waited for, if its core has something else to do.
 PIECES = 2
@@ -35,17 +35,14 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         RuntimeError: Of torch. As with any other exception, the targets may still be written to.
     """
     total = sum(tensor.nbytes for tensor in sources)
-    threads = 1 if total < LEAST or torch.get_num_threads() > 1 else min(THREADS, _cores())
+    # More than this rank's share of the cores: those of others help only while they are idle.
+    threads = 1 if total < LEAST or torch.get_num_threads() > 1 else min(MOST_THREADS, cores())
     if threads == 1:
         with torch.no_grad():
             torch._foreach_copy_(list(targets), list(sources))
     else:
         size = max(1, total // (PIECES * threads))
         _Copying(_pieces(targets, sources, size)).with_threads(threads)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Copying:

@@ -30,8 +30,6 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _USUAL = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
 )
-
-
 _CPU = torch.device("cpu")
 
 

@@ -16,7 +16,7 @@ from dalsegno.elastic.saving.staging import HostBuffers
 @pytest.fixture(autouse=True)
 def several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with free cores, with small pieces."""
-    monkeypatch.setattr(copying, "_cores", lambda: 3)
+    monkeypatch.setattr(copying, "cores", lambda: 3)
     monkeypatch.setattr(copying, "LEAST", 0)
     monkeypatch.setattr(copying, "PIECES", 20)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
@@ -31,7 +31,7 @@ def sources() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 16])
 def test_all_of_it_is_copied(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "_cores", lambda: cores)
+    monkeypatch.setattr(copying, "cores", lambda: cores)
     for _ in range(20):
         given = sources()
         targets = [torch.full_like(tensor, 2, requires_grad=False) for tensor in given]
@@ -88,7 +88,7 @@ def test_an_error_of_any_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_who_cannot_start_more_threads_copies_with_those_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """And waits for them: a copy that is left early is written to behind the next one."""
-    monkeypatch.setattr(copying, "_cores", lambda: 4)
+    monkeypatch.setattr(copying, "cores", lambda: 4)
     start, started = copying._thread.start_new_thread, list[int]()
 
     def limited(work: Any, given: Any) -> int:
