@@ -323,7 +323,9 @@ def adopt_from_strangers(turn: Turn) -> bool:
     told = turn.live.gathering.told_by_strangers
     for message, tellers in sorted(told.values(), key=lambda entry: entry[0].step):
         by = next((node for name in tellers if (node := turn.job.nodes.get(name)) is not None), None)
-        if by is not None and may_tell(turn, by):
+        if by is not None:
+            if not may_tell(turn, by):
+                return False  # Nor may others: all are strangers, and this looks at each member.
             del told[message.ref.digest]
             adopt_sealed(turn, [message], by)
             return True

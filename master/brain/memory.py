@@ -315,6 +315,7 @@ def may_count(job: Job, record: Checkpoint, head: Checkpoint | None) -> bool:
     """The run may go on from this step in memory: it does, or it is a newer one of the last epoch."""
     if head is not None and record.digest == head.digest:
         return head.parts > 0
+    # Where a person wanted an earlier step, what nodes still hold does not undo that.
     of_the_last = record.epoch == job.epoch and not checkpoints.has_gone_back(job)
     return of_the_last and (head is None or record.age > head.age)
 
@@ -325,12 +326,9 @@ def may_count(job: Job, record: Checkpoint, head: Checkpoint | None) -> bool:
 def would_go_on_from(state: State) -> Checkpoint | None:
     """The newest held step, if the run goes on from it when its world ends; None: from what is recorded."""
     job, newest = state.job, newest_held(state)
-    if newest is None or newest.record.epoch != job.epoch or job.checkpoint(newest.record.digest) is not None:
+    if newest is None or job.checkpoint(newest.record.digest) is not None:
         return None
-    record, head = newest.record, checkpoints.resume_point(job)
-    if checkpoints.has_gone_back(job):
-        return None  # A person wanted an earlier step than what nodes still hold.
-    return None if head is not None and head.age >= record.age else record
+    return newest.record if may_count(job, newest.record, checkpoints.resume_point(job)) else None
 
 
 def adopt(turn: Turn) -> bool:
