@@ -168,6 +168,9 @@ class Ledger:
         # Nobody remembers what it cost, nor the limit.
         self.grown = None
         self.limit = self.sim.plan.settings.max_nodes
+        # Nor who came.
+        self.arrivals, self.first_arrival_at = 0, float("inf")
+        self.came.clear()
         last = max(self.worlds, default=0)
         # Where no world was opened, what one master told counts no more than what the next one does.
         self.remembered = {
@@ -216,6 +219,7 @@ class Ledger:
             self.nnodes, self.limit = nnodes(job.settings), job.settings.max_nodes
             self.worlds.clear()
             self.executed.clear()
+            self.shapes.forgotten()
             self.sim.collectives.clear()
             self.failed_drains.clear()
         self._drains(job)
@@ -581,8 +585,10 @@ class Ledger:
 
     # ---- the nodes --------------------------------------------------------------------------------------------------
 
-    def stepped(self, epoch: int, step: int) -> None:
+    def stepped(self, epoch: int, step: int, heard: bool) -> None:
+        """`heard`: an agent was there that may tell of it."""
         self.executed.append((epoch, step))
+        self.shapes.stepped(heard)
         self.behind.stepped(epoch)
         known = self.worlds.get(epoch)
         if (

@@ -56,12 +56,20 @@ class ShapeChecks:
         # Steps in memory with which a world has failed already.
         self._in_parts: set[str] = set()
         self._limit = ledger.sim.plan.settings.max_nodes
-        self._opened_at, self._lived = ledger.sim.clock.now, False
+        self._opened_at, self._lived, self._stepped = ledger.sim.clock.now, False, False
 
     @property
     def _has_worked(self) -> bool:
         """Whether some world is known to have. Of a script without a session nobody hears steps: it has to live."""
-        return self._lived if self._ledger.sim.plan.silent else bool(self._ledger.executed)
+        return self._lived if self._ledger.sim.plan.silent else self._stepped
+
+    def stepped(self, heard: bool) -> None:
+        """A world has made a step. If its agents are dead nobody knows of it."""
+        self._stepped = self._stepped or heard
+
+    def forgotten(self) -> None:
+        """The store is lost, and nobody remembers the run."""
+        self._stepped = False
 
     def happened(self, run: Collective) -> None:
         """A world has failed by its size."""
@@ -96,7 +104,7 @@ class ShapeChecks:
         ledger = self._ledger
         self._lived = self._lived or ledger.sim.clock.now - self._opened_at > LIVED_SECONDS
         self._opened_at = ledger.sim.clock.now
-        if not ledger.executed or ledger.sim.plan.kind != "planned":
+        if not self._stepped or ledger.sim.plan.kind != "planned":
             return
         ledger.require(
             self._tried.count(frozenset(world.by_incarnation)) < TRIES,

@@ -308,7 +308,7 @@ class Collective:
     def _stepped(self, drain: bool, seen: bool, order: int, seconds: float) -> None:
         self.step += 1
         self.history = (*self.history, (self.epoch, self.step))
-        self.sim.ledger.stepped(self.epoch, self.step)
+        self.sim.ledger.stepped(self.epoch, self.step, any(group.agent.alive for group in self.groups.values()))
         if self.sim.plan.silent:
             self._next()
             return
