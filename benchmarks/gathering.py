@@ -2,7 +2,8 @@
 
 Of plain DDP one node's part is the whole state, and its buddy has a copy: all others fetch it at each planned change.
 Real agents' memories in one process, over loopback; what each of them sends is held back to the speed of a link, all
-its transfers together. *From its holders*: without being passed on by those who have fetched it.
+its transfers together. *From its holders*: without being passed on by those who have fetched it. *As a whole*: only by
+those who have all of it.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
 from benchmarks.results import report
 from dalsegno.agent.memory import service, turnstile
+from dalsegno.agent.memory.arrivals import Arrival, Arrivals
 from dalsegno.agent.memory.calls import SendPace
 from dalsegno.agent.memory.holdings import StepPart
 from dalsegno.protos import control_pb2
@@ -29,33 +31,41 @@ PART_BYTES, LINK_BYTES_PER_SECOND = 32 << 20, 32e6
 REPEATS = 3
 STEP = "step-10.e1.1"
 PIECE_BYTES = 256 << 10
+HOLDERS, WHOLE, PASSED_ON = "from its holders", "passed on as a whole", "passed on"
 
 
 @contextmanager
 def links() -> Iterator[None]:
     """What a node serves is held back to the speed of its link."""
     paces: dict[Path, SendPace] = {}
-    original = service.read_part
+    of_parts, of_arrivals = service.read_part, Arrival.read
 
-    def read_part(part: StepPart, manifest: bytes) -> Iterator[memoryview]:
-        pace = paces.setdefault(part.place.files, SendPace(LINK_BYTES_PER_SECOND))
-        for piece in original(part, manifest, PIECE_BYTES):
+    def paced(files: Path, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
+        pace = paces.setdefault(files, SendPace(LINK_BYTES_PER_SECOND))
+        for piece in pieces:
             pace.wait(len(piece))
             yield piece
 
-    with mock.patch.object(service, "read_part", read_part):
+    def read_part(part: StepPart, manifest: bytes) -> Iterator[memoryview]:
+        return paced(part.place.files, of_parts(part, manifest, PIECE_BYTES))
+
+    def read(arrival: Arrival, *, unwanted: Callable[[], bool]) -> Iterator[memoryview]:
+        return paced(arrival.files, of_arrivals(arrival, PIECE_BYTES, unwanted))
+
+    with mock.patch.object(service, "read_part", read_part), mock.patch.object(Arrival, "read", read):
         yield
 
 
-def seconds(fetching: int, passed_on: bool) -> float:
+def seconds(fetching: int, way: str) -> float:
     """From the start until so many nodes have the part, which two others have."""
     contents = {"state": os.urandom(PART_BYTES)}
     manifest = manifest_of(STEP, {0: contents})
-    large = turnstile.LARGE_BYTES if passed_on else 1 << 60
+    large = 1 << 60 if way == HOLDERS else turnstile.LARGE_BYTES
     root = Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
     with (
         tempfile.TemporaryDirectory(prefix="gathering-", dir=root) as folder,
         mock.patch.object(turnstile, "LARGE_BYTES", large),
+        as_a_whole() if way == WHOLE else nullcontext(),
         nodes(Path(folder), 2 + fetching) as (holder, buddy, *others),
     ):
         holder.tier.open_epoch(RUN, 1, 0, [buddy.tier.address])
@@ -73,13 +83,20 @@ def seconds(fetching: int, passed_on: bool) -> float:
             return time.monotonic() - began
 
 
+@contextmanager
+def as_a_whole() -> Iterator[None]:
+    """What still comes is not handed on."""
+    with mock.patch.object(Arrivals, "find", return_value=None):
+        yield
+
+
 def main() -> int:
     """Prints a table and writes its JSON."""
     rows = []
     for count in NODES:
         row: dict[str, object] = {"nodes that fetch": count}
-        for name, passed_on in (("from its holders (s)", False), ("passed on (s)", True)):
-            row[name] = statistics.median(seconds(count, passed_on) for _ in range(REPEATS))
+        for way in (HOLDERS, WHOLE, PASSED_ON):
+            row[f"{way} (s)"] = statistics.median(seconds(count, way) for _ in range(REPEATS))
         rows.append(row)
         print("  " + ", ".join(f"{key} {value:.3g}" for key, value in row.items()), flush=True)
     once = PART_BYTES / LINK_BYTES_PER_SECOND

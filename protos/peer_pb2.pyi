@@ -80,7 +80,7 @@ class Answer(google.protobuf.message.Message):
     code: builtins.int
     """A status of gRPC by its number; 0 is OK.
       UNAUTHENTICATED      the credential is wrong
-      NOT_FOUND            it is another job's, or the part is not here
+      NOT_FOUND            it is another job's, or the part is not here, or does not come any more
       FAILED_PRECONDITION  the epoch is closed, as far as this agent knows
       ALREADY_EXISTS       another checkpoint of this name is here
       RESOURCE_EXHAUSTED   there is no room for it, or too many are served
@@ -98,7 +98,7 @@ class Answer(google.protobuf.message.Message):
 
     @property
     def others(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """RESOURCE_EXHAUSTED: addresses of agents that have fetched the part from here."""
+        """RESOURCE_EXHAUSTED: addresses of agents that may have the part, or some of it; the likeliest one last."""
 
     def __init__(
         self,

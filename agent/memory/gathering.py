@@ -144,10 +144,10 @@ class Gatherer:
                 else:
                     self._on_held(fetched)
                     return ""
-            if patient and search.waits and time.monotonic() - began < pause:
+            if (patient or search.comes_soon) and search.waits and time.monotonic() - began < pause:
                 # Too many wait there. Together they would all come at once again.
                 self._stop.wait(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, _LAST_PAUSE_SECONDS)
-            patient = True
+            patient = not search.comes_soon
         why = f"part {part.group_rank} ({'; '.join(search.reasons) or 'nobody else holds it'})"
         return f"{why}: {OPEN_PORTS}" if search.unreachable else why

@@ -41,6 +41,8 @@ from dalsegno.elastic.checkpoint.reading import NotRegular, read_regular
 from dalsegno.elastic.checkpoint.spares import clear_spares, keep_spares, spare_bytes
 from dalsegno.protos import control_pb2
 
+from .arrivals import Arrivals
+
 __all__ = ["HeldParts", "Holdings", "StepPart", "StepPlace"]
 
 
@@ -148,6 +150,16 @@ class StepPart:
     def key(self) -> tuple[str, str, int]:
         return self.run_id, self.manifest.name, self.group_rank
 
+    @property
+    def identity(self) -> tuple[str, str, int, str]:
+        """With the digest of its manifest."""
+        return (*self.key, self.manifest.digest)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(entry.size for entry in self.entries)
+
     def __str__(self) -> str:
         return f"part {self.group_rank} of {self.manifest.name}"
 
@@ -176,6 +188,8 @@ class Holdings:
         self._busy: dict[tuple[str, str], int] = {}
         # Runs that have spares, and the epoch that wrote them.
         self._spares: dict[str, int] = {}
+        # What is on its way here.
+        self.arrivals = Arrivals()
 
     def place(self, run_id: str, name: str) -> StepPlace:
         """Raises ValueError: `name` is not a sharded checkpoint's."""

@@ -20,6 +20,7 @@ from dalsegno.elastic.checkpoint.spares import LEAST_BYTES, take_spare
 from dalsegno.elastic.checkpoint.summing import SummingWriter
 from dalsegno.protos import peer_pb2
 
+from .arrivals import Arrival
 from .holdings import HeldParts, Holdings, checked_paths, manifest_of
 from .space import NoSpaceError, Space
 
@@ -154,6 +155,8 @@ class Incoming:
             raise PartRefusedError(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from error
         self._manifest = manifest
         os.makedirs(self._aside, mode=0o700)
+        self._arrival = Arrival(header, data, self._entries, self._aside, self._place.files)
+        self._open.enter_context(self._holdings.arrivals.coming(self._arrival))
         self._open_next()
 
     def _known(self, data: bytes) -> Manifest | None:
@@ -167,7 +170,7 @@ class Incoming:
         """Opens the next file that has bytes; empty ones are done at once."""
         while self._count < len(self._entries):
             entry = self._entries[self._count]
-            self._writer = SummingWriter(self._new_file(entry))
+            self._writer = SummingWriter(self._new_file(entry), self._arrival.moved)
             if entry.size:
                 return
             self._end_file(self._writer)

@@ -36,6 +36,8 @@ class Search:
         self._reasons: dict[str, str] = {}
         self.unreachable = False
         self._ours = ""
+        # In the present round somebody was asked to which it may come at any moment.
+        self.comes_soon = False
 
     @property
     def waits(self) -> bool:
@@ -51,7 +53,9 @@ class Search:
         """Whether there is somebody to ask, again or for the first time."""
         if not self.waits:
             return False
-        self._now, self._later = self._later, []
+        # First those that others have named: to these it has come by now, and nobody else may know of them.
+        self._now, self._later = sorted(self._later, key=self._told.__contains__), []
+        self.comes_soon = False
         return True
 
     def __iter__(self) -> Iterator[str]:
@@ -60,7 +64,7 @@ class Search:
             yield self._now.pop(0)
 
     def failed(self, address: str, error: PeerError) -> bool:
-        """An agent has not given it. Returns whether it may do so later."""
+        """An agent has not given it. Returns whether nothing is wrong: it may do so later, or was only named."""
         if error.ours:
             self._ours = f"here: {error}"
             return False
@@ -68,17 +72,17 @@ class Search:
         # Who came last is asked first: it is the likeliest to be there still.
         self._now.extend(dict.fromkeys(other for other in reversed(error.others) if other not in known))
         # Who was named may not have put it in place yet.
-        early = (
-            error.code is grpc.StatusCode.NOT_FOUND and address not in self._told and self._early[address] < MOST_EARLY
-        )
+        named = error.code is grpc.StatusCode.NOT_FOUND and address not in self._told
+        early = named and self._early[address] < MOST_EARLY
         self._early[address] += early
+        self.comes_soon = self.comes_soon or early
         if error.crowded or early:
             self._later.append(address)
             self._reasons.pop(address, None)
             return True
         self._reasons[address] = f"{shown(address)}: {error}"
         self.unreachable = self.unreachable or error.unreachable
-        return False
+        return named
 
 
 def shuffled(addresses: Iterable[str]) -> list[str]:

@@ -16,6 +16,7 @@ from dalsegno.protos import peer_pb2
 from dalsegno.protos.peer_address import PeerAddress
 from dalsegno.protos.text import LONGEST_NAME, one_line
 
+from .arrivals import Arrival, ArrivalEnded
 from .connection import BrokenOff, Connection, Stranger
 from .fence import Fence
 from .holdings import HeldParts, Holdings, StepPart
@@ -91,7 +92,7 @@ class PeerService:
             part = self._part(call.fetch)
             address = _address_of(call.fetch)
             with self._turnstile.passing(part, address, call.fetch.patient):
-                if self._fetch(connection, part):
+                if self._hand_on(connection, part) if isinstance(part, Arrival) else self._fetch(connection, part):
                     self._turnstile.fetched(part, address)
 
     def _hold(self, connection: Connection, header: peer_pb2.Header) -> None:
@@ -112,17 +113,26 @@ class PeerService:
             except (CheckpointDamaged, OSError) as error:
                 raise self._unreadable(part, error) from error
             connection.send(peer_pb2.Answer(header=header_of(part, self._job_id, len(manifest))))
-            last = peer_pb2.Answer(complete=True)
             try:
                 for piece in read_part(part, manifest):
                     connection.send_piece(piece)
+                problem = None
             except (CheckpointDamaged, OSError) as error:
-                failed = self._unreadable(part, error)
-                last = peer_pb2.Answer(code=failed.code.value[0], detail=str(failed))
-        connection.send_piece(b"")
-        connection.send(last)
-        connection.hang_up()  # Who has fetched it closes the connection when it has put it in place.
-        return not last.code
+                problem = self._unreadable(part, error)
+        return _conclude(connection, problem)
+
+    def _hand_on(self, connection: Connection, arrival: Arrival) -> bool:
+        """The same for one that still comes here."""
+        with self._holdings.at_work(arrival.header.run_id, arrival.header.name):
+            connection.send(peer_pb2.Answer(header=arrival.header))
+            try:
+                for piece in arrival.read(unwanted=lambda: connection.cancelled):
+                    connection.send_piece(piece)
+                problem = None
+            except (ArrivalEnded, OSError) as error:
+                code = grpc.StatusCode.NOT_FOUND if isinstance(error, ArrivalEnded) else grpc.StatusCode.INTERNAL
+                problem = PartRefusedError(code, f"{arrival} was on its way there: {error}")
+        return _conclude(connection, problem)
 
     def _unreadable(self, part: StepPart, error: CheckpointDamaged | OSError) -> PartRefusedError:
         if isinstance(error, CheckpointDamaged):
@@ -130,9 +140,10 @@ class PeerService:
             return PartRefusedError(grpc.StatusCode.DATA_LOSS, str(error))
         return PartRefusedError(grpc.StatusCode.INTERNAL, f"{part} cannot be read: {error}")
 
-    def _part(self, request: peer_pb2.FetchRequest) -> StepPart:
+    def _part(self, request: peer_pb2.FetchRequest) -> StepPart | Arrival:
         self._fence.check_job(request.job_id)
-        part = self._holdings.part(request.run_id, request.name, request.digest, request.group_rank)
+        wanted = request.run_id, request.name, request.digest, request.group_rank
+        part = self._holdings.part(*wanted) or self._holdings.arrivals.find(*wanted)
         if part is None:
             raise PartRefusedError(
                 grpc.StatusCode.NOT_FOUND,
@@ -234,6 +245,17 @@ class PeerServer:
             connection.close()
             with self._lock:
                 del self._serving[connection]
+
+
+def _conclude(connection: Connection, problem: PartRefusedError | None) -> bool:
+    """Behind the last piece of a part. Returns whether all is well."""
+    connection.send_piece(b"")
+    if problem is None:
+        connection.send(peer_pb2.Answer(complete=True))
+    else:
+        connection.send(peer_pb2.Answer(code=problem.code.value[0], detail=str(problem)))
+    connection.hang_up()  # Who has fetched it closes the connection when it has put it in place.
+    return problem is None
 
 
 def _address_of(request: peer_pb2.FetchRequest) -> str:

@@ -22,13 +22,13 @@ import grpc
 import pytest
 
 from dalsegno.agent.memory import buddies, durable, search, service, turnstile, wire
+from dalsegno.agent.memory.arrivals import Arrival
 from dalsegno.agent.memory.calls import PeerError, SendPace
 from dalsegno.agent.memory.connection import PIECE_BYTES, BrokenOff, Connection
 from dalsegno.agent.memory.durable import NothingThere, PartlyWritten
 from dalsegno.agent.memory.holdings import Holdings, StepPart
 from dalsegno.agent.memory.pieces import header_of, read_manifest, read_part
 from dalsegno.agent.memory.service import PeerServer
-from dalsegno.agent.memory.turnstile import Turnstile
 from dalsegno.agent.memory.wire import Wire
 from dalsegno.elastic.checkpoint import FileEntry, Manifest, read_sealed, verify, verify_files
 from dalsegno.elastic.checkpoint.spares import FOLDER
@@ -716,23 +716,87 @@ def test_a_holder_that_many_ask_at_once(tmp_path: Path, monkeypatch: pytest.Monk
         all_gather(holder, others, manifest, contents)
 
 
-def test_a_large_part_is_passed_on_by_those_who_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many that want it a few ask its holder; the others get it from these."""
+@contextmanager
+def slow_links(monkeypatch: pytest.MonkeyPatch, bytes_per_second: float) -> Iterator[Counter[Path]]:
+    """What each node serves is held back, all of it together. Counts how often it was something that still came."""
+    paces: dict[Path, SendPace] = {}
+    handed_on: Counter[Path] = Counter()
+    of_parts, of_arrivals = service.read_part, Arrival.read
+
+    def paced(files: Path, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
+        pace = paces.setdefault(files, SendPace(bytes_per_second))
+        for piece in pieces:
+            pace.wait(len(piece))
+            yield piece
+
+    def read_part(part: StepPart, manifest: bytes) -> Iterator[memoryview]:
+        return paced(part.place.files, of_parts(part, manifest, 100_000))
+
+    def read(arrival: Arrival, *, unwanted: Callable[[], bool]) -> Iterator[memoryview]:
+        handed_on[arrival.files] += 1
+        return paced(arrival.files, of_arrivals(arrival, 100_000, unwanted))
+
     monkeypatch.setattr(turnstile, "LARGE_BYTES", 10_000_000)
-    contents = {"file": os.urandom(20_000_000)}
-    manifest = manifest_of(STEP, {0: contents})
-    served: Counter[str] = Counter()
-    original = Turnstile.fetched
+    monkeypatch.setattr(service, "read_part", read_part)
+    monkeypatch.setattr(Arrival, "read", read)
+    yield handed_on
 
-    def counted(self: Turnstile, part: StepPart, address: str) -> None:
-        served[str(part.place.files)] += 1
-        original(self, part, address)
 
-    monkeypatch.setattr(Turnstile, "fetched", counted)
-    with nodes(tmp_path, 9) as (holder, *others):
-        all_gather(holder, others, manifest, contents)
-    assert sum(served.values()) == 8
-    assert max(served.values()) < 8, served
+LARGE = {f"file-{number}": os.urandom(5_000_000) for number in range(4)}
+
+
+def test_a_large_part_is_handed_on_while_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many that want it few ask its holder; the others get it from these, which do not have all of it yet."""
+    manifest = manifest_of(STEP, {0: LARGE})
+    with slow_links(monkeypatch, 20e6) as handed_on, nodes(tmp_path, 7) as (holder, *others):
+        all_gather(holder, others, manifest, LARGE)
+    assert sum(handed_on.values()) >= 3, handed_on
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_nodes_that_go_while_they_hand_a_part_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Whoever had it from them asks anew, and nothing of it is left."""
+    manifest = manifest_of(STEP, {0: LARGE})
+    with slow_links(monkeypatch, 10e6) as handed_on, nodes(tmp_path, 8) as (holder, *others):
+        holder.tier.open_epoch(RUN, 1, 0, [])
+        holder.writes(manifest, 0, LARGE)
+        holder.holds(STEP, 0)
+        gone: list[Node] = []
+        files = {node.memory() / STEP: node for node in others}
+        with ThreadPoolExecutor(len(others)) as pool:
+            found = {pool.submit(node.gathers, manifest, {0: [holder.tier.address]}): node for node in others}
+            while len(gone) < times:
+                at_it = [files[path] for path in [*handed_on] if files[path] not in gone]
+                for node in at_it[: times - len(gone)]:
+                    node.tier.close()
+                    gone.append(node)
+                time.sleep(0.01)
+            results = {id(node): result.result(60) for result, node in found.items()}
+        for node in others:
+            if node not in gone:
+                assert isinstance(results[id(node)], control_pb2.Checkpoint), results[id(node)]
+                complete(node, manifest)
+                assert [path.name for path in (node.memory() / f"{STEP}.parts").iterdir()] == ["0.json"]
+
+
+def test_a_damaged_part_is_handed_on_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the damaged file all that had it from each other ask anew, and get it from the other holder."""
+    manifest = manifest_of(STEP, {0: LARGE})
+    with slow_links(monkeypatch, 20e6) as handed_on, nodes(tmp_path, 6) as (holder, buddy, *others):
+        holder.tier.open_epoch(RUN, 1, 0, [buddy.tier.address])
+        holder.writes(manifest, 0, LARGE)
+        buddy.holds(STEP, 0)
+        path = holder.memory() / STEP / "file-2"
+        data = bytearray(path.read_bytes())
+        data[4_999_999] ^= 1
+        path.write_bytes(data)
+        where = {0: [holder.tier.address, buddy.tier.address]}
+        with ThreadPoolExecutor(len(others)) as pool:
+            found = list(pool.map(lambda node: node.gathers(manifest, where), others))
+        assert [type(one) for one in found] == [control_pb2.Checkpoint] * len(others), found
+        for node in others:
+            complete(node, manifest)
+        assert handed_on
 
 
 def test_what_nobody_has_cannot_be_gathered(tmp_path: Path) -> None:

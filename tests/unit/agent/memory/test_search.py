@@ -58,7 +58,7 @@ def test_who_is_named_is_asked_next() -> None:
         THIRD,
     ]
     assert looked.waits
-    assert asked(looked, *[error(CROWDED)] * 3) == [FIRST, SECOND, THIRD]
+    assert asked(looked, *[error(CROWDED)] * 3) == [SECOND, THIRD, FIRST]
 
 
 def test_who_is_named_last_is_asked_first_and_once() -> None:
@@ -78,6 +78,21 @@ def test_who_is_named_may_not_have_it_yet() -> None:
     for _ in range(MOST_EARLY):
         assert asked(looked, error(ABSENT)) == [SECOND]
     assert not looked.begins_anew()
+
+
+def test_who_is_named_is_asked_before_those_who_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes there at any moment, and so nobody waits at the door of the busy one. Nothing is wrong there."""
+    looked = Search([FIRST], OWN)
+    assert looked.begins_anew()
+    assert looked.failed(next(iter(looked)), error(CROWDED, SECOND))
+    assert not looked.comes_soon
+    assert looked.failed(next(iter(looked)), error(ABSENT))
+    assert looked.comes_soon
+    assert asked(looked, error(ABSENT), error(CROWDED)) == [SECOND, FIRST]
+    monkeypatch.setattr(search, "MOST_EARLY", 0)
+    assert looked.begins_anew()
+    assert [looked.failed(address, error(ABSENT)) for address in looked] == [True, False]
+    assert not looked.comes_soon
 
 
 def test_trouble_of_its_own_ends_it() -> None:
@@ -104,9 +119,23 @@ def test_those_who_wait_are_told_who_has_it(large: StepPart) -> None:
         gate.fetched(large, FIRST)
     with gate.passing(large, SECOND), pytest.raises(PartRefusedError) as refused, gate.passing(large, OWN):
         pass
-    assert (refused.value.code, refused.value.others) == (CROWDED, (FIRST,))
+    # Who is at it has some of it.
+    assert (refused.value.code, refused.value.others) == (CROWDED, (SECOND, FIRST))
     with gate.passing(large, OWN):  # their fetches are over, whatever became of them
         pass
+
+
+def test_those_who_wait_are_told_to_whom_it_may_have_come_meanwhile(large: StepPart) -> None:
+    """Behind those that were sent away others can go on. Who has it all comes first, then who is at it."""
+    gate = Turnstile()
+    gate.fetched(large, "whole:1")
+    with gate.passing(large, FIRST):
+        for number in range(5):
+            with pytest.raises(PartRefusedError), gate.passing(large, f"away:{number}"):
+                pass
+        with pytest.raises(PartRefusedError) as refused, gate.passing(large, "away:3"):
+            pass
+    assert refused.value.others == ("away:2", "away:4", FIRST, "whole:1")
 
 
 def test_a_slow_caller_does_not_hold_up_all_others_for_long(large: StepPart) -> None:
@@ -149,7 +178,7 @@ def test_who_waits_goes_next_and_the_others_are_told_who_has_it(large: StepPart)
         with gate.passing(large, FIRST):
             for _ in range(5):
                 pool.submit(wait)
-            assert told.get(timeout=turnstile.WAIT_SECONDS) == ()
+            assert told.get(timeout=turnstile.WAIT_SECONDS) == (FIRST,)
             gate.fetched(large, FIRST)
         assert sorted(told.get(timeout=30) for _ in range(4)) == [(FIRST,), (FIRST,), (FIRST,), ("its turn",)]
         gone.set()
@@ -166,6 +195,8 @@ def test_no_more_are_remembered_than_can_be_told(large: StepPart) -> None:
     gate = Turnstile()
     for number in range(2 * MOST_NAMED):
         gate.fetched(large, f"host:{number}")
+    with gate.passing(large, FIRST), pytest.raises(PartRefusedError), gate.passing(large, SECOND):
+        pass
     with gate.passing(large, FIRST), pytest.raises(PartRefusedError) as refused, gate.passing(large, ""):
         pass
     assert refused.value.others == tuple(f"host:{number}" for number in range(MOST_NAMED, 2 * MOST_NAMED))
