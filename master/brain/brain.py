@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dalsegno.protos.processes import Process
 from dalsegno.protos.text import one_line
 
-from . import beside, calls, durable, forming, membership, orders, remarks, running, waits
+from . import beside, calls, durable, forming, liveness, membership, orders, remarks, running, waits
 from .events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
 from .invariants import check
 from .live import ConversionLife, DrainLife, EpochLife, LeaseLife, Live, Pause, State, VerificationLife
@@ -200,11 +200,11 @@ def settle(turn: Turn) -> None:
         turn.state.wake = None
         waits.begin_look(turn)
         remarks.tend(turn)
-        membership.look_at_streams(turn)
+        liveness.look_at_streams(turn)
         moved = (
             lose_ahead(turn)
             or release_leavers(turn)
-            or membership.check_liveness(turn)
+            or liveness.check_liveness(turn)
             or orders.look_at_stop(turn)
             or transition(turn)
         )
@@ -238,7 +238,7 @@ def release_leavers(turn: Turn) -> bool:
         presence = turn.presence(node)
         if presence.closed is None or turn.is_working(node):
             continue
-        if not membership.spoke_since(presence) and turn.overdue(presence.closed + CLOSED_GRACE_SECONDS):
+        if not liveness.spoke_since(presence) and turn.overdue(presence.closed + CLOSED_GRACE_SECONDS):
             gone.append((node, "on notice"))
     membership.lose(turn, gone)
     return bool(gone)

@@ -10,7 +10,7 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.peer_address import speaks_tls
 from dalsegno.protos.processes import Process, is_of_earlier_boot
 
-from . import beside, going_back, membership
+from . import beside, going_back, liveness, membership
 from .checkpoints import resume_point
 from .chronicle import Kind
 from .door import MOST_NODES
@@ -48,7 +48,7 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
     known = job.node_by(message.incarnation)
     # Even a refused agent proves that the master can be heard.
     new = known is None and not message.previous_incarnation
-    left = new and job.settings.max_nodes == 1 and membership.have_closed(turn)
+    left = new and job.settings.max_nodes == 1 and liveness.have_closed(turn)
     turn.live.clock.word(turn.now, job.settings.node_timeout, heartbeat_of(job), left=left)
     turn.heard = turn.live.clock.at(turn.now)
     if known is not None:

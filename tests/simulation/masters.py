@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dalsegno.master.brain import brain, membership, replication
+from dalsegno.master.brain import brain, liveness, replication
 from dalsegno.master.brain.door import admit
 from dalsegno.master.brain.events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
 from dalsegno.master.brain.live import State
@@ -216,7 +216,7 @@ class SimMaster:
         wake, state.wake = state.wake, None
         turn = Turn(state, self.now)
         for node in state.job.nodes.values():
-            how = membership.death_of(turn, node, state.job.settings.node_timeout)
+            how = liveness.death_of(turn, node, state.job.settings.node_timeout)
             self.sim.ledger.require(not how, "the dead are noticed", f"{node.name} is still there: {how}")
         wanted, state.wake = state.wake, wake
         in_time = wanted is None or (wake is not None and wake <= wanted)

@@ -7,7 +7,7 @@ from typing import Any
 
 from dalsegno.agent.decisions import directives
 from dalsegno.agent.decisions.decision import Decision
-from dalsegno.master.brain import checkpoints, membership, room, running
+from dalsegno.master.brain import checkpoints, liveness, membership, room, running
 from dalsegno.master.brain.checkpoints import resume_point
 from dalsegno.master.brain.state import Checkpoint, Job, Node, Phase
 from dalsegno.master.brain.turn import Turn
@@ -129,7 +129,7 @@ FILE_PLANTS: dict[str, Plant] = dict(
             suits=makes_files_beside,
             first=69,
         ),
-        plant(membership, "check_liveness", declares_nodes_of_an_ended_job_dead, "one end"),
+        plant(liveness, "check_liveness", declares_nodes_of_an_ended_job_dead, "one end"),
         plant(room, "LEAST_KEPT", deletes_all_for_room, "committed steps grow", kind="disk", first=113),
         plant(checkpoints, "prunable", prunes_the_resume_point, "the resume point stays"),
         plant(checkpoints, "prunable", prunes_what_is_being_loaded, "what is loaded stays"),

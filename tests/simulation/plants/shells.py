@@ -12,7 +12,7 @@ from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.shell.effects import Effects
 from dalsegno.agent.shell.elastic_agent import ElasticAgent
 from dalsegno.agent.workers.workers import WorkersContext
-from dalsegno.master.brain import brain, calls, forming, membership
+from dalsegno.master.brain import brain, calls, forming, liveness, membership
 from dalsegno.master.brain import running as phases
 from dalsegno.master.brain.events import Reply
 from dalsegno.master.brain.gathering import Gathering
@@ -209,7 +209,7 @@ SHELL_PLANTS: dict[str, Plant] = dict(
             first=105,
         ),
         _plant(
-            membership,
+            liveness,
             "death_of",
             looks_at_all_nodes_for_every_node,
             "turns are short",
