@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import membership
+from . import membership, saves
 from .listening import HEARTBEAT_SECONDS
 from .presences import Presence
 from .state import Node
@@ -65,12 +65,11 @@ def death_of(turn: Turn, node: Node, timeout_seconds: float) -> str:
         suspect = epoch.trouble and not membership.has_answered(turn, node)
         grace = 0.0 if suspect else CLOSED_GRACE_SECONDS
         if not suspect and turn.is_working(node):
-            # Steps that take longer than that have not stopped; a broken stream comes back meanwhile.
-            grace = (
-                timeout_seconds
-                if epoch.stopping
-                else min(timeout_seconds, max(CLOSED_GRACE_SECONDS, 1.2 * epoch.longest_seconds))
-            )
+            # Steps that take longer than that have not stopped; a broken stream comes back meanwhile. Nor have saves.
+            # Behind them ranks have little to do, and what a dead node holds counts as saved until its death is known.
+            saving = epoch.stopping and not saves.is_committed(turn)
+            usual = min(timeout_seconds, max(CLOSED_GRACE_SECONDS, 1.2 * epoch.longest_seconds))
+            grace = timeout_seconds if saving else usual
         if suspect or not was_silent_before(turn, presence):
             due = presence.closed if suspect else max(presence.closed, proof) + grace
             return "its connection closed" if turn.overdue(due) else ""

@@ -992,6 +992,28 @@ def test_a_leaver_stays_while_parts_of_its_drain_are_on_their_way() -> None:
     assert nodes[1].order == "release"
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_node_that_dies_behind_the_save_of_a_drain_is_missed_soon(saved: bool) -> None:
+    """It held a part alone, and nobody else would notice: the other ranks meet no more. A save may take long."""
+    job, nodes = started(3, node_timeout=15.0)
+    nodes[0].save(5, any_size=True)
+    nodes[0].step(6)
+    nodes[1].leave()
+    made = in_memory(job, 7)
+    for rank in (0, 1):
+        nodes[rank].step(7, draining=True)
+        nodes[rank].holds(made, 0, 1)
+        if saved:
+            nodes[rank].drained(7, digest=made.ref.digest)
+    if saved:
+        nodes[2].holds(made, 2)
+    nodes[2].hang_up()
+    job.wait(3)
+    assert nodes[2].is_known is not saved
+    job.wait(30)
+    assert not nodes[2].is_known
+
+
 def test_nobody_stays_for_what_others_hold_in_a_newer_step() -> None:
     job, nodes = started(2)
     nodes[0].step(6)
