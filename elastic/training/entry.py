@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..rank.collective import Collective, GlooCollective, Solo
 from ..rank.gloo_threads import settle_at_exit
 from ..rank.identity import Identity, from_environment
 from ..rank.link import Link
-from ..rank.meetings import Meetings, watch_the_end
+from ..rank.meetings import Meetings, may_be_a_peers, watch_the_end
 from ..rank.notices import Notice, noticed
 from ..rank.semaphores import name_semaphores
 from ..rank.way_in import SESSION, watch, way_in
@@ -171,6 +171,17 @@ def _open(kind: Callable[..., S], identity: Identity, keep: int, verify: bool, u
         raise
 
 
+@contextmanager
+def _telling_of_peers(meetings: Meetings) -> Iterator[None]:
+    """The agent learns whether a peer's end is why this block fails. Later `watch_the_end` sees to that."""
+    try:
+        yield
+    except Exception as error:
+        if may_be_a_peers(error):
+            meetings.say_if_a_peer_is_lost()
+        raise
+
+
 def _open_with(
     kind: Callable[..., S], notice: Notice, identity: Identity, keep: int, verify: bool, unread: Collection[str]
 ) -> S:
@@ -187,9 +198,10 @@ def _open_with(
         notice.watch(noticed())
         link = Link(identity.socket, hello(identity))
         if identity.resume is not None and identity.run_dir is not None:
-            point = handed_out(
-                identity.resume, identity.run_dir, collective, verify=verify, identity=identity, unread=unread
-            )
+            with _telling_of_peers(Meetings(collective, link)):
+                point = handed_out(
+                    identity.resume, identity.run_dir, collective, verify=verify, identity=identity, unread=unread
+                )
             if isinstance(point, Damaged):
                 refuse(link, point)
             try:

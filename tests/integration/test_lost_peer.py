@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from dalsegno.elastic.checkpoint import CheckpointStore
 from tests.support.jobs.cluster import Cluster, Training
+from tests.support.workers import lost_early_worker
 from tests.support.workers import lost_peer_worker as worker
+from tests.support.workers.fake_agent import FakeAgent
 from tests.support.workers.zero_runs import run_world
 
 pytestmark = pytest.mark.timeout(120)
@@ -27,6 +30,20 @@ def test_the_first_to_end_finds_its_peers_there_and_they_do_not(tmp_path: Path, 
     }
     expected = {0: ["RuntimeError", True, True], 2: ["RuntimeError", True, True]}
     assert found == expected | ({1: ["RuntimeError", True, False]} if own else {})
+
+
+def test_a_peer_that_ends_while_they_verify_is_told_of_too(tmp_path: Path) -> None:
+    """Before there is a session that could know it: else the agent takes the others' ends for failures of their own."""
+    with FakeAgent(tmp_path, world=2, epoch=1) as agent:
+        agent.start("--steps", "9", "--step-time", "0.1")
+        agent.wait_for_step(2)
+        agent.drain()
+        assert agent.wait() == [83, 83], agent.outputs
+        made = CheckpointStore(agent.run_dir).newest()
+    with FakeAgent(tmp_path, world=2, epoch=2, resume=made) as agent:
+        agent.start("1", script=Path(lost_early_worker.__file__))
+        assert agent.wait() == [1, -signal.SIGKILL], agent.outputs
+        assert len(agent.of("peer_lost")) == 1
 
 
 def test_a_killed_node_is_named_and_its_quick_steps_are_counted(clusters: Callable[..., Cluster]) -> None:
