@@ -7,9 +7,11 @@ in a directory that no other node uses, and says of all other nodes' parts that 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from dalsegno.protos import worker_pb2
 from ..checkpoint import CheckpointName, CheckpointStore, FileEntry, Manifest, Ref
 from ..checkpoint.files import write_exclusive
 from ..checkpoint.layout import FIRST_OF_SURVIVORS, MANIFEST
-from ..checkpoint.parts import delete_parts, write_part
+from ..checkpoint.parts import delete_parts, part_path, write_part
 from ..rank import rng
 from ..rank.identity import Identity
 from ..rank.link import Link
@@ -76,7 +78,9 @@ class Survivor:
     def save(
         self, content: Content, files: Mapping[str, Any], generators: bytes, *, stays: bool = False
     ) -> Manifest | None:
-        """Writes and seals it, and tells the agent. None: another rank of this node does that, or has done it.
+        """Writes and seals it, and tells the agent. None: another rank of this node has done it.
+
+        Blocks while another rank of this node is at it, which may end before it is done.
 
         Args:
             content: What is saved.
@@ -91,28 +95,29 @@ class Survivor:
         assert identity.memory_dir is not None
         assert link is not None
         path = CheckpointStore(identity.memory_dir).path(self.name_of(content.step))
-        keeping = worker_pb2.ToAgent(keeping=worker_pb2.Keeping(step=content.step, stays=stays))
-        try:
-            path.mkdir()
-        except FileExistsError:
-            if stays:
-                link.send(keeping)
-            return None
-        link.send(keeping)
-        try:
-            manifest = self._write(path, content, {**files, rng.file_name(identity.rank): generators})
-        except BaseException:
-            with contextlib.suppress(OSError):
-                delete_parts(path)
-                shutil.rmtree(path)
-            raise
+        if stays or not self._is_whole(path):
+            link.send(worker_pb2.ToAgent(keeping=worker_pb2.Keeping(step=content.step, stays=stays)))
+        with _alone_in(path):
+            if self._is_whole(path):
+                return None
+            try:
+                manifest = self._write(path, content, {**files, rng.file_name(identity.rank): generators})
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    _empty(path)
+                    path.rmdir()
+                raise
         sealed = worker_pb2.Sealed(name=manifest.name, digest=manifest.digest, step=content.step, in_memory=True)
         sealed.seconds = time.monotonic() - began
         link.send(worker_pb2.ToAgent(sealed=sealed))
         return manifest
 
+    def _is_whole(self, path: Path) -> bool:
+        return part_path(path, self._identity.group_rank).exists()
+
     def _write(self, path: Path, content: Content, files: Mapping[str, Any]) -> Manifest:
         identity, entries = self._identity, list[FileEntry]()
+        _empty(path)  # What a rank has left there that was killed.
         for file, value in sorted(files.items()):
             target = path / file
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -128,6 +133,33 @@ class Survivor:
         # Last: the agent looks for it.
         write_part(path, identity.group_rank, [entry.path for entry in entries])
         return manifest
+
+
+@contextlib.contextmanager
+def _alone_in(path: Path) -> Iterator[None]:
+    """Makes a directory, in which no other rank writes within this. A rank that is killed is out of it, too."""
+    while True:
+        path.mkdir(exist_ok=True)
+        with contextlib.ExitStack() as opened:
+            try:
+                directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+                opened.callback(os.close, directory)
+                fcntl.flock(directory, fcntl.LOCK_EX)
+                same = os.path.samestat(os.fstat(directory), path.stat())
+            except FileNotFoundError:
+                continue  # Whoever was at it could not do it, and has deleted the directory.
+            if same:
+                yield
+                return
+
+
+def _empty(path: Path) -> None:
+    delete_parts(path)
+    for entry in path.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
 
 
 def _nothing(stays: bool) -> None:

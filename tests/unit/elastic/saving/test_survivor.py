@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from dalsegno.elastic.checkpoint import CheckpointName, Position, Ref, verify
+from dalsegno.elastic.checkpoint import MANIFEST, CheckpointName, Position, Ref, verify
 from dalsegno.elastic.checkpoint.layout import FIRST_OF_SURVIVORS
 from dalsegno.elastic.checkpoint.parts import read_parts
 from dalsegno.elastic.rank.identity import Identity
 from dalsegno.elastic.rank.reports import Reports
+from dalsegno.elastic.saving import survivor as survivor_module
 from dalsegno.elastic.saving.content import Content
 from dalsegno.elastic.saving.survivor import Survivor
 from tests.support.workers.fake_link import FakeLink
@@ -61,6 +67,51 @@ def test_one_rank_of_a_node_is_enough(tmp_path: Path) -> None:
     other, link = survivor(tmp_path, 3, 1)
     assert other.save(CONTENT, FILES, b"") is None
     assert not link.said
+
+
+def held(path: str, begun: Any, ends: Any) -> None:
+    """A rank of the same node that stands still with some of it written."""
+    one, _ = survivor(Path(path))
+
+    def save(value: Any, file: Any) -> None:
+        file.write(b"half")
+        begun.set()
+        ends.wait(60)
+        raise OSError("no room")
+
+    with mock.patch.object(survivor_module, "save", save), contextlib.suppress(OSError):
+        one.save(CONTENT, FILES, b"generators")
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_the_next_rank_of_a_node_saves_it_where_one_ends_before_it_is_done(tmp_path: Path, killed: bool) -> None:
+    """It waits for that one meanwhile, and what was begun is not used."""
+    started = multiprocessing.get_context("spawn")
+    begun, ends = started.Event(), started.Event()
+    first = started.Process(target=held, args=(str(tmp_path), begun, ends))
+    first.start()
+    other, link = survivor(tmp_path, 3, 1)
+    assert begun.wait(60)
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(other.save, CONTENT, FILES, b"others")
+        while not link.said:
+            time.sleep(0.01)  # why: the other thread is to begin
+        with pytest.raises(TimeoutError):
+            saving.result(0.2)
+        if killed:
+            first.kill()
+        else:
+            ends.set()
+        manifest = saving.result(60)
+    first.join(60)
+    assert manifest is not None
+    path = tmp_path / manifest.name
+    verify(path, manifest)
+    assert {entry.path for entry in manifest.files} == {"model.pt", "deep/notes.txt", "rng/rank-3.json"}
+    there = {str(one.relative_to(path)) for one in path.rglob("*") if one.is_file()}
+    assert there == {entry.path for entry in manifest.files} | {MANIFEST}
+    assert [message.WhichOneof("body") for message in link.said] == ["keeping", "sealed"]
+    assert sorted(os.listdir(tmp_path)) == [manifest.name, f"{manifest.name}.parts"]
 
 
 def test_nothing_is_left_of_one_that_fails(tmp_path: Path) -> None:
