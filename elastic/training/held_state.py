@@ -17,6 +17,7 @@ from ..rank.tensor_bytes import bytes_of
 from ..saving.replicas import tensors
 from .cards import Cards, cards_of
 from .digest import is_plain
+from .samples import Samples
 from .training_state import TRAINING_FILE, TrainingState
 from .unchanged import SeenState, UnclearError, plain
 
@@ -55,6 +56,7 @@ class HeldState:
             ):
                 weakref.finalize(self, handle.remove)
         self._tensors: list[Tensor] = []
+        self.samples = Samples(())
 
     def files(self) -> dict[str, Any]:
         """What a checkpoint would have."""
@@ -75,6 +77,7 @@ class HeldState:
             raise UnclearError("an optimizer that torch does not know of steps unseen")
         # Held, so that no other tensor can come to lie where one of these lay.
         self._tensors = [tensor for _, tensor in tensors(first)]
+        self.samples = Samples(self._tensors)
         return seen
 
     def seen(self, files: Mapping[str, Any]) -> SeenState:

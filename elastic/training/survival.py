@@ -2,9 +2,9 @@
 
 With DDP each rank has all of the state, and a step changes none of it before the optimizer's step. So what a rank holds
 when the collective of a backward pass breaks is the last boundary, unless something else has changed since. That must
-be known (`unchanged`), not hoped: what is noted at each boundary is compared with this moment, and that such changes
-are seen at all in this training was tried before. All else that a checkpoint needs, position and random generators, was
-noted at the boundary.
+be known (`unchanged`), not hoped: what is noted at each boundary is compared with this moment, and so are some of the
+values (`samples`); and that changes are seen at all in this training was tried before. All else that a checkpoint
+needs, position and random generators, was noted at the boundary.
 
 A rank saves when it ends because a peer is lost, or when its agent says that the world has broken. A peer that only
 falls silent closes no connection, as a host without power: who waits for it in a collective never returns from there.
@@ -27,6 +27,7 @@ from ..saving.content import Content
 from .cards import Cards
 from .held_state import HeldState, held_by
 from .pace import Pace
+from .samples import Sample
 from .session import BareSession
 from .staying import holding
 from .unchanged import BoundaryNote, Now, SeenState, UnclearError, is_due, why_not
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 # Watching that takes more than this part of a step, and more than so many seconds, is given up.
 MOST_SHARE, MOST_SECONDS = 0.02, 0.001
+UNSEEN = "the state changes before the optimizer's step, unseen"
 # Steps that this is judged by.
 JUDGED_STEPS = 32
 
@@ -43,6 +45,7 @@ class _Mark(NamedTuple):
     """A boundary, and what changes after it without being part of what is watched."""
 
     boundary: BoundaryNote
+    sample: Sample
     position: Position
     generators: rng.Taken
     beside: Any
@@ -135,7 +138,7 @@ class Survival:
         except Exception as error:
             self._cannot(error)
             return None
-        return _Mark(boundary, position, rng.taken(), beside, asked)
+        return _Mark(boundary, held.samples.take(), position, rng.taken(), beside, asked)
 
     def _judge(self, seconds: float) -> None:
         self._watched_seconds += seconds
@@ -189,7 +192,7 @@ class Survival:
         if self._cards is not None and not self._stepping and self._pace.may_wait and self._cards.can_wait:
             self._cards.wait()
             self._pace.waited()
-        if self._probe and not self._stepping:
+        if not self._stepping:
             try:
                 self._try_out()
             # It is the script's step, which goes on.
@@ -203,11 +206,16 @@ class Survival:
     def _try_out(self) -> None:
         """Whether what is not seen to have changed since the look has not changed."""
         probe, self._probe = self._probe, ""
-        held = self._held
-        if held is None or self._why_not():
+        held, mark = self._held, self._mark
+        if held is None or mark is None:
+            return
+        if held.versions() == mark.boundary.versions and not held.samples.are_as(mark.sample):
+            self._give_up(UNSEEN)
+            return
+        if not probe or self._why_not():
             return
         if held.content() != probe:
-            self._give_up("the state changes before the optimizer's step, unseen")
+            self._give_up(UNSEEN)
             return
         self._proved = True
         self._may_keep()
@@ -270,7 +278,9 @@ class Survival:
             return "rank 0 may have more than this rank"
         lone = self._lone if self._session.rank else {}
         now = Now(held.seen(held.files()), held.versions(), held.plain(), self._stepping, lone)
-        return why_not(known, mark.boundary, now) or self._why_not_on_cards(mark)
+        if why := why_not(known, mark.boundary, now) or self._why_not_on_cards(mark):
+            return why
+        return "" if held.samples.are_as(mark.sample) else UNSEEN
 
     def _why_not_on_cards(self, mark: _Mark) -> str:
         if self._cards is None:

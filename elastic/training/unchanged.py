@@ -7,10 +7,13 @@ state has, numbers and names, is the same. Where one of them is not clear, the a
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# Boundaries in which there is one look.
+_LOOKED_AT_EVERY = 128
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -119,5 +122,11 @@ def plain(value: Any, *, where: bool = True) -> Any:
 
 
 def is_due(boundaries: int) -> bool:
-    """Whether a state is looked at behind so many boundaries: often at first, and then ever more rarely."""
-    return boundaries % 1024 == 0 or boundaries & (boundaries - 1) == 0
+    """Whether a state is looked at behind so many boundaries: often at first, and then once in 128.
+
+    Where among these is as good as random, and alike on all ranks: what a script does in each 64th step is to be met.
+    """
+    if boundaries <= _LOOKED_AT_EVERY:
+        return boundaries & (boundaries - 1) == 0
+    period, place = divmod(boundaries, _LOOKED_AT_EVERY)
+    return place == zlib.crc32(str(period).encode()) % _LOOKED_AT_EVERY

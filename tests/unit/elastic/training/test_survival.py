@@ -134,6 +134,40 @@ def test_a_look_is_compared_with_the_step_behind_it_only() -> None:
     assert loop.may[-1]
 
 
+def decay(loop: Loop) -> None:
+    """As scripts do it that know no better: torch counts no change."""
+    for parameter in loop.model.parameters():
+        parameter.data.mul_(0.9)
+
+
+def test_a_rare_change_that_torch_does_not_count_is_found_in_the_crash() -> None:
+    """Behind a boundary whose values were not summed."""
+    loop = Loop()
+    loop.step(5)
+    loop.begin()
+    decay(loop)
+    loop.lost()
+    assert not loop.saved
+    loop.optimizer.step()
+    loop.end()
+    # Whoever does it once does it again, and then perhaps in some places only.
+    assert not loop.may[-1]
+    loop.step(9)
+    loop.lost()
+    assert not loop.saved
+
+
+def test_a_change_that_torch_counts_is_not_taken_for_one_that_it_does_not() -> None:
+    loop = Loop()
+    loop.step(5)
+    with torch.no_grad():
+        loop.model.weight.mul_(0.9)
+    loop.step()
+    assert loop.may[-1]
+    loop.lost()
+    assert [step for step, _ in loop.saved] == [6]
+
+
 @pytest.mark.parametrize("when", ["at the boundary", "in the step"])
 def test_a_part_that_fails_costs_the_training_nothing(when: str) -> None:
     loop = Loop()

@@ -54,7 +54,12 @@ def test_only_what_can_be_compared_is_taken() -> None:
 
 
 def test_a_state_is_looked_at_more_and_more_rarely() -> None:
-    assert [n for n in range(1, 3000) if is_due(n)] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
+    """In the end once in 128 boundaries, at other places each time: a habit of any rhythm is met soon."""
+    looks = [n for n in range(1, 128 * 1000) if is_due(n)]
+    assert looks[:8] == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert [n // 128 for n in looks[8:]] == [*range(2 if looks[8] >= 256 else 1, 1000)]
+    for rhythm in (*range(2, 33), 50, 64, 100, 128):
+        assert {n % rhythm for n in looks[8 : 8 + 7 * rhythm]} == {*range(rhythm)}
 
 
 # ---- a real training -------------------------------------------------------------------------------------------------
