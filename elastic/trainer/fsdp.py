@@ -24,6 +24,7 @@ from ..rank.process_group import init_process_group
 from ..saving.bundles import Bundle
 from ..saving.optimizers import check_sharded, say_added
 from ..saving.replicas import check_whole, loadable, tensors
+from ..training.first_weights import FirstWeights
 from ..training.reading_state import check_same_dtypes, check_same_names, owned, read_tensors
 from ..training.unlisted import Unlisted
 from ..training.wrappers import frozen, tell_frozen
@@ -114,7 +115,7 @@ class FSDP(Strategy):
             fully_shard(module, mesh=mesh, **chosen)
 
         shard(model, self._blocks, apply, setting.device, init=self._init, same=resume is None, ignored=ignored)
-        self.model, self._unlisted = model, Unlisted(model)
+        self.model, self._unlisted, self._first_weights = model, Unlisted(model), FirstWeights()
         self.optimizer = make_optimizer(model)
         check_sharded(self.optimizer)
         _check_own(model, self.optimizer)
@@ -144,6 +145,7 @@ class FSDP(Strategy):
         self._say_added()
         found = files(self.model, self.optimizer)
         if dist.get_rank() == 0:
+            self._first_weights.check(self.model, found[SHARED_FILE]["rest"])
             self._unlisted.tell()
             found[SHARED_FILE]["unlisted"] = self._unlisted.changed_buffers()
             found[TRAINER_FILE] = trainer_state(state, self.scheduler, self.loss_scale)

@@ -27,11 +27,12 @@ from ..checkpoint import SHARDED
 from ..rank.remarks import remark
 from ..saving.bundles import Bundle
 from ..saving.optimizers import check_kept, check_parameters, say_added
-from ..saving.replicas import check_unsharded, check_whole, is_repeated, loadable, tensors, unwrapped, without_prefixes
+from ..saving.replicas import check_unsharded, check_whole, loadable, tensors, unwrapped, without_prefixes
 from ..saving.resuming import ResumePoint
 from ..saving.schedules import check_factors, factors, has_moved, left_out, place_of, rates_of, unchanged
 from ..saving.writing import write_files
 from . import digest
+from .first_weights import FirstWeights, check_places
 from .parts import Stateful, check_same, kept_of, kind
 from .reading_state import check_same_dtypes, check_same_names, load_part, load_weights, owned, read_tensors
 from .sending import send_what_differs
@@ -76,8 +77,7 @@ class TrainingState:
         self._rates: dict[str, list[float]] = {}
         # The checkpoint of which this run once took the weights only; "": there is none.
         self._weights_from = ""
-        # What the model's state was called before the first step.
-        self._names: frozenset[str] = frozenset()
+        self._first_weights = FirstWeights()
 
     @property
     def by_place(self) -> bool:
@@ -129,7 +129,9 @@ class TrainingState:
             check(kept[name], f"the state of {name}")
         if self._session.rank == 0:
             self._unlisted.tell()
-        found = {MODEL_FILE: self._model.state_dict(), TRAINING_FILE: Bundle(kept)}
+        weights = self._model.state_dict()
+        self._first_weights.check(self._model, weights)
+        found = {MODEL_FILE: weights, TRAINING_FILE: Bundle(kept)}
         changed = self._unlisted.changed_buffers()
         return {**found, UNLISTED_FILE: {"buffers": changed}} if changed else found
 
@@ -165,28 +167,12 @@ class TrainingState:
         if self._session.rank == 0 and resume is not None and self._session.step == resume.step:
             tell_frozen(resume.ref.name, self._had_frozen, frozen(self._model))
         if files:
-            self._check_names(files[MODEL_FILE])
+            check_places(files[MODEL_FILE])
             loadable(files[MODEL_FILE], "the model's state_dict() (get_extra_state?)")
             for name, part in files[TRAINING_FILE].items():
                 if hasattr(self._parts[name], "param_groups"):
                     loadable(part, f"the state of {name}")
                     check_kept(self._parts[name], self._model, self._beside(files[TRAINING_FILE]))
-
-    def _check_names(self, weights: Mapping[str, Any]) -> None:
-        """Refuses a model that a script which begins anew would not have, or that torch cannot load into."""
-        self._names = self._names or frozenset(weights)
-        if changed := sorted(self._names ^ weights.keys()):
-            raise ValueError(
-                f"the model's state_dict() {'has' if changed[0] in weights else 'lacks'} {few(changed)} since its first"
-                " step, and could not be loaded into the model that the script makes: make it in __init__, or give"
-                " register_buffer persistent=False"
-            )
-        for name, value in weights.items():
-            if isinstance(value, Tensor) and value.layout is torch.strided and is_repeated(value):
-                raise ValueError(
-                    f"the model's {name} has one place in memory for several values (expand), and torch loads"
-                    " nothing there: register a clone() of it"
-                )
 
     def _beside(self, kept: Mapping[str, Any]) -> Iterator[Tensor]:
         """Tensors that are saved beside those of the model and of optimizers."""

@@ -250,6 +250,60 @@ def test_a_model_that_gets_a_buffer_in_its_first_step_is_refused_behind_it(tmp_p
             next(steps)
 
 
+class Bank(nn.Linear):
+    """Keeps what it has seen, and more of it with each step."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("bank", torch.zeros(0, 2))
+
+    def grow(self) -> None:
+        self.bank = torch.cat([self.bank, torch.ones(1, 2)])
+
+
+class GrowingBank(Bank):
+    """Which loads one of any size."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
+        self.bank = torch.zeros_like(state[f"{prefix}bank"])
+        super()._load_from_state_dict(state, prefix, *others)
+
+
+def test_a_buffer_that_grows_is_refused_with_the_first_save_that_has_it(tmp_path: Path) -> None:
+    """Later than in the first step, where nothing is tried out any more: better now than at the first change."""
+    model = nn.Sequential(Bank())
+    with start(tmp_path) as session:
+        steps = session.steps(range(9), save=TrainingState(session, model=model).write, save_every=4)
+        for _ in range(4):
+            next(steps)
+        model[0].grow()
+        with pytest.raises(SaveError, match=r"the model's 0\.bank has the shape \[1, 2\] now, and had \[0, 2\] before"):
+            next(steps)
+
+
+def test_a_buffer_that_comes_later_is_refused_with_the_first_save_that_has_it(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("cache", None)
+    with start(tmp_path) as session:
+        steps = session.steps(range(9), save=TrainingState(session, model=model).write, save_every=4)
+        for _ in range(4):
+            next(steps)
+        model.cache = torch.zeros(3)
+        with pytest.raises(SaveError, match=r"the model.s state_dict\(\) has cache since its first"):
+            next(steps)
+
+
+def test_a_module_that_loads_its_buffer_at_any_size_may_grow_it(tmp_path: Path) -> None:
+    model = nn.Sequential(GrowingBank())
+    with start(tmp_path) as session:
+        for _ in session.steps(range(9), save=TrainingState(session, model=model).write, save_every=4, max_steps=8):
+            model[0].grow()
+    again = nn.Sequential(GrowingBank())
+    with start(tmp_path) as session:
+        TrainingState(session, model=again).load()
+    assert again[0].bank.shape == (8, 2)
+
+
 def test_a_buffer_that_repeats_its_memory_is_refused_before_the_first_step(tmp_path: Path) -> None:
     """torch saves it, and cannot load it."""
     model = nn.Linear(2, 2)

@@ -1,0 +1,81 @@
+"""What a model's state was like before its first step: what is saved later must load into a model that is new."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dalsegno.protos.text import few
+
+from ..saving.replicas import is_repeated
+
+__all__ = ["FirstWeights", "check_places"]
+
+
+class FirstWeights:
+    """Names and shapes, as they were when they were first looked at."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[str, Any] = {}
+
+    def check(self, model: nn.Module, weights: Mapping[str, Any]) -> None:
+        """Refuses a model whose state a script that begins anew could not load.
+
+        Args:
+            weights: The ``state_dict()`` of ``model``.
+
+        Raises:
+            ValueError: It has other names than at first, or other shapes and no way of its own to load these.
+        """
+        shapes = {name: getattr(value, "shape", None) for name, value in weights.items()}
+        first = self._shapes = self._shapes or shapes
+        if shapes == first:
+            return
+        if changed := sorted(first.keys() ^ shapes.keys()):
+            raise ValueError(
+                f"the model's state_dict() {'has' if changed[0] in weights else 'lacks'} {few(changed)} since its first"
+                " step, and could not be loaded into the model that the script makes: make it in __init__, or give"
+                " register_buffer persistent=False"
+            )
+        for name, shape in shapes.items():
+            if shape != first[name] and not _loads_by_itself(model, name):
+                raise ValueError(
+                    f"the model's {name} has the shape {_text(shape)} now, and had {_text(first[name])} before its"
+                    " first step: it could not be loaded into the model that the script makes. Make it as large as it"
+                    " becomes in __init__, give register_buffer persistent=False, or have its module load it"
+                    " (register_load_state_dict_pre_hook)"
+                )
+
+
+def check_places(weights: Mapping[str, Any]) -> None:
+    """Refuses a model with a tensor that torch cannot load into.
+
+    Raises:
+        ValueError: It has one place in memory for several values.
+    """
+    for name, value in weights.items():
+        if isinstance(value, Tensor) and value.layout is torch.strided and is_repeated(value):
+            raise ValueError(
+                f"the model's {name} has one place in memory for several values (expand), and torch loads"
+                " nothing there: register a clone() of it"
+            )
+
+
+def _loads_by_itself(model: nn.Module, name: str) -> bool:
+    """Whether a module around this entry has a way of its own to load."""
+    module: Any = model
+    for part in (None, *name.split(".")[:-1]):
+        module = module if part is None else getattr(module, part, None)
+        if not isinstance(module, nn.Module):
+            return False
+        own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+        if own or type(module).load_state_dict is not nn.Module.load_state_dict or module._load_state_dict_pre_hooks:
+            return True
+    return False
+
+
+def _text(shape: Any) -> str:
+    return "none" if shape is None else str(list(shape))
