@@ -145,7 +145,7 @@ class FSDP(Strategy):
         self._say_added()
         found = files(self.model, self.optimizer)
         if dist.get_rank() == 0:
-            self._first_weights.check(self.model, found[SHARED_FILE]["rest"])
+            self._first_weights.tell(self.model, found[SHARED_FILE]["rest"])
             self._unlisted.tell()
             found[SHARED_FILE]["unlisted"] = self._unlisted.changed_buffers()
             found[TRAINER_FILE] = trainer_state(state, self.scheduler, self.loss_scale)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dalsegno.protos.text import few
 
+from ..rank.remarks import remark
 from ..saving.replicas import is_repeated
 
 __all__ = ["FirstWeights", "check_places"]
@@ -20,34 +21,50 @@ class FirstWeights:
 
     def __init__(self) -> None:
         self._shapes: dict[str, Any] = {}
+        self._told = False
 
-    def check(self, model: nn.Module, weights: Mapping[str, Any]) -> None:
-        """Refuses a model whose state a script that begins anew could not load.
+    def problem(self, model: nn.Module, weights: Mapping[str, Any]) -> str:
+        """Why a model that the script makes anew could not load this; "": it could.
+
+        It has other names than at first, or other shapes and no way of its own to load these.
 
         Args:
             weights: The ``state_dict()`` of ``model``.
-
-        Raises:
-            ValueError: It has other names than at first, or other shapes and no way of its own to load these.
         """
         shapes = {name: getattr(value, "shape", None) for name, value in weights.items()}
         first = self._shapes = self._shapes or shapes
         if shapes == first:
-            return
+            return ""
         if changed := sorted(first.keys() ^ shapes.keys()):
-            raise ValueError(
+            return (
                 f"the model's state_dict() {'has' if changed[0] in weights else 'lacks'} {few(changed)} since its first"
                 " step, and could not be loaded into the model that the script makes: make it in __init__, or give"
                 " register_buffer persistent=False"
             )
         for name, shape in shapes.items():
             if shape != first[name] and not _loads_by_itself(model, name):
-                raise ValueError(
+                return (
                     f"the model's {name} has the shape {_text(shape)} now, and had {_text(first[name])} before its"
                     " first step: it could not be loaded into the model that the script makes. Make it as large as it"
                     " becomes in __init__, give register_buffer persistent=False, or have its module load it"
                     " (register_load_state_dict_pre_hook)"
                 )
+        return ""
+
+    def tell(self, model: nn.Module, weights: Mapping[str, Any]) -> None:
+        """Remarks on that, once: the script may know of it, and make the model so when it resumes."""
+        if not self._told and (problem := self.problem(model, weights)):
+            self._told = True
+            remark("%s. If the script does not make it so before it loads, the run goes on at no other start", problem)
+
+    def refuse(self, model: nn.Module, weights: Mapping[str, Any]) -> None:
+        """The same where the script cannot know of it yet: before the first step, and behind it.
+
+        Raises:
+            ValueError: There is a problem.
+        """
+        if problem := self.problem(model, weights):
+            raise ValueError(problem)
 
 
 def check_places(weights: Mapping[str, Any]) -> None:

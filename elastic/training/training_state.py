@@ -33,6 +33,7 @@ from ..saving.schedules import check_factors, factors, has_moved, left_out, plac
 from ..saving.writing import write_files
 from . import digest
 from .first_weights import FirstWeights, check_places
+from .left_out import OptimizerWatch
 from .parts import Stateful, check_same, kept_of, kind
 from .reading_state import check_same_dtypes, check_same_names, load_part, load_weights, owned, read_tensors
 from .sending import send_what_differs
@@ -78,6 +79,8 @@ class TrainingState:
         # The checkpoint of which this run once took the weights only; "": there is none.
         self._weights_from = ""
         self._first_weights = FirstWeights()
+        if session.rank == 0:
+            OptimizerWatch(self, self._model)
 
     @property
     def by_place(self) -> bool:
@@ -102,6 +105,12 @@ class TrainingState:
                 that is only checked before the first step.)
             ValueError: A state is sharded, not the same on every rank.
         """
+        found = self._given()
+        if found:
+            self._first_weights.tell(self._model, found[MODEL_FILE])
+        return found
+
+    def _given(self) -> dict[str, Any]:
         if self._session.rank != 0:
             check_whole(self._model)
             return {}
@@ -129,9 +138,7 @@ class TrainingState:
             check(kept[name], f"the state of {name}")
         if self._session.rank == 0:
             self._unlisted.tell()
-        weights = self._model.state_dict()
-        self._first_weights.check(self._model, weights)
-        found = {MODEL_FILE: weights, TRAINING_FILE: Bundle(kept)}
+        found = {MODEL_FILE: self._model.state_dict(), TRAINING_FILE: Bundle(kept)}
         changed = self._unlisted.changed_buffers()
         return {**found, UNLISTED_FILE: {"buffers": changed}} if changed else found
 
@@ -163,10 +170,11 @@ class TrainingState:
         if self._stays and self._gave:
             return  # The run goes on from what this very process has saved.
         self._look_for_schedules()
-        files = self.files()
+        files = self._given()
         if self._session.rank == 0 and resume is not None and self._session.step == resume.step:
             tell_frozen(resume.ref.name, self._had_frozen, frozen(self._model))
         if files:
+            self._first_weights.refuse(self._model, files[MODEL_FILE])
             check_places(files[MODEL_FILE])
             loadable(files[MODEL_FILE], "the model's state_dict() (get_extra_state?)")
             for name, part in files[TRAINING_FILE].items():

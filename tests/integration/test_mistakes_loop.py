@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,3 +133,48 @@ def test_an_evaluation_that_leaves_its_mode_behind(caplog: pytest.LogCaptureFixt
     lines = [one for one in caplog.messages if "evaluation mode" in one]
     assert len(lines) == 1
     assert lines[0].startswith("step 2 was computed with the model in evaluation mode")
+
+
+@brings(
+    "an optimizer that steps the model and is not in `s.state`, such as one that takes another's place in mid-run",
+    Comes.SAID,
+    "what it keeps (momentum) is lost at each change of the world. (Plain SGD keeps nothing, and is not named)",
+    "make it at the start, and give it to `s.state` or `TrainingState` as well",
+)
+def test_an_optimizer_that_is_not_in_the_state(caplog: pytest.LogCaptureFixture) -> None:
+    script = Script()
+    for batch in script.s.steps(script.data, script.state, max_steps=6):
+        if batch.step > 3:
+            script.optimizer = torch.optim.SGD(script.model.parameters(), lr=0.01, momentum=0.9)
+        script.step(batch)
+    said = [line for line in caplog.messages if "is not in the state that is saved" in line]
+    assert len(said) == 1
+    assert said[0].startswith("SGD steps parameters of the model")
+
+
+@pytest.mark.parametrize("late", [False, True])
+@brings(
+    "a buffer that comes, or grows, in the first step",
+    Comes.REFUSED,
+    "a new process makes the model without it, and cannot load what is saved. Later than that one line says so with"
+    " the first save, because the script may make it before it loads",
+    "make it in `__init__`, as large as it becomes, or with `persistent=False`; or load it by a hook of its module",
+)
+def test_a_buffer_that_grows(tmp_path: Path, caplog: pytest.LogCaptureFixture, late: bool) -> None:
+    script = Script()
+    script.s.close()
+    s = session(tmp_path)
+    script.model.register_buffer("bank", torch.zeros(0))
+    state = s.state(script.model, script.optimizer)
+    refused = ""
+    try:
+        data = s.data(torch.randn(100, 5), global_batch=16, micro_batch=4)
+        for batch in s.steps(data, state, max_steps=6, save_every=2):
+            script.step(batch)
+            if batch.step > (3 if late else 0):
+                script.model.bank = torch.cat([script.model.bank, torch.ones(1)])
+    except RuntimeError as error:
+        refused = str(error)
+    assert ("the model's bank has the shape [1] now" in refused) is not late, refused
+    said = [line for line in caplog.messages if "before it loads, the run goes on at no other start" in line]
+    assert len(said) == late

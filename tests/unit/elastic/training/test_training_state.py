@@ -269,28 +269,30 @@ class GrowingBank(Bank):
         super()._load_from_state_dict(state, prefix, *others)
 
 
-def test_a_buffer_that_grows_is_refused_with_the_first_save_that_has_it(tmp_path: Path) -> None:
-    """Later than in the first step, where nothing is tried out any more: better now than at the first change."""
+def test_a_buffer_that_grows_in_the_first_step_is_refused_behind_it(tmp_path: Path) -> None:
     model = nn.Sequential(Bank())
     with start(tmp_path) as session:
-        steps = session.steps(range(9), save=TrainingState(session, model=model).write, save_every=4)
-        for _ in range(4):
-            next(steps)
+        steps = session.steps(range(9), save=TrainingState(session, model=model).write)
+        next(steps)
         model[0].grow()
         with pytest.raises(SaveError, match=r"the model's 0\.bank has the shape \[1, 2\] now, and had \[0, 2\] before"):
             next(steps)
 
 
-def test_a_buffer_that_comes_later_is_refused_with_the_first_save_that_has_it(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    model.register_buffer("cache", None)
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_model_that_grows_later_is_remarked_on_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, grows: bool
+) -> None:
+    """The script may make it so when it resumes; if it does not know, this says why it cannot."""
+    model = nn.Sequential(Bank())
     with start(tmp_path) as session:
-        steps = session.steps(range(9), save=TrainingState(session, model=model).write, save_every=4)
-        for _ in range(4):
-            next(steps)
-        model.cache = torch.zeros(3)
-        with pytest.raises(SaveError, match=r"the model.s state_dict\(\) has cache since its first"):
-            next(steps)
+        steps = session.steps(range(9), save=TrainingState(session, model=model).write, save_every=2)
+        for number, _ in enumerate(steps):
+            if number >= 4:
+                model[0].grow() if grows else model.register_buffer("late", torch.zeros(3))
+    said = [line for line in caplog.messages if "before it loads, the run goes on at no other start" in line]
+    assert len(said) == 1
+    assert ("the model's 0.bank has the shape" if grows else "has late since") in said[0]
 
 
 def test_a_module_that_loads_its_buffer_at_any_size_may_grow_it(tmp_path: Path) -> None:

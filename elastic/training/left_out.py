@@ -1,0 +1,73 @@
+"""Optimizers that step the model and are in no part of what is saved: what they keep is lost at each change."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..rank.remarks import remark
+from ..saving.replicas import tensors
+
+__all__ = ["OptimizerWatch"]
+
+# An optimizer that keeps nothing after so many steps is not looked at any more.
+_LOOKS = 3
+
+
+class _State(Protocol):
+    @property
+    def parts(self) -> Mapping[str, Any]: ...
+
+
+class OptimizerWatch:
+    """As long as ``state`` lives, remarks once on an optimizer that steps the model, keeps something and is no part.
+
+    Plain SGD keeps nothing, and so loses nothing.
+
+    Args:
+        state: What is saved.
+        model: Whose parameters count.
+        say: For tests.
+    """
+
+    def __init__(self, state: _State, model: nn.Module, say: Callable[..., None] = remark) -> None:
+        self._state, self._model, self._say = weakref.ref(state), weakref.ref(model), say
+        # How often each was looked at; those that are not to be looked at any more have had all of it.
+        self._looks: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._handle = register_optimizer_step_post_hook(self._stepped)
+        weakref.finalize(state, self._handle.remove)
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        looks = self._looks.get(optimizer, 0)
+        if looks >= _LOOKS:
+            return
+        state, model = self._state(), self._model()
+        if state is None or model is None or _is_listed(optimizer, state.parts) or not _steps(optimizer, model):
+            self._looks[optimizer] = _LOOKS
+            return
+        self._looks[optimizer] = looks + 1
+        if not any(True for _ in tensors([*optimizer.state.values()])):
+            return
+        self._handle.remove()
+        self._say(
+            "%s steps parameters of the model and is not in the state that is saved: what it keeps (momentum) is lost"
+            " at each change of the world. Make it at the start, and give it to TrainingState(..., %s=...), too",
+            type(optimizer).__name__,
+            type(optimizer).__name__.lower(),
+        )
+
+
+def _is_listed(optimizer: Optimizer, parts: Mapping[str, Any]) -> bool:
+    """Whether it is a part, or inside of one."""
+    inside = (value for part in parts.values() for value in getattr(part, "__dict__", {}).values())
+    return any(one is optimizer for one in (*parts.values(), *inside))
+
+
+def _steps(optimizer: Optimizer, model: nn.Module) -> bool:
+    own: set[Tensor] = set(model.parameters())
+    return any(parameter in own for group in optimizer.param_groups for parameter in group["params"])
