@@ -39,12 +39,12 @@ class OptimizerWatch:
         self._state, self._model, self._say = weakref.ref(state), weakref.ref(model), say
         # How often each was looked at; those that are not to be looked at any more have had all of it.
         self._looks: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._handle = register_optimizer_step_post_hook(self._stepped)
-        weakref.finalize(state, self._handle.remove)
+        self._said = False
+        weakref.finalize(state, register_optimizer_step_post_hook(self._stepped).remove)
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         looks = self._looks.get(optimizer, 0)
-        if looks >= _LOOKS:
+        if self._said or looks >= _LOOKS:
             return
         state, model = self._state(), self._model()
         if state is None or model is None or _is_listed(optimizer, state.parts) or not _steps(optimizer, model):
@@ -53,7 +53,8 @@ class OptimizerWatch:
         self._looks[optimizer] = looks + 1
         if not any(True for _ in tensors([*optimizer.state.values()])):
             return
-        self._handle.remove()
+        # The hook stays: torch goes through all of them just now.
+        self._said = True
         self._say(
             "%s steps parameters of the model and is not in the state that is saved: what it keeps (momentum) is lost"
             " at each change of the world. Make it at the start, and give it to TrainingState(..., %s=...), too",
