@@ -77,7 +77,9 @@ class HeldState:
             raise UnclearError("an optimizer that torch does not know of steps unseen")
         # Held, so that no other tensor can come to lie where one of these lay.
         self._tensors = [tensor for _, tensor in tensors(first)]
-        self.samples = Samples(self._tensors)
+        # What optimizers keep nobody else writes to.
+        kept = self._kept()
+        self.samples = Samples([tensor for tensor in self._tensors if tensor.data_ptr() not in kept])
         return seen
 
     def seen(self, files: Mapping[str, Any]) -> SeenState:
@@ -134,10 +136,14 @@ class HeldState:
     def lone(self) -> dict[int, int]:
         """Tensors that no optimizer steps, by their place, with their versions: of such a rank may have its own."""
         owned = {p.data_ptr() for one in self._optimizers for group in one.param_groups for p in group["params"]}
-        owned |= {
+        owned |= self._kept()
+        return {n: one._version for n, one in enumerate(self._tensors) if one.data_ptr() not in owned}
+
+    def _kept(self) -> set[int]:
+        """Where the tensors lie that optimizers keep beside the parameters."""
+        return {
             value.data_ptr() for one in self._optimizers for held in one.state.values() for _, value in tensors(held)
         }
-        return {n: one._version for n, one in enumerate(self._tensors) if one.data_ptr() not in owned}
 
     @property
     def stepped_alike(self) -> bool:
