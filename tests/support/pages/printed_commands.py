@@ -224,6 +224,7 @@ COMMANDS: dict[str, How] = {
     "python -m benchmarks edge": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks successor": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks start": Elsewhere(_HOURS, "bench"),
+    "python -m benchmarks gathering": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks upload": Run("--runs=1 --seconds=1 --megabytes=4", says="median", full=True),
     "python -m benchmarks [NAME ...]": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks sampler": Elsewhere(_HOURS, "bench"),
