@@ -12,19 +12,17 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
 from benchmarks.results import report
-from dalsegno.agent.memory import service, turnstile
-from dalsegno.agent.memory.arrivals import Arrival, Arrivals
-from dalsegno.agent.memory.calls import SendPace
-from dalsegno.agent.memory.holdings import StepPart
+from dalsegno.agent.memory import turnstile
+from dalsegno.agent.memory.arrivals import Arrivals
 from dalsegno.protos import control_pb2
-from tests.support.checkpoints.memory import RUN, Node, manifest_of, nodes
+from tests.support.checkpoints.memory import RUN, Node, links, manifest_of, nodes
 
 NODES = (2, 4, 8, 16, 32)
 PART_BYTES, LINK_BYTES_PER_SECOND = 32 << 20, 32e6
@@ -32,28 +30,6 @@ REPEATS = 3
 STEP = "step-10.e1.1"
 PIECE_BYTES = 256 << 10
 HOLDERS, WHOLE, PASSED_ON = "from its holders", "passed on as a whole", "passed on"
-
-
-@contextmanager
-def links() -> Iterator[None]:
-    """What a node serves is held back to the speed of its link."""
-    paces: dict[Path, SendPace] = {}
-    of_parts, of_arrivals = service.read_part, Arrival.read
-
-    def paced(files: Path, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
-        pace = paces.setdefault(files, SendPace(LINK_BYTES_PER_SECOND))
-        for piece in pieces:
-            pace.wait(len(piece))
-            yield piece
-
-    def read_part(part: StepPart, manifest: bytes) -> Iterator[memoryview]:
-        return paced(part.place.files, of_parts(part, manifest, PIECE_BYTES))
-
-    def read(arrival: Arrival, *, unwanted: Callable[[], bool]) -> Iterator[memoryview]:
-        return paced(arrival.files, of_arrivals(arrival, PIECE_BYTES, unwanted))
-
-    with mock.patch.object(service, "read_part", read_part), mock.patch.object(Arrival, "read", read):
-        yield
 
 
 def seconds(fetching: int, way: str) -> float:
@@ -77,7 +53,7 @@ def seconds(fetching: int, way: str) -> float:
             found = node.gathers(manifest, where, 600.0)
             assert isinstance(found, control_pb2.Checkpoint), found
 
-        with links(), ThreadPoolExecutor(fetching) as pool:
+        with links(LINK_BYTES_PER_SECOND, PIECE_BYTES), ThreadPoolExecutor(fetching) as pool:
             began = time.monotonic()
             list(pool.map(gather, others))
             return time.monotonic() - began

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,18 +21,17 @@ import grpc
 import pytest
 
 from dalsegno.agent.memory import buddies, durable, search, service, turnstile, wire
-from dalsegno.agent.memory.arrivals import Arrival
 from dalsegno.agent.memory.calls import PeerError, SendPace
 from dalsegno.agent.memory.connection import PIECE_BYTES, BrokenOff, Connection
 from dalsegno.agent.memory.durable import NothingThere, PartlyWritten
-from dalsegno.agent.memory.holdings import Holdings, StepPart
+from dalsegno.agent.memory.holdings import Holdings
 from dalsegno.agent.memory.pieces import header_of, read_manifest, read_part
 from dalsegno.agent.memory.service import PeerServer
 from dalsegno.agent.memory.wire import Wire
 from dalsegno.elastic.checkpoint import FileEntry, Manifest, read_sealed, verify, verify_files
 from dalsegno.elastic.checkpoint.spares import FOLDER
 from dalsegno.protos import control_pb2, peer_pb2
-from tests.support.checkpoints.memory import JOB, RUN, SMALL, TOKEN, Node, called, manifest_of, nodes, write_own
+from tests.support.checkpoints.memory import JOB, RUN, SMALL, TOKEN, Node, called, links, manifest_of, nodes, write_own
 from tests.support.checkpoints.power import Power, only_whole_checkpoints, sealed
 from tests.support.jobs.memory_node import SENT, Process, durable_step, sent_step
 from tests.support.jobs.unreachable import unreachable
@@ -716,48 +714,29 @@ def test_a_holder_that_many_ask_at_once(tmp_path: Path, monkeypatch: pytest.Monk
         all_gather(holder, others, manifest, contents)
 
 
-@contextmanager
-def slow_links(monkeypatch: pytest.MonkeyPatch, bytes_per_second: float) -> Iterator[Counter[Path]]:
-    """What each node serves is held back, all of it together. Counts how often it was something that still came."""
-    paces: dict[Path, SendPace] = {}
-    handed_on: Counter[Path] = Counter()
-    of_parts, of_arrivals = service.read_part, Arrival.read
-
-    def paced(files: Path, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
-        pace = paces.setdefault(files, SendPace(bytes_per_second))
-        for piece in pieces:
-            pace.wait(len(piece))
-            yield piece
-
-    def read_part(part: StepPart, manifest: bytes) -> Iterator[memoryview]:
-        return paced(part.place.files, of_parts(part, manifest, 100_000))
-
-    def read(arrival: Arrival, *, unwanted: Callable[[], bool]) -> Iterator[memoryview]:
-        handed_on[arrival.files] += 1
-        return paced(arrival.files, of_arrivals(arrival, 100_000, unwanted))
-
+@pytest.fixture
+def parts_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turnstile, "LARGE_BYTES", 10_000_000)
-    monkeypatch.setattr(service, "read_part", read_part)
-    monkeypatch.setattr(Arrival, "read", read)
-    yield handed_on
 
 
 LARGE = {f"file-{number}": os.urandom(5_000_000) for number in range(4)}
 
 
-def test_a_large_part_is_handed_on_while_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("parts_are_large")
+def test_a_large_part_is_handed_on_while_it_comes(tmp_path: Path) -> None:
     """Of many that want it few ask its holder; the others get it from these, which do not have all of it yet."""
     manifest = manifest_of(STEP, {0: LARGE})
-    with slow_links(monkeypatch, 20e6) as handed_on, nodes(tmp_path, 7) as (holder, *others):
+    with links(20e6, 100_000) as handed_on, nodes(tmp_path, 7) as (holder, *others):
         all_gather(holder, others, manifest, LARGE)
     assert sum(handed_on.values()) >= 3, handed_on
 
 
+@pytest.mark.usefixtures("parts_are_large")
 @pytest.mark.parametrize("times", [1, 3])
-def test_nodes_that_go_while_they_hand_a_part_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+def test_nodes_that_go_while_they_hand_a_part_on(tmp_path: Path, times: int) -> None:
     """Whoever had it from them asks anew, and nothing of it is left."""
     manifest = manifest_of(STEP, {0: LARGE})
-    with slow_links(monkeypatch, 10e6) as handed_on, nodes(tmp_path, 8) as (holder, *others):
+    with links(10e6, 100_000) as handed_on, nodes(tmp_path, 8) as (holder, *others):
         holder.tier.open_epoch(RUN, 1, 0, [])
         holder.writes(manifest, 0, LARGE)
         holder.holds(STEP, 0)
@@ -779,10 +758,11 @@ def test_nodes_that_go_while_they_hand_a_part_on(tmp_path: Path, monkeypatch: py
                 assert [path.name for path in (node.memory() / f"{STEP}.parts").iterdir()] == ["0.json"]
 
 
-def test_a_damaged_part_is_handed_on_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("parts_are_large")
+def test_a_damaged_part_is_handed_on_to_nobody(tmp_path: Path) -> None:
     """Behind the damaged file all that had it from each other ask anew, and get it from the other holder."""
     manifest = manifest_of(STEP, {0: LARGE})
-    with slow_links(monkeypatch, 20e6) as handed_on, nodes(tmp_path, 6) as (holder, buddy, *others):
+    with links(20e6, 100_000) as handed_on, nodes(tmp_path, 6) as (holder, buddy, *others):
         holder.tier.open_epoch(RUN, 1, 0, [buddy.tier.address])
         holder.writes(manifest, 0, LARGE)
         buddy.holds(STEP, 0)

@@ -6,13 +6,19 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from unittest import mock
 
 import xxhash
 
+from dalsegno.agent.memory import service
+from dalsegno.agent.memory.arrivals import Arrival
+from dalsegno.agent.memory.calls import SendPace
 from dalsegno.agent.memory.connection import Connection
+from dalsegno.agent.memory.holdings import StepPart
 from dalsegno.agent.memory.tier import HeldParts, MemoryTier
 from dalsegno.agent.memory.wire import Wire
 from dalsegno.elastic.checkpoint import CheckpointName, FileEntry, Manifest, Position, Shape
@@ -65,6 +71,33 @@ def write_own(memory: Path, manifest: Manifest, group_rank: int, files: Files) -
         (step / path).write_bytes(data)
     (step / "MANIFEST.json").write_bytes(manifest.to_bytes())
     (parts / f"{group_rank}.json").write_text(json.dumps({"files": list(files)}))
+
+
+@contextmanager
+def links(bytes_per_second: float, piece_bytes: int) -> Iterator[Counter[Path]]:
+    """What each node serves is held back to the speed of a link, all of it together.
+
+    Gives how often each has begun to hand on what still came to it, by its folder of the step.
+    """
+    paces: dict[Path, SendPace] = {}
+    handed_on: Counter[Path] = Counter()
+    of_parts, of_arrivals = service.read_part, Arrival.read
+
+    def paced(files: Path, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
+        pace = paces.setdefault(files, SendPace(bytes_per_second))
+        for piece in pieces:
+            pace.wait(len(piece))
+            yield piece
+
+    def read_part(part: StepPart, manifest: bytes) -> Iterator[memoryview]:
+        return paced(part.place.files, of_parts(part, manifest, piece_bytes))
+
+    def read(arrival: Arrival, *, unwanted: Callable[[], bool]) -> Iterator[memoryview]:
+        handed_on[arrival.files] += 1
+        return paced(arrival.files, of_arrivals(arrival, piece_bytes, unwanted))
+
+    with mock.patch.object(service, "read_part", read_part), mock.patch.object(Arrival, "read", read):
+        yield handed_on
 
 
 class Node:
