@@ -26,6 +26,7 @@ from deepspeed.utils import safe_set_local_fp32_param
 from torch import Tensor, nn
 
 from dalsegno.protos.reads import slot
+from dalsegno.protos.text import few
 
 from ..rank.threads import shared_out
 from ..saving.optimizers import check_parameters
@@ -409,9 +410,9 @@ def restore_unpartitioned(engine: Any, directory: Path) -> None:
     """Copies what no optimizer knows from the model states: buffers, frozen and other parameters. Collective.
 
     Raises:
-        RuntimeError: The checkpoint has a parameter that the model lacks. Or it lacks a parameter that is trained,
-            because ZeRO-3 saves none that the optimizer does not know. Or one has another shape, because frozen
-            parameters do not follow a change of tensor parallelism.
+        RuntimeError: The checkpoint has a parameter or a buffer that the model lacks. Or it lacks a parameter that is
+            trained, because ZeRO-3 saves none that the optimizer does not know. Or one has another shape, because
+            frozen parameters do not follow a change of tensor parallelism, or a buffer has grown in the training.
     """
     states = ModelStates(model_states_file(directory, int(getattr(engine, "checkpoint_mp_rank", 0))))
     state = states[0]
@@ -420,11 +421,8 @@ def restore_unpartitioned(engine: Any, directory: Path) -> None:
     owned = {name for group in partitioned or () for name in group}
     if extra := sorted(owned - {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}):
         raise RuntimeError(f"the checkpoint is another model's: this one has no {', '.join(extra[:3])}")
-    buffers = dict(engine.module.named_buffers())
+    _restore_buffers(engine, {name: module[name] for name in state.get("buffer_names") or ()})
     with torch.no_grad():
-        for name in state.get("buffer_names") or ():
-            if name in buffers:
-                buffers[name].copy_(module[name])
         for name, parameter in engine.module.named_parameters() if partitioned is not None else ():
             shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
             if name in owned or 0 in shape:
@@ -434,6 +432,21 @@ def restore_unpartitioned(engine: Any, directory: Path) -> None:
                 _copy(parameter, value)
             elif parameter.requires_grad:
                 raise RuntimeError(f"{name} requires gradients, and no optimizer knows it: the checkpoint has no value")
+
+
+@torch.no_grad()
+def _restore_buffers(engine: Any, saved: Mapping[str, Tensor]) -> None:
+    """What came to the model, or grew in it, behind its first step a model that is new cannot take."""
+    buffers = dict(engine.module.named_buffers(remove_duplicate=False))
+    if extra := sorted(saved.keys() - buffers.keys()):
+        raise RuntimeError(f"the checkpoint has buffers that this model lacks, {few(extra)}: make them in __init__")
+    for name, value in saved.items():
+        if buffers[name].shape != value.shape:
+            raise RuntimeError(
+                f"the buffer {name} has the shape {list(value.shape)} in the checkpoint, and"
+                f" {list(buffers[name].shape)} in this model: make it as large as it becomes in __init__"
+            )
+        buffers[name].copy_(value)
 
 
 def trained(engine: Any) -> list[str]:

@@ -74,3 +74,32 @@ def test_a_whole_one_is_no_fragment(tmp_path: Path) -> None:
     engine = Engine()
     restore_unpartitioned(engine, tmp_path)
     assert torch.equal(engine.module.frozen, FROZEN.reshape(5, 2))
+
+
+@pytest.mark.parametrize("grown", [True, False])
+def test_a_buffer_that_the_model_cannot_take_is_not_passed_over(tmp_path: Path, grown: bool) -> None:
+    """It came, or grew, in the training; a model that is made anew has it not, or smaller."""
+    save(tmp_path, 1, fragments=True)
+    engine = Engine()
+    if grown:
+        engine.module.mean = torch.zeros(1)
+    else:
+        del engine.module.mean
+    line = (
+        r"the buffer mean has the shape \[2\] in the checkpoint, and \[1\]"
+        if grown
+        else "buffers that this model lacks"
+    )
+    with pytest.raises(RuntimeError, match=line):
+        restore_unpartitioned(engine, tmp_path)
+
+
+def test_buffers_that_are_one_have_both_names(tmp_path: Path) -> None:
+    (path,) = save(tmp_path, 1, fragments=True)
+    state = torch.load(path, weights_only=False)
+    state["module"]["other"], state["buffer_names"] = torch.ones(2), ["mean", "other"]
+    torch.save(state, path)
+    engine = Engine()
+    engine.module.register_buffer("other", engine.module.mean)
+    restore_unpartitioned(engine, tmp_path)
+    assert torch.equal(engine.module.other, torch.ones(2))
