@@ -19,7 +19,10 @@ from dalsegno.protos import peer_pb2
 
 from .connection import PIECE_BYTES
 
-__all__ = ["Arrival", "ArrivalEnded", "Arrivals"]
+__all__ = ["Arrival", "ArrivalEnded", "Arrivals", "Key"]
+
+# Of a part: run, name of the checkpoint, group rank, digest.
+Key = tuple[str, str, int, str]
 
 # What comes with fewer bytes a second, and would for longer than so many seconds, is not handed on: who waits for it
 # finds it sooner elsewhere.
@@ -62,7 +65,7 @@ class Arrival:
         self._since, self._before, self._rate = clock(), 0, float("inf")
 
     @property
-    def identity(self) -> tuple[str, str, int, str]:
+    def identity(self) -> Key:
         """As `StepPart.identity`."""
         return self.header.run_id, self.header.name, self.header.group_rank, self.header.digest
 
@@ -168,7 +171,7 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._coming: dict[tuple[str, str, int, str], list[Arrival]] = {}
+        self._coming: dict[Key, list[Arrival]] = {}
 
     @contextlib.contextmanager
     def coming(self, arrival: Arrival) -> Iterator[None]:

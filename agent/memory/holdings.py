@@ -41,7 +41,7 @@ from dalsegno.elastic.checkpoint.reading import NotRegular, read_regular
 from dalsegno.elastic.checkpoint.spares import clear_spares, keep_spares, spare_bytes
 from dalsegno.protos import control_pb2
 
-from .arrivals import Arrivals
+from .arrivals import Arrivals, Key
 
 __all__ = ["HeldParts", "Holdings", "StepPart", "StepPlace"]
 
@@ -151,7 +151,7 @@ class StepPart:
         return self.run_id, self.manifest.name, self.group_rank
 
     @property
-    def identity(self) -> tuple[str, str, int, str]:
+    def identity(self) -> Key:
         """With the digest of its manifest."""
         return (*self.key, self.manifest.digest)
 

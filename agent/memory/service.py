@@ -92,7 +92,8 @@ class PeerService:
             part = self._part(call.fetch)
             address = _address_of(call.fetch)
             with self._turnstile.passing(part, address, call.fetch.patient):
-                if self._hand_on(connection, part) if isinstance(part, Arrival) else self._fetch(connection, part):
+                whole = self._hand_on(connection, part) if isinstance(part, Arrival) else self._fetch(connection, part)
+                if whole:
                     self._turnstile.fetched(part, address)
 
     def _hold(self, connection: Connection, header: peer_pb2.Header) -> None:

@@ -15,12 +15,10 @@ from typing import Protocol
 
 import grpc
 
+from .arrivals import Key
 from .incoming import PartRefusedError
 
 __all__ = ["MOST_NAMED", "Turnstile", "Wanted"]
-
-# Run, name of the checkpoint, group rank, digest.
-Key = tuple[str, str, int, str]
 
 # From so many bytes on a transfer takes longer than to ask another node.
 LARGE_BYTES = 16 << 20

@@ -8,7 +8,7 @@ import numpy
 import torch
 from torch import Tensor
 
-__all__ = ["bytes_of"]
+__all__ = ["as_it_lies", "bytes_of"]
 
 
 def bytes_of(tensor: Tensor) -> Any:
@@ -18,3 +18,8 @@ def bytes_of(tensor: Tensor) -> Any:
     nobody may resize a storage any more of which there was such an array, and FSDP frees its gathered parameters so.
     """
     return numpy.from_dlpack(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+
+
+def as_it_lies(tensor: Tensor) -> Tensor:
+    """The values of a tensor that lie side by side, in one row as they lie in memory. Nothing is copied."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rank.tensor_bytes import bytes_of
-from ..universal.recording import recorded, storage_order
+from ..rank.tensor_bytes import as_it_lies, bytes_of
+from ..universal.recording import dense, recorded, storage_order
 from .packed import PackedFile
 
 MARK, VERSION = "dalsegno_bundle", 2
@@ -143,7 +143,7 @@ def values(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
     few: list[Tensor] = []
     count = 0
     for tensor in tensors:
-        flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+        flat = as_it_lies(tensor)
         if few and count + flat.nbytes > STAGE_BYTES:
             yield _bytes(few)
             few, count = [], 0
@@ -163,16 +163,7 @@ def _lies_plainly(tensor: Tensor) -> bool:
         return False
     if tensor.requires_grad or tensor.numel() == 0 or tensor.device.type == "meta":
         return False
-    return tensor.is_contiguous() or _dense(tensor)
-
-
-def _dense(tensor: Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    return tensor.is_contiguous() or dense(tensor)
 
 
 def unpacked(content: Any) -> Any:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 from torch import Tensor
 
-from ..rank.tensor_bytes import bytes_of
+from ..rank.tensor_bytes import as_it_lies, bytes_of
+from ..universal.recording import dense
 
 __all__ = ["Sample", "Samples"]
 
@@ -33,10 +34,11 @@ class Samples:
     """Of these tensors, as far as they lie in the host's memory in one piece. They are kept alive."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        flat = [_flat(tensor) for tensor in tensors if tensor.device.type == "cpu" and tensor.numel()]
-        self._views = [memoryview(bytes_of(tensor)) for tensor in flat if tensor is not None]
-        self._room = [max(0, len(view) - BYTES) for view in self._views]
-        self._stride = -(-len(self._views) // MOST_TENSORS) or 1
+        here = [one for one in tensors if one.device.type == "cpu" and one.numel() and dense(one)]
+        views = [memoryview(bytes_of(as_it_lies(tensor))) for tensor in here]
+        # Each with the last place where a piece of it can begin.
+        self._values = [(view, max(0, len(view) - BYTES)) for view in views]
+        self._stride = -(-len(views) // MOST_TENSORS) or 1
         self._random = random.Random()  # The script's own generators are not touched.
 
     def take(self) -> Sample:
@@ -49,14 +51,6 @@ class Samples:
         return self._digest(sample.first, sample.place) == sample.digest
 
     def _digest(self, first: int, place: float) -> bytes:
-        chosen = zip(self._views[first :: self._stride], self._room[first :: self._stride], strict=True)
-        pieces = [view[(begin := int(place * room)) : begin + BYTES] for view, room in chosen]
+        chosen = self._values[first :: self._stride]
+        pieces = [view[(begin := int(place * last)) : begin + BYTES] for view, last in chosen]
         return xxhash.xxh3_128(b"".join(pieces)).digest()
-
-
-def _flat(tensor: Tensor) -> Any:
-    """Its values in the order in which they lie; None: there are gaps, or some of them lie in the same place."""
-    strides = tensor.stride()
-    inward = sorted(range(len(strides)), key=lambda dimension: -strides[dimension])
-    ordered = tensor.detach().permute(inward)
-    return ordered if ordered.is_contiguous() else None

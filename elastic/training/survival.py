@@ -134,11 +134,12 @@ class Survival:
     def _noted(self, held: HeldState, step: int, position: Position, beside: Any) -> _Mark | None:
         try:
             boundary = BoundaryNote(step, held.versions(), held.plain(), self._witnessed)
+            sample = held.samples.take()
             asked = [] if self._cards is None else self._cards.asked()
         except Exception as error:
             self._cannot(error)
             return None
-        return _Mark(boundary, held.samples.take(), position, rng.taken(), beside, asked)
+        return _Mark(boundary, sample, position, rng.taken(), beside, asked)
 
     def _judge(self, seconds: float) -> None:
         self._watched_seconds += seconds

@@ -41,6 +41,16 @@ def storage_order(count: int) -> list[int]:
     return sorted(range(count), key=str) if _sorts_as_text() else list(range(count))
 
 
+def dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements lie side by side, in any order of its dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 @lru_cache(maxsize=1)
 def _sorts_as_text() -> bool:
     """Whether storages are sorted by their numbers as texts, as torch 2.6 does: 0, 1, 10, 2."""

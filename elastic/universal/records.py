@@ -117,16 +117,6 @@ class TorchFile:
         return Extent(self, first, count * tensor.element_size())
 
 
-def dense(tensor: Tensor) -> bool:
-    """Whether the tensor's elements lie side by side, in any order of its dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def _mapping_base(path: Path, descriptor: int, mapped: list[tuple[int, int]]) -> int:
     """The address at which torch mapped the file. Torch hands out parts of the mapping, but not its beginning.
 

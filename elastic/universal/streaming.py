@@ -26,7 +26,8 @@ from .errors import SourceBad
 from .forms import PARAM, ZERO, Form
 from .output import ConversionOutput
 from .pieces import Parameter
-from .records import Extent, dense, frame
+from .recording import dense
+from .records import Extent, frame
 from .shards import FP32
 from .source import COMMON_STATE, ShardedSource
 

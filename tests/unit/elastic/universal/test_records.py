@@ -14,7 +14,8 @@ from torch import Tensor
 pytest.importorskip("deepspeed")
 
 from dalsegno.elastic.universal.forms import PARAM
-from dalsegno.elastic.universal.records import Frame, NotInPieces, TorchFile, dense, frame
+from dalsegno.elastic.universal.recording import dense
+from dalsegno.elastic.universal.records import Frame, NotInPieces, TorchFile, frame
 from dalsegno.elastic.universal.streaming import converted, read, zeros
 
 
