@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..data.batches import Batches
+from ..rank.hooks import until_gone
 from ..rank.process_group import init_process_group
 from ..rank.way_in import STATE, way_in
 from ..saving.background_save import Background, background
@@ -161,7 +162,7 @@ class _Wrapped:
                 around.append(weakref.ref(parent))
 
         self._handle = register_module_module_registration_hook(registered)
-        weakref.finalize(self, self._handle.remove)
+        until_gone(self, self._handle)
 
     def found(self) -> nn.Module:
         """What the training calls, as far as it is known: the last wrapper that defers synchronisation."""

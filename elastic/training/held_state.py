@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..rank.hooks import until_gone
 from ..rank.tensor_bytes import bytes_of
 from ..saving.replicas import tensors
 from .cards import Cards, cards_of
@@ -54,7 +55,7 @@ class HeldState:
                 optimizer.register_step_pre_hook(lambda *_: _call(begins)),
                 optimizer.register_step_post_hook(lambda *_: _call(ends)),
             ):
-                weakref.finalize(self, handle.remove)
+                until_gone(self, handle)
         self._tensors: list[Tensor] = []
         self.samples = Samples(())
 

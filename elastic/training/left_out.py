@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..rank.hooks import until_gone
 from ..rank.remarks import remark
 from ..saving.replicas import tensors
 
@@ -40,7 +41,7 @@ class OptimizerWatch:
         # How often each was looked at; those that are not to be looked at any more have had all of it.
         self._looks: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._said = False
-        weakref.finalize(state, register_optimizer_step_post_hook(self._stepped).remove)
+        until_gone(state, register_optimizer_step_post_hook(self._stepped))
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         looks = self._looks.get(optimizer, 0)

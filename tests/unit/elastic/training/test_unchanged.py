@@ -124,6 +124,16 @@ class Watched:
         return why_not(self.known, self.boundary, now)
 
 
+def test_it_may_go_while_an_optimizer_steps() -> None:
+    """The garbage collector picks its moment itself: torch may be going through the hooks just then."""
+    watched = Watched()
+    hooks = watched.optimizer._optimizer_step_pre_hooks
+    first = watched.optimizer.register_step_pre_hook(lambda *_: vars(watched).pop("held") and None)
+    hooks.move_to_end(first.id, last=False)
+    watched.step()
+    assert "held" not in vars(watched)
+
+
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "ASGD"])
 def test_a_forward_and_a_backward_pass_change_nothing(optimizer: str) -> None:
     watched = Watched(nn.Dropout(), nn.LayerNorm(4), optimizer=optimizer)
