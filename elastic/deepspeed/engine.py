@@ -18,10 +18,9 @@ The random state is not saved here: the session does that.
 from __future__ import annotations
 
 import copy
-import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from pickle import UnpicklingError
@@ -30,30 +29,25 @@ from typing import Any, Protocol
 import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_CHECKPOINT_VERSION_KEY
 from deepspeed.pipe import PipelineModule
 
 from dalsegno.protos.collector import paused
-from dalsegno.protos.reads import Reads
 from dalsegno.protos.trace import mark
 
 from ..checkpoint import UNIVERSAL
 from ..rank.process_group import init_alone
-from ..saving.optimizers import source_of_step
-from ..saving.replicas import loadable
-from ..saving.schedules import check_factors, factors, unchanged
+from ..saving.schedules import check_factors, factors
 from ..training.entry import refused_together
 from ..training.reading_state import copied_by_name, owned
 from ..universal.errors import ConversionError
 from ..universal.forms import Form
 from ..universal.layout import engine_directory
 from ..universal.loading import describe_refusal, each_once, only_safe_loading
-from ..universal.source import OPTIMIZER_NOTE, open_source
+from ..universal.source import open_source
 from ..universal.values import ShardedValues, UniversalValues, Values
 from .beside import PARTS
-from .checks import can_reshard, loads_by_place, strategy, tell, what_ranks_read, why_not_reshard
+from .checks import can_reshard, tell, why_not_reshard
 from .loading import (
-    TRAINED_NOTE,
     check_groups,
     load_parameters,
     load_whole_model,
@@ -62,16 +56,11 @@ from .loading import (
     repair_groups,
     restore_unpartitioned,
     separate_steps,
-    torch_optimizer,
-    trained,
 )
 from .making import spare_work
+from .saving import SCHEDULE
 from .view import ZERO, resharded_view, sharded_view, universal_view
-from .writers import collected, errors_after_collectives, why_not_collected
 
-UNIVERSAL_VERSION = 0.4
-# Key in the client's state for the values of the scheduler's functions.
-_SCHEDULE = "dalsegno_schedule"
 _ROUND_ROBIN = (
     "made with zero_optimization.round_robin_gradients, which lays weights out in a way that checkpoints do not "
     "describe; set it to false to train elastically"
@@ -167,163 +156,6 @@ def config(base: Mapping[str, Any], plan: Plan, resume: Resume | None) -> dict[s
     return result
 
 
-Client = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
-
-
-def save(engine: Any, client_state: Client | None = None) -> Save:
-    """The ``write`` function that a session calls on every rank to save ``engine``.
-
-    Args:
-        engine: From ``deepspeed.initialize``.
-        client_state: Plain values or tensors of the script's own; `restore` returns them. Or what makes them at each
-            save.
-    """
-    return Save(engine, client_state)
-
-
-class Save:
-    """``write(path)`` creates ``path`` and writes this rank's files; ``background(write)`` has a session write them.
-
-    See `save`.
-
-    Attributes:
-        engine: The engine.
-        reshards: See `can_reshard`; the session records it.
-        by_place: See `loads_by_place`.
-        reads: See `what_ranks_read`.
-        strategy: See `strategy`; the session uses it if the script gives none.
-    """
-
-    def __init__(self, engine: Any, client_state: Client | None = None) -> None:
-        self.engine, self._client_state = engine, client_state
-        self._factors = factors(getattr(engine, "lr_scheduler", None))
-
-    @property
-    def reshards(self) -> bool:
-        return can_reshard(self.engine)
-
-    @property
-    def by_place(self) -> bool:
-        return loads_by_place(self.engine)
-
-    @property
-    def reads(self) -> Reads | None:
-        return what_ranks_read(self.engine)
-
-    @property
-    def strategy(self) -> str:
-        return strategy(self.engine)
-
-    def __call__(self, path: Path) -> None:
-        """Writes this rank's files.
-
-        Raises:
-            OSError: Something could not be written. Raised only after DeepSpeed's collectives, so that no other rank
-                waits for this one.
-            TypeError: The client's or the scheduler's state could not be loaded again. Raised only then, too.
-        """
-        with errors_after_collectives(self.engine):
-            problem = self._save(path)
-        if problem is not None:
-            raise problem
-
-    @property
-    def why_no_files(self) -> str | None:
-        """Why `files` would fail on every rank; None: it works."""
-        return why_not_collected(self.engine)
-
-    def files(self) -> dict[str, Any]:
-        """What this rank writes, by file name; the tensors are the engine's own. Collective.
-
-        Raises:
-            TypeError: See `__call__`.
-            ValueError: See ``writers.collected``.
-        """
-        with collected(self.engine) as files:
-            problem = self._save(Path("nowhere/files"))
-        if problem is not None:
-            raise problem
-        return {path.name: content for path, content in files.items()}
-
-    def _save(self, path: Path) -> Exception | None:
-        """Calls the engine. Returns what is wrong on this rank, once all ranks are through."""
-        given, problem = self._given()
-        state = _described(self.engine, given)
-        if self._factors:
-            state[_SCHEDULE] = unchanged(self._factors, factors(self.engine.lr_scheduler))
-        if problem is not None:
-            state = {}
-        self.engine.save_checkpoint(str(path.parent), tag=path.name, client_state=state, save_latest=False)
-        return problem
-
-    def _given(self) -> tuple[Mapping[str, Any] | None, Exception | None]:
-        """The client's state, and why this rank's state beside the engine's own could not be loaded again."""
-        given, scheduler = None, self.engine.lr_scheduler
-        try:
-            given = self._client_state() if callable(self._client_state) else self._client_state
-            if getattr(self.engine, "save_non_zero_checkpoint", True):
-                states = [given, None if scheduler is None else scheduler.state_dict()]
-                loadable(states, "the state of the scheduler, of a callback or of the script's own")
-        except Exception as error:  # every error is kept, because the other ranks wait in DeepSpeed's collectives
-            return given, error
-        return given, None
-
-
-@contextmanager
-def saved_by_trainer(engine: Any, keep: Callable[[Path, Any], None] | None = None) -> Iterator[None]:
-    """Lets a framework call ``engine.save_checkpoint`` itself inside, and adds what `Save` adds.
-
-    Args:
-        engine: From ``deepspeed.initialize``.
-        keep: Called at the end with each file's path and content, none of which is written then. Only where
-            ``writers.why_not_collected`` knows nothing against it.
-
-    Raises:
-        OSError: Something could not be written. Raised only at the end, see `Save`.
-    """
-    original = engine.save_checkpoint
-    latest: list[tuple[Path, str]] = []
-
-    @functools.wraps(original)
-    def save_checkpoint(
-        save_dir: str, tag: Any = None, client_state: Any = None, save_latest: bool = True, **options: Any
-    ) -> Any:
-        tag = str(tag or f"global_step{engine.global_steps}")
-        if save_latest and dist.get_rank() == 0:
-            latest.append((Path(save_dir) / "latest", tag))
-        # Rank 0 would write that file before the last barrier, where a failure would hold up the others.
-        return original(save_dir, tag=tag, client_state=_described(engine, client_state), save_latest=False, **options)
-
-    engine.save_checkpoint = save_checkpoint
-    writing: AbstractContextManager[dict[Path, Any] | None]
-    writing = errors_after_collectives(engine) if keep is None else collected(engine)
-    try:
-        with writing as files:
-            yield
-    finally:
-        del engine.save_checkpoint
-    for path, content in (files or {}).items():
-        assert keep is not None
-        keep(path, content)
-    for path, tag in latest:
-        path.write_text(tag)
-
-
-def _described(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The state that is saved beside the engine's own.
-
-    In stages 1 and 2 the converter needs information for universal checkpoints. With tensor parallelism DeepSpeed adds
-    it itself, and an entry in the client's state would replace that.
-    """
-    state = dict(client_state or {})
-    if getattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, None) is None:
-        state.setdefault(UNIVERSAL_CHECKPOINT_INFO, {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_VERSION})
-    state[OPTIMIZER_NOTE] = source_of_step(torch_optimizer(engine))
-    if int(engine.zero_optimization_stage()) == 0:
-        state[TRAINED_NOTE] = trained(engine)
-    return state
-
-
 def restore(engine: Any, resume: Resume | None, *, strict: bool = True, other_schedule: bool = False) -> dict[str, Any]:
     """Loads the resume point into a fresh engine and repairs what DeepSpeed leaves wrong. Collective.
 
@@ -358,7 +190,7 @@ def restore(engine: Any, resume: Resume | None, *, strict: bool = True, other_sc
         state = _load(engine, resume, strict)
     mark("loaded")
     if not other_schedule:
-        check_factors(state.get(_SCHEDULE, {}), factors(getattr(engine, "lr_scheduler", None)))
+        check_factors(state.get(SCHEDULE, {}), factors(getattr(engine, "lr_scheduler", None)))
     return state
 
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .. import deepspeed as ours
 from ..data.batches import Batches
 from ..data.plan import BatchPlan
-from ..deepspeed import engine as ours
 from ..deepspeed.beside import BesideEngine
 from ..deepspeed.making import send_nothing
 from ..saving.background_save import background

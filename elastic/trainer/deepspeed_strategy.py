@@ -18,7 +18,7 @@ from ..training.unlisted import Unlisted
 from .strategies import MakeOptimizer, MakeScheduler, Setting, Strategy, resume_rates
 
 if TYPE_CHECKING:
-    from ..deepspeed.engine import Save
+    from ..deepspeed.saving import Save
 
 _STATE, _UNLISTED = "dalsegno_trainer", "dalsegno_unlisted"
 
@@ -50,7 +50,7 @@ class DeepSpeed(Strategy):
     def start(self, world_size: int, local_rank: int, device: torch.device | None) -> torch.device:
         from deepspeed.accelerator import get_accelerator
 
-        from ..deepspeed import engine as ours
+        from .. import deepspeed as ours
 
         if device is not None:
             raise ValueError("DeepSpeed chooses the device: set DS_ACCELERATOR=cpu instead of Trainer(device=...)")
@@ -70,7 +70,7 @@ class DeepSpeed(Strategy):
     ) -> dict[str, Any]:
         import deepspeed
 
-        from ..deepspeed import engine as ours
+        from .. import deepspeed as ours
         from ..deepspeed.checks import ALLOW, check_optimizer
         from ..deepspeed.making import send_nothing
 
@@ -145,7 +145,7 @@ class DeepSpeed(Strategy):
         return why_not_collected(self._engine)
 
     def _save(self, state: Mapping[str, Any]) -> Save:
-        from ..deepspeed import engine as ours
+        from .. import deepspeed as ours
 
         if self._engine.global_rank == 0:
             self._unlisted.tell()

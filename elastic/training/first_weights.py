@@ -13,14 +13,18 @@ from dalsegno.protos.text import few
 from ..rank.remarks import remark
 from ..saving.replicas import is_repeated
 
-__all__ = ["FirstWeights", "check_places"]
+__all__ = ["FirstWeights", "check_places", "listed_buffers"]
 
 
 class FirstWeights:
-    """Names and shapes, as they were when they were first looked at."""
+    """Names and shapes, as they were at first.
 
-    def __init__(self) -> None:
-        self._shapes: dict[str, Any] = {}
+    Args:
+        weights: Of the model before its first step; None: those that are first looked at.
+    """
+
+    def __init__(self, weights: Mapping[str, Any] | None = None) -> None:
+        self._shapes = None if weights is None else _shapes(weights)
         self._told = False
 
     def problem(self, model: nn.Module, weights: Mapping[str, Any]) -> str:
@@ -31,8 +35,10 @@ class FirstWeights:
         Args:
             weights: The ``state_dict()`` of ``model``.
         """
-        shapes = {name: getattr(value, "shape", None) for name, value in weights.items()}
-        first = self._shapes = self._shapes or shapes
+        shapes = _shapes(weights)
+        if self._shapes is None:
+            self._shapes = shapes
+        first = self._shapes
         if shapes == first:
             return ""
         if changed := sorted(first.keys() ^ shapes.keys()):
@@ -67,6 +73,16 @@ class FirstWeights:
             raise ValueError(problem)
 
 
+def listed_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that ``state_dict()`` lists, by their names there."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
 def check_places(weights: Mapping[str, Any]) -> None:
     """Refuses a model with a tensor that torch cannot load into.
 
@@ -92,6 +108,10 @@ def _loads_by_itself(model: nn.Module, name: str) -> bool:
         if own or type(module).load_state_dict is not nn.Module.load_state_dict or module._load_state_dict_pre_hooks:
             return True
     return False
+
+
+def _shapes(weights: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: getattr(value, "shape", None) for name, value in weights.items()}
 
 
 def _text(shape: Any) -> str:

@@ -122,6 +122,20 @@ def zero_cases(names: list[str], root: Path) -> list[dict[str, Any]]:
     return made
 
 
+def test_a_buffer_of_the_first_step_is_told_at_the_first_save(tmp_path: Path) -> None:
+    """Later its load is refused, and then the work is lost."""
+    common = {"do": "zero", "optimizer": "adamw", "steps": 3, "save_after": 2}
+    cases = [
+        {**common, "stage": stage, "grows": grows, "save": str(tmp_path / f"{stage}-{grows}" / "step-2.e1.0")}
+        for stage in (1, 3)
+        for grows in (True, False)
+    ]
+    for case, (first, second) in zip(cases, run(2, cases, tmp_path / "out"), strict=True):
+        assert [line for line in first["said"] if "has 1.calls since its first step" in line] == first["said"], case
+        assert len(first["said"]) == case["grows"], case
+        assert not second["said"]
+
+
 @brings(
     "DeepSpeed ZeRO 1 to 3 with any of torch's element-wise optimizers (SGD, AdamW, Adamax, NAdam, RMSprop, Rprop, …)",
     Comes.ROUNDED,

@@ -77,7 +77,7 @@ def wrap(model: Model, strategy: str, plan: BatchPlan) -> tuple[Any, Any]:
     if strategy.startswith("zero"):
         import deepspeed
 
-        from dalsegno.elastic.deepspeed import engine as ours
+        from dalsegno.elastic import deepspeed as ours
 
         base = {"zero_optimization": {"stage": int(strategy[-1])}, "zero_allow_untested_optimizer": True}
         config = ours.config({**base, "gradient_clipping": 0.0}, plan, None)
@@ -127,7 +127,7 @@ def curve(case: dict[str, Any]) -> list[float]:
 
 
 def main() -> None:
-    from dalsegno.elastic.deepspeed import engine as ours
+    from dalsegno.elastic import deepspeed as ours
 
     ours.prepare("gloo")
     curves = [curve(case) for case in json.loads(sys.argv[1])]

@@ -50,6 +50,15 @@ def model(seed: int = 3) -> nn.Module:
     return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
+class Growing(nn.Tanh):
+    """Makes a buffer as it is called, as lazy statistics do."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if "calls" not in self._buffers:
+            self.register_buffer("calls", torch.zeros(()))
+        return super().forward(inputs)
+
+
 def data(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     return torch.randn(GLOBAL_BATCH, 7, generator=generator), torch.randn(GLOBAL_BATCH, 3, generator=generator)
@@ -151,13 +160,18 @@ def groups(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def zero(case: dict[str, Any]) -> dict[str, Any]:
-    """Trains with DeepSpeed: from ``load`` (``form``, ``universal``, ``reshard``) for ``steps``, saving at ``save``."""
+    """Trains with DeepSpeed: from ``load`` (``form``, ``universal``, ``reshard``) for ``steps``, saving at ``save``.
+
+    With ``grows`` its model gets a buffer in its first step.
+    """
     import deepspeed
 
-    from dalsegno.elastic.deepspeed import engine as ours
+    from dalsegno.elastic import deepspeed as ours
 
     rank, world = dist.get_rank(), dist.get_world_size()
     module = model()
+    if case.get("grows"):
+        module[1] = Growing()
     one_group = case["optimizer"] == "adagrad"  # of more DeepSpeed makes one
     optimizer = OPTIMIZERS[case["optimizer"]](module.parameters() if one_group else groups(module))
     resume = None
@@ -168,10 +182,10 @@ def zero(case: dict[str, Any]) -> dict[str, Any]:
     config = ours.config({**base, "gradient_clipping": 0.0}, Plan(GLOBAL_BATCH // world), resume)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     ours.restore(engine, resume)
+    save = ours.save(engine)
     losses, promised = [], []
     for step in range(case.get("first", 0), case["steps"]):
         if step == case.get("save_after"):
-            save = ours.save(engine)
             save(Path(case["save"]))
             promised.append(save.reshards)
         inputs, wanted = data(step)
@@ -306,7 +320,7 @@ def declared(case: dict[str, Any]) -> dict[str, Any]:
     """A loop that saves as ``save`` says, with ``strategy`` (or nothing said): steps made, and what was sealed."""
     import deepspeed
 
-    from dalsegno.elastic.deepspeed import engine as ours
+    from dalsegno.elastic import deepspeed as ours
 
     s = new_session(case)
     module = model()
@@ -457,7 +471,7 @@ CASES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 
 def main() -> None:
-    from dalsegno.elastic.deepspeed import engine as ours
+    from dalsegno.elastic import deepspeed as ours
 
     ours.prepare("gloo")
     warnings.simplefilter("ignore", FutureWarning)

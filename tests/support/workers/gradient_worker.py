@@ -147,7 +147,7 @@ def make_fsdp1(model: nn.Module, rate: float, case: dict[str, Any]) -> Strategy:
 def make_zero(model: nn.Module, rate: float, case: dict[str, Any], plan: BatchPlan) -> Strategy:
     import deepspeed
 
-    from dalsegno.elastic.deepspeed import engine as ours
+    from dalsegno.elastic import deepspeed as ours
 
     base: dict[str, Any] = {
         "zero_optimization": {"stage": int(case["strategy"][-1])},
@@ -271,7 +271,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    from dalsegno.elastic.deepspeed import engine as ours
+    from dalsegno.elastic import deepspeed as ours
 
     ours.prepare("gloo")
     results = []

@@ -191,7 +191,7 @@ def engine(case: dict[str, Any]) -> dict[str, Any]:
     """A loop of one's own with a DeepSpeed engine, which steps a ``LambdaLR``."""
     import deepspeed
 
-    from dalsegno.elastic.deepspeed import engine as ours
+    from dalsegno.elastic import deepspeed as ours
 
     session = elastic.session(case["directory"])
     if not dist.is_initialized():

@@ -80,7 +80,7 @@ def main() -> None:
     kind = task["kind"]
     import deepspeed
 
-    from dalsegno.elastic.deepspeed import engine as ours
+    from dalsegno.elastic import deepspeed as ours
 
     ours.prepare()
     torch.manual_seed(1 if "load" not in task else 99)

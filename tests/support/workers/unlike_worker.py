@@ -229,7 +229,7 @@ def twice(case: Case) -> None:
 
 def prepared(case: Case) -> None:
     """DeepSpeed is prepared where nothing says which rank of its node this is."""
-    from dalsegno.elastic.deepspeed import engine
+    from dalsegno.elastic import deepspeed as engine
 
     local = os.environ.pop("LOCAL_RANK")
     try:

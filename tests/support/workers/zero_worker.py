@@ -149,7 +149,7 @@ def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     import deepspeed
 
-    from dalsegno.elastic.deepspeed import engine as ours
+    from dalsegno.elastic import deepspeed as ours
     from dalsegno.elastic.saving.staging import HostBuffers
     from dalsegno.elastic.saving.writing import write_files
 

@@ -39,7 +39,8 @@ SURFACES = {
         *("verify_files", "verify_listing"),
     },
     "elastic.deepspeed": {
-        *("config", "load_weights", "loads_by_values", "prepare", "restore", "save", "saved_by_trainer", "strategy"),
+        *("config", "load_weights", "loads_by_values", "prepare", "restore", "restore_weights", "save"),
+        *("saved_by_trainer", "strategy"),
     },
     "elastic.universal": {
         *("EXIT_ENVIRONMENT", "EXIT_IMPOSSIBLE", "EXIT_READY", "EXIT_SOURCE_BAD", "ConversionError", "Effort"),

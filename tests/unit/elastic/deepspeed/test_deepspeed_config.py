@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("deepspeed")
 
+from dalsegno.elastic import deepspeed as elastic_ds
 from dalsegno.elastic.data.plan import BatchPlan
-from dalsegno.elastic.deepspeed import engine as elastic_ds
 from dalsegno.elastic.deepspeed.checks import can_reshard, check_optimizer
 from dalsegno.elastic.deepspeed.engine import config
 from tests.support.workers.engines_worker import Lamb
