@@ -18,6 +18,7 @@ from dalsegno.elastic.checkpoint.reading import open_regular
 from dalsegno.protos import peer_pb2
 
 from .connection import PIECE_BYTES
+from .filling import Piece, cut
 
 __all__ = ["Arrival", "ArrivalEnded", "Arrivals", "Key"]
 
@@ -109,34 +110,29 @@ class Arrival:
             ArrivalEnded: the rest does not come, or too slowly.
             OSError: it cannot be read.
         """
-        head = memoryview(self._manifest)
-        for begin in range(0, len(head), piece_bytes):
-            yield head[begin : begin + piece_bytes]
-        buffer, filled = memoryview(bytearray(piece_bytes)), 0
-        before = 0
+        yield from cut(self._manifest, piece_bytes)
+        piece, before = Piece(piece_bytes), 0
         for number, entry in enumerate(self._entries):
             done = 0
             with contextlib.ExitStack() as opened:
                 descriptor = -1
                 while done < entry.size:
-                    come = min(self._wait(before + done, filled, unwanted) - before, entry.size)
+                    come = min(self._wait(before + done, len(piece), unwanted) - before, entry.size)
                     if come <= done:  # It stands still for a moment: what is here is not held back.
-                        yield buffer[:filled]
-                        filled = 0
+                        yield piece.take()
                         continue
                     if descriptor < 0:
                         descriptor = self._open(number, entry)
                         opened.callback(os.close, descriptor)
-                    count = os.preadv(descriptor, [buffer[filled : filled + come - done]], done)
+                    count = len(piece.read(descriptor, come - done, done))
                     if not count:
                         raise ArrivalEnded(f"{entry.path} is shorter than it was")
-                    filled, done = filled + count, done + count
-                    if filled == piece_bytes:
-                        yield buffer
-                        filled = 0
+                    done += count
+                    if piece.is_full:
+                        yield piece.take()
             before += entry.size
-        if filled:
-            yield buffer[:filled]
+        if piece:
+            yield piece.take()
 
     def _wait(self, read: int, filled: int, unwanted: Callable[[], bool]) -> int:
         """Until there is more than was read; with something to send it does not wait. Returns how much has come."""

@@ -18,6 +18,7 @@ from dalsegno.elastic.checkpoint.reading import NotRegular, open_regular, read_r
 from dalsegno.protos import peer_pb2
 
 from .connection import PIECE_BYTES
+from .filling import Piece, cut
 from .holdings import StepPart
 
 __all__ = ["header_of", "open_sealed", "read_manifest", "read_part"]
@@ -63,31 +64,23 @@ def read_part(part: StepPart, manifest: bytes, piece_bytes: int = PIECE_BYTES) -
         CheckpointDamaged: a file of it is not what was sealed.
         OSError: it cannot be read.
     """
-    head = memoryview(manifest)
-    for begin in range(0, len(head), piece_bytes):
-        yield head[begin : begin + piece_bytes]
-    buffer = memoryview(bytearray(piece_bytes))
-    filled = 0
+    yield from cut(manifest, piece_bytes)
+    piece = Piece(piece_bytes)
     for entry in part.entries:
-        digest = xxhash.xxh3_128()
-        left = entry.size
+        digest, done = xxhash.xxh3_128(), 0
         descriptor = open_sealed(part.place.files, entry)
         try:
-            while left:
-                count = os.readv(descriptor, [buffer[filled : filled + left]])
-                if not count:
-                    break
-                digest.update(buffer[filled : filled + count])
-                filled, left = filled + count, left - count
-                if filled == piece_bytes:
-                    yield buffer
-                    filled = 0
+            while done < entry.size and (come := piece.read(descriptor, entry.size - done, done)):
+                digest.update(come)
+                done += len(come)
+                if piece.is_full:
+                    yield piece.take()
         finally:
             os.close(descriptor)
-        if left or digest.hexdigest() != entry.xxh3_128:
+        if done < entry.size or digest.hexdigest() != entry.xxh3_128:
             raise CheckpointDamaged(part.place.files, entry.path, Damage.WRONG_CHECKSUM)
-    if filled:
-        yield buffer[:filled]
+    if piece:
+        yield piece.take()
 
 
 def open_sealed(directory: Path, entry: FileEntry) -> int:
