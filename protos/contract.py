@@ -171,6 +171,8 @@ class Variable:
     MIN_NODES = "DALSEGNO_MIN_NODES"
     MAX_NODES = "DALSEGNO_MAX_NODES"
     STALL_TIMEOUT = "DALSEGNO_STALL_TIMEOUT"
+    # HOST:PORT of the world's store: MASTER_ADDR and MASTER_PORT, which scripts set.
+    STORE = "DALSEGNO_STORE"
     NOTICES = "DALSEGNO_NOTICES"
     # The resume point, empty if the run begins; and its universal form, if there is one.
     RESUME_NAME = "DALSEGNO_RESUME_NAME"
@@ -204,7 +206,7 @@ _OF_A_WORLD = frozenset(
         # What the classes of DLRover read.
         *("NODE_NUM", "NODE_RANK", "WORKER_NUM"),
         *(Variable.EPOCH, Variable.RUN_ID, Variable.RUN_DIR, Variable.NODE, Variable.GENERATION),
-        *(Variable.MIN_NODES, Variable.MAX_NODES, Variable.STALL_TIMEOUT),
+        *(Variable.MIN_NODES, Variable.MAX_NODES, Variable.STALL_TIMEOUT, Variable.STORE),
         *(Variable.RESUME_NAME, Variable.RESUME_DIGEST, Variable.RESUME_DIR, Variable.RESUME_FORM),
         *(Variable.LOAD_UNIVERSAL, Variable.HUB_UNREACHABLE),
         *(Variable.UNIVERSAL_NAME, Variable.UNIVERSAL_DIGEST, Variable.UNIVERSAL_DIR, Variable.MEMORY_DIR),

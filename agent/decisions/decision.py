@@ -252,8 +252,8 @@ def what_is_unsaved(state: AgentState) -> str:
     if state.epoch.drained is not None and state.epoch.drained_in_memory:
         return "nobody had said that others hold what it had in memory; the run goes on from what they have"
     if state.epoch.outcome is Outcome.DRAINED:
-        return "its script saved nothing (steps() has no save=); the run goes on from its last commit"
-    return "nothing was saved in time; the run goes on from its last commit"
+        return "its script saved nothing (steps() has no save=); the run goes on from its last commit, if it has one"
+    return "nothing was saved in time; the run goes on from its last commit, if it has one"
 
 
 def who_completes(state: AgentState) -> str:

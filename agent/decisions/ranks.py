@@ -161,11 +161,14 @@ def save_ended(decision: Decision) -> None:
 
 def save_failed(decision: Decision, failed: worker_pb2.SaveFailed) -> None:
     """A save failed; all ranks know it and train on."""
-    decision.state.epoch.agreed = False
+    epoch = decision.state.epoch
+    epoch.agreed = False
     save_ended(decision)
-    if decision.is_rank_zero():
+    known, epoch.save_failure = epoch.save_failure, (failed.step, failed.reason)
+    # The last step is tried again and again.
+    if decision.is_rank_zero() and epoch.save_failure != known:
         decision.do(
-            ev.Say(f"saving {failed.name} failed ({failed.reason}); training goes on, the last commit stands", True)
+            ev.Say(f"saving {failed.name} failed ({failed.reason}): the next save tries again, commits stand", True)
         )
     if failed.drain or decision.is_rank_zero():
         request = control_pb2.SaveFailedRequest(

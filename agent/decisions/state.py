@@ -346,6 +346,8 @@ class Epoch:
     # The standby workers for the next epoch are ready.
     warm: bool = False
     agreed: bool = False
+    # The step of the last save that failed, and why.
+    save_failure: tuple[int, str] = (0, "")
     anyone_sees_master: bool = False
     bad_reported: bool = False
     # Refusals that all ranks agreed on, by the ranks that reported them and have made no step since.

@@ -103,6 +103,7 @@ def worker_environment(
         "ROLE_WORLD_SIZE": str(place.world_size),
         "MASTER_ADDR": world.store_host,
         "MASTER_PORT": str(world.store_port),
+        Variable.STORE: f"{world.store_host}:{world.store_port}",
         # The agent of group rank 0 serves the store, and nobody else has used it.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(world.epoch - 1),

@@ -6,10 +6,17 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from dalsegno.protos.contract import WORKER_BAD_CHECKPOINT, WORKER_DRAINED
+
+from .remarks import remark
+
+# So long the threads of a script that has ended may go on.
+THREADS_SECONDS = 5.0
 
 EXIT_DRAINED = WORKER_DRAINED
 EXIT_BAD_CHECKPOINT = WORKER_BAD_CHECKPOINT
@@ -51,10 +58,15 @@ class _Exit:
 
 
 def insist(code: int) -> None:
-    """Makes this process end with ``code``, even if the script swallows the exception or fails while it ends."""
+    """Makes this process end with ``code``, even if the script swallows the exception or fails while it ends.
+
+    Its threads have some seconds for that. (Python would wait for those that are no daemons before it calls a handler,
+    and all other ranks for this one.)
+    """
     if _Exit.code is None:
         # Registered last, so it runs first at exit, before handlers that could end the process in another way.
         atexit.register(_end)
+        threading.Thread(target=_end_late, args=(_end_of_script(),), name="dalsegno-exit", daemon=True).start()
     _Exit.code = code
 
 
@@ -67,6 +79,33 @@ def end_at_once(code: int) -> NoReturn:
     finally:
         # Also where a stream cannot be flushed: a call that interrupts a print cannot flush what that has.
         os._exit(code)
+
+
+def _end_of_script() -> Callable[[], object]:
+    """What waits until the main thread has nothing to do any more but to wait for others."""
+    over = threading.Event()
+    try:
+        # Before all joins, those of executors too. Nothing public is called so early.
+        threading._register_atexit(over.set)  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        return threading.main_thread().join
+    return over.wait
+
+
+def _end_late(script_ends: Callable[[], object]) -> None:
+    """Ends the process where threads keep it behind the script's end."""
+    script_ends()
+    end = time.monotonic() + THREADS_SECONDS
+    for thread in (one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()):
+        thread.join(max(0.0, end - time.monotonic()))
+        if thread.is_alive():
+            remark(
+                "the script's thread %s goes on %g s after the script's end, and this process must end: make it a"
+                " daemon, or end it with the script",
+                thread.name,
+                THREADS_SECONDS,
+            )
+            _end()
 
 
 def _end() -> NoReturn:

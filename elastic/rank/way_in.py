@@ -22,6 +22,7 @@ import torch.distributed as dist
 from dalsegno.protos import ahead
 from dalsegno.protos.replacements import Replacements
 
+from .address import put_back
 from .exits import EXIT_DRAINED, Drained, insist
 from .guide import Announcer, CannotFollow, Guide, repeatable
 from .remarks import remark
@@ -247,6 +248,8 @@ def _noted_making(make: Any) -> Any:
             given = signature.bind(*arguments, **options).arguments
         except TypeError:
             given = {}
+        if given.get("store") is None and given.get("init_method") in (None, "env://"):
+            put_back()
         way_in.makes(given)
         make(*arguments, **options)
 

@@ -100,7 +100,7 @@ class Outcomes:
         news = self._identity.rank == 0 and not fatal
         if news and self.saved.is_news(in_memory=in_memory, make_durable=own.content.make_durable):
             where = " in memory" if in_memory else ""
-            then = "the ranks save to the disk" if own.content.make_durable else "the last commit stands"
+            then = "the ranks save to the disk" if own.content.make_durable else "commits stand"
             say = remark if in_memory else log.warning  # the other one the agent says
             say("saving %s%s failed, %s: %s", name or "a step", where, then, reason)
         if own.tier.leads and name:

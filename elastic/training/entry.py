@@ -18,6 +18,7 @@ from dalsegno.protos.trace import mark
 
 from ..checkpoint import CheckpointStore
 from ..data.loaders import shield_loaders
+from ..rank.address import put_back
 from ..rank.agreement import agree
 from ..rank.collective import Collective, GlooCollective, Solo
 from ..rank.gloo_threads import settle_at_exit
@@ -80,6 +81,7 @@ def open_session(kind: type[S], checkpoint_dir: str | Path | None = None, *, kee
 
 
 def _begin(kind: Callable[..., S], directory: Path | None, keep: int, verify: bool) -> S:
+    put_back()
     way_in.at(SESSION)
     return _enter(kind, directory, keep, verify)
 

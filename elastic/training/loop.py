@@ -404,7 +404,7 @@ class _Run:
         if self._write is not None and self._session.step > 0:
             self._session.settle()
             self._await_best(saves.BEST_WAIT_SECONDS)
-            save_at_last(self._session.step, lambda: self._save(self._measure()) is not None)
+            save_at_last(self._session, lambda: self._save(self._measure()) is not None)
         self._session.finish()
 
     def _await_best(self, seconds: float) -> None:

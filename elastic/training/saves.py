@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ..checkpoint import CheckpointStore, Manifest, Ref
 from ..checkpoint.spares import clear_spares
 from ..rank.collective import Collective
 from ..rank.identity import Identity
 from ..rank.link import Link
+from ..rank.remarks import remark
 from ..saving.background_save import Background, in_background
 from ..saving.content import Content
 from ..saving.outcomes import SaveError
@@ -22,29 +23,55 @@ from ..saving.saving import Saver
 if TYPE_CHECKING:
     from ..saving.resuming import ResumePoint
 
+
+class Trying(Protocol):
+    """What `save_at_last` needs of a session."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    def busy(self) -> None: ...
+
+
 NO_DIRECTORY = "outside dlrover-run the script names the directory, session(checkpoint_dir=...)"
 
-# The last step is worth waiting for: a disk may have room again, a mount may come back.
-LAST_SAVE_TRIES = 4
-LAST_SAVE_PAUSE_SECONDS = 2.0
+# The last step is worth waiting for: somebody makes room on the disk, a mount comes back. Ten minutes all in all;
+# counted, so that all ranks give up at the same time. Longer from try to try, and at most so long (seconds).
+LAST_SAVE_TRIES = 27
+LAST_SAVE_PAUSE_SECONDS, LAST_SAVE_LONGEST_SECONDS = 2.0, 30.0
 
 
-def save_at_last(step: int, save: Callable[[], bool]) -> None:
+def save_at_last(session: Trying, save: Callable[[], bool]) -> None:
     """Saves the last step, again and again if it fails.
 
     Args:
-        step: For a person.
-        save: Returns whether it is saved; alike on all ranks.
+        session: Is at that step.
+        save: Returns whether it is saved; alike on all ranks. What no other try would cure it raises.
 
     Raises:
         SaveError: It could not be saved.
     """
     for attempt in range(LAST_SAVE_TRIES):
-        # No event could end this wait.
-        threading.Event().wait(LAST_SAVE_PAUSE_SECONDS * attempt)
+        _pause(session, min(LAST_SAVE_PAUSE_SECONDS * attempt, LAST_SAVE_LONGEST_SECONDS))
         if save():
             return
-    raise SaveError(f"the last step, {step}, could not be saved in {LAST_SAVE_TRIES} tries")
+        if attempt == 0 and session.rank == 0:
+            remark(
+                "the last step, %d, is not saved yet: it is tried again for ten minutes, so make room on the disk, or"
+                " bring its mount back",
+                session.step,
+            )
+    raise SaveError(f"the last step, {session.step}, could not be saved in {LAST_SAVE_TRIES} tries")
+
+
+def _pause(session: Trying, seconds: float) -> None:
+    """Waits, and is no stall."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        session.busy()
+        # No event could end this wait.
+        threading.Event().wait(min(left, 1.0))
 
 
 # So long the end of training, or a drain where nobody stays, waits for the agents to bring the best checkpoint to the

@@ -51,7 +51,7 @@ def note_failure(turn: Turn, message: control_pb2.SaveFailedRequest) -> None:
     order = turn.job.save_order
     ordered = "; the order to save still stands" if order is not None and message.step > order.after else ""
     what = message.name or f"step {message.step}"
-    text = f"saving {what} failed ({message.reason}); training goes on, the last commit stands{ordered}"
+    text = f"saving {what} failed ({message.reason}): the next save tries again, commits stand{ordered}"
     turn.note(Kind.REMARK, text, warning=True, step=message.step)
 
 

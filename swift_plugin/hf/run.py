@@ -364,7 +364,7 @@ class ElasticRun:
         resume = self.session.resume
         ended_before = resume is not None and resume.step == self.session.step
         if self._failed or (saves and ended_before and not self.is_on_disk):
-            save_at_last(self.session.step, try_again)
+            save_at_last(self.session, try_again)
 
     def finish(self) -> None:
         """Called when the Trainer has come to its end; tells the session."""

@@ -88,7 +88,7 @@ def test_one_ranks_disk_error_costs_that_save_only(clusters: Clusters, undisturb
         job.wait_hold("writing-20", node)
     limit_files([job.worker_pid(job.node(full))], TOO_SMALL)
     job.release()
-    line = r"warning: saving step-20\..* failed \(.*File too large.*\); training goes on, the last commit stands"
+    line = r"warning: saving step-20\..* failed \(.*File too large.*\): the next save tries again, commits stand"
     job.wait_line(line)
     limit_files(workers, UNLIMITED)
     status = job.wait_status(lambda status: status.head.step > 20, "the next commit")

@@ -284,7 +284,7 @@ def test_no_room_to_save(clusters: Clusters, undisturbed: Undisturbed, training:
     step = committed(job, epoch)
     workers = [job.worker_pid(a), job.worker_pid(b)]
     limit_files(workers, TOO_SMALL)
-    job.wait_line(r"warning: saving step-.* failed \(.*File too large.*\); training goes on, the last commit stands")
+    job.wait_line(r"warning: saving step-.* failed \(.*File too large.*\): the next save tries again, commits stand")
     status = job.status()
     assert status is not None
     assert step <= status.head.step < job.wait_step(step) + 100
@@ -303,7 +303,7 @@ def test_full_disk(tmp_path: Path, undisturbed: Undisturbed) -> None:
         epoch = job.wait_world(2)
         step = committed(job, epoch)
         disk.fill()
-        job.wait_line(r"saving step-.* failed \(.*No space left.*\); training goes on, the last commit stands")
+        job.wait_line(r"saving step-.* failed \(.*No space left.*\): the next save tries again, commits stand")
         disk.clear()
         job.wait_status(lambda status: status.head.step > step, "the next commit")
         job.finish()

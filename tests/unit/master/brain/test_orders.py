@@ -462,7 +462,7 @@ def test_why_a_save_by_order_failed_is_among_the_events() -> None:
     request = pb.SaveFailedRequest(caller=nodes[0].caller(), name="step-12", reason="no such place", step=12)
     request.regular = True
     job.call(request)
-    assert job.job.events[-1].text == "saving step-12 failed (no such place); training goes on, the last commit stands"
+    assert job.job.events[-1].text == "saving step-12 failed (no such place): the next save tries again, commits stand"
 
 
 def test_a_failed_save_that_is_no_drains_leaves_the_drain_alone() -> None:
