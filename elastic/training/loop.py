@@ -20,6 +20,7 @@ from ..saving.cadence import checked
 from ..saving.declared import strategy_of
 from ..saving.resuming import check_strategy
 from . import saves
+from .carried import CarriedGradients
 from .findings import loads_anywhere
 from .memory import MemorySaves
 from .rehearsal import rehearse
@@ -321,6 +322,8 @@ class _Run:
         self._memory = MemorySaves(session, 0 if save is None else cadence.memory_every, self._save_in_memory)
         self._position_of, self._metric, self._options = position, metric, options
         session.reports.saves_nothing = save is None
+        # Where nothing is saved, nothing is lost by that alone.
+        self._carried = CarriedGradients() if save is not None and session.rank == 0 else None
         self._survival = Survival(session, save, options, wanted=save is not None and bool(cadence.memory_every))
         # The position that the data give, or else the resume point's.
         says, resume = getattr(data, "position", None), session.resume
@@ -344,6 +347,8 @@ class _Run:
             found.check_complete()
             self._learn(found)
         self._position = getattr(found or batch, "position_after", self._position)
+        if self._carried is not None:
+            self._carried.boundary(self._session.step + 1)
         # The step's work is done. What follows are agreements and saves, which change nothing of the training.
         self._survival.mark(self._session.step + 1, self._place())
 

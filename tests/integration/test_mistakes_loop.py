@@ -152,6 +152,28 @@ def test_an_optimizer_that_is_not_in_the_state(caplog: pytest.LogCaptureFixture)
     assert said[0].startswith("SGD steps parameters of the model")
 
 
+@brings(
+    "gradients that are carried over the end of a step, such as an optimizer's step behind every second batch",
+    Comes.SAID,
+    "no checkpoint has them: a change of the world in between loses a batch's part of them",
+    "give each step of the optimizer a batch: a larger global batch, in micro-batches",
+)
+def test_gradients_that_are_carried_over_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    script = Script()
+    script.s.close()
+    script.s = session(tmp_path)
+    script.state = script.s.state(script.model, script.optimizer)
+    for batch in script.s.steps(script.data, script.state, max_steps=6):
+        for micro in batch:
+            micro.scale(script.loss(micro.data)).backward()
+        if batch.step % 2 == 0:
+            script.optimizer.step()
+            script.optimizer.zero_grad()
+    said = [line for line in caplog.messages if "carried over" in line]
+    assert len(said) == 1
+    assert said[0].startswith("gradients were carried over the end of step 3: no checkpoint has them")
+
+
 @pytest.mark.parametrize("late", [False, True])
 @brings(
     "a buffer that comes, or grows, in the first step",

@@ -1,0 +1,122 @@
+"""Gradients that an optimizer uses behind the boundary where they were are named once; dropped ones are not."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+
+from dalsegno.elastic.training.carried import CarriedGradients
+
+
+class Training:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.watch: CarriedGradients | None = CarriedGradients(lambda text, *values: self.said.append(text % values))
+        self.model = nn.Linear(2, 2)
+        self.optimizer: Optimizer = Adam(self.model.parameters())
+        self.step = 0
+
+    def backward(self, factor: float = 1.0) -> None:
+        (self.model(torch.ones(1, 2)).sum() * factor).backward()
+
+    def end(self) -> None:
+        self.step += 1
+        if self.watch is not None:
+            self.watch.boundary(self.step)
+
+
+def usual(one: Training) -> None:
+    one.optimizer.zero_grad()
+    one.backward()
+    one.optimizer.step()
+    one.end()
+
+
+def every_second(one: Training) -> None:
+    one.backward()
+    if one.step % 2:
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+    one.end()
+
+
+def every_fifth(one: Training) -> None:
+    one.backward()
+    if one.step % 5 == 4:
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+    one.end()
+
+
+def left_out(one: Training) -> None:
+    """A scaler leaves steps out that are not finite."""
+    one.optimizer.zero_grad()
+    one.backward(float("inf") if one.step % 2 else 1.0)
+    if one.step % 2 == 0:
+        one.optimizer.step()
+    one.end()
+
+
+def stands_out(one: Training) -> None:
+    """The script drops what it does not like."""
+    one.optimizer.zero_grad()
+    one.backward()
+    if one.step % 2 == 0:
+        one.optimizer.step()
+    one.end()
+
+
+def nothing(one: Training) -> None:
+    if one.step % 2 == 0:
+        one.backward()
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+    one.end()
+
+
+def zeros(one: Training) -> None:
+    one.backward()
+    if one.step % 2 == 0:
+        one.optimizer.step()
+    one.optimizer.zero_grad(set_to_none=False)
+    one.end()
+
+
+def in_turn(one: Training) -> None:
+    """Two optimizers, as of two players."""
+    one.backward()
+    SGD(one.model.parameters(), lr=0.1).step() if one.step % 2 else one.optimizer.step()
+    one.model.zero_grad()
+    one.end()
+
+
+@pytest.mark.parametrize("loop", [usual, left_out, stands_out, nothing, zeros, in_turn])
+def test_what_is_not_carried_is_not_named(loop: Callable[[Training], None]) -> None:
+    one = Training()
+    for _ in range(20):
+        loop(one)
+    assert not one.said
+
+
+@pytest.mark.parametrize(("loop", "step"), [(every_second, 3), (every_fifth, 9)])
+def test_what_is_carried_is_named_once(loop: Callable[[Training], None], step: int) -> None:
+    one = Training()
+    for _ in range(30):
+        loop(one)
+    assert len(one.said) == 1
+    assert f"the end of step {step}:" in one.said[0]
+
+
+def test_a_loop_that_is_over_says_nothing() -> None:
+    one = Training()
+    for _ in range(3):
+        every_second(one)
+    one.watch = None
+    gc.collect()
+    every_second(one)
+    assert not one.said
