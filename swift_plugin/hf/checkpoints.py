@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from typing import Any
 from dalsegno.elastic import Session
 from dalsegno.elastic.checkpoint import MANIFEST, CheckpointStore, Reads
 from dalsegno.elastic.saving.bests import Sight
+from dalsegno.protos.contract import JobSettings
 
 from .written import Kept, kept_here, written_here
 
@@ -24,8 +26,8 @@ log = logging.getLogger(__name__)
 PROGRESS = "trainer-progress.json"
 TRAINER_STATE = "trainer_state.json"
 VERSION = 3
-# Between two looks for what agents bring to the disk.
-LOOK_SECONDS = 1.0
+# Between two looks for what agents bring to the disk; and how long a process at its end waits for them to delete.
+LOOK_SECONDS, LAST_PRUNE_SECONDS = 1.0, 3.0
 
 
 @dataclass(frozen=True)
@@ -295,3 +297,18 @@ def tidy(output_dir: Path) -> None:
                 path.rmdir()
         if not any(place.iterdir()):
             place.rmdir()
+
+
+def tidy_at_last(output_dir: Path, keep: int | None) -> None:
+    """The same at a process's end: what its last checkpoint replaces the agents delete a moment later.
+
+    Args:
+        keep: The Trainer's limit; None: it has none, and the job's is taken for the usual one.
+    """
+    end, most = time.monotonic() + LAST_PRUNE_SECONDS, JobSettings().keep_checkpoints if keep is None else keep
+    with suppress(OSError):
+        tidy(output_dir)
+        while 0 < most < len([*output_dir.glob("checkpoint-*")]) and time.monotonic() < end:
+            # No event tells; and what a world has resumed from is never deleted.
+            threading.Event().wait(0.1)
+            tidy(output_dir)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from enum import Enum
 from functools import partial
@@ -373,8 +374,7 @@ class ElasticRun:
         self._arriving.look_at_last()
         self.finished = True
         if self.session.rank == 0:
-            with suppress(OSError):
-                checkpoints.tidy(self.output_dir)
+            atexit.register(checkpoints.tidy_at_last, self.output_dir, self.keep)
 
 
 class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
