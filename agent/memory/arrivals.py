@@ -18,7 +18,7 @@ from dalsegno.elastic.checkpoint.reading import open_regular
 from dalsegno.protos import peer_pb2
 
 from .connection import PIECE_BYTES
-from .filling import Piece, cut
+from .filling import Filling, cut
 
 __all__ = ["Arrival", "ArrivalEnded", "Arrivals", "Key"]
 
@@ -111,7 +111,7 @@ class Arrival:
             OSError: it cannot be read.
         """
         yield from cut(self._manifest, piece_bytes)
-        piece, before = Piece(piece_bytes), 0
+        piece, before = Filling(piece_bytes), 0
         for number, entry in enumerate(self._entries):
             done = 0
             with contextlib.ExitStack() as opened:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -152,6 +153,7 @@ class Peers:
         stopped: Callable[[], bool],
         own_address: str = "",
         patient: bool = False,
+        seconds: float = math.inf,
     ) -> HeldParts:
         """Brings a part here, from the agent at `address`.
 
@@ -161,6 +163,7 @@ class Peers:
             stopped: asked now and then whether it is still wanted.
             own_address: others that want it are told of this one, once it is here.
             patient: waits there for a moment, where it serves others.
+            seconds: without a byte, after which it is given up, if that is less than usual.
 
         Raises:
             PeerError: it did not come whole.
@@ -174,7 +177,7 @@ class Peers:
             address=own_address,
             patient=patient,
         )
-        with self._call(address, peer_pb2.Call(fetch=request), stopped) as (connection, answer):
+        with self._call(address, peer_pb2.Call(fetch=request), stopped, seconds) as (connection, answer):
             fields = ("job_id", "run_id", "name", "digest", "group_rank")
             if any(getattr(answer.header, field) != getattr(request, field) for field in fields):
                 raise PeerError(
@@ -201,12 +204,16 @@ class Peers:
 
     @contextlib.contextmanager
     def _call(
-        self, address: str, call: peer_pb2.Call, stopped: Callable[[], bool] = lambda: False
+        self,
+        address: str,
+        call: peer_pb2.Call,
+        stopped: Callable[[], bool] = lambda: False,
+        seconds: float = math.inf,
     ) -> Iterator[tuple[Connection, peer_pb2.Answer]]:
         """Makes a call, which ends with this; the first answer is one of success."""
         with (
             contextlib.closing(self._connect(address, stopped)) as connection,
-            self._watch.over(connection.cancel, stopped) as transfer,
+            self._watch.over(connection.cancel, stopped, seconds) as transfer,
         ):
             try:
                 self._wire.greet(connection, address)

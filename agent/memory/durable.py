@@ -8,6 +8,7 @@ its checksum is there for good. Several nodes may do this at the same time: what
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -38,7 +39,7 @@ from dalsegno.elastic.checkpoint.summing import SummingWriter
 
 from .pieces import open_sealed
 
-__all__ = ["NothingThere", "PartlyWritten", "look_for", "make_durable", "seal_written"]
+__all__ = ["NothingThere", "PartlyWritten", "look_for", "make_durable", "seal_written", "what_it_says"]
 
 # What is made durable at once, at most: a kill in the middle costs so much again, and a disk is silent until then.
 _BATCH_BYTES, _BATCH_FILES = 256 << 20, 2048
@@ -110,14 +111,22 @@ def make_durable(
             return str(why)
         except (FileNotFoundError, FileExistsError) as error:
             # Another node is at it as well, and has cleared away or sealed what we were writing: we look again.
-            problem = f"{manifest.name} cannot be written to the disk: {error}"
+            problem = what_it_says(error, run_dir)
         except CheckpointDamaged as damaged:
             if damaged.directory == source:
                 raise
-            problem = f"{manifest.name} cannot be written to the disk: {damaged}"
+            problem = str(damaged)
         except OSError as error:
-            return f"{manifest.name} cannot be written to the disk: {error}"
+            return what_it_says(error, run_dir)
     return problem
+
+
+def what_it_says(error: OSError, run_dir: Path) -> str:
+    """For a person; the same for each checkpoint, so that what lasts is said once."""
+    said = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{said[:1].lower()}{said[1:]} in {run_dir}: make room there, it is tried again"
+    return f"{said} ({run_dir})"
 
 
 def seal_written(manifest: Manifest, run_dir: Path, stopped: Callable[[], str]) -> str:
@@ -140,11 +149,11 @@ def seal_written(manifest: Manifest, run_dir: Path, stopped: Callable[[], str]) 
                 _sweep(target)
             return ""
         except (CheckpointDamaged, FileNotFoundError, FileExistsError) as error:
-            problem = f"{manifest.name} cannot be sealed on the disk: {error}"
+            problem = f"it cannot be sealed there: {error}"
             lacks = isinstance(error, CheckpointDamaged) and error.reason is Damage.MISSING_FILE
             problem = NothingThere(problem) if lacks else problem
         except OSError as error:
-            return f"{manifest.name} cannot be sealed on the disk: {error}"
+            return f"it cannot be sealed there: {what_it_says(error, run_dir)}"
         # No event tells when another machine's files come into sight over NFS.
         threading.Event().wait(pause)
     return problem

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-__all__ = ["Piece", "cut"]
+__all__ = ["Filling", "cut"]
 
 
-class Piece:
-    """The one that is being filled; its memory is used again for the next one.
+class Filling:
+    """A piece that is being filled; its memory is used again for the next one.
 
     Args:
         size: bytes.

@@ -6,6 +6,7 @@ Each missing part comes from the first agent that gives it, and is checked on th
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -28,6 +29,9 @@ __all__ = ["Gatherer"]
 _AT_ONCE = 4
 # Peers that serve too many others are asked again, for so long; seconds. Large parts take long; what stands still ends.
 _PATIENCE_SECONDS, _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 600.0, 0.05, 1.0
+
+# After so long without a byte another one is asked, if there is one (seconds).
+_ELSEWHERE_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
 Then = Callable[["control_pb2.Checkpoint | str"], None]
@@ -132,10 +136,11 @@ class Gatherer:
                     break  # Others may be named without an end.
                 if stopped():
                     return f"part {part.group_rank} is not wanted any more"
+                wanted = run_id, ref.name, ref.digest, part.group_rank
+                # Of several one may have been stopped, or cut off, a moment ago: nobody else knows of that yet.
+                seconds = _ELSEWHERE_SECONDS if search.knows_others else math.inf
                 try:
-                    fetched = self._peers.fetch(
-                        address, run_id, ref.name, ref.digest, part.group_rank, stopped, self.own_address, patient
-                    )
+                    fetched = self._peers.fetch(address, *wanted, stopped, self.own_address, patient, seconds)
                 except PeerError as error:
                     if not search.failed(address, error):
                         logger.warning("part %d of %s from %s: %s", part.group_rank, ref.name, shown(address), error)

@@ -18,7 +18,7 @@ from dalsegno.elastic.checkpoint.reading import NotRegular, open_regular, read_r
 from dalsegno.protos import peer_pb2
 
 from .connection import PIECE_BYTES
-from .filling import Piece, cut
+from .filling import Filling, cut
 from .holdings import StepPart
 
 __all__ = ["header_of", "open_sealed", "read_manifest", "read_part"]
@@ -65,7 +65,7 @@ def read_part(part: StepPart, manifest: bytes, piece_bytes: int = PIECE_BYTES) -
         OSError: it cannot be read.
     """
     yield from cut(manifest, piece_bytes)
-    piece = Piece(piece_bytes)
+    piece = Filling(piece_bytes)
     for entry in part.entries:
         digest, done = xxhash.xxh3_128(), 0
         descriptor = open_sealed(part.place.files, entry)

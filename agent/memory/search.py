@@ -33,6 +33,7 @@ class Search:
         self._now: list[str] = []
         self._later = list(self._told)
         self._early: Counter[str] = Counter()
+        self._stalled: set[str] = set()
         self._reasons: dict[str, str] = {}
         self.unreachable = False
         self._ours = ""
@@ -43,6 +44,11 @@ class Search:
     def waits(self) -> bool:
         """Somebody may still give it, but not now."""
         return bool(self._later) and not self._ours
+
+    @property
+    def knows_others(self) -> bool:
+        """There are others to ask than the one that is being asked."""
+        return bool(self._now or self._later)
 
     @property
     def reasons(self) -> list[str]:
@@ -76,10 +82,14 @@ class Search:
         early = named and self._early[address] < MOST_EARLY
         self._early[address] += early
         self.comes_soon = self.comes_soon or early
-        if error.crowded or early:
+        # One that stood still for a moment is asked once more, behind all others.
+        stalled = error.code is grpc.StatusCode.DEADLINE_EXCEEDED and self.knows_others and address not in self._stalled
+        if stalled:
+            self._stalled.add(address)
+        if error.crowded or early or stalled:
             self._later.append(address)
             self._reasons.pop(address, None)
-            return True
+            return not stalled
         self._reasons[address] = f"{shown(address)}: {error}"
         self.unreachable = self.unreachable or error.unreachable
         return named

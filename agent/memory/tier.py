@@ -105,13 +105,13 @@ class MemoryTier:
                 undo.callback(self._server.close)
                 self._lines()
             except NoMemoryError as error:
-                self.problem = f"no memory checkpoints: {error}"
+                self.problem = str(error)
                 return
             except ImportError as error:
-                self.problem = f"no memory checkpoints: TLS between agents needs the package cryptography ({error})"
+                self.problem = f"TLS between agents needs the package cryptography ({error})"
                 return
             except (OSError, RuntimeError) as error:
-                self.problem = f"no memory checkpoints: {shortage(error) or error}"
+                self.problem = shortage(error) or str(error)
                 return
             undo.pop_all()
         self.path, self.address = self._place.path, self._server.address
@@ -326,7 +326,7 @@ class MemoryTier:
                 return f"{ref.name} is damaged in memory: {damaged}"
             except Exception as error:
                 logger.exception("%s was not made durable", ref.name)
-                return f"{ref.name} cannot be written to the disk: {error}"
+                return str(error) or type(error).__name__
 
     def _look(self, run_id: str, ref: control_pb2.CheckpointRef, run_dir: Path, stopped: Callable[[], str]) -> str:
         manifest = self._holdings.manifest(run_id, ref.name)
@@ -386,7 +386,7 @@ class MemoryTier:
         """Ends server and transfers, and deletes the directory. Blocks for some seconds at most."""
         if self.problem:
             return
-        self.problem = "no memory checkpoints: the agent ends"
+        self.problem = "the agent ends"
         self._ending.set()
         for writer in (self._writer, self._looker):
             writer.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,8 +23,8 @@ class WatchedCall:
         stalled: it was ended because nothing moved.
     """
 
-    def __init__(self, cancel: Callable[[], object], unwanted: Callable[[], bool]) -> None:
-        self.cancel, self.unwanted = cancel, unwanted
+    def __init__(self, cancel: Callable[[], object], unwanted: Callable[[], bool], limit: float) -> None:
+        self.cancel, self.unwanted, self.limit = cancel, unwanted, limit
         self.moved_at = time.monotonic()
         self.stalled = False
 
@@ -44,14 +45,20 @@ class StallWatch:
         self._closed = False
 
     @contextlib.contextmanager
-    def over(self, cancel: Callable[[], object], unwanted: Callable[[], bool] = lambda: False) -> Iterator[WatchedCall]:
+    def over(
+        self,
+        cancel: Callable[[], object],
+        unwanted: Callable[[], bool] = lambda: False,
+        seconds: float = math.inf,
+    ) -> Iterator[WatchedCall]:
         """Around a call, which `cancel` ends from any thread. Where this is closed it is ended at once.
 
         Args:
             cancel: see above.
             unwanted: asked at each look; where it is so, the call is ended as well.
+            seconds: without a byte, if that is less than for all.
         """
-        transfer = WatchedCall(cancel, unwanted)
+        transfer = WatchedCall(cancel, unwanted, min(seconds, self._limit))
         try:
             with self._changed:
                 self._transfers.add(transfer)
@@ -89,7 +96,7 @@ class StallWatch:
             for transfer in transfers:
                 if stood_still:
                     transfer.moved()
-                elif now - transfer.moved_at > self._limit:
+                elif now - transfer.moved_at > transfer.limit:
                     transfer.stalled = True
                 if transfer.stalled or transfer.unwanted():
                     transfer.cancel()

@@ -120,7 +120,7 @@ class Writer:
                 failure = stopped() or write(stopped)
             except Exception as error:
                 logger.exception("%s was not made durable", order.digest)
-                failure = f"it cannot be written to the disk: {error}"
+                failure = str(error) or type(error).__name__
         with self._lock:
             self._hangs = ""
         self._forget(order)

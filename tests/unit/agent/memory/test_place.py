@@ -120,6 +120,19 @@ def test_links_below_the_root_are_not_followed(tmp_path: Path) -> None:
     assert precious.is_dir()
 
 
+@pytest.mark.parametrize("kind", ["file", "link", "link to nothing"])
+def test_what_is_in_the_jobs_place_is_named(tmp_path: Path, kind: str) -> None:
+    """Parts would lie elsewhere, perhaps on a disk, and other nodes refuse what lies behind a link."""
+    root = tmp_path / "root"
+    root.mkdir(mode=0o700)
+    if kind == "file":
+        (root / "job").touch()
+    else:
+        (root / "job").symlink_to(tmp_path if kind == "link" else tmp_path / "nowhere")
+    with pytest.raises(NoMemoryError, match=f"{root}/job is a link or a file: delete it"):
+        MemoryPlace(root, "job")
+
+
 def test_dockers_shared_memory_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The line says what helps."""
     real = os.statvfs(tmp_path)

@@ -50,6 +50,19 @@ def test_each_is_asked_once_where_nobody_has_it() -> None:
     assert looked.unreachable
 
 
+def test_who_stood_still_is_asked_once_more_behind_the_others() -> None:
+    """Where there are others. Alone it was waited for as long as anybody is."""
+    stalled = error(grpc.StatusCode.DEADLINE_EXCEEDED)
+    looked = Search([FIRST, SECOND], OWN)
+    assert asked(looked, stalled, error(ABSENT)) == [FIRST, SECOND]
+    assert asked(looked, stalled) == [FIRST]
+    assert not looked.begins_anew()
+    assert looked.reasons == [f"{SECOND}: so it is", f"{FIRST}: so it is"]
+    alone = Search([FIRST], OWN)
+    assert asked(alone, stalled) == [FIRST]
+    assert not alone.begins_anew()
+
+
 def test_who_is_named_is_asked_next() -> None:
     looked = Search([FIRST], OWN)
     assert asked(looked, error(CROWDED, SECOND, OWN, FIRST), error(CROWDED, THIRD), error(CROWDED)) == [

@@ -32,6 +32,17 @@ def test_only_what_does_not_move_is_ended() -> None:
 
 
 @pytest.mark.slow
+def test_a_call_may_have_less_time_than_others() -> None:
+    looking = StallWatch(4.0)
+    short, usual = threading.Event(), threading.Event()
+    with looking.over(short.set, seconds=0.1), looking.over(usual.set, seconds=100.0):
+        assert short.wait(3.0)
+        assert not usual.is_set()
+        assert usual.wait(30)
+    looking.close()
+
+
+@pytest.mark.slow
 def test_a_pause_of_this_process_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that slept, an agent that was stopped: peers had no chance to move anything."""
     state = SimpleNamespace(offset=0.0, looks=0)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dalsegno.agent.memory.durable import what_it_says
 from dalsegno.master.brain.durable import ASKED_AGAIN_SECONDS
 from dalsegno.master.brain.events import StreamOpened
 from dalsegno.master.brain.state import Phase
@@ -111,6 +115,22 @@ def test_what_is_being_written_is_known_however_many_come_after_it() -> None:
     for node in (*nodes, nodes[0]):
         node.durable()
     assert steps(job) == [1]
+
+
+def test_a_full_disk_is_said_once_for_all_steps() -> None:
+    """Until the node can write again."""
+    full = what_it_says(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/ck/step-10/x"), Path("/ck"))
+    assert full == "no space left on device in /ck: make room there, it is tried again"
+    job, nodes = started(2)
+    nodes[0].step(100)
+    for step in (10, 20, 30):
+        wanted(job, nodes, step)
+        for node in nodes:
+            node.durable(full)
+        job.wait(ASKED_AGAIN_SECONDS + 1)
+    assert job.notices.count("could not write") == 2
+    nodes[0].durable("another reason")
+    assert job.notices.count("could not write") == 3
 
 
 def test_a_node_that_cannot_write_is_replaced_by_who_has_its_part() -> None:
