@@ -80,6 +80,21 @@ def test_a_leave_loses_nothing(clusters: Clusters, undisturbed: Undisturbed) -> 
 
 
 @pytest.mark.full
+def test_scripts_with_habits_lose_nothing(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """A thread of theirs holds no world up, and their address of the store is none."""
+    job = clusters(agent_environment={"DALSEGNO_TEST_HABITS": "1"})
+    job.open("a")
+    job.start("b")
+    second = job.wait_world(2, steps=3)
+    job.leave(job.node("b"))
+    job.wait_world(1, steps=3, after=second)
+    end(job, undisturbed)
+    printed = "".join(node.text() for node in job.nodes)
+    assert printed.count("the script has set MASTER_ADDR and MASTER_PORT to 127.0.0.1:9, where nobody listens") == 3
+    assert printed.count("the script's thread beat goes on 5 s after the script's end") == 3
+
+
+@pytest.mark.full
 @pytest.mark.usefixtures("hang_ups")
 def test_a_scale_down_loses_nothing(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """`dalsegno scale`: saved first, the node that is left out stands by, and comes back when it may."""

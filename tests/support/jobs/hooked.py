@@ -28,6 +28,8 @@ before what is to happen to it has happened, however busy the machine is. In the
     DALSEGNO_TEST_STRANGE   its DeepSpeed turns out to be one that ours cannot load other ranks' shards into
     DALSEGNO_TEST_LOADERS   read the data in two DataLoader processes, started so: fork, spawn or forkserver
     DALSEGNO_TEST_LAST_WORDS  printed when the example ends, however it ends
+    DALSEGNO_TEST_HABITS    what tutorials do: a MASTER_ADDR and MASTER_PORT of the script's own; and a thread that is
+                            no daemon and goes on until `hurry`
     DALSEGNO_TEST_CHILDREN  start two DataLoader workers and a grandchild in a session of its own first
 """
 
@@ -40,6 +42,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -327,6 +330,15 @@ def start_children() -> Any:
     return batches, subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 
 
+def take_up_habits() -> None:
+    def beat() -> None:
+        while not in_a_hurry():
+            time.sleep(LOOK_EVERY)
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="9")
+    threading.Thread(target=beat, name="beat").start()
+
+
 def main() -> None:
     example = EXAMPLES / sys.argv[1]
     sys.argv = [str(example), *sys.argv[2:]]
@@ -350,6 +362,8 @@ def main() -> None:
         be_strange()
     if os.environ.get("DALSEGNO_TEST_SYNC"):
         sync_slowly(os.environ["DALSEGNO_TEST_SYNC"])
+    if os.environ.get("DALSEGNO_TEST_HABITS"):
+        take_up_habits()
     hold("start")
     try:
         runpy.run_path(str(example), run_name="__main__")
