@@ -23,6 +23,8 @@ __all__ = ("answer", "heard", "kept", "newest")
 
 # So many steps in a row that were overtaken by newer ones while they were sent are worth a line.
 OVERTAKEN = 3
+# If each took longer than this: what a node's loss costs otherwise is nothing to change a network for.
+WORTH_TELLING_SECONDS = 0.5
 # See `Replicas.patience`.
 PATIENCE_SECONDS = 60.0
 # Of the last commits a few may be in memory alone.
@@ -135,7 +137,7 @@ def settle(turn: Turn, replicas: Replicas) -> None:
         replicas.patience = max(PATIENCE_SECONDS, 2 * (turn.now - sending.since))
     replicas.overtaken = replicas.overtaken + 1 if sending.later else 0
     held, seconds = turn.live.held, turn.now - sending.since
-    if replicas.overtaken == OVERTAKEN and not held.slow_told:
+    if replicas.overtaken >= OVERTAKEN and seconds > WORTH_TELLING_SECONDS and not held.slow_told:
         held.slow_told = True
         turn.notice(
             f"memory checkpoints are made faster than they reach a second node ({record.name} took {seconds:.1f} s):"
