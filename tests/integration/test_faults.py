@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -308,6 +309,28 @@ def test_full_disk(tmp_path: Path, undisturbed: Undisturbed) -> None:
         job.wait_status(lambda status: status.head.step > step, "the next commit")
         job.finish()
         assert job.epoch() == epoch
+        job.assert_undisturbed(undisturbed)
+
+
+@pytest.mark.full
+def test_a_full_disk_at_the_end(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """The last step waits for room, in the same world; a line says so, and one why."""
+    with volume(tmp_path / "job" / "checkpoints", 64) as disk, Cluster(tmp_path / "job", SMALL) as job:
+        job.start("a", "b")
+        epoch = job.wait_world(2)
+        committed(job, epoch)
+        disk.fill()
+        job.hurry()
+
+        def printed() -> str:
+            return "".join(node.text() for node in job.nodes)
+
+        job.wait_for(lambda: "is not saved yet: it is tried again for ten minutes" in printed(), "a line of the ranks")
+        time.sleep(15)  # why: several tries, of which none is said
+        disk.clear()
+        job.finish()
+        assert job.epoch() == epoch
+        assert printed().count(f"saving step-{SMALL.steps}.") == 1
         job.assert_undisturbed(undisturbed)
 
 
