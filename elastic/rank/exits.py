@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
-from dalsegno.protos.contract import WORKER_BAD_CHECKPOINT, WORKER_DRAINED
+from dalsegno.protos.contract import WORKER_BAD_CHECKPOINT, WORKER_DRAINED, Variable
 
 from .remarks import remark
 
@@ -68,6 +68,12 @@ def insist(code: int) -> None:
         atexit.register(_end)
         threading.Thread(target=_end_late, args=(_end_of_script(),), name="dalsegno-exit", daemon=True).start()
     _Exit.code = code
+
+
+def end_if_decided() -> None:
+    """Ends this process if an agent waits for its end, and the script goes on all the same: it swallows exceptions."""
+    if _Exit.code is not None and os.environ.get(Variable.SOCKET):
+        _end()
 
 
 def end_at_once(code: int) -> NoReturn:

@@ -21,6 +21,7 @@ from ..data.loaders import shield_loaders
 from ..rank.address import put_back
 from ..rank.agreement import agree
 from ..rank.collective import Collective, GlooCollective, Solo
+from ..rank.exits import end_if_decided
 from ..rank.gloo_threads import settle_at_exit
 from ..rank.identity import Identity, from_environment
 from ..rank.link import Link
@@ -61,6 +62,7 @@ def open_session(kind: type[S], checkpoint_dir: str | Path | None = None, *, kee
         OSError: The agent or the directory cannot be reached.
         BadResumePoint: The resume point is damaged; the agent was told. Exit code 84.
     """
+    end_if_decided()
     directory = None if checkpoint_dir is None else Path(checkpoint_dir).absolute()
     if _sessions and is_unopened(_sessions[0]):
         pass  # It is the one of this process, and nobody has used it.

@@ -28,6 +28,12 @@ ENDS = {
     "a busy pool": ("ThreadPoolExecutor(2).submit(work, 60)", "", "thread ThreadPoolExecutor"),
     "an error": ("raise RuntimeError('no')", "", "RuntimeError: no"),
     "another code": ("sys.exit(1)", "", ""),
+    "a script that begins anew": (
+        "import os; from dalsegno.elastic import session; os.environ['DALSEGNO_SOCKET'] = 'there'\n"
+        "while True:\n try: session()\n except BaseException: pass",
+        "",
+        "",
+    ),
     "a slow end": ("time.sleep(2.0); log.write_text('done')", "done", ""),
 }
 
