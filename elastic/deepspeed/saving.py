@@ -16,7 +16,7 @@ from dalsegno.protos.reads import Reads
 from ..saving.optimizers import source_of_step
 from ..saving.replicas import loadable
 from ..saving.schedules import factors, unchanged
-from ..training.first_weights import FirstWeights, listed_buffers
+from ..training.first_weights import FirstBuffers
 from ..universal.source import OPTIMIZER_NOTE
 from .checks import can_reshard, loads_by_place, strategy, what_ranks_read
 from .loading import TRAINED_NOTE, torch_optimizer, trained
@@ -29,15 +29,16 @@ SCHEDULE = "dalsegno_schedule"
 Client = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 
-def save(engine: Any, client_state: Client | None = None) -> Save:
+def save(engine: Any, client_state: Client | None = None, buffers: FirstBuffers | None = None) -> Save:
     """The ``write`` function that a session calls on every rank to save ``engine``.
 
     Args:
         engine: From ``deepspeed.initialize``.
         client_state: Plain values or tensors of the script's own; `restore` returns them. Or what makes them at each
             save.
+        buffers: Those of the model, where this is called at each save; None: as they are now, before the first step.
     """
-    return Save(engine, client_state)
+    return Save(engine, client_state, buffers)
 
 
 class Save:
@@ -53,11 +54,10 @@ class Save:
         strategy: See `strategy`; the session uses it if the script gives none.
     """
 
-    def __init__(self, engine: Any, client_state: Client | None = None) -> None:
+    def __init__(self, engine: Any, client_state: Client | None = None, buffers: FirstBuffers | None = None) -> None:
         self.engine, self._client_state = engine, client_state
         self._factors = factors(getattr(engine, "lr_scheduler", None))
-        # The weights are known to DeepSpeed from the start. None: they were looked at, and it takes a while each time.
-        self._first_buffers: FirstWeights | None = FirstWeights(listed_buffers(engine.module))
+        self._buffers = FirstBuffers(engine.module) if buffers is None else buffers
 
     @property
     def reshards(self) -> bool:
@@ -108,9 +108,8 @@ class Save:
 
     def _save(self, path: Path) -> Exception | None:
         """Calls the engine. Returns what is wrong on this rank, once all ranks are through."""
-        if self._first_buffers is not None and dist.get_rank() == 0:
-            self._first_buffers.tell(self.engine.module, listed_buffers(self.engine.module))
-        self._first_buffers = None
+        if dist.get_rank() == 0:
+            self._buffers.tell()
         given, problem = self._given()
         state = _described(self.engine, given)
         if self._factors:

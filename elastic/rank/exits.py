@@ -15,8 +15,8 @@ from dalsegno.protos.contract import WORKER_BAD_CHECKPOINT, WORKER_DRAINED, Vari
 
 from .remarks import remark
 
-# So long the threads of a script that has ended may go on.
-THREADS_SECONDS = 5.0
+# So long the threads of a script that has ended may go on; and how the names of ours begin.
+THREADS_SECONDS, OURS = 5.0, "dalsegno-"
 
 EXIT_DRAINED = WORKER_DRAINED
 EXIT_BAD_CHECKPOINT = WORKER_BAD_CHECKPOINT
@@ -99,10 +99,14 @@ def _end_of_script() -> Callable[[], object]:
 
 
 def _end_late(script_ends: Callable[[], object]) -> None:
-    """Ends the process where threads keep it behind the script's end."""
+    """Ends the process where threads of the script's keep it behind its end. Ours write what is to be saved."""
     script_ends()
+    kept = [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
+    ours = [thread for thread in kept if thread.name.startswith(OURS)]
+    for thread in ours:
+        thread.join()
     end = time.monotonic() + THREADS_SECONDS
-    for thread in (one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()):
+    for thread in (one for one in kept if one not in ours):
         thread.join(max(0.0, end - time.monotonic()))
         if thread.is_alive():
             remark(

@@ -14,6 +14,7 @@ from dalsegno.protos.reads import Reads
 
 from ..saving.optimizers import check_kept
 from ..saving.replicas import check_shape
+from ..training.first_weights import FirstBuffers
 from ..training.unlisted import Unlisted
 from .strategies import MakeOptimizer, MakeScheduler, Setting, Strategy, resume_rates
 
@@ -95,6 +96,7 @@ class DeepSpeed(Strategy):
             model=model, optimizer=optimizer, lr_scheduler=make_scheduler, config=config
         )
         self.model, self._unlisted = self._engine, Unlisted(self._engine.module)
+        self._buffers = FirstBuffers(self._engine.module)
         # The Trainer compares the schedule itself, for every strategy.
         state = ours.restore(self._engine, resume, other_schedule=True)
         if resume is None:
@@ -149,7 +151,8 @@ class DeepSpeed(Strategy):
 
         if self._engine.global_rank == 0:
             self._unlisted.tell()
-        return ours.save(self._engine, {_STATE: dict(state), _UNLISTED: self._unlisted.changed_buffers()})
+        own = {_STATE: dict(state), _UNLISTED: self._unlisted.changed_buffers()}
+        return ours.save(self._engine, own, self._buffers)
 
     @contextmanager
     def evaluated(self) -> Iterator[nn.Module]:

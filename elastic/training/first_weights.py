@@ -13,7 +13,7 @@ from dalsegno.protos.text import few
 from ..rank.remarks import remark
 from ..saving.replicas import is_repeated
 
-__all__ = ["FirstWeights", "check_places", "listed_buffers"]
+__all__ = ["FirstBuffers", "FirstWeights", "check_places"]
 
 
 class FirstWeights:
@@ -71,6 +71,26 @@ class FirstWeights:
         """
         if problem := self.problem(model, weights):
             raise ValueError(problem)
+
+
+class FirstBuffers:
+    """The same of an engine's model, whose weights DeepSpeed knows from the start.
+
+    They are looked at once more, with the first save: that takes a while.
+
+    Args:
+        model: The engine's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._looks = model, 1
+        self._first = FirstWeights(listed_buffers(model))
+
+    def tell(self) -> None:
+        """At each save, on rank 0."""
+        if self._looks:
+            self._looks -= 1
+            self._first.tell(self._model, listed_buffers(self._model))
 
 
 def listed_buffers(model: nn.Module) -> dict[str, Tensor]:

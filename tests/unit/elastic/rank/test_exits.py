@@ -22,6 +22,7 @@ exits.insist(83)
 """
 ENDS = {
     "a thread for ever": ("threading.Thread(target=work, args=(60,), name='beat').start()", "", "thread beat goes on"),
+    "a save": ("threading.Thread(target=work, args=(2.5,), name='dalsegno-save').start()", "done", ""),
     "a thread that ends": ("threading.Thread(target=work, args=(0.3,)).start()", "done", ""),
     "a daemon": ("threading.Thread(target=work, args=(60,), daemon=True).start()", "", ""),
     "an idle pool": ("p = ThreadPoolExecutor(2); p.submit(work, 0.0).result()", "done", ""),
