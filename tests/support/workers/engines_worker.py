@@ -45,9 +45,9 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def model(seed: int = 3) -> nn.Module:
+def model(seed: int = 3, *, grows: bool = False) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+    return nn.Sequential(nn.Linear(7, 5), Growing() if grows else nn.Tanh(), nn.Linear(5, 3))
 
 
 class Growing(nn.Tanh):
@@ -169,9 +169,7 @@ def zero(case: dict[str, Any]) -> dict[str, Any]:
     from dalsegno.elastic import deepspeed as ours
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    module = model()
-    if case.get("grows"):
-        module[1] = Growing()
+    module = model(grows=case.get("grows", False))
     one_group = case["optimizer"] == "adagrad"  # of more DeepSpeed makes one
     optimizer = OPTIMIZERS[case["optimizer"]](module.parameters() if one_group else groups(module))
     resume = None
@@ -412,7 +410,7 @@ def fit(case: dict[str, Any]) -> dict[str, Any]:
     close_session(case)
     logs: list[tuple[int, Any]] = []
     trainer = Trainer(
-        model(),
+        model(grows=case.get("grows", False)),
         Points(),
         optimizer=lambda module: OPTIMIZERS[case["optimizer"]](module.parameters()),
         loss=lambda module, batch: nn.functional.mse_loss(module(batch[:, :7]), batch[:, 7:]),
