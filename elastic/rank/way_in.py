@@ -248,12 +248,19 @@ def _noted_making(make: Any) -> Any:
             given = signature.bind(*arguments, **options).arguments
         except TypeError:
             given = {}
-        if given.get("store") is None and given.get("init_method") in (None, "env://"):
+        if _is_the_worlds(given):
             put_back()
         way_in.makes(given)
         make(*arguments, **options)
 
     return init_process_group
+
+
+def _is_the_worlds(given: Mapping[str, Any]) -> bool:
+    """Not a group that a script makes of processes that it has started itself, which have its variables."""
+    places = (("rank", "RANK"), ("world_size", "WORLD_SIZE"))
+    own = all(given.get(name) in (None, -1) or str(given[name]) == os.environ.get(place) for name, place in places)
+    return own and given.get("store") is None and given.get("init_method") in (None, "env://")
 
 
 def _noted_barrier(meet: Any) -> Any:

@@ -77,6 +77,6 @@ def _used(optimizer: Optimizer) -> tuple[weakref.ref[Tensor], weakref.ref[Tensor
         for parameter in group["params"]:
             if (gradient := parameter.grad) is not None:
                 here = getattr(gradient, "_local_tensor", gradient).detach()  # of a DTensor: nothing is exchanged
-                good = here.is_sparse or bool(torch.isfinite(here).all() and here.any())
+                good = here.layout is not torch.strided or bool(torch.isfinite(here).all() and here.any())
                 return (weakref.ref(parameter), weakref.ref(gradient)) if good else None
     return None

@@ -6,7 +6,7 @@ import atexit
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from enum import Enum
 from functools import partial
@@ -374,6 +374,8 @@ class ElasticRun:
         self._arriving.look_at_last()
         self.finished = True
         if self.session.rank == 0:
+            with suppress(OSError):
+                checkpoints.tidy(self.output_dir)
             atexit.register(checkpoints.tidy_at_last, self.output_dir, self.keep)
 
 

@@ -57,10 +57,9 @@ def test_without_an_agent_it_is_the_scripts(said: list[str], monkeypatch: pytest
 @pytest.mark.parametrize(
     ("options", "put"),
     [
-        ({}, True),
-        ({"init_method": "env://"}, True),
-        ({"init_method": "tcp://h:1"}, False),
-        ({"store": object()}, False),
+        *(({}, True), ({"init_method": "env://"}, True), ({"rank": 0, "world_size": 2}, True)),
+        *(({"init_method": "tcp://h:1"}, False), ({"store": object()}, False)),
+        *(({"rank": 1, "world_size": 2}, False), ({"rank": 0, "world_size": 4}, False)),
     ],
 )
 def test_the_groups_making_puts_it_back(
@@ -69,7 +68,12 @@ def test_the_groups_making_puts_it_back(
     """Unless it goes elsewhere anyway."""
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "12355")
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, init_method=None, store=None: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def make(backend: str, init_method: Any = None, world_size: int = -1, rank: int = -1, store: Any = None) -> None:
+        """As torch's."""
+
+    monkeypatch.setattr(dist, "init_process_group", make)
     monkeypatch.setattr(way_in, "way_in", way_in.WayIn())
     way_in._noted_making(dist.init_process_group)(backend="gloo", **options)
     assert bool(said) == put
