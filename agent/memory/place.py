@@ -114,7 +114,7 @@ class MemoryPlace:
             raise NoMemoryError(f"{root.parent} has only {size >> 20} MiB in all; {HELP}")
         for left in remove_leftovers(root):
             logger.info("removed what an agent that is gone has left: %s, %d MB", left.path, left.size // 1_000_000)
-        if os.path.lexists(root / job_id):
+        with contextlib.suppress(FileNotFoundError):  # Another agent of the job may have just gone.
             _check_ours(root / job_id)
         try:
             self.path, self._lock = _make_below(root / job_id)
