@@ -290,7 +290,8 @@ def test_unusual_scripts(jobs: Clusters, undisturbed: Undisturbed, odd: str) -> 
 def test_a_rank_that_fails_alone(jobs: Clusters, undisturbed: Undisturbed, odd: str, every: str) -> None:
     """By an error of its own, or without a word: the next world goes on from memory."""
     training = OddTraining(odd=f"average,{odd}" + (",auto" if every == "auto" else ""), steps=60)
-    job = jobs(training, "--quiet-time=60", "--stall-timeout=6", nnodes="1:2")
+    # Longer than a start takes on a busy machine, and than the longest step towards the end.
+    job = jobs(training, "--quiet-time=60", "--stall-timeout=15", nnodes="1:2")
     first = job.open("a", "b")
     second = job.wait_world(2, 4, after=first)
     if odd == "raises":
