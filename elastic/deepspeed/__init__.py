@@ -1,4 +1,4 @@
-"""DeepSpeed in an elastic run: what a training script adds around ``deepspeed.initialize`` (see `engine`)."""
+"""DeepSpeed in an elastic run: what a script adds around ``deepspeed.initialize`` (see `engine`, `saving`)."""
 
 from .checks import strategy
 from .engine import config, load_weights, loads_by_values, prepare, restore, restore_weights

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
-__all__ = ["until_gone"]
+__all__ = ["until_gone", "weakly"]
 
 
 class _Handle(Protocol):
@@ -29,3 +30,18 @@ def until_gone(owner: object, handle: _Handle) -> None:
     while _left:
         _left.pop().remove()
     weakref.finalize(owner, _left.append, handle)
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that calls a method as long as its owner lives, and does not keep it alive.
+
+    Args:
+        method: A bound one.
+    """
+    kept = weakref.WeakMethod(method)
+
+    def call(*given: Any) -> None:
+        if (living := kept()) is not None:
+            living(*given)
+
+    return call

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..rank.hooks import until_gone
+from ..rank.hooks import until_gone, weakly
 from ..rank.remarks import remark
 
 __all__ = ["CarriedGradients"]
@@ -35,13 +35,7 @@ class CarriedGradients:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         # The boundary, a parameter and its gradient then.
         self._there: tuple[int, weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
-        this = weakref.ref(self)
-
-        def begins(optimizer: Optimizer, *_: Any) -> None:
-            if (watch := this()) is not None:
-                watch._begins(optimizer)
-
-        until_gone(self, register_optimizer_step_pre_hook(begins))
+        until_gone(self, register_optimizer_step_pre_hook(weakly(self._begins)))
 
     def boundary(self, step: int) -> None:
         """Step ``step`` is done."""
@@ -52,7 +46,7 @@ class CarriedGradients:
         found = next((one for one in map(_used, self._optimizers) if one is not None), None)
         self._there = None if found is None else (step, *found)
 
-    def _begins(self, optimizer: Optimizer) -> None:
+    def _begins(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepped = True
         if self._looks:
             self._optimizers.add(optimizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -13,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..rank.hooks import until_gone
+from ..rank.hooks import until_gone, weakly
 from ..rank.tensor_bytes import bytes_of
 from ..saving.replicas import tensors
 from .cards import Cards, cards_of
@@ -49,11 +48,11 @@ class HeldState:
     def __init__(self, state: Watched, stepping: Callable[[], None], stepped: Callable[[], None]) -> None:
         self._state, self.parts = state, state.parts
         self._optimizers = [part for part in self.parts.values() if isinstance(part, Optimizer)]
-        begins, ends = weakref.WeakMethod(stepping), weakref.WeakMethod(stepped)
+        begins, ends = weakly(stepping), weakly(stepped)
         for optimizer in self._optimizers:
             for handle in (
-                optimizer.register_step_pre_hook(lambda *_: _call(begins)),
-                optimizer.register_step_post_hook(lambda *_: _call(ends)),
+                optimizer.register_step_pre_hook(lambda *_: begins()),
+                optimizer.register_step_post_hook(lambda *_: ends()),
             ):
                 until_gone(self, handle)
         self._tensors: list[Tensor] = []
@@ -151,12 +150,6 @@ class HeldState:
         """All parts are of kinds that every rank steps, as its model; of others rank 0 may have the only good one."""
         kinds = (Optimizer, LRScheduler, GradScaler)
         return all(isinstance(part, kinds) or getattr(part, "stepped_alike", False) for part in self.parts.values())
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    called = method()
-    if called is not None:
-        called()
 
 
 def _is_other_optimizer(part: Any) -> bool:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ..checkpoint import CheckpointStore, Manifest, Ref
 from ..checkpoint.spares import clear_spares
@@ -22,17 +22,7 @@ from ..saving.saving import Saver
 
 if TYPE_CHECKING:
     from ..saving.resuming import ResumePoint
-
-
-class Trying(Protocol):
-    """What `save_at_last` needs of a session."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def step(self) -> int: ...
-    def busy(self) -> None: ...
-
+    from .session import BareSession
 
 NO_DIRECTORY = "outside dlrover-run the script names the directory, session(checkpoint_dir=...)"
 
@@ -42,7 +32,7 @@ LAST_SAVE_TRIES = 27
 LAST_SAVE_PAUSE_SECONDS, LAST_SAVE_LONGEST_SECONDS = 2.0, 30.0
 
 
-def save_at_last(session: Trying, save: Callable[[], bool]) -> None:
+def save_at_last(session: BareSession, save: Callable[[], bool]) -> None:
     """Saves the last step, again and again if it fails.
 
     Args:
@@ -65,7 +55,7 @@ def save_at_last(session: Trying, save: Callable[[], bool]) -> None:
     raise SaveError(f"the last step, {session.step}, could not be saved in {LAST_SAVE_TRIES} tries")
 
 
-def _pause(session: Trying, seconds: float) -> None:
+def _pause(session: BareSession, seconds: float) -> None:
     """Waits, and is no stall."""
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:

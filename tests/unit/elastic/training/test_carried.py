@@ -37,38 +37,33 @@ def usual(one: Training) -> None:
     one.end()
 
 
-def every_second(one: Training) -> None:
-    one.backward()
-    if one.step % 2:
-        one.optimizer.step()
-        one.optimizer.zero_grad()
-    one.end()
+def every(count: int) -> Callable[[Training], None]:
+    def loop(one: Training) -> None:
+        one.backward()
+        if one.step % count == count - 1:
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+        one.end()
+
+    return loop
 
 
-def every_fifth(one: Training) -> None:
-    one.backward()
-    if one.step % 5 == 4:
+def without_every_second(one: Training, factor: float) -> None:
+    one.optimizer.zero_grad()
+    one.backward(factor if one.step % 2 else 1.0)
+    if one.step % 2 == 0:
         one.optimizer.step()
-        one.optimizer.zero_grad()
     one.end()
 
 
 def left_out(one: Training) -> None:
     """A scaler leaves steps out that are not finite."""
-    one.optimizer.zero_grad()
-    one.backward(float("inf") if one.step % 2 else 1.0)
-    if one.step % 2 == 0:
-        one.optimizer.step()
-    one.end()
+    without_every_second(one, float("inf"))
 
 
 def stands_out(one: Training) -> None:
     """The script drops what it does not like."""
-    one.optimizer.zero_grad()
-    one.backward()
-    if one.step % 2 == 0:
-        one.optimizer.step()
-    one.end()
+    without_every_second(one, 1.0)
 
 
 def nothing(one: Training) -> None:
@@ -103,7 +98,7 @@ def test_what_is_not_carried_is_not_named(loop: Callable[[Training], None]) -> N
     assert not one.said
 
 
-@pytest.mark.parametrize(("loop", "step"), [(every_second, 3), (every_fifth, 9)])
+@pytest.mark.parametrize(("loop", "step"), [(every(2), 3), (every(5), 9)])
 def test_what_is_carried_is_named_once(loop: Callable[[Training], None], step: int) -> None:
     one = Training()
     for _ in range(30):
@@ -115,8 +110,8 @@ def test_what_is_carried_is_named_once(loop: Callable[[Training], None], step: i
 def test_a_loop_that_is_over_says_nothing() -> None:
     one = Training()
     for _ in range(3):
-        every_second(one)
+        every(2)(one)
     one.watch = None
     gc.collect()
-    every_second(one)
+    every(2)(one)
     assert not one.said
