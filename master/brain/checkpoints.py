@@ -38,6 +38,12 @@ def resume_point(job: Job) -> Checkpoint | None:
     return job.checkpoints.head
 
 
+def in_memory_alone(job: Job) -> Checkpoint | None:
+    """What the run resumes from, if that is not on the disk."""
+    head = resume_point(job)
+    return head if head is not None and head.parts else None
+
+
 def same_shape(record: Checkpoint, world_size: int) -> bool:
     """Whether a world of this size loads it as it was saved."""
     return record.any_world_size or record.world_size == world_size

@@ -24,10 +24,23 @@ from .memory import is_candidate
 from .state import Checkpoint, Job, Node
 from .turn import Turn
 
-__all__ = ("WriteOrder", "cannot_write", "durable", "on_disk", "orders", "tend", "want_durable")
+__all__ = (
+    "WriteOrder",
+    "cannot_write",
+    "durable",
+    "is_stuck",
+    "on_disk",
+    "orders",
+    "tend",
+    "want_by_parts",
+    "want_durable",
+    "write_while_waiting",
+)
 
 # A node that could not write a step to the disk is asked again so much later (seconds).
 ASKED_AGAIN_SECONDS = 10.0
+# A job that lacks nodes has so much time to find them before it writes what it has in memory alone (seconds).
+LACKS_NODES_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,20 @@ class WriteOrder:
 def want_durable(turn: Turn, record: Checkpoint) -> None:
     """It must be on the disk before a world can open: only files there can be converted."""
     turn.live.held.step(record).urgent = True
+
+
+def want_by_parts(turn: Turn, record: Checkpoint) -> None:
+    """No world opens now, so all nodes have time for it: each writes what it has."""
+    step = turn.live.held.step(record)
+    step.by_parts = not step.together
+    want_durable(turn, record)
+
+
+def write_while_waiting(turn: Turn) -> None:
+    """Brings what is in memory alone to the disk while nodes lack: more of them may go before others come."""
+    record = checkpoints.in_memory_alone(turn.job)
+    if record is not None and turn.due(turn.live.phase_since + LACKS_NODES_SECONDS):
+        want_by_parts(turn, record)
 
 
 def want_in_parts(turn: Turn, record: Checkpoint) -> bool:

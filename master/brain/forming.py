@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import announcements, beside, conversion, durable, failures, memory, places, refusals, sight, taking, waits
+from . import (
+    announcements,
+    beside,
+    conversion,
+    durable,
+    ending,
+    failures,
+    memory,
+    places,
+    refusals,
+    sight,
+    taking,
+    waits,
+)
 from .checkpoints import adopt_from_strangers, give_up_resharding, loads_now, resharded, resume_point, same_shape
 from .chronicle import Kind
-from .live import EpochLife, Missing, State
+from .live import Ending, EpochLife, Missing, State
 from .membership import (
     agree_on_directory,
     counts,
@@ -40,14 +53,9 @@ def forming(turn: Turn) -> bool:
     job = turn.job
     if job.recollection.listening:
         return listening(turn)
-    if refusals.pending(turn) is not None:
-        if refusals.ends_job(turn):
-            end_refused(turn)
-            return True
-        refusals.put_aside(turn)
-    pending = job.run.budget.pending
-    if job.world is not None and pending is not None and hopeless(turn):
-        end(turn, Phase.FAILED, f"{pending.node}: {pending.message}", notice=False)
+    if turn.live.ending is not None:
+        return ends(turn, turn.live.ending)
+    if is_hopeless(turn):
         return True
     announcements.unexplained(turn, now=False)
     agree_on_directory(turn)
@@ -70,9 +78,9 @@ def forming(turn: Turn) -> bool:
     stuck = is_blocked(turn) and not old_shape(turn, resume_point(job), ready)
     stuck = stuck or conversion.cannot_verify(turn)
     moved = wait_or_form(turn, possible >= job.settings.min_nodes and not stuck)
-    if job.phase.is_terminal or ends_in_vain(turn, stuck):
+    if ending.is_under_way(turn) or ends_in_vain(turn, stuck):
         return True
-    if job.verification is not None or job.phase.is_terminal:
+    if job.verification is not None:
         return moved
     gathered = is_gathered(turn, waited_for, ready)
     candidate = select(turn, ready if gathered else list(prospects.values()))
@@ -103,7 +111,32 @@ def forming(turn: Turn) -> bool:
         if places.fits(turn, resume, candidate := places.arranged(turn, resume, candidate)):
             open_world(turn, candidate, resume)
         return True
-    return moved or job.phase.is_terminal
+    return moved or ending.is_under_way(turn)
+
+
+def is_hopeless(turn: Turn) -> bool:
+    """Ends the job if what broke the last world would break the next one as well. Returns whether it did.
+
+    Where only newcomers' ranks refuse, these are put aside.
+    """
+    if refusals.pending(turn) is not None:
+        if refusals.ends_job(turn):
+            end_refused(turn)
+            return True
+        refusals.put_aside(turn)
+    pending = turn.job.run.budget.pending
+    if turn.job.world is None or pending is None or not hopeless(turn):
+        return False
+    end(turn, Phase.FAILED, f"{pending.node}: {pending.message}", notice=False)
+    return True
+
+
+def ends(turn: Turn, under_way: Ending) -> bool:
+    """Ends a job that is over, once nothing of it is in memory alone. Returns whether anything changed."""
+    if ending.awaits(turn, under_way):
+        return False
+    end(turn, Phase.FAILED, under_way.message, notice=under_way.notice)
+    return True
 
 
 def listening(turn: Turn) -> bool:
@@ -134,6 +167,8 @@ def wait_or_form(turn: Turn, enough: bool) -> bool:
         turn.update_next(quiet=True)
         turn.enter(Phase.WAITING)
         return True
+    if job.phase is Phase.WAITING:
+        durable.write_while_waiting(turn)
     limit = job.settings.wait_for_nodes
     if job.phase is Phase.WAITING and limit >= 0 and turn.due(turn.live.phase_since + limit):
         end(turn, Phase.FAILED, f"{missing(turn.state)} for {limit:.0f} s (--wait-for-nodes)")

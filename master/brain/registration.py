@@ -10,7 +10,7 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.peer_address import speaks_tls
 from dalsegno.protos.processes import Process, is_of_earlier_boot
 
-from . import beside, going_back, liveness, membership
+from . import beside, going_back, liveness, membership, running
 from .checkpoints import resume_point
 from .chronicle import Kind
 from .door import MOST_NODES
@@ -236,7 +236,10 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
 
     Returns a refusal, or what the agent should tell its user.
     """
-    job = turn.job
+    job, under_way = turn.job, turn.live.ending
+    if under_way is not None and not any(is_there(turn, name) for name in job.nodes):
+        # Those that were to bring what they had to the disk first are gone.
+        running.end(turn, Phase.FAILED, under_way.message, notice=under_way.notice)
     if not job.phase.is_terminal or message.previous_incarnation:
         return ""  # an agent of the ended run is told how it ended, even if it was away then
     stays_stopped = job.phase is Phase.STOPPED and not job.embedded

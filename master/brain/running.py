@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import announcements, beside, failures, refusals, saves, waits
+from . import announcements, beside, ending, failures, refusals, saves, waits
 from .chronicle import Kind
 from .growing import to_take_in, unheard_since, wants_to_grow
 from .live import DrainLife, Pause
@@ -362,8 +362,16 @@ def end_refused(turn: Turn) -> None:
 
 
 def end(turn: Turn, phase: Phase, message: str, *, notice: bool = True) -> None:
-    """Ends the job, well or not. Every agent's last line says so; without `notice` nothing else does."""
+    """Ends the job, well or not. Every agent's last line says so; without `notice` nothing else does.
+
+    A failed one ends when what it has in memory alone is on the disk (`ending`).
+    """
     job = turn.job
+    if phase is Phase.FAILED and ending.put_off(turn, message, notice=notice):
+        if job.phase.has_workers:
+            unplanned(turn)
+        return
+    turn.live.ending = None
     job.message = message
     # A stop may have come too late; then it is over as well, and must not keep out who comes next.
     job.stopping = False

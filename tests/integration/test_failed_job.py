@@ -39,3 +39,32 @@ def test_same_command_after_a_failure(clusters: Callable[..., Cluster], undistur
     assert not run_directory(job, "run-0002").exists()
     job.finish()
     job.assert_undisturbed(undisturbed)
+
+
+@pytest.mark.parametrize("names", [("a",), pytest.param(("a", "b"), marks=pytest.mark.full)])
+def test_what_is_in_memory_alone_outlives_a_failure_for_good(
+    clusters: Callable[..., Cluster], undisturbed: Undisturbed, names: tuple[str, ...]
+) -> None:
+    """The ranks have saved to memory only: the agents bring that to the disk before they end."""
+    job = clusters(
+        training=Training(steps=40, save_every=1000),
+        nnodes=f"1:{len(names)}",
+        universal=False,
+        script_flags=("--memory-every=5",),
+        agent_flags=("--memory-replicas=1", "--max-restarts=0", "--quiet-time=60"),
+        agent_environment={"DALSEGNO_TEST_STEPS": "3"},
+    )
+    nodes = job.start(*names)
+    epoch = job.wait_world(len(names))
+    held = job.wait_status(lambda status: status.held.step >= 20, "a step in memory").held
+    for node in nodes:
+        node.expected = FAILED
+    processes.send([job.worker_pid(nodes[0])], signal.SIGKILL)
+    for node in nodes:
+        job.wait_exit(node)
+    assert "is in memory only, is on the disk" in nodes[0].text()
+    job.start(*names)
+    epoch = job.wait_world(len(names), after=epoch)
+    assert job.change(epoch).resumed >= held.step
+    job.finish()
+    job.assert_undisturbed(undisturbed)

@@ -349,6 +349,17 @@ class Ledger:
             f"{digest} was given up, and all of it is there",
         )
 
+    def _nothing_in_memory(self, job: Job) -> None:
+        """A failed job goes on from what is on the disk, as far as anybody is left that could write it there."""
+        head = resume_point(job)
+        here = [self.sim.by_incarnation(node.incarnation) for node in job.nodes.values()]
+        there = any(agent is not None and agent.memory.steps for agent in here)
+        self.require(
+            head is None or not head.parts or not there,
+            "what fails is on the disk",
+            f"the job failed while {head.name if head is not None else ''} was in memory alone",
+        )
+
     def said_replicated(self, epoch: int, digest: str) -> None:
         """The master says to some node that each part of a step is on as many nodes as the job wants."""
         step = self.sim.disk.ever[digest].message.step
@@ -564,6 +575,8 @@ class Ledger:
             self.finished_step = self.head[1]
             if success:
                 self._nothing_owed(job, "the job succeeded")
+            else:
+                self._nothing_in_memory(job)
         self.require(self.success in (None, success), "one end", f"{job.phase.value}, and not before")
         self.success = success
         self.ever_stepped = job.run.ever_stepped

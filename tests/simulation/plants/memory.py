@@ -11,7 +11,7 @@ from dalsegno.agent.decisions import memory as agents_memory
 from dalsegno.agent.decisions import replication as agents_replication
 from dalsegno.agent.decisions.decision import Decision
 from dalsegno.agent.decisions.state import Admission, AgentState, Join, Spill
-from dalsegno.master.brain import checkpoints, durable, memory, places, replication
+from dalsegno.master.brain import checkpoints, durable, ending, memory, places, replication
 from dalsegno.master.brain.gathering import Gathering
 from dalsegno.master.brain.holders import is_whole
 from dalsegno.master.brain.live import HeldStep, Replicas, State
@@ -23,6 +23,13 @@ from dalsegno.protos import control_pb2
 from ..memory import Memory
 from ..plan import Plan
 from .brain import Plant, plant
+
+
+def ends_at_once(original: Any) -> Any:
+    def put_off(turn: Turn, message: str, *, notice: bool) -> bool:
+        return False
+
+    return put_off
 
 
 def takes_what_is_nowhere(original: Any) -> Any:
@@ -254,6 +261,7 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             suits=in_memory,
             first=3436,
         ),
+        plant(ending, "put_off", ends_at_once, "what fails is on the disk", kind="budget", suits=in_memory, first=532),
         plant(
             memory,
             "who_looks",

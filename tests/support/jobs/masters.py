@@ -318,6 +318,11 @@ class Driven:
         return self.job.epoch
 
     @property
+    def has_failed(self) -> bool:
+        """It is over, perhaps but for what it has in memory alone."""
+        return self.phase is Phase.FAILED or self.state.live.ending is not None
+
+    @property
     def members(self) -> list[str]:
         return [member.node for member in self.job.world.members] if self.job.world is not None else []
 

@@ -69,6 +69,7 @@ def test_what_the_master_warns_of_is_on_the_page() -> None:
 # What shows a text that it gets from elsewhere, where that is found.
 FROM_ELSEWHERE = {
     "ending.message": "Exit, in the master or the agent: `end`, `exit`",
+    "under_way.message": "`end`, where that was put off",
     "why": "`start_anew`",
     "notice.text": "an event of the master's",
     "event.detail": "an exception of Python's, or a reply of the master's that ends this node with exit code 2 or 76",

@@ -172,14 +172,14 @@ def test_steps_that_are_held_are_progress(saves: str, lines: list[str]) -> None:
         joins(job, *nodes, sees=kept)
         told += [line for line in job.notices.splitlines() if line.startswith(f"{nodes[0].name}: ")][len(told) :]
         job.wait(5)
-        if job.phase is Phase.FAILED:
+        if job.has_failed:
             break
         step += 10 * (saves != "nothing")
         nodes[0].step(step)
         if saves == "before":
             kept = held(job, nodes, step - 1)
     assert [line.split("; ")[0] for line in told] == [line.format(nodes[0].name) for line in lines]
-    assert (job.phase is Phase.FAILED) is (saves == "nothing")
+    assert job.has_failed is (saves == "nothing")
 
 
 def test_a_step_of_which_a_part_is_nowhere_is_none_to_go_on_from() -> None:

@@ -1,0 +1,151 @@
+"""A job that fails for good, or lacks nodes, brings what it has in memory alone to the disk."""
+
+from __future__ import annotations
+
+import pytest
+
+from dalsegno.master.brain.durable import ASKED_AGAIN_SECONDS, LACKS_NODES_SECONDS
+from dalsegno.master.brain.ending import GIVEN_UP_AFTER_SECONDS
+from dalsegno.master.brain.state import Phase
+from dalsegno.protos import control_pb2 as pb
+from tests.support.jobs.masters import Driven, Node
+
+from .test_durable import NOTHING, orders, steps
+from .test_memory import held, in_memory, joins, newcomer, started
+
+
+def failed(**settings: int) -> tuple[Driven, list[Node], pb.Checkpoint]:
+    """Two nodes hold step 20, step 10 is on the disk, and the script fails once too often at step 25."""
+    job, nodes = started(2, **{"max_restarts": 0, **settings})
+    nodes[0].save(10, any_size=True)
+    made = held(job, nodes, 20)
+    for node in nodes:
+        node.step(25)
+        node.failed("exit 3", step=25)
+    joins(job, *nodes, sees=made)
+    job.wait(1.2)
+    return job, nodes, made
+
+
+def test_a_job_that_fails_for_good_ends_when_what_it_holds_is_on_the_disk() -> None:
+    job, nodes, made = failed()
+    assert job.phase is Phase.FORMING
+    assert f"the job ends when {made.ref.name}, which is in memory only, is on the disk" in job.notices
+    assert orders(nodes) == [("step-20", [0], False), ("step-20", [1], False)]
+    for node in (*nodes, nodes[0]):
+        assert job.phase is Phase.FORMING
+        node.durable()
+    assert job.phase is Phase.FAILED
+    assert steps(job) == [10, 20]
+    assert nodes[1].directive.finish.message.startswith("host-0-0: exit 3; 1 failure without progress")
+
+
+def test_where_nothing_is_in_memory_it_ends_at_once() -> None:
+    job, nodes = started(2, max_restarts=0)
+    nodes[0].save(10, any_size=True)
+    for node in nodes:
+        node.step(25)
+        node.failed("exit 3", step=25)
+    joins(job, *nodes)
+    job.wait(1.2)
+    assert job.phase is Phase.FAILED
+    assert "is in memory only" not in job.notices
+
+
+def test_nobody_trains_any_more_meanwhile() -> None:
+    """Also where others come that fill a world."""
+    job, nodes, made = failed()
+    late = newcomer(job)
+    for node in (*nodes, late):
+        node.join(sees=[*job.sealed, made])
+    job.wait(30.0)
+    assert job.phase is Phase.FORMING
+    assert "waiting for step-20" in job.notices
+    for node in (*nodes, nodes[0]):
+        node.durable()
+    assert job.phase is Phase.FAILED
+    assert late.order == "finish"
+
+
+def test_a_disk_that_takes_nothing_is_tried_for_ten_minutes() -> None:
+    job, nodes, made = failed()
+    for node in nodes:
+        node.durable("no space left on device")
+    assert orders(nodes) == [NOTHING] * 2
+    job.wait(ASKED_AGAIN_SECONDS + 1)
+    assert orders(nodes) == [("step-20", [0], False), ("step-20", [1], False)]
+    for node in nodes:
+        node.durable("no space left on device")
+    job.wait(GIVEN_UP_AFTER_SECONDS - ASKED_AGAIN_SECONDS - 10)
+    assert job.phase is Phase.FORMING
+    job.wait(20)
+    assert job.phase is Phase.FAILED
+    assert f"{made.ref.name} was in memory only, and no node could write it to the disk: going back to step-10" in (
+        job.notices
+    )
+
+
+def test_what_its_nodes_take_with_them_is_not_waited_for() -> None:
+    """The next agent takes the failed job up again, as if it had ended at once."""
+    job, nodes, made = failed()
+    for node in nodes:
+        node.hang_up()
+    job.wait(30)
+    late = newcomer(job)
+    assert "had failed (host-0-0: exit 3" in job.notices
+    job.wait(10)
+    late.join()
+    job.wait(2)
+    assert job.phase is Phase.RUNNING
+    assert late.directive.run.resume.source.step == 10
+    assert f"{made.ref.name} was in memory only, and the nodes that held a part of it are gone" in job.notices
+
+
+def test_one_node_that_dies_meanwhile_does_not_matter_where_the_other_has_its_part() -> None:
+    job, nodes, _ = failed()
+    nodes[0].hang_up()
+    job.wait(10)
+    assert orders(nodes[1:]) == [("step-20", [0, 1], False)]
+    for _ in range(2):
+        nodes[1].durable()
+    assert job.phase is Phase.FAILED
+    assert steps(job) == [10, 20]
+
+
+def test_a_refusal_of_all_ranks_is_put_off_as_well() -> None:
+    """It ends a world that is still open."""
+    job, nodes = started(2)
+    made = held(job, nodes, 20)
+    for node in nodes:
+        job.call(
+            pb.FailureRequest(
+                caller=node.caller(), kind=pb.FAILURE_KIND_REFUSED, exit_code=1, message="other data", step=25
+            )
+        )
+    assert job.phase is Phase.FORMING
+    assert orders(nodes) == [("step-20", [0], False), ("step-20", [1], False)]
+    for node in (*nodes, nodes[0]):
+        node.durable()
+    assert job.phase is Phase.FAILED
+    assert nodes[0].directive.finish.message == "the training was refused: other data"
+    assert made.ref.name in [record.name for record in job.job.checkpoints.usable]
+
+
+@pytest.mark.parametrize("end", [False, True])
+def test_while_nodes_lack_what_is_in_memory_comes_to_the_disk(end: bool) -> None:
+    job, nodes = started(3, min_nodes=3, wait_for_nodes=60.0 if end else -1.0)
+    made = in_memory(job, 20)
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank, (rank - 1) % 3)
+    nodes[2].hang_up()
+    job.wait(2)
+    assert job.phase is Phase.WAITING
+    joins(job, *nodes[:2], sees=made)
+    assert orders(nodes[:2]) == [NOTHING] * 2
+    job.wait(LACKS_NODES_SECONDS)
+    assert orders(nodes[:2]) == [("step-20", [0, 2], False), ("step-20", [1], False)]
+    for node in (*nodes[:2], nodes[0]):
+        node.durable()
+    assert steps(job) == [20]
+    job.wait(60)
+    assert job.phase is (Phase.FAILED if end else Phase.WAITING)
