@@ -469,7 +469,7 @@ def report_ended(decision: Decision) -> None:
     state = decision.state
     if state.workers is not Workers.NONE or state.errands.reading or not state.epoch.exits:
         return
-    if state.epoch.outcome is Outcome.DRAINED and memory.awaits_its_part(decision):
+    if state.epoch.outcome in (Outcome.DRAINED, Outcome.FINISHED) and memory.awaits_its_part(decision):
         return
     if state.epoch.outcome is Outcome.FINISHED:
         decision.call("ReportFinished", control_pb2.FinishedRequest(caller=decision.caller(), step=state.epoch.step))

@@ -10,7 +10,7 @@ from dalsegno.protos import control_pb2, worker_pb2
 from . import events as ev
 from . import replication
 from .decision import Decision, has_sealed
-from .state import AgentState, DurableOrder, Spill, Workers
+from .state import AgentState, DurableOrder, Outcome, Spill, Workers
 
 __all__ = [
     "awaits_its_part",
@@ -321,9 +321,9 @@ def drained_into(state: AgentState) -> str:
 
 
 def awaits_its_part(decision: Decision) -> bool:
-    """The ranks have drained into memory, and what they left there is not known yet."""
+    """What the ranks drained into memory, or wanted on the disk as they finished, is not known to be here yet."""
     state = decision.state
-    digest = drained_into(state)
+    digest = drained_into(state) if state.epoch.outcome is Outcome.DRAINED else to_disk(state)
     if not digest or state.world is None or has_own_part(state, digest):
         return False
     if digest == state.world.resume.source.ref.digest:

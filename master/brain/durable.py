@@ -28,9 +28,9 @@ __all__ = (
     "WriteOrder",
     "cannot_write",
     "durable",
-    "is_stuck",
     "on_disk",
     "orders",
+    "owed",
     "tend",
     "want_by_parts",
     "want_durable",
@@ -137,12 +137,31 @@ def choose_who_writes(turn: Turn) -> None:
 
 def is_wanted(job: Job, step: HeldStep) -> bool:
     """The ranks of the open world want it on the disk, and nothing newer is there; or it is a candidate."""
-    record, head = step.record, job.checkpoints.head
     # What the run began from goes first.
-    if not job.phase.has_workers or job.checkpoint(record.digest) is not None or (head is not None and head.parts):
+    if not job.phase.has_workers or checkpoints.in_memory_alone(job) is not None:
         return False
+    return is_due(job, step) or is_candidate(job, step)
+
+
+def is_due(job: Job, step: HeldStep) -> bool:
+    """The ranks of the last world want it on the disk, and neither it nor anything newer is there."""
+    record = step.record
     newer = record.epoch == job.epoch and record.step > job.checkpoints.last_step(job.epoch)
-    return (step.wanted and newer) or is_candidate(job, step)
+    return step.wanted and newer and job.checkpoint(record.digest) is None
+
+
+def owed(state: State) -> HeldStep | None:
+    """What is to come to the disk before the job ends, or None: what the run goes on from, if that is in memory alone.
+
+    Then the newest step that the ranks want there, where somebody has each part of it.
+    """
+    job, held = state.job, state.live.held
+    record = checkpoints.in_memory_alone(job)
+    if record is not None:
+        return held.step(record)
+    if not job.phase.has_workers:
+        return None
+    return next((step for step in held.newest_first() if is_due(job, step) and is_there(job, step)), None)
 
 
 def can_begin(job: Job, step: HeldStep) -> bool:
@@ -342,6 +361,7 @@ def note_written(turn: Turn, step: HeldStep, message: control_pb2.DurableRequest
     forget_written(turn, step)
     step.written.update(part for part in message.parts if part < step.record.parts)
     step.absent -= step.written
+    step.stuck_since = None
 
 
 def may_seal(turn: Turn, node: Node, step: HeldStep) -> bool:
@@ -361,6 +381,8 @@ def cannot(turn: Turn, node: Node, step: HeldStep, failure: str) -> None:
     held = turn.live.held
     step.unable[node.incarnation] = turn.now + ASKED_AGAIN_SECONDS
     step.failures += 1
+    if step.stuck_since is None and is_stuck(turn.job, step):
+        step.stuck_since = turn.heard
     known, held.complaints[node.name] = held.complaints.get(node.name), failure
     if node.incarnation not in step.told:
         step.told[node.incarnation] = None

@@ -118,6 +118,8 @@ class EpochLife:
     put_off: bool = False
     # When the first of its members had saved and stopped.
     drained_at: float | None = None
+    # When all of its ranks had finished, by the listening clock.
+    finished_at: float | None = None
     # Seconds until the ranks of the slowest node had opened their sessions, and until they had loaded.
     started_seconds: float = 0.0
     loaded_seconds: float = 0.0
@@ -214,8 +216,9 @@ class HeldStep:
     # Nodes that could not write it to the disk, by incarnation, and when they are asked again; of whom people know.
     unable: dict[str, float] = field(default_factory=dict)
     told: dict[str, None] = field(default_factory=dict)
-    # How often nodes could not.
+    # How often nodes could not; since when nobody could write some part, by the listening clock.
     failures: int = 0
+    stuck_since: float | None = None
     # Parts that nobody holds are looked for on the disk, since when (by the listening clock), and who could not look.
     sought: bool = False
     sought_since: float | None = None
@@ -352,8 +355,8 @@ class Ending:
     # Why, for a person; and whether that is an event's line.
     message: str
     notice: bool
-    # Since when nobody could write what is left, by the listening clock.
-    stuck_since: float | None = None
+    # Since when, by the listening clock.
+    since: float
 
 
 @dataclass

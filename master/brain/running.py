@@ -136,7 +136,7 @@ def end_of_epoch(turn: Turn) -> bool:
         unplanned(turn)
         return True
     if parts == {MemberState.FINISHED}:
-        if beside.holds(turn, ready=True):
+        if beside.holds(turn, ready=True) or ending.finishes(turn):
             return False
         last = turn.open.top_step
         end(turn, Phase.SUCCEEDED, f"the run finished at step {last}" if last else "the run finished")

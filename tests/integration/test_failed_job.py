@@ -1,15 +1,18 @@
-"""A job that failed for good: the same command takes the run up again where it was committed last."""
+"""The end of a job: one that failed for good is taken up where it was committed last, and nothing goes with memory."""
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.support.jobs import local_processes as processes
 from tests.support.jobs.cluster import Cluster, Training, Undisturbed
 from tests.support.jobs.faults import run_directory
+from tests.support.jobs.shell import Shell
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -68,3 +71,38 @@ def test_what_is_in_memory_alone_outlives_a_failure_for_good(
     assert job.change(epoch).resumed >= held.step
     job.finish()
     job.assert_undisturbed(undisturbed)
+
+
+LEFT_BEHIND_A_SAVE = """
+import os
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from dalsegno.elastic import session
+
+s = session()
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(4)])
+optimizer = torch.optim.AdamW(model.parameters())
+state = s.state(model, optimizer, wrap=DistributedDataParallel)
+data = s.data(torch.utils.data.TensorDataset(torch.randn(64, 2048)), global_batch=4, micro_batch=4, seed=1)
+for batch in s.steps(data, state, max_steps=100, save_every=4, memory_every=2):
+    if s.step == 4:
+        break  # Good enough: what was just saved is the result.
+    for micro in batch:
+        micro.scale(state.model(micro.data[0]).square().mean()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+s.finish()
+os._exit(0)
+"""
+
+
+def test_what_a_script_saved_last_is_on_the_disk_when_the_job_is_finished(shell: Shell, tmp_path: Path) -> None:
+    """It leaves its loop right behind a save, which the agents still write from memory to the disk then."""
+    script = tmp_path / "script.py"
+    script.write_text(LEFT_BEHIND_A_SAVE, encoding="utf-8")
+    directory = tmp_path / "checkpoints"
+    ended = shell.run("--nnodes=1", "--memory-replicas=1", f"--checkpoint-dir={directory}", "--job-id=job", str(script))
+    assert ended.code == 0, ended.text
+    latest = json.loads((directory / "job" / "run-0001" / "latest.json").read_text(encoding="utf-8"))
+    assert latest["step"] == 4

@@ -71,6 +71,18 @@ def test_who_comes_back_tells_it_before_anything_else() -> None:
     assert kinds(agent.actions) == ["ReportHeld"]
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_what_finished_ranks_want_on_the_disk_is_told_before_their_end_is(wanted: bool) -> None:
+    agent = Agent().registered().running()
+    agent.said(sealed=worker_pb2.Sealed(name=REF.name, digest=REF.digest, step=6, in_memory=True, make_durable=wanted))
+    agent.said(finished=worker_pb2.Finished(step=6))
+    agent.exits(0)
+    assert bool(agent.calls("ReportFinished")) is not wanted
+    agent.hear(ev.HeldChanged(STEP, (0,)))
+    assert [call.make_durable for call in agent.calls("ReportHeld")] == [wanted]
+    assert len(agent.calls("ReportFinished")) == 1
+
+
 def test_what_is_held_is_told_before_the_drain_is() -> None:
     agent = drained()
     assert not agent.calls("ReportDrained")

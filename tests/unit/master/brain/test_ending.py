@@ -10,7 +10,7 @@ from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2 as pb
 from tests.support.jobs.masters import Driven, Node
 
-from .test_durable import NOTHING, orders, steps
+from .test_durable import NOTHING, orders, steps, wanted
 from .test_memory import held, in_memory, joins, newcomer, started
 
 
@@ -149,3 +149,69 @@ def test_while_nodes_lack_what_is_in_memory_comes_to_the_disk(end: bool) -> None
     assert steps(job) == [20]
     job.wait(60)
     assert job.phase is (Phase.FAILED if end else Phase.WAITING)
+
+
+@pytest.mark.parametrize("written", [0, 1, 2])
+def test_a_job_is_finished_when_what_its_ranks_wanted_on_the_disk_is_there(written: int) -> None:
+    """A script may leave its loop right behind a save."""
+    job, nodes = started(2)
+    nodes[0].step(20)
+    wanted(job, nodes, 20)
+    for node in nodes[:written]:
+        node.durable()
+    for node in nodes:
+        node.finished(20)
+    assert job.phase is Phase.RUNNING
+    job.wait(12)
+    assert "waiting for step-20.e1.1 to be written from memory to the disk as the ranks have finished" in job.notices
+    for node in (*nodes[written:], nodes[0]):
+        assert job.phase is Phase.RUNNING
+        node.durable()
+    assert steps(job) == [20]
+    assert job.phase is Phase.SUCCEEDED
+    assert nodes[1].directive.finish.message == "the run finished at step 20"
+
+
+def test_what_nobody_wanted_on_the_disk_is_not_waited_for() -> None:
+    job, nodes = started(2)
+    nodes[0].step(22)
+    held(job, nodes, 20)
+    for node in nodes:
+        node.finished(22)
+    assert job.phase is Phase.SUCCEEDED
+
+
+def test_a_finished_job_waits_ten_minutes_for_a_disk() -> None:
+    job, nodes = started(2)
+    nodes[0].save(10, any_size=True)
+    nodes[0].step(20)
+    made = wanted(job, nodes, 20)
+    for node in nodes:
+        node.finished(20)
+        node.durable("no space left on device")
+    job.wait(ASKED_AGAIN_SECONDS + 1)
+    for node in nodes:
+        node.durable("no space left on device")
+    job.wait(GIVEN_UP_AFTER_SECONDS - ASKED_AGAIN_SECONDS - 10)
+    assert job.phase is Phase.RUNNING
+    job.wait(20)
+    assert job.phase is Phase.SUCCEEDED
+    assert f"{made.ref.name} was in memory only, and no node could write it to the disk: going back to step-10" in (
+        job.notices
+    )
+
+
+def test_a_node_that_is_lost_as_the_others_write_takes_nothing_with_it() -> None:
+    """It had finished; the other one has its part."""
+    job, nodes = started(2)
+    nodes[0].step(20)
+    wanted(job, nodes, 20)
+    for node in nodes:
+        node.finished(20)
+    nodes[1].hang_up()
+    job.wait(10)
+    assert orders(nodes[:1]) == [("step-20", [0, 1], False)]
+    for _ in range(2):
+        nodes[0].durable()
+    assert steps(job) == [20]
+    assert job.phase is Phase.SUCCEEDED
