@@ -30,6 +30,7 @@ class Boundary:
         save: Somebody has ordered that this step be saved. Each order says so once.
         save_failed: Some rank could not write its part of a save in flight.
         saving: Some rank's part of one was not over yet.
+        carries: Some rank has said that its gradients are carried over boundaries, in this step or before.
         end: Some rank has no next batch.
         master_seen: Some rank's agent has heard the master lately.
     """
@@ -40,6 +41,7 @@ class Boundary:
     save: bool = False
     save_failed: bool = False
     saving: bool = False
+    carries: bool = False
     end: bool = False
     master_seen: bool = False
 
@@ -51,6 +53,7 @@ class Flags:
     drain: bool = False
     save_failed: bool = False
     saving: bool = False
+    carries: bool = False
     master_seen: bool = False
     # Number of the last order to save and train on; 0: none.
     save_order: int = 0
@@ -71,7 +74,7 @@ class Exchange:
         self._pending: Pending | None = None
         self._step: int | None = None
         self._seconds: float | None = None
-        self._ordered = 0
+        self._ordered, self._carries = 0, False
 
     def meet(self, ahead: int) -> int:
         """Before the first step: the least number of batches that any rank has, so that nobody begins a step alone."""
@@ -96,7 +99,7 @@ class Exchange:
         if self._hurry is not None:
             self._hurry.begin(step, call=flags.drain and step != self._next)
         if step == self._next:
-            told = [flags.drain, flags.save_failed, flags.saving, flags.master_seen, flags.save_order]
+            told = [flags.drain, flags.save_failed, flags.saving, flags.carries, flags.master_seen, flags.save_order]
             vector = [*told, -ahead, -self._propose()]
             self._pending = self._collective.start_max([int(value) for value in vector])
 
@@ -117,13 +120,14 @@ class Exchange:
         self._seconds = seconds if old is None else max(seconds, 0.5 * (old + seconds))
         hurried = self._hurry is not None and self._hurry.end()
         if self._pending is None:
-            return Boundary(step, drain=hurried)
-        drain, save_failed, saving, master_seen, save_order, ahead, apart = self._pending.wait()
-        self._pending = None
+            return Boundary(step, drain=hurried, carries=self._carries)
+        drain, save_failed, saving, carries, master_seen, save_order, ahead, apart = self._pending.wait()
+        self._pending, self._carries = None, self._carries or bool(carries)
         self._next = step + max(1, min(-ahead, -apart))
         told = {"save_failed": bool(save_failed), "saving": bool(saving), "master_seen": bool(master_seen)}
         # The master takes an order back only once it has heard of the checkpoint.
         save, self._ordered = save_order > self._ordered, max(save_order, self._ordered)
+        told["carries"] = self._carries
         return Boundary(step, True, bool(drain) or hurried, save, end=ahead == 0, **told)
 
     def abandon(self) -> None:

@@ -1,9 +1,10 @@
-"""Gradients that a script carries over the end of a step: no checkpoint has them."""
+"""Gradients that a script carries over the end of a step: no checkpoint has them, so saves come where none are."""
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,38 +14,57 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..rank.hooks import until_gone, weakly
 from ..rank.remarks import remark
+from .session import BareSession
 
-__all__ = ["CarriedGradients"]
+__all__ = ["CarriedGradients", "WholeSteps"]
 
 # So many boundaries without an optimizer's step are looked at: each may wait for a card.
-_LOOKS = 8
+_LOOKS = 64
+# In the first boundaries the ranks ask each other although none of them has seen anything: what one sees the others
+# hear with the next exchange only.
+_FIRST = 2 * _LOOKS
+# A drain waits so long for an optimizer's step at most, another save so long, in seconds.
+DRAIN_SECONDS, SAVE_SECONDS = 20.0, 300.0
 
 
 class CarriedGradients:
-    """Remarks once on gradients that were there at a boundary and that an optimizer uses behind it.
+    """Sees gradients that are there at a boundary and that an optimizer uses behind it; remarks once on that.
 
     A step that was left out (a loss scale that was too large, a loss that stands out) is none of it: what it had is
     dropped.
 
     Args:
-        say: For tests.
+        optimizers: Those that are known before their first step.
+        say: What says so, once.
+
+    Attributes:
+        known: This has been seen.
     """
 
-    def __init__(self, say: Callable[..., None] = remark) -> None:
+    def __init__(self, optimizers: Iterable[Optimizer] = (), say: Callable[..., None] = remark) -> None:
         self._say, self._looks, self._stepped = say, _LOOKS, False
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # The boundary, a parameter and its gradient then.
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet(optimizers)
+        # A boundary, a parameter and its gradient then; and whether that may be carried over the last boundary.
         self._there: tuple[int, weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
+        self.known, self._open = False, False
         until_gone(self, register_optimizer_step_pre_hook(weakly(self._begins)))
+
+    @property
+    def here(self) -> bool:
+        """Whether there were gradients at the last boundary that an optimizer may use behind it."""
+        return self._open
 
     def boundary(self, step: int) -> None:
         """Step ``step`` is done."""
-        if self._stepped or not self._looks or not self._optimizers:
-            self._stepped = False
+        stepped, self._stepped = self._stepped, False
+        self._open = False
+        if stepped or not (self.known or self._looks):
             return
-        self._looks -= 1
         found = next((one for one in map(_used, self._optimizers) if one is not None), None)
-        self._there = None if found is None else (step, *found)
+        self._open = found is not None
+        if not self.known:
+            self._looks -= 1
+            self._there = None if found is None else (step, *found)
 
     def _begins(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepped = True
@@ -56,12 +76,13 @@ class CarriedGradients:
         owner, there = parameter(), gradient()
         if owner is None or there is None or owner.grad is not there:
             return
-        self._looks = 0
+        self._looks, self.known = 0, True
         self._say(
-            "gradients were carried over the end of step %d: no checkpoint has them, so a change of the world there"
-            " loses a part of what an optimizer steps by. Give each of its steps a batch: a larger global batch, in"
-            " micro-batches",
+            "gradients were carried over the end of step %d, and no checkpoint has them: saves and drains come behind"
+            " an optimizer's step from now on, a drain within %g s. Better give each of its steps a batch: a larger"
+            " global batch, in micro-batches",
             step,
+            DRAIN_SECONDS,
         )
 
 
@@ -74,3 +95,63 @@ def _used(optimizer: Optimizer) -> tuple[weakref.ref[Tensor], weakref.ref[Tensor
                 good = here.layout is not torch.strided or bool(torch.isfinite(here).all() and here.any())
                 return (weakref.ref(parameter), weakref.ref(gradient)) if good else None
     return None
+
+
+class WholeSteps:
+    """Puts off what is due at a boundary that gradients are carried over. Collective: all ranks make it alike.
+
+    Args:
+        session: The process's.
+        save: What the loop saves with.
+    """
+
+    def __init__(self, session: BareSession, save: Any) -> None:
+        self._session, self._boundaries = session, 0
+        self._seen = CarriedGradients(_optimizers_of(save), remark if session.rank == 0 else _nothing)
+        self._since: float | None = None
+        self._said = False
+
+    def boundary(self, step: int) -> bool:
+        """Step ``step`` is done. Returns whether an optimizer goes on behind it with what it has by now."""
+        self._boundaries += 1
+        self._seen.boundary(step)
+        self._session.saves.carries = self._seen.known
+        return self._seen.known and self._seen.here
+
+    def put_off(self, told: bool, *, drain: bool) -> bool:
+        """Whether what is due here comes behind a later step. Collective, and the same on all ranks.
+
+        Args:
+            told: Some rank has said that it carries gradients. On all ranks alike.
+            drain: All ranks are to leave.
+        """
+        if not told and self._boundaries > _FIRST:
+            return False
+        now, here = time.monotonic(), self._seen.here
+        since = now if self._since is None else self._since
+        patient = now - since < (DRAIN_SECONDS if drain else SAVE_SECONDS)
+        later = bool(self._session.saves.largest(int(here and patient)))
+        self._since = since if later else None
+        if here and not later:
+            self._saved_within()
+        return later
+
+    def _saved_within(self) -> None:
+        if not self._said and self._session.rank == 0:
+            self._said = True
+            remark(
+                "step %d is saved between two steps of an optimizer: what it has accumulated is in no checkpoint, and"
+                " lost if the run goes on from there",
+                self._session.step,
+            )
+
+
+def _nothing(*_: Any) -> None:
+    """Rank 0 speaks for all."""
+
+
+def _optimizers_of(save: Any) -> list[Optimizer]:
+    """Those in what a loop saves, as far as that shows."""
+    called = getattr(save, "state", save)
+    parts = getattr(getattr(called, "__self__", called), "parts", None)
+    return [part for part in parts.values() if isinstance(part, Optimizer)] if isinstance(parts, dict) else []

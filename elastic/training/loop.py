@@ -20,7 +20,7 @@ from ..saving.cadence import checked
 from ..saving.declared import strategy_of
 from ..saving.resuming import check_strategy
 from . import saves
-from .carried import CarriedGradients
+from .carried import WholeSteps
 from .findings import loads_anywhere
 from .memory import MemorySaves
 from .rehearsal import rehearse
@@ -304,6 +304,19 @@ def _loop(
     run.finish()
 
 
+@dataclass(frozen=True)
+class _Due:
+    """What happens behind a step: all ranks save and leave, or save to the disk, or to memory."""
+
+    drain: bool = False
+    to_disk: bool = False
+    to_memory: bool = False
+
+    @property
+    def any(self) -> bool:
+        return self.drain or self.to_disk or self.to_memory
+
+
 class _Run:
     """What happens at boundaries."""
 
@@ -323,7 +336,8 @@ class _Run:
         self._position_of, self._metric, self._options = position, metric, options
         session.reports.saves_nothing = save is None
         # Where nothing is saved, nothing is lost by that alone.
-        self._carried = CarriedGradients() if save is not None and session.rank == 0 else None
+        self._whole = None if save is None else WholeSteps(session, save)
+        self._late = _Due()
         self._survival = Survival(session, save, options, wanted=save is not None and bool(cadence.memory_every))
         # The position that the data give, or else the resume point's.
         says, resume = getattr(data, "position", None), session.resume
@@ -347,10 +361,12 @@ class _Run:
             found.check_complete()
             self._learn(found)
         self._position = getattr(found or batch, "position_after", self._position)
-        if self._carried is not None:
-            self._carried.boundary(self._session.step + 1)
+        step = self._session.step + 1
+        # Until an optimizer steps a rank holds the boundary before, which is whole.
+        if self._whole is not None and self._whole.boundary(step):
+            return
         # The step's work is done. What follows are agreements and saves, which change nothing of the training.
-        self._survival.mark(self._session.step + 1, self._place())
+        self._survival.mark(step, self._place())
 
     def look(self) -> None:
         """Behind a boundary at which the loop goes on. Collective."""
@@ -375,28 +391,50 @@ class _Run:
             self.rehearse()
         if boundary.end:
             return False
-        if boundary.drain:
-            if self._write is None or self._save(self._measure(), drain=True) is not None:
-                if self._session.saves.of(boundary.step) is not None:
-                    # Nobody stays who could write what is in memory.
-                    self._session.saves.await_best(boundary.step, self._session.busy, saves.DRAIN_BEST_WAIT_SECONDS)
-                self._session.leave_drained(stays=self._session.may_stay)
-            else:
-                self._session.drain_failed()
-        due = not boundary.drain and (self._due(boundary.step) or (boundary.save and self._write is not None))
-        self._save_between(boundary.step, due=due, saved=boundary.drain)
+        due, step = self._due_at(boundary), boundary.step
+        # What the script calls worth saving is what it has just measured.
+        may_wait = due.any and self._whole is not None and not self._session.worth_saving
+        if may_wait and self._whole.put_off(boundary.carries, drain=due.drain):
+            lacks = self._memory.at(step, saved=False, here=False)
+            self._late = replace(due, to_disk=due.to_disk or lacks)
+            return True
+        self._late = _Due()
+        if due.drain:
+            self._drain(step)
+        self._save_between(step, due)
         return True
 
-    def _save_between(self, step: int, *, due: bool, saved: bool) -> None:
-        """What is due between two changes, on the disk or in memory; ``saved``: the step is saved already."""
-        metric = self._measure() if due else None
+    def _drain(self, step: int) -> None:
+        """Saves and ends this process, if the save has not failed."""
+        if self._write is None or self._save(self._measure(), drain=True) is not None:
+            if self._session.saves.of(step) is not None:
+                # Nobody stays who could write what is in memory.
+                self._session.saves.await_best(step, self._session.busy, saves.DRAIN_BEST_WAIT_SECONDS)
+            self._session.leave_drained(stays=self._session.may_stay)
+        else:
+            self._session.drain_failed()
+
+    def _save_between(self, step: int, due: _Due) -> None:
+        """What is due between two changes, on the disk or in memory. With a drain the step is saved already."""
+        to_disk = due.to_disk and not due.drain
+        metric = self._measure() if to_disk else None
         # What goes to memory first the agents bring to the disk.
-        to_disk = due and self._memory.on
-        if due and not to_disk:
+        through_memory = to_disk and self._memory.on
+        if to_disk and not through_memory:
             self._save(metric, wait=False)
         self._value = metric
-        if self._memory.at(step, saved=saved or due, to_disk=to_disk):
+        late = due.to_memory and not due.drain
+        if self._memory.at(step, saved=due.drain or to_disk, late=late, to_disk=through_memory):
             self._save(metric, wait=False)
+
+    def _due_at(self, boundary: Boundary) -> _Due:
+        """What is due here, or was at an earlier boundary. On all ranks alike."""
+        late, step = self._late, boundary.step
+        return _Due(
+            boundary.drain or late.drain,
+            late.to_disk or self._due(step) or (boundary.save and self._write is not None),
+            late.to_memory or self._memory.is_due(step),
+        )
 
     def _due(self, step: int) -> bool:
         """Whether this step is to be saved; never if there is nothing to save with, or no directory."""

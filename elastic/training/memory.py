@@ -40,11 +40,17 @@ class MemorySaves:
         """Whether there are memory checkpoints. On all ranks alike."""
         return self._cadence is not None
 
-    def at(self, step: int, *, saved: bool, to_disk: bool = False) -> bool:
+    def is_due(self, step: int) -> bool:
+        """Whether the cadence wants a save behind this step, if nothing else saves it. On all ranks alike."""
+        return self._cadence is not None and self._cadence.due(step)
+
+    def at(self, step: int, *, saved: bool, here: bool = True, late: bool = False, to_disk: bool = False) -> bool:
         """Behind each step.
 
         Args:
             saved: It has a save of another kind, or of this one (``to_disk``).
+            here: One may begin; else it comes at a later step.
+            late: One was due at an earlier step, where none might begin.
             to_disk: It is to be saved here, and the agents are to write it to the disk. Only where this is `on`.
 
         Returns:
@@ -58,7 +64,7 @@ class MemorySaves:
         if self._saving is not None and not session.saves.under_way(in_memory=True):
             lacks = self._ended(cadence, step) and not saved
         # Nobody waits for a disk, and what a durable save under way has is hardly older.
-        due = not saved and cadence.due(step) and not session.saves.under_way(in_memory=False)
+        due = here and not saved and (late or cadence.due(step)) and not session.saves.under_way(in_memory=False)
         if to_disk or due:
             lacks = self._begin(cadence, step, to_disk) or lacks
         self._mark = time.monotonic()

@@ -81,6 +81,7 @@ class Saves:
     Attributes:
         saver: None: there is no directory.
         store: Of the run's directory.
+        carries: This rank's gradients are carried over boundaries.
         keep: See above; a save may change it.
     """
 
@@ -88,7 +89,7 @@ class Saves:
         self, identity: Identity, collective: Collective, link: Link | None, resume: ResumePoint | None, keep: int
     ) -> None:
         self._identity, self._collective, self._link, self._resume = identity, collective, link, resume
-        self.keep = keep
+        self.keep, self.carries = keep, False
         self.store = None if identity.run_dir is None else CheckpointStore(identity.run_dir)
         self.saver: Saver | None = None
         self._memory: bool | None = None
@@ -102,9 +103,10 @@ class Saves:
                 # At the resume point this step number is saved as the resume point itself.
                 self.saver.saved.note(resume.step, resume.ref, in_memory=in_memory)
 
-    def tells(self) -> tuple[bool, bool]:
-        """See `Saver`."""
-        return (False, False) if self.saver is None else self.saver.tells()
+    def tells(self) -> tuple[bool, bool, bool]:
+        """What this rank tells the others in each exchange: see `Saver`, and ``carries``."""
+        failed, saving = (False, False) if self.saver is None else self.saver.tells()
+        return failed, saving, self.carries
 
     @property
     def busy(self) -> bool:

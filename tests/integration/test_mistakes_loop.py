@@ -171,7 +171,7 @@ def test_gradients_that_are_carried_over_steps(tmp_path: Path, caplog: pytest.Lo
             script.optimizer.zero_grad()
     said = [line for line in caplog.messages if "carried over" in line]
     assert len(said) == 1
-    assert said[0].startswith("gradients were carried over the end of step 3: no checkpoint has them")
+    assert said[0].startswith("gradients were carried over the end of step 1, and no checkpoint has them")
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -16,10 +16,13 @@ from dalsegno.elastic.training.carried import CarriedGradients
 class Training:
     def __init__(self) -> None:
         self.said: list[str] = []
-        self.watch: CarriedGradients | None = CarriedGradients(lambda text, *values: self.said.append(text % values))
+        self.watch: CarriedGradients | None = CarriedGradients(say=self._say)
         self.model = nn.Linear(2, 2)
         self.optimizer: Optimizer = Adam(self.model.parameters())
         self.step = 0
+
+    def _say(self, text: str, *values: object) -> None:
+        self.said.append(text % values)
 
     def backward(self, factor: float = 1.0) -> None:
         (self.model(torch.ones(1, 2)).sum() * factor).backward()
@@ -104,7 +107,7 @@ def test_what_is_carried_is_named_once(loop: Callable[[Training], None], step: i
     for _ in range(30):
         loop(one)
     assert len(one.said) == 1
-    assert f"the end of step {step}:" in one.said[0]
+    assert f"the end of step {step}," in one.said[0]
 
 
 def test_a_loop_that_is_over_says_nothing() -> None:
