@@ -94,7 +94,7 @@ class BesideEngine:
     def _checked(self) -> dict[str, dict[str, Any]]:
         kept = kept_of(self._parts)
         for name, part in kept.items():
-            loadable(part, f"the state of {name}")
+            kept[name] = loadable(part, f"the state of {name}")
             empty = [path for path, tensor in tensors(part["state"]) if tensor.numel() == 0]
             if empty and int(self._engine.zero_optimization_stage()) == 3:
                 raise ValueError(

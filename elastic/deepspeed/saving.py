@@ -124,12 +124,30 @@ class Save:
         given, scheduler = None, self.engine.lr_scheduler
         try:
             given = self._client_state() if callable(self._client_state) else self._client_state
+            _use_pythons_numbers(self.engine.optimizer, scheduler)
             if getattr(self.engine, "save_non_zero_checkpoint", True):
-                states = [given, None if scheduler is None else scheduler.state_dict()]
-                loadable(states, "the state of the scheduler, of a callback or of the script's own")
+                given = loadable(given, "the state of a callback or of the script's own")
         except Exception as error:  # every error is kept, because the other ranks wait in DeepSpeed's collectives
             return given, error
         return given, None
+
+
+def _use_pythons_numbers(optimizer: Any, scheduler: Any) -> None:
+    """Has what DeepSpeed asks for and writes by itself be loadable again.
+
+    Raises:
+        TypeError, ValueError: It could not be.
+    """
+    for group in getattr(optimizer, "param_groups", ()):
+        values = {key: value for key, value in group.items() if key != "params"}
+        group.update(loadable(values, "the optimizer's settings (param_groups)"))
+    if scheduler is None:
+        return
+    state = scheduler.state_dict()
+    attributes, found = getattr(scheduler, "__dict__", {}), loadable(state, "the state of the scheduler")
+    for name, value in found.items() if isinstance(found, dict) else ():
+        if value is not state[name] and attributes.get(name) is state[name]:
+            attributes[name] = value
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -182,7 +183,19 @@ def unpacked(content: Any) -> Any:
         rest = _rest_of(content["rest"], content["pools"])
         return _value(json.loads(content["tree"]), content["pools"], rest)
     except (TypeError, KeyError, IndexError, AttributeError, RuntimeError, RecursionError, UnpicklingError) as error:
+        if refused := refused_of(error):
+            raise ValueError(f"it has more than plain values and tensors: {refused}") from error
         raise ValueError(f"what it packs is not whole: {type(error).__name__} {error}".splitlines()[0]) from error
+
+
+def refused_of(error: Exception) -> str:
+    """What ``torch.load`` does not take with ``weights_only``, for a person; empty: that is not why it failed."""
+    found = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error))
+    if found is None:
+        return ""
+    if re.fullmatch(r"numpy\.(_core|core)\.multiarray\.scalar", found[1]):
+        return "it holds a number of NumPy's: make it float(…) or int(…)"
+    return f"it holds a {found[1]}"
 
 
 def _rest_of(where: Any, pools: Sequence[Tensor]) -> Any:

@@ -6,16 +6,16 @@ A sharded tensor that rank 0 saves holds only rank 0's rows, but it loads withou
 from __future__ import annotations
 
 import io
-import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from operator import is_ as _is
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .bundles import Bundle
+from .bundles import Bundle, refused_of
 
 # Wrappers put these prefixes before the names of what they wrap.
 _PREFIXES = ("module.", "_orig_mod.")
@@ -100,8 +100,6 @@ def check_unsharded(content: Any, what: str) -> None:
     Raises:
         ValueError: There is one.
     """
-    if _plain(content):
-        return  # Nearly always, and in half of the time.
     for path, tensor in tensors(content):
         if _is_sharded(tensor):
             raise ValueError(
@@ -110,8 +108,8 @@ def check_unsharded(content: Any, what: str) -> None:
             )
 
 
-def loadable(content: Any, what: str) -> None:
-    """Checks that what a file is to contain could be read again. Copies no tensor.
+def loadable(content: Any, what: str) -> Any:
+    """What a file is to contain, if it can be read again, with Python's numbers in place of NumPy's. Copies no tensor.
 
     Args:
         content: The argument of ``torch.save``.
@@ -121,17 +119,62 @@ def loadable(content: Any, what: str) -> None:
         TypeError: It is more than plain values and tensors.
         ValueError: There is a sharded tensor in it.
     """
+    if not _plain(content):
+        check_unsharded(content, what)
+        content = _pythons(content, [])
+        if not _plain(content):
+            _try_out(content, what)
+    return content
+
+
+def plainly(content: Any, what: str) -> Any:
+    """The same as `loadable`, where tensors are known to be such as can be read: they are not tried out.
+
+    NumPy's ``float64`` is as good as a ``float``, and what ``np.cos`` gives; ``torch.load`` refuses it.
+
+    Raises:
+        TypeError, ValueError: As with `loadable`.
+    """
     if _plain(content):
-        return
+        return content  # Nearly always.
     check_unsharded(content, what)
+    odd: list[Any] = []
+    content = _pythons(content, odd)
+    if odd:
+        _try_out(odd, what)
+    return content
+
+
+def _pythons(value: Any, odd: list[Any]) -> Any:
+    """With Python's own numbers; ``odd`` gets what is neither these nor tensors."""
+    kind = type(value)
+    if kind in (dict, Bundle, OrderedDict):
+        found = {_pythons(key, odd): _pythons(item, odd) for key, item in value.items()}
+        if all(map(_is, found, value)) and all(map(_is, found.values(), value.values())):
+            return value
+        copy = kind(found)
+        if kind is OrderedDict:
+            vars(copy).update(vars(value))  # the metadata of a module's state
+        return copy
+    if kind in (list, tuple):
+        items = [_pythons(item, odd) for item in value]
+        return value if all(map(_is, items, value)) else kind(items)
+    if isinstance(value, Tensor) or _plain(value):
+        return value
+    if kind.__module__ == "numpy" and kind.__name__ in ("float64", "int64", "bool", "bool_", "str_"):
+        return value.item()
+    odd.append(value)
+    return value
+
+
+def _try_out(content: Any, what: str) -> None:
     held = io.BytesIO()
     try:
         torch.save(_skeleton(content, {}), held)
         held.seek(0)
         torch.load(held, weights_only=True, map_location="cpu")
     except Exception as error:  # pickle fails in many ways
-        found = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error))
-        why = f"it holds a {found[1]}" if found else (str(error).splitlines() or [type(error).__name__])[0]
+        why = refused_of(error) or (str(error).splitlines() or [type(error).__name__])[0]
         raise TypeError(
             f"{what} has more than plain values and tensors, and could not be loaded again: {why}"
         ) from error

@@ -88,9 +88,7 @@ def _state_of(name: str, callback: Callback) -> dict[str, Any]:
     except Exception as error:
         kind = RuntimeError if isinstance(error, RuntimeError) else TypeError
         raise kind(f"{what} cannot be had: {type(error).__name__}: {error}") from error
-    if state:
-        loadable(state, what)
-    return state
+    return loadable(state, what) if state else state
 
 
 class EarlyStopping(Callback):

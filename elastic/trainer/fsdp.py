@@ -23,7 +23,7 @@ from dalsegno.protos.trace import mark
 from ..rank.process_group import init_process_group
 from ..saving.bundles import Bundle
 from ..saving.optimizers import check_sharded, say_added
-from ..saving.replicas import check_whole, loadable, tensors
+from ..saving.replicas import check_whole, loadable, plainly, tensors
 from ..training.first_weights import FirstWeights
 from ..training.reading_state import check_same_dtypes, check_same_names, owned, read_tensors
 from ..training.unlisted import Unlisted
@@ -208,7 +208,7 @@ def files(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             world_size=world_size,
             shapes=shapes,
             rest=_rest(model),
-            optimizer={"groups": groups, "whole": unsharded},
+            optimizer=plainly({"groups": groups, "whole": unsharded}, "the state of the optimizer"),
             frozen=frozen(model),
         )
     return found
@@ -401,7 +401,9 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
 
 def _rest(model: nn.Module) -> dict[str, Any]:
     """What is not sharded: buffers, and parameters that ``fully_shard`` was told to leave alone."""
-    return {name: value for name, value in model.state_dict().items() if not _is_sharded(value)}
+    rest = {name: value for name, value in model.state_dict().items() if not _is_sharded(value)}
+    odd = {name: value for name, value in rest.items() if not isinstance(value, Tensor)}
+    return {**rest, **loadable(odd, "the model's state_dict() (get_extra_state?)")} if odd else rest
 
 
 def _place(value: Any) -> tuple[int, Tensor]:

@@ -464,8 +464,7 @@ def trainer_state(state: Mapping[str, Any], scheduler: Any, loss_scale: LossScal
     """
     schedule = None if scheduler is None else scheduler.state_dict()
     content = {"trainer": dict(state), "scheduler": schedule, "scaler": loss_scale.state_dict()}
-    loadable(content, _TRAINERS_STATE)
-    return content
+    return dict(loadable(content, _TRAINERS_STATE))
 
 
 def load_trainer_state(directory: Path, scheduler: Any, loss_scale: LossScale) -> dict[str, Any]:

@@ -393,8 +393,8 @@ class _Run:
             return False
         due, step = self._due_at(boundary), boundary.step
         # What the script calls worth saving is what it has just measured.
-        may_wait = due.any and self._whole is not None and not self._session.worth_saving
-        if may_wait and self._whole.put_off(boundary.carries, drain=due.drain):
+        whole = self._whole if due.any and not self._session.worth_saving else None
+        if whole is not None and whole.put_off(boundary.carries, drain=due.drain):
             lacks = self._memory.at(step, saved=False, here=False)
             self._late = replace(due, to_disk=due.to_disk or lacks)
             return True

@@ -176,9 +176,8 @@ class StatefulLoader(Unknown[T]):
         # At the last step of a run the next batch was not fetched.
         following = fingerprint(self._next) if self._next else None
         held = {"state": self._state, "ended": self._ended and not self._next, "next": following}
-        loadable(held, f"the state of {kind(self._data)}")
         content = io.BytesIO()
-        torch.save(held, content)
+        torch.save(loadable(held, f"the state of {kind(self._data)}"), content)
         return {file_name(rank): content.getvalue()}
 
 

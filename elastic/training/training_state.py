@@ -27,7 +27,7 @@ from ..checkpoint import SHARDED
 from ..rank.remarks import remark
 from ..saving.bundles import Bundle
 from ..saving.optimizers import check_kept, check_parameters, say_added
-from ..saving.replicas import check_unsharded, check_whole, loadable, tensors, unwrapped, without_prefixes
+from ..saving.replicas import check_whole, loadable, plainly, tensors, unwrapped, without_prefixes
 from ..saving.resuming import ResumePoint
 from ..saving.schedules import check_factors, factors, has_moved, left_out, place_of, rates_of, unchanged
 from ..saving.writing import write_files
@@ -44,6 +44,7 @@ from .wrappers import frozen, tell_frozen
 MODEL_FILE, TRAINING_FILE = "model.pt", "training.pt"
 EXTRA_STATE = "_extra_state"  # as torch names it
 UNLISTED_FILE = "unlisted.pt"
+_MODELS_STATE = "the model's state_dict() (get_extra_state?)"
 """Name of the file for what no ``state_dict()`` contains but has changed; written only if something has."""
 
 
@@ -101,8 +102,8 @@ class TrainingState:
         """What this rank saves, for ``background``: rank 0 saves it all. Tensors are the training's own.
 
         Raises:
-            TypeError: A part gives no state, or one that could not be loaded again. (For the optimizer and the model
-                that is only checked before the first step.)
+            TypeError: A part gives no state, or one that could not be loaded again. (Of the tensors of the optimizer
+                and of the model that is only checked before the first step.)
             ValueError: A state is sharded, not the same on every rank.
         """
         found = self._given()
@@ -134,11 +135,14 @@ class TrainingState:
             if before:
                 kept[name]["factors"] = unchanged(before, factors(self._parts[name]))
         for name, part in self._parts.items():
-            check = check_unsharded if hasattr(part, "param_groups") else loadable
-            check(kept[name], f"the state of {name}")
+            checked = plainly if hasattr(part, "param_groups") else loadable
+            kept[name] = checked(kept[name], f"the state of {name}")
         if self._session.rank == 0:
             self._unlisted.tell()
-        found = {MODEL_FILE: self._model.state_dict(), TRAINING_FILE: Bundle(kept)}
+        weights = self._model.state_dict()
+        if odd := {name: value for name, value in weights.items() if not isinstance(value, Tensor)}:
+            weights.update(loadable(odd, _MODELS_STATE))
+        found = {MODEL_FILE: weights, TRAINING_FILE: Bundle(kept)}
         changed = self._unlisted.changed_buffers()
         return {**found, UNLISTED_FILE: {"buffers": changed}} if changed else found
 
@@ -176,7 +180,7 @@ class TrainingState:
         if files:
             self._first_weights.refuse(self._model, files[MODEL_FILE])
             check_places(files[MODEL_FILE])
-            loadable(files[MODEL_FILE], "the model's state_dict() (get_extra_state?)")
+            loadable(files[MODEL_FILE], _MODELS_STATE)
             for name, part in files[TRAINING_FILE].items():
                 if hasattr(self._parts[name], "param_groups"):
                     loadable(part, f"the state of {name}")

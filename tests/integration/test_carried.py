@@ -1,4 +1,4 @@
-"""A script that accumulates gradients over batches by hand: whatever happens, no part of an optimizer's step is lost."""
+"""A script that accumulates gradients over batches by hand loses no part of an optimizer's step, whatever happens."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ for number, batch in enumerate(s.steps(data, state, max_steps=60, save_every=20,
         optimizer.zero_grad()
     if s.rank == 0:
         with open(log, "a") as file:
-            entry = {"step": batch.step, "ranks": s.world_size, "sum": sum(one.sum().item() for one in model.parameters())}
-            file.write(json.dumps(entry) + chr(10))
+            total = sum(one.sum().item() for one in model.parameters())
+            file.write(json.dumps({"step": batch.step, "sum": total}) + chr(10))
     hurries = os.path.exists(log + ".hurry")
     while batch.step == 45 and s.world_size == 1 and pace and not hurries and not s.should_drain:
         hurries = os.path.exists(log + ".hurry")
