@@ -37,17 +37,23 @@ class Unlisted:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         # Not compared by `id`: another tensor may have it once the first one is gone.
-        self._buffers = {name: (weakref.ref(b), b._version, _digest(b)) for name, b in buffers(model).items()}
+        found = buffers(model).items()
+        self._buffers = {name: (weakref.ref(b), b._version, _digest(b), list(b.shape)) for name, b in found}
         self._attributes, self._looks = _attributes(model), _LOOKS
 
-    def changed_buffers(self) -> dict[str, Tensor]:
-        """The model's own buffers that have changed."""
-        found = {}
+    def changed_buffers(self) -> dict[str, Any]:
+        """The model's own buffers that have changed.
+
+        Of those that came later, or have another shape by now: ``value``, and ``first``, the shape at the beginning.
+        """
+        found: dict[str, Any] = {}
         for name, buffer in buffers(self._model).items():
             was = self._buffers.get(name)
             # Few buffers change, and comparing all of them at each save would take too long.
             same = was is not None and was[0]() is buffer and was[1] == buffer._version
-            if was is None or (not same and _digest(buffer) != was[2]):
+            if was is None or list(buffer.shape) != was[3]:
+                found[name] = {"value": buffer, "first": None if was is None else was[3]}
+            elif not same and _digest(buffer) != was[2]:
                 found[name] = buffer
         return found
 
@@ -67,12 +73,29 @@ class Unlisted:
                 remark("%s", said(changed))
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Restores buffers that still exist with the saved shape."""
-        here = buffers(self._model)
-        with torch.no_grad():
-            for name, value in saved.items():
-                if name in here and here[name].shape == value.shape:
-                    here[name].copy_(value)
+        """Restores buffers of a model that is made as it was: also where they grew, or came in the first step."""
+        modules = dict(self._model.named_modules())
+        for name, entry in saved.items():
+            prefix, _, own = name.rpartition(".")
+            if prefix not in modules:
+                continue
+            was = self._buffers.get(name)
+            grown = not isinstance(entry, Tensor) and entry["first"] == (None if was is None else was[3])
+            self._restore(modules[prefix], own, entry if isinstance(entry, Tensor) else entry["value"], grown=grown)
+
+    @torch.no_grad()
+    def _restore(self, module: nn.Module, name: str, value: Tensor, *, grown: bool) -> None:
+        buffer = module._buffers.get(name)
+        if name not in module._non_persistent_buffers_set and hasattr(module, name):
+            return  # It is something else by now.
+        if buffer is not None and buffer.shape == value.shape:
+            buffer.copy_(value)
+            return
+        if not grown:
+            return
+        near = (buffer, *module.parameters(), *module.buffers(), *self._model.parameters())
+        device = next((one.device for one in near if one is not None), value.device)
+        module.register_buffer(name, value.to(device, copy=True), persistent=False)
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:

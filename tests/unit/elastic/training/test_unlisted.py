@@ -68,6 +68,45 @@ def test_buffers_come_back_where_they_fit() -> None:
     assert again.mask.tolist() == [1.0] * 4
 
 
+class Queue(nn.Module):
+    """Makes what it keeps in its first batch, or lets it grow."""
+
+    def __init__(self, kind: str, first: int = 0) -> None:
+        super().__init__()
+        self.kind, self.weight = kind, nn.Parameter(torch.ones(2))
+        if kind != "absent":
+            self.register_buffer("rows", torch.zeros(first, 2) if kind == "grows" else None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = getattr(self, "rows", None)
+        rows = x if rows is None else torch.cat([rows, x])
+        if self.kind == "absent":
+            self.register_buffer("rows", rows, persistent=False)
+        else:
+            self.rows = rows
+        return x * self.weight
+
+
+@pytest.mark.parametrize("kind", ["none", "grows", "absent"])
+def test_buffers_that_come_or_grow_come_back(kind: str) -> None:
+    """Again and again; and not in a model that is made in another way."""
+    model = nn.Sequential(Queue(kind))
+    looked = Unlisted(model)
+    assert looked.changed_buffers() == {}
+    for rows in (1, 3, 4):
+        model(torch.full((1 if rows != 3 else 2, 2), float(rows)))
+        saved = looked.changed_buffers()
+        model = nn.Sequential(Queue(kind))
+        looked = Unlisted(model)
+        looked.load(saved)
+        assert model[0].rows.shape == (rows, 2)
+        assert "0.rows" not in model.state_dict()
+    assert model[0].rows[:, 0].tolist() == [1.0, 3.0, 3.0, 4.0]
+    other = nn.Sequential(Queue("grows", 7))
+    Unlisted(other).load(saved)
+    assert other[0].rows.shape == (7, 2)
+
+
 def test_modules_that_save_what_they_count_are_left_alone() -> None:
     model = Saves()
     looked = Unlisted(model)
