@@ -164,7 +164,10 @@ class Buddy:
         if self._said:
             return
         self._said = True
-        text = f"{shown(self.address)} does not hold {part}: {error}; training goes on, newer steps are sent there, too"
+        text = (
+            f"{shown(self.address)} does not hold {part}: {error}; training goes on, and newer steps are tried: until"
+            " one is held there, the loss of this node may cost the steps since the last that was"
+        )
         if error.ours:
             text = f"{part} was not sent to {shown(self.address)}: {error}; training goes on"
         if error.unreachable:

@@ -296,6 +296,20 @@ class Holdings:
             step.parts[group_rank] = paths
             return _held(run_id, step)
 
+    def mend_note(self, part: StepPart) -> None:
+        """Has ranks find a part that is here, though the note on it is damaged or gone.
+
+        Raises:
+            OSError: It cannot be noted.
+        """
+        paths = sorted(entry.path for entry in part.entries)
+        try:
+            if sorted(part.place.read_part(part.group_rank, part.manifest)) == paths:
+                return
+        except (OSError, ValueError):
+            pass  # It is written anew.
+        part.place.write_part(part.group_rank, paths)
+
     # ---- what goes ----
 
     def drop_part(self, part: StepPart) -> HeldParts:

@@ -68,7 +68,10 @@ class Space:
 
     def _problem(self, size: int) -> str:
         if self._budget is not None and self._held() + self._coming + size > self._budget:
-            return f"the budget is {_megabytes(self._budget)}, {_megabytes(self._held())} are in use (--memory-budget)"
+            return (
+                f"the budget is {_megabytes(self._budget)}, {_megabytes(self._held())} are in use (--memory-budget: a"
+                " node holds two steps of its own part, and two of each that it holds for others)"
+            )
         if (free := self._free() - self._coming) < size:
             return f"{_megabytes(max(0, free))} are left on the file system; {HELP}"
         if (available := self._available() - self._coming - RESERVE) < size:

@@ -354,12 +354,14 @@ class MemoryTier:
         with self._holdings.at_work(run_id, ref.name):
             for group_rank in () if held is None else held.parts:
                 part = self._holdings.part(run_id, ref.name, ref.digest, group_rank)
+                if part is None:
+                    continue
                 try:
-                    for _ in () if part is None else read_part(part, read_manifest(part)):
+                    for _ in read_part(part, read_manifest(part)):
                         if self._ending.is_set():
                             return "the agent ends"
+                    self._holdings.mend_note(part)
                 except CheckpointDamaged as damaged:
-                    assert part is not None
                     self._found_bad(part, damaged)
                     found = found or str(damaged)
                 except OSError as error:

@@ -344,6 +344,7 @@ class ElasticAgent(LocalElasticAgent):
             spec.role,
             os.environ,
             self._effects.memory.directory(world.run_id) if self._effects.memory is not None else None,
+            self._config.memory_budget_bytes,
         )
         envs: dict[int, Any] = {}
         environment: Any

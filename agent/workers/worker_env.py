@@ -87,11 +87,13 @@ def worker_environment(
     role: str,
     inherited: Mapping[str, str],
     memory: PurePath | None = None,
+    memory_budget: int | None = None,
 ) -> list[dict[str, str]]:
     """Per local rank, the variables that differ from the agent's own environment.
 
     Args:
         memory: where memory checkpoints of this run are; None: there are none.
+        memory_budget: the most bytes that all of this node's may have; None: no such limit.
 
     `LOCAL_RANK` and `CUDA_VISIBLE_DEVICES` are left to torch's agent, `DALSEGNO_SOCKET` and the keeper's token to ours.
     """
@@ -117,6 +119,7 @@ def worker_environment(
         Variable.RUN_DIR: str(run_dir),
         Variable.STALL_TIMEOUT: f"{max(0.0, settings.stall_timeout):g}",
         **({Variable.MEMORY_DIR: str(memory)} if memory is not None else {}),
+        **({Variable.MEMORY_BUDGET: str(memory_budget)} if memory is not None and memory_budget is not None else {}),
         **resume_environment(world, run_dir, memory),
     }
     return [

@@ -54,7 +54,10 @@ def read_part(directory: Path, group_rank: int) -> tuple[str, ...]:
         OSError: It cannot be read, FileNotFoundError where the part is not here.
     """
     path = part_path(directory, group_rank)
-    raw = json.loads(read_regular(path, MAX_BYTES))
+    try:
+        raw = json.loads(read_regular(path, MAX_BYTES))
+    except ValueError as error:
+        raise ValueError(f"{path} is no list of files: {error}") from error
     files = raw.get("files") if isinstance(raw, dict) else None
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
         raise ValueError(f"{path} is no list of files")

@@ -36,6 +36,7 @@ class Identity:
         group_rank, nodes: This node's number in the world, and how many nodes that has.
         run_dir: Where checkpoints are; None where nothing can be saved.
         memory_dir: Where memory checkpoints of the run are on this node; None where there are none.
+        memory_budget: The most bytes that this node's memory checkpoints may have, others' parts too; None: no limit.
         stall_timeout: Seconds in which nothing moves, after which a disk counts as stuck; 0: never.
         resume: None: from step 0 (or, outside ``dlrover-run``, not known yet).
     """
@@ -58,6 +59,7 @@ class Identity:
     group_rank: int = 0
     nodes: int = 1
     memory_dir: Path | None = None
+    memory_budget: int | None = None
 
     @property
     def alone(self) -> bool:
@@ -104,6 +106,7 @@ def from_environment(environ: Mapping[str, str] | None = None, checkpoint_dir: P
         group_rank=_number(environ, "GROUP_RANK", 0),
         nodes=_number(environ, "GROUP_WORLD_SIZE", 1),
         memory_dir=_path(environ, Variable.MEMORY_DIR),
+        memory_budget=_number(environ, Variable.MEMORY_BUDGET) if Variable.MEMORY_BUDGET in environ else None,
     )
 
 

@@ -7,6 +7,7 @@ the node what rank 0 does for the disk, and nothing is synced: it is gone with t
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections import Counter
@@ -94,6 +95,10 @@ class Disk:
         return self.store.prune([name]).values()
 
 
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"
+
+
 class Memory(Disk):
     """This node's memory: a directory of its own for each checkpoint, see `checkpoint.parts`."""
 
@@ -121,13 +126,34 @@ class Memory(Disk):
             self.store.path(name).mkdir(exist_ok=True)
 
     def _check_room(self) -> None:
+        problem = self._lacks_room()
+        if problem:
+            clear_spares(self.store.run_dir)
+            problem = self._lacks_room()
+        if problem:
+            raise OSError(errno.ENOSPC, problem, str(self.store.run_dir))
+
+    def _lacks_room(self) -> str:
+        """Why another checkpoint as large as the last one has no room; empty: it has."""
         free, wanted = self._free(), self._bytes + SPARE_BYTES
         if free < wanted:
-            clear_spares(self.store.run_dir)
-            free = self._free()
-        if free < wanted:
-            line = f"{free >> 20} MiB are free in memory, and a checkpoint takes {wanted >> 20} MiB on this node"
-            raise OSError(errno.ENOSPC, line, str(self.store.run_dir))
+            return f"{free >> 20} MiB are free in memory, and a checkpoint takes {wanted >> 20} MiB on this node"
+        budget = self.identity.memory_budget
+        if budget is None or (used := self._used()) + self._bytes <= budget:
+            return ""
+        return (
+            f"{_megabytes(used)} of the {_megabytes(budget)} of --memory-budget are in use, and a checkpoint takes"
+            f" {_megabytes(self._bytes)} on this node: a node holds two, and two of each node whose part it has"
+        )
+
+    def _used(self) -> int:
+        """Bytes of all that the agents of this node hold, of whatever run."""
+        total = 0
+        for directory, _, files in os.walk(self.store.run_dir.parent):
+            for file in files:
+                with contextlib.suppress(FileNotFoundError):  # They come and go.
+                    total += os.lstat(os.path.join(directory, file)).st_size
+        return total
 
     def _free(self) -> int:
         there = os.statvfs(self.store.run_dir)

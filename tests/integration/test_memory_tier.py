@@ -844,6 +844,26 @@ def test_a_bit_that_flips_in_memory_is_found_and_the_replica_used(tmp_path: Path
         assert found[1] == ""
 
 
+@pytest.mark.parametrize("harm", ["gone", "garbage", "empty", "others"])
+def test_a_note_that_is_damaged_is_written_anew(tmp_path: Path, harm: str) -> None:
+    """The part itself is whole: ranks that do not find it have it doubted, and find it then."""
+    with nodes(tmp_path, 2) as two:
+        manifest = world(two)
+        note = two[0].memory() / f"{STEP}.parts" / "1.json"
+        before = note.read_bytes()
+        if harm == "gone":
+            note.unlink()
+        else:
+            note.write_bytes({"garbage": b"\xff\x00", "empty": b"", "others": b'{"files": ["rank0.pt"]}'}[harm])
+        found: list[str] = []
+        two[0].tier.doubt(RUN, manifest.ref.to_proto(), found.append)
+        two[0].wait_for(lambda: found)
+        assert found == [""]
+        assert two[0].parts(STEP) == (0, 1)
+        complete(two[0], manifest)
+        assert note.read_bytes() == before
+
+
 def test_a_full_memory_is_said_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender's line has the holder's reason, with the flag that helps."""
     monkeypatch.setattr(buddies, "_PAUSES_SECONDS", (0.1,))

@@ -64,6 +64,7 @@ class Job:
     nodes: int
     per_node: int = 1
     epoch: int = 3
+    budget: int | None = None
 
     def __post_init__(self) -> None:
         self.agents = [Agent() for _ in range(self.nodes)]
@@ -91,6 +92,7 @@ class Job:
             run_dir=self.directory / "run-0001",
             group_rank=node,
             memory_dir=self.memory(node),
+            memory_budget=self.budget,
         )
 
     def run(self, work: Callable[[Saver, Threads], Any]) -> list[Any]:
@@ -243,6 +245,27 @@ def test_no_room_on_one_node_fails_on_all_and_leaves_nothing(
         assert (first.step, second, third.step) == (1, None, 3)
     assert "MiB are free in memory, and a checkpoint takes 1 MiB on this node" in caplog.text
     assert not any(agent.of("save_failed") for agent in job.agents), "it is no durable save that has failed"
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_nodes_own_parts_are_within_its_budget(tmp_path: Path, fits: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Together with what it holds for others, of whatever run: `--memory-budget`."""
+    job = Job(tmp_path, 1)
+    others = job.memory(0).with_name("of-another-run") / "step-1.e1.1" / "file"
+    others.parent.mkdir(parents=True)
+    others.write_bytes(bytes(2_000_000))
+
+    def taken() -> int:
+        return sum(path.stat().st_size for path in job.memory(0).parent.rglob("*") if path.is_file())
+
+    job.run(lambda saver, group: save(saver, group, waits=True, step=1))
+    size = taken() - 2_000_000
+    job.budget = 2_000_000 + 3 * size - (0 if fits else size // 2)
+    (saved,) = job.run(lambda saver, group: [save(saver, group, waits=True, step=step) is not None for step in (2, 3)])
+    assert saved == [True, fits]
+    assert taken() <= job.budget
+    said = "of --memory-budget are in use, and a checkpoint takes 0.0 MB on this node: a node holds two"
+    assert (said in caplog.text) is not fits
 
 
 @pytest.mark.slow
