@@ -208,7 +208,9 @@ def worker_exited(decision: Decision, event: ev.WorkerExited) -> None:
     epoch.exits = (*epoch.exits, (event.local_rank, event.code))
     if epoch.own_save.until is not None:
         return  # Why the world has broken is known.
-    drained = event.code == ev.WORKER_DRAINED or (event.code == 0 and has_drained(decision, event.local_rank))
+    drained = event.code in (0, ev.WORKER_DRAINED) and has_drained(decision, event.local_rank)
+    # A script may end with any code: it is a drain only if somebody wanted one.
+    drained = drained or (event.code == ev.WORKER_DRAINED and is_draining(decision))
     refusal = epoch.refusals.get(global_rank(decision, event.local_rank))
     if refusal is not None and not drained:
         worker_refused(decision, refusal, event.code)
@@ -218,6 +220,13 @@ def worker_exited(decision: Decision, event: ev.WorkerExited) -> None:
         worker_gave_up(decision, event.local_rank)
     elif len(epoch.exits) == state.settings.nproc:
         workers_ended(decision)
+
+
+def is_draining(decision: Decision) -> bool:
+    """Whether the ranks were to save and end, or have said that they do."""
+    state = decision.state
+    told = state.drain is not None or state.leaving or state.contact.drain
+    return told or state.epoch.agreed or state.epoch.drained is not None
 
 
 def has_drained(decision: Decision, local_rank: int) -> bool:

@@ -22,6 +22,8 @@ _LONGEST_LINE = 300
 _BAR = re.compile(r"^.*\[\d+:\d\d(:\d\d)?(<|, )[^\]]*\]")
 # What loggers put before what went well: `INFO`, `[2026-11-24 10:00:00,000] [INFO] [engine.py:12]`, glog's `I1124 `.
 _WENT_WELL = re.compile(r"^(I\d{4} |.{0,60}?\b(DEBUG|INFO|info|debug)\b[\]:| \-|\t])")
+# What Python's `warnings` print, above the line of source that they are about.
+_WARNED = re.compile(r"\S.*:\d+: \w*Warning: ")
 # Sequences that move the cursor of a terminal, or colour its text.
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -34,10 +36,11 @@ logger = logging.getLogger(__name__)
 def last_words(path: str, code: int) -> str:
     """Why a worker ended with `code`, according to the end of its errors, and where to find the rest.
 
-    An exception is named with the script's own line that it passed last. Without one it is the last line, whatever that
-    says, unless a logger put it among what went well. A signal (a negative code) ends a process anywhere, so there its
-    last line counts only if it is an error of Python itself. What a lost peer makes a collective say is cut to that. A
-    progress bar does not count as a line, because it was there before. Empty if its errors are in no file.
+    An exception is named with the script's own line that it passed last. Without one it is the last line, whatever
+    that says, unless it is a warning or a logger put it among what went well. A signal (a negative code) ends a
+    process anywhere, so there its last line counts only if it is an error of Python itself. What a lost peer makes
+    a collective say is cut to that. A progress bar does not count as a line, because it was there before. Empty if
+    its errors are in no file.
     """
     if not path:
         return ""
@@ -67,11 +70,21 @@ def _words(lines: Sequence[str], code: int) -> str:
         return fatal[:_LONGEST_LINE]
     raised = last_raised(lines)
     if raised is None or (code < 0 and raised.rest):
-        told = next((line.strip() for line in reversed(lines) if not _WENT_WELL.match(line.strip())), "")
+        told = next((line for line in reversed(_without_warnings(lines)) if not _WENT_WELL.match(line)), "")
         return "" if code < 0 else told[:_LONGEST_LINE]
     if peer := tells_of_a_peer(" ".join((raised.text, *raised.rest))):
         return f"it lost a peer ({peer})"
     return raised.text[:_LONGEST_LINE] + (f" ({raised.where})" if raised.where else "")
+
+
+def _without_warnings(lines: Sequence[str]) -> list[str]:
+    """The lines, stripped, without those of warnings, which end nobody's work."""
+    found, warned = [], False
+    for line in lines:
+        about, warned = warned and line[:1].isspace(), bool(_WARNED.match(line))
+        if not about and not warned:
+            found.append(line.strip())
+    return found
 
 
 def _without_bars(physical: str) -> str:

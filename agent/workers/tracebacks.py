@@ -55,11 +55,12 @@ class Raised:
 def last_raised(lines: Sequence[str]) -> Raised | None:
     """The exception of the last traceback in these lines, if it is whole."""
     plain = [_RANK.sub("", line, count=1) for line in lines]
-    if any(line.strip() == _GROUP for line in plain):
+    groups = [number for number, line in enumerate(plain) if line.strip() == _GROUP]
+    if groups:
         plain = [_MARGIN.sub("", line, count=1) for line in plain]
     begins = [number for number, line in enumerate(plain) if line.startswith(_BEGIN)]
     if not begins:
-        return _not_compiled(plain)
+        return _group(plain[groups[-1] + 1 :]) if groups else _not_compiled(plain)
     found = _exception(plain[begins[-1] + 1 :])
     if found is None:
         return None
@@ -83,6 +84,16 @@ def _exception(lines: Sequence[str]) -> tuple[str, list[re.Match[str]], tuple[st
             text = _asserted(lines[:number]) if line.strip() == _BARE else line.strip()
             return text, frames, tuple(lines[number + 1 :])
     return None
+
+
+def _group(lines: Sequence[str]) -> Raised | None:
+    """An exception group of which no member has a traceback of its own: itself, and the first of these."""
+    found = _exception(lines)
+    if found is None:
+        return None
+    text, frames, rest = found
+    first = next((line.strip() for line in rest if line.strip()), "")
+    return Raised(f"{text}: {first}" if first else text, _where(frames), rest)
 
 
 def _not_compiled(lines: Sequence[str]) -> Raised | None:

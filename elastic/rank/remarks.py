@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 
@@ -18,4 +19,10 @@ def remark(text: str, *values: object) -> None:
     """
     log.warning(text, *values)
     if os.environ.get(Variable.SOCKET):
-        print(f"dalsegno: {text % values if values else text}", flush=True)
+        show(text % values if values else text)
+
+
+def show(text: str) -> None:
+    """Prints one line of ours. A script's output may be closed, or on a full disk: that ends no training."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"dalsegno: {text}", flush=True)

@@ -16,6 +16,7 @@ from typing import Any
 from dalsegno.protos.contract import Variable
 
 from ..rank.exits import insist
+from ..rank.remarks import show
 from .findings import Facts, findings, kinds_of
 
 
@@ -100,7 +101,7 @@ class Examination:
             Path(os.environ[Variable.DOCTOR]).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         elif self._begins:
             for line in lines:
-                print(f"dalsegno: {line}", flush=True)  # the agent shows what is printed, not what is logged
+                show(line)  # the agent shows what is printed, not what is logged
 
 
 def _is_unwrapped(model: Any) -> bool:

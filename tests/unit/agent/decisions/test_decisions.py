@@ -1125,3 +1125,27 @@ def test_who_is_asked_to_take_what_was_saved_last_does_it_before_it_joins() -> N
     assert agent.calls("Join")[-1].took == 1
     assert agent.directed(gather=asks) == []
     assert agent.directed(gather=GATHER) == []
+
+
+def test_a_script_that_ends_with_the_code_of_a_drain_has_failed() -> None:
+    """If nobody wanted one: it would be started again and again, and never count as a failure."""
+    agent = Agent().registered().running()
+    agent.said(hello=worker_pb2.Hello(epoch=1))
+    agent.exits(ev.WORKER_DRAINED)
+    assert not agent.calls("ReportDrained")
+    (failure,) = agent.calls("ReportFailure")
+    assert failure.exit_code == ev.WORKER_DRAINED
+
+
+@pytest.mark.parametrize("wanted", ["by the master", "by its ranks", "by a signal"])
+def test_a_drain_that_somebody_wanted_is_one_without_a_report(wanted: str) -> None:
+    agent = Agent().registered().running()
+    agent.said(hello=worker_pb2.Hello(epoch=1))
+    if wanted == "by the master":
+        agent.directed(drain=control_pb2.Drain(epoch=1, run=world()))
+    elif wanted == "by its ranks":
+        agent.said(draining=worker_pb2.Draining(step=6))
+    else:
+        agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.exits(ev.WORKER_DRAINED)
+    assert agent.calls("ReportDrained")

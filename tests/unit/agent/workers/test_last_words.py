@@ -115,6 +115,17 @@ REMOTE = f'pool.RemoteTraceback: \n"""\n{BEGIN}'
 DIRECT = f'"""\n\nThe above exception was the direct cause of the following exception:\n\n{BEGIN}'
 LONG = INSTALLED.replace("return f(x)", "x" * 150) * 60
 NOISE = "".join(f"[W {number}] caf\udce9, never mind\n" for number in range(10_000))
+PLAIN_GROUP = """  + Exception Group Traceback (most recent call last):
+  |   File "/tmp/it/train.py", line 10, in main
+  |     raise ExceptionGroup("two readers failed", failures)
+  | ExceptionGroup: two readers failed (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | FileNotFoundError: shard-03.tar
+    +---------------- 2 ----------------
+    | ValueError: bad magic
+    +------------------------------------
+"""
+WARNED = "/tmp/it/train.py:12: UserWarning: old API\n  def f(x): warnings.warn('old API'); return x\n"
 GROUP = """  + Exception Group Traceback (most recent call last):
   |   File "/tmp/it/train.py", line 10, in main
   |     async with TaskGroup() as group:
@@ -131,6 +142,10 @@ GROUP = """  + Exception Group Traceback (most recent call last):
 @pytest.mark.parametrize(
     ("errors", "reason"),
     [
+        (
+            PLAIN_GROUP,
+            "ExceptionGroup: two readers failed (2 sub-exceptions): FileNotFoundError: shard-03.tar (train.py",
+        ),
         # torch hands on what a DataLoader's worker process raised, and where.
         (
             f"{BEGIN}{OWN}{LIBRARY}{CAUGHT}{FETCHES}{ITEM}AssertionError: no row 20\n\n",
@@ -223,3 +238,11 @@ def test_a_progress_bar_is_no_reason(tmp_path: Path, errors: str, ended: str, ki
     path.write_text(errors, newline="")
     assert last_words(str(path), 1) == (f"{ended} (see {path})" if ended else f"see {path}")
     assert last_words(str(path), -9) == (f"{killed} (see {path})" if killed else f"see {path}")
+
+
+@pytest.mark.parametrize("errors", ["no data left\n", "", "[I note] here\n"])
+def test_a_warning_is_no_reason(tmp_path: Path, errors: str) -> None:
+    path = tmp_path / "stderr.log"
+    path.write_text(f"{errors}{WARNED}")
+    words = errors.strip()
+    assert last_words(str(path), 1) == (f"{words} (see {path})" if words else f"see {path}")

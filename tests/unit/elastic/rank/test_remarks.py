@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
+import sys
+
 import pytest
 
 from dalsegno.elastic.rank.remarks import remark
@@ -18,3 +23,19 @@ def test_a_remark_is_on_the_console_of_an_agent(
     remark("100 %")
     assert capsys.readouterr().out == "dalsegno: 100 %\n"
     assert [record.getMessage() for record in caplog.records] == ["3 ranks share a card", "100 %"]
+
+
+class Full(io.StringIO):
+    """A disk that takes no more."""
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("output", ["full", "closed", "none"])
+def test_an_output_that_takes_nothing_ends_no_training(monkeypatch: pytest.MonkeyPatch, output: str) -> None:
+    monkeypatch.setenv("DALSEGNO_SOCKET", "socket")
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", {"full": Full(), "closed": closed, "none": None}[output])
+    remark("step %d", 1)
