@@ -1328,3 +1328,22 @@ def test_spares_do_not_open_a_world_before_all_holders_were_heard() -> None:
     assert job.phase is Phase.RUNNING
     assert job.members == [a.name, b.name]
     assert a.directive.run.resume.source.step == 4
+
+
+def test_what_a_world_began_from_in_memory_may_be_saved_once_more() -> None:
+    """With what was due at that boundary, as a Trainer of transformers does; only while nothing of it is on the disk."""
+    job, nodes = started(2)
+    made = held(job, nodes, 20)
+    nodes[1].failed("boom", step=24)
+    nodes[0].failed("boom", step=24)
+    joins(job, *nodes, sees=made)
+    job.wait(1.2)
+    assert nodes[0].directive.run.resume.source.step == 20
+    again = job.seal(20, any_size=True)
+    assert nodes[0].commit(again).code == "OK"
+    assert [record.name for record in job.job.checkpoints.usable] == [again.ref.name]
+    another = job.seal(20, any_size=True)
+    another.ref.name, another.ref.digest = "step-20.e2.2", "another"
+    assert nodes[0].commit(another).detail == "step-20.e2.2 is not newer than step 20"
+    nodes[0].step(21)
+    assert not any(node.directive.make_durable.ref.digest for node in nodes), "what it began from is written in vain"
