@@ -86,6 +86,28 @@ def held_changed(decision: Decision, event: ev.HeldChanged) -> None:
         keep(decision, anew=True)  # one more is here: an older one may go
     if not state.contact.up and event.parts != before and replication.is_own(state, digest):
         replication.unheard(decision)
+    if event.damaged:
+        loaded_damaged(decision, event)
+
+
+def loaded_damaged(decision: Decision, event: ev.HeldChanged) -> None:
+    """What the ranks have loaded proves to be damaged here: they may have read it so, behind its verification.
+
+    Once a newer step counts, nobody goes back behind that.
+    """
+    state, ref = decision.state, event.checkpoint.ref
+    if state.workers is not Workers.RUNNING or state.world is None or state.epoch.bad_reported:
+        return
+    head, resume = state.memory.head, state.world.resume.source
+    if not resume.in_memory or resume.ref.digest != ref.digest or head is None or head.digest != ref.digest:
+        return
+    state.epoch.bad_reported = True
+    what = f"{ref.name} has been loaded, and is damaged here ({event.damaged})"
+    decision.do(ev.Say(f"{what}: the workers begin again, from another copy", True))
+    said = control_pb2.BadCheckpointRequest(caller=decision.caller(), ref=ref, form=control_pb2.FORM_SHARDED)
+    said.file, said.message = "a part in memory", event.damaged
+    decision.call("ReportBadCheckpoint", said)
+    doubt(decision, ref)
 
 
 def is_on_its_way(state: AgentState, event: ev.HeldChanged) -> bool:

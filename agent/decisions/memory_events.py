@@ -25,13 +25,14 @@ class HeldChanged:
     """Which parts of a memory checkpoint are held here, each by the group rank that wrote it; none: it is gone.
 
     `copies`: so many other agents have said that they hold this node's own part. `unsent`: some buddy cannot be brought
-    it, and that is tried no more.
+    it, and that is tried no more. `damaged`: what was found of a part that is here no more because of that.
     """
 
     checkpoint: control_pb2.Checkpoint
     parts: tuple[int, ...]
     copies: int = 0
     unsent: bool = False
+    damaged: str = ""
 
 
 @dataclass(frozen=True)

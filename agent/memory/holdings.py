@@ -55,6 +55,7 @@ class HeldParts:
         parts: Group ranks, in the epoch that wrote it, whose parts are here, each whole. Empty: nothing any more.
         copies: Addresses (`PeerAddress`) of the agents that have said that they hold this node's own part.
         unsent: A buddy cannot be brought this node's own part, and that is tried no more.
+        damaged: What was found of a part that is here no more because it was damaged; else empty.
     """
 
     run_id: str
@@ -62,6 +63,7 @@ class HeldParts:
     parts: tuple[int, ...]
     copies: tuple[str, ...] = ()
     unsent: bool = False
+    damaged: str = ""
 
 
 class StepPlace:

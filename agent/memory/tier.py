@@ -411,7 +411,7 @@ class MemoryTier:
                 now = self._holdings.held(held.run_id, name)
                 if now is None or now.checkpoint.ref.digest != held.checkpoint.ref.digest:
                     now = replace(held, parts=())
-                self._tell(self._with_copies(now))
+                self._tell(replace(self._with_copies(now), damaged=held.damaged))
         except Exception:
             logger.exception("nobody was told what is held of %s", name)
 
@@ -446,8 +446,8 @@ class MemoryTier:
         ref = part.manifest.ref
         if not self._holdings.has(part.run_id, ref.name, ref.digest, part.group_rank):
             return  # It was deleted meanwhile, as nobody needed it: that is no damage.
-        self._say(f"{part} was damaged in this node's memory, and is not used: {damaged}", True)
-        self._changed(self._holdings.drop_part(part))
+        self._say(f"{part} was damaged in this node's memory, and is used no more: {damaged}", True)
+        self._changed(replace(self._holdings.drop_part(part), damaged=str(damaged)))
 
 
 def _nothing_of(ref: control_pb2.CheckpointRef) -> str:

@@ -398,7 +398,7 @@ class Effects:
 
     def _held_changed(self, held: HeldParts) -> None:
         if held.run_id == self.run_id:
-            self._mailbox.put(ev.HeldChanged(held.checkpoint, held.parts, len(held.copies), held.unsent))
+            self._mailbox.put(ev.HeldChanged(held.checkpoint, held.parts, len(held.copies), held.unsent, held.damaged))
 
     def _doubt(self, ref: control_pb2.CheckpointRef) -> None:
         def done(found: str) -> None:

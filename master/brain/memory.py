@@ -40,6 +40,7 @@ __all__ = (
     "report",
     "seeks",
     "sources_of",
+    "spoil",
     "to_memory",
     "would_go_on_from",
 )
@@ -193,7 +194,7 @@ def worth_knowing(turn: Turn, node: Node, said: control_pb2.Checkpoint) -> Check
         return None
     if is_named(job, said):
         return replace(from_proto(said), parts=nodes_of(job, said.epoch))
-    if world is None or said.epoch != job.epoch or world.epoch != job.epoch:
+    if world is None or said.epoch != job.epoch or world.epoch != job.epoch or turn.live.held.spoilt == job.epoch:
         return None
     newest = max(world.resumed_step, job.checkpoints.last_step(job.epoch))
     if world.member(node.incarnation) is None or said.step <= newest:
@@ -423,6 +424,14 @@ def doubt(turn: Turn, record: Checkpoint, node: Node, why: str) -> None:
     step.doubted = step.needs_all = True
     step.hold(node.incarnation, ())
     turn.notice(f"{node.name} cannot load {record.name} from its memory ({why}): other copies of it are tried", True)
+
+
+def spoil(turn: Turn) -> None:
+    """The open world may have loaded damaged memory: nothing of what it has made since counts."""
+    held = turn.live.held
+    held.spoilt = turn.job.epoch
+    for digest in [digest for digest, step in held.steps.items() if step.record.epoch == held.spoilt]:
+        del held.steps[digest]
 
 
 def could_not_fetch(turn: Turn, nodes: list[Node]) -> list[str]:

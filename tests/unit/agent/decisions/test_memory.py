@@ -730,3 +730,39 @@ def test_more_parts_are_fetched_as_they_are_asked_for() -> None:
     assert len(asked(agent)) == 2
     agent.directed(gather=of_places(0, 4), phase=control_pb2.PHASE_FORMING)
     assert asked(agent)[2:] == [([0, 4], False)]
+
+
+def loaded_from_memory() -> Agent:
+    """Its ranks train on from a step in memory that is on no disk."""
+    agent = Agent().registered()
+    agent.hear(ev.HeldChanged(STEP, (0, 1)))
+    run = world(2, rank=0, resume=6)
+    run.resume.source.CopyFrom(STEP)
+    agent.directed(run=run, head=STEP)
+    agent.said(hello=worker_pb2.Hello(epoch=2))
+    return agent
+
+
+def test_what_proves_damaged_behind_its_load_is_told_once() -> None:
+    agent = loaded_from_memory()
+    for _ in range(2):
+        agent.hear(ev.HeldChanged(STEP, (1,), damaged="CHECKSUM"))
+    (told,) = agent.calls("ReportBadCheckpoint")
+    assert (told.ref, told.message) == (REF, "CHECKSUM")
+    assert agent.did(ev.Doubt) == [ev.Doubt(REF)]
+
+
+@pytest.mark.parametrize("how", ["another step", "newer commit", "gone", "stopped"])
+def test_other_damage_ends_no_world(how: str) -> None:
+    agent = loaded_from_memory()
+    found = STEP
+    if how == "another step":
+        found = control_pb2.Checkpoint()
+        found.CopyFrom(STEP)
+        found.ref.digest = "another"
+    elif how == "newer commit":
+        agent.directed(run=agent.state.world, head=control_pb2.Checkpoint(ref=REF, step=9, epoch=2))
+    elif how == "stopped":
+        agent.exits(1)
+    agent.hear(ev.HeldChanged(found, (1,), damaged="" if how == "gone" else "CHECKSUM"))
+    assert not agent.calls("ReportBadCheckpoint")

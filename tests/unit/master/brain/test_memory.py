@@ -1331,7 +1331,7 @@ def test_spares_do_not_open_a_world_before_all_holders_were_heard() -> None:
 
 
 def test_what_a_world_began_from_in_memory_may_be_saved_once_more() -> None:
-    """With what was due at that boundary, as a Trainer of transformers does; only while nothing of it is on the disk."""
+    """With what was due there, as a Trainer of transformers does; only while nothing of it is on the disk."""
     job, nodes = started(2)
     made = held(job, nodes, 20)
     nodes[1].failed("boom", step=24)
@@ -1347,3 +1347,30 @@ def test_what_a_world_began_from_in_memory_may_be_saved_once_more() -> None:
     assert nodes[0].commit(another).detail == "step-20.e2.2 is not newer than step 20"
     nodes[0].step(21)
     assert not any(node.directive.make_durable.ref.digest for node in nodes), "what it began from is written in vain"
+
+
+def test_a_world_that_has_loaded_damaged_memory_begins_again() -> None:
+    """Whatever its ranks have made and saved since does not count; a whole copy does."""
+    job, nodes = started(2)
+    made = held(job, nodes, 20)
+    nodes[1].failed("boom", step=24)
+    nodes[0].failed("boom", step=24)
+    joins(job, *nodes, sees=made)
+    job.wait(1.2)
+    nodes[0].step(23)
+    wrong = held(job, nodes, 22)
+    nodes[0].bad(made.ref)
+    nodes[1].holds(made, 0, 1)
+    wrong_too = in_memory(job, 23)
+    for rank, node in enumerate(nodes):
+        node.holds(wrong, rank, (rank - 1) % 2)
+        node.holds(wrong_too, rank, (rank - 1) % 2)
+    late = job.seal(24, any_size=True)
+    assert nodes[1].commit(late).code == "FAILED_PRECONDITION"
+    job.sealed.remove(late)
+    joins(job, *nodes, sees=made)
+    job.wait(1.2)
+    assert job.phase is Phase.RUNNING
+    assert nodes[1].directive.run.resume.source.ref.name == made.ref.name
+    assert "other copies of it are tried" in job.notices
+    assert nodes[1].commit(job.seal(25, any_size=True)).code == "OK"
