@@ -155,9 +155,9 @@ def test_an_optimizer_that_is_not_in_the_state(caplog: pytest.LogCaptureFixture)
 @brings(
     "gradients that are carried over the end of a step, such as an optimizer's step behind every second batch",
     Comes.SAID,
-    "no checkpoint has them, so saves and drains come behind the next step of the optimizer, and who is left after a crash"
-    " saves the last boundary that had none. A drain waits 20 s for that; a save for the best metric does not, and then a"
-    " part of a step is lost where the run goes on from it",
+    "no checkpoint has them, so saves and drains come behind the next step of the optimizer, and who is left after a"
+    " crash saves the last boundary that had none. A drain waits 20 s for that; a save for the best metric waits for"
+    " nothing, and a part of a step is lost where the run goes on from it",
     "give each step of the optimizer a batch: a larger global batch, in micro-batches",
 )
 def test_gradients_that_are_carried_over_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
