@@ -337,7 +337,7 @@ class _Run:
         session.reports.saves_nothing = save is None
         # Where nothing is saved, nothing is lost by that alone.
         self._whole = None if save is None else WholeSteps(session, save)
-        self._late = _Due()
+        self._late, self._within = _Due(), False
         self._survival = Survival(session, save, options, wanted=save is not None and bool(cadence.memory_every))
         # The position that the data give, or else the resume point's.
         says, resume = getattr(data, "position", None), session.resume
@@ -363,14 +363,15 @@ class _Run:
         self._position = getattr(found or batch, "position_after", self._position)
         step = self._session.step + 1
         # Until an optimizer steps a rank holds the boundary before, which is whole.
-        if self._whole is not None and self._whole.boundary(step):
+        self._within = self._whole is not None and self._whole.boundary(step)
+        if self._within:
             return
         # The step's work is done. What follows are agreements and saves, which change nothing of the training.
         self._survival.mark(step, self._place())
 
     def look(self) -> None:
         """Behind a boundary at which the loop goes on. Collective."""
-        self._survival.look(self._place())
+        self._survival.look(self._place(), marked=not self._within)
 
     def _place(self) -> Position:
         return self._position if self._position_of is None else self._position_of()

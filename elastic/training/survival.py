@@ -157,13 +157,14 @@ class Survival:
         """Whether the next call of `look` looks. Alike on all ranks."""
         return self.wanted and is_due(self._boundaries + 1)
 
-    def look(self, position: Position, beside: Any = None) -> None:
+    def look(self, position: Position, beside: Any = None, *, marked: bool = True) -> None:
         """Behind a boundary's saves, at some boundaries: looks at the state, and compares it with rank 0's. Collective.
 
         What was noted of the boundary is noted anew.
 
         Args:
             beside: As with `mark`.
+            marked: This boundary was; else the one that was marked last stays, as nothing has changed since.
         """
         looks = self.looks_next
         self._boundaries += 1
@@ -176,7 +177,8 @@ class Survival:
                 self._cards = held.cards()
                 self._probe, self._lone = held.content(), held.lone()
                 said = held.same_everywhere(self._known, self._probe)
-                self._mark = self._noted(held, self._session.step, position, beside)
+                if marked:
+                    self._mark = self._noted(held, self._session.step, position, beside)
             except Exception as error:
                 self._cannot(error)
         first = self._session.gather(said)[0]
