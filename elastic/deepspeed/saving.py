@@ -14,7 +14,7 @@ from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_
 from dalsegno.protos.reads import Reads
 
 from ..saving.optimizers import source_of_step
-from ..saving.replicas import loadable
+from ..saving.replicas import loadable, pythons_numbers
 from ..saving.schedules import factors, unchanged
 from ..training.first_weights import FirstBuffers
 from ..universal.source import OPTIMIZER_NOTE
@@ -136,11 +136,10 @@ def _use_pythons_numbers(optimizer: Any, scheduler: Any) -> None:
     """Has what DeepSpeed asks for and writes by itself be loadable again.
 
     Raises:
-        TypeError, ValueError: It could not be.
+        TypeError, ValueError: The scheduler's state could not be.
     """
     for group in getattr(optimizer, "param_groups", ()):
-        values = {key: value for key, value in group.items() if key != "params"}
-        group.update(loadable(values, "the optimizer's settings (param_groups)"))
+        group.update(pythons_numbers({key: value for key, value in group.items() if key != "params"}))
     if scheduler is None:
         return
     state = scheduler.state_dict()

@@ -121,7 +121,7 @@ def loadable(content: Any, what: str) -> Any:
     """
     if not _plain(content):
         check_unsharded(content, what)
-        content = _pythons(content, [])
+        content = pythons_numbers(content)
         if not _plain(content):
             _try_out(content, what)
     return content
@@ -143,6 +143,11 @@ def plainly(content: Any, what: str) -> Any:
     if odd:
         _try_out(odd, what)
     return content
+
+
+def pythons_numbers(content: Any) -> Any:
+    """The same with Python's numbers in place of NumPy's, and nothing is said about what else is in it."""
+    return _pythons(content, [])
 
 
 def _pythons(value: Any, odd: list[Any]) -> Any:

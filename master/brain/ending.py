@@ -37,20 +37,20 @@ def is_under_way(turn: Turn) -> bool:
 def awaits(turn: Turn, ending: Ending) -> bool:
     """Whether what a failed job would go on from is still being written to the disk, or may be."""
     memory.adopt(turn)
-    while memory.lost(turn, resume_point(turn.job)):
-        pass  # An older one may be there.
-    return is_written(turn, ending.since, "before the job ends")
+    return is_on_its_way(turn, ending.since, "before the job ends")
 
 
 def finishes(turn: Turn) -> bool:
     """Whether all ranks have finished, and what they wanted on the disk, or began from, is still written there."""
     if turn.open.finished_at is None:
         turn.open.finished_at = turn.heard
-    return is_written(turn, turn.open.finished_at, "as the ranks have finished")
+    return is_on_its_way(turn, turn.open.finished_at, "as the ranks have finished")
 
 
-def is_written(turn: Turn, since: float, when: str) -> bool:
+def is_on_its_way(turn: Turn, since: float, when: str) -> bool:
     """Whether something is still written from memory to the disk; not without an end, if nobody can."""
+    while memory.lost(turn, resume_point(turn.job)):
+        pass  # An older one may be there.
     step = durable.owed(turn.state)
     if step is None:
         return False

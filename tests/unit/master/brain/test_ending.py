@@ -215,3 +215,23 @@ def test_a_node_that_is_lost_as_the_others_write_takes_nothing_with_it() -> None
         nodes[0].durable()
     assert steps(job) == [20]
     assert job.phase is Phase.SUCCEEDED
+
+
+def test_what_nobody_has_any_more_holds_no_end_up() -> None:
+    """The world began from it, and made no other save; its only holder has finished and is gone."""
+    job, nodes = started(2)
+    made = in_memory(job, 20)
+    nodes[0].holds(made, 0)
+    nodes[1].holds(made, 0, 1)
+    for node in nodes:
+        node.failed("boom", step=24)
+    joins(job, *nodes, sees=made)
+    job.wait(1.2)
+    assert nodes[0].directive.run.resume.source.step == 20
+    for node in nodes:
+        node.finished(22)
+    assert job.phase is Phase.RUNNING
+    nodes[1].hang_up()
+    job.wait(45)
+    assert job.phase is Phase.SUCCEEDED
+    assert f"{made.ref.name} was in memory only, and the nodes that held a part of it are gone" in job.notices
