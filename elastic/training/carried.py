@@ -18,8 +18,9 @@ from .session import BareSession
 
 __all__ = ["CarriedGradients", "WholeSteps"]
 
-# So many boundaries without an optimizer's step are looked at: each may wait for a card.
-_LOOKS = 64
+# So many boundaries without an optimizer's step are looked at, each of which may wait for a card; and so many before
+# the first step of all: of a script that steps in a way that nobody sees nothing is to be put off for long.
+_LOOKS, _LOOKS_BEFORE = 64, 8
 # In the first boundaries the ranks ask each other although none of them has seen anything: what one sees the others
 # hear with the next exchange only.
 _FIRST = 2 * _LOOKS
@@ -42,7 +43,7 @@ class CarriedGradients:
     """
 
     def __init__(self, optimizers: Iterable[Optimizer] = (), say: Callable[..., None] = remark) -> None:
-        self._say, self._looks, self._stepped = say, _LOOKS, False
+        self._say, self._looks, self._stepped, self._steps = say, _LOOKS_BEFORE, False, False
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet(optimizers)
         # A boundary, a parameter and its gradient then; and whether that may be carried over the last boundary.
         self._there: tuple[int, weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
@@ -68,6 +69,8 @@ class CarriedGradients:
 
     def _begins(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepped = True
+        if not self._steps:
+            self._steps, self._looks = True, _LOOKS
         if self._looks:
             self._optimizers.add(optimizer)
         if self._there is None:

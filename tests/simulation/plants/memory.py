@@ -87,6 +87,13 @@ def joins_once(original: Any) -> Any:
     return answers
 
 
+def writes_nothing(original: Any) -> Any:
+    def write_while_waiting(turn: Turn) -> None:
+        return None
+
+    return write_while_waiting
+
+
 def looks_for_nothing(original: Any) -> Any:
     def who_looks(job: Job, step: HeldStep) -> list[Node]:
         return []
@@ -296,7 +303,15 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             suits=lambda plan: plan.reads_all,
             first=4544,
         ),
-        plant(handling, "answers", joins_once, "liveness", suits=by_place),
+        plant(
+            handling,
+            "answers",
+            joins_once,
+            "liveness",
+            # What comes to the disk while nodes lack would help.
+            also=((durable, "write_while_waiting", writes_nothing),),
+            suits=by_place,
+        ),
         plant(
             agents_replication,
             "kept",

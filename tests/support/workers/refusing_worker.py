@@ -136,6 +136,7 @@ def loop(case: Case) -> list[int]:
     for batch in s.steps(batches, max_steps=case.get("steps", STEPS), save=state.write, save_every=1):
         for micro in batch.micro_batches:
             micro.scale(loss_of(model, micro.data)).backward()
+        model.zero_grad()  # Saves would wait for an optimizer's step.
         case["made"].append(batch.step)
     return list(case["made"])
 

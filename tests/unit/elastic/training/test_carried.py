@@ -118,3 +118,21 @@ def test_a_loop_that_is_over_says_nothing() -> None:
     gc.collect()
     every(2)(one)
     assert not one.said
+
+
+def test_what_is_never_seen_to_step_is_not_waited_for_long() -> None:
+    """Whole steps in a CUDA graph, or weights that are changed by hand."""
+    one = Training()
+    watch = CarriedGradients([one.optimizer], say=one._say)
+    here = []
+    for step in range(1, 13):
+        one.backward()
+        watch.boundary(step)
+        here.append(watch.here)
+    assert here == [True] * 8 + [False] * 4
+    one.optimizer.step()
+    one.backward()
+    watch.boundary(13)
+    assert not watch.here
+    watch.boundary(14)
+    assert watch.here
