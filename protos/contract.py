@@ -187,6 +187,8 @@ class Variable:
     UNIVERSAL_DIR = "DALSEGNO_UNIVERSAL_DIR"
     # Where memory checkpoints of this run are on this node; not there where there are none.
     MEMORY_DIR = "DALSEGNO_MEMORY_DIR"
+    # The notice that a signal gives, in seconds (`--drain-timeout`).
+    DRAIN_TIMEOUT = "DALSEGNO_DRAIN_TIMEOUT"
     # The most bytes that all that lies beside that directory may have; not there without such a limit.
     MEMORY_BUDGET = "DALSEGNO_MEMORY_BUDGET"
     # Modules of ours that change what a script imports, and how its batches are cut by DLRover's classes.
@@ -212,7 +214,7 @@ _OF_A_WORLD = frozenset(
         *(Variable.RESUME_NAME, Variable.RESUME_DIGEST, Variable.RESUME_DIR, Variable.RESUME_FORM),
         *(Variable.LOAD_UNIVERSAL, Variable.HUB_UNREACHABLE),
         *(Variable.UNIVERSAL_NAME, Variable.UNIVERSAL_DIGEST, Variable.UNIVERSAL_DIR, Variable.MEMORY_DIR),
-        Variable.MEMORY_BUDGET,
+        *(Variable.MEMORY_BUDGET, Variable.DRAIN_TIMEOUT),
     }
 )
 _OF_THE_JOB = "TORCHELASTIC_RUN_ID"

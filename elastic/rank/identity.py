@@ -36,6 +36,7 @@ class Identity:
         group_rank, nodes: This node's number in the world, and how many nodes that has.
         run_dir: Where checkpoints are; None where nothing can be saved.
         memory_dir: Where memory checkpoints of the run are on this node; None where there are none.
+        drain_timeout: The notice that a node has to leave, in seconds.
         memory_budget: The most bytes that this node's memory checkpoints may have, others' parts too; None: no limit.
         stall_timeout: Seconds in which nothing moves, after which a disk counts as stuck; 0: never.
         resume: None: from step 0 (or, outside ``dlrover-run``, not known yet).
@@ -60,6 +61,7 @@ class Identity:
     nodes: int = 1
     memory_dir: Path | None = None
     memory_budget: int | None = None
+    drain_timeout: float = 30.0
 
     @property
     def alone(self) -> bool:
@@ -106,6 +108,7 @@ def from_environment(environ: Mapping[str, str] | None = None, checkpoint_dir: P
         group_rank=_number(environ, "GROUP_RANK", 0),
         nodes=_number(environ, "GROUP_WORLD_SIZE", 1),
         memory_dir=_path(environ, Variable.MEMORY_DIR),
+        drain_timeout=float(environ.get(Variable.DRAIN_TIMEOUT, "30")),
         memory_budget=_number(environ, Variable.MEMORY_BUDGET) if Variable.MEMORY_BUDGET in environ else None,
     )
 

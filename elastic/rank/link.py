@@ -43,6 +43,7 @@ class Link:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._lock = threading.Lock()
         self._drain = self._to_memory = False
+        self._drain_since: float | None = None
         self._master_seen = False
         self._ending = 0
         self._keep = self._may_stay = False
@@ -66,6 +67,11 @@ class Link:
     def drain(self) -> bool:
         """Whether the agent wants the run saved and stopped at the next agreed boundary."""
         return self._drain
+
+    @property
+    def drain_since(self) -> float | None:
+        """Since when the agent has wanted that, in monotonic seconds; None: it does not."""
+        return self._drain_since
 
     @property
     def to_memory(self) -> bool:
@@ -201,6 +207,10 @@ class Link:
             del buffer[: FRAME.size + length]
             if message.drain and not self._drain:
                 mark("told")
+            if not message.drain:
+                self._drain_since = None
+            elif self._drain_since is None:
+                self._drain_since = time.monotonic()
             # Before the drain itself: who is told of that from another thread reads this next.
             self._to_memory, self._may_stay = message.to_memory, message.may_stay
             self._save_order = message.save_order

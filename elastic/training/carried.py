@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,10 @@ _LOOKS, _LOOKS_BEFORE = 64, 8
 # In the first boundaries the ranks ask each other although none of them has seen anything: what one sees the others
 # hear with the next exchange only.
 _FIRST = 2 * _LOOKS
-# A drain waits so long for an optimizer's step at most, another save so long, in seconds.
+# A drain waits so long for an optimizer's step at most, and within half of its notice; another save so long (seconds).
 DRAIN_SECONDS, SAVE_SECONDS = 20.0, 300.0
+# More than any rank's wish to wait.
+_HURRIES = 2
 
 
 class CarriedGradients:
@@ -43,10 +45,12 @@ class CarriedGradients:
     """
 
     def __init__(self, optimizers: Iterable[Optimizer] = (), say: Callable[..., None] = remark) -> None:
-        self._say, self._looks, self._stepped, self._steps = say, _LOOKS_BEFORE, False, False
+        self._say, self._looks, self._steps = say, _LOOKS_BEFORE, False
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet(optimizers)
-        # A boundary, a parameter and its gradient then; and whether that may be carried over the last boundary.
-        self._there: tuple[int, weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
+        # Those that have begun a step since the last boundary.
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # By optimizer a boundary, a parameter and its gradient then; and whether one may be carried over the last one.
+        self._there: weakref.WeakKeyDictionary[Optimizer, _There] = weakref.WeakKeyDictionary()
         self.known, self._open = False, False
         until_gone(self, register_optimizer_step_pre_hook(weakly(self._begins)))
 
@@ -57,46 +61,65 @@ class CarriedGradients:
 
     def boundary(self, step: int) -> None:
         """Step ``step`` is done."""
-        stepped, self._stepped = self._stepped, False
+        idle = [one for one in self._optimizers if one not in self._stepped]
+        self._stepped.clear()
         self._open = False
-        if stepped or not (self.known or self._looks):
+        if not idle or not (self.known or self._looks):
             return
-        found = next((one for one in map(_used, self._optimizers) if one is not None), None)
-        self._open = found is not None
-        if not self.known:
-            self._looks -= 1
-            self._there = None if found is None else (step, *found)
+        for one in idle:
+            found = _used(one)
+            self._open = self._open or found is not None
+            if found is None or self.known:
+                self._there.pop(one, None)
+            else:
+                self._there[one] = _There(step, *found)
+        self._looks -= int(bool(self._looks))
 
     def _begins(self, optimizer: Optimizer, *_: Any) -> None:
-        self._stepped = True
+        self._stepped.add(optimizer)
         if not self._steps:
             self._steps, self._looks = True, _LOOKS
         if self._looks:
             self._optimizers.add(optimizer)
-        if self._there is None:
+        noted = self._there.pop(optimizer, None)
+        if noted is None or self.known:
             return
-        (step, parameter, gradient), self._there = self._there, None
-        owner, there = parameter(), gradient()
+        owner, there = noted.parameter(), noted.gradient()
         if owner is None or there is None or owner.grad is not there:
             return
         self._looks, self.known = 0, True
+        self._there.clear()
         self._say(
             "gradients were carried over the end of step %d, and no checkpoint has them: saves and drains come behind"
-            " an optimizer's step from now on, a drain within %g s. Better give each of its steps a batch: a larger"
-            " global batch, in micro-batches",
-            step,
-            DRAIN_SECONDS,
+            " an optimizer's step from now on, as far as a leaver's notice allows. Better give each of its steps a"
+            " batch: a larger global batch, in micro-batches",
+            noted.step,
         )
 
 
+class _There(NamedTuple):
+    """A gradient that was there at a boundary."""
+
+    step: int
+    parameter: weakref.ref[Tensor]
+    gradient: weakref.ref[Tensor]
+
+
 def _used(optimizer: Optimizer) -> tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None:
-    """A parameter that has a gradient, and that; None: there is none, or a step with it was left out."""
+    """A parameter that has a gradient, and that; None: there is none, or a step with it was left out.
+
+    Gradients of zeros say nothing: of what a loss has only so that each parameter is used, or a LoRA's first matrix.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if (gradient := parameter.grad) is not None:
                 here = getattr(gradient, "_local_tensor", gradient).detach()  # of a DTensor: nothing is exchanged
-                good = here.layout is not torch.strided or bool(torch.isfinite(here).all() and here.any())
-                return (weakref.ref(parameter), weakref.ref(gradient)) if good else None
+                if here.layout is torch.strided:
+                    if not bool(torch.isfinite(here).all()):
+                        return None
+                    if not bool(here.any()):
+                        continue
+                return weakref.ref(parameter), weakref.ref(gradient)
     return None
 
 
@@ -112,11 +135,15 @@ class WholeSteps:
         self._session, self._boundaries = session, 0
         self._seen = CarriedGradients(_optimizers_of(save), remark if session.rank == 0 else _nothing)
         self._since: float | None = None
+        # When the last step ended, and how long it took.
+        self._at, self._seconds = time.monotonic(), 0.0
         self._said = False
 
     def boundary(self, step: int) -> bool:
         """Step ``step`` is done. Returns whether an optimizer goes on behind it with what it has by now."""
         self._boundaries += 1
+        now = time.monotonic()
+        self._seconds, self._at = now - self._at, now
         self._seen.boundary(step)
         self._session.saves.carries = self._seen.known
         return self._seen.known and self._seen.here
@@ -130,10 +157,12 @@ class WholeSteps:
         """
         if not told and self._boundaries > _FIRST:
             return False
-        now, here = time.monotonic(), self._seen.here
+        now, here, saves = time.monotonic(), self._seen.here, self._session.saves
         since = now if self._since is None else self._since
-        patient = now - since < (DRAIN_SECONDS if drain else SAVE_SECONDS)
-        later = bool(self._session.saves.largest(int(here and patient)))
+        # Of a leaver there may be no time for another step; it knows its notice, and the others do not.
+        hurries = drain and now + self._seconds > saves.drain_by(since, DRAIN_SECONDS)
+        waits = here and (drain or now - since < SAVE_SECONDS)
+        later = saves.largest(_HURRIES if hurries else int(waits)) == 1
         self._since = since if later else None
         if here and not later:
             self._saved_within()

@@ -108,6 +108,16 @@ class Saves:
         failed, saving = (False, False) if self.saver is None else self.saver.tells()
         return failed, saving, self.carries
 
+    def drain_by(self, since: float, most: float) -> float:
+        """Until when a drain may wait for a better boundary, in monotonic seconds: half of the notice is for the save.
+
+        Args:
+            since: When it was first seen to be due.
+            most: So many seconds at most.
+        """
+        told = None if self._link is None else self._link.drain_since
+        return (since if told is None else told) + min(most, self._identity.drain_timeout / 2)
+
     @property
     def busy(self) -> bool:
         """See `Saver`."""

@@ -38,20 +38,21 @@ class Unlisted:
         self._model = model
         # Not compared by `id`: another tensor may have it once the first one is gone.
         found = buffers(model).items()
-        self._buffers = {name: (weakref.ref(b), b._version, _digest(b), list(b.shape)) for name, b in found}
+        self._buffers = {name: (weakref.ref(b), b._version, _digest(b), _made(b)) for name, b in found}
         self._attributes, self._looks = _attributes(model), _LOOKS
 
     def changed_buffers(self) -> dict[str, Any]:
         """The model's own buffers that have changed.
 
-        Of those that came later, or have another shape by now: ``value``, and ``first``, the shape at the beginning.
+        Of those that came later, or have another dtype or shape by now: ``value``, and ``first``, dtype and shape at
+        the beginning.
         """
         found: dict[str, Any] = {}
         for name, buffer in buffers(self._model).items():
             was = self._buffers.get(name)
             # Few buffers change, and comparing all of them at each save would take too long.
             same = was is not None and was[0]() is buffer and was[1] == buffer._version
-            if was is None or list(buffer.shape) != was[3]:
+            if was is None or _made(buffer) != was[3]:
                 found[name] = {"value": buffer, "first": None if was is None else was[3]}
             elif not same and _digest(buffer) != was[2]:
                 found[name] = buffer
@@ -88,7 +89,8 @@ class Unlisted:
         buffer = module._buffers.get(name)
         if name not in module._non_persistent_buffers_set and hasattr(module, name):
             return  # It is something else by now.
-        if buffer is not None and buffer.shape == value.shape:
+        same = buffer is not None and buffer.shape == value.shape
+        if buffer is not None and same and (buffer.dtype == value.dtype or not grown):
             buffer.copy_(value)
             return
         if not grown:
@@ -144,6 +146,11 @@ def _can_be_read(value: Tensor) -> bool:
     """Whether its values lie in memory as they are; not of sparse ones, and their like."""
     odd = value.is_nested or value.is_conj() or value.is_neg()
     return value.layout is torch.strided and value.device.type != "meta" and not odd
+
+
+def _made(value: Tensor) -> list[Any]:
+    """What a new one of its kind has: dtype and shape."""
+    return [str(value.dtype), *value.shape]
 
 
 def _digest(value: Tensor) -> str:

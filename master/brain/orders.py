@@ -12,7 +12,7 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.limits import MOST
 
 from . import announcements, membership, memory, running
-from .checkpoints import newest_on_disk, resume_point
+from .checkpoints import in_memory_alone, newest_on_disk, resume_point
 from .chronicle import Kind
 from .events import Reply
 from .registration import take_up_again, where
@@ -142,8 +142,10 @@ def is_connected(turn: Turn, node: Node) -> bool:
 
 
 def end_stopped(turn: Turn) -> None:
-    """Ends the job so that it can be started again."""
+    """Ends the job so that it can be started again. Nobody is left, so that what was in memory alone is gone."""
     job = turn.job
+    while (record := in_memory_alone(job)) is not None:
+        memory.give_up(turn, record, "the nodes that held it are gone")
     running.end(
         turn, Phase.STOPPED, f"the job was stopped by order: {job.run_id} goes on from {where(job)}{goes_on(job)}"
     )

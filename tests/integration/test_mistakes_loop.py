@@ -156,8 +156,8 @@ def test_an_optimizer_that_is_not_in_the_state(caplog: pytest.LogCaptureFixture)
     "gradients that are carried over the end of a step, such as an optimizer's step behind every second batch",
     Comes.SAID,
     "no checkpoint has them, so saves and drains come behind the next step of the optimizer, and who is left after a"
-    " crash saves the last boundary that had none. A drain waits 20 s for that; a save for the best metric waits for"
-    " nothing, and a part of a step is lost where the run goes on from it",
+    " crash saves the last boundary that had none. A drain waits 20 s at most, and half of a leaver's notice; a save"
+    " for the best metric does not wait: a part of a step is lost where the run goes on from such ones",
     "give each step of the optimizer a batch: a larger global batch, in micro-batches",
 )
 def test_gradients_that_are_carried_over_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

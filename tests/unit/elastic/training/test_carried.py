@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
-from dalsegno.elastic.training.carried import CarriedGradients
+from dalsegno.elastic.training.carried import CarriedGradients, WholeSteps
 
 
 class Training:
@@ -136,3 +138,93 @@ def test_what_is_never_seen_to_step_is_not_waited_for_long() -> None:
     assert not watch.here
     watch.boundary(14)
     assert watch.here
+
+
+def in_every(count: int) -> Callable[[Training], None]:
+    """One optimizer steps behind each batch, the other one, of other weights, behind every so many."""
+    other = nn.Linear(2, 2)
+    rare = Adam(other.parameters())
+
+    def loop(one: Training) -> None:
+        one.optimizer.zero_grad()
+        (one.model(torch.ones(1, 2)) + other(torch.ones(1, 2))).sum().backward()
+        one.optimizer.step()
+        if one.step % count == count - 1:
+            rare.step()
+            rare.zero_grad()
+        one.end()
+
+    return loop
+
+
+def with_unused(count: int) -> Callable[[Training], None]:
+    """The first weights are used for nothing, only so that each has a gradient."""
+    unused = nn.Linear(2, 2)
+
+    def loop(one: Training) -> None:
+        if one.step == 0:
+            one.optimizer = Adam([*unused.parameters(), *one.model.parameters()])
+        (one.model(torch.ones(1, 2)).sum() + 0 * sum(weight.sum() for weight in unused.parameters())).backward()
+        if one.step % count == count - 1:
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+        one.end()
+
+    return loop
+
+
+@pytest.mark.parametrize("loop", [in_every(3), with_unused(3)])
+def test_what_is_carried_is_seen_beside_what_is_not(loop: Callable[[Training], None]) -> None:
+    one = Training()
+    for _ in range(12):
+        loop(one)
+    assert len(one.said) == 1
+    assert one.watch is not None
+    here = []
+    for _ in range(6):
+        loop(one)
+        here.append(one.watch.here)
+    assert here == [True, True, False] * 2
+
+
+class Saves:
+    """Of one rank among others: what these say, and when a drain must be done."""
+
+    def __init__(self, others: int = 0, by: float = 1e9) -> None:
+        self.others, self.by, self.carries = others, by, False
+
+    def largest(self, value: int) -> int:
+        return max(value, self.others)
+
+    def drain_by(self, since: float, most: float) -> float:
+        return min(since + most, self.by)
+
+
+@pytest.mark.parametrize(
+    ("others", "by", "drain", "later"),
+    [
+        (0, 1e12, True, True),
+        (0, 1e12, False, True),
+        (0, 0.0, True, False),
+        (0, 0.0, False, True),
+        (2, 1e12, True, False),
+    ],
+    ids=["a drain", "a save", "too little notice", "a save has time", "another rank has too little notice"],
+)
+def test_a_drain_waits_as_long_as_each_ranks_notice_allows(others: int, by: float, drain: bool, later: bool) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Adam(model.parameters())
+
+    class State:
+        parts: ClassVar[dict[str, Any]] = {"optimizer": optimizer}
+
+    saves = Saves(others, by)
+    session: Any = SimpleNamespace(saves=saves, rank=1, step=1)
+    whole = WholeSteps(session, State())
+    model(torch.ones(1, 2)).sum().backward()
+    whole.boundary(1)
+    assert whole.put_off(False, drain=drain) is later
+    optimizer.step()
+    whole.boundary(2)
+    saves.others = 0
+    assert whole.put_off(False, drain=drain) is False
