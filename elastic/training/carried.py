@@ -63,17 +63,15 @@ class CarriedGradients:
         """Step ``step`` is done."""
         idle = [one for one in self._optimizers if one not in self._stepped]
         self._stepped.clear()
-        self._open = False
-        if not idle or not (self.known or self._looks):
+        # Once this is known no values are asked for, which would wait for a card in each step.
+        self._open = self.known and any(map(_has_gradients, idle))
+        if not idle or not self._looks:
             return
+        self._looks -= 1
         for one in idle:
-            found = _used(one)
-            self._open = self._open or found is not None
-            if found is None or self.known:
-                self._there.pop(one, None)
-            else:
-                self._there[one] = _There(step, *found)
-        self._looks -= int(bool(self._looks))
+            self._there.pop(one, None)
+            if (found := _used(one)) is not None:
+                self._open, self._there[one] = True, _There(step, *found)
 
     def _begins(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepped.add(optimizer)
@@ -82,7 +80,7 @@ class CarriedGradients:
         if self._looks:
             self._optimizers.add(optimizer)
         noted = self._there.pop(optimizer, None)
-        if noted is None or self.known:
+        if noted is None:
             return
         owner, there = noted.parameter(), noted.gradient()
         if owner is None or there is None or owner.grad is not there:
@@ -95,6 +93,10 @@ class CarriedGradients:
             " batch: a larger global batch, in micro-batches",
             noted.step,
         )
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
 class _There(NamedTuple):
