@@ -27,6 +27,19 @@ def failed(**settings: int) -> tuple[Driven, list[Node], pb.Checkpoint]:
     return job, nodes, made
 
 
+def in_vain(job: Driven, nodes: list[Node], made: pb.Checkpoint, meanwhile: Phase, then: Phase) -> None:
+    """The disk takes nothing for ten minutes."""
+    for node in nodes:
+        node.durable("no space left on device")
+    job.wait(GIVEN_UP_AFTER_SECONDS - ASKED_AGAIN_SECONDS - 10)
+    assert job.phase is meanwhile
+    job.wait(20)
+    assert job.phase is then
+    assert f"{made.ref.name} was in memory only, and no node could write it to the disk: going back to step-10" in (
+        job.notices
+    )
+
+
 def test_a_job_that_fails_for_good_ends_when_what_it_holds_is_on_the_disk() -> None:
     job, nodes, made = failed()
     assert job.phase is Phase.FORMING
@@ -74,15 +87,7 @@ def test_a_disk_that_takes_nothing_is_tried_for_ten_minutes() -> None:
     assert orders(nodes) == [NOTHING] * 2
     job.wait(ASKED_AGAIN_SECONDS + 1)
     assert orders(nodes) == [("step-20", [0], False), ("step-20", [1], False)]
-    for node in nodes:
-        node.durable("no space left on device")
-    job.wait(GIVEN_UP_AFTER_SECONDS - ASKED_AGAIN_SECONDS - 10)
-    assert job.phase is Phase.FORMING
-    job.wait(20)
-    assert job.phase is Phase.FAILED
-    assert f"{made.ref.name} was in memory only, and no node could write it to the disk: going back to step-10" in (
-        job.notices
-    )
+    in_vain(job, nodes, made, Phase.FORMING, Phase.FAILED)
 
 
 def test_what_its_nodes_take_with_them_is_not_waited_for() -> None:
@@ -190,15 +195,7 @@ def test_a_finished_job_waits_ten_minutes_for_a_disk() -> None:
         node.finished(20)
         node.durable("no space left on device")
     job.wait(ASKED_AGAIN_SECONDS + 1)
-    for node in nodes:
-        node.durable("no space left on device")
-    job.wait(GIVEN_UP_AFTER_SECONDS - ASKED_AGAIN_SECONDS - 10)
-    assert job.phase is Phase.RUNNING
-    job.wait(20)
-    assert job.phase is Phase.SUCCEEDED
-    assert f"{made.ref.name} was in memory only, and no node could write it to the disk: going back to step-10" in (
-        job.notices
-    )
+    in_vain(job, nodes, made, Phase.RUNNING, Phase.SUCCEEDED)
 
 
 def test_a_node_that_is_lost_as_the_others_write_takes_nothing_with_it() -> None:

@@ -1330,15 +1330,22 @@ def test_spares_do_not_open_a_world_before_all_holders_were_heard() -> None:
     assert a.directive.run.resume.source.step == 4
 
 
-def test_what_a_world_began_from_in_memory_may_be_saved_once_more() -> None:
-    """With what was due there, as a Trainer of transformers does; only while nothing of it is on the disk."""
+def began_from_memory() -> tuple[Driven, list[Node], pb.Checkpoint]:
+    """Two nodes, whose world goes on from step 20, which is in memory alone."""
     job, nodes = started(2)
     made = held(job, nodes, 20)
-    nodes[1].failed("boom", step=24)
-    nodes[0].failed("boom", step=24)
+    for node in nodes:
+        node.failed("boom", step=24)
     joins(job, *nodes, sees=made)
     job.wait(1.2)
     assert nodes[0].directive.run.resume.source.step == 20
+    return job, nodes, made
+
+
+def test_what_a_world_began_from_in_memory_may_be_saved_once_more() -> None:
+    """With what was due there, as a Trainer of transformers does; only while nothing of it is on the disk."""
+    job, nodes, made = began_from_memory()
+    assert made.in_memory
     again = job.seal(20, any_size=True)
     assert nodes[0].commit(again).code == "OK"
     assert [record.name for record in job.job.checkpoints.usable] == [again.ref.name]
@@ -1351,12 +1358,7 @@ def test_what_a_world_began_from_in_memory_may_be_saved_once_more() -> None:
 
 def test_a_world_that_has_loaded_damaged_memory_begins_again() -> None:
     """Whatever its ranks have made and saved since does not count; a whole copy does."""
-    job, nodes = started(2)
-    made = held(job, nodes, 20)
-    nodes[1].failed("boom", step=24)
-    nodes[0].failed("boom", step=24)
-    joins(job, *nodes, sees=made)
-    job.wait(1.2)
+    job, nodes, made = began_from_memory()
     nodes[0].step(23)
     wrong = held(job, nodes, 22)
     nodes[0].bad(made.ref)
