@@ -124,10 +124,10 @@ class Exchange:
         drain, save_failed, saving, carries, master_seen, save_order, ahead, apart = self._pending.wait()
         self._pending, self._carries = None, self._carries or bool(carries)
         self._next = step + max(1, min(-ahead, -apart))
-        told = {"save_failed": bool(save_failed), "saving": bool(saving), "master_seen": bool(master_seen)}
+        told = {"save_failed": bool(save_failed), "saving": bool(saving), "carries": self._carries}
+        told["master_seen"] = bool(master_seen)
         # The master takes an order back only once it has heard of the checkpoint.
         save, self._ordered = save_order > self._ordered, max(save_order, self._ordered)
-        told["carries"] = self._carries
         return Boundary(step, True, bool(drain) or hurried, save, end=ahead == 0, **told)
 
     def abandon(self) -> None:

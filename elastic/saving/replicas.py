@@ -17,6 +17,8 @@ from torch.nn.parameter import is_lazy
 
 from .bundles import Bundle, refused_of
 
+# A model's state in messages.
+MODELS_STATE = "the model's state_dict() (get_extra_state?)"
 # Wrappers put these prefixes before the names of what they wrap.
 _PREFIXES = ("module.", "_orig_mod.")
 
@@ -125,6 +127,17 @@ def loadable(content: Any, what: str) -> Any:
         if not _plain(content):
             _try_out(content, what)
     return content
+
+
+def loadable_weights(weights: dict[str, Any]) -> dict[str, Any]:
+    """A model's state, changed in place so that all that is no tensor in it can be read again, see `loadable`.
+
+    Raises:
+        TypeError, ValueError: As with `loadable`.
+    """
+    if odd := {name: value for name, value in weights.items() if not isinstance(value, Tensor)}:
+        weights.update(loadable(odd, MODELS_STATE))
+    return weights
 
 
 def plainly(content: Any, what: str) -> Any:

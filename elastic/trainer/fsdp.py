@@ -23,7 +23,7 @@ from dalsegno.protos.trace import mark
 from ..rank.process_group import init_process_group
 from ..saving.bundles import Bundle
 from ..saving.optimizers import check_sharded, say_added
-from ..saving.replicas import check_whole, loadable, plainly, tensors
+from ..saving.replicas import check_whole, loadable, loadable_weights, plainly, tensors
 from ..training.first_weights import FirstWeights
 from ..training.reading_state import check_same_dtypes, check_same_names, owned, read_tensors
 from ..training.unlisted import Unlisted
@@ -401,9 +401,7 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
 
 def _rest(model: nn.Module) -> dict[str, Any]:
     """What is not sharded: buffers, and parameters that ``fully_shard`` was told to leave alone."""
-    rest = {name: value for name, value in model.state_dict().items() if not _is_sharded(value)}
-    odd = {name: value for name, value in rest.items() if not isinstance(value, Tensor)}
-    return {**rest, **loadable(odd, "the model's state_dict() (get_extra_state?)")} if odd else rest
+    return loadable_weights({name: value for name, value in model.state_dict().items() if not _is_sharded(value)})
 
 
 def _place(value: Any) -> tuple[int, Tensor]:

@@ -27,7 +27,16 @@ from ..checkpoint import SHARDED
 from ..rank.remarks import remark
 from ..saving.bundles import Bundle
 from ..saving.optimizers import check_kept, check_parameters, say_added
-from ..saving.replicas import check_whole, loadable, plainly, tensors, unwrapped, without_prefixes
+from ..saving.replicas import (
+    MODELS_STATE,
+    check_whole,
+    loadable,
+    loadable_weights,
+    plainly,
+    tensors,
+    unwrapped,
+    without_prefixes,
+)
 from ..saving.resuming import ResumePoint
 from ..saving.schedules import check_factors, factors, has_moved, left_out, place_of, rates_of, unchanged
 from ..saving.writing import write_files
@@ -44,7 +53,6 @@ from .wrappers import frozen, tell_frozen
 MODEL_FILE, TRAINING_FILE = "model.pt", "training.pt"
 EXTRA_STATE = "_extra_state"  # as torch names it
 UNLISTED_FILE = "unlisted.pt"
-_MODELS_STATE = "the model's state_dict() (get_extra_state?)"
 """Name of the file for what no ``state_dict()`` contains but has changed; written only if something has."""
 
 
@@ -139,10 +147,7 @@ class TrainingState:
             kept[name] = checked(kept[name], f"the state of {name}")
         if self._session.rank == 0:
             self._unlisted.tell()
-        weights = self._model.state_dict()
-        if odd := {name: value for name, value in weights.items() if not isinstance(value, Tensor)}:
-            weights.update(loadable(odd, _MODELS_STATE))
-        found = {MODEL_FILE: weights, TRAINING_FILE: Bundle(kept)}
+        found = {MODEL_FILE: loadable_weights(self._model.state_dict()), TRAINING_FILE: Bundle(kept)}
         changed = self._unlisted.changed_buffers()
         return {**found, UNLISTED_FILE: {"buffers": changed}} if changed else found
 
@@ -180,7 +185,7 @@ class TrainingState:
         if files:
             self._first_weights.refuse(self._model, files[MODEL_FILE])
             check_places(files[MODEL_FILE])
-            loadable(files[MODEL_FILE], _MODELS_STATE)
+            loadable(files[MODEL_FILE], MODELS_STATE)
             for name, part in files[TRAINING_FILE].items():
                 if hasattr(self._parts[name], "param_groups"):
                     loadable(part, f"the state of {name}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class Unlisted:
             return
         if not grown:
             return
-        near = (buffer, *module.parameters(), *module.buffers(), *self._model.parameters())
+        near = chain((buffer,), module.parameters(), module.buffers(), self._model.parameters())
         device = next((one.device for one in near if one is not None), value.device)
         module.register_buffer(name, value.to(device, copy=True), persistent=False)
 

@@ -55,7 +55,7 @@ def forming(turn: Turn) -> bool:
         return listening(turn)
     if turn.live.ending is not None:
         return ends(turn, turn.live.ending)
-    if is_hopeless(turn):
+    if ends_hopeless(turn):
         return True
     announcements.unexplained(turn, now=False)
     agree_on_directory(turn)
@@ -114,7 +114,7 @@ def forming(turn: Turn) -> bool:
     return moved or ending.is_under_way(turn)
 
 
-def is_hopeless(turn: Turn) -> bool:
+def ends_hopeless(turn: Turn) -> bool:
     """Ends the job if what broke the last world would break the next one as well. Returns whether it did.
 
     Where only newcomers' ranks refuse, these are put aside.
