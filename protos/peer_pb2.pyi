@@ -11,7 +11,8 @@ first, and so many bytes.
   hold    caller: Hello, Call      callee: Answer      caller: bytes, empty frame      callee: Answer
   fetch   caller: Hello, Call      callee: Answer, bytes, empty frame, Answer
 
-Hello, Call and Answer are frames with that message. The bytes are those of the manifest, and then of all files, one
+Hello, Call and Answer are frames with that message. Call and Answer end with a checksum of the bytes before it: TCP's own
+lets one damaged segment of some ten thousand pass. The bytes are those of the manifest, and then of all files, one
 after the other without gaps, cut into frames anyhow. An Answer with another code than 0 ends the call, also one that comes
 while bytes are still being sent. There is no gRPC here: it copies each byte several times more.
 """
@@ -47,6 +48,9 @@ class Call(google.protobuf.message.Message):
 
     HOLD_FIELD_NUMBER: builtins.int
     FETCH_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
+    checksum: builtins.int
+    """CRC-32 of the frame's other bytes. It is the last field of the frame; older agents send none."""
     @property
     def hold(self) -> global___Header:
         """Sends a part. The last Answer comes once all of it is there, and every checksum was right."""
@@ -60,9 +64,13 @@ class Call(google.protobuf.message.Message):
         *,
         hold: global___Header | None = ...,
         fetch: global___FetchRequest | None = ...,
+        checksum: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["fetch", b"fetch", "hold", b"hold", "what", b"what"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["fetch", b"fetch", "hold", b"hold", "what", b"what"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "checksum", b"checksum", "fetch", b"fetch", "hold", b"hold", "what", b"what"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "checksum", b"checksum", "fetch", b"fetch", "hold", b"hold", "what", b"what"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_checksum", b"_checksum"]) -> typing.Literal["checksum"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["what", b"what"]) -> typing.Literal["hold", "fetch"] | None: ...
 
 global___Call = Call
@@ -77,6 +85,7 @@ class Answer(google.protobuf.message.Message):
     HERE_FIELD_NUMBER: builtins.int
     COMPLETE_FIELD_NUMBER: builtins.int
     OTHERS_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
     code: builtins.int
     """A status of gRPC by its number; 0 is OK.
       UNAUTHENTICATED      the credential is wrong
@@ -84,7 +93,7 @@ class Answer(google.protobuf.message.Message):
       FAILED_PRECONDITION  the epoch is closed, as far as this agent knows
       ALREADY_EXISTS       another checkpoint of this name is here
       RESOURCE_EXHAUSTED   there is no room for it, or too many are served
-      DATA_LOSS            a checksum was wrong
+      DATA_LOSS            a checksum was wrong, the Call's or a file's
     """
     detail: builtins.str
     """Why, in one line."""
@@ -92,6 +101,8 @@ class Answer(google.protobuf.message.Message):
     """The part is here already: nothing is to be sent (hold, first Answer)."""
     complete: builtins.bool
     """All of the part has been taken (hold), or was sent (fetch): the last Answer."""
+    checksum: builtins.int
+    """As in Call."""
     @property
     def header(self) -> global___Header:
         """What comes (fetch, first Answer)."""
@@ -109,9 +120,11 @@ class Answer(google.protobuf.message.Message):
         here: builtins.bool = ...,
         complete: builtins.bool = ...,
         others: collections.abc.Iterable[builtins.str] | None = ...,
+        checksum: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["code", b"code", "complete", b"complete", "detail", b"detail", "header", b"header", "here", b"here", "others", b"others"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "checksum", b"checksum", "header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "checksum", b"checksum", "code", b"code", "complete", b"complete", "detail", b"detail", "header", b"header", "here", b"here", "others", b"others"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_checksum", b"_checksum"]) -> typing.Literal["checksum"] | None: ...
 
 global___Answer = Answer
 

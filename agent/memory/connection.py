@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from dalsegno.protos import peer_pb2
 from dalsegno.protos.contract import FRAME
 from dalsegno.protos.text import one_line
+
+from .frames import packed, parsed
 
 __all__ = ["PIECE_BYTES", "BrokenOff", "Connection", "Stranger"]
 
@@ -119,7 +121,7 @@ class Connection:
 
     def send(self, *messages: Message) -> None:
         """Sends them. Raises BrokenOff."""
-        frames = (message.SerializeToString() for message in messages)
+        frames = (packed(message) for message in messages)
         self._put(b"".join(FRAME.pack(len(frame)) + frame for frame in frames))
 
     def receive(self, kind: type[Received], most_bytes: int = _MESSAGE_BYTES) -> Received:
@@ -127,15 +129,13 @@ class Connection:
 
         Raises:
             BrokenOff: none comes.
-            ValueError: what comes is none of this kind, or a larger one.
+            Garbled: what comes is not what was sent.
+            ValueError: it is none of this kind, or a larger one.
         """
         count = self._receive_length()
         if count > most_bytes:
             raise ValueError("not a message of this protocol: it is too large")
-        try:
-            return kind.FromString(self._get(count))
-        except DecodeError as error:
-            raise ValueError("not a message of this protocol") from error
+        return parsed(kind, self._get(count))
 
     def receive_answer(self) -> peer_pb2.Answer:
         """The next message, with one line in it. Raises BrokenOff.

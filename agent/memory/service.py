@@ -19,6 +19,7 @@ from dalsegno.protos.text import LONGEST_NAME, one_line
 from .arrivals import Arrival, ArrivalEnded
 from .connection import BrokenOff, Connection, Stranger
 from .fence import Fence
+from .frames import Garbled
 from .holdings import HeldParts, Holdings, StepPart
 from .incoming import PartRefusedError, receive
 from .pieces import header_of, read_manifest, read_part
@@ -78,6 +79,9 @@ class PeerService:
             except PartRefusedError as refused:
                 logger.info("refused: %s", refused)
                 connection.refuse(refused.code, str(refused), refused.others)
+            except Garbled as error:
+                logger.info("refused: %s", error)
+                connection.refuse(grpc.StatusCode.DATA_LOSS, str(error))
             except ValueError as error:
                 connection.refuse(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 

@@ -19,11 +19,14 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import Message
 
 from dalsegno.agent.memory import buddies, durable, gathering, search, service, turnstile, wire
+from dalsegno.agent.memory import connection as connections
 from dalsegno.agent.memory.calls import PeerError, SendPace
 from dalsegno.agent.memory.connection import PIECE_BYTES, BrokenOff, Connection
 from dalsegno.agent.memory.durable import NothingThere, PartlyWritten
+from dalsegno.agent.memory.frames import Garbled
 from dalsegno.agent.memory.holdings import Holdings
 from dalsegno.agent.memory.pieces import header_of, read_manifest, read_part
 from dalsegno.agent.memory.service import PeerServer
@@ -487,6 +490,35 @@ CALLS = {
     "empty fetch": peer_pb2.Call(fetch=peer_pb2.FetchRequest()),
     "nowhere": peer_pb2.Call(fetch=peer_pb2.FetchRequest(job_id=JOB, run_id="../..", name="../x", digest="d")),
 }
+
+
+@pytest.mark.parametrize("kind", [peer_pb2.Call, peer_pb2.Answer])
+def test_a_message_that_is_garbled_on_its_way_is_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Message]
+) -> None:
+    """Each node has told of its parts, and of no other, when `world` is over."""
+    pack, parse = connections.packed, connections.parsed
+    spoilt, seen = [], []
+
+    def packed(message: Message) -> bytes:
+        frame = bytearray(pack(message))
+        if isinstance(message, kind) and not spoilt:
+            spoilt.append(message)
+            frame[-1] ^= 1
+        return bytes(frame)
+
+    def parsed(wanted: type[Message], data: bytes) -> Message:
+        try:
+            return parse(wanted, data)
+        except Garbled as error:
+            seen.append(error)
+            raise
+
+    monkeypatch.setattr(connections, "packed", packed)
+    monkeypatch.setattr(connections, "parsed", parsed)
+    with nodes(tmp_path, 3) as three:
+        world(three)
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("what", CALLS)

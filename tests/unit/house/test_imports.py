@@ -65,6 +65,7 @@ PURE = (
     "agent/control/pace.py",
     "agent/dlrover/names.py",
     "agent/dlrover/scripts.py",
+    "agent/memory/frames.py",
     "agent/storage/best_save.py",
     "agent/storage/macros.py",
     "agent/storage/naming.py",
