@@ -21,11 +21,12 @@ from .holders import able, has_holder, holders, is_there, is_whole, suffices, un
 from .live import HeldStep, State
 from .membership import in_rank_order
 from .memory import is_candidate
-from .state import Checkpoint, Job, Node
+from .state import Checkpoint, Job, Node, Phase
 from .turn import Turn
 
 __all__ = (
     "WriteOrder",
+    "best_in_memory",
     "cannot_write",
     "durable",
     "on_disk",
@@ -108,10 +109,10 @@ def tend(turn: Turn) -> None:
             if turn.due(at):
                 del step.unable[incarnation]
     job, under_way = turn.job, held.steps.get(held.writing)
-    goes_on = under_way is not None and is_wanted(job, under_way) and can_go_on(job, under_way)
+    goes_on = under_way is not None and is_wanted(turn.state, under_way) and can_go_on(job, under_way)
     if under_way is not None and goes_on and not is_stuck(job, under_way):
         return
-    able_now = [step for step in held.newest_first() if is_wanted(job, step) and can_begin(job, step)]
+    able_now = [step for step in held.newest_first() if is_wanted(turn.state, step) and can_begin(job, step)]
     # What nobody can write just now comes last. A candidate of an older epoch, this one's newest one, what is newest.
     able_now.sort(
         key=lambda step: (not is_stuck(job, step), is_candidate(job, step), step.record.epoch < job.epoch), reverse=True
@@ -135,12 +136,19 @@ def choose_who_writes(turn: Turn) -> None:
     step.by_parts = not step.together and (step.by_parts or lacks(step, node) > 0)
 
 
-def is_wanted(job: Job, step: HeldStep) -> bool:
-    """The ranks of the open world want it on the disk, and nothing newer is there; or it is a candidate."""
+def is_wanted(state: State, step: HeldStep) -> bool:
+    """The ranks of the open world want it on the disk, and nothing newer is there; or it is a candidate.
+
+    While a world forms disks and cores have other work.
+    """
+    job = state.job
     # What the run began from goes first.
-    if not job.phase.has_workers or checkpoints.in_memory_alone(job) is not None:
+    if checkpoints.in_memory_alone(job) is not None:
         return False
-    return is_due(job, step) or is_candidate(job, step)
+    if job.phase.has_workers:
+        return is_due(job, step) or is_candidate(job, step)
+    waits = job.phase is Phase.WAITING or state.live.ending is not None
+    return waits and is_candidate(job, step)
 
 
 def is_due(job: Job, step: HeldStep) -> bool:
@@ -153,15 +161,36 @@ def is_due(job: Job, step: HeldStep) -> bool:
 def owed(state: State) -> HeldStep | None:
     """What is to come to the disk before the job ends, or None: what the run goes on from, if that is in memory alone.
 
-    Then the newest step that the ranks want there, where somebody has each part of it.
+    Then the newest step that the ranks want there, where somebody has each part of it; then what was the best.
     """
     job, held = state.job, state.live.held
     record = checkpoints.in_memory_alone(job)
     if record is not None:
         return held.step(record)
-    if not job.phase.has_workers:
-        return None
-    return next((step for step in held.newest_first() if is_due(job, step) and is_there(job, step)), None)
+    due = held.newest_first() if job.phase.has_workers else ()
+    newest = next((step for step in due if is_due(job, step) and is_there(job, step)), None)
+    return newest or best_in_memory(state)
+
+
+def best_in_memory(state: State) -> HeldStep | None:
+    """The best step so far, if it is in memory alone and can be brought to the disk; or None."""
+    job, held = state.job, state.live.held
+    record = recorded_best(job)
+    if record is not None and (known := held.steps.get(record.digest)) is not None and is_there(job, known):
+        return known
+    can = (step for step in held.newest_first() if is_candidate(job, step))
+    return next((step for step in can if can_begin(job, step) or is_being_written(state, step)), None)
+
+
+def is_being_written(state: State, step: HeldStep) -> bool:
+    return state.live.held.writing == step.record.digest and can_go_on(state.job, step)
+
+
+def recorded_best(job: Job) -> Checkpoint | None:
+    """What the run goes on from calls this one the best, and it is in memory alone."""
+    head = job.checkpoints.head
+    best = head.best if head is not None else ""
+    return next((known for known in job.checkpoints.in_memory if known.name == best), None)
 
 
 def can_begin(job: Job, step: HeldStep) -> bool:
@@ -208,7 +237,7 @@ def orders_to_write(state: State) -> dict[str, WriteOrder]:
             return orders_of_parts(state.job, step)
         return {node.incarnation: WriteOrder(record)}
     step = state.live.held.steps.get(state.live.held.writing)
-    return {} if step is None or not is_wanted(state.job, step) else orders_of_parts(state.job, step)
+    return {} if step is None or not is_wanted(state, step) else orders_of_parts(state.job, step)
 
 
 def orders_of_parts(job: Job, step: HeldStep) -> dict[str, WriteOrder]:
@@ -249,9 +278,7 @@ def writer(state: State) -> tuple[Checkpoint, Node] | None:
     if record is None or not record.parts:
         record = job.checkpoints.head
     if record is None or not record.parts:
-        # What is the best, and no more the newest.
-        best = "" if record is None else record.best
-        record = next((known for known in job.checkpoints.in_memory if known.name == best), None)
+        record = recorded_best(job)
     step = live.held.steps.get(record.digest) if record is not None and record.parts else None
     if record is None or step is None:
         return None

@@ -1,7 +1,8 @@
 """The end of a job: what is in memory alone comes to the disk first, since it goes with the agents.
 
 Where the job has failed that is what it would go on from, and each node writes the part that it has, as for a save.
-Where the ranks have finished it is what they wanted on the disk, and is still on its way there.
+Where the ranks have finished it is what they wanted on the disk, and is still on its way there. And in both cases it is
+the best checkpoint, where that is not the newest one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from . import durable, memory, waits
 from .checkpoints import in_memory_alone, resume_point
 from .live import Ending
+from .state import Checkpoint
 from .turn import Turn
 
 __all__ = ("awaits", "finishes", "is_under_way", "put_off")
@@ -22,6 +24,8 @@ def put_off(turn: Turn, message: str, *, notice: bool) -> bool:
     if turn.live.ending is not None:
         return False
     record = memory.would_go_on_from(turn.state) or in_memory_alone(turn.job)
+    if record is None and (best := durable.best_in_memory(turn.state)) is not None:
+        record = best.record
     if record is None:
         return False
     turn.live.ending = Ending(message, notice, turn.heard)
@@ -61,7 +65,17 @@ def is_on_its_way(turn: Turn, since: float, when: str) -> bool:
         until = max(step.stuck_since, since) + GIVEN_UP_AFTER_SECONDS
         left = until - turn.heard
         if turn.overdue(until):
-            memory.give_up(turn, record, "no node could write it to the disk")
+            give_up(turn, record)
             return False
     waits.say(turn, "end", f"waiting for {record.name} to be written from memory to the disk {when}", left)
     return True
+
+
+def give_up(turn: Turn, record: Checkpoint) -> None:
+    """No node could write it to the disk."""
+    newest = resume_point(turn.job)
+    if newest is None or newest.parts or newest.age < record.age:
+        memory.give_up(turn, record, "no node could write it to the disk")
+        return
+    memory.set_aside(turn, record)
+    turn.notice(f"{record.name} was the best checkpoint, in memory only, and no node could write it to the disk", True)

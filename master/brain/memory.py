@@ -39,6 +39,7 @@ __all__ = (
     "passed_over",
     "report",
     "seeks",
+    "set_aside",
     "sources_of",
     "spoil",
     "to_memory",

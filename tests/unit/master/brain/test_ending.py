@@ -10,7 +10,7 @@ from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2 as pb
 from tests.support.jobs.masters import Driven, Node
 
-from .test_durable import NOTHING, orders, steps, wanted
+from .test_durable import NOTHING, best, orders, steps, wanted, written
 from .test_memory import held, in_memory, joins, newcomer, started
 
 
@@ -156,20 +156,20 @@ def test_while_nodes_lack_what_is_in_memory_comes_to_the_disk(end: bool) -> None
     assert job.phase is (Phase.FAILED if end else Phase.WAITING)
 
 
-@pytest.mark.parametrize("written", [0, 1, 2])
-def test_a_job_is_finished_when_what_its_ranks_wanted_on_the_disk_is_there(written: int) -> None:
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_job_is_finished_when_what_its_ranks_wanted_on_the_disk_is_there(count: int) -> None:
     """A script may leave its loop right behind a save."""
     job, nodes = started(2)
     nodes[0].step(20)
     wanted(job, nodes, 20)
-    for node in nodes[:written]:
+    for node in nodes[:count]:
         node.durable()
     for node in nodes:
         node.finished(20)
     assert job.phase is Phase.RUNNING
     job.wait(12)
     assert "waiting for step-20.e1.1 to be written from memory to the disk as the ranks have finished" in job.notices
-    for node in (*nodes[written:], nodes[0]):
+    for node in (*nodes[count:], nodes[0]):
         assert job.phase is Phase.RUNNING
         node.durable()
     assert steps(job) == [20]
@@ -232,3 +232,88 @@ def test_what_nobody_has_any_more_holds_no_end_up() -> None:
     job.wait(45)
     assert job.phase is Phase.SUCCEEDED
     assert f"{made.ref.name} was in memory only, and the nodes that held a part of it are gone" in job.notices
+
+
+# ---- the best checkpoint, which is not the newest ------------------------------------------------------------------
+
+
+def failed_behind_best(*, newest: str) -> tuple[Driven, list[Node], pb.Checkpoint]:
+    """Step 10 was the best and is still in memory, as the script fails for good behind another save, `newest`."""
+    job, nodes = started(2, max_restarts=0)
+    nodes[0].step(22)
+    made = best(job, nodes, 10)
+    if newest == "on the disk":
+        later = job.seal(20, any_size=True)
+        later.candidate = made.ref.name
+        job.call(pb.CommitRequest(caller=nodes[0].caller(), checkpoint=later))
+    else:
+        later = in_memory(job, 20, any_size=True)
+        later.candidate = made.ref.name
+        for rank, node in enumerate(nodes):
+            node.holds(later, rank, 1 - rank)
+    for node in nodes:
+        node.failed("exit 3", step=22)
+    joins(job, *nodes, sees=later)
+    job.wait(1.2)
+    assert job.phase is Phase.FORMING
+    return job, nodes, made
+
+
+@pytest.mark.parametrize("newest", ["on the disk", "in memory"])
+def test_a_job_that_fails_for_good_keeps_its_best(newest: str) -> None:
+    """What it would go on from comes first."""
+    job, nodes, _ = failed_behind_best(newest=newest)
+    if newest == "in memory":
+        written(job, nodes, 20)
+        assert job.phase is Phase.FORMING
+    assert orders(nodes) == [("step-10", [0], False), ("step-10", [1], False)]
+    written(job, nodes, 10)
+    assert job.phase is Phase.FAILED
+    assert sorted(steps(job)) == [10, 20]
+
+
+def test_a_best_that_cannot_be_written_is_given_up_in_the_end() -> None:
+    """Nobody goes back for it: the run goes on from the newest."""
+    job, nodes, made = failed_behind_best(newest="on the disk")
+    for node in nodes:
+        node.durable("no space left on device")
+    job.wait(GIVEN_UP_AFTER_SECONDS + 20)
+    assert job.phase is Phase.FAILED
+    assert f"{made.ref.name} was the best checkpoint, in memory only, and no node could write it to the disk" in (
+        job.notices
+    )
+    assert "going back" not in job.notices
+
+
+def test_a_best_of_which_a_part_is_gone_holds_no_end_up() -> None:
+    job, nodes, made = failed_behind_best(newest="on the disk")
+    for node in nodes:
+        node.holds(made)
+    job.wait(1)
+    assert job.phase is Phase.FAILED
+
+
+def test_a_finished_job_has_its_best_on_the_disk() -> None:
+    job, nodes = started(2)
+    nodes[0].step(20)
+    best(job, nodes, 10)
+    job.call(pb.CommitRequest(caller=nodes[0].caller(), checkpoint=job.seal(20, any_size=True)))
+    for node in nodes:
+        node.finished(20)
+    assert job.phase is Phase.RUNNING
+    written(job, nodes, 10)
+    assert job.phase is Phase.SUCCEEDED
+
+
+def test_while_nodes_lack_the_best_comes_to_the_disk() -> None:
+    job, nodes = started(3, min_nodes=3)
+    nodes[0].step(22)
+    best(job, nodes, 10)
+    later = job.seal(20, any_size=True)
+    job.call(pb.CommitRequest(caller=nodes[0].caller(), checkpoint=later))
+    nodes[2].hang_up()
+    job.wait(2)
+    joins(job, *nodes[:2], sees=later)
+    job.wait(1)
+    assert job.phase is Phase.WAITING
+    written(job, nodes[:2], 10)
