@@ -106,3 +106,53 @@ def test_what_a_script_saved_last_is_on_the_disk_when_the_job_is_finished(shell:
     assert ended.code == 0, ended.text
     latest = json.loads((directory / "job" / "run-0001" / "latest.json").read_text(encoding="utf-8"))
     assert latest["step"] == 4
+
+
+BEST_AND_GONE = """
+import os
+import time
+import torch
+from dalsegno.elastic import session
+
+s = session()
+s.track("score", mode="max")
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+state = s.state(model, optimizer)
+data = s.data(torch.utils.data.TensorDataset(torch.randn(64, 8)), global_batch=4, micro_batch=4, seed=1)
+first = not os.path.exists(os.environ["AGAIN"])
+aside = s.run_dir / ".durable"
+if first:
+    open(os.environ["AGAIN"], "w").close()
+    aside.parent.mkdir(parents=True, exist_ok=True)
+    aside.write_text("Agents cannot write as long as this is here.")
+for batch in s.steps(data, state, max_steps=7, memory_every=1):
+    for micro in batch:
+        micro.scale(state.model(micro.data[0]).square().mean()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if first:
+        time.sleep(1.0)  # Each step is held before the next one.
+    s.improved(1.0 if batch.step == 4 else 0.0)
+    if first and batch.step == 6:
+        aside.unlink()
+        os._exit(3)
+s.finish()
+"""
+
+
+@pytest.mark.full
+def test_a_job_that_fails_for_good_has_its_best_on_the_disk(shell: Shell, tmp_path: Path) -> None:
+    """It was the best two steps before the end. Newer steps are in memory, and until then the disk took nothing."""
+    script = tmp_path / "script.py"
+    script.write_text(BEST_AND_GONE, encoding="utf-8")
+    directory = tmp_path / "checkpoints"
+    flags = "--nnodes=1", "--memory-replicas=1", f"--checkpoint-dir={directory}", "--job-id=job", "--max-restarts=0"
+    once = {"AGAIN": str(tmp_path / "again")}
+    assert shell.run(*flags, str(script), **once).code == FAILED
+    run = directory / "job" / "run-0001"
+    (best,) = (path.parent.name for path in run.glob("step-4.*/MANIFEST.json"))
+    again = shell.run(*flags, str(script), **once)
+    assert again.code == 0, again.text
+    assert "resumed at step 5" in again.text
+    assert json.loads((run / "best.json").read_text(encoding="utf-8"))["name"] == best
