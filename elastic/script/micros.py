@@ -46,7 +46,7 @@ class Micros(Accumulation):
     def _look_at_gradients(self, step: int) -> None:
         """Raises RuntimeError if the gradients of earlier micro-batches are gone."""
         if self._watched is None:
-            found = ((p, p.grad) for p in self.model.parameters() if p.grad is not None and not p.grad.is_sparse)
+            found = ((p, p.grad) for p in self.model.parameters() if p.grad is not None and _grows_in_place(p.grad))
             self._watched = next(found, None)
         elif self._watched[0].grad is not self._watched[1]:
             raise RuntimeError(
@@ -71,6 +71,11 @@ class Micros(Accumulation):
                 "that of a part of the global batch: call optimizer.step() behind that loop"
             )
         super()._before_optimizer(*arguments)
+
+
+def _grows_in_place(gradient: Tensor) -> bool:
+    """Whether torch adds to it where it lies; it does not where somebody wants the gradient of a gradient."""
+    return not (gradient.is_sparse or gradient.requires_grad)
 
 
 def _moves_gradients(model: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -14,44 +13,35 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..rank.hooks import until_gone, weakly
 from ..rank.remarks import remark
-from .session import BareSession
 
-__all__ = ["CarriedGradients", "WholeSteps"]
+__all__ = ["LOOKS", "CarriedGradients"]
 
-# So many boundaries without an optimizer's step are looked at, each of which may wait for a card; and so many before
-# the first step of all: of a script that steps in a way that nobody sees nothing is to be put off for long.
-_LOOKS, _LOOKS_BEFORE = 64, 8
-# In the first boundaries the ranks ask each other although none of them has seen anything: what one sees the others
-# hear with the next exchange only.
-_FIRST = 2 * _LOOKS
-# A drain waits so long for an optimizer's step at most, and within half of its notice; another save so long (seconds).
-DRAIN_SECONDS, SAVE_SECONDS = 20.0, 300.0
-# More than any rank's wish to wait.
-_HURRIES = 2
+# At so many boundaries with gradients that an optimizer has not used it is looked what becomes of them. Each look may
+# wait for a card; and what is due is put off until that is known.
+LOOKS = 64
+# An optimizer that carries gradients is waited for up to so many times what it has taken before.
+_PATIENCE = 4
 
 
 class CarriedGradients:
     """Sees gradients that are there at a boundary and that an optimizer uses behind it; remarks once on that.
 
-    A step that was left out (a loss scale that was too large, a loss that stands out) is none of it: what it had is
-    dropped.
+    Gradients that an optimizer has used already, and has not cleared, are none of them. What a script drops (a loss
+    scale that was too large, a loss that stands out, what another network's loss has left) is taken for one of them
+    until it has been dropped once.
 
     Args:
         optimizers: Those that are known before their first step.
         say: What says so, once.
-
-    Attributes:
-        known: This has been seen.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer] = (), say: Callable[..., None] = remark) -> None:
-        self._say, self._looks, self._steps = say, _LOOKS_BEFORE, False
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet(optimizers)
+        self._say, self._said = say, False
+        self._habits: weakref.WeakKeyDictionary[Optimizer, _Habit] = weakref.WeakKeyDictionary()
+        self._habits.update((one, _Habit()) for one in optimizers)
         # Those that have begun a step since the last boundary.
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # By optimizer a boundary, a parameter and its gradient then; and whether one may be carried over the last one.
-        self._there: weakref.WeakKeyDictionary[Optimizer, _There] = weakref.WeakKeyDictionary()
-        self.known, self._open = False, False
+        self._open = False
         until_gone(self, register_optimizer_step_pre_hook(weakly(self._begins)))
 
     @property
@@ -59,133 +49,182 @@ class CarriedGradients:
         """Whether there were gradients at the last boundary that an optimizer may use behind it."""
         return self._open
 
+    @property
+    def known(self) -> bool:
+        """Whether some optimizer has used such ones."""
+        return any(habit.carries for habit in self._habits.values())
+
     def boundary(self, step: int) -> None:
         """Step ``step`` is done."""
-        idle = [one for one in self._optimizers if one not in self._stepped]
+        used = _Used(self._stepped, [habit.used for habit in self._habits.values() if habit.used is not None])
+        self._open = False
+        for one, habit in list(self._habits.items()):
+            if one in self._stepped:
+                habit.stepped()
+            else:
+                self._open = habit.idle(one, step, used) or self._open
+            self._tell(habit)
         self._stepped.clear()
-        # Once this is known no values are asked for, which would wait for a card in each step.
-        self._open = self.known and any(map(_has_gradients, idle))
-        if not idle or not self._looks:
-            return
-        self._looks -= 1
-        for one in idle:
-            self._there.pop(one, None)
-            if (found := _used(one)) is not None:
-                self._open, self._there[one] = True, _There(step, *found)
 
     def _begins(self, optimizer: Optimizer, *_: Any) -> None:
-        self._stepped.add(optimizer)
-        if not self._steps:
-            self._steps, self._looks = True, _LOOKS
-        if self._looks:
-            self._optimizers.add(optimizer)
-        noted = self._there.pop(optimizer, None)
-        if noted is None:
-            return
-        owner, there = noted.parameter(), noted.gradient()
-        if owner is None or there is None or owner.grad is not there:
-            return
-        self._looks, self.known = 0, True
-        self._there.clear()
-        self._say(
-            "gradients were carried over the end of step %d, and no checkpoint has them: saves and drains come behind"
-            " an optimizer's step from now on, as far as a leaver's notice allows. Better give each of its steps a"
-            " batch: a larger global batch, in micro-batches",
-            noted.step,
-        )
+        if optimizer not in self._stepped:
+            self._stepped.add(optimizer)
+            habit = self._habits.setdefault(optimizer, _Habit())
+            habit.steps(optimizer)
+            self._tell(habit)
 
-
-def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
-
-
-class _There(NamedTuple):
-    """A gradient that was there at a boundary."""
-
-    step: int
-    parameter: weakref.ref[Tensor]
-    gradient: weakref.ref[Tensor]
-
-
-def _used(optimizer: Optimizer) -> tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None:
-    """A parameter that has a gradient, and that; None: there is none, or a step with it was left out.
-
-    Gradients of zeros say nothing: of what a loss has only so that each parameter is used, or a LoRA's first matrix.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if (gradient := parameter.grad) is not None:
-                here = getattr(gradient, "_local_tensor", gradient).detach()  # of a DTensor: nothing is exchanged
-                if here.layout is torch.strided:
-                    if not bool(torch.isfinite(here).all()):
-                        return None
-                    if not bool(here.any()):
-                        continue
-                return weakref.ref(parameter), weakref.ref(gradient)
-    return None
-
-
-class WholeSteps:
-    """Puts off what is due at a boundary that gradients are carried over. Collective: all ranks make it alike.
-
-    Args:
-        session: The process's.
-        save: What the loop saves with.
-    """
-
-    def __init__(self, session: BareSession, save: Any) -> None:
-        self._session, self._boundaries = session, 0
-        self._seen = CarriedGradients(_optimizers_of(save), remark if session.rank == 0 else _nothing)
-        self._since: float | None = None
-        # When the last step ended, and how long it took.
-        self._at, self._seconds = time.monotonic(), 0.0
-        self._said = False
-
-    def boundary(self, step: int) -> bool:
-        """Step ``step`` is done. Returns whether an optimizer goes on behind it with what it has by now."""
-        self._boundaries += 1
-        now = time.monotonic()
-        self._seconds, self._at = now - self._at, now
-        self._seen.boundary(step)
-        self._session.saves.carries = self._seen.known
-        return self._seen.known and self._seen.here
-
-    def put_off(self, told: bool, *, drain: bool) -> bool:
-        """Whether what is due here comes behind a later step. Collective, and the same on all ranks.
-
-        Args:
-            told: Some rank has said that it carries gradients. On all ranks alike.
-            drain: All ranks are to leave.
-        """
-        if not told and self._boundaries > _FIRST:
-            return False
-        now, here, saves = time.monotonic(), self._seen.here, self._session.saves
-        since = now if self._since is None else self._since
-        # Of a leaver there may be no time for another step; it knows its notice, and the others do not.
-        hurries = drain and now + self._seconds > saves.drain_by(since, DRAIN_SECONDS)
-        waits = here and (drain or now - since < SAVE_SECONDS)
-        later = saves.largest(_HURRIES if hurries else int(waits)) == 1
-        self._since = since if later else None
-        if here and not later:
-            self._saved_within()
-        return later
-
-    def _saved_within(self) -> None:
-        if not self._said and self._session.rank == 0:
+    def _tell(self, habit: _Habit) -> None:
+        if habit.carries and not self._said:
             self._said = True
-            remark(
-                "step %d is saved between two steps of an optimizer: what it has accumulated is in no checkpoint, and"
-                " lost if the run goes on from there",
-                self._session.step,
+            self._say(
+                "gradients were carried over the end of step %d, and no checkpoint has them: saves and drains come"
+                " behind an optimizer's step from now on, as far as a leaver's notice allows. Better give each of its"
+                " steps a batch: a larger global batch, in micro-batches",
+                habit.carried_over,
+            )
+        if habit.given_up:
+            habit.given_up = False
+            self._say(
+                "an optimizer has made no step for %d batches, although its weights have gradients: saves no longer"
+                " wait for one",
+                habit.waits,
             )
 
 
-def _nothing(*_: Any) -> None:
-    """Rank 0 speaks for all."""
+class _Habit:
+    """What one optimizer does with the gradients that are there at a boundary behind which it goes on.
+
+    Attributes:
+        carries: It has used such ones; None: nobody knows; False: they were dropped.
+        carried_over: The step, of the first ones.
+        waits: At so many boundaries in a row there were some.
+        given_up: It was waited for in vain just now.
+        used: A gradient that it stepped with last.
+    """
+
+    def __init__(self) -> None:
+        self.carries: bool | None = None
+        self.carried_over, self.waits, self.given_up = 0, 0, False
+        self.used: _Mark | None = None
+        self._looks, self._longest = LOOKS, 0
+        # What was there at the last boundary.
+        self._there: _Mark | None = None
+        self._replaced = False
+
+    def steps(self, optimizer: Optimizer) -> None:
+        """It begins a step, the first one since the last boundary."""
+        there, self.used = self._there, _first(optimizer)
+        if there is not None and there.is_here():
+            self._learn(True)
+        # Or it was made anew from that, as by ``p.grad = p.grad / 2``: that shows when it is cleared.
+        self._replaced = there is not None and not there.is_here()
+        self._longest, self.waits = max(self._longest, self.waits), 0
+
+    def stepped(self) -> None:
+        """The boundary behind a step of its own."""
+        if self._replaced and self._there is not None:
+            # Who clears gradients behind the step does not before it.
+            self._learn(self._there.is_cleared())
+        self._there, self._replaced = None, False
+
+    def idle(self, optimizer: Optimizer, step: int, used: _Used) -> bool:
+        """A boundary behind a step in which it did nothing. Returns whether there are gradients that it may use."""
+        there, self._there = self._there, None
+        if there is not None and not there.is_here() and there not in used:
+            self._learn(False)
+        final = self.carries is not True and not self._looks
+        found = None if final else self._unused(optimizer, used)
+        if found is None:
+            self.waits = 0
+            return False
+        self.waits += 1
+        if self.carries is not True:
+            self._looks -= 1
+            # Where it goes on from the boundary before, the first of them is named.
+            self._there = found._replace(step=there.step if there is not None and there.is_here() else step)
+        if self.waits == max(LOOKS, _PATIENCE * self._longest) and self.carries is not False:
+            self.given_up = True
+        return self.carries is not False and self.waits < max(LOOKS, _PATIENCE * self._longest)
+
+    def _unused(self, optimizer: Optimizer, used: _Used) -> _Mark | None:
+        """A gradient that no optimizer has used yet."""
+        found = _first(optimizer)
+        if found is not None and found not in used and not self.carries:
+            found = _first(optimizer, with_values=True)
+        return None if found is None or found in used else found
+
+    def _learn(self, carries: bool) -> None:
+        if self.carries:
+            return
+        self.carries = carries
+        if carries and self._there is not None:
+            self.carried_over = self._there.step
 
 
-def _optimizers_of(save: Any) -> list[Optimizer]:
-    """Those in what a loop saves, as far as that shows."""
-    called = getattr(save, "state", save)
-    parts = getattr(getattr(called, "__self__", called), "parts", None)
-    return [part for part in parts.values() if isinstance(part, Optimizer)] if isinstance(parts, dict) else []
+class _Mark(NamedTuple):
+    """A parameter's gradient at some moment.
+
+    Attributes:
+        version: Torch's count of what was written to it.
+        step: The one that was done then.
+    """
+
+    parameter: weakref.ref[Tensor]
+    gradient: weakref.ref[Tensor]
+    version: int
+    step: int = 0
+
+    def is_here(self) -> bool:
+        """Whether the parameter still has this gradient, which may have grown."""
+        parameter, gradient = self.parameter(), self.gradient()
+        return parameter is not None and gradient is not None and parameter.grad is gradient
+
+    def is_same(self, other: _Mark) -> bool:
+        """Whether both are the same gradient, and nothing was added between them."""
+        gradient = self.gradient()
+        return gradient is not None and gradient is other.gradient() and self.version == other.version
+
+    def is_cleared(self) -> bool:
+        """Whether the parameter has no gradient now."""
+        parameter = self.parameter()
+        return parameter is not None and parameter.grad is None
+
+
+class _Used:
+    """Gradients that some optimizer has stepped with.
+
+    Args:
+        stepped: Optimizers that have stepped since the last boundary: all gradients of their parameters are used.
+        marks: One of each optimizer's last step, which may be still there.
+    """
+
+    def __init__(self, stepped: Iterable[Optimizer], marks: list[_Mark]) -> None:
+        self._stepped, self._marks = list(stepped), marks
+        # Only looked for where somebody asks.
+        self._known: set[int] | None = None
+
+    def __contains__(self, mark: _Mark) -> bool:
+        if any(mark.is_same(one) for one in self._marks):
+            return True
+        if self._known is None:
+            self._known = {id(one) for optimizer in self._stepped for one in _parameters(optimizer)}
+        parameter = mark.parameter()
+        return parameter is not None and id(parameter) in self._known
+
+
+def _parameters(optimizer: Optimizer) -> Iterable[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _first(optimizer: Optimizer, *, with_values: bool = False) -> _Mark | None:
+    """The first gradient of its parameters, or the first that is not zero everywhere.
+
+    Gradients of zeros say nothing: of what a loss has only so that each parameter is used, or a LoRA's first matrix.
+    """
+    for parameter in _parameters(optimizer):
+        if (gradient := parameter.grad) is None:
+            continue
+        here = getattr(gradient, "_local_tensor", gradient).detach()  # of a DTensor: nothing is exchanged
+        if not with_values or here.layout is not torch.strided or bool(here.any()):
+            return _Mark(weakref.ref(parameter), weakref.ref(gradient), here._version)
+    return None

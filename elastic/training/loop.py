@@ -20,7 +20,6 @@ from ..saving.cadence import checked
 from ..saving.declared import strategy_of
 from ..saving.resuming import check_strategy
 from . import saves
-from .carried import WholeSteps
 from .findings import loads_anywhere
 from .memory import MemorySaves
 from .rehearsal import rehearse
@@ -41,6 +40,7 @@ from .sources import (
     source_of,
 )
 from .survival import Survival
+from .whole_steps import WholeSteps
 
 log = logging.getLogger(__name__)
 

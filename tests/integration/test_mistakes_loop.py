@@ -90,6 +90,15 @@ def test_gradients_cleared_inside() -> None:
     refused(4, clear_inside, r"cleared between its micro-batches: call optimizer\.zero_grad\(\) behind")
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_of_gradients_are_none_that_were_cleared() -> None:
+    """With `create_graph=True` torch makes a new tensor of each sum."""
+    script = Script(4)
+    for micro in script.first():
+        micro.scale(script.loss(micro.data)).backward(create_graph=True)
+    script.optimizer.step()
+
+
 def test_a_loop_that_is_left() -> None:
     """As in the lower layer."""
     refused(4, leave_inside, "its gradient is not the global batch's")

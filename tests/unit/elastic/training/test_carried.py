@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
-from dalsegno.elastic.training.carried import CarriedGradients, WholeSteps
+from dalsegno.elastic.training.carried import LOOKS, CarriedGradients
+from dalsegno.elastic.training.whole_steps import WholeSteps
 
 
 class Training:
@@ -21,6 +22,7 @@ class Training:
         self.watch: CarriedGradients | None = CarriedGradients(say=self._say)
         self.model = nn.Linear(2, 2)
         self.optimizer: Optimizer = Adam(self.model.parameters())
+        self.later = Adam(self.model.parameters())
         self.step = 0
 
     def _say(self, text: str, *values: object) -> None:
@@ -103,7 +105,7 @@ def test_what_is_not_carried_is_not_named(loop: Callable[[Training], None]) -> N
     assert not one.said
 
 
-@pytest.mark.parametrize(("loop", "step"), [(every(2), 3), (every(5), 9)])
+@pytest.mark.parametrize(("loop", "step"), [(every(2), 3), (every(5), 6)])
 def test_what_is_carried_is_named_once(loop: Callable[[Training], None], step: int) -> None:
     one = Training()
     for _ in range(30):
@@ -127,17 +129,13 @@ def test_what_is_never_seen_to_step_is_not_waited_for_long() -> None:
     one = Training()
     watch = CarriedGradients([one.optimizer], say=one._say)
     here = []
-    for step in range(1, 13):
+    for step in range(1, LOOKS + 9):
         one.backward()
         watch.boundary(step)
         here.append(watch.here)
-    assert here == [True] * 8 + [False] * 4
-    one.optimizer.step()
-    one.backward()
-    watch.boundary(13)
-    assert not watch.here
-    watch.boundary(14)
-    assert watch.here
+    assert here == [True] * (LOOKS - 1) + [False] * 9
+    (said,) = one.said
+    assert said.startswith("an optimizer has made no step for 64 batches, although its weights have gradients")
 
 
 def in_every(count: int) -> Callable[[Training], None]:
@@ -185,6 +183,128 @@ def test_what_is_carried_is_seen_beside_what_is_not(loop: Callable[[Training], N
         loop(one)
         here.append(one.watch.here)
     assert here == [True, True, False] * 2
+
+
+def by_turns(*, front: bool, both: bool = False) -> Callable[[Training], None]:
+    """Two networks in turn, as torch's tutorials train one.
+
+    Args:
+        front: Gradients are cleared before the backward pass, not behind the step.
+        both: The second one's loss goes through the first one, as in a GAN.
+    """
+    other = nn.Linear(2, 2)
+    second = Adam(other.parameters())
+
+    def loop(one: Training) -> None:
+        turn = one.step % 2 == 0
+        optimizer = one.optimizer if turn else second
+        if front:
+            optimizer.zero_grad()
+        out = one.model(torch.ones(1, 2)) if turn or both else torch.ones(1, 2)
+        (out if turn else other(out)).sum().backward()
+        optimizer.step()
+        if not front:
+            optimizer.zero_grad()
+        one.end()
+
+    return loop
+
+
+def retired(one: Training) -> None:
+    """An optimizer steps five times, then another one trains the same weights."""
+    optimizer = one.optimizer if one.step < 5 else one.later
+    optimizer.zero_grad()
+    one.backward()
+    optimizer.step()
+    one.end()
+
+
+@pytest.mark.parametrize("loop", [by_turns(front=True), by_turns(front=False), retired, usual, in_turn])
+@pytest.mark.parametrize("idle", [False, True])
+def test_what_an_optimizer_has_used_puts_nothing_off(loop: Callable[[Training], None], idle: bool) -> None:
+    """Also not for one that has the same weights, and does nothing yet."""
+    one = Training()
+    if idle:
+        one.watch = CarriedGradients([Adam(one.model.parameters()), one.optimizer], say=one._say)
+    assert one.watch is not None
+    for _ in range(40):
+        loop(one)
+        assert not one.watch.here
+    assert not one.said
+
+
+def test_what_is_dropped_puts_something_off_once() -> None:
+    """Of a GAN: the generator's loss leaves gradients with the discriminator, which clears them before its turn."""
+    one = Training()
+    assert one.watch is not None
+    loop, here = by_turns(front=True, both=True), []
+    for _ in range(12):
+        loop(one)
+        here.append(one.watch.here)
+    assert here == [False, True] + [False] * 10
+    assert not one.said
+
+
+def replaced(count: int) -> Callable[[Training], None]:
+    """The mean of the gradients is another tensor than their sum."""
+
+    def loop(one: Training) -> None:
+        one.backward()
+        if one.step % count == count - 1:
+            for parameter in one.model.parameters():
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad / count
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+        one.end()
+
+    return loop
+
+
+@pytest.mark.parametrize("count", [2, 5, 16, 50])
+@pytest.mark.parametrize("loop", [every, replaced])
+def test_each_boundary_that_is_not_whole_is_seen(loop: Callable[[int], Callable[[Training], None]], count: int) -> None:
+    """From the first one on, in each process."""
+    one = Training()
+    one.watch = CarriedGradients([one.optimizer], say=one._say)
+    here, step = [], loop(count)
+    for _ in range(8 * count):
+        step(one)
+        here.append(one.watch.here)
+    assert here == ([True] * (count - 1) + [False]) * 8
+    assert len(one.said) == 1
+    assert "the end of step 1," in one.said[0]
+
+
+def test_one_that_has_retired_beside_one_that_carries_puts_nothing_off() -> None:
+    one = Training()
+    assert one.watch is not None
+    here = []
+    for _ in range(40):
+        optimizer = one.optimizer if one.step < 5 else one.later
+        carries = one.step >= 5 and one.step % 2 == 0
+        if one.step < 5 or carries:
+            optimizer.zero_grad()
+        one.backward()
+        if not carries:
+            optimizer.step()
+        one.end()
+        here.append(one.watch.here)
+    assert here[10:] == [True, False] * 15
+
+
+def test_one_that_carries_and_steps_no_more_is_not_waited_for_for_ever() -> None:
+    one = Training()
+    assert one.watch is not None
+    for _ in range(8):
+        every(4)(one)
+    here = []
+    for _ in range(2 * LOOKS):
+        one.backward()
+        one.end()
+        here.append(one.watch.here)
+    assert here == [True] * (LOOKS - 1) + [False] * (LOOKS + 1)
+    assert len(one.said) == 2
 
 
 class Saves:
