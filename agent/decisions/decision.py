@@ -7,11 +7,14 @@ import math
 from dalsegno.protos import control_pb2
 
 from . import events as ev
+from .last_copy import goes_with_it, has_sealed
 from .state import Admission, AgentState, Errands, Leave, Outcome, Workers
 
 # Seconds from SIGKILL until workers count as gone, whatever is heard of them. Longer than the shell takes to report it,
 # even for processes stuck in the kernel, and longer than torchrun takes to end its own.
 STOP_PATIENCE_SECONDS = 45.0
+# What a leaver had in memory alone, for a person.
+ONLY_HERE = "nobody had said that others hold what it had in memory; the run goes on from what they have"
 
 
 class Decision:
@@ -191,11 +194,6 @@ def is_saved(state: AgentState) -> bool:
     return epoch.agreed and 0 < epoch.step <= max(epoch.committed_step, 0 if state.contact.up else epoch.sealed_step)
 
 
-def has_sealed(leave: Leave, ref: control_pb2.CheckpointRef) -> bool:
-    """Whether this leaver has written the step to the disk."""
-    return leave.spill is not None and leave.spill.sealed and leave.spill.digest == ref.digest
-
-
 def leaves_it_to_others(state: AgentState) -> bool:
     """Whether the ranks have written their part and gone, as they were told, and another node is to seal the save."""
     epoch = state.epoch
@@ -233,6 +231,8 @@ def had_something_to_save(state: AgentState) -> bool:
 
 def what_is_unsaved(state: AgentState) -> str:
     """What a leaver leaves unsaved behind, for a person; empty if nothing."""
+    if goes_with_it(state):
+        return ONLY_HERE
     if is_saved(state) or has_made_nothing(state) or not had_something_to_save(state):
         return ""
     if 0 < state.epoch.step <= state.epoch.flash_step:
@@ -250,7 +250,7 @@ def what_is_unsaved(state: AgentState) -> str:
     if leaves_it_to_others(state):
         return f"its part of the last save is written; {who_completes(state)}"
     if state.epoch.drained is not None and state.epoch.drained_in_memory:
-        return "nobody had said that others hold what it had in memory; the run goes on from what they have"
+        return ONLY_HERE
     if state.epoch.outcome is Outcome.DRAINED:
         return "its script saved nothing (steps() has no save=); the run goes on from its last commit, if it has one"
     return "nothing was saved in time; the run goes on from its last commit, if it has one"
@@ -273,6 +273,8 @@ def what_is_safe(state: AgentState) -> str:
         return "its part of the run is finished"
     if is_saved(state):
         return "everything is saved"
+    if state.leave is not None and state.leave.spill is not None and state.leave.spill.sealed:
+        return "what was in memory here is on the disk"
     if state.epoch.flash_step:
         return f"its script's Flash Checkpoint is saved as of step {state.epoch.flash_step}"
     if state.epoch.answered:

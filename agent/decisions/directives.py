@@ -7,6 +7,7 @@ from dalsegno.protos import control_pb2
 from . import events as ev
 from . import flash, keeping, leaving, memory
 from .decision import Decision
+from .last_copy import is_safe
 from .state import Admission, DrainOrder, Epoch, Start, Workers
 
 
@@ -104,7 +105,7 @@ def ordered_run(decision: Decision, world: control_pb2.World) -> None:
         return  # already running, already ended (and reported), or still stopping: see workers_stopped
     if state.leaving:
         # The peers wait for ranks that will never start: the sooner this node is seen to go the better.
-        if memory.is_safe(state):
+        if is_safe(state):
             decision.exit_left()
         return
     start(decision, world)

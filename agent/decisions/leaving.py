@@ -9,7 +9,8 @@ from dalsegno.protos import control_pb2
 from . import events as ev
 from .decision import Decision, awaits_its_commit, had_something_to_save, is_saved, leaves_it_to_others
 from .flash import is_pending
-from .memory import awaits_its_part, is_safe, spill
+from .last_copy import goes_with_it, is_safe
+from .memory import awaits_its_part, spill
 from .state import Leave, Outcome, Workers
 
 # Seconds that a leaver whose notice has run out still waits for the processes that it has killed.
@@ -35,7 +36,8 @@ def signalled(decision: Decision, number: int) -> None:
     if state.leaving:
         decision.do(ev.Say(f"{name} again: this node goes at once"))
         decision.kill_workers()
-        if is_saved(state) or not had_something_to_save(state):
+        saved = is_saved(state) or not had_something_to_save(state)
+        if saved and not goes_with_it(state):
             decision.exit_left()
         else:
             # Not every step of workers that are killed now is heard, so silence does not prove that none was made.
@@ -46,7 +48,7 @@ def signalled(decision: Decision, number: int) -> None:
         state.leave.hung_up = number == signal.SIGHUP
     if state.incarnation and not state.door.registering and not state.fenced:
         decision.call("Leave", control_pb2.LeaveRequest(caller=decision.caller(), notice=state.settings.drain_timeout))
-    else:
+    elif not goes_with_it(state):
         decision.exit_left()
 
 

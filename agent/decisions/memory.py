@@ -9,7 +9,8 @@ from dalsegno.protos import control_pb2, worker_pb2
 
 from . import events as ev
 from . import replication
-from .decision import Decision, has_sealed
+from .decision import Decision
+from .last_copy import drained_into, is_own, needed
 from .state import AgentState, DurableOrder, Outcome, Spill, Workers
 
 __all__ = [
@@ -18,7 +19,6 @@ __all__ = [
     "doubt",
     "doubted",
     "held_changed",
-    "is_safe",
     "made_durable",
     "registered",
     "sealed",
@@ -84,7 +84,7 @@ def held_changed(decision: Decision, event: ev.HeldChanged) -> None:
         tell(decision, event)
     if not before and event.parts:
         keep(decision, anew=True)  # one more is here: an older one may go
-    if not state.contact.up and event.parts != before and replication.is_own(state, digest):
+    if not state.contact.up and event.parts != before and is_own(state, digest):
         replication.unheard(decision)
     if event.damaged:
         loaded_damaged(decision, event)
@@ -336,12 +336,6 @@ def to_memory(state: AgentState) -> bool:
     return state.leaving and state.contact.up and state.world is not None and bool(state.world.place.buddies)
 
 
-def drained_into(state: AgentState) -> str:
-    """The digest of the step in memory that these ranks drained into; empty where they did not."""
-    drained = state.epoch.drained
-    return drained.digest if drained is not None and state.epoch.drained_in_memory else ""
-
-
 def awaits_its_part(decision: Decision) -> bool:
     """What the ranks drained into memory, or wanted on the disk as they finished, is not known to be here yet."""
     state = decision.state
@@ -367,12 +361,6 @@ def has_own_part(state: AgentState, digest: str) -> bool:
     if held is None or state.world is None:
         return False
     return held.checkpoint.epoch != state.world.epoch or state.world.place.group_rank in held.parts
-
-
-def needed(state: AgentState) -> control_pb2.CheckpointRef | None:
-    """What the run goes on from, if that is in memory, and some of it here."""
-    ref = state.epoch.drained if drained_into(state) else state.memory.head
-    return ref if ref is not None and ref.digest in state.memory.held else None
 
 
 def spill_unheard(decision: Decision) -> None:
@@ -408,19 +396,3 @@ def writes_all(state: AgentState, ref: control_pb2.CheckpointRef) -> bool:
     """Whether it is being written here as a whole, because the master asked."""
     writing = state.memory.writing
     return writing is not None and not writing.write and writing.digest == ref.digest
-
-
-def is_safe(state: AgentState) -> bool:
-    """What the run goes on from does not depend on this node's memory, as far as it knows.
-
-    Where the master is heard, its word counts more than a copy: who has that may leave, too.
-    """
-    ref, leave = needed(state), state.leave
-    if ref is None:
-        return True
-    if leave is None:
-        return False
-    if leave.released or has_sealed(leave, ref):
-        return True
-    over = leave.spill is not None and leave.spill.over
-    return over and not state.contact.up and state.memory.held[ref.digest].copies > 0

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 from . import events as ev
 from .decision import Decision
+from .last_copy import is_own
 from .state import AgentState, SentSteps
 
-__all__ = ["answered", "asked", "is_overtaken", "is_own", "kept", "send", "unanswered", "unheard"]
+__all__ = ["answered", "asked", "is_overtaken", "kept", "send", "unanswered", "unheard"]
 
 # So many unanswered calls are remembered.
 MOST_ASKED = 16
@@ -75,14 +76,6 @@ def send(decision: Decision, digest: str) -> None:
     """Sends this node's own part of a step, if it is here."""
     if is_own(decision.state, digest):
         decision.do(ev.SendPart(decision.state.memory.held[digest].checkpoint.ref.name, digest))
-
-
-def is_own(state: AgentState, digest: str) -> bool:
-    """Whether the part that this node's ranks have written of a step, in the world that they are in, is here."""
-    held, world = state.memory.held.get(digest), state.world
-    if held is None or world is None or held.checkpoint.epoch != state.started:
-        return False
-    return world.place.group_rank in held.parts
 
 
 def newer(state: AgentState, known: str, said: str) -> str:

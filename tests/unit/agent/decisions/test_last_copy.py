@@ -1,0 +1,104 @@
+"""Leaving behind a failure: what the ranks have left in memory goes to the disk, or is said to go with the node."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from dalsegno.agent.decisions import events as ev
+from dalsegno.protos import control_pb2
+
+from .test_decisions import Agent, world
+from .test_memory import REF, STEP, step_of
+
+TERM = ev.Signalled(signal.SIGTERM)
+ONLY_HERE = "nobody had said that others hold what it had in memory; the run goes on from what they have"
+
+
+def failed(*held: ev.HeldChanged) -> Agent:
+    """Its rank has failed, and no master is heard that could make what is here the newest commit."""
+    agent = Agent().registered().running()
+    agent.hear(*held)
+    agent.exits(1)
+    agent.hear(ev.WorkersStopped(1))
+    agent.hear(ev.LinkChanged(False))
+    agent.actions.clear()
+    return agent
+
+
+def test_what_failed_ranks_left_goes_to_the_disk_where_no_master_is_heard() -> None:
+    agent = failed(ev.HeldChanged(step_of(4), (0,)), ev.HeldChanged(STEP, (0,)))
+    agent.hear(TERM)
+    assert agent.did(ev.MakeDurable) == [ev.MakeDurable(REF)]
+    assert not agent.did(ev.Exit)
+    agent.hear(ev.MadeDurable(REF))
+    (left,) = agent.did(ev.Exit)
+    assert (left.code, left.message) == (ev.EXIT_LEFT, "left on notice; what was in memory here is on the disk")
+
+
+def test_what_others_have_too_is_chosen() -> None:
+    """They may be sealing it by now; of a newer one nobody may have the other parts."""
+    agent = failed(ev.HeldChanged(step_of(4), (0,), copies=1), ev.HeldChanged(STEP, (0,)))
+    assert agent.state.world is not None
+    agent.state.world.nodes = 2
+    agent.hear(TERM)
+    assert [action.ref for action in agent.did(ev.MakeDurable)] == [step_of(4).ref]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_who_could_not_write_it_does_not_say_that_all_is_saved(again: bool) -> None:
+    agent = failed(ev.HeldChanged(STEP, (0,)))
+    agent.hear(TERM)
+    agent.hear(ev.MadeDurable(REF, "no space left on device"))
+    assert not agent.did(ev.Exit)
+    if again:
+        agent.hear(ev.Signalled(signal.SIGINT))
+    else:
+        agent.waits(11)
+    (left,) = agent.did(ev.Exit)
+    assert left.code == ev.EXIT_LEFT_UNSAVED
+    assert left.message == ("left without waiting for a save" if again else f"left on notice; {ONLY_HERE}")
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_who_leaves_a_job_that_waits_for_its_disk_says_what_goes_with_it(again: bool) -> None:
+    """The job has failed for good, and its newest step is in memory alone. The master is heard."""
+    agent = Agent().registered().running()
+    agent.hear(ev.HeldChanged(STEP, (0,)))
+    agent.exits(1)
+    agent.hear(ev.WorkersStopped(1))
+    agent.directed(head=STEP, phase=control_pb2.PHASE_FORMING)
+    agent.hear(TERM)
+    if again:
+        agent.hear(ev.Signalled(signal.SIGINT))
+    else:
+        agent.waits(11)
+        agent.waits(11)  # for the master to say that others have it
+    (left,) = agent.did(ev.Exit)
+    assert left.code == ev.EXIT_LEFT_UNSAVED
+
+
+def test_what_is_on_the_disk_or_not_wanted_any_more_holds_nobody() -> None:
+    """A newer commit is on the disk, or another world has opened since."""
+    newer = control_pb2.Checkpoint(ref=control_pb2.CheckpointRef(name="step-7.e1.1", digest="d7"), step=7, epoch=1)
+    for order in ({"head": newer}, {"epoch": 2}):
+        agent = Agent().registered().running()
+        agent.hear(ev.HeldChanged(STEP, (0,)))
+        agent.directed(run=world(), **{"head": control_pb2.Checkpoint(), **order})
+        agent.exits(1)
+        agent.hear(ev.WorkersStopped(1), ev.LinkChanged(False), TERM)
+        (left,) = agent.did(ev.Exit)
+        assert left.code == ev.EXIT_LEFT
+
+
+def test_the_master_may_let_it_go() -> None:
+    """Others have it: then nothing is waited for."""
+    agent = Agent().registered().running()
+    agent.hear(ev.HeldChanged(STEP, (0,)))
+    agent.exits(1)
+    agent.hear(ev.WorkersStopped(1), TERM)
+    assert not agent.did(ev.Exit)
+    agent.directed(release=control_pb2.Release(), phase=control_pb2.PHASE_FORMING)
+    (left,) = agent.did(ev.Exit)
+    assert left.code == ev.EXIT_LEFT
