@@ -307,6 +307,25 @@ def test_one_that_carries_and_steps_no_more_is_not_waited_for_for_ever() -> None
     assert len(one.said) == 2
 
 
+@pytest.mark.parametrize("stepped", [False, True])
+def test_optimizers_that_nobody_has_named_are_found(stepped: bool) -> None:
+    """Where a function saves, as for FSDP2: before the first step of all, and beside one that has stepped."""
+    one = Training()
+    rare = Adam(nn.Linear(2, 2).parameters())
+    session: Any = SimpleNamespace(saves=Saves(), rank=1, step=1)
+    whole = WholeSteps(session, lambda path: None)
+    for parameter in rare.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    if stepped:
+        one.backward()
+        one.optimizer.step()
+    whole.boundary(1)
+    assert whole.put_off(False, drain=True)
+    rare.step()
+    whole.boundary(2)
+    assert not whole.put_off(False, drain=True)
+
+
 class Saves:
     """Of one rank among others: what these say, and when a drain must be done."""
 
