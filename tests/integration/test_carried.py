@@ -68,7 +68,7 @@ def reached(log: Path, step: int) -> bool:
     return log.exists() and any(one >= step for one in curve(log))
 
 
-@pytest.mark.parametrize("every", [2, 5])
+@pytest.mark.parametrize("every", [pytest.param(2, marks=pytest.mark.full), 5, 16])
 @pytest.mark.parametrize("event", ["leave", "interrupt", "kill"])
 def test_no_part_of_a_step_is_lost(programs: Programs, tmp_path: Path, event: str, every: int) -> None:
     script, log, alone = tmp_path / "script.py", tmp_path / "log", tmp_path / "alone"
