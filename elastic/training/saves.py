@@ -108,6 +108,19 @@ class Saves:
         failed, saving = (False, False) if self.saver is None else self.saver.tells()
         return failed, saving, self.carries
 
+    def check(self, *, in_step: bool, in_memory: bool) -> None:
+        """Raises RuntimeError where nothing can be saved now. Collective the first time with ``in_memory``."""
+        if in_step:
+            raise RuntimeError(
+                "save() in the middle of a step would save it as the one before, without its place in the data. In"
+                " `for batch in s.steps(…)` give steps() save= and save_every=; in a loop with begin_step() and"
+                " end_step() call it behind end_step()"
+            )
+        if self.saver is None:
+            raise RuntimeError(f"nowhere to save: {NO_DIRECTORY}")
+        if in_memory and not self.has_memory():
+            raise RuntimeError("nowhere to save: the nodes keep no memory checkpoints (--memory-replicas)")
+
     def drain_by(self, since: float, most: float) -> float:
         """Until when a drain may wait for a better boundary, in monotonic seconds: half of the notice is for the save.
 

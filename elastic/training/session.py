@@ -42,7 +42,7 @@ from .copies import Copies
 from .examination import Examination, refuse_to_go_on
 from .findings import loads_anywhere
 from .opening import refuse
-from .saves import NO_DIRECTORY, Saves
+from .saves import Saves
 from .staying import way_out
 
 log = logging.getLogger(__name__)
@@ -354,15 +354,12 @@ class BareSession:
             name with an empty digest; if the save fails, every rank learns that at the same later step.
 
         Raises:
-            RuntimeError: There is no directory to save to.
+            RuntimeError: There is no directory to save to, or the step has not ended.
             SaveError: See ``Saver.save``.
         """
         self.meetings.check_open(self.step)
         refuse_to_go_on()
-        if not self.can_save:
-            raise RuntimeError(f"nowhere to save: {NO_DIRECTORY}")
-        if in_memory and not drain and not self.can_save_in_memory:
-            raise RuntimeError("nowhere to save: the nodes keep no memory checkpoints (--memory-replicas)")
+        self.saves.check(in_step=self._exchange.under_way, in_memory=in_memory and not drain)
         strategy = strategy_of(write, strategy)
         if keep is not None:
             self.saves.keep = keep

@@ -90,6 +90,24 @@ def test_gradients_cleared_inside() -> None:
     refused(4, clear_inside, r"cleared between its micro-batches: call optimizer\.zero_grad\(\) behind")
 
 
+@brings(
+    "`s.save(…)` in the body of `for batch in s.steps(…)`",
+    Comes.REFUSED,
+    "the step is not over: it would be saved as the one before, without a place in the data, and no start could go on",
+    "`save=` and `save_every=` of `steps()`",
+)
+def test_a_save_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    script = Script()
+    script.s.close()
+    s = session(tmp_path)
+    state = s.state(script.model, script.optimizer)
+    data = s.data(torch.randn(100, 5), global_batch=16, micro_batch=4)
+    loop = iter(s.steps(data, state, max_steps=2))
+    next(loop)
+    with pytest.raises(RuntimeError, match=r"save\(\) in the middle of a step.*give steps\(\) save= and save_every="):
+        s.save(state.write)
+
+
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_gradients_of_gradients_are_none_that_were_cleared() -> None:
     """With `create_graph=True` torch makes a new tensor of each sum."""
