@@ -147,7 +147,7 @@ def is_wanted(state: State, step: HeldStep) -> bool:
         return False
     if job.phase.has_workers:
         return is_due(job, step) or is_candidate(job, step)
-    waits = job.phase is Phase.WAITING or state.live.ending is not None
+    waits = job.phase is Phase.WAITING or job.ending is not None
     return waits and is_candidate(job, step)
 
 

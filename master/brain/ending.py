@@ -3,45 +3,56 @@
 Where the job has failed that is what it would go on from, and each node writes the part that it has, as for a save.
 Where the ranks have finished it is what they wanted on the disk, and is still on its way there. And in both cases it is
 the best checkpoint, where that is not the newest one.
+
+That a job is over is on the record (`Job.ending`), so that another master goes on ending it. What is in memory is not
+on the record: it hears that from the nodes first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from . import durable, memory, waits
 from .checkpoints import in_memory_alone, resume_point
-from .live import Ending
-from .state import Checkpoint
-from .turn import Turn
+from .state import Checkpoint, Ending, Node
+from .turn import Turn, names
 
 __all__ = ("awaits", "finishes", "is_under_way", "put_off")
 
 # A step that nobody can write is tried again for so long, as the ranks do with the last one of all.
 GIVEN_UP_AFTER_SECONDS = 600.0
+# Nodes that are there have so long to say all that they hold, before there is nothing that is waited for.
+TOLD_WITHIN_SECONDS = 10.0
 
 
 def put_off(turn: Turn, message: str, *, notice: bool) -> bool:
     """Whether a failed job ends only when something is on the disk that is in memory alone. It is over all the same."""
-    if turn.live.ending is not None:
+    if turn.job.ending is not None:
         return False
     record = memory.would_go_on_from(turn.state) or in_memory_alone(turn.job)
     if record is None and (best := durable.best_in_memory(turn.state)) is not None:
         record = best.record
-    if record is None:
+    if record is None and not any(unheard(turn)):
         return False
-    turn.live.ending = Ending(message, notice, turn.heard)
-    turn.notice(f"the job ends when {record.name}, which is in memory only, is on the disk")
+    turn.job.ending = Ending(message, notice)
+    turn.begin_phase()
+    if record is not None:
+        turn.notice(f"the job ends when {record.name}, which is in memory only, is on the disk")
     return True
 
 
 def is_under_way(turn: Turn) -> bool:
     """Whether no world opens any more."""
-    return turn.job.phase.is_terminal or turn.live.ending is not None
+    return turn.job.phase.is_terminal or turn.job.ending is not None
 
 
-def awaits(turn: Turn, ending: Ending) -> bool:
-    """Whether what a failed job would go on from is still being written to the disk, or may be."""
+def awaits(turn: Turn) -> bool:
+    """Whether what a failed job would go on from is still being written to the disk, or may be.
+
+    Its phase began when it failed, and begins anew with another master.
+    """
     memory.adopt(turn)
-    return is_on_its_way(turn, ending.since, "before the job ends")
+    return is_on_its_way(turn, turn.live.phase_heard, "before the job ends")
 
 
 def finishes(turn: Turn) -> bool:
@@ -57,7 +68,7 @@ def is_on_its_way(turn: Turn, since: float, when: str) -> bool:
         pass  # An older one may be there.
     step = durable.owed(turn.state)
     if step is None:
-        return False
+        return is_to_be_told(turn, since)
     record, left = step.record, None
     if record.parts and turn.job.checkpoint(record.digest) is not None:
         durable.want_by_parts(turn, record)
@@ -68,6 +79,23 @@ def is_on_its_way(turn: Turn, since: float, when: str) -> bool:
             give_up(turn, record)
             return False
     waits.say(turn, "end", f"waiting for {record.name} to be written from memory to the disk {when}", left)
+    return True
+
+
+def unheard(turn: Turn) -> Iterator[Node]:
+    """The nodes that are there and have not said to this master all that they hold."""
+    return (node for node in turn.job.nodes.values() if memory.is_unheard(turn.state, node) and turn.is_fresh(node))
+
+
+def is_to_be_told(turn: Turn, since: float) -> bool:
+    """Whether nodes may still say that they hold what nobody knows of. Not without an end."""
+    until = since + TOLD_WITHIN_SECONDS
+    silent = [node.name for node in unheard(turn)]
+    if not silent or turn.overdue(until):
+        return False
+    waits.say(
+        turn, "end", f"waiting for {names(silent)} to say what is in memory before the job ends", until - turn.heard
+    )
     return True
 
 

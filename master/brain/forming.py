@@ -20,7 +20,7 @@ from . import (
 )
 from .checkpoints import adopt_from_strangers, give_up_resharding, loads_now, resharded, resume_point, same_shape
 from .chronicle import Kind
-from .live import Ending, EpochLife, Missing, State
+from .live import EpochLife, Missing, State
 from .membership import (
     agree_on_directory,
     counts,
@@ -35,7 +35,7 @@ from .membership import (
 )
 from .running import end, end_refused, hopeless
 from .scaling import has_shrunk
-from .state import Checkpoint, Job, Member, MemberState, NextWorld, Node, Opened, Phase, Recollection, World
+from .state import Checkpoint, Ending, Job, Member, MemberState, NextWorld, Node, Opened, Phase, Recollection, World
 from .turn import Turn, about, names, of_nodes
 
 # Seconds without a growth after a conversion for one has failed; they double.
@@ -53,8 +53,8 @@ def forming(turn: Turn) -> bool:
     job = turn.job
     if job.recollection.listening:
         return listening(turn)
-    if turn.live.ending is not None:
-        return ends(turn, turn.live.ending)
+    if job.ending is not None:
+        return ends(turn, job.ending)
     if ends_hopeless(turn):
         return True
     announcements.unexplained(turn, now=False)
@@ -133,7 +133,7 @@ def ends_hopeless(turn: Turn) -> bool:
 
 def ends(turn: Turn, under_way: Ending) -> bool:
     """Ends a job that is over, once nothing of it is in memory alone. Returns whether anything changed."""
-    if ending.awaits(turn, under_way):
+    if ending.awaits(turn):
         return False
     end(turn, Phase.FAILED, under_way.message, notice=under_way.notice)
     return True

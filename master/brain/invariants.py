@@ -36,6 +36,8 @@ def check(state: State) -> None:
         raise InvariantBroken(f"{job.phase.value} with a drain")
     if (job.drain is None) is not (state.live.epoch.drain is None):
         raise InvariantBroken("a drain without its life, or the life of one that is over")
+    if job.ending is not None and job.phase not in (Phase.WAITING, Phase.FORMING):
+        raise InvariantBroken(f"{job.phase.value} although the job is over")
     check_commits(state)
 
 

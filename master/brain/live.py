@@ -22,7 +22,6 @@ __all__ = (
     "ConversionLife",
     "ConversionWait",
     "DrainLife",
-    "Ending",
     "EpochLife",
     "Held",
     "HeldStep",
@@ -351,17 +350,6 @@ class Waits:
 
 
 @dataclass
-class Ending:
-    """The job is over, but for what it has in memory alone. See `ending`."""
-
-    # Why, for a person; and whether that is an event's line.
-    message: str
-    notice: bool
-    # Since when, by the listening clock.
-    since: float
-
-
-@dataclass
 class RunLife:
     """The run as this process has seen it; made with `Job.run`."""
 
@@ -400,7 +388,6 @@ class Live:
     # Lines that agents said lately, oldest first: the text, and whether it is a warning.
     lines: dict[tuple[str, bool], SharedLine] = field(default_factory=dict)
     waits: Waits = field(default_factory=Waits)
-    ending: Ending | None = None
     held_until: dict[str, float] = field(default_factory=dict)
     lost_at: dict[str, list[float]] = field(default_factory=dict)
     # Incarnations of members that are in later epochs than any on the record, and in which.

@@ -185,7 +185,7 @@ def are_most_at_it(turn: Turn) -> bool:
 def worth_knowing(turn: Turn, node: Node, said: control_pb2.Checkpoint) -> Checkpoint | None:
     """The record of a step that the run may go on from: the recorded one, or a newer one of the last epoch.
 
-    A new one counts on the word of a node of that epoch alone. Of an older epoch there is only the candidate.
+    A new one counts on the word of a node of that epoch alone. Of what is older there is only the candidate.
     """
     job, world = turn.job, turn.job.world
     known = job.checkpoint(said.ref.digest)
@@ -193,21 +193,21 @@ def worth_knowing(turn: Turn, node: Node, said: control_pb2.Checkpoint) -> Check
         return known if known.parts and not known.retired else None
     if said.run_id != job.run_id:
         return None
-    if is_named(job, said):
+    if is_named(job, said) and said.epoch < job.epoch:
         return replace(from_proto(said), parts=nodes_of(job, said.epoch))
     if world is None or said.epoch != job.epoch or world.epoch != job.epoch or turn.live.held.spoilt == job.epoch:
         return None
     newest = max(world.resumed_step, job.checkpoints.last_step(job.epoch))
-    if world.member(node.incarnation) is None or said.step <= newest:
+    if world.member(node.incarnation) is None or (said.step <= newest and not is_named(job, said)):
         return None
     return replace(from_proto(said), parts=len(world.members), layout=tuple(one.nproc for one in world.members))
 
 
 def is_named(job: Job, said: control_pb2.Checkpoint) -> bool:
-    """What the run goes on from calls this step of an older epoch its candidate: so a new master knows it again."""
+    """What the run goes on from calls this older step its candidate: so a new master knows it again."""
     head, name = job.checkpoints.head, said.ref.name
     named = head is not None and head.candidate == name == said.best
-    return named and said.epoch < job.epoch and nodes_of(job, said.epoch) > 0
+    return named and (said.epoch == job.epoch or (said.epoch < job.epoch and nodes_of(job, said.epoch) > 0))
 
 
 def nodes_of(job: Job, epoch: int) -> int:

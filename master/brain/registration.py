@@ -19,7 +19,7 @@ from .live import ConversionLife
 from .presences import Presence
 from .recollection import note_newer, number_of, remember
 from .state import Budget, Job, NextWorld, Node, Phase, Recollection, Run, Settings
-from .turn import Turn, heartbeat_of, pace_of
+from .turn import Turn, heartbeat_of, of_nodes, pace_of
 
 _FIELDS = tuple(Settings.__dataclass_fields__)
 
@@ -62,6 +62,8 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
         return Reply("UNAVAILABLE", "the job is being stopped by order: nobody is let in")
     if (at_once := going_back.refused(job, message)) is not None:
         return at_once
+    if (too_early := ends_if_left(turn, message)) is not None:
+        return too_early
     remark = new_run_without_effect(turn, message) or reopen(turn, message)
     if isinstance(remark, Reply):
         return remark
@@ -208,6 +210,24 @@ def free_earlier_boots(turn: Turn, here: control_pb2.Process) -> None:
     membership.lose(turn, gone)
 
 
+def ends_if_left(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | None:
+    """Ends a failed job if those are gone that were to bring what they had to the disk first: a new agent has come.
+
+    Returns a refusal while that is not known, because the master is new: it would be told that the job has failed.
+    """
+    under_way = turn.job.ending
+    if under_way is None or message.previous_incarnation:
+        return None  # an agent that registers anew may bring something itself
+    there = [node for node in turn.job.nodes.values() if is_there(turn, node.name)]
+    if not there:
+        running.end(turn, Phase.FAILED, under_way.message, notice=under_way.notice)
+    elif not any(turn.presence(node).spoke for node in there):
+        return Reply(
+            "UNAVAILABLE", f"the job is ending, and {of_nodes(len(there))} of it may still be there: try again"
+        )
+    return None
+
+
 def new_run_without_effect(turn: Turn, message: control_pb2.RegisterRequest) -> str:
     """What to tell a new agent that asks for a new run while the last one is not over; "" if it knows."""
     job = turn.job
@@ -236,10 +256,7 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
 
     Returns a refusal, or what the agent should tell its user.
     """
-    job, under_way = turn.job, turn.live.ending
-    if under_way is not None and not any(is_there(turn, name) for name in job.nodes):
-        # Those that were to bring what they had to the disk first are gone.
-        running.end(turn, Phase.FAILED, under_way.message, notice=under_way.notice)
+    job = turn.job
     if not job.phase.is_terminal or message.previous_incarnation:
         return ""  # an agent of the ended run is told how it ended, even if it was away then
     stays_stopped = job.phase is Phase.STOPPED and not job.embedded

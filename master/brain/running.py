@@ -371,8 +371,7 @@ def end(turn: Turn, phase: Phase, message: str, *, notice: bool = True) -> None:
         if job.phase.has_workers:
             unplanned(turn)
         return
-    turn.live.ending = None
-    job.message = message
+    job.ending, job.message = None, message
     # A stop may have come too late; then it is over as well, and must not keep out who comes next.
     job.stopping = False
     job.next = NextWorld(conversion=beside.still_owed(job))

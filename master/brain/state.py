@@ -29,6 +29,7 @@ from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS, JobSettings, ru
 
 from .chronicle import NOTICES, EpochRecord, JobEvent
 from .entries import Checkpoint, Checkpoints, Joined, Node, Nodes
+from .over import Ending
 from .published import Milestone, Pruned
 from .tried import FailedShape, Shapes
 
@@ -39,6 +40,7 @@ __all__ = (
     "Checkpoints",
     "Conversion",
     "Drain",
+    "Ending",
     "EpochRecord",
     "FailedShape",
     "Failure",
@@ -412,6 +414,8 @@ class Job:
     holds: dict[str, float] = field(default_factory=dict)
     # How it ended.
     message: str = ""
+    # It has failed, and ends when what it has in memory alone is on the disk.
+    ending: Ending | None = None
     # Everybody was told to save and go: nobody is let in any more, and the job is STOPPED when all have gone.
     stopping: bool = False
     save_order: SaveOrder | None = None

@@ -320,7 +320,7 @@ class Driven:
     @property
     def has_failed(self) -> bool:
         """It is over, perhaps but for what it has in memory alone."""
-        return self.phase is Phase.FAILED or self.state.live.ending is not None
+        return self.phase is Phase.FAILED or self.job.ending is not None
 
     @property
     def members(self) -> list[str]:

@@ -278,6 +278,23 @@ def written(job: Driven, nodes: list[Node], step: int) -> None:
     assert step in steps(job)
 
 
+def test_a_new_master_hears_of_the_best_behind_a_newer_commit() -> None:
+    """It is older than the newest one, which names it."""
+    job, nodes = started(2)
+    nodes[0].step(22)
+    made = best(job, nodes, 10)
+    later = job.seal(20, any_size=True)
+    later.candidate = made.ref.name
+    job.call(pb.CommitRequest(caller=nodes[0].caller(), checkpoint=later))
+    job.restart()
+    for rank, node in enumerate(nodes):
+        job.event(StreamOpened(node.name, node.incarnation))
+        for step in (in_memory(job, 9), made):
+            node.holds(step, rank, 1 - rank)
+    written(job, nodes, 10)
+    assert sorted(steps(job)) == [10, 20]
+
+
 def test_the_best_is_not_displaced_by_a_newer_one_that_is_not() -> None:
     """What is written is ended; then the best, then the newest."""
     job, nodes = started(2)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dalsegno.master.brain.durable import ASKED_AGAIN_SECONDS, LACKS_NODES_SECONDS
-from dalsegno.master.brain.ending import GIVEN_UP_AFTER_SECONDS
+from dalsegno.master.brain.ending import GIVEN_UP_AFTER_SECONDS, TOLD_WITHIN_SECONDS
+from dalsegno.master.brain.events import StreamOpened
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2 as pb
 from tests.support.jobs.masters import Driven, Node
@@ -38,6 +39,12 @@ def in_vain(job: Driven, nodes: list[Node], made: pb.Checkpoint, meanwhile: Phas
     assert f"{made.ref.name} was in memory only, and no node could write it to the disk: going back to step-10" in (
         job.notices
     )
+
+
+def refuses(job: Driven, node: Node) -> None:
+    """Its ranks agree to refuse."""
+    kind = pb.FAILURE_KIND_REFUSED
+    job.call(pb.FailureRequest(caller=node.caller(), kind=kind, exit_code=1, message="other data", step=25))
 
 
 def test_a_job_that_fails_for_good_ends_when_what_it_holds_is_on_the_disk() -> None:
@@ -122,11 +129,7 @@ def test_a_refusal_of_all_ranks_is_put_off_as_well() -> None:
     job, nodes = started(2)
     made = held(job, nodes, 20)
     for node in nodes:
-        job.call(
-            pb.FailureRequest(
-                caller=node.caller(), kind=pb.FAILURE_KIND_REFUSED, exit_code=1, message="other data", step=25
-            )
-        )
+        refuses(job, node)
     assert job.phase is Phase.FORMING
     assert orders(nodes) == [("step-20", [0], False), ("step-20", [1], False)]
     for node in (*nodes, nodes[0]):
@@ -317,3 +320,151 @@ def test_while_nodes_lack_the_best_comes_to_the_disk() -> None:
     job.wait(1)
     assert job.phase is Phase.WAITING
     written(job, nodes[:2], 10)
+
+
+# ---- a master that dies meanwhile ----------------------------------------------------------------------------------
+
+
+def returns(job: Driven, *nodes: Node) -> None:
+    """A new master, to which these nodes connect. They have not said yet what they hold."""
+    job.restart()
+    for node in nodes:
+        job.event(StreamOpened(node.name, node.incarnation))
+
+
+def tells(nodes: list[Node], made: pb.Checkpoint, **said: bool) -> None:
+    """All that they hold."""
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank, 1 - rank, **said)
+        node.has_told_all()
+
+
+def test_another_master_goes_on_ending() -> None:
+    """With the same message, and with nobody at work in between."""
+    job, nodes, made = failed()
+    before = job.epoch
+    returns(job, *nodes)
+    job.wait(2)
+    assert job.phase is Phase.FORMING
+    tells(nodes, made)
+    written(job, nodes, 20)
+    assert (job.phase, job.epoch) == (Phase.FAILED, before)
+    assert steps(job) == [10, 20]
+    assert nodes[1].directive.finish.message.startswith("host-0-0: exit 3; 1 failure without progress")
+    assert job.notices.count("host-0-0: exit 3") == 1
+
+
+def test_a_refusal_is_told_by_another_master_as_it_was() -> None:
+    job, nodes = started(2)
+    made = held(job, nodes, 20)
+    for node in nodes:
+        refuses(job, node)
+    returns(job, *nodes)
+    tells(nodes, made)
+    written(job, nodes, 20)
+    assert nodes[0].directive.finish.message == "the training was refused: other data"
+
+
+def test_another_master_tries_a_disk_for_ten_minutes_again() -> None:
+    job, nodes, made = failed()
+    for node in nodes:
+        node.durable("no space left on device")
+    job.wait(GIVEN_UP_AFTER_SECONDS - ASKED_AGAIN_SECONDS - 10)
+    returns(job, *nodes)
+    tells(nodes, made)
+    in_vain(job, nodes, made, Phase.FORMING, Phase.FAILED)
+
+
+def test_what_another_master_does_not_know_yet_is_not_taken_for_nothing() -> None:
+    """The best checkpoint was not on the record: only its holders know of it."""
+    job, nodes, made = failed_behind_best(newest="on the disk")
+    returns(job, *nodes)
+    job.wait(2)
+    assert job.phase is Phase.FORMING
+    tells(nodes, made, wanted=True)
+    written(job, nodes, 10)
+    assert job.phase is Phase.FAILED
+    assert sorted(steps(job)) == [10, 20]
+
+
+def test_a_master_that_died_before_it_had_counted_the_failure_is_no_matter() -> None:
+    """The next one has not heard what is held when it counts it."""
+    job, nodes = started(2, max_restarts=0)
+    nodes[0].step(22)
+    made = best(job, nodes, 10)
+    later = job.seal(20, any_size=True)
+    later.candidate = made.ref.name
+    job.call(pb.CommitRequest(caller=nodes[0].caller(), checkpoint=later))
+    for node in nodes:
+        node.failed("exit 3", step=22)
+    nodes[0].join(sees=job.sealed)
+    returns(job, *nodes)
+    nodes[1].join(sees=job.sealed)
+    job.wait(2)
+    assert job.phase is Phase.FORMING
+    tells(nodes, made, wanted=True)
+    written(job, nodes, 10)
+    assert job.phase is Phase.FAILED
+
+
+def test_a_finished_job_ends_under_another_master_when_its_save_is_on_the_disk() -> None:
+    job, nodes = started(2)
+    nodes[0].step(20)
+    made = wanted(job, nodes, 20)
+    for node in nodes:
+        node.finished(20)
+    returns(job, *nodes)
+    job.wait(2)
+    assert job.phase is Phase.RUNNING
+    tells(nodes, made, wanted=True)
+    written(job, nodes, 20)
+    assert job.phase is Phase.SUCCEEDED
+
+
+def test_nodes_that_say_nothing_hold_no_end_up() -> None:
+    job, nodes, _ = failed_behind_best(newest="on the disk")
+    returns(job, *nodes)
+    job.wait(TOLD_WITHIN_SECONDS + 2)
+    assert job.phase is Phase.FAILED
+
+
+def test_where_all_are_gone_as_well_the_next_agent_takes_the_job_up() -> None:
+    """After a power cut, say. It is not let in, and told that the job has failed, while they may be there."""
+    job, nodes, _ = failed()
+    for node in nodes:
+        node.hang_up()
+    job.restart()
+    late = Node(job, "late")
+    for _ in range(2):
+        assert late.register(host="host-9", peer_address="10.0.0.9:7").code == "UNAVAILABLE"
+        job.wait(1)
+    for _ in range(40):
+        job.wait(1)
+        if late.register(host="host-9", peer_address="10.0.0.9:7").code == "OK":
+            break
+    assert job.phase is Phase.FORMING
+    assert "had failed (host-0-0: exit 3" in job.notices
+    assert job.job.ending is None
+
+
+def test_a_new_run_begins_where_all_are_gone() -> None:
+    job, nodes, _ = failed()
+    for node in nodes:
+        node.hang_up()
+    job.wait(30)
+    late = Node(job, "late")
+    assert late.register(host="host-9", peer_address="10.0.0.9:7", new_run=True).code == "OK"
+    assert job.job.run.number == 2
+    assert job.job.ending is None
+
+
+def test_an_order_to_stop_counts_for_a_job_that_is_over() -> None:
+    """Where the nodes go before what they have is on the disk, and with another master in between."""
+    job, nodes, _ = failed()
+    job.call(pb.StopRequest(job_id="job"))
+    returns(job, *nodes)
+    for node in nodes:
+        node.hang_up()
+    job.wait(15)
+    assert job.phase is Phase.STOPPED
+    assert job.job.ending is None
