@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING
 
 from dalsegno.agent.decisions import events as ev
@@ -114,6 +115,8 @@ class Ledger:
         self.message = ""
         self.finished_step = 0
         self.reopened = False
+        # The job has failed for good, as one of its masters knew; how often it had been taken up by then.
+        self.over: int | None = None
         # A save that somebody has ordered, as the record had it last.
         self.save_order: SaveOrder | None = None
         # How often somebody has stopped the job.
@@ -165,6 +168,7 @@ class Ledger:
         self.amnesia = True
         self.listening = False
         self.stores_lost += 1
+        self.over = None
         # Nobody remembers what it cost, nor the limit.
         self.grown = None
         self.limit = self.sim.plan.settings.max_nodes
@@ -201,6 +205,7 @@ class Ledger:
         self.reopened = self.success is not None and (job.run.number > 1 or not job.phase.is_terminal)
         if self.reopened:
             return  # An embedded job's next run; this schedule is about the first.
+        self._is_over(job)
         if job.epoch and job.probe != self.sim.disk.probe:
             # The first node had something else mounted there, and the job lives in that now: not our subject.
             self.elsewhere = True
@@ -239,6 +244,17 @@ class Ledger:
         self.refusals.noted(job)
         if job.phase.is_terminal and job.phase is not Phase.STOPPED:
             self._ended(job)
+
+    def _is_over(self, job: Job) -> None:
+        """Whether it has failed for good, until an agent takes it up again. In most schedules its master dies then."""
+        if job.phase.is_terminal or self.over not in (None, job.run.reopened):
+            self.over = None
+        if job.ending is None or self.over is not None:
+            return
+        self.over = job.run.reopened
+        random = Random(f"over {self.sim.plan.seed}")
+        if random.random() < 0.8:
+            self.sim.clock.after(random.uniform(0.0, 0.5), self.sim.master.crash)
 
     def _drains(self, job: Job) -> None:
         """A growth is put off by the failure of its own save, not by late news of an earlier one's."""
@@ -435,6 +451,7 @@ class Ledger:
     def _opening(self, job: Job, world: World, opened: Opened) -> None:
         settings = job.settings
         count = len(world.members)
+        self.require(self.over is None, "over is over", f"epoch {world.epoch} opened, and the job had failed for good")
         self.require(world.epoch > max(self.worlds, default=0), "epochs grow", f"{world.epoch} was passed already")
         self.require(
             settings.min_nodes <= count <= settings.max_nodes and count % settings.node_unit == 0,

@@ -11,7 +11,7 @@ from dalsegno.agent.decisions import memory as agents_memory
 from dalsegno.agent.decisions import replication as agents_replication
 from dalsegno.agent.decisions.decision import Decision
 from dalsegno.agent.decisions.state import Admission, AgentState, Join, Spill
-from dalsegno.master.brain import checkpoints, durable, ending, memory, places, replication
+from dalsegno.master.brain import brain, checkpoints, durable, ending, memory, places, replication
 from dalsegno.master.brain.gathering import Gathering
 from dalsegno.master.brain.holders import is_whole
 from dalsegno.master.brain.live import HeldStep, Replicas, State
@@ -30,6 +30,15 @@ def ends_at_once(original: Any) -> Any:
         return False
 
     return put_off
+
+
+def forgets_that_it_is_over(original: Any) -> Any:
+    def recover(job: Job, generation: int, now: float) -> State:
+        job.ending = None
+        state: State = original(job, generation, now)
+        return state
+
+    return recover
 
 
 def takes_what_is_nowhere(original: Any) -> Any:
@@ -268,6 +277,7 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             suits=in_memory,
             first=3436,
         ),
+        plant(brain, "recover", forgets_that_it_is_over, "over is over", kind="budget", suits=in_memory, first=1287),
         plant(ending, "put_off", ends_at_once, "what fails is on the disk", kind="budget", suits=in_memory, first=532),
         plant(
             memory,
