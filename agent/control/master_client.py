@@ -120,14 +120,19 @@ class MasterClient:
             self._changed.notify_all()
 
     def register(self, request: control_pb2.RegisterRequest) -> None:
-        """Registers `request.incarnation` before all calls of the session; repeated until answered."""
-        self.new_session()
+        """Registers `request.incarnation` before all calls of the session; repeated until answered.
+
+        The present incarnation may say more of itself: its unanswered calls are sent behind that.
+        """
         with self._changed:
+            if request.incarnation == self._incarnation:
+                self._registered = False
+                self._cancel_stream()
+            self.new_session()
             # An answer to an earlier attempt does not count for this one.
             self._session += 1
             self._incarnation = request.incarnation
-            copied = control_pb2.RegisterRequest()
-            copied.CopyFrom(request)
+            (copied := control_pb2.RegisterRequest()).CopyFrom(request)
             copied.job_id, copied.protocol, copied.secret = self._job_id, CONTROL_PROTOCOL, self._secret
             copied.generation = max(copied.generation, self._generation)
             later = [waiting for waiting in self._queue if waiting.method != "Register"]

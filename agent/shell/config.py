@@ -41,6 +41,7 @@ class AgentConfig:
         tell_fd: file descriptor on which a supervisor is told what happens; None: nobody is.
         tls: the master is spoken to over TLS, and so are other agents.
         memory_budget_bytes: the most that memory checkpoints may take on this node; None: found out.
+        keeps_memory: its workers are told where memory checkpoints lie, if the job has any.
         memory_bytes_per_second: the most of them that is sent to other nodes in a second; None: no limit.
         adopts: what the script saves becomes the run's, although it has no session.
         dlrover: the script uses DLRover's trainer classes, so this node has their saver beside its workers.
@@ -77,6 +78,7 @@ class AgentConfig:
     initial: Path | None = None
     tell_fd: int | None = None
     memory_budget_bytes: int | None = None
+    keeps_memory: bool = True
     memory_bytes_per_second: int | None = None
     dlrover: bool = False
     dlrover_fixes: str = ""

@@ -6,7 +6,6 @@ decisions from the same mailbox.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -28,8 +27,7 @@ from ..control.master_checks import problem_of, problem_of_reply
 from ..control.master_client import ClientCallbacks, MasterClient, OutboxFull
 from ..decisions import events as ev
 from ..memory.durable import NothingThere, PartlyWritten
-from ..memory.place import NoMemoryError, remove_leftovers, root_of_user
-from ..memory.tier import HeldParts, MemoryTier
+from ..memory.tier import HeldParts
 from ..processes.lifeline import Lifeline
 from ..storage.job_directory import JobDirectory, Storage, Survey
 from ..storage.room import RoomWatch, give_back_spares
@@ -38,6 +36,7 @@ from ..workers.own_address import AddressWatch, elsewhere, node_address, node_va
 from ..workers.tcp_stores import StoreServers
 from .config import AgentConfig, differences
 from .mailbox import Mailbox
+from .own_memory import OwnMemory
 
 __all__ = ["Effects"]
 
@@ -96,8 +95,16 @@ class Effects:
         self._room = RoomWatch(
             2 if config.adopts else 1, self.storage.deletion, lambda missing: mailbox.put(ev.RoomMissing(missing))
         )
-        self._token = connector.token
-        self.memory = self._make_memory(lifeline)
+        self._own_memory = OwnMemory(
+            config,
+            connector.token,
+            lifeline,
+            self._held_changed,
+            lambda text, warning: mailbox.put(ev.Remark(text, warning)),
+        )
+        self.memory = self._own_memory.at_start(self.stores.address)
+        # What this agent said as it registered last.
+        self._registration = control_pb2.RegisterRequest()
         self.conversion = ConversionJob(lifeline, config.log_dir / "conversion.log", self._converting)
         self._cause = LinkCause(connector.hopeless, lambda cause: say(cause, True))
         self.client = MasterClient(
@@ -228,29 +235,28 @@ class Effects:
         back = None if previous else self._config.resume_step
 
         def ready(survey: Survey) -> None:
-            self.client.register(
-                control_pb2.RegisterRequest(
-                    incarnation=incarnation,
-                    host=socket.gethostname(),
-                    node=node,
-                    nproc=self._config.nproc,
-                    settings=self._config.settings,
-                    probe=survey.probe,
-                    inventory=survey.inventory,
-                    epoch=self._epoch,
-                    finished_runs=survey.finished_runs,
-                    new_run=self._config.new_run and not previous,
-                    previous_incarnation=previous,
-                    known_settings=self._told,
-                    expects_session=self._config.expects_session,
-                    dlrover=self._config.dlrover,
-                    adopts=self._config.adopts,
-                    process=control_pb2.Process(**dataclasses.asdict(own_process())),
-                    peer_address=self.memory.address if self.memory is not None else "",
-                    resume_step=None if back is None else back[0],
-                    resume_time=0 if back is None else back[1],
-                )
+            self._registration = control_pb2.RegisterRequest(
+                incarnation=incarnation,
+                host=socket.gethostname(),
+                node=node,
+                nproc=self._config.nproc,
+                settings=self._config.settings,
+                probe=survey.probe,
+                inventory=survey.inventory,
+                epoch=self._epoch,
+                finished_runs=survey.finished_runs,
+                new_run=self._config.new_run and not previous,
+                previous_incarnation=previous,
+                known_settings=self._told,
+                expects_session=self._config.expects_session,
+                dlrover=self._config.dlrover,
+                adopts=self._config.adopts,
+                process=control_pb2.Process(**dataclasses.asdict(own_process())),
+                peer_address=self.memory.address if self.memory is not None else "",
+                resume_step=None if back is None else back[0],
+                resume_time=0 if back is None else back[1],
             )
+            self.client.register(self._registration)
 
         def unreadable(reason: str) -> None:
             if previous:
@@ -264,6 +270,8 @@ class Effects:
     def _registered(self, incarnation: str, reply: control_pb2.RegisterReply) -> None:
         if problem := problem_of_reply(reply):
             self._mailbox.put(ev.Refused("NONSENSE", f"what answers as the master makes no sense: {problem}; {_CHECK}"))
+            return
+        if reply.HasField("settings") and self._takes_part(reply.settings):
             return
         if not self._incarnation and self._config.announcement:
             self.say(self._config.announcement, False)
@@ -295,6 +303,8 @@ class Effects:
         self._epoch = max(self._epoch, directive.epoch)
         if directive.HasField("settings") and directive.settings != self._told:
             self._in_force(directive.settings)
+            if self._takes_part(directive.settings):
+                return  # The master repeats its order when it has heard of it.
         self._head = directive.head if directive.HasField("head") else None
         if self._config.make_room and self._head is not None and not self._head.in_memory:
             self._room.committed(self._directory.run(self.run_id), self._head)
@@ -353,8 +363,12 @@ class Effects:
 
         newest = (self._head.epoch, self._head.step) if self._head is not None else None
         look = partial(self.storage.look, self.run_id, newer_than=newest, turn=number)
-        if not action.parts or action.resume is None or self.memory is None:
+        if not action.parts or action.resume is None:
             look(action.resume, action.patient, seen)
+            return
+        if self.memory is None:
+            # The others are not to wait for what cannot come here before it is on the disk.
+            look(None, False, lambda survey: seen(survey, lacks=True))
             return
 
         def fetched(found: control_pb2.Checkpoint | str) -> None:
@@ -371,30 +385,21 @@ class Effects:
 
     # ---- memory checkpoints -----------------------------------------------------------------------------------------
 
-    def _make_memory(self, lifeline: Lifeline) -> MemoryTier | None:
-        """Where the job wants memory checkpoints and this node has memory for them."""
-        if not self._config.settings.memory_replicas:
-            # What agents of other jobs left is memory that this one's training may need.
-            with contextlib.suppress(NoMemoryError):
-                remove_leftovers(root_of_user())
-            return None
-        memory = MemoryTier(
-            self._config.job_id,
-            self.stores.address,
-            self._token,
-            self._config.memory_budget_bytes,
-            self._held_changed,
-            lambda text, warning: self._mailbox.put(ev.Remark(text, warning)),
-            tls=self._config.tls,
-            bytes_per_second=self._config.memory_bytes_per_second,
-        )
-        if memory.problem:
-            self._mailbox.put(ev.Remark(f"no memory checkpoints on this node: {memory.problem}"))
-            memory.close()
-            return None
-        if memory.path is not None:
-            lifeline.add_path(memory.path)
-        return memory
+    def _takes_part(self, settings: control_pb2.Settings) -> bool:
+        """Makes a memory tier if the job wants one and this agent's own command line did not; the master is told.
+
+        False: nothing has changed. Otherwise the answer to this registration comes in the present one's place.
+        """
+        if settings.memory_replicas <= 0 or self.memory is not None:
+            return False
+        memory = self._own_memory.make(self.stores.address)
+        if memory is None:
+            return False
+        self.memory = memory
+        self._registration.peer_address = memory.address
+        self._registration.known_settings.CopyFrom(settings)
+        self.client.register(self._registration)
+        return True
 
     def _held_changed(self, held: HeldParts) -> None:
         if held.run_id == self.run_id:

@@ -340,6 +340,7 @@ def _create(params: RendezvousParameters) -> Rendezvous:
         local_addr=params.local_addr,
         addresses=params.endpoint,
         tls=files.tls,
+        keeps_memory=False,
     )
     timeout_seconds = float(params.get_as_int("timeout", 900) or 900)
     return Rendezvous(config, params.endpoint.split(","), files, timeout_seconds)

@@ -65,15 +65,23 @@ DISK_FOR_SECONDS = 600.0
 def to_memory(state: State, somebody_stays: bool) -> bool:
     """Whether a drain's save goes to memory: some node stays that can hold it, and all of them can be reached.
 
-    And no node is here that could not fetch such a step lately.
+    And no node is here that could not fetch such a step lately, or has no memory for it, and may want a place.
     """
     job = state.job
     if job.settings.memory_replicas <= 0 or job.world is None or not somebody_stays:
         return False
     if any(job.node_by(incarnation) is not None for incarnation in state.live.held.unfetched):
         return False
-    nodes = (job.node_by(member.incarnation) for member in job.world.members)
-    return all(node is not None and node.peer_address for node in nodes)
+    if any(job.node_by(member.incarnation) is None for member in job.world.members):
+        return False
+    return all(node.peer_address or not wants_place(job, node) for node in job.nodes.values())
+
+
+def wants_place(job: Job, node: Node) -> bool:
+    """Whether a node has a place in the world, or may have one in the next."""
+    assert job.world is not None
+    may_have = node.sees_directory and not node.leaving and not node.refused
+    return may_have or job.world.member(node.incarnation) is not None
 
 
 def buddies(job: Job, members: Sequence[Member], member: Member) -> list[str]:

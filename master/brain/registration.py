@@ -38,7 +38,10 @@ def settings_proto(settings: Settings) -> control_pb2.Settings:
 
 
 def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
-    """Admits an agent under a name that no live node holds. Repeating with the same incarnation changes nothing."""
+    """Admits an agent under a name that no live node holds.
+
+    Repeating with the same incarnation changes nothing, but for memory that the agent has made since.
+    """
     job = turn.job
     if message.job_id != job.job_id:
         return Reply("INVALID_ARGUMENT", f"this master runs job {job.job_id!r}, not {message.job_id!r}: check --job-id")
@@ -55,7 +58,7 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
         if not proves(known, message.secret):
             return Reply("FAILED_PRECONDITION", f"incarnation {message.incarnation!r} is another agent's")
         membership.hear(turn, known)
-        return accepted(turn, known)
+        return tell_memory(turn, message, known) or accepted(turn, known)
     if (why := turn.live.shut_out.get(message.previous_incarnation)) is not None:
         return Reply("PERMISSION_DENIED", f"this node was fenced for good ({why}): a new start of it is let in")
     if job.stopping:
@@ -184,6 +187,16 @@ def speaks_otherwise(turn: Turn, message: control_pb2.RegisterRequest) -> Reply 
         f" with others, this one {'does' if own else 'does not'}: give --tls-ca to all agents or to none, and the same"
         " version of dalsegno",
     )
+
+
+def tell_memory(turn: Turn, message: control_pb2.RegisterRequest, node: Node) -> Reply | None:
+    """Notes where an agent's memory is that it has made as it heard of the job's settings; or a refusal of that."""
+    if node.peer_address or not message.peer_address:
+        return None
+    refused = speaks_otherwise(turn, message)
+    if refused is None:
+        turn.update(node, peer_address=message.peer_address)
+    return refused
 
 
 def process_of(message: control_pb2.RegisterRequest) -> Process | None:

@@ -331,6 +331,22 @@ def test_calls_of_a_new_session_wait_for_its_registration_and_are_not_lost(maste
     assert [(caller.incarnation, caller.request) for caller in callers] == [("three", 1), ("three", 2)]
 
 
+def test_an_incarnation_that_says_more_of_itself_loses_no_call(master: Master, agent: Agent) -> None:
+    """What it was not answered yet is sent behind that, and the master repeats its directive."""
+    agent.register("one")
+    agent.expect("directed")
+    master.servicer.errors["Join"] = [(grpc.StatusCode.UNAVAILABLE, "away")] * 2
+    agent.client.call("Join", join(1))
+    agent.client.register(pb.RegisterRequest(incarnation="one", node="n", peer_address="10.0.0.1:7"))
+    assert agent.expect("registered")[0] == "one"
+    agent.expect("directed")
+    agent.client.call("ReportWarm", pb.WarmRequest())
+    assert agent.client.flush(5)
+    assert [request.peer_address for request in master.servicer.of("Register")] == ["", "10.0.0.1:7"]
+    assert {request.caller.request for request in master.servicer.of("Join")} == {1}
+    assert [request.caller.request for request in master.servicer.of("ReportWarm")] == [2]
+
+
 def test_a_token_that_cannot_be_read_ends_no_thread(master: Master) -> None:
     """The file system is away when the connection is made, and again when it is made anew: the last token counts."""
     agent = Agent(master.address)

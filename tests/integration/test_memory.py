@@ -235,6 +235,56 @@ def test_zero_at_another_number_of_ranks(jobs: Clusters, undisturbed: Undisturbe
     job.assert_lost({second: range(1, EVERY + 1)} if way == "kill" else {})
 
 
+# ---- agents that were told otherwise --------------------------------------------------------------------------------
+
+
+def start_with(job: Cluster, name: str, replicas: int) -> None:
+    """Starts an agent whose own command line names so many replicas."""
+    flags, job.agent_flags = job.agent_flags, (*job.agent_flags, f"--memory-replicas={replicas}")
+    try:
+        job.start(name)
+    finally:
+        job.agent_flags = flags
+
+
+def test_an_agent_without_the_flag(jobs: Clusters, undisturbed: Undisturbed) -> None:
+    """The first agent's counts: the other drains into memory as it joins, and its loss costs as much as any."""
+    # Each world makes so many steps that one of them is saved to memory.
+    job = jobs(nnodes="1:2", agent_environment={"DALSEGNO_TEST_STEPS": str(EVERY + 1)})
+    first = job.open("a")
+    start_with(job, "b", 0)
+    second = job.wait_world(2, after=first)
+    assert not [line for node in job.nodes for line in node.said() if "could not fetch" in line]
+    wait_durable(job, job.change(second).resumed)
+    step = (job.change(second).resumed // EVERY + 1) * EVERY
+    job.wait_step(step)
+    job.wait_standing()
+    for node in job.alive():
+        job.wait_for(lambda node=node: held(job, node, step, 2), f"step {step} in the memory of {node.name}", 20)
+    job.kill_node(job.node("b"))
+    third = job.wait_world(1, after=second)
+    assert job.change(third).resumed >= step, "on the disk is the step of the drain alone"
+    end(job, undisturbed)
+    job.assert_lost({third: range(EVERY + 1)})
+
+
+@pytest.mark.full
+def test_an_agent_with_the_flag_in_a_job_without(jobs: Clusters, undisturbed: Undisturbed) -> None:
+    """The first agent's counts: nothing is in memory, and its end leaves nothing there."""
+    job = jobs(nnodes="1:2", agent_flags=("--memory-replicas=0",))
+    first = job.open("a")
+    start_with(job, "b", 1)
+    second = job.wait_world(2, after=first)
+    assert job.change(second).resumed in {one.step for one in job.sealed()}
+    assert not list((root_of_user() / job.job).glob("*/run-0001/step-*"))
+    job.leave(job.node("b"))
+    job.wait_exit(job.node("b"))
+    job.wait_world(1, after=second)
+    end(job, undisturbed)
+    job.assert_lost({})
+    assert not directories(job)
+
+
 # ---- damage ---------------------------------------------------------------------------------------------------------
 
 

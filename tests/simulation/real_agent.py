@@ -16,7 +16,7 @@ from unittest import mock
 from dalsegno.agent.control.connection import Connector
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions import handling
-from dalsegno.agent.shell import effects
+from dalsegno.agent.shell import effects, own_memory
 from dalsegno.agent.shell.config import AgentConfig
 from dalsegno.agent.shell.console import RunConsole
 from dalsegno.agent.shell.effects import Effects
@@ -565,6 +565,6 @@ def patched() -> Iterator[None]:
         mock.patch.object(effects, "Storage", _files),
         mock.patch.object(effects, "StoreServers", _stores),
         mock.patch.object(effects, "ConversionJob", _converting),
-        mock.patch.object(effects, "MemoryTier", _tier),
+        mock.patch.object(own_memory, "MemoryTier", _tier),
     ):
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,92 @@ def test_a_master_without_memory_is_told_what_the_one_before_said(
     effects.perform(ev.Register("first", "me"))
     assert (registered[1].epoch, registered[1].known_settings) == (7, in_force)
     assert registered[1].settings.max_nodes == 1
+
+
+@pytest.fixture
+def registered(effects: Effects, monkeypatch: pytest.MonkeyPatch) -> list[control_pb2.RegisterRequest]:
+    """What an agent without `--memory-replicas` says to the master as it registers, each time."""
+    requests: list[control_pb2.RegisterRequest] = []
+
+    def register(request: control_pb2.RegisterRequest) -> None:
+        copied = control_pb2.RegisterRequest()
+        copied.CopyFrom(request)
+        requests.append(copied)
+
+    monkeypatch.setattr(effects.client, "register", register)
+    monkeypatch.setattr(effects.storage, "survey", lambda ready, unreadable: ready(Survey("probe", (), ())))
+    effects.perform(ev.Register())
+    return requests
+
+
+IN_MEMORY = control_pb2.Settings(min_nodes=1, max_nodes=1, memory_replicas=1)
+
+
+def test_an_agent_without_the_flag_has_memory_where_the_job_does(
+    effects: Effects, mailbox: Mailbox[ev.Event], registered: list[control_pb2.RegisterRequest]
+) -> None:
+    """It tells the master where that is before it does anything else, as the same incarnation."""
+    own = registered[0].incarnation
+    effects._registered(own, control_pb2.RegisterReply(settings=IN_MEMORY, node="b"))
+    assert effects.memory is not None
+    assert mailbox.get(0.0) is None
+    assert [said.peer_address for said in registered] == ["", effects.memory.address]
+    assert registered[1].incarnation == own
+    effects._registered(own, control_pb2.RegisterReply(settings=IN_MEMORY, node="b"))
+    assert isinstance(mailbox.get(0.0), ev.Remark)
+    assert isinstance(mailbox.get(0.0), ev.Registered)
+    assert len(registered) == 2
+    effects.perform(ev.Register(own, "b"))
+    assert registered[2].peer_address == effects.memory.address
+
+
+def test_memory_is_made_when_the_settings_become_such(
+    effects: Effects, mailbox: Mailbox[ev.Event], registered: list[control_pb2.RegisterRequest]
+) -> None:
+    """A new master took this agent's settings for the job's, until others told it better."""
+    own = registered[0].incarnation
+    reply = control_pb2.RegisterReply(settings=control_pb2.Settings(min_nodes=1, max_nodes=1), node="b")
+    effects._registered(own, reply)
+    assert effects.memory is None
+    assert isinstance(mailbox.get(0.0), ev.Registered)
+    effects._directed(control_pb2.Directive(epoch=1, settings=IN_MEMORY))
+    assert effects.memory is not None
+    assert registered[1].peer_address == effects.memory.address
+    assert registered[1].known_settings == IN_MEMORY
+
+
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_a_node_that_can_have_no_memory_says_so_once(
+    effects: Effects,
+    registered: list[control_pb2.RegisterRequest],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    torchrun: bool,
+) -> None:
+    """It is in the job all the same, and the master is told of no address."""
+    if torchrun:
+        own_memory = effects._own_memory
+        monkeypatch.setattr(own_memory, "_config", replace(own_memory._config, keeps_memory=False))
+    else:
+        monkeypatch.setattr("dalsegno.agent.memory.place.SHARED_MEMORY", tmp_path / "none")
+    for incarnation in ("first", "second"):
+        effects._registered(incarnation, control_pb2.RegisterReply(settings=IN_MEMORY, node="b"))
+    assert effects.memory is None
+    assert len(registered) == 1
+    lines = [remark.text for remark in remarks(effects) if "no memory checkpoints on this node" in remark.text]
+    assert len(lines) == 1
+    assert ("torchrun" if torchrun else "there is no") in lines[0]
+
+
+def test_a_node_without_memory_says_at_once_that_it_lacks_what_is_there_alone(
+    effects: Effects, mailbox: Mailbox[ev.Event]
+) -> None:
+    """It looked for it on the disk for ten seconds, in which nobody made a step."""
+    parts = (control_pb2.HeldPart(group_rank=0, addresses=["10.0.0.1:7"]),)
+    effects.perform(ev.PrepareJoin(2, control_pb2.CheckpointRef(name="step-1.e1.1", digest="1" * 64), parts=parts))
+    event = mailbox.get(5.0)
+    assert isinstance(event, ev.JoinPrepared)
+    assert event.lacks
 
 
 def test_a_gathering_that_ends_late_ends_no_look(

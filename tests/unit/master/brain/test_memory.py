@@ -11,7 +11,7 @@ from dalsegno.agent.commands.status import status_lines
 from dalsegno.master.brain import brain, shown
 from dalsegno.master.brain.durable import ASKED_AGAIN_SECONDS
 from dalsegno.master.brain.events import Called
-from dalsegno.master.brain.memory import LOOK_WITHIN_SECONDS
+from dalsegno.master.brain.memory import LOOK_WITHIN_SECONDS, to_memory
 from dalsegno.master.brain.state import Phase
 from dalsegno.master.brain.views import Common
 from dalsegno.protos import control_pb2 as pb
@@ -1297,6 +1297,40 @@ def test_an_agent_that_speaks_otherwise_is_told_so(there: str, comes: str, words
     for node in old:
         node.hang_up()
     assert late.register(peer_address=f"{comes}10.0.0.9:7").code == "OK"
+
+
+def test_an_agent_may_say_later_where_its_memory_is() -> None:
+    """It has made it when it heard that the job has memory checkpoints: its own command line did not say so."""
+    job = Driven(settings(memory_replicas=1, universal_checkpoint=False))
+    a, b = job.node(host="host-0", peer_address="10.0.0.0:7"), job.node(host="host-1")
+    assert b.register(peer_address="10.0.0.1:7").code == "OK"
+    assert b.register(peer_address="10.0.0.2:7").code == "OK", "and but once"
+    for node in (a, b):
+        node.join()
+    job.wait(1.1)
+    assert [list(node.directive.run.place.buddies) for node in (a, b)] == [["10.0.0.1:7"], ["10.0.0.0:7"]]
+
+
+def test_a_growth_for_a_node_without_memory_goes_to_the_disk() -> None:
+    """It could not fetch what the others have in memory, and they would wait for it without a step."""
+    job = Driven(settings(memory_replicas=1, max_nodes=2, universal_checkpoint=False))
+    a = job.node(host="host-0", peer_address="10.0.0.0:7")
+    a.join()
+    job.wait(1.1)
+    assert to_memory(job.state, somebody_stays=True)
+    b = job.node(host="host-1")
+    assert not to_memory(job.state, somebody_stays=True)
+    b.register(peer_address="10.0.0.1:7")
+    assert to_memory(job.state, somebody_stays=True)
+
+
+def test_an_agent_that_says_later_that_it_speaks_otherwise_is_told_so() -> None:
+    """As one that says it at once."""
+    job = Driven(settings(memory_replicas=1, universal_checkpoint=False))
+    job.node(host="host-0", peer_address=f"{TLS}10.0.0.0:7")
+    b = job.node(host="host-1")
+    reply = b.register(peer_address="10.0.0.1:7")
+    assert (reply.code, "--tls-ca" in reply.detail) == ("INVALID_ARGUMENT", True)
 
 
 def test_nodes_that_only_the_record_knows_hold_up_nobody() -> None:
