@@ -231,7 +231,7 @@ def had_something_to_save(state: AgentState) -> bool:
 
 def what_is_unsaved(state: AgentState) -> str:
     """What a leaver leaves unsaved behind, for a person; empty if nothing."""
-    if goes_with_it(state):
+    if goes_with_it(state) and not is_saved(state):
         return ONLY_HERE
     if is_saved(state) or has_made_nothing(state) or not had_something_to_save(state):
         return ""

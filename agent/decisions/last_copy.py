@@ -34,7 +34,8 @@ def newest_own(state: AgentState) -> ev.HeldChanged | None:
     if world is None or not ended or state.fenced or state.open_epoch > state.started:
         return None
     own = [held for digest, held in state.memory.held.items() if is_own(state, digest)]
-    newer = [held for held in own if held.checkpoint.step > epoch.durable_step]
+    # What was sealed on the disk counts at the next start, recorded or not.
+    newer = [held for held in own if held.checkpoint.step > max(epoch.durable_step, epoch.sealed_step)]
     nodes = world.nodes
     return max(
         newer, key=lambda held: (held.copies > 0 or len(held.parts) == nodes, held.checkpoint.step), default=None

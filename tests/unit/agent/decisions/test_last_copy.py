@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from dalsegno.agent.decisions import events as ev
-from dalsegno.protos import control_pb2
+from dalsegno.protos import control_pb2, worker_pb2
 
 from .test_decisions import Agent, world
 from .test_memory import REF, STEP, step_of
@@ -90,6 +90,16 @@ def test_what_is_on_the_disk_or_not_wanted_any_more_holds_nobody() -> None:
         agent.hear(ev.WorkersStopped(1), ev.LinkChanged(False), TERM)
         (left,) = agent.did(ev.Exit)
         assert left.code == ev.EXIT_LEFT
+
+
+def test_what_the_ranks_have_sealed_on_the_disk_since_is_enough() -> None:
+    """Recorded or not, it counts at the next start."""
+    agent = Agent().registered().running()
+    agent.hear(ev.HeldChanged(STEP, (0,)))
+    agent.said(sealed=worker_pb2.Sealed(name="step-7.e1.1", digest="d7", step=7))
+    agent.exits(1)
+    agent.hear(ev.WorkersStopped(1), ev.LinkChanged(False), TERM)
+    assert not agent.did(ev.MakeDurable)
 
 
 def test_the_master_may_let_it_go() -> None:
