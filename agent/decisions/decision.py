@@ -243,6 +243,9 @@ def what_is_unsaved(state: AgentState) -> str:
         return "the others had gone on from the last commit before this save was complete"
     if state.epoch.answered:
         return ""
+    if spilled(state):
+        goes_on = "the run goes on from what was in memory here, which is on the disk"
+        return f"its ranks failed before they had saved; {goes_on}"
     if not state.session_known:
         return "its workers had no session open: what their script saves by itself is all that is kept"
     if state.epoch.agreed and state.epoch.outcome is Outcome.STOPPED:
@@ -254,6 +257,12 @@ def what_is_unsaved(state: AgentState) -> str:
     if state.epoch.outcome is Outcome.DRAINED:
         return "its script saved nothing (steps() has no save=); the run goes on from its last commit, if it has one"
     return "nothing was saved in time; the run goes on from its last commit, if it has one"
+
+
+def spilled(state: AgentState) -> bool:
+    """Whether this leaver has written to the disk what failed ranks had left in its memory."""
+    spill = state.leave.spill if state.leave is not None else None
+    return spill is not None and spill.sealed and state.epoch.drained is None
 
 
 def who_completes(state: AgentState) -> str:
@@ -273,7 +282,7 @@ def what_is_safe(state: AgentState) -> str:
         return "its part of the run is finished"
     if is_saved(state):
         return "everything is saved"
-    if state.leave is not None and state.leave.spill is not None and state.leave.spill.sealed:
+    if spilled(state):
         return "what was in memory here is on the disk"
     if state.epoch.flash_step:
         return f"its script's Flash Checkpoint is saved as of step {state.epoch.flash_step}"

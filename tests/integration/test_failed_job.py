@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import local_processes as processes
-from tests.support.jobs.cluster import Cluster, Training, Undisturbed
+from tests.support.jobs.cluster import LEFT, LEFT_UNSAVED, PATIENCE, Cluster, Training, Undisturbed
 from tests.support.jobs.faults import run_directory
 from tests.support.jobs.shell import Shell
 
@@ -68,6 +69,40 @@ def test_what_is_in_memory_alone_outlives_a_failure_for_good(
     assert "is in memory only, is on the disk" in nodes[0].text()
     job.start(*names)
     epoch = job.wait_world(len(names), after=epoch)
+    assert job.change(epoch).resumed >= held.step
+    job.finish()
+    job.assert_undisturbed(undisturbed)
+
+
+def test_a_node_that_leaves_behind_a_failure_writes_what_its_ranks_left(
+    clusters: Callable[..., Cluster], undisturbed: Undisturbed
+) -> None:
+    """Its rank dies and its master stands still: what is in its memory is the only copy of the run."""
+    job = clusters(
+        training=Training(steps=40, save_every=1000),
+        nnodes="1:1",
+        universal=False,
+        script_flags=("--memory-every=5",),
+        agent_flags=("--memory-replicas=1",),
+        agent_environment={"DALSEGNO_TEST_STEPS": "3"},
+    )
+    (node,) = job.start("a")
+    epoch = job.wait_world(1)
+    held = job.wait_status(lambda status: status.held.step >= 20, "a step in memory").held
+    master = job.master_pid()
+    assert master is not None
+    processes.send([master], signal.SIGSTOP)
+    try:
+        processes.send([job.worker_pid(node)])
+        job.leave(node)
+        # Its rank's death may be seen behind its notice.
+        node.expected = node.process.wait(PATIENCE)
+    finally:
+        processes.send([master], signal.SIGCONT)
+    assert node.expected in (LEFT, LEFT_UNSAVED)
+    assert re.search("what was in memory here(, which)? is on the disk", node.text())
+    job.start("a")
+    epoch = job.wait_world(1, after=epoch)
     assert job.change(epoch).resumed >= held.step
     job.finish()
     job.assert_undisturbed(undisturbed)

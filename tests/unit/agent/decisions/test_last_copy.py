@@ -37,6 +37,22 @@ def test_what_failed_ranks_left_goes_to_the_disk_where_no_master_is_heard() -> N
     assert (left.code, left.message) == (ev.EXIT_LEFT, "left on notice; what was in memory here is on the disk")
 
 
+def test_ranks_that_fail_behind_a_notice_have_not_saved_all() -> None:
+    """What they had in memory goes to the disk, and the steps since then are lost."""
+    agent = Agent().registered().running()
+    agent.hear(ev.HeldChanged(STEP, (0,)))
+    agent.said(progress=worker_pb2.Progress(step=8))
+    agent.hear(TERM)
+    agent.exits(1)
+    agent.hear(ev.WorkersStopped(1), ev.MadeDurable(REF), ev.LinkChanged(False))
+    (left,) = agent.did(ev.Exit)
+    assert left.code == ev.EXIT_LEFT_UNSAVED
+    assert left.message == (
+        "left on notice; its ranks failed before they had saved; the run goes on from what was in memory here, which is"
+        " on the disk"
+    )
+
+
 def test_what_others_have_too_is_chosen() -> None:
     """They may be sealing it by now; of a newer one nobody may have the other parts."""
     agent = failed(ev.HeldChanged(step_of(4), (0,), copies=1), ev.HeldChanged(STEP, (0,)))
@@ -97,6 +113,7 @@ def test_what_the_ranks_have_sealed_on_the_disk_since_is_enough() -> None:
     agent = Agent().registered().running()
     agent.hear(ev.HeldChanged(STEP, (0,)))
     agent.said(sealed=worker_pb2.Sealed(name="step-7.e1.1", digest="d7", step=7))
+    agent.hear(ev.ManifestRead("step-7.e1.1", control_pb2.Checkpoint(epoch=1, step=7)))
     agent.exits(1)
     agent.hear(ev.WorkersStopped(1), ev.LinkChanged(False), TERM)
     assert not agent.did(ev.MakeDurable)
