@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..rank.clearing import listen
 from ..rank.hooks import until_gone, weakly
 from ..rank.remarks import remark
 
@@ -22,14 +24,15 @@ __all__ = ["LOOKS", "CarriedGradients"]
 LOOKS = 64
 # An optimizer that carries gradients is waited for up to so many times what it has taken before.
 _PATIENCE = 4
+# One that has used such gradients drops them so many times in a row before it is known as one that does.
+_DROPS = 3
 
 
 class CarriedGradients:
     """Sees gradients that are there at a boundary and that an optimizer uses behind it; remarks once on that.
 
     Gradients that an optimizer has used already, and has not cleared, are none of them. What a script drops (a loss
-    scale that was too large, a loss that stands out, what another network's loss has left) is taken for one of them
-    until it has been dropped once.
+    that stands out, what another network's loss has left) is taken for one of them until it has been dropped once.
 
     Args:
         optimizers: Those that are known before their first step.
@@ -44,6 +47,8 @@ class CarriedGradients:
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._open = False
         until_gone(self, register_optimizer_step_pre_hook(weakly(self._begins)))
+        until_gone(self, register_optimizer_step_post_hook(weakly(self._ends)))
+        listen(self)
 
     @property
     def here(self) -> bool:
@@ -52,7 +57,7 @@ class CarriedGradients:
 
     @property
     def known(self) -> bool:
-        """Whether some optimizer has used such ones."""
+        """Whether some optimizer uses such ones."""
         return any(habit.carries for habit in self._habits.values())
 
     def boundary(self, step: int) -> None:
@@ -78,11 +83,29 @@ class CarriedGradients:
                 habit = self._habits[one] = _Habit(doubtful=True)
                 self._open = habit.idle(one, step, unused) or self._open
 
+    def made(self, optimizer: Optimizer) -> None:
+        """See `Listener`."""
+        self._habits.setdefault(optimizer, _Habit())
+
+    def clears(self, owner: Optimizer | Module) -> None:
+        """See `Listener`."""
+        for one, habit in list(self._habits.items()):
+            if owner is one or habit.is_of(owner):
+                habit.clears(one)
+
+    def cleared(self, owner: Optimizer | Module) -> None:
+        """See `Listener`."""
+        if isinstance(owner, Optimizer) and (habit := self._habits.get(owner)) is not None:
+            habit.used = _first(owner)
+
     def _begins(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer not in self._stepped:
             self._stepped.add(optimizer)
-            habit = self._habits.setdefault(optimizer, _Habit())
-            habit.steps(optimizer)
+            self._habits.setdefault(optimizer, _Habit()).begins()
+
+    def _ends(self, optimizer: Optimizer, *_: Any) -> None:
+        if (habit := self._habits.get(optimizer)) is not None:
+            habit.ends(optimizer)
             self._tell(habit)
 
     def _tell(self, habit: _Habit) -> None:
@@ -107,11 +130,11 @@ class _Habit:
     """What one optimizer does with the gradients that are there at a boundary behind which it goes on.
 
     Attributes:
-        carries: It has used such ones; None: nobody knows; False: they were dropped.
+        carries: It uses such ones; None: nobody knows; False: they are dropped.
         carried_over: The step, of the first ones.
         waits: At so many boundaries in a row there were some.
         given_up: It was waited for in vain just now.
-        used: A gradient that it stepped with last.
+        used: A gradient that it stepped with last, or that was set to zero since.
 
     Args:
         doubtful: Its gradients may be left from another training. Unless they grow they count at one boundary only.
@@ -123,32 +146,59 @@ class _Habit:
         self.carries: bool | None = None
         self.carried_over, self.waits, self.given_up = 0, 0, False
         self.used: _Mark | None = None
-        self._looks, self._longest = LOOKS, 0
-        # What was there at the last boundary.
+        self._looks, self._longest, self._drops = LOOKS, 0, 0
+        # What was there at the last boundary; whether it was there as a step began, and if not, what it was.
         self._there: _Mark | None = None
-        self._replaced = False
+        self._held = False
+        self._replaced: _Mark | None = None
+        # Its gradients are cleared in a way that is seen.
+        self._clears = False
 
-    def steps(self, optimizer: Optimizer) -> None:
-        """It begins a step, the first one since the last boundary."""
-        there, self.used = self._there, _first(optimizer)
-        if there is not None and there.is_here():
-            self._learn(True)
-        # Or it was made anew from that, as by ``p.grad = p.grad / 2``: that shows when it is cleared.
-        self._replaced = there is not None and not there.is_here()
+    def is_of(self, owner: Optimizer | Module) -> bool:
+        """Whether what was there at the last boundary is a gradient of one of its parameters."""
+        parameter = self._there.parameter() if self._there is not None else None
+        own = _parameters(owner) if isinstance(owner, Optimizer) else owner.parameters()
+        return parameter is not None and any(one is parameter for one in own)
+
+    def clears(self, optimizer: Optimizer) -> None:
+        """Its gradients are dropped now, if it has made no step with them."""
+        self._clears = True
+        there, self._there = self._there, None
+        # A step that was left out because the loss scale was too large says nothing.
+        if there is not None and _is_finite(there):
+            self._drops += 1
+            if self._drops >= (_DROPS if self.carries else 1):
+                self.carries = False
+
+    def begins(self) -> None:
+        """It begins a step, the first one since the last boundary. It may clear gradients in that, in a closure."""
+        self._held = self._there is not None and self._there.is_here()
+
+    def ends(self, optimizer: Optimizer) -> None:
+        """It has made a step."""
+        self.used = _first(optimizer)
         self._longest, self.waits = max(self._longest, self.waits), 0
+        there, self._there = self._there, None
+        if there is not None and (self._held or self._clears):
+            # Nobody has cleared it. It may have been made anew from that, as by ``p.grad = p.grad / 2``.
+            self._uses(there)
+        else:
+            self._replaced = there
 
     def stepped(self) -> None:
         """The boundary behind a step of its own."""
-        if self._replaced and self._there is not None:
-            # Who clears gradients behind the step does not before it.
-            self._learn(self._there.is_cleared())
-        self._there, self._replaced = None, False
+        there, self._replaced = self._replaced, None
+        if there is None:
+            return
+        # Nobody knew how it clears gradients. Who does so behind a step does not before it.
+        if there.is_cleared():
+            self._uses(there)
+        elif not self.carries:
+            self.carries = False
 
     def idle(self, optimizer: Optimizer, step: int, used: _Used) -> bool:
         """A boundary behind a step in which it did nothing. Returns whether there are gradients that it may use."""
-        there, self._there = self._there, None
-        if there is not None and not there.is_here() and there not in used:
-            self._learn(False)
+        before, self._there = self._there, None
         final = self.carries is not True and not self._looks
         found = None if final else self._unused(optimizer, used)
         if found is None:
@@ -161,13 +211,14 @@ class _Habit:
         self.waits += 1
         if self.carries is not True:
             self._looks -= 1
-            # Where it goes on from the boundary before, the first of them is named.
-            self._there = found._replace(step=there.step if there is not None and there.is_here() else step)
+        # Where it goes on from the boundary before, the first of them is named.
+        self._there = found._replace(step=step if before is None else before.step)
         if self._doubtful:
             self._left = found
-        if self.waits == max(LOOKS, _PATIENCE * self._longest) and self.carries is not False:
+        patience = max(LOOKS, _PATIENCE * self._longest)
+        if self.waits == patience and self.carries is not False:
             self.given_up = True
-        return self.carries is not False and self.waits < max(LOOKS, _PATIENCE * self._longest)
+        return self.carries is not False and self.waits < patience
 
     def _unused(self, optimizer: Optimizer, used: _Used) -> _Mark | None:
         """A gradient that no optimizer has used yet."""
@@ -176,12 +227,10 @@ class _Habit:
             found = _first(optimizer, with_values=True)
         return None if found is None or found in used else found
 
-    def _learn(self, carries: bool) -> None:
-        if self.carries:
-            return
-        self.carries = carries
-        if carries and self._there is not None:
-            self.carried_over = self._there.step
+    def _uses(self, there: _Mark) -> None:
+        if not self.carries:
+            self.carries, self.carried_over = True, there.step
+        self._drops = 0
 
 
 class _Mark(NamedTuple):
@@ -239,6 +288,19 @@ def _parameters(optimizer: Optimizer) -> Iterable[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
+def _is_finite(mark: _Mark) -> bool:
+    """Whether the parameter's gradient of this moment is."""
+    parameter = mark.parameter()
+    gradient = None if parameter is None else parameter.grad
+    here = _local(gradient)
+    return here is None or here.layout is not torch.strided or bool(torch.isfinite(here).all())
+
+
+def _local(gradient: Tensor | None) -> Any:
+    """Its own part of a DTensor: nothing is exchanged."""
+    return None if gradient is None else getattr(gradient, "_local_tensor", gradient).detach()
+
+
 def _first(optimizer: Optimizer, *, with_values: bool = False) -> _Mark | None:
     """The first gradient of its parameters, or the first that is not zero everywhere.
 
@@ -247,7 +309,7 @@ def _first(optimizer: Optimizer, *, with_values: bool = False) -> _Mark | None:
     for parameter in _parameters(optimizer):
         if (gradient := parameter.grad) is None:
             continue
-        here = getattr(gradient, "_local_tensor", gradient).detach()  # of a DTensor: nothing is exchanged
+        here = _local(gradient)
         if not with_values or here.layout is not torch.strided or bool(here.any()):
             return _Mark(weakref.ref(parameter), weakref.ref(gradient), here._version)
     return None

@@ -18,6 +18,8 @@ __all__ = ["WholeSteps"]
 _FIRST = 2 * LOOKS
 # A drain waits so long for an optimizer's step at most, and within half of its notice; another save so long (seconds).
 DRAIN_SECONDS, SAVE_SECONDS = 20.0, 300.0
+# A save, where nobody knows yet whether there is one to come.
+UNKNOWN_SECONDS = 60.0
 # More than any rank's wish to wait.
 _HURRIES = 2
 
@@ -66,7 +68,8 @@ class WholeSteps:
         since = now if self._since is None else self._since
         # Of a leaver there may be no time for another step; it knows its notice, and the others do not.
         hurries = drain and now + self._seconds > saves.drain_by(since, DRAIN_SECONDS)
-        waits = here and (drain or now - since < SAVE_SECONDS)
+        most = SAVE_SECONDS if self._seen.known else UNKNOWN_SECONDS
+        waits = here and (drain or now - since < most)
         later = saves.largest(_HURRIES if hurries else int(waits)) == 1
         self._since = since if later else None
         if here and not later:

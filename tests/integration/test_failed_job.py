@@ -151,6 +151,7 @@ from dalsegno.elastic import session
 
 s = session()
 s.track("score", mode="max")
+torch.manual_seed(0)
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.AdamW(model.parameters())
 state = s.state(model, optimizer)

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
-from torch.optim import SGD, Adam, Optimizer
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Adam, Optimizer
 
 from dalsegno.elastic.training.carried import LOOKS, CarriedGradients
 from dalsegno.elastic.training.whole_steps import WholeSteps
@@ -105,19 +105,18 @@ def test_what_is_not_carried_is_not_named(loop: Callable[[Training], None]) -> N
     assert not one.said
 
 
-@pytest.mark.parametrize(("loop", "step"), [(every(2), 3), (every(5), 6)])
-def test_what_is_carried_is_named_once(loop: Callable[[Training], None], step: int) -> None:
+@pytest.mark.parametrize("count", [2, 5])
+def test_what_is_carried_is_named_once(count: int) -> None:
     one = Training()
     for _ in range(30):
-        loop(one)
+        every(count)(one)
     assert len(one.said) == 1
-    assert f"the end of step {step}," in one.said[0]
+    assert "the end of step 1," in one.said[0]
 
 
 def test_a_loop_that_is_over_says_nothing() -> None:
     one = Training()
-    for _ in range(3):
-        every(2)(one)
+    every(2)(one)
     one.watch = None
     gc.collect()
     every(2)(one)
@@ -245,24 +244,72 @@ def test_what_is_dropped_puts_something_off_once() -> None:
     assert not one.said
 
 
-def replaced(count: int) -> Callable[[Training], None]:
-    """The mean of the gradients is another tensor than their sum."""
+def replaced(count: int, *, front: bool = False, by: str = "mean") -> Callable[[Training], None]:
+    """The mean of the gradients is another tensor than their sum; or each sum is a new one.
+
+    Args:
+        front: Gradients are cleared before the first batch of a period, not behind the last.
+        by: "mean", "sum", or "graph": with `create_graph=True`.
+    """
+
+    def backward(one: Training) -> None:
+        loss = one.model(torch.ones(1, 2)).square().sum()
+        if by != "sum":
+            loss.backward(create_graph=by == "graph")
+            return
+        for parameter, gradient in zip(
+            one.model.parameters(), torch.autograd.grad(loss, list(one.model.parameters())), strict=True
+        ):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def loop(one: Training) -> None:
-        one.backward()
+        if front and one.step % count == 0:
+            one.optimizer.zero_grad()
+        backward(one)
         if one.step % count == count - 1:
             for parameter in one.model.parameters():
                 assert parameter.grad is not None
-                parameter.grad = parameter.grad / count
+                parameter.grad = parameter.grad.detach() / count
             one.optimizer.step()
-            one.optimizer.zero_grad()
+            if not front:
+                one.optimizer.zero_grad()
         one.end()
 
     return loop
 
 
+def mean_in_front(count: int) -> Callable[[Training], None]:
+    return replaced(count, front=True)
+
+
+def sums(count: int) -> Callable[[Training], None]:
+    return replaced(count, by="sum")
+
+
+def sums_in_front(count: int) -> Callable[[Training], None]:
+    return replaced(count, front=True, by="sum")
+
+
+def graphs_in_front(count: int) -> Callable[[Training], None]:
+    return replaced(count, front=True, by="graph")
+
+
+def kept(count: int) -> Callable[[Training], None]:
+    """Gradients are set to zero, not taken away."""
+
+    def loop(one: Training) -> None:
+        one.backward()
+        if one.step % count == count - 1:
+            one.optimizer.step()
+            one.optimizer.zero_grad(set_to_none=False)
+        one.end()
+
+    return loop
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("count", [2, 5, 16, 50])
-@pytest.mark.parametrize("loop", [every, replaced])
+@pytest.mark.parametrize("loop", [every, replaced, mean_in_front, sums, sums_in_front, graphs_in_front, kept])
 def test_each_boundary_that_is_not_whole_is_seen(loop: Callable[[int], Callable[[Training], None]], count: int) -> None:
     """From the first one on, in each process."""
     one = Training()
@@ -274,6 +321,93 @@ def test_each_boundary_that_is_not_whole_is_seen(loop: Callable[[int], Callable[
     assert here == ([True] * (count - 1) + [False]) * 8
     assert len(one.said) == 1
     assert "the end of step 1," in one.said[0]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 10])
+def test_phases_of_two_optimizers_put_something_off_once(length: int, keep: bool) -> None:
+    """Both networks are in each loss; the one whose turn it is clears its gradients in front, or sets them to zero."""
+    one = Training()
+    assert one.watch is not None
+    other = nn.Linear(2, 2)
+    optimizers, here = (one.optimizer, Adam(other.parameters())), []
+    for number in range(20 * length):
+        optimizer = optimizers[number // length % 2]
+        optimizer.zero_grad(set_to_none=not keep)
+        other(one.model(torch.ones(1, 2))).sum().backward()
+        optimizer.step()
+        one.end()
+        here.append(one.watch.here)
+    assert here == [True] * (2 * length) + [False] * (18 * length)
+    assert not one.said
+
+
+def test_what_a_closure_clears_is_not_carried() -> None:
+    """One network's loss goes through the other one, which is trained behind each fifth batch."""
+    one = Training()
+    assert one.watch is not None
+    other = nn.Linear(2, 2)
+    rare, here = LBFGS(other.parameters()), []
+
+    def closure() -> Tensor:
+        rare.zero_grad()
+        loss: Tensor = other(torch.ones(1, 2)).square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    for number in range(40):
+        one.optimizer.zero_grad()
+        other(one.model(torch.ones(1, 2))).sum().backward()
+        one.optimizer.step()
+        if number % 5 == 4:
+            rare.step(closure)
+        one.end()
+        here.append(one.watch.here)
+    assert here == [True] * 4 + [False] * 36
+    assert not one.said
+
+
+def test_an_optimizer_that_is_made_anew_is_known_at_once() -> None:
+    one = Training()
+    assert one.watch is not None
+    here = []
+    for _ in range(40):
+        if one.step % 20 == 0:
+            one.optimizer = Adam(one.model.parameters())
+        every(4)(one)
+        here.append(one.watch.here)
+    assert here == [True, True, True, False] * 10
+
+
+def test_steps_that_a_scaler_leaves_out_say_nothing() -> None:
+    """The first ones are, in fp16."""
+    one = Training()
+    assert one.watch is not None
+    here = []
+    for _ in range(20):
+        one.backward(float("inf") if one.step < 8 else 1.0)
+        if one.step % 4 == 3:
+            if one.step > 8:
+                one.optimizer.step()
+            one.optimizer.zero_grad()
+        one.end()
+        here.append(one.watch.here)
+    assert here == [True, True, True, False] * 5
+
+
+def test_one_that_carries_may_drop_some_or_change_its_habit() -> None:
+    one = Training()
+    assert one.watch is not None
+    here = []
+    for _ in range(80):
+        one.backward()
+        if one.step % 4 == 3:
+            if one.step not in (11, 15) and one.step < 40:
+                one.optimizer.step()
+            one.optimizer.zero_grad()
+        one.end()
+        here.append(one.watch.here)
+    assert here == [True, True, True, False] * 13 + [False] * 28
 
 
 def test_one_that_has_retired_beside_one_that_carries_puts_nothing_off() -> None:
