@@ -244,8 +244,9 @@ def what_is_unsaved(state: AgentState) -> str:
     if state.epoch.answered:
         return ""
     if spilled(state):
-        goes_on = "the run goes on from what was in memory here, which is on the disk"
-        return f"its ranks failed before they had saved; {goes_on}"
+        return (
+            "its ranks failed before they had saved; the run goes on from what was in memory here, which is on the disk"
+        )
     if not state.session_known:
         return "its workers had no session open: what their script saves by itself is all that is kept"
     if state.epoch.agreed and state.epoch.outcome is Outcome.STOPPED:

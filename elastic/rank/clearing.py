@@ -14,10 +14,10 @@ from typing import Any, Protocol
 from torch.nn import Module
 from torch.optim import Optimizer
 
-__all__ = ["Listener", "listen"]
+__all__ = ["ClearListener", "listen"]
 
 
-class Listener(Protocol):
+class ClearListener(Protocol):
     """Is told; only as long as somebody else keeps it alive."""
 
     def clears(self, owner: Optimizer | Module) -> None:
@@ -34,7 +34,7 @@ _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 _wrapped = False
 
 
-def listen(listener: Listener) -> None:
+def listen(listener: ClearListener) -> None:
     """Has it told from now on."""
     global _wrapped
     _listeners.add(listener)

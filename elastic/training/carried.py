@@ -84,17 +84,17 @@ class CarriedGradients:
                 self._open = habit.idle(one, step, unused) or self._open
 
     def made(self, optimizer: Optimizer) -> None:
-        """See `Listener`."""
+        """See `ClearListener`."""
         self._habits.setdefault(optimizer, _Habit())
 
     def clears(self, owner: Optimizer | Module) -> None:
-        """See `Listener`."""
+        """See `ClearListener`."""
         for one, habit in list(self._habits.items()):
             if owner is one or habit.is_of(owner):
                 habit.clears(one)
 
     def cleared(self, owner: Optimizer | Module) -> None:
-        """See `Listener`."""
+        """See `ClearListener`."""
         if isinstance(owner, Optimizer) and (habit := self._habits.get(owner)) is not None:
             habit.used = _first(owner)
 
