@@ -247,6 +247,8 @@ def what_is_unsaved(state: AgentState) -> str:
         return (
             "its ranks failed before they had saved; the run goes on from what was in memory here, which is on the disk"
         )
+    if state.epoch.outcome is Outcome.FAILED and state.memory.in_use and not state.epoch.agreed:
+        return "its ranks failed before they had saved; the run goes on from its last commit, or what others hold"
     if not state.session_known:
         return "its workers had no session open: what their script saves by itself is all that is kept"
     if state.epoch.agreed and state.epoch.outcome is Outcome.STOPPED:

@@ -53,6 +53,21 @@ def test_ranks_that_fail_behind_a_notice_have_not_saved_all() -> None:
     )
 
 
+def test_nor_have_those_of_which_others_have_what_they_left() -> None:
+    """The master lets it go before anything is written."""
+    agent = Agent().registered().running()
+    agent.directed(run=world(), settings=control_pb2.Settings(memory_replicas=1))
+    agent.hear(ev.HeldChanged(STEP, (0,), copies=1))
+    agent.said(progress=worker_pb2.Progress(step=8))
+    agent.hear(TERM)
+    agent.exits(1)
+    agent.hear(ev.WorkersStopped(1))
+    agent.directed(release=control_pb2.Release(), phase=control_pb2.PHASE_FORMING)
+    (left,) = agent.did(ev.Exit)
+    assert left.code == ev.EXIT_LEFT_UNSAVED
+    assert left.message.endswith("the run goes on from its last commit, or what others hold")
+
+
 def test_what_others_have_too_is_chosen() -> None:
     """They may be sealing it by now; of a newer one nobody may have the other parts."""
     agent = failed(ev.HeldChanged(step_of(4), (0,), copies=1), ev.HeldChanged(STEP, (0,)))
