@@ -90,8 +90,8 @@ class CarriedGradients:
     def clears(self, owner: Optimizer | Module) -> None:
         """See `ClearListener`."""
         for one, habit in list(self._habits.items()):
-            if owner is one or habit.is_of(owner):
-                habit.clears(one)
+            if owner is one or habit.is_of(one, owner):
+                habit.clears()
 
     def cleared(self, owner: Optimizer | Module) -> None:
         """See `ClearListener`."""
@@ -154,13 +154,14 @@ class _Habit:
         # Its gradients are cleared in a way that is seen.
         self._clears = False
 
-    def is_of(self, owner: Optimizer | Module) -> bool:
-        """Whether what was there at the last boundary is a gradient of one of its parameters."""
-        parameter = self._there.parameter() if self._there is not None else None
+    def is_of(self, optimizer: Optimizer, owner: Optimizer | Module) -> bool:
+        """Whether somebody has its parameters, too. One stands for all, if possible that whose gradient was there."""
+        there = self._there
+        parameter = next(iter(_parameters(optimizer)), None) if there is None else there.parameter()
         own = _parameters(owner) if isinstance(owner, Optimizer) else owner.parameters()
         return parameter is not None and any(one is parameter for one in own)
 
-    def clears(self, optimizer: Optimizer) -> None:
+    def clears(self) -> None:
         """Its gradients are dropped now, if it has made no step with them."""
         self._clears = True
         there, self._there = self._there, None

@@ -244,12 +244,13 @@ def test_what_is_dropped_puts_something_off_once() -> None:
     assert not one.said
 
 
-def replaced(count: int, *, front: bool = False, by: str = "mean") -> Callable[[Training], None]:
+def replaced(count: int, *, front: bool = False, by: str = "mean", model: bool = False) -> Callable[[Training], None]:
     """The mean of the gradients is another tensor than their sum; or each sum is a new one.
 
     Args:
         front: Gradients are cleared before the first batch of a period, not behind the last.
         by: "mean", "sum", or "graph": with `create_graph=True`.
+        model: Its method clears them.
     """
 
     def backward(one: Training) -> None:
@@ -263,8 +264,9 @@ def replaced(count: int, *, front: bool = False, by: str = "mean") -> Callable[[
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def loop(one: Training) -> None:
+        clears = one.model if model else one.optimizer
         if front and one.step % count == 0:
-            one.optimizer.zero_grad()
+            clears.zero_grad()
         backward(one)
         if one.step % count == count - 1:
             for parameter in one.model.parameters():
@@ -272,10 +274,14 @@ def replaced(count: int, *, front: bool = False, by: str = "mean") -> Callable[[
                 parameter.grad = parameter.grad.detach() / count
             one.optimizer.step()
             if not front:
-                one.optimizer.zero_grad()
+                clears.zero_grad()
         one.end()
 
     return loop
+
+
+def mean_of_model(count: int) -> Callable[[Training], None]:
+    return replaced(count, front=True, model=True)
 
 
 def mean_in_front(count: int) -> Callable[[Training], None]:
@@ -309,7 +315,9 @@ def kept(count: int) -> Callable[[Training], None]:
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("count", [2, 5, 16, 50])
-@pytest.mark.parametrize("loop", [every, replaced, mean_in_front, sums, sums_in_front, graphs_in_front, kept])
+@pytest.mark.parametrize(
+    "loop", [every, replaced, mean_in_front, mean_of_model, sums, sums_in_front, graphs_in_front, kept]
+)
 def test_each_boundary_that_is_not_whole_is_seen(loop: Callable[[int], Callable[[Training], None]], count: int) -> None:
     """From the first one on, in each process."""
     one = Training()
