@@ -40,12 +40,13 @@ class CarriedGradients:
     """
 
     def __init__(self, optimizers: Iterable[Optimizer] = (), say: Callable[..., None] = remark) -> None:
-        self._say, self._said = say, False
+        self._say, self._said, self._vain = say, False, False
         self._habits: weakref.WeakKeyDictionary[Optimizer, _Habit] = weakref.WeakKeyDictionary()
         self._habits.update((one, _Habit()) for one in optimizers)
         # Those that have begun a step since the last boundary.
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._open = False
+        # Whether there were some at the last boundary, and at how many in a row.
+        self._open, self._in_a_row = False, 0
         until_gone(self, register_optimizer_step_pre_hook(weakly(self._begins)))
         until_gone(self, register_optimizer_step_post_hook(weakly(self._ends)))
         listen(self)
@@ -71,6 +72,9 @@ class CarriedGradients:
                 self._open = habit.idle(one, step, used) or self._open
             self._tell(habit)
         self._stepped.clear()
+        self._in_a_row = self._in_a_row + 1 if self._open else 0
+        if self._in_a_row >= max((habit.patience for habit in self._habits.values()), default=LOOKS):
+            self._give_up()
 
     def find(self, step: int) -> None:
         """Looks for optimizers that have made no step yet and that nobody has named, as of the last boundary.
@@ -107,6 +111,17 @@ class CarriedGradients:
         if (habit := self._habits.get(optimizer)) is not None:
             habit.ends(optimizer)
             self._tell(habit)
+
+    def _give_up(self) -> None:
+        """Each boundary has some, of one optimizer or another: nothing is gained by waiting."""
+        self._open = False
+        if not self._vain:
+            self._vain = True
+            self._say(
+                "at each of the last %d steps some optimizer had gradients that it goes on with: saves no longer wait"
+                " for a step without, and no checkpoint has those gradients",
+                self._in_a_row,
+            )
 
     def _tell(self, habit: _Habit) -> None:
         if habit.carries and not self._said:
@@ -153,6 +168,11 @@ class _Habit:
         self._replaced: _Mark | None = None
         # Its gradients are cleared in a way that is seen.
         self._clears = False
+
+    @property
+    def patience(self) -> int:
+        """So many boundaries in a row it is waited for."""
+        return max(LOOKS, _PATIENCE * self._longest)
 
     def is_of(self, optimizer: Optimizer, owner: Optimizer | Module) -> bool:
         """Whether somebody has its parameters, too. One stands for all, if possible that whose gradient was there."""
@@ -216,10 +236,9 @@ class _Habit:
         self._there = found._replace(step=step if before is None else before.step)
         if self._doubtful:
             self._left = found
-        patience = max(LOOKS, _PATIENCE * self._longest)
-        if self.waits == patience and self.carries is not False:
+        if self.waits == self.patience and self.carries is not False:
             self.given_up = True
-        return self.carries is not False and self.waits < patience
+        return self.carries is not False and self.waits < self.patience
 
     def _unused(self, optimizer: Optimizer, used: _Used) -> _Mark | None:
         """A gradient that no optimizer has used yet."""

@@ -418,6 +418,24 @@ def test_one_that_carries_may_drop_some_or_change_its_habit() -> None:
     assert here == [True, True, True, False] * 13 + [False] * 28
 
 
+def test_where_each_boundary_has_some_nothing_is_put_off_for_ever() -> None:
+    """Two networks in turn, whose losses leave gradients with each other, and nobody clears what was left."""
+    one = Training()
+    assert one.watch is not None
+    other = nn.Linear(2, 2)
+    optimizers, here = (one.optimizer, Adam(other.parameters())), []
+    for number in range(100):
+        other(one.model(torch.ones(1, 2))).sum().backward()
+        optimizer = optimizers[number // 2 % 2]
+        optimizer.step()
+        optimizer.zero_grad()
+        one.end()
+        here.append(one.watch.here)
+    assert here == [True] * (LOOKS - 1) + [False] * (101 - LOOKS)
+    assert len(one.said) == 2
+    assert one.said[1].startswith("at each of the last 64 steps some optimizer had gradients that it goes on with")
+
+
 def test_one_that_has_retired_beside_one_that_carries_puts_nothing_off() -> None:
     one = Training()
     assert one.watch is not None
