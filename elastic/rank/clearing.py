@@ -13,8 +13,11 @@ from typing import Any, Protocol
 
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["ClearListener", "listen"]
+from .hooks import until_gone, weakly
+
+__all__ = ["ClearListener", "Unstepped", "listen"]
 
 
 class ClearListener(Protocol):
@@ -65,3 +68,29 @@ def _making(original: Callable[..., None]) -> Callable[..., None]:
             listener.made(self)
 
     return __init__
+
+
+class Unstepped:
+    """The optimizers that are made from now on, until they make their first step.
+
+    Attributes:
+        optimizers: Those of this moment.
+    """
+
+    def __init__(self) -> None:
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        listen(self)
+        until_gone(self, register_optimizer_step_pre_hook(weakly(self._steps)))
+
+    def made(self, optimizer: Optimizer) -> None:
+        """See `ClearListener`."""
+        self.optimizers.add(optimizer)
+
+    def clears(self, owner: Optimizer | Module) -> None:
+        """See `ClearListener`."""
+
+    def cleared(self, owner: Optimizer | Module) -> None:
+        """See `ClearListener`."""
+
+    def _steps(self, optimizer: Optimizer, *_: Any) -> None:
+        self.optimizers.discard(optimizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -76,17 +75,6 @@ class CarriedGradients:
         if self._in_a_row >= max((habit.patience for habit in self._habits.values()), default=LOOKS):
             self._give_up()
 
-    def find(self, step: int) -> None:
-        """Looks for optimizers that have made no step yet and that nobody has named, as of the last boundary.
-
-        That takes some 50 ms in a large process.
-        """
-        unused = _Used([], [])
-        for one in gc.get_objects():
-            if issubclass(type(one), Optimizer) and one not in self._habits:
-                habit = self._habits[one] = _Habit(doubtful=True)
-                self._open = habit.idle(one, step, unused) or self._open
-
     def made(self, optimizer: Optimizer) -> None:
         """See `ClearListener`."""
         self._habits.setdefault(optimizer, _Habit())
@@ -150,14 +138,9 @@ class _Habit:
         waits: At so many boundaries in a row there were some.
         given_up: It was waited for in vain just now.
         used: A gradient that it stepped with last, or that was set to zero since.
-
-    Args:
-        doubtful: Its gradients may be left from another training. Unless they grow they count at one boundary only.
     """
 
-    def __init__(self, *, doubtful: bool = False) -> None:
-        self._doubtful = doubtful
-        self._left: _Mark | None = None
+    def __init__(self) -> None:
         self.carries: bool | None = None
         self.carried_over, self.waits, self.given_up = 0, 0, False
         self.used: _Mark | None = None
@@ -225,17 +208,11 @@ class _Habit:
         if found is None:
             self.waits = 0
             return False
-        if self._doubtful and self.waits:
-            if self._left is not None and found.is_same(self._left):
-                return False
-            self._doubtful = False
         self.waits += 1
         if self.carries is not True:
             self._looks -= 1
         # Where it goes on from the boundary before, the first of them is named.
         self._there = found._replace(step=step if before is None else before.step)
-        if self._doubtful:
-            self._left = found
         if self.waits == self.patience and self.carries is not False:
             self.given_up = True
         return self.carries is not False and self.waits < self.patience

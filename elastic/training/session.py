@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 from dalsegno.protos import worker_pb2
 
 from ..checkpoint import Best, Cut, LocalLock, Order, Position, Ref, Tracked
+from ..rank.clearing import Unstepped
 from ..rank.collective import Collective, Pending
 from ..rank.exchange import Boundary, Exchange, Flags
 from ..rank.exits import Drained, Stays
@@ -93,6 +94,7 @@ class BareSession:
         begins = resume is None and (self.can_save or not self.alone)
         self.examination = Examination(self.rank, begins, self.world_size, self.max_world_size, self.can_save)
         self.copies = Copies(collective)
+        self.unstepped = Unstepped()
         self._notice = notice
         self.left_in_a_step = self.closed = False
         self.may_stay: Callable[[], bool] = bool
@@ -359,7 +361,7 @@ class BareSession:
         """
         self.meetings.check_open(self.step)
         refuse_to_go_on()
-        self.saves.check(in_step=self._exchange.under_way, in_memory=in_memory and not drain)
+        self.saves.check(in_step=self._exchange.under_way and position is None, in_memory=in_memory and not drain)
         strategy = strategy_of(write, strategy)
         if keep is not None:
             self.saves.keep = keep

@@ -34,10 +34,9 @@ class WholeSteps:
 
     def __init__(self, session: BareSession, save: Any) -> None:
         self._session, self._boundaries = session, 0
-        named = _optimizers_of(save)
-        self._seen = CarriedGradients(named, remark if session.rank == 0 else _nothing)
         # A function that saves does not say of what.
-        self._to_find = not named
+        optimizers = {*_optimizers_of(save), *session.unstepped.optimizers}
+        self._seen = CarriedGradients(optimizers, remark if session.rank == 0 else _nothing)
         self._since: float | None = None
         # When the last step ended, and how long it took.
         self._at, self._seconds = time.monotonic(), 0.0
@@ -61,9 +60,6 @@ class WholeSteps:
         """
         if not told and self._boundaries > _FIRST:
             return False
-        if self._to_find and self._boundaries <= LOOKS:
-            self._to_find = False
-            self._seen.find(self._session.step)
         now, here, saves = time.monotonic(), self._seen.here, self._session.saves
         since = now if self._since is None else self._since
         # Of a leaver there may be no time for another step; it knows its notice, and the others do not.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler
+from dalsegno.elastic.rank.clearing import Unstepped
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.meetings import Meetings
 from dalsegno.elastic.rank.reports import Reports
@@ -198,7 +199,7 @@ class Alone:
     def __init__(self) -> None:
         self.examination = Examination(0, False, 1, 1, False)
         self.copies, self.meetings, self.reports = Copies(Solo()), Meetings(Solo(), None), Reports(None)
-        self.step, self.saved = 0, 0
+        self.step, self.saved, self.unstepped = 0, 0, Unstepped()
 
     def meet(self, ahead: int) -> int:
         return ahead

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, Optimizer
 
+from dalsegno.elastic.rank.clearing import Unstepped
 from dalsegno.elastic.training.carried import LOOKS, CarriedGradients
 from dalsegno.elastic.training.whole_steps import WholeSteps
 
@@ -468,21 +469,28 @@ def test_one_that_carries_and_steps_no_more_is_not_waited_for_for_ever() -> None
 
 
 @pytest.mark.parametrize("stepped", [False, True])
-def test_optimizers_that_nobody_has_named_are_found(stepped: bool) -> None:
+def test_optimizers_that_nobody_has_named_are_known(stepped: bool) -> None:
     """Where a function saves, as for FSDP2: before the first step of all, and beside one that has stepped."""
-    one = Training()
-    rare = Adam(nn.Linear(2, 2).parameters())
-    session: Any = SimpleNamespace(saves=Saves(), rank=1, step=1)
+    unstepped = Unstepped()
+    one, rare = Training(), Adam(nn.Linear(2, 2).parameters())
+    # Of another training, which is over.
+    model = nn.Linear(2, 2)
+    earlier = Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    earlier.step()
+    session: Any = SimpleNamespace(saves=Saves(), rank=1, step=1, unstepped=unstepped)
     whole = WholeSteps(session, lambda path: None)
-    for parameter in rare.param_groups[0]["params"]:
-        parameter.grad = torch.ones_like(parameter)
     if stepped:
         one.backward()
         one.optimizer.step()
     whole.boundary(1)
+    assert not whole.put_off(False, drain=True)
+    for parameter in rare.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    whole.boundary(2)
     assert whole.put_off(False, drain=True)
     rare.step()
-    whole.boundary(2)
+    whole.boundary(3)
     assert not whole.put_off(False, drain=True)
 
 
@@ -518,7 +526,7 @@ def test_a_drain_waits_as_long_as_each_ranks_notice_allows(others: int, by: floa
         parts: ClassVar[dict[str, Any]] = {"optimizer": optimizer}
 
     saves = Saves(others, by)
-    session: Any = SimpleNamespace(saves=saves, rank=1, step=1)
+    session: Any = SimpleNamespace(saves=saves, rank=1, step=1, unstepped=Unstepped())
     whole = WholeSteps(session, State())
     model(torch.ones(1, 2)).sum().backward()
     whole.boundary(1)
