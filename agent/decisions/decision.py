@@ -7,7 +7,7 @@ import math
 from dalsegno.protos import control_pb2
 
 from . import events as ev
-from .last_copy import goes_with_it, has_sealed
+from .last_copy import drained_into, goes_with_it, has_sealed
 from .state import Admission, AgentState, Errands, Leave, Outcome, Workers
 
 # Seconds from SIGKILL until workers count as gone, whatever is heard of them. Longer than the shell takes to report it,
@@ -224,16 +224,18 @@ def had_workers(state: AgentState) -> bool:
 
 
 def had_something_to_save(state: AgentState) -> bool:
-    """Whether ranks were running when the notice came, or had drained into memory, where perhaps nobody else has it."""
-    epoch = state.epoch
-    return had_workers(state) or epoch.refused or (epoch.drained is not None and epoch.drained_in_memory)
+    """Whether ranks were running when the notice came, or had left in memory what perhaps nobody else has."""
+    in_memory = bool(drained_into(state)) or goes_with_it(state)
+    return had_workers(state) or state.epoch.refused or in_memory
 
 
 def what_is_unsaved(state: AgentState) -> str:
     """What a leaver leaves unsaved behind, for a person; empty if nothing."""
-    if goes_with_it(state) and not is_saved(state):
+    if is_saved(state):
+        return ""
+    if goes_with_it(state):
         return ONLY_HERE
-    if is_saved(state) or has_made_nothing(state) or not had_something_to_save(state):
+    if has_made_nothing(state) or not had_something_to_save(state):
         return ""
     if 0 < state.epoch.step <= state.epoch.flash_step:
         return ""

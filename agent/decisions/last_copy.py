@@ -16,10 +16,11 @@ def drained_into(state: AgentState) -> str:
 
 def needed(state: AgentState) -> control_pb2.CheckpointRef | None:
     """What the run goes on from, if that is in memory, and some of it here."""
-    ref = state.epoch.drained if drained_into(state) else state.memory.head
+    drained = drained_into(state)
+    ref = state.epoch.drained if drained else state.memory.head
     if ref is not None and ref.digest in state.memory.held:
         return ref
-    own = None if drained_into(state) else newest_own(state)
+    own = None if drained else newest_own(state)
     return None if own is None else own.checkpoint.ref
 
 

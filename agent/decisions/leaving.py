@@ -36,7 +36,7 @@ def signalled(decision: Decision, number: int) -> None:
     if state.leaving:
         decision.do(ev.Say(f"{name} again: this node goes at once"))
         decision.kill_workers()
-        if is_saved(state) or not (had_something_to_save(state) or goes_with_it(state)):
+        if is_saved(state) or not had_something_to_save(state):
             decision.exit_left()
         else:
             # Not every step of workers that are killed now is heard, so silence does not prove that none was made.

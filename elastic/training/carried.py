@@ -88,7 +88,9 @@ class CarriedGradients:
     def cleared(self, owner: Optimizer | Module) -> None:
         """See `ClearListener`."""
         if isinstance(owner, Optimizer) and (habit := self._habits.get(owner)) is not None:
-            habit.used = _first(owner)
+            # Mostly they are taken away: then there is none to look for.
+            gone = habit.used is not None and habit.used.is_cleared()
+            habit.used = None if gone else _first(owner)
 
     def _begins(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer not in self._stepped:
@@ -160,6 +162,8 @@ class _Habit:
     def is_of(self, optimizer: Optimizer, owner: Optimizer | Module) -> bool:
         """Whether somebody has its parameters, too. One stands for all, if possible that whose gradient was there."""
         there = self._there
+        if there is None and self._clears:
+            return False  # It would be no news.
         parameter = next(iter(_parameters(optimizer)), None) if there is None else there.parameter()
         own = _parameters(owner) if isinstance(owner, Optimizer) else owner.parameters()
         return parameter is not None and any(one is parameter for one in own)

@@ -10,7 +10,7 @@ from dalsegno.agent.decisions import events as ev
 from dalsegno.protos import control_pb2, worker_pb2
 
 from .test_decisions import Agent, world
-from .test_memory import REF, STEP, step_of
+from .test_memory import REF, STEP, how_it_goes, step_of
 
 TERM = ev.Signalled(signal.SIGTERM)
 ONLY_HERE = "nobody had said that others hold what it had in memory; the run goes on from what they have"
@@ -101,13 +101,7 @@ def test_who_leaves_a_job_that_waits_for_its_disk_says_what_goes_with_it(again: 
     agent.hear(ev.WorkersStopped(1))
     agent.directed(head=STEP, phase=control_pb2.PHASE_FORMING)
     agent.hear(TERM)
-    if again:
-        agent.hear(ev.Signalled(signal.SIGINT))
-    else:
-        agent.waits(11)
-        agent.waits(11)  # for the master to say that others have it
-    (left,) = agent.did(ev.Exit)
-    assert left.code == ev.EXIT_LEFT_UNSAVED
+    assert how_it_goes(agent, again).code == ev.EXIT_LEFT_UNSAVED
 
 
 def test_what_is_on_the_disk_or_not_wanted_any_more_holds_nobody() -> None:

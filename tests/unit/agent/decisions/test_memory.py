@@ -223,19 +223,24 @@ def test_a_leaver_whose_part_nobody_took_does_not_say_that_it_is_saved() -> None
     assert "nobody had said that others hold what it had in memory" in left.message
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_nor_does_one_whose_notice_comes_behind_its_drain(again: bool) -> None:
-    """No workers were running then, and what they have left is in its memory."""
-    agent = drained(leaving=False)
-    agent.hear(ev.HeldChanged(STEP, (0,)), ev.Signalled(signal.SIGTERM))
-    assert not agent.did(ev.Exit)
+def how_it_goes(agent: Agent, again: bool) -> ev.Exit:
+    """The end of a leaver that has had its notice: by a second one (`again`), or as it is over and nobody says more."""
     if again:
         agent.hear(ev.Signalled(signal.SIGINT))
     else:
         agent.waits(11)
         agent.waits(11)  # for the master to say that others have it
     (left,) = agent.did(ev.Exit)
-    assert left.code == ev.EXIT_LEFT_UNSAVED
+    return left
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_nor_does_one_whose_notice_comes_behind_its_drain(again: bool) -> None:
+    """No workers were running then, and what they have left is in its memory."""
+    agent = drained(leaving=False)
+    agent.hear(ev.HeldChanged(STEP, (0,)), ev.Signalled(signal.SIGTERM))
+    assert not agent.did(ev.Exit)
+    assert how_it_goes(agent, again).code == ev.EXIT_LEFT_UNSAVED
 
 
 def test_without_a_master_a_copy_is_enough() -> None:
