@@ -55,7 +55,7 @@ class HeldParts:
         parts: Group ranks, in the epoch that wrote it, whose parts are here, each whole. Empty: nothing any more.
         copies: Addresses (`PeerAddress`) of the agents that have said that they hold this node's own part.
         unsent: A buddy cannot be brought this node's own part, and that is tried no more.
-        damaged: What was found of a part that is here no more because it was damaged; else empty.
+        damaged: What was found of a part that is here no more because its bytes were others; else empty.
     """
 
     run_id: str

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest
+from dalsegno.elastic.checkpoint import CheckpointDamaged, Damage, Manifest
 from dalsegno.protos import control_pb2
 from dalsegno.protos.shortage import shortage
 
@@ -34,6 +34,8 @@ __all__ = ["HeldParts", "MemoryTier"]
 
 # That what is under way has when the agent ends, seconds.
 _CLOSE_WITHIN_SECONDS = 5.0
+# Ranks may have read what is so in a file, if that came about before.
+_ALTERED = frozenset({Damage.WRONG_CHECKSUM, Damage.WRONG_SIZE})
 
 logger = logging.getLogger(__name__)
 
@@ -447,7 +449,9 @@ class MemoryTier:
         if not self._holdings.has(part.run_id, ref.name, ref.digest, part.group_rank):
             return  # It was deleted meanwhile, as nobody needed it: that is no damage.
         self._say(f"{part} was damaged in this node's memory, and is used no more: {damaged}", True)
-        self._changed(replace(self._holdings.drop_part(part), damaged=str(damaged)))
+        # What is gone cannot have been read otherwise than it was sealed.
+        altered = str(damaged) if damaged.reason in _ALTERED else ""
+        self._changed(replace(self._holdings.drop_part(part), damaged=altered))
 
 
 def _nothing_of(ref: control_pb2.CheckpointRef) -> str:

@@ -827,6 +827,26 @@ def test_a_damaged_part_is_handed_on_to_nobody(tmp_path: Path) -> None:
         assert handed_on
 
 
+@pytest.mark.parametrize("how", ["flipped", "cut", "deleted"])
+def test_ranks_hear_of_bytes_that_they_may_have_read_so(tmp_path: Path, how: str) -> None:
+    """Who deletes files of a step that was loaded (a cleaner) has changed nothing of what the ranks have."""
+    with nodes(tmp_path, 2) as two:
+        manifest = world(two)
+        path = two[0].memory() / STEP / "rank0.pt"
+        data = bytearray(path.read_bytes())
+        if how == "deleted":
+            path.unlink()
+        else:
+            data[1000] ^= 1
+            path.write_bytes(data[:1001] if how == "cut" else data)
+        found: list[str] = []
+        two[0].tier.doubt(RUN, manifest.ref.to_proto(), found.append)
+        two[0].wait_for(lambda: found)
+        assert "rank0.pt" in found[0]
+        two[0].wait_for(lambda: two[0].parts(STEP) == (1,))
+        assert [held.damaged for held in two[0].changes if held.damaged] == ([] if how == "deleted" else found)
+
+
 def test_what_nobody_has_cannot_be_gathered(tmp_path: Path) -> None:
     """A dead address, a living agent without it, nobody, and parts that are not all: each has its reason."""
     with nodes(tmp_path, 3) as three:
