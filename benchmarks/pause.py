@@ -4,7 +4,7 @@ Real agents with an embedded master on this machine, one rank per node, are comp
 own save and load, one after the other in the same run. A node joins (1 to 2); then it leaves on notice, or is killed
 with all its processes at once (2 to 1). The marks of `--trace-dir` (`dalsegno pauses DIR`) divide each change into its
 parts, whose sum is the pause. Each measured change is a line of a file, from which `--draw` makes the table and the
-picture of docs/pause.md.
+picture of docs/pause.md. At the end the larger states stand beside the smallest of the same run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from benchmarks.own_memory import own_memory
-from benchmarks.pause_page import Change, draw, read_changes
+from benchmarks.pause_page import Change, draw, growth, read_changes
 from benchmarks.peers import Job, a_job, hosts
+from benchmarks.reading_once import reading_once
 from benchmarks.results import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, machine
 from dalsegno.agent.decisions.pauses import WorldChange, pauses
 from dalsegno.protos.contract import Variable
@@ -59,7 +61,9 @@ WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "zero3-beside": ("zero3", ("--universal-checkpoint",)),
 }
 LAUNCHERS = {"ours": "dlrover-run", "torchrun": "torchrun, tuned"}
-SCENES = ("join", "leave", "kill")
+# What happens, and how many ranks there are behind it.
+RANKS = {"join": 2, "leave": 1, "kill": 1}
+SCENES = tuple(RANKS)
 # Steps and seconds that a world trains before something happens to it: standby workers are warm by then.
 STEPS, SETTLE = 5, 4.0
 # Its saves until then: so many that older ones are deleted.
@@ -251,17 +255,25 @@ def main(arguments: Sequence[str] = ()) -> int:
     given = ("scenes", "save_every", "saves", "step_time", "patience", "directory")
     options = Options(**{name: getattr(flags, name) for name in given})
     print(machine(), flush=True)
-    failed = 0
+    failed, measured = 0, list[Change]()
     with own_memory(flags.own_memory):
         for repeat in range(flags.repeats):
             for cell in _cells(flags):
                 try:
                     for change in measure(cell, options):
-                        _write(results, change, repeat)
+                        measured.append(dataclasses.replace(change, read=_read(cell.bytes, RANKS[change.scene])))
+                        _write(results, measured[-1], repeat)
                 except TimeoutError as error:
                     failed += 1
                     print(f"{cell}: {error}", flush=True)
+    print(growth(measured), flush=True)
     return min(failed, 1)
+
+
+@lru_cache
+def _read(size: int, ranks: int) -> float:
+    """Median seconds of three; with nothing else under way."""
+    return statistics.median(reading_once(size, ranks) for _ in range(3))
 
 
 def _cells(flags: argparse.Namespace) -> list[Cell]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-__all__ = ("Change", "draw", "picture", "read_changes", "table")
+__all__ = ("Change", "draw", "growth", "picture", "read_changes", "table")
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 # Columns of the table, each with the parts that it sums up.
@@ -41,6 +41,8 @@ COLOURS = {
     **{"zero1": "#d62728", "zero1-universal": "#ff9896", "zero1-beside": "#8c564b", "zero1-memory": "#c49c94"},
     **{"zero3": "#9467bd", "zero3-universal": "#c5b0d5", "zero3-beside": "#e377c2"},
 }
+# What a pause has of the steps on its two sides. Before a kill is noticed a step is under way.
+STEP_PARTS = ("noticed", "step finished", "first step")
 PANEL_WIDTH, PANEL_HEIGHT, LEGEND_WIDTH, LEGEND_HEIGHT, MARGIN = 250, 200, 115, 16, 50
 
 
@@ -59,6 +61,7 @@ class Change:
         step: seconds of a step before the event.
         lost: steps that were made twice.
         load: the machine's load, as the mean of the minute before.
+        read: seconds in which the new world's ranks could read the state once (`benchmarks.reading_once`); 0: unknown.
     """
 
     way: str
@@ -73,6 +76,12 @@ class Change:
     lost: int
     load: float
     parts: Mapping[str, float]
+    read: float = 0.0
+
+    @property
+    def besides_steps(self) -> float:
+        """Seconds of the pause without what may be a step on each side of it."""
+        return self.pause - sum(self.parts.get(part, 0.0) for part in STEP_PARTS)
 
 
 def read_changes(path: Path) -> list[Change]:
@@ -120,6 +129,26 @@ def table(changes: Iterable[Change]) -> str:
                 *(lost, f"{_median(one.load for one in [*ours, *theirs]):.0f}", str(len(ours))),
             ]
         )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def growth(changes: Iterable[Change]) -> str:
+    """Markdown: each cell of ours beside the smallest state of the same way, tensors and scene; medians, in seconds.
+
+    The goal is twice what the smallest state takes, steps aside, besides reading the state once.
+    """
+    cells = {key: found["ours"] for key, found in _cells(changes).items() if found.get("ours")}
+    head = ["way", "tensors", "change", "MB", "without steps", "MB", "without steps", "read once", "of the goal"]
+    rows = [head, ["---"] * len(head)]
+    for key, found in sorted(cells.items(), key=_order):
+        way, size, tensors, scene = key
+        smallest = min(other[1] for other in cells if (other[0], *other[2:]) == (way, tensors, scene))
+        if size == smallest or not all(one.read for one in found):
+            continue
+        before = _median(one.besides_steps for one in cells[way, smallest, tensors, scene])
+        now, read = _median(one.besides_steps for one in found), _median(one.read for one in found)
+        row = [way, f"{tensors:,}", scene, f"{smallest / 1e6:,.0f}", f"{before:.2f}", f"{size / 1e6:,.0f}"]
+        rows.append([*row, f"{now:.2f}", f"{read:.2f}", f"{now / (2 * before + read):.2f}"])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import pause, pause_page
+from benchmarks import pause, pause_page, reading_once
 from benchmarks.pause import BYTES_EACH, SIZES, TENSORS, Cell, shape
-from benchmarks.pause_page import BEGIN, END, Change, draw, grouped, picture, read_changes, table
+from benchmarks.pause_page import BEGIN, END, Change, draw, grouped, growth, picture, read_changes, table
 from dalsegno.agent.decisions.pauses import PARTS
 
 
@@ -48,6 +49,25 @@ def test_the_table_has_both_side_by_side() -> None:
     ]
     assert rows[1][head.index("times")] == "10.0"
     assert rows[1][head.index("n")] == "3"
+
+
+def test_larger_states_stand_beside_the_smallest() -> None:
+    """Without the steps, which take a quarter here; those of which nobody knows how long reading takes are left out."""
+    small, large = change("ddp", "ours", 1.0), change("ddp", "ours", 4.0, size=10**9)
+    others = [change("ddp", "torchrun", 9.0, size=10**9), change("zero1", "ours", 1.0, size=10**9)]
+    found = [small, dataclasses.replace(large, read=0.5), change("ddp", "ours", 9.0, size=10**7, scene="kill"), *others]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in growth(found).splitlines()]
+    assert lines[2:] == [["ddp", "100", "join", "16", "0.75", "1,000", "3.00", "0.50", "1.50"]]
+    assert {len(line) for line in lines} == {9}
+    assert len(growth([small, large]).splitlines()) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_reading_once_is_done_by_all_ranks(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leaves no file behind."""
+    monkeypatch.setattr(reading_once, "SHARED_MEMORY", tmp_path)
+    assert 0 < reading_once.reading_once(10**6, ranks) < 60
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_picture_can_be_drawn() -> None:
