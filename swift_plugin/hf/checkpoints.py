@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 PROGRESS = "trainer-progress.json"
 TRAINER_STATE = "trainer_state.json"
-VERSION = 3
+VERSION = 4
 # Between two looks for what agents bring to the disk; and how long a process at its end waits for them to delete.
 LOOK_SECONDS, LAST_PRUNE_SECONDS = 1.0, 3.0
 
@@ -39,6 +39,7 @@ class Unfinished:
         logged: The step of that log.
         evaluation: An evaluation was due.
         epoch_end: A data epoch had ended, and no callback was told yet.
+        may_end: If that evaluation stops the training, the data epoch ends with it.
         callbacks: What callbacks count and do not save themselves: class, attribute, value.
         tell_of_save: These callbacks must be told that this step was saved, which happens only after a save.
         untold: A save was due. If this is not on the disk, it is still to be made; otherwise all others must be told,
@@ -50,6 +51,7 @@ class Unfinished:
     logged: int = 0
     evaluation: bool = False
     epoch_end: bool = False
+    may_end: bool = False
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
     tell_of_save: bool = False
     untold: bool = False

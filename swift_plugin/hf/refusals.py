@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import transformers
+
+from .checkpoints import is_foreign
 
 # Older versions have one function for the whole training loop, which cannot be entered at its boundaries.
 OLDEST = (5, 6)
@@ -123,3 +126,18 @@ def _of_arguments(args: Any) -> list[tuple[bool, str, str]]:
             "begin with the weights instead: --model, or --adapters",
         ),
     ]
+
+
+def refuse_other_resume(given: Any, output_dir: Path) -> None:
+    """Refuses a script's resume point if the run has none.
+
+    Raises:
+        ValueError: There is one.
+    """
+    if given is True:
+        given = next((path for path in sorted(output_dir.glob("checkpoint-*")) if is_foreign(path)), None)
+    if given:
+        raise ValueError(
+            f"resume_from_checkpoint: {given} is not the run's. Under dlrover-run a run resumes by itself from what it "
+            "has saved; to begin with weights that are there already, load them as the model"
+        )

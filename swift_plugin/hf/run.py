@@ -196,9 +196,11 @@ class ElasticRun:
         # A training that stops has its last data epoch's end at once.
         ends = self.loader.epoch_is_over or trainer.control.should_training_stop
         epoch_end = ends and not self.epoch_ended
-        of_step = {name: float(value) for name, value in self.of_step.items()} if epoch_end else {}
+        may_end = due.evaluation and not self.epoch_ended and not epoch_end
+        of_step = {name: float(value) for name, value in self.of_step.items()} if epoch_end or may_end else {}
         callbacks, logged = trainer.remembered(), trainer._globalstep_last_logged
-        return replace(due, logged=logged, epoch_end=epoch_end, callbacks=callbacks, of_step=of_step)
+        more = {"callbacks": callbacks, "of_step": of_step, "logged": logged}
+        return replace(due, epoch_end=epoch_end, may_end=may_end, **more)
 
     @property
     def is_on_disk(self) -> bool:

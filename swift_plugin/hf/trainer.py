@@ -28,7 +28,8 @@ from dalsegno.elastic.training.staying import none_stays
 from dalsegno.protos.trace import mark
 
 from . import data, deepspeed_engine, refusals, staying, uneven
-from .checkpoints import Unfinished, is_foreign
+from .checkpoints import Unfinished
+from .evaluating import Evaluation
 from .options import Options
 from .run import Boundaries, ElasticRun, Leaving, strategy_of
 
@@ -51,6 +52,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
 
     elastic_run: ElasticRun | None = None
     staying: staying.Worlds | None = None
+    # The one that is under way, or that somebody's leave has ended.
+    _evaluation: Evaluation | None = None
     control: Any  # the Trainer's, as the next one
     optimizer: Any
     lr_scheduler: Any
@@ -104,7 +107,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         if trial is not None:
             raise ValueError("a hyperparameter search is many runs: this cannot be trained elastically")
         if run.session.resume is None:
-            _refuse_other_resume(resume_from_checkpoint, run.output_dir)
+            refusals.refuse_other_resume(resume_from_checkpoint, run.output_dir)
         del run
         way_in.at(TRAINS)
         if self.staying is not None and none_stays("train()", made_anew=True):
@@ -263,7 +266,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         if self.staying is not None:
             # Until the optimizer's step: what follows the last backward pass may be left, too.
             run.session.survivor.anywhere = True
-        with uneven.gathered(self.accelerator), synchronised(model) if late else contextlib.nullcontext():
+        late_or_not = synchronised(model) if late else contextlib.nullcontext()
+        with uneven.gathered(self.accelerator), late_or_not, _undivided(self.args):
             loss = super().training_step(model, inputs, *args, **kwargs)
         run.computed()
         return loss
@@ -288,6 +292,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         ours, run, control = (tr_loss, grad_norm, model, trial), self._run, self.control
         said = {"grad_norm": grad_norm, "learning_rate": kwargs.get("learning_rate")}
         run.of_step = {name: value for name, value in said.items() if value is not None}
+        self._evaluation = None
         if not (control.should_log and self.state.global_step > self._globalstep_last_logged):
             # A log belongs to this process: callbacks may want what they have noted of its steps.
             run.mark(self, evaluation=control.should_evaluate, save=control.should_save)
@@ -309,7 +314,10 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         if self._run.micro is None and self.state.global_step == self._run.session.step:
             self._run.mark(self, evaluation=True, save=self.control.should_save)
-        return super()._evaluate(*args, **kwargs)
+        self._evaluation = Evaluation(self)
+        found = super()._evaluate(*args, **kwargs)
+        self._evaluation = None
+        return found
 
     def _remember(self, model: Any, trial: Any) -> None:
         """To memory, now and then; not what the Trainer has saved, or is about to as its last or its best."""
@@ -323,6 +331,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
     def _drain(self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
         """Saves and leaves; returns if the save failed. The run that resumes here evaluates and reports a due save."""
         run, control = self._run, self.control
+        if self._evaluation is not None:
+            self._evaluation.undo()
         due = control.should_evaluate, control.should_save
         control.should_evaluate = control.should_save = False
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
@@ -356,13 +366,13 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         self.control.should_evaluate = unfinished.evaluation
         owes = unfinished.untold and not on_disk
         self.control.should_save = owes
-        self._maybe_log_save_evaluate(self._tr_loss, None, **of_epoch)
+        self._maybe_log_save_evaluate(self._tr_loss, norm, **of_epoch, **said)
         if unfinished.untold and on_disk:
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         elif unfinished.tell_of_save and not owes:  # That save has told all.
             for callback in counting:
                 callback.on_save(self.args, self.state, self.control)
-        if unfinished.epoch_end:
+        if unfinished.epoch_end or (unfinished.may_end and self.control.should_training_stop):
             self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
             self._maybe_log_save_evaluate(self._tr_loss, norm, **of_epoch, **said)
         if on_disk and self.state.best_global_step != best and self.state.best_global_step == self.state.global_step:
@@ -461,15 +471,14 @@ def elastic_class(base: type[Any]) -> type[Any]:
     return type(base.__name__, (ElasticTrainer, base), {"__module__": base.__module__})
 
 
-def _refuse_other_resume(given: Any, output_dir: Path) -> None:
-    """Refuses a script's resume point if the run has none."""
-    if given is True:
-        given = next((path for path in sorted(output_dir.glob("checkpoint-*")) if is_foreign(path)), None)
-    if given:
-        raise ValueError(
-            f"resume_from_checkpoint: {given} is not the run's. Under dlrover-run a run resumes by itself from what it "
-            "has saved; to begin with weights that are there already, load them as the model"
-        )
+@contextlib.contextmanager
+def _undivided(args: Any) -> Iterator[None]:
+    """Whoever writes a ``training_step`` of his own divides by this, as transformers' own did once."""
+    slices, args.gradient_accumulation_steps = args.gradient_accumulation_steps, 1
+    try:
+        yield
+    finally:
+        args.gradient_accumulation_steps = slices
 
 
 @contextlib.contextmanager
