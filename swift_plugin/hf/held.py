@@ -231,14 +231,41 @@ def exportable(trainer: Any) -> list[Any]:
     return [one for one in [*trainer.callback_handler.callbacks, trainer.control] if isinstance(one, ExportableState)]
 
 
+def _by_class(trainer: Any) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for one in exportable(trainer):
+        found.setdefault(type(one).__name__, []).append(one)
+    return found
+
+
+def make_room(trainer: Any) -> None:
+    """Has the Trainer's next save hold one state for each callback, on the rank that saves.
+
+    The Trainer itself adds to what a list had before, and looks for an entry that a new callback has not.
+    """
+    states = trainer.state.stateful_callbacks
+    for name, callbacks in _by_class(trainer).items():
+        if len(callbacks) > 1:
+            states[name] = []
+        elif not isinstance(states.get(name), dict):
+            states[name] = {}
+
+
+def saved_states(trainer: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """Callbacks, and the control, each with what the Trainer's state has of it."""
+    for name, callbacks in _by_class(trainer).items():
+        saved = trainer.state.stateful_callbacks.get(name, [])
+        states = saved if isinstance(saved, list) else [saved]
+        # Lists of earlier versions had the states of all earlier saves in front of these.
+        yield from zip(callbacks, states[-len(callbacks) :], strict=False)
+
+
 def _state_file(trainer: Any, noted: Noted) -> bytes:
     state = copy.copy(trainer.state)
     for name, value in noted.scalars.items():
         setattr(state, name, value)
     state.is_local_process_zero = state.is_world_process_zero = True
-    told: dict[str, list[Any]] = {}
-    for one in exportable(trainer):
-        told.setdefault(type(one).__name__, []).append(one.state())
+    told = {name: [one.state() for one in callbacks] for name, callbacks in _by_class(trainer).items()}
     known = {name: states if len(states) > 1 else states[0] for name, states in told.items()}
     state.stateful_callbacks = {**state.stateful_callbacks, **known}
     with tempfile.TemporaryDirectory() as directory:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import transformers.trainer as upstream
-from transformers.trainer_callback import ExportableState
 
 from dalsegno.elastic import session
 from dalsegno.elastic.rank.way_in import TRAINS, way_in
@@ -27,7 +26,7 @@ from dalsegno.elastic.training.sending import send_what_differs
 from dalsegno.elastic.training.staying import none_stays
 from dalsegno.protos.trace import mark
 
-from . import data, deepspeed_engine, refusals, staying, uneven
+from . import data, deepspeed_engine, held, refusals, staying, uneven
 from .checkpoints import Unfinished
 from .evaluating import Evaluation
 from .options import Options
@@ -141,15 +140,12 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
 
         It is loaded into the existing callbacks. The Trainer would replace them by new ones if it restored any.
         """
-        saved = {
-            name: data if isinstance(data, list) else [data] for name, data in self.state.stateful_callbacks.items()
-        }
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, ExportableState) and saved.get(type(callback).__name__):
-                for name, value in saved[type(callback).__name__].pop(0).get("attributes", {}).items():
-                    setattr(callback, name, value)
-        for control in saved.get(type(self.control).__name__, ()):
-            self._run.stopped = bool(control.get("args", {}).get("should_training_stop"))
+        for one, saved in held.saved_states(self):
+            if one is self.control:
+                self._run.stopped = bool(saved.get("args", {}).get("should_training_stop"))
+                continue
+            for name, value in saved.get("attributes", {}).items():
+                setattr(one, name, value)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         return self.optimizer if self._keeps(self.optimizer) else super().create_optimizer(*args, **kwargs)
@@ -402,6 +398,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
                     write(path)
 
             self.state.save_to_json = kept
+            if self.args.should_save:
+                held.make_room(self)
             try:
                 super(ElasticTrainer, self)._save_checkpoint(model, trial)
             finally:

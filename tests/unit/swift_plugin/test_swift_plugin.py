@@ -188,7 +188,7 @@ def test_what_is_unfinished_comes_back(tmp_path: Path) -> None:
 def test_a_checkpoint_of_somebody_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="was not saved by an elastic Trainer"):
         Unfinished.read(tmp_path)
-    (tmp_path / checkpoints.PROGRESS).write_text('{"version": 4}')
+    (tmp_path / checkpoints.PROGRESS).write_text('{"version": 99}')
     with pytest.raises(ValueError, match="a newer dalsegno"):
         Unfinished.read(tmp_path)
     (tmp_path / checkpoints.PROGRESS).write_text('{"version": 1, "logged": 5}')

@@ -27,7 +27,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback
+from transformers.trainer_callback import DefaultFlowCallback, ExportableState, PrinterCallback
 
 from dalsegno import elastic
 from dalsegno.elastic import Drained, ElasticSampler
@@ -471,6 +471,59 @@ def test_early_stopping_survives(tmp_path: Path) -> None:
             train(make(tmp_path / str(step), EarlyStoppingCallback(2), At(step, drain), **often, **best))
         found = train(make(tmp_path / str(step), EarlyStoppingCallback(2), **often, **best))
         assert without_end(found) == wanted, step
+
+
+class Counter(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Counts steps, each for so much."""
+
+    def __init__(self, each: int = 1) -> None:
+        self.each, self.count = each, 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.count += self.each
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"each": self.each}, "attributes": {"count": self.count}}
+
+
+def counters_saved(directory: Path, step: int) -> Any:
+    (path,) = (directory / "checkpoints").glob(f"step-{step}.*/checkpoint-{step}/trainer_state.json")
+    return json.loads(path.read_text())["stateful_callbacks"].get("Counter")
+
+
+def test_callbacks_of_one_class_go_on_each_by_itself(tmp_path: Path) -> None:
+    """Behind several saves, of which each has one entry for each callback; and where one more or less resumes."""
+    often, new = {"save_steps": 1}, Counter()
+    with pytest.raises(Drained):
+        train(make(tmp_path, Counter(), Counter(10), At(3, drain), **often))
+    assert [one["attributes"]["count"] for one in counters_saved(tmp_path, 3)] == [3, 30]
+    one, other = Counter(), Counter(10)
+    with pytest.raises(Drained):
+        train(make(tmp_path, one, other, new, At(5, drain), **often))
+    assert (one.count, other.count, new.count) == (5, 50, 2)
+    assert [one["attributes"]["count"] for one in counters_saved(tmp_path, 5)] == [5, 50, 2]
+    last = Counter()
+    train(make(tmp_path, last, **often, max_steps=7))
+    assert counters_saved(tmp_path, 7)["attributes"] == {"count": last.count}
+
+
+def test_a_callback_with_a_state_may_be_new_where_a_run_resumes(tmp_path: Path) -> None:
+    """The Trainer looks for its state when it saves, and the resume point has none."""
+    with pytest.raises(Drained):
+        train(make(tmp_path, At(3, drain)))
+    train(make(tmp_path, Counter()))
+    assert counters_saved(tmp_path, 12)["attributes"] == {"count": 9}
+
+
+def test_callbacks_of_one_class_load_the_newest_of_what_earlier_versions_saved(tmp_path: Path) -> None:
+    """They left the states of a run's beginning, and of all earlier saves, in front of the newest."""
+    callbacks = Counter(), Counter(10)
+    trainer = make(tmp_path, *callbacks)
+    saved = [{"attributes": {"count": count}} for count in (0, 0, 1, 10, 2, 20)]
+    trainer.state.stateful_callbacks = {"Counter": saved, "TrainerControl": {"args": {"should_training_stop": True}}}
+    trainer._load_callback_state()
+    assert [one.count for one in callbacks] == [2, 20]
+    assert trainer.elastic_run.stopped
 
 
 def test_a_kill_goes_back_to_the_last_save(tmp_path: Path) -> None:
