@@ -138,6 +138,7 @@ class ElasticRun:
             reshards=self._how_loaded()["reshards"],
             data=OURS,
             fixed_micro_batch=self.plan.fixed_micro_batch,
+            seeded=self.loader.cut.seed is not None,
         )
 
     def watch(self, trainer: Any) -> None:

@@ -583,6 +583,22 @@ def test_dropout_with_fixed_micro_batches_survives_a_drain(tmp_path: Path) -> No
     assert without_end(train(dropping(tmp_path / "a"))) == without_end(train(dropping(tmp_path / "b")))
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_dropout_is_told_of_where_a_change_draws_other_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fixed: bool
+) -> None:
+    """Not with fixed micro-batches, for which the Trainer's seed sets the generators."""
+    trainer = make(tmp_path, fixed=fixed, max_steps=1)
+    trainer.model.model.layers.append(torch.nn.Dropout(0.1))
+    run = trainer.elastic_run
+    run.session.examination.learn(max_world_size=4)
+    run.learn(trainer.args, trainer.model, None)
+    run.session.examination.end()
+    told = capsys.readouterr().out
+    assert "training: strategy ddp" in told
+    assert ("Dropout: each rank draws its own random numbers" in told) is not fixed
+
+
 def test_a_filler_adds_nothing_even_if_it_is_not_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data epochs end with 4 samples for 6 slices of one: two slices repeat a sample, and count for nothing."""
     wanted = train(make(tmp_path / "a", micro=6))
