@@ -196,19 +196,45 @@ def kinds_of(model: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
     found: dict[str, dict[str, None]] = {}
     for module in model.modules():
         name = type(module).__name__
-        if re.search(r"drop(out|path)", name, re.IGNORECASE) and _rate(module) > 0:
+        if _drops(module) and _rate(module) > 0:
             found.setdefault(RANDOM, {})[name] = None
         elif any(_rate_of(module, key) > 0 for key in ("dropout", "dropout_p", "attention_dropout")):
             found.setdefault(RANDOM, {})[f"dropout in {name}"] = None
         elif not type(module).__module__.startswith("torch."):
-            # A layer with a rate was handled above: its rate is 0.
-            has_rate = any("drop" in attribute for attribute in vars(module))
-            drawn = [draw for draw in drawn_in(type(module).forward) if "drop" not in draw or not has_rate]
+            drawn = _drawn_by(module)
             if drawn:
                 found.setdefault(RANDOM, {})[f"{drawn[0]} in {name}"] = None
         if re.search(r"BatchNorm", name) and "Sync" not in name:
             found.setdefault(BATCH_STATISTICS, {})[name] = None
     return tuple((kind, tuple(names)) for kind, names in found.items())
+
+
+def _drops(module: Any) -> bool:
+    return bool(re.search(r"drop(out|path)", type(module).__name__, re.IGNORECASE))
+
+
+def _drawn_by(module: Any) -> list[str]:
+    """Names with which a layer's own ``forward`` draws. What its children draw is said of them."""
+    values = {**vars(module), **module._modules}
+    silent = frozenset(name for name, value in values.items() if "drop" in name and _is_no_draw(value))
+    rated = ("p",) if _drops(module) else ()
+    rates = [value for name, value in values.items() if ("drop" in name or name in rated) and _is_rate(value)]
+    # Which rate goes where is not seen, so the layer is silent if it has any, and all are 0.
+    drops = not rates or any(rates)
+    return [draw for draw in drawn_in(type(module).forward, silent) if drops or "drop" not in draw]
+
+
+def _is_no_draw(value: Any) -> bool:
+    """Whether what has a name as of a draw draws nothing, or is a layer that tells its rate by itself."""
+    if not hasattr(value, "modules"):
+        return _is_rate(value)
+    tells = any(_is_rate(getattr(value, key, "")) for key in ("p", "drop_prob"))
+    return type(value).__name__ == "Identity" or (_drops(value) and tells)
+
+
+def _is_rate(value: Any) -> bool:
+    # A flag that is set says that there is a rate, not which.
+    return value is None or (isinstance(value, int | float) and value is not True)
 
 
 def _rate(module: Any) -> float:

@@ -93,6 +93,140 @@ class Functional(nn.Module):
         return nn.functional.dropout(x, 0.1)
 
 
+class Child(nn.Module):
+    """What it drops, a child drops; unless ``also``, a draw of its own."""
+
+    def __init__(self, child: Any, also: float = 0.0) -> None:
+        super().__init__()
+        self.dropout, self.also = child, also
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(x) if self.dropout is not None else x
+
+
+class Both(Child):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.dropout(x), self.also)
+
+
+class Within(Child):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.dropout(part) for part in x])
+
+
+class Rate(nn.Module):
+    """Has a rate by a name of its own."""
+
+    def __init__(self, rate: float | None) -> None:
+        super().__init__()
+        self.drop_rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, self.drop_rate or 0.0)
+
+
+class OwnDropout(nn.Module):
+    """Somebody's own, with the rate where torch's layers have it."""
+
+    def __init__(self, p: Any) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, float(self.p))
+
+
+class Hidden(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class HiddenDropout(Hidden):
+    """Nobody sees how it draws."""
+
+
+class StochasticDepth(nn.Module):
+    """Draws behind a name that says nothing, as torchvision's does."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("layer", "draws"),
+    [
+        (Child(nn.Dropout(0.0)), ()),
+        (Child(nn.Identity()), ()),
+        (Child(None), ()),
+        (Child(OwnDropout(0.0)), ()),
+        (Within(nn.Dropout(0.0)), ()),
+        (Both(nn.Identity(), 0.1), ("dropout in Both",)),
+        (Both(nn.Dropout(0.0), 0.1), ("dropout in Both",)),
+        (Child(nn.Dropout(0.1)), ("Dropout",)),
+        (Child(Functional()), ("dropout in Child", "dropout in Functional")),
+        (Child(OwnDropout(0.1)), ("OwnDropout",)),
+        (Child(OwnDropout(torch.tensor(0.1))), ("dropout in Child", "dropout in OwnDropout")),
+        (Child(HiddenDropout()), ("dropout in Child",)),
+        (Child(StochasticDepth(0.1)), ("dropout in Child",)),
+        (Rate(0.0), ()),
+        (Rate(None), ()),
+        (Rate(True), ("dropout in Rate",)),
+        (Rate(0.1), ("dropout in Rate",)),
+    ],
+    ids=str,
+)
+def test_a_layer_draws_what_its_children_do_not(layer: nn.Module, draws: tuple[str, ...]) -> None:
+    """A child is a layer of its own: one that drops nothing is no draw, whatever its name is."""
+    assert kinds_of(layer) == (((RANDOM, draws),) if draws else ())
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "t5"])
+def test_a_transformer_whose_rates_are_0_draws_nothing(family: str, rate: float) -> None:
+    """And one whose rates are not is told of."""
+    transformers = pytest.importorskip("transformers")
+    size: dict[str, Any] = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if family == "bert":
+        rates = {"hidden_dropout_prob": rate, "attention_probs_dropout_prob": rate}
+        config = transformers.BertConfig(**size, intermediate_size=16, **rates)
+        model = transformers.BertForSequenceClassification(config)
+    elif family == "gpt2":
+        rates = {"resid_pdrop": rate, "embd_pdrop": rate, "attn_pdrop": rate}
+        ends = {"bos_token_id": 0, "eos_token_id": 0}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **ends, **rates))
+    else:
+        config = transformers.T5Config(**size, d_kv=8, d_ff=16, dropout_rate=rate)
+        model = transformers.T5ForConditionalGeneration(config)
+    assert bool(kinds_of(model)) is (rate > 0)
+
+
+def noisy_in_many_ways(self: Any, x: Any, function: Any) -> Any:
+    """As code is laid out in which variables are kept, put down or seen from inside."""
+    y = x
+    self.dropout(y)
+    y = [self.dropout(self.dropout(part)) for part in x]
+    later = lambda: self.dropout(y)  # noqa: E731  # a function inside
+    return later() + self.training * self.dropout(x).sum()
+
+
+def noisy_by_another(self: Any, x: Any, other: Any) -> Any:
+    y = self.dropout(x)
+    return other.dropout(y)
+
+
+def test_what_an_attribute_of_ones_own_draws_can_be_left_out() -> None:
+    """Wherever a function asks for it. Another one's, of the same name, draws all the same."""
+    silent = frozenset({"dropout"})
+    assert drawn_in(noisy_in_many_ways) == drawn_in(noisy_by_another) == ("dropout",)
+    assert drawn_in(noisy_in_many_ways, silent) == ()
+    assert drawn_in(noisy_by_another, silent) == ("dropout",)
+    assert drawn_in(noisy_loss, silent) == ("randn",)
+
+
 def noisy_loss(model: Any, data: Any) -> Any:
     def noise() -> Tensor:
         return torch.randn(3)
