@@ -107,7 +107,7 @@ class MemoryPlace:
         except OSError as error:
             raise NoMemoryError(f"{root} cannot be made: {error.strerror or error}") from error
         # No link in any path from here on.
-        root = Path(os.path.realpath(root.parent)) / root.name
+        root = self._root = Path(os.path.realpath(root.parent)) / root.name
         _check_ours(root)
         size = _bytes(root, "f_blocks")
         if size <= DOCKERS:
@@ -131,6 +131,22 @@ class MemoryPlace:
             raise ValueError(f"not a run id: {run_id!r}")
         return self.path / run_id
 
+    def stand(self) -> bool:
+        """Makes the directory again if somebody has deleted it, as a cleaner of /dev/shm may. Whether that was so.
+
+        Raises:
+            NoMemoryError: the root is somebody else's by now.
+            OSError: it cannot be made.
+        """
+        if self._lock < 0 or os.path.lexists(self.path):
+            return False
+        self._root.mkdir(mode=0o700, exist_ok=True)
+        _check_ours(self._root)
+        _, lock = _make_below(self.path.parent, self.path.name)
+        os.close(self._lock)
+        self._lock = lock
+        return True
+
     def free_bytes(self) -> int:
         """What its file system has left."""
         return _bytes(self.path, "f_bavail")
@@ -145,9 +161,9 @@ class MemoryPlace:
                 self.path.parent.rmdir()  # unless another agent of the job lives
 
 
-def _make_below(job: Path) -> tuple[Path, int]:
+def _make_below(job: Path, name: str = "") -> tuple[Path, int]:
     for _ in range(_TRIES):
-        path = job / secrets.token_hex(8)
+        path = job / (name or secrets.token_hex(8))
         try:
             job.mkdir(mode=0o700, exist_ok=True)
             path.mkdir(mode=0o700)

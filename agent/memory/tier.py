@@ -162,11 +162,16 @@ class MemoryTier:
             return None
         try:
             path = self._place.run(run_id)
+            self._stand()
             path.mkdir(mode=0o700, exist_ok=True)
-        except (OSError, ValueError) as error:
-            logger.warning("no memory for %s: %s", run_id, error)
+        except (OSError, ValueError, NoMemoryError) as error:
+            self._say(f"no memory checkpoints on this node in this world: {error}", True)
             return None
         return path
+
+    def _stand(self) -> None:
+        if self._place.stand():
+            self._say(f"{self._place.path} was deleted by somebody: it is made again, without what was in it", True)
 
     def open_epoch(self, run_id: str, epoch: int, group_rank: int, buddies: Sequence[str]) -> None:
         """A world has opened: parts of lower epochs are refused from now on, own ones go to these agents.
@@ -234,8 +239,10 @@ class MemoryTier:
         """
         if self.problem:
             then(self.problem)
-        else:
-            self._gatherer.gather(run_id, ref, parts, then, partly=partly)
+            return
+        with contextlib.suppress(OSError, NoMemoryError):  # what cannot be written then says why
+            self._stand()
+        self._gatherer.gather(run_id, ref, parts, then, partly=partly)
 
     def make_durable(
         self, run_id: str, ref: control_pb2.CheckpointRef, run_dir: Path, then: Callable[[str], None]

@@ -118,7 +118,7 @@ class Memory(Disk):
 
     def enter(self, name: str, *, create: bool) -> None:
         if not self.store.run_dir.is_dir():
-            line = "the directory of this node in memory is gone (was it deleted?): its next agent makes another one"
+            line = "the directory of this node in memory is gone (was it deleted?): the next world makes it again"
             raise OSError(errno.ENOENT, line, str(self.store.run_dir))
         if self.leads:
             self._check_room()

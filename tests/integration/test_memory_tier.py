@@ -827,6 +827,23 @@ def test_a_damaged_part_is_handed_on_to_nobody(tmp_path: Path) -> None:
         assert handed_on
 
 
+@pytest.mark.parametrize("gathers", [True, False])
+def test_the_next_world_has_memory_where_a_cleaner_was(tmp_path: Path, *, gathers: bool) -> None:
+    """Its directory is made again as the world begins, or as what it begins with is brought here; one line says so."""
+    with nodes(tmp_path, 3) as three:
+        manifest = world(three[:2])
+        late = three[2]
+        path = late.tier.directory(RUN)
+        assert path is not None
+        shutil.rmtree(path.parents[1])
+        if gathers:
+            assert isinstance(late.gathers(manifest, addresses(three[:2], manifest)), control_pb2.Checkpoint)
+            complete(late, manifest)
+        assert late.tier.directory(RUN) == path
+        assert path.is_dir()
+        assert len([line for line in late.said if "was deleted by somebody" in line]) == 1
+
+
 @pytest.mark.parametrize("how", ["flipped", "cut", "deleted"])
 def test_ranks_hear_of_bytes_that_they_may_have_read_so(tmp_path: Path, how: str) -> None:
     """Who deletes files of a step that was loaded (a cleaner) has changed nothing of what the ranks have."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +173,31 @@ def test_shared_memory_must_be_memory(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_job_is_one_directory(tmp_path: Path, job: str) -> None:
     with pytest.raises(NoMemoryError, match="--job-id"):
         MemoryPlace(tmp_path / "root", job)
+
+
+@pytest.mark.parametrize("gone", ["own", "job", "root"])
+def test_what_a_cleaner_has_deleted_is_made_again(tmp_path: Path, gone: str) -> None:
+    """Under the same name, as the keeper knows it, and locked; what is there stays as it is."""
+    root = tmp_path / "root"
+    one = MemoryPlace(root, "job")
+    assert not one.stand()
+    shutil.rmtree({"own": one.path, "job": one.path.parent, "root": root}[gone])
+    assert one.stand()
+    assert one.path.is_dir()
+    assert not one.stand()
+    assert remove_leftovers(root) == [], "it is locked"
+    assert [path.stat().st_mode & 0o777 for path in (root, one.path)] == [0o700, 0o700]
+    one.close()
+    assert os.listdir(root) == []
+    assert not one.stand(), "its agent is gone"
+
+
+def test_nothing_is_made_again_below_what_somebody_else_has_put_there(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    one = MemoryPlace(root, "job")
+    shutil.rmtree(root)
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    root.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(NoMemoryError, match="is a link"):
+        one.stand()
+    assert os.listdir(tmp_path / "elsewhere") == []
