@@ -340,7 +340,7 @@ def failure(turn: Turn, node: Node, message: control_pb2.FailureRequest) -> Answ
     turn.open.trouble = True
     reached(turn, node, message.step)
     if says_why:
-        turn.cause(f"a worker failed on {node.name}")
+        turn.cause(f"{failures.FAILED_ON}{node.name}")
         text = failures.as_told(turn, node, message.message)
         turn.notice(text, True, Kind.FAILED, nodes=(node.name,), step=message.step)
     elif refused and refusals.may_be_resharding(job):

@@ -15,6 +15,8 @@ from .turn import Turn, of_nodes
 # Seconds before workers that failed without progress a second time are started again; they double.
 RESTART_SECONDS = 1.0
 MAX_RESTART_SECONDS = 60.0
+# Of a world's causes: a worker failed, and its node said so.
+FAILED_ON = "a worker failed on "
 
 
 def count(turn: Turn) -> bool:

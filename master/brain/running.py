@@ -138,13 +138,23 @@ def end_of_epoch(turn: Turn) -> bool:
     if parts == {MemberState.FINISHED}:
         if beside.holds(turn, ready=True) or ending.finishes(turn):
             return False
-        last = turn.open.top_step
-        end(turn, Phase.SUCCEEDED, f"the run finished at step {last}" if last else "the run finished")
+        finish(turn)
         return True
     if parts <= {MemberState.DRAINED, MemberState.FINISHED, MemberState.LEFT}:
         regroup(turn)
         return True
     return False
+
+
+def finish(turn: Turn) -> None:
+    """All ranks have finished: the run is over."""
+    world, top = world_of(turn), turn.open.top_step
+    last = max(top, world.resumed_step)
+    if top <= world.resumed_step and any(cause.startswith(failures.FAILED_ON) for cause in world.causes):
+        # Who survived has saved the last step, so this world had none to do.
+        failed = turn.job.run.budget.told
+        turn.notice(f"what failed at the end of step {last} was not done again, as that step was saved: {failed}", True)
+    end(turn, Phase.SUCCEEDED, f"the run finished at step {last}" if last > 0 else "the run finished")
 
 
 def still_at_work(turn: Turn) -> str:

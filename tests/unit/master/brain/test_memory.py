@@ -182,6 +182,35 @@ def test_steps_that_are_held_are_progress(saves: str, lines: list[str]) -> None:
     assert job.has_failed is (saves == "nothing")
 
 
+@pytest.mark.parametrize("then", ["finishes", "steps", "leaves"])
+def test_a_failure_in_the_last_step_that_nobody_does_again_is_told(then: str) -> None:
+    """Who survived has saved that step, so the next world has nothing to do; with a step behind it that is old news."""
+    job, nodes = started(2)
+    nodes[0].step(30)
+    for node in nodes:
+        node.failed("boom")
+    kept = held(job, nodes, 30)
+    joins(job, *nodes, sees=kept)
+    last = 30
+    if then != "finishes":
+        nodes[0].step(last := 31)
+    if then == "leaves":
+        kept = held(job, nodes, 31)
+        nodes[1].hang_up()
+        job.wait(2)
+        joins(job, nodes[0], sees=kept)
+    stay = nodes[: 1 if then == "leaves" else 2]
+    for node in stay:
+        node.finished(last)
+    for node in (*stay, stay[0]):
+        if node.directive.make_durable.ref.digest:
+            node.durable()
+    assert job.phase is Phase.SUCCEEDED
+    assert nodes[0].directive.finish.message == f"the run finished at step {last}"
+    told = [line for line in job.notices.splitlines() if "was not done again" in line]
+    assert [line.split(": ", 1)[1] for line in told] == (["boom"] if then == "finishes" else []), told
+
+
 def test_a_step_of_which_a_part_is_nowhere_is_none_to_go_on_from() -> None:
     job, nodes = started(3)
     nodes[0].save(10, any_size=True)
