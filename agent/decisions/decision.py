@@ -7,7 +7,7 @@ import math
 from dalsegno.protos import control_pb2
 
 from . import events as ev
-from .last_copy import drained_into, goes_with_it, has_sealed
+from .last_copy import drained_into, goes_with_it, has_sealed, is_copied, needed, outlives_it
 from .state import Admission, AgentState, Errands, Leave, Outcome, Workers
 
 # Seconds from SIGKILL until workers count as gone, whatever is heard of them. Longer than the shell takes to report it,
@@ -15,6 +15,11 @@ from .state import Admission, AgentState, Errands, Leave, Outcome, Workers
 STOP_PATIENCE_SECONDS = 45.0
 # What a leaver had in memory alone, for a person.
 ONLY_HERE = "nobody had said that others hold what it had in memory; the run goes on from what they have"
+# It could not bring that to the disk, and no master was heard.
+NOT_ON_DISK = (
+    "what it had in memory is not on the disk, and who holds a copy may leave, too; the run goes on from what others"
+    " have, or its last commit"
+)
 
 
 class Decision:
@@ -184,11 +189,12 @@ def is_saved(state: AgentState) -> bool:
     if epoch.drained is not None and 0 < epoch.step <= epoch.durable_step:
         return True
     if epoch.drained is not None and epoch.drained_in_memory:
-        held, leave = state.memory.held.get(epoch.drained.digest), state.leave
-        copied = held is not None and held.copies > 0 and not state.contact.up
+        leave = state.leave
         # Released behind its drain, and not recorded: some other part of it was lost.
         counts = state.phase == control_pb2.PHASE_DRAINING or epoch.committed_step >= epoch.step
-        return copied or (leave is not None and ((leave.released and counts) or has_sealed(leave, epoch.drained)))
+        if outlives_it(state, epoch.drained.digest):
+            return True
+        return leave is not None and ((leave.released and counts) or has_sealed(leave, epoch.drained))
     if epoch.drained is not None or epoch.outcome is Outcome.FINISHED:
         return True
     return epoch.agreed and 0 < epoch.step <= max(epoch.committed_step, 0 if state.contact.up else epoch.sealed_step)
@@ -234,7 +240,7 @@ def what_is_unsaved(state: AgentState) -> str:
     if is_saved(state):
         return ""
     if goes_with_it(state):
-        return ONLY_HERE
+        return what_goes_with_it(state)
     if has_made_nothing(state) or not had_something_to_save(state):
         return ""
     if 0 < state.epoch.step <= state.epoch.flash_step:
@@ -258,10 +264,16 @@ def what_is_unsaved(state: AgentState) -> str:
     if leaves_it_to_others(state):
         return f"its part of the last save is written; {who_completes(state)}"
     if state.epoch.drained is not None and state.epoch.drained_in_memory:
-        return ONLY_HERE
+        return what_goes_with_it(state)
     if state.epoch.outcome is Outcome.DRAINED:
         return "its script saved nothing (steps() has no save=); the run goes on from its last commit, if it has one"
     return "nothing was saved in time; the run goes on from its last commit, if it has one"
+
+
+def what_goes_with_it(state: AgentState) -> str:
+    """Why what this leaver has in memory may be lost, for a person."""
+    ref = needed(state)
+    return NOT_ON_DISK if ref is not None and is_copied(state, ref.digest) else ONLY_HERE
 
 
 def spilled(state: AgentState) -> bool:

@@ -47,7 +47,8 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
         case "drain":
             ordered_run(decision, directive.drain.run)
             order = directive.drain
-            state.drain = DrainOrder(order.ending, order.all_leave, order.to_memory)
+            others_stay = directive.HasField("leave") and not order.all_leave
+            state.drain = DrainOrder(order.ending, order.all_leave, order.to_memory, others_stay)
         case "gather":
             ordered_gather(decision, directive.gather)
         case "wait":

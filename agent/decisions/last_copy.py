@@ -52,10 +52,7 @@ def is_own(state: AgentState, digest: str) -> bool:
 
 
 def is_safe(state: AgentState) -> bool:
-    """What the run goes on from does not depend on this node's memory, as far as it knows.
-
-    Where the master is heard, its word counts more than a copy: who has that may leave, too.
-    """
+    """What the run goes on from does not depend on this node's memory, as far as it knows."""
     ref, leave = needed(state), state.leave
     if ref is None:
         return True
@@ -63,8 +60,29 @@ def is_safe(state: AgentState) -> bool:
         return False
     if leave.released or has_sealed(leave, ref):
         return True
-    over = leave.spill is not None and leave.spill.over
-    return over and not state.contact.up and state.memory.held[ref.digest].copies > 0
+    return leave.spill is not None and leave.spill.over and outlives_it(state, ref.digest)
+
+
+def is_copied(state: AgentState, digest: str) -> bool:
+    """Whether another node holds this node's part of a step, and no master is heard, whose word would count more."""
+    held = state.memory.held.get(digest)
+    return held is not None and held.copies > 0 and not state.contact.up
+
+
+def outlives_it(state: AgentState, digest: str) -> bool:
+    """Whether this leaver's part of a step is in safety although no master says so.
+
+    A copy alone is not enough: who holds it may leave, too, and count on the copy that is here. So either the part is
+    on the disk as well, or all others hold it, and one of them is known to stay.
+    """
+    leave, world = state.leave, state.world
+    if leave is None or world is None or not is_copied(state, digest):
+        return False
+    spill = leave.spill
+    if spill is not None and spill.digest == digest and world.place.group_rank in spill.written:
+        return True
+    stays = state.drain is not None and state.drain.others_stay
+    return stays and state.memory.held[digest].copies >= world.nodes - 1
 
 
 def has_sealed(leave: Leave, ref: control_pb2.CheckpointRef) -> bool:

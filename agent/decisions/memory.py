@@ -5,13 +5,15 @@ What is held here changes by itself (`HeldChanged`); the master hears it, and so
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dalsegno.protos import control_pb2, worker_pb2
 
 from . import events as ev
 from . import replication
 from .decision import Decision
-from .last_copy import drained_into, is_own, needed
-from .state import AgentState, DurableOrder, Outcome, Spill, Workers
+from .last_copy import drained_into, is_own, is_safe, needed
+from .state import AgentState, DurableOrder, Leave, Outcome, Spill, Workers
 
 __all__ = [
     "awaits_its_part",
@@ -35,6 +37,8 @@ PART_PATIENCE_SECONDS = 10.0
 PARTS_EVERY_SECONDS = 0.5
 # And between two that tell that it goes on: a part may take minutes.
 GATHERING_EVERY_SECONDS = 5.0
+# What a leaver could not write to the disk it tries again so much later, where no master is heard.
+SPILL_AGAIN_SECONDS = 1.0
 # So many steps that the ranks want on the disk are remembered: the newest counts, and older ones are being written.
 MOST_WANTED = 8
 
@@ -306,10 +310,10 @@ def made_durable(decision: Decision, event: ev.MadeDurable) -> None:
         decision.call("ReportDurable", said_of(decision, event.ref, event.written))
     spilt = leave is not None and leave.spill is not None and leave.spill.digest == event.ref.digest
     if leave is not None and leave.spill is not None and spilt and not event.write:
-        sealed = leave.spill.sealed or not event.failure
-        leave.spill = Spill(event.ref.digest, over=True, sealed=sealed, written=event.written)
+        leave.spill = spill_over(decision.now, leave.spill, event)
         if event.failure and not own:
-            return  # Other parts of it are elsewhere, and nobody has asked for it.
+            say_what_fails(decision, leave, event)
+            return  # Nobody has asked for it, and other parts of it are elsewhere, or it is tried again.
     if event.failure and not own and event.ref.digest == decision.state.epoch.spilled:
         return
     if own:
@@ -318,6 +322,24 @@ def made_durable(decision: Decision, event: ev.MadeDurable) -> None:
     said = said_of(decision, event.ref, event.write, event.failure)
     said.absent = event.absent
     decision.call("ReportDurable", said)
+
+
+def spill_over(now: float, spill: Spill, event: ev.MadeDurable) -> Spill:
+    """A try of a leaver is over. What an earlier one has brought to the disk stays there."""
+    again_at = now + SPILL_AGAIN_SECONDS if event.failure and not event.written else None
+    written = tuple(sorted({*spill.written, *event.written}))
+    return Spill(spill.digest, True, spill.sealed or not event.failure, written, again_at, spill.said)
+
+
+def say_what_fails(decision: Decision, leave: Leave, event: ev.MadeDurable) -> None:
+    """Says why a leaver stays which no master lets go: it cannot write what it holds. Each reason once."""
+    spill = leave.spill
+    if spill is None or spill.again_at is None or decision.state.contact.up or is_safe(decision.state):
+        return
+    if spill.said != event.failure:
+        leave.spill = replace(spill, said=event.failure)
+        what = f"{event.ref.name} cannot be written to the disk, and no master is heard"
+        decision.do(ev.Say(f"this node stays, at most until its notice is over: {what} ({event.failure})", True))
 
 
 def said_of(
@@ -387,9 +409,17 @@ def spill(decision: Decision) -> None:
     state, leave, ref = decision.state, decision.state.leave, needed(decision.state)
     if leave is None or ref is None or writes_all(state, ref):
         return
-    if leave.spill is None or leave.spill.digest != ref.digest:
+    spill = leave.spill
+    if spill is None or spill.digest != ref.digest:
         leave.spill = Spill(ref.digest)
         decision.do(ev.MakeDurable(ref))
+    elif spill.again_at is not None and not state.contact.up and not is_safe(state):
+        # The disk may get room again, and nobody is heard who would order it.
+        if decision.now < spill.again_at:
+            decision.wake_at(spill.again_at)
+        else:
+            leave.spill = replace(spill, over=False, again_at=None)
+            decision.do(ev.MakeDurable(ref))
 
 
 def writes_all(state: AgentState, ref: control_pb2.CheckpointRef) -> bool:

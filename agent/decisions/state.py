@@ -123,6 +123,9 @@ class Spill:
     over: bool = False
     sealed: bool = False
     written: tuple[int, ...] = ()
+    # It failed, so that nothing new is there: when it is tried again. And what people were told about that last.
+    again_at: float | None = None
+    said: str = ""
 
 
 @dataclass
@@ -156,6 +159,8 @@ class DrainOrder:
     all_leave: bool = False
     # Its save goes to memory.
     to_memory: bool = False
+    # The master knew of this node's own notice when it said so, and some other node has none.
+    others_stay: bool = False
 
 
 @dataclass(frozen=True)

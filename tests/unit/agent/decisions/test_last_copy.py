@@ -92,6 +92,17 @@ def test_who_could_not_write_it_does_not_say_that_all_is_saved(again: bool) -> N
     assert left.message == ("left without waiting for a save" if again else f"left on notice; {ONLY_HERE}")
 
 
+def test_nor_does_a_copy_make_up_for_that() -> None:
+    """Who holds it may leave, too. It is tried again."""
+    agent = failed(ev.HeldChanged(STEP, (0,), copies=1))
+    agent.hear(TERM)
+    agent.hear(ev.MadeDurable(REF, "no space left on device"))
+    agent.waits(2)
+    assert agent.did(ev.MakeDurable) == [ev.MakeDurable(REF)] * 2
+    assert not agent.did(ev.Exit)
+    assert "is not on the disk, and who holds a copy may leave, too" in how_it_goes(agent, False).message
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_who_leaves_a_job_that_waits_for_its_disk_says_what_goes_with_it(again: bool) -> None:
     """The job has failed for good, and its newest step is in memory alone. The master is heard."""

@@ -116,7 +116,7 @@ def test_without_a_master_a_leaver_waits_for_its_part_too(parts: tuple[int, ...]
     assert not agent.did(ev.Exit)
     agent.hear(ev.HeldChanged(STEP, (0, *parts), copies=1))
     assert agent.did(ev.MakeDurable) == [ev.MakeDurable(REF)]
-    agent.hear(ev.MadeDurable(REF, "other parts are elsewhere"))
+    agent.hear(ev.MadeDurable(REF, "other parts are elsewhere", written=(0, *parts)))
     (left,) = agent.did(ev.Exit)
     assert left.code == ev.EXIT_LEFT
 
@@ -250,10 +250,114 @@ def test_without_a_master_a_copy_is_enough() -> None:
     assert not agent.did(ev.Exit)
     agent.hear(ev.HeldChanged(STEP, (0,), copies=1))
     assert not agent.did(ev.Exit)  # What it has goes to the disk first.
-    agent.hear(ev.MadeDurable(REF, "other parts are elsewhere"))
+    agent.hear(ev.MadeDurable(REF, "other parts are elsewhere", written=(0,)))
+    (left,) = agent.did(ev.Exit)
+    assert (left.code, left.message) == (ev.EXIT_LEFT, "left on notice; everything is saved")
+    assert not any(call.failure for call in agent.calls("ReportDurable"))
+
+
+FULL = "no space left on device in /run: make room there, it is tried again"
+
+
+def copied() -> Agent:
+    """A leaver whose part another node has, too. No master is heard that would say whether that one stays."""
+    agent = drained(leaving=True)
+    agent.hear(ev.HeldChanged(STEP, (0,), copies=1), ev.LinkChanged(False))
+    return agent
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_copy_is_not_enough_for_who_could_not_write_its_part(again: bool) -> None:
+    """Who has it may leave, too, and count on the copy that is here."""
+    agent = copied()
+    agent.hear(ev.MadeDurable(REF, FULL))
+    assert not agent.did(ev.Exit)
+    left = how_it_goes(agent, again)
+    assert left.code == ev.EXIT_LEFT_UNSAVED
+    assert again or "what it had in memory is not on the disk, and who holds a copy may leave, too" in left.message
+
+
+def test_nor_is_the_part_of_another_node_that_was_written() -> None:
+    agent = copied()
+    agent.hear(ev.MadeDurable(REF, "other parts are elsewhere", written=(1,)))
+    assert how_it_goes(agent, False).code == ev.EXIT_LEFT_UNSAVED
+
+
+def test_what_cannot_be_written_is_said_once_and_tried_until_it_can() -> None:
+    """The disk may get room again before the notice is over."""
+    agent = copied()
+    for tries in (2, 3):
+        agent.hear(ev.MadeDurable(REF, FULL))
+        agent.waits(0.5)
+        assert len(agent.did(ev.MakeDurable)) == tries - 1
+        agent.waits(0.6)
+        assert agent.did(ev.MakeDurable) == [ev.MakeDurable(REF)] * tries
+        assert not agent.did(ev.Exit)
+    warned = [said.text for said in agent.did(ev.Say) if said.warning]
+    assert [text for text in warned if FULL in text] == [
+        "this node stays, at most until its notice is over: step-6.e1.1 cannot be written to the disk, and no master is"
+        f" heard ({FULL})"
+    ]
+    agent.hear(ev.MadeDurable(REF, "other parts are elsewhere", written=(0,)))
+    (left,) = agent.did(ev.Exit)
+    assert (left.code, left.message) == (ev.EXIT_LEFT, "left on notice; everything is saved")
+
+
+def test_what_failed_while_a_master_was_heard_is_tried_once_it_is_away() -> None:
+    """Until then the master orders it: a full disk ends an embedded master only after a while."""
+    agent = drained(leaving=True)
+    agent.hear(ev.HeldChanged(STEP, (0,), copies=1), ev.MadeDurable(REF, FULL))
+    agent.waits(2)
+    assert agent.did(ev.MakeDurable) == [ev.MakeDurable(REF)]
+    assert not any(FULL in said.text for said in agent.did(ev.Say))
+    agent.hear(ev.LinkChanged(False))
+    assert agent.did(ev.MakeDurable) == [ev.MakeDurable(REF)] * 2
+
+
+@pytest.mark.parametrize(
+    ("heard", "all_leave", "nodes", "code"),
+    [
+        (True, False, 2, ev.EXIT_LEFT),
+        (True, True, 2, ev.EXIT_LEFT_UNSAVED),
+        # The master may have meant this node itself: it knew of no notice.
+        (False, False, 2, ev.EXIT_LEFT_UNSAVED),
+        # One stays, and it may be the one that has no copy.
+        (True, False, 3, ev.EXIT_LEFT_UNSAVED),
+    ],
+)
+def test_a_copy_is_enough_where_its_holder_is_known_to_stay(
+    heard: bool, all_leave: bool, nodes: int, code: int
+) -> None:
+    agent = Agent().registered().running()
+    run = world()
+    run.nodes = nodes
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    drain = control_pb2.Drain(epoch=1, run=run, to_memory=True, all_leave=all_leave)
+    agent.directed(drain=drain, **({"leave": control_pb2.LeaveOrder()} if heard else {}))
+    assert agent.state.world is not None
+    agent.state.world.nodes = nodes
+    agent.said(draining=worker_pb2.Draining(step=6))
+    agent.said(sealed=SEALED)
+    agent.said(drained=DRAINED)
+    agent.exits(ev.WORKER_DRAINED)
+    agent.hear(ev.HeldChanged(STEP, (0,), copies=1), ev.LinkChanged(False))
+    assert not agent.did(ev.Exit)
+    agent.hear(ev.MadeDurable(REF, FULL))
+    assert bool(agent.did(ev.Exit)) is (code == ev.EXIT_LEFT)
+    assert any(FULL in said.text for said in agent.did(ev.Say)) is (code != ev.EXIT_LEFT)
+    if code != ev.EXIT_LEFT:
+        how_it_goes(agent, False)
+    (left,) = agent.did(ev.Exit)
+    assert left.code == code
+
+
+def test_a_part_that_was_written_counts_although_a_later_order_failed() -> None:
+    agent = copied()
+    agent.hear(ev.LinkChanged(True), ev.MadeDurable(REF, "other parts are elsewhere", written=(0,)))
+    agent.hear(ev.MadeDurable(REF, "it cannot be sealed there: model.pt is missing"))
+    agent.hear(ev.LinkChanged(False))
     (left,) = agent.did(ev.Exit)
     assert left.code == ev.EXIT_LEFT
-    assert not agent.calls("ReportDurable")
 
 
 def test_a_leaver_says_which_parts_it_has_written() -> None:
