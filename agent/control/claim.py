@@ -24,7 +24,7 @@ from dalsegno.protos.processes import is_of_earlier_boot
 from ..storage.private import open_private
 from .machine import Machine, ProcessPlace
 
-__all__ = ["Claim", "ClaimFile", "LockTimeout"]
+__all__ = ["Claim", "ClaimFile", "LockGivenUp", "LockTimeout"]
 
 # Seconds between two tries, because flock cannot wait with a deadline.
 _LOCK_PAUSE_SECONDS = 0.05
@@ -40,6 +40,10 @@ _LONGEST = 256
 
 class LockTimeout(Exception):
     """Another process holds the claim's lock for longer than any work under it takes."""
+
+
+class LockGivenUp(Exception):
+    """Whoever waited for the lock was told to go: nothing is wrong, and there is nothing to say."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,7 @@ class ClaimFile:
 
         Raises:
             LockTimeout: another process has been writing it for much longer than that takes.
+            LockGivenUp: `closing` was set.
             LocksUnavailable, OSError: see `bump`.
         """
         with self._lock(_WRITE_LOCK, _WRITE_TIMEOUT_SECONDS, closing):
@@ -176,7 +181,8 @@ class ClaimFile:
         """A lock that is held while a master is looked for or started. The kernel frees it when the holder dies.
 
         Raises:
-            LockTimeout: it could not be taken within `timeout_seconds`, or `closing` was set.
+            LockTimeout: it could not be taken within `timeout_seconds`.
+            LockGivenUp: `closing` was set.
         """
         return self._lock(_START_LOCK, timeout_seconds, closing)
 
@@ -188,8 +194,11 @@ class ClaimFile:
                 if held:
                     yield
                     return
-            if time.monotonic() >= deadline or closing.wait(_LOCK_PAUSE_SECONDS):
-                raise LockTimeout(f"{self.path} is locked by another process for more than {timeout_seconds:.0f} s")
+            if time.monotonic() >= deadline:
+                path = self._directory / name
+                raise LockTimeout(f"{path} is locked by another process for more than {timeout_seconds:.0f} s")
+            if closing.wait(_LOCK_PAUSE_SECONDS):
+                raise LockGivenUp
 
     @contextlib.contextmanager
     def _try_lock(self, name: str) -> Iterator[bool]:

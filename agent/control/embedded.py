@@ -23,7 +23,7 @@ from dalsegno.protos.contract import CONTROL_PROTOCOL
 from dalsegno.protos.shortage import CannotStartError, starting
 
 from ..storage.private import NotPrivateError, check_private
-from .claim import Claim, ClaimFile, LockTimeout
+from .claim import Claim, ClaimFile, LockGivenUp, LockTimeout
 from .connection import RETRIED, Credentials, code_of
 from .machine import LocksUnavailable, Machine
 from .spawning import COMMAND, LOOPBACK, MasterError, TokenLostError, make_token, read_token, start_master
@@ -341,7 +341,7 @@ class EmbeddedMaster:
     # ---- starting ---------------------------------------------------------------------------------------------------
 
     def _replace(self, claim: Claim | None, standing: _Standing) -> bool:
-        """Starts the successor of the claim's master. False: something has changed, look again.
+        """Starts the successor of the claim's master. False: something has changed, look again; or this is closed.
 
         Raises:
             MasterError, OSError: see `start`.
@@ -355,6 +355,8 @@ class EmbeddedMaster:
                     self._end(now, standing)
                 self._spawn(now)
                 return True
+        except LockGivenUp:
+            return False  # This agent goes.
         except (LockTimeout, LocksUnavailable) as error:
             raise MasterError(str(error)) from error
         except NotPrivateError:
@@ -426,6 +428,6 @@ class EmbeddedMaster:
         """
         try:
             self._claims.write(claim, self._closing)
-        except (LockTimeout, LocksUnavailable, OSError):
+        except (LockGivenUp, LockTimeout, LocksUnavailable, OSError):
             process.kill()
             raise

@@ -581,6 +581,22 @@ def test_a_master_that_is_continued_in_time_lives_on(jobs: Jobs) -> None:
     assert is_same_process(before.pid, before.start_time)
 
 
+def test_who_goes_while_another_starts_the_master_says_nothing_of_its_lock(jobs: Jobs) -> None:
+    """Another agent may hold it for a second; it was told that some process had held it for more than 90."""
+    view = jobs.view()
+    view.start()
+    before = jobs.claim()
+    with jobs.claims.starting(5.0, threading.Event()):
+        Machine().kill(before.pid, before.start_time)
+        wait_for(lambda: not is_same_process(before.pid, before.start_time))
+        view.missing()
+        time.sleep(1.0)  # No event tells that it waits for the lock.
+        began = time.monotonic()
+        view.close()
+        assert time.monotonic() - began < 5.0
+    assert jobs.said == []
+
+
 # ---- damage, and what others put there ------------------------------------------------------------------------------
 
 

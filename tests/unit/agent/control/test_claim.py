@@ -10,6 +10,7 @@ import os
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -115,6 +116,37 @@ def test_a_claim_that_cannot_be_written_names_one_file(tmp_path: Path, monkeypat
         said.add(str(failed.value))
     assert len(said) == 1
     assert str(tmp_path / "claim.json") in said.pop()
+
+
+def holding(directory: Path, name: str) -> contextlib.AbstractContextManager[object]:
+    """Another process's lock."""
+    free = Machine().lock(directory / name)
+    assert free is not None
+    return contextlib.closing(SimpleNamespace(close=free))
+
+
+def test_a_lock_that_another_holds_is_named_by_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks for its holder has to look at that file: nobody locks the claim itself."""
+    file = ClaimFile(tmp_path)
+    timeout = pytest.raises(claim.LockTimeout)
+    with holding(tmp_path, "start.lock"), timeout as refused, file.starting(0.0, threading.Event()):
+        pass
+    assert str(refused.value) == f"{tmp_path / 'start.lock'} is locked by another process for more than 0 s"
+    monkeypatch.setattr(claim, "_WRITE_TIMEOUT_SECONDS", 0.0)
+    with holding(tmp_path, "claim.lock"), pytest.raises(claim.LockTimeout) as refused:
+        file.write(CLAIM, threading.Event())
+    assert str(refused.value).startswith(str(tmp_path / "claim.lock"))
+
+
+def test_who_is_told_to_go_while_it_waits_has_not_waited_too_long(tmp_path: Path) -> None:
+    """That would be said to people, of a lock that may have been held for a second."""
+    closing = threading.Event()
+    closing.set()
+    file = ClaimFile(tmp_path)
+    with holding(tmp_path, "start.lock"), pytest.raises(claim.LockGivenUp), file.starting(90.0, closing):
+        pass
+    with holding(tmp_path, "claim.lock"), pytest.raises(claim.LockGivenUp):
+        file.write(CLAIM, closing)
 
 
 @pytest.mark.parametrize("number", [*NO_LOCKS, errno.EIO])
