@@ -302,7 +302,7 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             "nodes have what is loaded",
             also=((places, "fits", takes_any_place),),
             suits=by_place,
-            first=2385,
+            first=3520,
         ),
         plant(
             places,
