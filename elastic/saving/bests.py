@@ -105,9 +105,9 @@ class Bests:
         known = standing is not None and (standing.name in self._coming or standing.name == self._in_memory)
         return standing.name if standing is not None and known else ""
 
-    def look(self) -> None:
-        """Begins to look whether candidates are on the disk by now."""
-        names = [one.name for one in self._candidates()]
+    def look(self, *more: str) -> None:
+        """Begins to look whether candidates, and `more`, are on the disk by now."""
+        names = [*(one.name for one in self._candidates()), *more]
         self._sight.look([*names, self._in_memory] if self._in_memory else names)
 
     def is_on_disk(self, name: str) -> bool:

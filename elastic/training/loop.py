@@ -419,8 +419,8 @@ class _Run:
         """What is due between two changes, on the disk or in memory. With a drain the step is saved already."""
         to_disk = due.to_disk and not due.drain
         metric = self._measure() if to_disk else None
-        # What goes to memory first the agents bring to the disk.
-        through_memory = to_disk and self._memory.on
+        # What goes to memory first the agents bring to the disk, as long as they hear a master.
+        through_memory = to_disk and self._memory.leads_to_disk
         if to_disk and not through_memory:
             self._save(metric, wait=False)
         self._value = metric
@@ -430,10 +430,10 @@ class _Run:
 
     def _due_at(self, boundary: Boundary) -> _Due:
         """What is due here, or was at an earlier boundary. On all ranks alike."""
-        late, step = self._late, boundary.step
+        late, step, owed = self._late, boundary.step, self._memory.owes()
         return _Due(
             boundary.drain or late.drain,
-            late.to_disk or self._due(step) or (boundary.save and self._write is not None),
+            late.to_disk or owed or self._due(step) or (boundary.save and self._write is not None),
             late.to_memory or self._memory.is_due(step),
         )
 

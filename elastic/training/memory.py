@@ -10,6 +10,9 @@ from ..checkpoint import Ref
 from ..saving.cadence import AUTO, Cadence
 from .session import BareSession
 
+# So long the ranks look whether a step is on the disk that the agents were to bring there, where the disk is slow.
+LOOK_SECONDS = 1.0
+
 log = logging.getLogger(__name__)
 
 
@@ -29,6 +32,8 @@ class MemorySaves:
         # The step that is being saved, and whether the agents are to write it to the disk.
         self._saving: int | None = None
         self._to_disk = False
+        # The name of the last one that the agents are to write to the disk; empty: it is no question any more.
+        self._coming = ""
         self._mark = time.monotonic()
         if every and session.can_save_in_memory:
             self._cadence = Cadence(every)
@@ -39,6 +44,22 @@ class MemorySaves:
     def on(self) -> bool:
         """Whether there are memory checkpoints. On all ranks alike."""
         return self._cadence is not None
+
+    @property
+    def leads_to_disk(self) -> bool:
+        """Whether the agents bring to the disk what is saved in memory for it. On all ranks alike."""
+        return self.on and not self._session.saves.unheard
+
+    def owes(self) -> bool:
+        """Whether the present step goes to the disk in place of one that the agents have not brought there. Collective.
+
+        They wait for the master's word, and it is not heard any more. Once for each time that this begins.
+        """
+        session, name = self._session, self._coming
+        if not name or not session.saves.unheard:
+            return False
+        self._coming = ""
+        return not session.saves.await_on_disk(name, session.busy, LOOK_SECONDS)
 
     def is_due(self, step: int) -> bool:
         """Whether the cadence wants a save behind this step, if nothing else saves it. On all ranks alike."""
@@ -78,6 +99,8 @@ class MemorySaves:
             lacks = self._ended(cadence, step) and not to_disk
         began, self._saving, self._to_disk = time.monotonic(), step, to_disk
         begun = self._save(to_disk)
+        if to_disk and begun is not None:
+            self._coming = begun.name
         cadence.began(time.monotonic() - began)
         if begun is None or not session.saves.under_way(in_memory=True):
             lacks = self._ended(cadence, step) or lacks
@@ -92,4 +115,6 @@ class MemorySaves:
             apart = self._session.saves.largest(apart)
         cadence.ended(self._saving, step, apart, failed=failed)
         self._saving = None
+        if failed and self._to_disk:
+            self._coming = ""  # The ranks save to the disk in its place.
         return failed and self._to_disk

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoint import CheckpointStore, Manifest, Ref
 from ..checkpoint.spares import clear_spares
 from ..rank.collective import Collective
+from ..rank.exchange import Boundary
 from ..rank.identity import Identity
 from ..rank.link import Link
 from ..rank.remarks import remark
@@ -83,13 +85,14 @@ class Saves:
         store: Of the run's directory.
         carries: This rank's gradients are carried over boundaries.
         keep: See above; a save may change it.
+        unheard: No agent of the world hears the master, as of the last exchange: the same on all ranks.
     """
 
     def __init__(
         self, identity: Identity, collective: Collective, link: Link | None, resume: ResumePoint | None, keep: int
     ) -> None:
         self._identity, self._collective, self._link, self._resume = identity, collective, link, resume
-        self.keep, self.carries = keep, False
+        self.keep, self.carries, self.unheard = keep, False, False
         self.store = None if identity.run_dir is None else CheckpointStore(identity.run_dir)
         self.saver: Saver | None = None
         self._memory: bool | None = None
@@ -107,6 +110,11 @@ class Saves:
         """What this rank tells the others in each exchange: see `Saver`, and ``carries``."""
         failed, saving = (False, False) if self.saver is None else self.saver.tells()
         return failed, saving, self.carries
+
+    def hear(self, boundary: Boundary) -> None:
+        """Notes what the ranks have told each other at a boundary."""
+        if boundary.exchanged:
+            self.unheard = not boundary.master_seen
 
     def check(self, *, in_step: bool, in_memory: bool) -> None:
         """Raises RuntimeError where nothing can be saved now. Collective the first time with ``in_memory``."""
@@ -178,17 +186,24 @@ class Saves:
         Returns:
             "", or the name of what is not there: what was the best before stays it.
         """
-        bests = None if self.saver is None else self.saver.bests
-        name = "" if bests is None else bests.awaited(step)
-        if bests is None or not name:
-            return ""
-        deadline = time.monotonic() + seconds
+        name = "" if self.saver is None else self.saver.bests.awaited(step)
+        return "" if not name or self.await_on_disk(name, busy, seconds) else name
+
+    def await_on_disk(self, name: str, busy: Callable[[], None], seconds: float) -> bool:
+        """Whether a checkpoint of this session is on the disk, sealed, within so long. Collective.
+
+        Args:
+            name: Its name.
+            busy, seconds: See `await_best`.
+        """
+        assert self.saver is not None
+        bests, deadline = self.saver.bests, time.monotonic() + seconds
         while True:
-            bests.look()
+            bests.look(name)
             over = time.monotonic() >= deadline
             found, over = self._collective.broadcast([bests.is_on_disk(name), over])
             if found or over:
-                return "" if found else name
+                return bool(found)
             busy()
             # No event tells when the agents have sealed it.
             threading.Event().wait(BEST_LOOK_SECONDS)
@@ -215,9 +230,12 @@ class Saves:
         """See ``Session.save``. Collective.
 
         What can be written in the background is, if it goes to memory. A drain's that fails in memory is tried on the
-        disk at once.
+        disk at once. What the agents were to bring to the disk goes there itself while no master is heard.
         """
         assert self.saver is not None
+        if content.make_durable and self.unheard:
+            # Who writes which part, and who seals, the master says.
+            content, in_memory = replace(content, make_durable=False), False
         in_memory = self.drains_to_memory() if drain else in_memory
         saved = self.of(content.step) or (self.of(content.step, in_memory=True) if in_memory else None)
         for place in [True, False] if in_memory and drain else [in_memory]:

@@ -301,6 +301,7 @@ class BareSession:
         boundary = self._exchange.end(seconds)
         self._step = boundary.step
         self.reports.step(boundary, seconds)
+        self.saves.hear(boundary)
         self.copies.behind(self.step)
         if boundary.save_failed or (boundary.exchanged and not boundary.saving):
             self._completed(self.saves.settle(over=not boundary.save_failed))
@@ -348,7 +349,7 @@ class BareSession:
                 the job's settings or the session's own ``keep`` say.
             drain: It is the save of a drain. It goes to memory where the agents say so.
             in_memory: To the nodes' memory (`can_save_in_memory`), where it lasts until there is a newer one.
-            make_durable: With ``in_memory``: the agents write it to the disk from there while the training goes on.
+            make_durable: With ``in_memory``: agents write it to the disk from there, or ranks while no master is heard.
 
         Returns:
             The sealed checkpoint; if this step is saved already, the one that it is saved as. None if the save failed:

@@ -117,6 +117,44 @@ def test_what_memory_has_no_room_for_the_ranks_save_to_the_disk(tmp_path: Path, 
     assert said.count("\ndalsegno: step 10 was saved in memory again\n") == 1
 
 
+def directly(agent: FakeAgent) -> list[int]:
+    """The steps that the ranks have saved on the disk by themselves."""
+    return sorted(one.step for one in agent.of("sealed") if not one.in_memory)
+
+
+@WAYS
+def test_without_a_master_the_ranks_save_to_the_disk(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """The agents wait for its word. What they had in hand is made good at once; once it is back all is as before."""
+    with FakeAgent(tmp_path, world=2, epoch=1, memory=True) as agent:
+        pace = ("--step-time", "0.2")
+        agent.start("--steps", "40", "--save-every", "8", "--memory-every", "2", *pace, *flags)
+        agent.wait_until(lambda: sum(one.step == 8 for one in agent.of("sealed")) == 2)
+        agent.hear(False)
+        agent.wait_until(lambda: 16 in directly(agent))
+        agent.hear(True, ranks=1)  # One that hears it will do.
+        assert agent.wait() == [0, 0], agent.outputs
+        made_good, *rest = directly(agent)
+        assert 8 < made_good < 16
+        assert rest == [16, 40]
+        assert sorted(one.step for one in agent.of("sealed") if one.make_durable) == [8, 8, 24, 24, 32, 32]
+        assert {18, 20} <= {one.step for one in agent.of("sealed") if one.in_memory}
+        for found in CheckpointStore(agent.run_dir).sealed():
+            verify(agent.run_dir / found.name, found)
+
+
+def test_without_a_master_what_is_on_the_disk_is_not_saved_again(tmp_path: Path) -> None:
+    """An outage alone is no reason for a save."""
+    with FakeAgent(tmp_path, world=2, epoch=1, memory=True) as agent:
+        agent.start("--steps", "24", "--save-every", "8", "--memory-every", "2", "--step-time", "0.2")
+        agent.wait_until(lambda: sum(one.step == 8 for one in agent.of("sealed")) == 2)
+        name = next(one.name for one in agent.of("sealed") if one.step == 8)
+        spread(agent, name)
+        shutil.copytree(agent.memory(0) / name, agent.run_dir / name)
+        agent.hear(False)
+        assert agent.wait() == [0, 0], agent.outputs
+        assert directly(agent) == [16, 24]
+
+
 @WAYS
 def test_memory_that_fails_again_and_again_is_said_once(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """Others may have filled it, and it is tried ever more rarely; that it takes one again is said, too."""

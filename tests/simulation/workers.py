@@ -115,6 +115,8 @@ class Collective:
         self.saved_step = self.step
         # Number of the last order to save that was carried out.
         self.ordered = 0
+        # No agent hears the master, as of the last step; and what agents were to bring to the disk, by its name.
+        self.unheard, self.coming = False, ""
         self.attempt = 0
         self.is_broken = False
         self.flight: Flight | None = None
@@ -306,7 +308,7 @@ class Collective:
         self._later(duration, self._stepped, drain, seen, order, duration)
 
     def _stepped(self, drain: bool, seen: bool, order: int, seconds: float) -> None:
-        self.step += 1
+        self.step, self.unheard = self.step + 1, not seen
         self.history = (*self.history, (self.epoch, self.step))
         self.sim.ledger.stepped(self.epoch, self.step, any(group.agent.alive for group in self.groups.values()))
         if self.sim.plan.silent:
@@ -326,6 +328,7 @@ class Collective:
             # Some rank could not write its part: the step's exchange has told all.
             self._settled()
         ordered, self.ordered = order > self.ordered, max(order, self.ordered)
+        ordered = self._owes() or ordered
         if drain or ordered or self.step >= self.sim.plan.steps or self.step % self.sim.plan.save_every == 0:
             self._save(drain and self.step < self.sim.plan.steps)
         elif self._saves_to_memory():
@@ -379,8 +382,14 @@ class Collective:
         return bool(self.sim.plan.memory_every) and all(group.to_memory or not group.drain for group in groups)
 
     def _goes_through_memory(self) -> bool:
-        """The agents bring it to the disk; not the last one."""
-        return bool(self.sim.plan.memory_every) and self.step < self.sim.plan.steps
+        """The agents bring it to the disk, while they hear a master; not the last one."""
+        return bool(self.sim.plan.memory_every) and self.step < self.sim.plan.steps and not self.unheard
+
+    def _owes(self) -> bool:
+        """The master's silence begins, and what it was to have brought to the disk is not there."""
+        coming = self.coming if self.unheard else ""
+        self.coming = "" if coming else self.coming
+        return bool(coming) and coming not in self.sim.disk.sealed
 
     def _save_to_memory(self, drain: bool, to_disk: bool = False) -> None:
         """Each node's ranks write their part into its memory, and train on."""
@@ -390,6 +399,7 @@ class Collective:
         sealed = worker_pb2.Sealed(name=message.ref.name, digest=message.ref.digest, step=self.step, in_memory=True)
         sealed.make_durable = to_disk
         if to_disk:
+            self.coming = message.ref.name
             self.sim.ledger.behind.wanted(self.epoch, self.step)
         for group in self.groups.values():
             group.agent.memory.write(message, self.history, self.group_rank(group))

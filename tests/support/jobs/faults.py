@@ -152,24 +152,30 @@ def volume(path: Path, mebibytes: int) -> Iterator[Volume]:
         subprocess.run(["umount", "-l", str(path)], check=True, timeout=30)
 
 
+def _held_agents() -> dict[str, str]:
+    """Where `sitecustomize` is, before what this process was told to import from: that may be another checkout."""
+    paths = [str(Path(__file__).with_name("held_agents")), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 def limited_files(size: int) -> dict[str, str]:
     """Environment of an agent that is limited as by `limit_files`, before it can start anything."""
-    return {"PYTHONPATH": str(Path(__file__).with_name("held_agents")), "DALSEGNO_TEST_FILE_BYTES": str(size)}
+    return {**_held_agents(), "DALSEGNO_TEST_FILE_BYTES": str(size)}
 
 
 def held_conversions(files: int = 5) -> dict[str, str]:
     """Environment of an agent whose converters stop after so many files; see `held_agents/sitecustomize.py`."""
-    return {"PYTHONPATH": str(Path(__file__).with_name("held_agents")), "DALSEGNO_TEST_HELD_FILES": str(files)}
+    return {**_held_agents(), "DALSEGNO_TEST_HELD_FILES": str(files)}
 
 
 def held_verifications() -> dict[str, str]:
     """Environment of an agent that stops when it verifies a checkpoint."""
-    return {"PYTHONPATH": str(Path(__file__).with_name("held_agents")), "DALSEGNO_TEST_HELD_VERIFICATION": "1"}
+    return {**_held_agents(), "DALSEGNO_TEST_HELD_VERIFICATION": "1"}
 
 
 def noted_makers() -> dict[str, str]:
     """Environment of an agent that notes who makes directories of checkpoints, it or its workers; see `makers`."""
-    return {"PYTHONPATH": str(Path(__file__).with_name("held_agents")), "DALSEGNO_TEST_MAKERS": "1"}
+    return {**_held_agents(), "DALSEGNO_TEST_MAKERS": "1"}
 
 
 def makers(cluster: Cluster) -> dict[str, set[int]]:
@@ -188,18 +194,18 @@ def held_writings(how: str = "held", after: str = "") -> dict[str, str]:
 
     `after`: but not those whose names begin so.
     """
-    environment = {"PYTHONPATH": str(Path(__file__).with_name("held_agents")), "DALSEGNO_TEST_HELD_WRITING": how}
+    environment = {**_held_agents(), "DALSEGNO_TEST_HELD_WRITING": how}
     return {**environment, "DALSEGNO_TEST_HELD_AFTER": after} if after else environment
 
 
 def deaf() -> dict[str, str]:
     """Environment of an agent whose memory no other one reaches, as behind a firewall that answers nothing."""
-    return {"PYTHONPATH": str(Path(__file__).with_name("held_agents")), "DALSEGNO_TEST_DEAF": "1"}
+    return {**_held_agents(), "DALSEGNO_TEST_DEAF": "1"}
 
 
 def held_placings() -> dict[str, str]:
     """Environment of an agent that stops when it puts the resume point where a script without a session looks."""
-    return {"PYTHONPATH": str(Path(__file__).with_name("held_agents")), "DALSEGNO_TEST_HELD_PLACING": "1"}
+    return {**_held_agents(), "DALSEGNO_TEST_HELD_PLACING": "1"}
 
 
 def wait_held_converter(cluster: Cluster) -> int:

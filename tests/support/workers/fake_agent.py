@@ -94,14 +94,22 @@ class FakeAgent:
         """Wants a save, without an end. `ranks`: only so many are told."""
         self._tell(worker_pb2.ToWorker(save_order=number, master_seen=True), ranks)
 
+    def hear(self, heard: bool, ranks: int | None = None) -> None:
+        """Hears the master again, or no longer. `ranks`: only so many are told."""
+        self._tell(worker_pb2.ToWorker(master_seen=heard), ranks)
+
     def keep(self) -> None:
         """The world has broken: who holds the last boundary is to save it, and to end."""
         self._tell(worker_pb2.ToWorker(keep=True))
 
     def _tell(self, message: worker_pb2.ToWorker, ranks: int | None = None) -> None:
-        data = message.SerializeToString()
         for connection in list(self._connections)[:ranks]:
-            connection.sendall(struct.pack(">I", len(data)) + data)
+            self._send(connection, message)
+
+    @staticmethod
+    def _send(connection: socket.socket, message: worker_pb2.ToWorker) -> None:
+        data = message.SerializeToString()
+        connection.sendall(struct.pack(">I", len(data)) + data)
 
     def wait_for(self, kind: str, count: int = 1, seconds: float = 30.0) -> list[Any]:
         """Blocks until so many messages of one kind have come; returns all of them."""
@@ -173,6 +181,8 @@ class FakeAgent:
             except OSError:
                 return
             self._connections.append(connection)
+            # An agent says so before all else.
+            self._send(connection, worker_pb2.ToWorker(master_seen=True))
             threading.Thread(target=self._read, args=(connection,), daemon=True).start()
 
     def _read(self, connection: socket.socket) -> None:

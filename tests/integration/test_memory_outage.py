@@ -1,0 +1,125 @@
+"""Memory checkpoints while the master is away, with real agents: what `save_every` names comes to the disk as ever.
+
+Agents write what is in memory to the disk when the master says so. While no agent hears it, the ranks save there.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dalsegno.agent.memory.place import remove_leftovers, root_of_user
+from dalsegno.elastic.checkpoint import verify
+from tests.support.jobs import local_processes as processes
+from tests.support.jobs.cluster import Training, Undisturbed
+from tests.support.jobs.faults import Service, makers, noted_makers, run_directory
+
+pytestmark = pytest.mark.timeout(300)
+
+Jobs = Callable[..., Service]
+
+EVERY = 20
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    """Makes a job of two nodes with memory checkpoints whose master is a service, and ends all of it."""
+    made: list[Service] = []
+
+    def make(steps: int) -> Service:
+        options: dict[str, Any] = {
+            "training": Training(steps=steps, save_every=EVERY),
+            "nnodes": "1:2",
+            "step_time": 0.1,
+            "universal": False,
+            "script_flags": ("--memory-every=3",),
+            "agent_flags": ("--memory-replicas=1", "--quiet-time=60", "--keep-checkpoints=0"),
+            "agent_environment": noted_makers(),
+            # What is forked begins without `sitecustomize`.
+            "executed": 4,
+        }
+        made.append(Service(tmp_path / "job", **options))
+        made[-1].start_master()
+        return made[-1]
+
+    yield make
+    for job in made:
+        print(job.diagnosis())
+        job.close()
+        remove_leftovers(root_of_user())
+
+
+def open_world(job: Service) -> int:
+    """Its first world, once a step has come to the disk by way of the agents."""
+    first = job.open("a", "b")
+    wait_on_disk(job, EVERY)
+    return first
+
+
+def wait_on_disk(job: Service, step: int) -> None:
+    """Until a step is on the disk, and what is there is what was sealed."""
+    job.wait_for(lambda: step in {one.step for one in job.sealed()}, f"step {step} on the disk")
+    manifest = next(one for one in job.sealed() if one.step == step)
+    verify(run_directory(job) / manifest.name, manifest, threads=1)
+
+
+def send(job: Service, number: signal.Signals) -> None:
+    """A signal to the master."""
+    pid = job.master_pid()
+    assert pid is not None
+    processes.send([pid], number)
+
+
+def start_next_master(job: Service) -> None:
+    """Once the one before is gone."""
+    job.masters[-1].process.wait(10)
+    job.start_master()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_all_nodes_die_in_an_outage(jobs: Jobs, undisturbed: Undisturbed, how: signal.Signals) -> None:
+    """The next start goes on from the last step that `save_every` named, though no master ever heard of it."""
+    job = jobs(6 * EVERY)
+    first = open_world(job)
+    send(job, how)
+    wait_on_disk(job, 5 * EVERY)
+    for node in job.alive():
+        job.kill_node(node)
+    newest = max(one.step for one in job.sealed())
+    if how == signal.SIGSTOP:
+        send(job, signal.SIGKILL)
+    start_next_master(job)
+    job.start("a", "b")
+    second = job.wait_world(2, after=first)
+    assert job.first_step(second) == newest + 1
+    job.finish()
+    job.assert_undisturbed(undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_the_master_is_back(jobs: Jobs, undisturbed: Undisturbed, how: str) -> None:
+    """It counts what was sealed meanwhile, and then the agents write again. Nothing is said to have gone wrong."""
+    job = jobs(20 * EVERY)
+    open_world(job)
+    send(job, signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+    wait_on_disk(job, 4 * EVERY)
+    wait_on_disk(job, 5 * EVERY)
+    if how == "stopped":
+        send(job, signal.SIGCONT)
+    else:
+        start_next_master(job)
+    job.wait_status(lambda said: said.head.step >= 5 * EVERY, "the commit of what was sealed meanwhile")
+    job.finish()
+    job.assert_undisturbed(undisturbed)
+    job.assert_lost({})
+    made, steps = makers(job), job.training.steps
+    assert {4 * EVERY, 5 * EVERY, steps} <= made["worker"]
+    assert EVERY in made["agent"]
+    assert max(made["agent"] - made["worker"]) > 5 * EVERY
+    assert not [line for node in job.nodes for line in node.said() if "could not write" in line]
