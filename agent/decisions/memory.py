@@ -302,17 +302,9 @@ def still_wanted(state: AgentState) -> frozenset[str]:
 
 def made_durable(decision: Decision, event: ev.MadeDurable) -> None:
     """A step, or some parts of it, are on the disk, or could not be written there."""
-    state = decision.state
-    leave, memory = state.leave, state.memory
+    leave, memory = decision.state.leave, decision.state.memory
     writing = None if memory.writing is None else (memory.writing.digest, memory.writing.write)
     own = writing == (event.ref.digest, event.write)
-    nothing = event.failure and not event.written
-    if own and nothing and memory.writing is not None and is_gone(state, memory.writing):
-        memory.wrote = memory.writing = None
-        # A master that was away may not know it yet. Newer steps have taken its place, and nobody need look into that.
-        gone = control_pb2.HeldRequest(caller=decision.caller(), checkpoint=control_pb2.Checkpoint(ref=event.ref))
-        decision.call("ReportHeld", gone)
-        return
     if event.written:
         # Others seal it, perhaps when this node is gone.
         decision.call("ReportDurable", said_of(decision, event.ref, event.written))
@@ -348,11 +340,6 @@ def say_what_fails(decision: Decision, leave: Leave, event: ev.MadeDurable) -> N
         leave.spill = replace(spill, said=event.failure)
         what = f"{event.ref.name} cannot be written to the disk, and no master is heard"
         decision.do(ev.Say(f"this node stays, at most until its notice is over: {what} ({event.failure})", True))
-
-
-def is_gone(state: AgentState, order: DurableOrder) -> bool:
-    """Whether nothing is here any more of what was to be written or sealed from here alone."""
-    return (bool(order.write) or order.seal) and not order.look and order.digest not in state.memory.held
 
 
 def said_of(

@@ -713,19 +713,6 @@ def test_parts_are_written_once_and_said_again() -> None:
     assert len(agent.did(ev.MakeDurable)) == 4
 
 
-@pytest.mark.parametrize("order", [ordered(0), ordered(seal=True)], ids=["parts", "seal"])
-def test_what_newer_steps_have_replaced_is_told_to_be_gone(order: control_pb2.MakeDurable) -> None:
-    """A master that was held up may order it late: nothing is wrong with the disk, and nobody is told so."""
-    agent = Agent().registered().running()
-    agent.hear(ev.HeldChanged(STEP, (0, 1)))
-    agent.hear(ev.HeldChanged(STEP, ()))
-    agent.directed(run=world(), make_durable=order)
-    agent.hear(ev.MadeDurable(REF, "nothing of it is in this node's memory", write=tuple(order.write)))
-    assert not agent.calls("ReportDurable")
-    said = agent.calls("ReportHeld")[-1]
-    assert (said.checkpoint.ref, list(said.parts)) == (REF, [])
-
-
 def test_what_is_looked_for_is_told_as_it_is() -> None:
     """Each time anew: it may have gone, or come, since."""
     agent = Agent().registered().running()
