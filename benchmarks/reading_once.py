@@ -29,7 +29,7 @@ def reading_once(size: int, ranks: int) -> float:
     """
     with tempfile.NamedTemporaryFile(prefix="dalsegno-benchmark-", dir=SHARED_MEMORY) as file:
         _fill(file.fileno(), size)
-        command = [sys.executable, "-m", "benchmarks.reading_once", file.name]
+        command = [sys.executable, __file__, file.name]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         readers = [subprocess.Popen(command, **pipes) for _ in range(ranks)]  # type: ignore[call-overload]
         try:

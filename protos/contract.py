@@ -18,6 +18,7 @@ __all__ = (
     "EXIT_LEFT",
     "EXIT_LEFT_UNSAVED",
     "EXIT_USAGE",
+    "FIRST_OF_SURVIVORS",
     "FRAME",
     "GROW_SOON_SECONDS",
     "HEARTBEAT_SECONDS",
@@ -70,6 +71,8 @@ LEAST_NODE_TIMEOUT_SECONDS = 5.0
 # Defaults of --master-outage-timeout and --connect-timeout, which each node has for itself.
 MASTER_OUTAGE_TIMEOUT_SECONDS = 60.0
 CONNECT_TIMEOUT_SECONDS = 60.0
+# From here on attempts in names of checkpoints are those of ranks that have saved by themselves, one for each node.
+FIRST_OF_SURVIVORS = 1000
 # The header of each message on a socket between processes of one node, and between agents: its length in bytes.
 FRAME = struct.Struct(">I")
 

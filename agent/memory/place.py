@@ -138,14 +138,22 @@ class MemoryPlace:
             NoMemoryError: the root is somebody else's by now.
             OSError: it cannot be made.
         """
-        if self._lock < 0 or os.path.lexists(self.path):
+        if self._lock < 0 or self._is_there():
             return False
         self._root.mkdir(mode=0o700, exist_ok=True)
+        _close(self._root)
         _check_ours(self._root)
         _, lock = _make_below(self.path.parent, self.path.name)
         os.close(self._lock)
         self._lock = lock
         return True
+
+    def _is_there(self) -> bool:
+        """Ranks that write just then make another directory of that name, which nobody has locked."""
+        try:
+            return os.path.samestat(os.fstat(self._lock), os.lstat(self.path))
+        except FileNotFoundError:
+            return False
 
     def free_bytes(self) -> int:
         """What its file system has left."""
@@ -166,7 +174,7 @@ def _make_below(job: Path, name: str = "") -> tuple[Path, int]:
         path = job / (name or secrets.token_hex(8))
         try:
             job.mkdir(mode=0o700, exist_ok=True)
-            path.mkdir(mode=0o700)
+            path.mkdir(mode=0o700, exist_ok=bool(name))
             descriptor = _lock_of(path)
         except (FileNotFoundError, BlockingIOError):
             continue  # swept away meanwhile
@@ -199,6 +207,13 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _close(root: Path) -> None:
+    """Closes a directory that this user has made for all to read, as ranks do that write where a cleaner was."""
+    found = os.lstat(root)
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+        os.chmod(root, 0o700)
 
 
 def _check_ours(root: Path) -> None:

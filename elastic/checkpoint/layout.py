@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from dalsegno.protos.contract import FIRST_OF_SURVIVORS
+
 MANIFEST = "MANIFEST.json"
 LATEST = "latest.json"
 BEST = "best.json"
@@ -14,9 +16,6 @@ SEALED = ".sealed"
 
 SHARDED, UNIVERSAL, WEIGHTS = "sharded", "universal", "weights"
 FORMS = (SHARDED, UNIVERSAL, WEIGHTS)
-
-# From here on attempts are those of ranks that have saved by themselves, one for each node.
-FIRST_OF_SURVIVORS = 1000
 
 # The largest number in a name: 18 digits, which every part of the program can handle.
 MAX_NUMBER = 10**18 - 1

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from dalsegno.protos import worker_pb2
+from dalsegno.protos.contract import FIRST_OF_SURVIVORS
 
 from ..checkpoint import CheckpointName, CheckpointStore, FileEntry, Manifest, Ref
 from ..checkpoint.files import write_exclusive
-from ..checkpoint.layout import FIRST_OF_SURVIVORS, MANIFEST
+from ..checkpoint.layout import MANIFEST
 from ..checkpoint.parts import delete_parts, part_path, write_part
 from ..rank import rng
 from ..rank.identity import Identity

@@ -114,7 +114,7 @@ class Saves:
     def hear(self, boundary: Boundary) -> None:
         """Notes what the ranks have told each other at a boundary."""
         if boundary.exchanged:
-            self.unheard = not boundary.master_seen
+            self.unheard = self._link is not None and not boundary.master_seen
 
     def check(self, *, in_step: bool, in_memory: bool) -> None:
         """Raises RuntimeError where nothing can be saved now. Collective the first time with ``in_memory``."""

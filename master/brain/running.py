@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dalsegno.protos.contract import FIRST_OF_SURVIVORS
+
 from . import announcements, beside, ending, failures, refusals, saves, waits
 from .chronicle import Kind
 from .growing import to_take_in, unheard_since, wants_to_grow
@@ -148,13 +150,22 @@ def end_of_epoch(turn: Turn) -> bool:
 
 def finish(turn: Turn) -> None:
     """All ranks have finished: the run is over."""
-    world, top = world_of(turn), turn.open.top_step
-    last = max(top, world.resumed_step)
-    if top <= world.resumed_step and any(cause.startswith(failures.FAILED_ON) for cause in world.causes):
-        # Who survived has saved the last step, so this world had none to do.
+    last = max(turn.open.top_step, world_of(turn).resumed_step)
+    if repeats_nothing(turn):
         failed = turn.job.run.budget.told
         turn.notice(f"what failed at the end of step {last} was not done again, as that step was saved: {failed}", True)
     end(turn, Phase.SUCCEEDED, f"the run finished at step {last}" if last > 0 else "the run finished")
+
+
+def repeats_nothing(turn: Turn) -> bool:
+    """Whether a worker failed in the run's last step, and who survived has saved it, so that no step was left to do."""
+    world = world_of(turn)
+    start = turn.job.checkpoint(world.resume)
+    if start is None or turn.open.top_step > world.resumed_step:
+        return False
+    attempt = start.name.rpartition(".")[2]
+    by_survivors = attempt.isdigit() and int(attempt) >= FIRST_OF_SURVIVORS
+    return by_survivors and any(cause.startswith(failures.FAILED_ON) for cause in world.causes)
 
 
 def still_at_work(turn: Turn) -> str:

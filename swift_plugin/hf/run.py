@@ -177,7 +177,9 @@ class ElasticRun:
         boundary = self.session.end_step()
         if self._survivors is not None:
             self._survivors.stepped()
-        return boundary
+        # In place of what the agents were to bring to the disk when the master fell silent.
+        owed = not (boundary.end or boundary.drain) and self._memory.owes()
+        return replace(boundary, save=boundary.save or owed)
 
     def mark(self, trainer: Any, *, evaluation: bool = False, save: bool = False) -> None:
         """If the world breaks from here on, the next one begins here, and does what is due: these, and what follows."""
@@ -268,7 +270,12 @@ class ElasticRun:
         """
         state = trainer.state
         ends = trainer.control.should_training_stop or state.global_step >= state.max_steps
-        if self._without_memory or not self._memory.on or ends or state.best_global_step == state.global_step:
+        if (
+            self._without_memory
+            or not self._memory.leads_to_disk
+            or ends
+            or state.best_global_step == state.global_step
+        ):
             return False
         if not all(self.session.gather(writes_as_known(trainer) and nobody_looks(trainer))):
             return False

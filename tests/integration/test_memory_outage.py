@@ -14,6 +14,7 @@ import pytest
 
 from dalsegno.agent.memory.place import remove_leftovers, root_of_user
 from dalsegno.elastic.checkpoint import verify
+from tests.integration.test_hf_trainer import training as of_hf
 from tests.support.jobs import local_processes as processes
 from tests.support.jobs.cluster import Training, Undisturbed
 from tests.support.jobs.faults import Service, makers, noted_makers, run_directory
@@ -30,9 +31,11 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
     """Makes a job of two nodes with memory checkpoints whose master is a service, and ends all of it."""
     made: list[Service] = []
 
-    def make(steps: int) -> Service:
+    def make(steps: int, *, trainer: bool = False) -> Service:
+        one = of_hf(steps=steps)
+        training = Training(one.script, steps, EVERY, extra=one.extra, needs_agent=True, preloaded=one.preloaded)
         options: dict[str, Any] = {
-            "training": Training(steps=steps, save_every=EVERY),
+            "training": training if trainer else Training(steps=steps, save_every=EVERY),
             "nnodes": "1:2",
             "step_time": 0.1,
             "universal": False,
@@ -81,10 +84,13 @@ def start_next_master(job: Service) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("trainer", [False, True], ids=["loop", "hugging-face"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_all_nodes_die_in_an_outage(jobs: Jobs, undisturbed: Undisturbed, how: signal.Signals) -> None:
+def test_all_nodes_die_in_an_outage(
+    jobs: Jobs, undisturbed: Undisturbed, how: signal.Signals, *, trainer: bool
+) -> None:
     """The next start goes on from the last step that `save_every` named, though no master ever heard of it."""
-    job = jobs(6 * EVERY)
+    job = jobs(6 * EVERY, trainer=trainer)
     first = open_world(job)
     send(job, how)
     wait_on_disk(job, 5 * EVERY)
