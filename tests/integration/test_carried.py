@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs.programs import Programs, wait_for
+from tests.support.jobs.programs import Programs, programs_of, wait_for
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -50,13 +50,8 @@ for number, batch in enumerate(s.steps(data, state, max_steps=60, save_every=20,
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Iterator[Programs]:
-    made = Programs(tmp_path)
-    (tmp_path / "script.py").write_text(ACCUMULATES, encoding="utf-8")
-    try:
+    with programs_of(tmp_path, ACCUMULATES) as made:
         yield made
-    finally:
-        print(made.diagnosis())
-        made.close()
 
 
 def curve(log: Path) -> dict[int, float]:

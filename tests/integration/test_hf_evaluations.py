@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.jobs.programs import Programs, wait_for
+from tests.support.jobs.programs import Programs, programs_of, wait_for
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 pytestmark = [pytest.mark.timeout(300), pytest.mark.executed]
@@ -106,13 +106,8 @@ OWN = ("_runtime", "_per_second", "train_loss", "total_flos", "epoch")
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Iterator[Programs]:
-    made = Programs(tmp_path)
-    (tmp_path / "script.py").write_text(TRAINS, encoding="utf-8")
-    try:
+    with programs_of(tmp_path, TRAINS) as made:
         yield made
-    finally:
-        print(made.diagnosis())
-        made.close()
 
 
 def result(out: Path) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.support.forks import forked
@@ -56,6 +57,18 @@ class Programs:
             master = json.loads(claim.read_text())
             if is_same_process(master["pid"], master["start_time"]):
                 os.kill(master["pid"], signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def programs_of(directory: Path, script: str) -> Iterator[Programs]:
+    """Programs of a test whose script is `script.py` in its directory; what they said is printed."""
+    made = Programs(directory)
+    (directory / "script.py").write_text(script, encoding="utf-8")
+    try:
+        yield made
+    finally:
+        print(made.diagnosis())
+        made.close()
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
