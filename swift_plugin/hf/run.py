@@ -177,9 +177,10 @@ class ElasticRun:
         boundary = self.session.end_step()
         if self._survivors is not None:
             self._survivors.stepped()
-        # In place of what the agents were to bring to the disk when the master fell silent.
-        owed = not (boundary.end or boundary.drain) and self._memory.owes()
-        return replace(boundary, save=boundary.save or owed)
+        if not (boundary.end or boundary.drain) and self._memory.owes():
+            # In place of what the agents were to bring to the disk when the master fell silent.
+            return replace(boundary, save=True)
+        return boundary
 
     def mark(self, trainer: Any, *, evaluation: bool = False, save: bool = False) -> None:
         """If the world breaks from here on, the next one begins here, and does what is due: these, and what follows."""
