@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from random import Random
 from typing import TYPE_CHECKING
 
 from dalsegno.agent.decisions import events as ev
@@ -19,6 +20,9 @@ from .refusals import changed_script, refusing_node
 if TYPE_CHECKING:
     from .agents import SimAgent
     from .world import Simulation
+
+# Seconds within which all nodes of `leave_unheard` are told to go.
+ALL_TOLD = 4.0
 
 
 def join(sim: Simulation) -> None:
@@ -43,6 +47,24 @@ def all_leave(sim: Simulation) -> None:
         leave(sim, agent)
     for _ in range(sim.plan.settings.min_nodes):
         sim.clock.after(sim.random.uniform(0.5, 12.0), sim.start_later)
+
+
+def leave_unheard(sim: Simulation) -> None:
+    """All go while the disk is full, and the master is heard no more: each may count on a copy that goes, too.
+
+    Each is told at a moment of its own, before or behind the master's last word; others come later.
+    """
+    random = Random(f"leave unheard {sim.plan.seed} {sim.clock.now}")
+    full = random.uniform(0.5, 40.0)
+    sim.ledger.disturbed(max(full, ALL_TOLD + sim.plan.settings.drain_timeout))
+    sim.trace("disk", "is full")
+    sim.disk.full = True
+    sim.clock.after(full, free_space, sim)
+    sim.clock.after(random.uniform(0.0, ALL_TOLD / 2), unreachable, sim, random.uniform(12.0, 40.0))
+    for agent in sim.living():
+        sim.clock.after(random.uniform(0.0, ALL_TOLD), leave, sim, agent)
+    for _ in range(sim.plan.settings.min_nodes):
+        sim.clock.after(ALL_TOLD + random.uniform(0.5, 12.0), sim.start_later)
 
 
 def scale(sim: Simulation) -> None:
@@ -223,8 +245,12 @@ def cut_all(sim: Simulation) -> None:
 
 def master_unreachable(sim: Simulation) -> None:
     """As `cut_all`, for long, and silently: nobody may lose a step by it."""
+    unreachable(sim, sim.random.uniform(5.0, 60.0))
+
+
+def unreachable(sim: Simulation, until: float) -> None:
+    """For so many seconds."""
     sim.trace("master", "cannot be reached")
-    until = sim.random.uniform(5.0, 60.0)
     for host in HOSTS:
         if host not in sim.network.cut:
             sim.network.cut_off(host, "silent")
@@ -491,6 +517,7 @@ FAULTS: dict[str, Callable[[Simulation], None]] = {
         join,
         leave,
         all_leave,
+        leave_unheard,
         scale,
         order_leave,
         order_save,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dalsegno.agent.decisions import handling, leaving
+from dalsegno.agent.decisions import handling, last_copy, leaving
 from dalsegno.agent.decisions import memory as agents_memory
 from dalsegno.agent.decisions import replication as agents_replication
 from dalsegno.agent.decisions.decision import Decision
@@ -144,6 +144,13 @@ def leaves_from_memory(original: Any) -> Any:
     return is_safe
 
 
+def counts_on_a_copy(original: Any) -> Any:
+    def outlives_it(state: AgentState, digest: str) -> bool:
+        return state.leave is not None and last_copy.is_copied(state, digest)
+
+    return outlives_it
+
+
 def commits_a_part(original: Any) -> Any:
     def heard_of_unrecorded(turn: Turn, node: Node, message: control_pb2.DurableRequest, step: HeldStep) -> None:
         original(turn, node, message, step)
@@ -228,6 +235,10 @@ def in_memory(plan: Plan) -> bool:
     return plan.memory_every > 0
 
 
+def leaves_unheard(plan: Plan) -> bool:
+    return in_memory(plan) and any(name == "leave_unheard" for _, name in plan.happenings)
+
+
 def by_place(plan: Plan) -> bool:
     return plan.by_place
 
@@ -268,6 +279,7 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             suits=in_memory,
             first=476,
         ),
+        plant(last_copy, "outlives_it", counts_on_a_copy, "left with everything saved", suits=leaves_unheard),
         plant(
             memory,
             "adopt",
