@@ -616,7 +616,7 @@ class Ledger:
     # ---- the nodes --------------------------------------------------------------------------------------------------
 
     def stepped(self, epoch: int, step: int, heard: bool) -> None:
-        """`heard`: an agent was there that may tell of it."""
+        """`heard`: an agent was there that may tell of it, and a master that may hear it."""
         self.executed.append((epoch, step))
         self.shapes.stepped(heard)
         self.behind.stepped(epoch)

@@ -310,7 +310,9 @@ class Collective:
     def _stepped(self, drain: bool, seen: bool, order: int, seconds: float) -> None:
         self.step, self.unheard = self.step + 1, not seen
         self.history = (*self.history, (self.epoch, self.step))
-        self.sim.ledger.stepped(self.epoch, self.step, any(group.agent.alive for group in self.groups.values()))
+        cut = self.sim.network.cut
+        heard = any(group.agent.alive and group.agent.host not in cut for group in self.groups.values())
+        self.sim.ledger.stepped(self.epoch, self.step, heard)
         if self.sim.plan.silent:
             self._next()
             return
