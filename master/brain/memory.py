@@ -352,7 +352,8 @@ def adopt(turn: Turn) -> bool:
 def is_gone(turn: Turn, record: Checkpoint) -> bool:
     """Whether a part of a step has had no holder for a while, as all nodes have said, and is not on the disk.
 
-    A node looks there first: who wrote it may be gone, and what it said of that forgotten.
+    A node looks there first: who wrote it may be gone, and what it said of that forgotten. A node that has not spoken
+    to this master may hold it until it is lost: perhaps the master is the one that is cut off.
     """
     step = turn.live.held.step(record)
     if is_there(turn.job, step):
@@ -360,7 +361,7 @@ def is_gone(turn: Turn, record: Checkpoint) -> bool:
         return False
     if step.missing_since is None:
         step.missing_since = turn.heard
-    unheard = any(not turn.presence(node).spoke and turn.is_fresh(node) for node in turn.job.nodes.values())
+    unheard = any(not turn.presence(node).spoke for node in turn.job.nodes.values())
     if unheard or not turn.overdue(step.missing_since + LOST_AFTER_SECONDS):
         return False
     return not is_sought(turn, step)

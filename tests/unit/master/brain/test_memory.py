@@ -858,6 +858,25 @@ def test_a_new_master_hears_all_of_a_step_in_one_turn() -> None:
     assert job.state.live.held.steps[made.ref.digest].written == {1}
 
 
+@pytest.mark.parametrize("somebody_comes", [False, True])
+def test_a_new_master_that_hears_no_holder_waits_for_it(somebody_comes: bool) -> None:
+    """Perhaps it is the one that is cut off. Who stays silent beside another one is lost first."""
+    job, nodes = started(2)
+    nodes[0].step(6)
+    nodes[1].leave()
+    made = drained_alone(job, nodes)
+    job.restart()
+    job.silent.update(node.incarnation for node in nodes)
+    if somebody_comes:
+        job.node()
+    job.wait(4 if somebody_comes else 20)
+    assert "in memory only" not in job.notices
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank)
+        node.has_told_all()
+    assert nodes[0].directive.head.ref == made.ref
+
+
 def test_what_only_leavers_have_is_marked() -> None:
     job, nodes = started(3)
     nodes[0].step(6)
