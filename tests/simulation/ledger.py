@@ -133,6 +133,7 @@ class Ledger:
         self.left_at_once: set[int] = set()
         # Digests, see `killed`.
         self.went_with_the_killed: set[str] = set()
+        self.killed_addresses: set[str] = set()
         self.last_step_at = 0.0
 
     def require(self, holds: bool, name: str, text: str) -> None:
@@ -409,6 +410,7 @@ class Ledger:
 
     def killed(self, agent: SimAgent) -> None:
         """Notes the steps in memory of which this node alone had a part: a leaver cannot know that it is gone."""
+        self.killed_addresses.add(agent.memory.address)
         disk, memories = self.sim.disk, [other.memory for other in self.sim.agents if other is not agent]
         for digest, step in agent.memory.steps.items():
             name = step.message.ref.name
@@ -709,7 +711,7 @@ class Ledger:
                 and state.epoch.outcome is handling.Outcome.DRAINED
                 and state.epoch.drained is not None
             ):
-                self.left_drained.append((agent.label, state.epoch.drained.digest))
+                self._left_drained(agent, state.epoch.drained.digest)
             if code == ev.EXIT_LEFT and agent.group_at_notice is not None:
                 run = agent.group_at_notice.collective
                 sealed = (self.sim.disk.ever[digest].message for digest in self.committed)
@@ -741,6 +743,13 @@ class Ledger:
             unheard = not agent.refused_with and not state.incarnation
             why = f"{agent.label} exits {code} ({agent.refused_with})"
             self.require(code == ev.EXIT_USAGE and (taken or unheard), "exit codes", why)
+
+    def _left_drained(self, agent: SimAgent, digest: str) -> None:
+        """It has left with everything saved. Without a master nobody tells it that who held a copy was killed."""
+        self.left_drained.append((agent.label, digest))
+        step = agent.memory.steps.get(digest)
+        if step is not None and not agent.state.contact.up and step.copies & self.killed_addresses:
+            self.went_with_the_killed.add(digest)
 
     # ---- at the end -------------------------------------------------------------------------------------------------
 
