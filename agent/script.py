@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,9 @@ __all__ = [
     "asks_hub",
     "check_script",
     "expects_session",
+    "is_archive",
     "knows_us",
+    "main_file",
     "module_file",
     "modules_of",
     "reads",
@@ -137,20 +140,38 @@ class Script:
     @property
     def adoptable(self) -> bool:
         """Whether a standby worker can become it: our interpreter, and a module or a plain file."""
-        if self.entrypoint != sys.executable or self.arguments[:1] != ("-u",):
+        if not self._is_ours:
             return False
-        return self.module or os.path.isfile(self.own[0])
+        return self.module or (os.path.isfile(self.own[0]) and not is_archive(self.own[0]))
+
+    @property
+    def _is_ours(self) -> bool:
+        return self.entrypoint == sys.executable and self.arguments[:1] == ("-u",)
 
     @property
     def source(self) -> Path | str | None:
         """Where its imports can be found out: the script's file, or the module's name."""
-        if not self.adoptable:
+        if not self._is_ours:
             return None
-        return self.own[0] if self.module else Path(self.own[0])
+        return self.own[0] if self.module else main_file(self.own[0])
 
 
 class ScriptError(Exception):
     """There is nothing to run; one line for people."""
+
+
+def is_archive(name: str) -> bool:
+    """Whether Python runs it as an archive of modules (`.pyz`, `.zip`)."""
+    try:
+        return zipfile.is_zipfile(name)
+    except OSError:
+        return False
+
+
+def main_file(name: str) -> Path | None:
+    """The source that Python runs for a script's name: of a directory its `__main__.py`; None: it is an archive."""
+    path = Path(name, "__main__.py") if os.path.isdir(name) else Path(name)
+    return path if path.is_file() and not is_archive(name) else None
 
 
 def check_script(name: str, *, module: bool, no_python: bool) -> None:
@@ -176,6 +197,10 @@ def check_script(name: str, *, module: bool, no_python: bool) -> None:
             sys.path.pop(0)
     elif not os.path.exists(name):
         raise ScriptError(f"the script {name} does not exist (working directory: {os.getcwd()})")
+    elif os.path.isdir(name) and main_file(name) is None:
+        raise ScriptError(f"the script {name} is a directory without a __main__.py; name a file in it, or use -m")
+    elif not os.path.isdir(name) and not os.path.isfile(name):
+        raise ScriptError(f"the script {name} is not a file: workers are started again, and each start reads it anew")
     elif not os.access(name, os.R_OK):
         raise ScriptError(f"the script {name} cannot be read")
 

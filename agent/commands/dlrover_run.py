@@ -25,7 +25,7 @@ from dalsegno.protos.shortage import shortage
 
 from ..dlrover import scripts
 from ..processes.signals import SignalWatch, signals_of
-from ..script import ScriptError, check_script, text_of
+from ..script import ScriptError, check_script, main_file, text_of
 from ..shell.output import Output
 from .ahead import command_line, launcher
 from .arguments import ignored, parse
@@ -73,7 +73,8 @@ def check_dlrover(options: argparse.Namespace) -> list[str]:
     """
     if options.module or options.no_python:
         return []
-    found = scripts.uses(text_of(Path(options.training_script)))
+    source = main_file(options.training_script)
+    found = scripts.uses(text_of(source)) if source is not None else scripts.Uses()
     if line := scripts.refusal(options.training_script, found):
         raise UsageError(line)
     lines = outdated_dlrover(found)

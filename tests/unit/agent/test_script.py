@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import zipapp
 from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.script import Script, advice, expects_session, knows_us, modules_of, reads, tells_of_a_peer
+from dalsegno.agent.script import (
+    Script,
+    ScriptError,
+    advice,
+    check_script,
+    expects_session,
+    knows_us,
+    modules_of,
+    reads,
+    tells_of_a_peer,
+)
 from dalsegno.protos.contract import Variable
 
 
@@ -201,3 +213,27 @@ def test_many_modules_are_read(tmp_path: Path) -> None:
     other = tmp_path / "other.py"
     other.write_text("\n".join(f"import {name}" for name in names))
     assert expects_session(Script(sys.executable, ("-u", str(other))))
+
+
+def test_a_directory_and_an_archive_run_as_python_runs_them(tmp_path: Path) -> None:
+    """No standby worker becomes one; of a directory it is known what its script does."""
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__main__.py").write_text("from dalsegno.elastic import session")
+    zipapp.create_archive(tmp_path / "app", tmp_path / "app.pyz")
+    (tmp_path / "app.py").write_text("print()")
+    names = [str(tmp_path / name) for name in ("app", "app.pyz", "app.py")]
+    for name in names:
+        check_script(name, module=False, no_python=False)
+    scripts = [Script(sys.executable, ("-u", name)) for name in names]
+    assert [script.adoptable for script in scripts] == [False, False, True]
+    assert [script.source for script in scripts] == [tmp_path / "app" / "__main__.py", None, tmp_path / "app.py"]
+    assert knows_us(scripts[0])
+
+
+@pytest.mark.parametrize("name", ["empty", "pipe"])
+def test_what_is_no_script_is_refused(tmp_path: Path, name: str) -> None:
+    """A pipe would be empty for whoever reads it second: the run would finish without a step."""
+    (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ScriptError, match=r"without a __main__\.py|is not a file: workers are started again"):
+        check_script(str(tmp_path / name), module=False, no_python=False)
