@@ -90,12 +90,20 @@ def side_orders(decision: Decision, directive: control_pb2.Directive) -> None:
     if directive.prune and not state.errands.pruning:
         state.errands.pruning = tuple(ref.name for ref in directive.prune)
         decision.do(ev.Prune(tuple(directive.prune)))
-    if directive.HasField("head") and directive.head.ref.digest != state.head:
-        state.head = directive.head.ref.digest
-        if decision.is_rank_zero():
-            # A commit of the open epoch: whatever was left unsealed before it is of no use to anybody any more.
-            sweep = ev.Sweep(directive.head.epoch, directive.head.step, directive.converting)
-            decision.do(ev.WriteLatest(directive.head), sweep)
+    if directive.HasField("head"):
+        head_told(decision, directive)
+
+
+def head_told(decision: Decision, directive: control_pb2.Directive) -> None:
+    """Keeps the copy for people up to date. What is in memory has no manifest to copy until it is on the disk, too."""
+    state, head = decision.state, directive.head
+    digest, leads = head.ref.digest, decision.is_rank_zero()
+    if leads and not head.in_memory and digest != state.latest:
+        decision.do(ev.WriteLatest(head))
+    if leads and digest != state.head:
+        # A commit of the open epoch: whatever was left unsealed before it is of no use to anybody any more.
+        decision.do(ev.Sweep(head.epoch, head.step, directive.converting))
+    state.head, state.latest = digest, state.latest if head.in_memory else digest
 
 
 def ordered_run(decision: Decision, world: control_pb2.World) -> None:

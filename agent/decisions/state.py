@@ -437,7 +437,9 @@ class AgentState:
     # Seconds that the manifests being read took to save, by name.
     took_seconds: Mapping[str, float] = field(default_factory=dict)
     lease: int = 0
+    # The digests of the newest commit, and of the newest one that is on the disk.
     head: str = ""
+    latest: str = ""
     # The run has a committed checkpoint.
     has_head: bool = False
     notice: int = 0

@@ -535,6 +535,18 @@ def test_what_an_older_epochs_workers_say_is_not_heard() -> None:
     assert kinds(agent.said(epoch=1, sealed=SEALED)) == ["ReadManifest"]
 
 
+def test_what_was_in_memory_is_copied_for_people_once_it_is_on_the_disk() -> None:
+    """Before that there is no manifest of it to be copied."""
+    head = control_pb2.Checkpoint(ref=control_pb2.CheckpointRef(name="step-4", digest="d4"), in_memory=True)
+    agent = Agent().registered().running()
+    agent.directed(run=world(), head=head)
+    assert (len(agent.did(ev.WriteLatest)), len(agent.did(ev.Sweep))) == (0, 1)
+    head.in_memory = False
+    for _ in range(2):
+        agent.directed(run=world(), head=head)
+    assert (len(agent.did(ev.WriteLatest)), len(agent.did(ev.Sweep))) == (1, 1)
+
+
 def test_only_rank_zeros_node_copies_the_head_for_people() -> None:
     """`latest.json`."""
     head = control_pb2.Checkpoint(ref=control_pb2.CheckpointRef(name="step-4", digest="d4"))
