@@ -67,6 +67,7 @@ def test_what_is_in_memory_alone_outlives_a_failure_for_good(
     for node in nodes:
         job.wait_exit(node)
     assert "is in memory only, is on the disk" in nodes[0].text()
+    assert json.loads((run_directory(job) / "latest.json").read_text())["step"] >= held.step
     job.start(*names)
     epoch = job.wait_world(len(names), after=epoch)
     assert job.change(epoch).resumed >= held.step
