@@ -16,6 +16,8 @@ OLDEST = (5, 6)
 OLDEST_ON_CPUS = (5, 18)
 # Of trl's DPOTrainer.
 _OF_A_MICRO_BATCH = frozenset({"aot", "aot_unpaired", "sft"})
+# Of trl: a part of their loss is a mean over the tokens of a micro-batch, and what they are given has no labels.
+_MEANS_OVER_TOKENS = frozenset({"CPOTrainer", "ORPOTrainer"})
 _KNOWN = ("dalsegno", "swift", "transformers")
 
 
@@ -41,6 +43,13 @@ def refuse_losses(trainer: Any, *, fixed_micro_batch: bool) -> None:
     Raises:
         ValueError: The Trainer has one.
     """
+    classes = _MEANS_OVER_TOKENS.intersection(cls.__name__ for cls in type(trainer).__mro__)
+    share = float(getattr(trainer.args, "cpo_alpha", 1.0))
+    if classes and share and not fixed_micro_batch:
+        raise ValueError(
+            f"a part of the loss of {min(classes)} is a mean over the tokens of a micro-batch: give hf.elastic(..., "
+            "fixed_micro_batch=True), so that every world has the same micro-batches"
+        )
     for name in sorted(_OF_A_MICRO_BATCH.intersection(getattr(trainer, "loss_types", None) or ())):
         if not fixed_micro_batch:
             raise ValueError(
@@ -83,9 +92,36 @@ def _found(trainer: Any) -> list[tuple[str, str]]:
         for name in ("get_train_dataloader", "_get_train_sampler", "get_batch_samples")
         if (owner := overrides(trainer, name))
     ]
+    if lost := _beside_adapters(trainer):
+        found.append(
+            (
+                f"parameters of the base model that train beside the adapters ({', '.join(lost[:3])}"
+                f"{', …' if len(lost) > 3 else ''}), which PEFT saves nowhere",
+                "name their modules in modules_to_save of the PEFT config",
+            )
+        )
     if trainer.train_dataset is None:
         found.append(("no train_dataset", "give the Trainer one"))
     return found
+
+
+def _beside_adapters(trainer: Any) -> list[str]:
+    """Names of parameters that train and are in none of the files that PEFT writes."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    adapters = getattr(model, "peft_config", None)
+    # DeepSpeed's checkpoints have all that trains. Where the model itself has adapters, transformers saves as it likes.
+    if trainer.is_deepspeed_enabled or not adapters or not hasattr(model, "get_base_model"):
+        return []
+    # What belongs to an adapter has the adapter's name in its own.
+    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    beside = [(name, one) for name, one in trained if not set(adapters).intersection(name.split("."))]
+    if not beside:
+        return []
+    from peft import get_peft_model_state_dict
+
+    files = [get_peft_model_state_dict(model, adapter_name=name) for name in adapters]
+    saved = {tensor.data_ptr() for file in files for tensor in file.values()}
+    return [name for name, one in beside if one.data_ptr() not in saved]
 
 
 def overrides(one: Any, name: str, known: Collection[str] = _KNOWN) -> str:
@@ -118,6 +154,11 @@ def _of_arguments(args: Any) -> list[tuple[bool, str, str]]:
         (
             bool(getattr(args, "use_flash_ckpt", False)),
             "use_flash_ckpt, whose checkpoints are another program's",
+            "leave it out",
+        ),
+        (
+            bool(getattr(args, "sync_ref_model", False)),
+            "sync_ref_model, whose reference model is in no checkpoint",
             "leave it out",
         ),
         (

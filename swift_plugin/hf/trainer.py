@@ -18,6 +18,7 @@ import transformers.trainer as upstream
 
 from dalsegno.elastic import session
 from dalsegno.elastic.rank.way_in import TRAINS, way_in
+from dalsegno.elastic.saving.optimizers import check_kept
 from dalsegno.elastic.trainer.strategies import resume_rates
 from dalsegno.elastic.training import wrappers
 from dalsegno.elastic.training.accumulation import has_static_graph, synchronised
@@ -166,6 +167,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             deepspeed_engine.check(self.model_wrapped, allowed=self._run.any_optimizer)
         else:
             wrappers.tell(self.model_wrapped, ())
+            check_kept(getattr(self.optimizer, "optimizer", self.optimizer), self.model)
         if self.staying is not None:
             self.staying.wrapped()
         scheduler = self.lr_scheduler

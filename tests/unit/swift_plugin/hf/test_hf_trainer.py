@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -728,6 +729,72 @@ def test_a_transformers_that_cannot_resume_in_several_processes_is_refused(
     monkeypatch.setattr("dalsegno.swift_plugin.hf.refusals._version", lambda: tuple(map(int, version.split("."))))
     with pytest.raises(RuntimeError, match=r"install transformers>=5\.18") if refused else nullcontext():
         refusals.refuse_world(trainer, ranks)
+
+
+def adapted(config: Any) -> Any:
+    return peft.get_peft_model(make_model(), config)
+
+
+LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.LoraConfig(**LORA),
+        peft.LoraConfig(**LORA, bias="all"),
+        peft.LoraConfig(**LORA, use_dora=True),
+        peft.LoraConfig(**LORA, modules_to_save=["lm_head", "input_layernorm"]),
+        peft.LoraConfig(**LORA, trainable_token_indices=[1, 2]),
+        peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+        peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+        peft.LNTuningConfig(target_modules=["input_layernorm"]),
+    ],
+    ids=["lora", "bias", "dora", "modules_to_save", "tokens", "ia3", "prompt", "prefix", "norms"],
+)
+def test_adapters_are_in_what_peft_saves(tmp_path: Path, config: Any) -> None:
+    make(tmp_path, model=adapted(config))
+
+
+def test_what_trains_beside_adapters_is_refused(tmp_path: Path) -> None:
+    """PEFT saves the adapters only: each change of the world would forget what it has learned."""
+    model = adapted(peft.LoraConfig(**LORA))
+    model.get_parameter("base_model.model.model.norm.weight").requires_grad_(True)
+    with pytest.raises(ValueError, match=r"the adapters \(base_model\.model\.model\.norm\.weight\).*modules_to_save"):
+        make(tmp_path, model=model)
+
+
+def test_a_reference_model_that_follows_is_refused(tmp_path: Path) -> None:
+    """trl's callback changes it at each step, and no checkpoint has it."""
+    trainer = make(tmp_path)
+    trainer.args.sync_ref_model = True
+    with pytest.raises(ValueError, match="sync_ref_model, whose reference model is in no checkpoint"):
+        refusals.refuse(trainer)
+
+
+@pytest.mark.parametrize(("name", "alpha", "refused"), [("CPOTrainer", 1.0, True), ("CPOTrainer", 0.0, False)])
+def test_means_over_a_micro_batchs_tokens_are_refused(tmp_path: Path, name: str, alpha: float, refused: bool) -> None:
+    """Their batches have no labels that tell how many tokens count."""
+    trainer = make(tmp_path, base=type(name, (Trainer,), {}), fixed=True)
+    trainer.args.cpo_alpha = alpha
+    refusals.refuse_losses(trainer, fixed_micro_batch=True)
+    with pytest.raises(ValueError, match="mean over the tokens") if refused else nullcontext():
+        refusals.refuse_losses(trainer, fixed_micro_batch=False)
+
+
+class Tempered(Trainer):  # type: ignore[misc]  # transformers is not typed
+    """Trains a temperature of its loss, which is no part of the model."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+        return optimizer
+
+
+def test_parameters_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"trains parameters that are not the model's, 1 of them \(shape \(3,\)\)"):
+        make(tmp_path, base=Tempered).train()
 
 
 def test_a_checkpoint_that_is_not_the_runs_is_not_resumed_from(tmp_path: Path) -> None:
