@@ -107,10 +107,10 @@ def _found(trainer: Any) -> list[tuple[str, str]]:
 
 def _beside_adapters(trainer: Any) -> list[str]:
     """Names of parameters that train and are in none of the files that PEFT writes."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
+    model: Any = getattr(trainer, "model", None)  # nothing has wrapped it yet
     adapters = getattr(model, "peft_config", None)
     # DeepSpeed's checkpoints have all that trains. Where the model itself has adapters, transformers saves as it likes.
-    if trainer.is_deepspeed_enabled or not adapters or not hasattr(model, "get_base_model"):
+    if not adapters or trainer.is_deepspeed_enabled or not hasattr(model, "get_base_model"):
         return []
     # What belongs to an adapter has the adapter's name in its own.
     trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]

@@ -160,10 +160,19 @@ class ElasticRun:
         return self.micro
 
     def computed(self) -> None:
-        """Notes that the micro-batch was computed, with its backward pass."""
+        """Notes that the micro-batch was computed, with its backward pass.
+
+        Raises:
+            ValueError: Nobody asked for the weight of any loss of the step.
+        """
         if self.micro is not None and self.micro.is_last:
             for _ in self._micros:
                 raise RuntimeError("a step has more micro-batches than its last one")
+            if self.micro.batch is not None and not self.micro.batch.scaled:
+                raise ValueError(
+                    "training_step computes its loss by itself, so that nothing weighs it, and the gradients would "
+                    "depend on the number of ranks: call self.compute_loss(model, inputs) in it, or its super()'s"
+                )
         self.micro = None
 
     def stepping(self) -> None:

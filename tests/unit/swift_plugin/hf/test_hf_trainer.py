@@ -783,6 +783,24 @@ def test_means_over_a_micro_batchs_tokens_are_refused(tmp_path: Path, name: str,
         refusals.refuse_losses(trainer, fixed_micro_batch=False)
 
 
+class Unweighed(Trainer):  # type: ignore[misc]  # transformers is not typed
+    """Its step divides by itself, as such methods did for old versions."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = model(**inputs).loss / self.args.gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def test_a_training_step_that_nothing_weighs_is_refused(tmp_path: Path) -> None:
+    """Its gradients would be larger the fewer ranks there are."""
+    trainer = make(tmp_path, base=Unweighed)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    with pytest.raises(ValueError, match=r"nothing weighs it.*call self\.compute_loss"):
+        trainer.train()
+    assert all(torch.equal(*pair) for pair in zip(before, trainer.model.parameters(), strict=True))
+
+
 class Tempered(Trainer):  # type: ignore[misc]  # transformers is not typed
     """Trains a temperature of its loss, which is no part of the model."""
 
