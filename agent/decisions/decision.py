@@ -195,8 +195,11 @@ def is_saved(state: AgentState) -> bool:
         if outlives_it(state, epoch.drained.digest):
             return True
         return leave is not None and ((leave.released and counts) or has_sealed(leave, epoch.drained))
-    if epoch.drained is not None or epoch.outcome is Outcome.FINISHED:
+    if epoch.drained is not None:
         return True
+    if epoch.outcome is Outcome.FINISHED:
+        # They may have left their loop right behind a save, which is still on its way from memory to the disk.
+        return not goes_with_it(state)
     return epoch.agreed and 0 < epoch.step <= max(epoch.committed_step, 0 if state.contact.up else epoch.sealed_step)
 
 

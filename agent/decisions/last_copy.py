@@ -28,13 +28,16 @@ def newest_own(state: AgentState) -> ev.HeldChanged | None:
     """The newest step that ranks which have failed, or were stopped, have left here and not on the disk.
 
     A master makes it the newest commit if it hears of it; and it may be away. One that others have, too, is more likely
-    to be whole.
+    to be whole. Where the ranks have finished it is the newest one that they wanted on the disk.
     """
     world, epoch = state.world, state.epoch
-    ended = state.workers is Workers.NONE and epoch.outcome in (Outcome.FAILED, Outcome.STOPPED)
+    ended = state.workers is Workers.NONE and epoch.outcome in (Outcome.FAILED, Outcome.STOPPED, Outcome.FINISHED)
     if world is None or not ended or state.fenced or state.open_epoch > state.started:
         return None
     own = [held for digest, held in state.memory.held.items() if is_own(state, digest)]
+    if epoch.outcome is Outcome.FINISHED:
+        # The job ends without what they saved for the case of a crash alone.
+        own = [held for held in own if held.checkpoint.ref.digest in epoch.to_disk]
     # What was sealed on the disk counts at the next start, recorded or not.
     newer = [held for held in own if held.checkpoint.step > max(epoch.durable_step, epoch.sealed_step)]
     nodes = world.nodes

@@ -29,6 +29,7 @@ __all__ = (
     "best_in_memory",
     "cannot_write",
     "durable",
+    "not_there",
     "on_disk",
     "orders",
     "owed",
@@ -170,6 +171,12 @@ def owed(state: State) -> HeldStep | None:
     due = held.newest_first() if job.phase.has_workers else ()
     newest = next((step for step in due if is_due(job, step) and is_there(job, step)), None)
     return newest or best_in_memory(state)
+
+
+def not_there(state: State) -> HeldStep | None:
+    """The newest step that the ranks of the last world want on the disk, if some part of it is nowhere; or None."""
+    newest = next((step for step in state.live.held.newest_first() if is_due(state.job, step)), None)
+    return newest if newest is not None and not is_there(state.job, newest) else None
 
 
 def best_in_memory(state: State) -> HeldStep | None:

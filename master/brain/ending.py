@@ -2,7 +2,8 @@
 
 Where the job has failed that is what it would go on from, and each node writes the part that it has, as for a save.
 Where the ranks have finished it is what they wanted on the disk, and is still on its way there. And in both cases it is
-the best checkpoint, where that is not the newest one.
+the best checkpoint, where that is not the newest one. A run of which the last save has gone with its holders is not
+finished: it goes on from what is left.
 
 That a job is over is on the record (`Job.ending`), so that another master goes on ending it. What is in memory is not
 on the record: it hears that from the nodes first.
@@ -12,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import durable, memory, waits
+from . import durable, memory, running, waits
 from .checkpoints import in_memory_alone, resume_point
 from .state import Checkpoint, Ending, Node
 from .turn import Turn, names
 
-__all__ = ("awaits", "finishes", "is_under_way", "put_off")
+__all__ = ("awaits", "finishes", "goes_back", "is_under_way", "put_off")
 
 # A step that nobody can write is tried again for so long, as the ranks do with the last one of all.
 GIVEN_UP_AFTER_SECONDS = 600.0
@@ -59,7 +60,32 @@ def finishes(turn: Turn) -> bool:
     """Whether all ranks have finished, and what they wanted on the disk, or began from, is still written there."""
     if turn.open.finished_at is None:
         turn.open.finished_at = turn.heard
-    return is_on_its_way(turn, turn.open.finished_at, "as the ranks have finished")
+    return is_on_its_way(turn, turn.open.finished_at, "as the ranks have finished") or is_to_be_found(turn)
+
+
+def is_to_be_found(turn: Turn) -> bool:
+    """Whether what the ranks wanted on the disk may still be found, although nobody is known to hold all of it."""
+    step = durable.not_there(turn.state)
+    if step is None or memory.is_gone(turn, step.record):
+        return False
+    waits.say(turn, "end", f"waiting for nodes that have {step.record.name}, as the ranks have finished")
+    return True
+
+
+def goes_back(turn: Turn) -> bool:
+    """Whether the last save of ranks that have finished is lost with the nodes that held it. Then the run goes on.
+
+    It does so from what is left, as behind a crash: what the ranks have made since is made again.
+    """
+    step = durable.not_there(turn.state)
+    if step is None:
+        return False
+    running.unplanned(turn)
+    # It is on no record: where a leaver has brought it to the disk after all, it still counts.
+    del turn.live.held.steps[step.record.digest]
+    memory.adopt(turn)
+    memory.say_given_up(turn, step.record, memory.GONE)
+    return True
 
 
 def is_on_its_way(turn: Turn, since: float, when: str) -> bool:

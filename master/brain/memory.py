@@ -38,6 +38,7 @@ __all__ = (
     "next_to",
     "passed_over",
     "report",
+    "say_given_up",
     "seeks",
     "set_aside",
     "sources_of",
@@ -55,6 +56,8 @@ LOOK_WITHIN_SECONDS = 30.0
 GATHERED_WITHIN_SECONDS = 600.0
 # So long it counts whether most nodes are still at it (seconds).
 MOST_AT_IT_SECONDS = 0.25
+# Why a step does not count any more.
+GONE = "the nodes that held a part of it are gone"
 # Steps of one epoch that are remembered: nodes hold two or three, and not all the same ones.
 MOST_STEPS = 8
 # Seconds in which drains go to the disk for the sake of a node that could not fetch a step (no room, a firewall). Into
@@ -411,7 +414,7 @@ def lost(turn: Turn, resume: Checkpoint | None) -> bool:
     if not is_gone(turn, resume):
         return False
     step = turn.live.held.step(resume)
-    why = "the nodes that held a part of it are gone"
+    why = GONE
     if step.doubted:
         why = "there is no other copy of the part that could not be loaded"
     set_aside(turn, resume)

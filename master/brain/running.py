@@ -140,7 +140,8 @@ def end_of_epoch(turn: Turn) -> bool:
     if parts == {MemberState.FINISHED}:
         if beside.holds(turn, ready=True) or ending.finishes(turn):
             return False
-        finish(turn)
+        if not ending.goes_back(turn):
+            finish(turn)
         return True
     if parts <= {MemberState.DRAINED, MemberState.FINISHED, MemberState.LEFT}:
         regroup(turn)

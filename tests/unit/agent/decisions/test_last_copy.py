@@ -149,3 +149,62 @@ def test_the_master_may_let_it_go() -> None:
     agent.directed(release=control_pb2.Release(), phase=control_pb2.PHASE_FORMING)
     (left,) = agent.did(ev.Exit)
     assert left.code == ev.EXIT_LEFT
+
+
+# ---- ranks that have finished ---------------------------------------------------------------------------------------
+
+
+def finished(*, wanted: bool = True, contact: bool = True) -> Agent:
+    """Its rank has left its loop right behind a save to memory, and finished; was that `wanted` on the disk?"""
+    agent = Agent().registered().running()
+    sealed = worker_pb2.Sealed(name=REF.name, digest=REF.digest, step=STEP.step, in_memory=True, make_durable=wanted)
+    agent.said(sealed=sealed)
+    agent.hear(ev.HeldChanged(STEP, (0,)))
+    agent.said(finished=worker_pb2.Finished(step=STEP.step))
+    agent.exits(0)
+    if not contact:
+        agent.hear(ev.LinkChanged(False))
+    agent.actions.clear()
+    return agent
+
+
+@pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.parametrize("contact", [False, True])
+def test_what_finished_ranks_wanted_on_the_disk_is_not_saved_before_it_is_there(contact: bool, stop: bool) -> None:
+    """The disk takes nothing until its notice is over."""
+    agent = finished(contact=contact)
+    if stop and contact:
+        agent.directed(leave={"stop": True})
+    else:
+        agent.hear(TERM)
+    assert agent.did(ev.MakeDurable) == [ev.MakeDurable(REF)]
+    agent.hear(ev.MadeDurable(REF, "no space left on device"))
+    agent.waits(6)
+    assert not agent.did(ev.Exit)
+    left = how_it_goes(agent, False)
+    assert left.code == (ev.EXIT_FAILED if stop and contact else ev.EXIT_LEFT_UNSAVED)
+    assert left.message.endswith(f"; {ONLY_HERE}")
+
+
+def test_a_second_notice_does_not_call_it_saved_either() -> None:
+    agent = finished()
+    agent.hear(TERM)
+    assert how_it_goes(agent, True).code == ev.EXIT_LEFT_UNSAVED
+
+
+def test_what_finished_ranks_wanted_on_the_disk_may_come_there_meanwhile() -> None:
+    agent = finished(contact=False)
+    agent.hear(TERM)
+    agent.hear(ev.MadeDurable(REF, "no space left on device"))
+    agent.waits(2)
+    assert not agent.did(ev.Exit)
+    agent.hear(ev.MadeDurable(REF))
+    (left,) = agent.did(ev.Exit)
+    assert (left.code, left.message) == (ev.EXIT_LEFT, "left on notice; its part of the run is finished")
+
+
+def test_what_finished_ranks_saved_for_a_crash_alone_holds_nobody() -> None:
+    agent = finished(wanted=False, contact=False)
+    agent.hear(TERM)
+    (left,) = agent.did(ev.Exit)
+    assert left.code == ev.EXIT_LEFT

@@ -7,6 +7,7 @@ import pytest
 from dalsegno.master.brain.durable import ASKED_AGAIN_SECONDS, LACKS_NODES_SECONDS
 from dalsegno.master.brain.ending import GIVEN_UP_AFTER_SECONDS, TOLD_WITHIN_SECONDS
 from dalsegno.master.brain.events import StreamOpened
+from dalsegno.master.brain.memory import LOOK_WITHIN_SECONDS
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2 as pb
 from tests.support.jobs.masters import Driven, Node
@@ -214,6 +215,98 @@ def test_a_node_that_is_lost_as_the_others_write_takes_nothing_with_it() -> None
     for _ in range(2):
         nodes[0].durable()
     assert steps(job) == [20]
+    assert job.phase is Phase.SUCCEEDED
+
+
+def finished(count: int = 2, *, copies: bool = True) -> tuple[Driven, list[Node], pb.Checkpoint]:
+    """The ranks have finished, step 10 is on the disk, and step 20, which they want there, in memory alone."""
+    job, nodes = started(count)
+    nodes[0].save(10, any_size=True)
+    nodes[0].step(20)
+    made = in_memory(job, 20)
+    for rank, node in enumerate(nodes):
+        node.holds(made, *([rank, 1 - rank] if copies and count > 1 else [rank]), wanted=True)
+    for node in nodes:
+        node.finished(20)
+    job.wait(1)
+    assert job.phase is Phase.RUNNING
+    return job, nodes, made
+
+
+GONE = "step-20.e1.1 was in memory only, and the nodes that held a part of it are gone: going back to step-10.e1.1"
+
+
+@pytest.mark.parametrize("how", ["leave", "killed", "stop"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_run_of_which_the_last_save_goes_with_its_nodes_is_not_finished(count: int, how: str) -> None:
+    """The next agent makes the lost steps again, and is not told that nothing is left to do."""
+    job, nodes, _ = finished(count)
+    if how == "stop":
+        job.call(pb.StopRequest(job_id="job"))
+    for node in nodes:
+        if how == "leave":
+            node.leave()
+        node.durable("no space left on device")
+    job.wait(2)
+    assert job.phase is Phase.RUNNING
+    for node in nodes:
+        if how == "killed":
+            node.hang_up()
+        else:
+            node.goodbye()
+    if how == "stop":
+        job.wait(10)
+        assert job.phase is Phase.STOPPED
+        assert GONE in job.notices
+        return
+    late = newcomer(job)
+    job.wait(20)
+    assert GONE in job.notices
+    joins(job, late)
+    job.wait(10)
+    assert job.phase is Phase.RUNNING
+    assert late.directive.run.resume.source.step == 10
+    late.finished(20)
+    assert job.phase is Phase.SUCCEEDED
+
+
+def test_what_its_nodes_brought_to_the_disk_after_all_counts() -> None:
+    """The last of them sealed it, and no master heard of that."""
+    job, nodes, made = finished(1)
+    nodes[0].hang_up()
+    late = newcomer(job)
+    job.wait(20)
+    made.in_memory = False
+    joins(job, late, sees=made)
+    job.wait(10)
+    assert late.directive.run.resume.source.step == 20
+
+
+def test_who_is_left_makes_again_what_went_with_another_node() -> None:
+    """Its copy had not come to anybody. It is looked for on the disk first."""
+    job, nodes, _ = finished(copies=False)
+    nodes[1].hang_up()
+    job.wait(10)
+    assert nodes[0].directive.make_durable.look
+    assert job.phase is Phase.RUNNING
+    job.wait(LOOK_WITHIN_SECONDS)
+    assert GONE in job.notices
+    joins(job, nodes[0])
+    job.wait(2)
+    assert nodes[0].directive.run.resume.source.step == 10
+
+
+def test_a_silent_node_is_waited_for_that_may_have_the_last_save() -> None:
+    """Another master has heard of it from the other one, which has only its own part."""
+    job, nodes, made = finished(copies=False)
+    returns(job, *nodes)
+    nodes[0].holds(made, 0, wanted=True)
+    nodes[0].has_told_all()
+    job.wait(5)
+    assert job.phase is Phase.RUNNING
+    nodes[1].holds(made, 1, wanted=True)
+    nodes[1].has_told_all()
+    written(job, nodes, 20)
     assert job.phase is Phase.SUCCEEDED
 
 
