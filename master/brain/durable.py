@@ -21,7 +21,7 @@ from .holders import able, has_holder, holders, is_there, is_whole, suffices, un
 from .live import HeldStep, State
 from .membership import in_rank_order
 from .memory import is_candidate
-from .state import Checkpoint, Job, Node, Phase
+from .state import Checkpoint, Job, MemberState, Node, Phase
 from .turn import Turn
 
 __all__ = (
@@ -113,7 +113,7 @@ def tend(turn: Turn) -> None:
     goes_on = under_way is not None and is_wanted(turn.state, under_way) and can_go_on(job, under_way)
     if under_way is not None and goes_on and not is_stuck(job, under_way):
         return
-    able_now = [step for step in held.newest_first() if is_wanted(turn.state, step) and can_begin(job, step)]
+    able_now = [step for step in held.newest_first() if is_wanted(turn.state, step) and can_begin(turn.state, step)]
     # What nobody can write just now comes last. A candidate of an older epoch, this one's newest one, what is newest.
     able_now.sort(
         key=lambda step: (not is_stuck(job, step), is_candidate(job, step), step.record.epoch < job.epoch), reverse=True
@@ -186,7 +186,7 @@ def best_in_memory(state: State) -> HeldStep | None:
     if record is not None and (known := held.steps.get(record.digest)) is not None and is_there(job, known):
         return known
     can = (step for step in held.newest_first() if is_candidate(job, step))
-    return next((step for step in can if can_begin(job, step) or is_being_written(state, step)), None)
+    return next((step for step in can if can_begin(state, step) or is_being_written(state, step)), None)
 
 
 def is_being_written(state: State, step: HeldStep) -> bool:
@@ -200,10 +200,22 @@ def recorded_best(job: Job) -> Checkpoint | None:
     return next((known for known in job.checkpoints.in_memory if known.name == best), None)
 
 
-def can_begin(job: Job, step: HeldStep) -> bool:
+def can_begin(state: State, step: HeldStep) -> bool:
     """All parts are there, and all nodes have told of their own: else a buddy that is heard first would write them."""
-    told = len(step.own) == step.record.parts or step.record.epoch != job.epoch
-    return is_whole(job, step) and told
+    job = state.job
+    told = step.record.epoch != job.epoch or all(has_told(state, step, part) for part in range(step.record.parts))
+    return told and is_whole(job, step)
+
+
+def has_told(state: State, step: HeldStep, part: int) -> bool:
+    """The node whose ranks made this part has told of it, or will not: another master never hears who is gone."""
+    job = state.job
+    if part in step.own or job.world is None:
+        return part in step.own
+    member = job.world.members[part]
+    if job.node_by(member.incarnation) is None:
+        return True
+    return job.part(member) is not MemberState.RUNNING and member.incarnation in state.live.held.told_all
 
 
 def can_go_on(job: Job, step: HeldStep) -> bool:

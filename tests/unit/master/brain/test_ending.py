@@ -296,6 +296,27 @@ def test_who_is_left_makes_again_what_went_with_another_node() -> None:
     assert nodes[0].directive.run.resume.source.step == 10
 
 
+@pytest.mark.parametrize("gone", [True, False])
+def test_who_has_all_of_the_last_save_writes_it_although_another_node_never_tells_of_its_part(gone: bool) -> None:
+    """That one went as no master was there, or has it no more; and the next master hears the other one alone."""
+    job, nodes, made = finished()
+    returns(job, *nodes)
+    nodes[0].holds(made, 0, 1, wanted=True)
+    nodes[0].has_told_all()
+    assert orders(nodes[:1]) == [NOTHING]
+    if gone:
+        nodes[1].hang_up()
+        job.wait(10)
+    else:
+        nodes[1].has_told_all()
+    assert orders(nodes[:1]) == [("step-20", [0, 1], False)]
+    nodes[0].durable("no space left on device")
+    job.wait(GIVEN_UP_AFTER_SECONDS - 5)
+    assert job.phase is Phase.RUNNING
+    job.wait(20)
+    assert job.phase is Phase.SUCCEEDED
+
+
 def test_a_silent_node_is_waited_for_that_may_have_the_last_save() -> None:
     """Another master has heard of it from the other one, which has only its own part."""
     job, nodes, made = finished(copies=False)
