@@ -216,7 +216,12 @@ class Ack(google.protobuf.message.Message):
     GENERATION_FIELD_NUMBER: builtins.int
     PACE_FIELD_NUMBER: builtins.int
     REPLICATION_FIELD_NUMBER: builtins.int
+    UNRECORDED_FIELD_NUMBER: builtins.int
     generation: builtins.int
+    unrecorded: builtins.bool
+    """To a sign of life: the master hears, but has been unable to record anything for some seconds, as its store is away.
+    It can give no orders meanwhile.
+    """
     @property
     def pace(self) -> global___Pace: ...
     @property
@@ -229,9 +234,10 @@ class Ack(google.protobuf.message.Message):
         generation: builtins.int = ...,
         pace: global___Pace | None = ...,
         replication: global___Replication | None = ...,
+        unrecorded: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["pace", b"pace", "replication", b"replication"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["generation", b"generation", "pace", b"pace", "replication", b"replication"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "pace", b"pace", "replication", b"replication", "unrecorded", b"unrecorded"]) -> None: ...
 
 global___Ack = Ack
 

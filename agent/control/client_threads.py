@@ -55,6 +55,7 @@ class ClientCallbacks:
         postponed: (detail): `register` was answered "not yet"; it is repeated.
         replication: (digest, generation, what is said of sending parts, if anything): the answer to what is held of a
             step, or, with no digest, to a sign of life.
+        records: (whether the master can record what it decides): with each answer to a sign of life.
         broken: (detail): a bug of ours keeps one of the client's threads from its work for good.
     """
 
@@ -65,6 +66,7 @@ class ClientCallbacks:
     link: Callable[[bool, bool], None]
     postponed: Callable[[str], None] = lambda detail: None
     replication: Callable[[str, int, control_pb2.Replication | None], None] = lambda *said: None
+    records: Callable[[bool], None] = lambda records: None
     broken: Callable[[str], None] = lambda detail: None
 
 

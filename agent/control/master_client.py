@@ -395,15 +395,9 @@ class MasterClient:
             self._again(progress, session)
             return
         try:
-            if progress is not None:
-                ack = link.stub.ReportProgress(
-                    progress, timeout=_HEARTBEAT_TIMEOUT_SECONDS, metadata=self._connector.metadata
-                )
-            else:
-                assert isinstance(request, control_pb2.HeartbeatRequest)
-                ack = link.stub.Heartbeat(
-                    request, timeout=_HEARTBEAT_TIMEOUT_SECONDS, metadata=self._connector.metadata
-                )
+            ack: control_pb2.Ack = getattr(link.stub, "Heartbeat" if progress is None else "ReportProgress")(
+                request, timeout=_HEARTBEAT_TIMEOUT_SECONDS, metadata=self._connector.metadata
+            )
         except (grpc.RpcError, ValueError) as error:
             self._beat_failed(progress, link, session, error)
             return
@@ -412,6 +406,7 @@ class MasterClient:
             return
         with self._changed:
             self._pace.told(ack.pace, self._clock())
+        self._tell(session, partial(self._listener.records, not ack.unrecorded))
         if ack.HasField("replication"):
             self._tell(session, partial(self._listener.replication, "", ack.generation, ack.replication))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from . import events as ev
 from . import leaving, replication
 from .decision import Decision
-from .state import MasterContact, Workers
+from .state import AgentState, MasterContact, Workers
 
 # Seconds without an answer after which the master counts as away.
 AWAY_AFTER_SECONDS = 3.0
@@ -20,7 +20,8 @@ def changed(decision: Decision, event: ev.LinkChanged) -> None:
     if (event.up, event.refused) == (before.up, before.refused):
         return
     lost_at = None if event.up else decision.now if before.lost_at is None else before.lost_at
-    state.contact = MasterContact(event.up, lost_at, drain=before.drain and not event.up, refused=event.refused)
+    drain = before.drain and not event.up
+    state.contact = MasterContact(event.up, lost_at, drain=drain, refused=event.refused, records=before.records)
     replication.unheard(decision)
     if event.up:
         back = "the master takes this token again" if before.refused else "the master is back"
@@ -32,6 +33,24 @@ def changed(decision: Decision, event: ev.LinkChanged) -> None:
         decision.do(ev.Say(away, True, quoted=False))
     else:
         decision.do(ev.Say("the master cannot be reached; this node waits for it", True, quoted=False))
+
+
+def recording(decision: Decision, event: ev.RecordingChanged) -> None:
+    """The master has lost its store, or has it again: the ranks save to the disk themselves meanwhile."""
+    state = decision.state
+    if event.records == state.contact.records:
+        return
+    state.contact = replace(state.contact, records=event.records)
+    if event.records:
+        decision.do(ev.Say("the master records again what it decides", quoted=False))
+        return
+    away = "the master is heard, but can record nothing, as its store is away; training goes on, and saves to the disk"
+    decision.do(ev.Say(away, True, quoted=False))
+
+
+def gives_orders(state: AgentState) -> bool:
+    """Whether somebody tells the agents what to write of that which is in memory. Else the ranks save to the disk."""
+    return state.contact.up and state.contact.records
 
 
 def refusal(decision: Decision) -> str:

@@ -98,6 +98,13 @@ class LinkChanged:
 
 
 @dataclass(frozen=True)
+class RecordingChanged:
+    """The master that is heard can record what it decides (again), or no longer, as its store is away."""
+
+    records: bool
+
+
+@dataclass(frozen=True)
 class Broken:
     """A bug of ours: this agent cannot speak with its master any more."""
 
@@ -265,6 +272,7 @@ Event = (
     | Directed
     | CallFailed
     | LinkChanged
+    | RecordingChanged
     | Broken
     | WorkerSaid
     | WorkerExited

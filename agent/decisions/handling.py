@@ -72,6 +72,8 @@ def take(decision: Decision, event: ev.Event) -> None:
             contact.call_failed(decision, event)
         case ev.LinkChanged():
             contact.changed(decision, event)
+        case ev.RecordingChanged():
+            contact.recording(decision, event)
         case ev.Broken():
             decision.kill_workers()
             decision.exit(ev.EXIT_LEFT_UNSAVED, f"{event.detail}; its log has more; the same command joins again")
@@ -491,7 +493,7 @@ def tell_workers(decision: Decision) -> None:
     drain = state.leaving or state.drain is not None or state.contact.drain
     ending = state.drain.ending if state.drain is not None else control_pb2.ENDING_TOGETHER
     keep = state.epoch.own_save.until is not None
-    flags = (drain, state.contact.up, ending, drain and memory.to_memory(state), keep, state.save_order)
+    flags = (drain, contact.gives_orders(state), ending, drain and memory.to_memory(state), keep, state.save_order)
     if flags != state.epoch.told:
         state.epoch.told = flags
         decision.do(ev.TellWorkers(*flags))

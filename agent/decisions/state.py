@@ -173,6 +173,8 @@ class MasterContact:
     drain: bool = False
     # It answers, and refuses this node's token.
     refused: bool = False
+    # It could record what it decides when it was heard last: else it gives no orders, though it is heard.
+    records: bool = True
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,8 @@ class Effects:
             lambda text, warning: mailbox.put(ev.Remark(text, warning)),
         )
         self.memory = self._own_memory.at_start(self.stores.address)
+        # Whether the master can record, as told last: every answer to a sign of life says it.
+        self._records = True
         # What this agent said as it registered last.
         self._registration = control_pb2.RegisterRequest()
         self.conversion = ConversionJob(lifeline, config.log_dir / "conversion.log", self._converting)
@@ -118,6 +120,7 @@ class Effects:
                 link=self._link_changed,
                 postponed=lambda detail: mailbox.put(ev.Postponed(detail)),
                 replication=lambda *said: mailbox.put(ev.Replication(*said)),
+                records=self._recording,
                 broken=lambda detail: mailbox.put(ev.Broken(detail)),
             ),
         )
@@ -224,6 +227,11 @@ class Effects:
         self._mailbox.put(ev.LinkChanged(up, refused))
         if self._connector.explains:
             self._cause.changed(up, refused)
+
+    def _recording(self, records: bool) -> None:
+        if records != self._records:
+            self._records = records
+            self._mailbox.put(ev.RecordingChanged(records))
 
     # ---- registration -----------------------------------------------------------------------------------------------
 

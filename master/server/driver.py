@@ -41,6 +41,9 @@ SAVE_PAUSE_SECONDS = 0.1
 MAX_SAVE_PAUSE_SECONDS = 2.0
 # Seconds that a request for the status waits for what is being stored; less than an agent waits for an answer.
 STATUS_PATIENCE_SECONDS = 1.0
+# A turn that is not stored after so many seconds is told to the agents, which then save as if they heard nobody: they
+# take so long to find that, too.
+UNRECORDED_AFTER_SECONDS = 3.0
 # Seconds that an order of people and tools waits for its turn to be stored; less than they wait for an answer.
 ORDER_PATIENCE_SECONDS = 4.0
 # Least seconds between two timer turns, so that a wake-up time in the past does not burn a core.
@@ -176,8 +179,8 @@ class Driver:
         self.turns = 0
         # A note wants a turn.
         self._news = False
-        # A turn has changed the state but not stored it yet; requests for the status are answered at its end.
-        self._storing = False
+        # Since when a turn has changed the state but not stored it; requests for the status are answered at its end.
+        self._storing_since: float | None = None
         self._asked: asyncio.Future[Reply] | None = None
         self._alive_at = clock()
         # No turn begins before this time, unless the queue is full.
@@ -232,7 +235,9 @@ class Driver:
         )
 
     def _why_late(self) -> str:
-        return self.store_trouble or ("its store does not answer" if self._storing else "it has too much to do")
+        return self.store_trouble or (
+            "it has too much to do" if self._storing_since is None else "its store does not answer"
+        )
 
     def events(self) -> Any:
         """What happened, as of the last turn, oldest first; the same object while nothing has been added."""
@@ -243,7 +248,7 @@ class Driver:
 
         It does not wait for a slow store: after `STATUS_PATIENCE_SECONDS` it is what the present turn has decided.
         """
-        if self._storing and not self._stopping:
+        if self._storing_since is not None and not self._stopping:
             asked = self._asked = self._asked or asyncio.get_running_loop().create_future()
             # Shielded, so that one caller's timeout or hanging up does not cancel it for the others.
             await asyncio.wait([asked], timeout=STATUS_PATIENCE_SECONDS)
@@ -253,7 +258,7 @@ class Driver:
 
     def _end_storing(self, *, stored: bool) -> None:
         """Answers those who asked during the turn, before the next one changes anything."""
-        self._storing = False
+        self._storing_since = None
         self.turns += 1
         if self._asked is not None:
             self._asked.set_result(self._status() if stored else _REFUSED)
@@ -285,6 +290,10 @@ class Driver:
         if news:
             self._news = True
             self._arrived.set()
+        waits_since = self._storing_since
+        if isinstance(reply.message, control_pb2.Ack) and waits_since is not None:
+            # No order leaves before the turn is stored: who waits for one would wait as long as the store is away.
+            reply.message.unrecorded = now - waits_since > UNRECORDED_AFTER_SECONDS
         return reply
 
     def tell(self, event: StreamOpened | StreamClosed) -> asyncio.Future[Reply]:
@@ -358,7 +367,7 @@ class Driver:
         for entry in entries:
             entry.is_decided = True
         events = [entry.event for entry in entries] or [Tick()]
-        self._storing = True
+        self._storing_since = now
         try:
             self._state, replies = self._brain.handle_all(self._state, events, now)
             self._say_faults()
@@ -440,6 +449,9 @@ class Driver:
         self._alive_at = now
         if gap > self._held_up_after:
             log.warning("the master was held up for %.1f s", gap)
+            if self._storing_since is not None:
+                # The store may be there: nobody has looked meanwhile.
+                self._storing_since += gap
             self._brain.held_up(self._state, gap - self._held_up_after / 4, now)
             self._news = True
             self._arrived.set()

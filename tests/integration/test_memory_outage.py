@@ -17,7 +17,7 @@ from dalsegno.elastic.checkpoint import verify
 from tests.integration.test_hf_trainer import training as of_hf
 from tests.support.jobs import local_processes as processes
 from tests.support.jobs.cluster import Training, Undisturbed
-from tests.support.jobs.faults import Service, makers, noted_makers, run_directory
+from tests.support.jobs.faults import Service, makers, noted_makers, run_directory, volume
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -31,7 +31,7 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
     """Makes a job of two nodes with memory checkpoints whose master is a service, and ends all of it."""
     made: list[Service] = []
 
-    def make(steps: int, *, trainer: bool = False) -> Service:
+    def make(steps: int, *, trainer: bool = False, store: str = "") -> Service:
         one = of_hf(steps=steps)
         training = Training(one.script, steps, EVERY, extra=one.extra, needs_agent=True, preloaded=one.preloaded)
         options: dict[str, Any] = {
@@ -44,6 +44,7 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
             "agent_environment": noted_makers(),
             # What is forked begins without `sitecustomize`.
             "executed": 4,
+            "store": store,
         }
         made.append(Service(tmp_path / "job", **options))
         made[-1].start_master()
@@ -129,3 +130,27 @@ def test_the_master_is_back(jobs: Jobs, undisturbed: Undisturbed, how: str) -> N
     assert EVERY in made["agent"]
     assert max(made["agent"] - made["worker"]) > 5 * EVERY
     assert not [line for node in job.nodes for line in node.said() if "could not write" in line]
+
+
+@pytest.mark.full
+def test_the_store_is_full_while_the_master_is_heard(tmp_path: Path, jobs: Jobs, undisturbed: Undisturbed) -> None:
+    """It can order no writes, so the ranks save what `save_every` names; with the store back the agents write again."""
+    with volume(tmp_path / "store", 20) as room:
+        job = jobs(30 * EVERY, store=f"sqlite:///{tmp_path / 'store' / 'job.sqlite'}")
+        first = open_world(job)
+        room.fill()
+        wait_on_disk(job, 4 * EVERY)
+        assert job.master_pid() is not None, "the master lives"
+        room.clear()
+        job.wait_status(lambda said: said.head.step >= 4 * EVERY, "the commit of what was sealed meanwhile")
+        job.finish()
+        assert job.epoch() == first
+    job.assert_undisturbed(undisturbed)
+    job.assert_lost({})
+    made = makers(job)
+    assert 4 * EVERY in made["worker"]
+    assert max(made["agent"]) > 5 * EVERY
+    for node in job.nodes:
+        said = node.said()
+        assert len([line for line in said if "can record nothing, as its store is away" in line]) == 1
+        assert len([line for line in said if "the master records again" in line]) == 1

@@ -137,3 +137,26 @@ def test_silence_is_no_refusal() -> None:
     assert not hearing.unheard(100.0 + AWAY_AFTER_SECONDS, None, refused=False)
     assert hearing.unheard(100.1 + AWAY_AFTER_SECONDS, None, refused=False)
     assert hearing.contact == (False, False)
+
+
+def test_a_master_that_cannot_record_gives_no_orders() -> None:
+    """The ranks save to the disk as while it is not heard; all else of it goes on. One line for each time."""
+    agent = Agent().registered().running()
+    for time in (1, 2):
+        agent.hear(ev.RecordingChanged(False), ev.RecordingChanged(False))
+        assert agent.state.contact.up
+        assert agent.did(ev.TellWorkers)[-1] == ev.TellWorkers(drain=False, master_seen=False)
+        assert len([line for line in lines(agent) if "heard, but can record nothing" in line]) == time
+        agent.hear(ev.RecordingChanged(True))
+        assert agent.did(ev.TellWorkers)[-1].master_seen
+        assert len([line for line in lines(agent) if "records again" in line]) == time
+    assert not agent.did(ev.StopWorkers)
+
+
+def test_a_master_that_is_back_may_still_lack_its_store() -> None:
+    """It is heard before it says how it stands."""
+    agent = Agent().registered().running()
+    agent.hear(ev.RecordingChanged(False), ev.LinkChanged(False), ev.LinkChanged(True))
+    assert not agent.did(ev.TellWorkers)[-1].master_seen
+    agent.hear(ev.RecordingChanged(True))
+    assert agent.did(ev.TellWorkers)[-1].master_seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -74,3 +75,46 @@ def test_a_full_turn_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         assert brain.turns == [1, 2]
 
     played(scene)
+
+
+class Held(MemoryStore):
+    """Cannot be written until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = threading.Event()
+
+    def save(self, *arguments: Any) -> None:
+        assert self.free.wait(20)
+        super().save(*arguments)
+
+
+def test_who_is_heard_is_told_of_a_store_that_is_away() -> None:
+    """After some seconds in which the master ran; what follows from a sign of life is not recorded either."""
+
+    async def play() -> None:
+        brain, store = Slow(), Held()
+        driver = Driver(brain, store, lambda: None, clock=lambda: brain.now)
+        running = asyncio.create_task(driver.run())
+
+        async def hears(seconds: float) -> bool:
+            """Whether an agent learns of it then."""
+            brain.now += seconds
+            reply = await driver.call(pb.HeartbeatRequest())
+            return bool(reply.message.unrecorded)
+
+        assert not await hears(0.0)
+        joining = join(driver, 1)
+        while not brain.turns:
+            await asyncio.sleep(0)
+        assert not await hears(0.0)
+        assert not await hears(60.0), "it stood still"
+        told = [await hears(0.5) for _ in range(8)]
+        assert told == [False] * 6 + [True] * 2
+        store.free.set()
+        await joining
+        assert not await hears(0.5)
+        driver.stop()
+        await running
+
+    asyncio.run(play())
