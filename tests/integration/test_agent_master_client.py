@@ -38,6 +38,7 @@ class Servicer(control_pb2_grpc.ControlServicer):
         self.hold.set()
         self.streams: list[queue.SimpleQueue[pb.Directive | None]] = []
         self.watching: list[pb.Caller] = []
+        self.unrecorded = False
 
     def answer(self, method: str, request: Any, context: grpc.ServicerContext) -> pb.Ack:
         self.heard.append((method, request))
@@ -45,7 +46,7 @@ class Servicer(control_pb2_grpc.ControlServicer):
         self.hold.wait(10)
         if self.errors.get(method):
             context.abort(*self.errors[method].pop(0))
-        return pb.Ack(generation=self.generation)
+        return pb.Ack(generation=self.generation, unrecorded=self.unrecorded)
 
     def Register(self, request: pb.RegisterRequest, context: grpc.ServicerContext) -> pb.RegisterReply:
         self.answer("Register", request, context)
@@ -112,6 +113,7 @@ class Agent:
     def __init__(self, *addresses: str, token: str | None = None, places: MasterPlaces | None = None) -> None:
         self.events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.missing = 0
+        self.records: bool | None = None
         self.addresses = list(addresses)
         self.connector = Connector(lambda: self.addresses, lambda: Credentials(token), self._missed, places=places)
         self.client = MasterClient(
@@ -123,6 +125,7 @@ class Agent:
                 directed=lambda directive: self.events.put(("directed", directive)),
                 failed=lambda method, code, detail: self.events.put(("failed", (method, code, detail))),
                 link=lambda up, refused: self.events.put(("link", "refused" if refused else up)),
+                records=lambda records: setattr(self, "records", records),
                 broken=lambda detail: self.events.put(("broken", detail)),
             ),
         )
@@ -409,6 +412,20 @@ def test_only_the_newest_progress_counts(master: Master, agent: Agent) -> None:
     wait_for(lambda: len(master.servicer.of("Heartbeat")) >= 3, 4.0)
     assert master.servicer.of("Heartbeat")[-1].caller.epoch == 4
     assert agent.client.waiting() == 0
+
+
+def test_signs_of_life_tell_whether_the_master_records(master: Master, agent: Agent) -> None:
+    """Heartbeats and progress; it is heard all the while."""
+    agent.register()
+    agent.expect("directed")
+    wait_for(lambda: agent.records is True)
+    master.servicer.unrecorded = True
+    wait_for(lambda: agent.records is False)
+    agent.client.call("Leave", pb.LeaveRequest())
+    master.servicer.unrecorded = False
+    agent.client.call("ReportProgress", pb.ProgressRequest(step=1))
+    wait_for(lambda: agent.records is True)
+    assert "link" not in agent.told()
 
 
 def test_the_master_is_killed_and_comes_back(master: Master, agent: Agent) -> None:
