@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -117,9 +118,9 @@ def _beside_adapters(trainer: Any) -> list[str]:
     beside = [(name, one) for name, one in trained if not set(adapters).intersection(name.split("."))]
     if not beside:
         return []
-    from peft import get_peft_model_state_dict
-
-    files = [get_peft_model_state_dict(model, adapter_name=name) for name in adapters]
+    # Whose model it is has been imported; we do without PEFT otherwise.
+    state_of = sys.modules["peft"].get_peft_model_state_dict
+    files = [state_of(model, adapter_name=name) for name in adapters]
     saved = {tensor.data_ptr() for file in files for tensor in file.values()}
     return [name for name, one in beside if one.data_ptr() not in saved]
 
