@@ -59,6 +59,19 @@ def refuse_losses(trainer: Any, *, fixed_micro_batch: bool) -> None:
             )
 
 
+def refuse_unweighed(micro: Any) -> None:
+    """Refuses a step's last micro-batch if nobody has asked for the weight of any loss of the step.
+
+    Raises:
+        ValueError: Nobody has.
+    """
+    if micro.batch is not None and not micro.batch.scaled:
+        raise ValueError(
+            "training_step computes its loss by itself, so that nothing weighs it, and the gradients would depend on "
+            "the number of ranks: call self.compute_loss(model, inputs) in it, or its super()'s"
+        )
+
+
 def refuse_world(trainer: Any, ranks: int) -> None:
     """Refuses what a world of so many ranks would not survive.
 

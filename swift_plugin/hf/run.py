@@ -24,7 +24,7 @@ from dalsegno.elastic.training.findings import OURS, loads_anywhere
 from dalsegno.elastic.training.memory import MemorySaves
 from dalsegno.elastic.training.saves import save_at_last
 
-from . import checkpoints, data
+from . import checkpoints, data, refusals
 from .checkpoints import Arriving, TrainerWrite, Unfinished
 from .held import TrainersState
 from .known_writers import nobody_looks, writes_as_known
@@ -86,6 +86,7 @@ class ElasticRun:
         self.output_dir = Path(args.output_dir)
         self.batch: Batch[Any] | None = None
         self.micro: MicroBatch[Any] | None = None
+        self._weighs = False
         self._micros: Iterator[MicroBatch[Any]] = iter(())
         self.unfinished: Unfinished | None = None
         self.draining = self.epoch_ended = self.finished = self.stopped = self.any_optimizer = False
@@ -163,16 +164,15 @@ class ElasticRun:
         """Notes that the micro-batch was computed, with its backward pass.
 
         Raises:
-            ValueError: Nobody asked for the weight of any loss of the step.
+            ValueError: In the first step nobody asked for the weight of any loss.
         """
         if self.micro is not None and self.micro.is_last:
             for _ in self._micros:
                 raise RuntimeError("a step has more micro-batches than its last one")
-            if self.micro.batch is not None and not self.micro.batch.scaled:
-                raise ValueError(
-                    "training_step computes its loss by itself, so that nothing weighs it, and the gradients would "
-                    "depend on the number of ranks: call self.compute_loss(model, inputs) in it, or its super()'s"
-                )
+            if not self._weighs:
+                # Later ones may leave a batch out: who weighs at all has shown it by then.
+                refusals.refuse_unweighed(self.micro)
+                self._weighs = True
         self.micro = None
 
     def stepping(self) -> None:
