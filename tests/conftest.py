@@ -137,7 +137,8 @@ def own_process_state() -> Iterator[None]:
 
     Commands that it runs here set up logging, and urllib keeps the proxies that it found first. gRPC's asyncio has a
     thread until the last of its objects is collected, and says a line on standard error at each fork beside that. What
-    ranks call before they train is noted for the process, whose first training ends that.
+    ranks call before they train is noted for the process, whose first training ends that. And a process has one
+    session, which tests leave as scripts do.
     """
     if noted := sys.modules.get("dalsegno.elastic.rank.way_in"):
         vars(noted.way_in).update(vars(noted.WayIn()))
@@ -153,6 +154,9 @@ def own_process_state() -> Iterator[None]:
         logger.propagate = propagate
         logger.handlers[:] = handlers
     urllib.request.install_opener(None)  # as at the start
+    if opened := sys.modules.get("dalsegno.elastic.training.entry"):
+        while opened._sessions:
+            opened._sessions.pop().close()
 
 
 @pytest.fixture

@@ -140,8 +140,8 @@ def move(
 
 
 def is_begun() -> bool:
-    """Whether this process has a session."""
-    return bool(_sessions)
+    """Whether this process has a session that is not over."""
+    return bool(_sessions) and (is_unopened(_sessions[0]) or not _sessions[0].closed)
 
 
 def refused_together() -> AbstractContextManager[None]:

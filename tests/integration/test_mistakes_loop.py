@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from dalsegno.elastic import session
-from dalsegno.elastic.training import entry
 from tests.support.pages.mistakes import Comes, brings
 
 
@@ -38,13 +36,6 @@ class Script:
             micro.scale(self.loss(micro.data)).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-
-@pytest.fixture(autouse=True)
-def process() -> Iterator[None]:
-    yield
-    while entry._sessions:
-        entry._sessions.pop().close()
 
 
 def step_inside(script: Script, batch: Any) -> None:

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dalsegno.elastic import Session, session
 from dalsegno.elastic.script.engine import check_sizes
-from dalsegno.elastic.training import entry
 
 
 class Stream(IterableDataset[Tensor]):
@@ -63,8 +62,6 @@ class Script:
 @pytest.fixture(autouse=True)
 def process() -> Iterator[None]:
     yield
-    while entry._sessions:
-        entry._sessions.pop().close()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -28,13 +28,6 @@ class Stream(IterableDataset[Tensor]):
         return iter(ROWS)
 
 
-@pytest.fixture(autouse=True)
-def process() -> Iterator[None]:
-    yield
-    while entry._sessions:
-        entry._sessions.pop().close()
-
-
 def test_a_rank_alone_waits_for_gloos_threads_at_its_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has them as soon as its model is wrapped. Without an agent nothing else ends it without meeting them."""
     waits: list[bool] = []

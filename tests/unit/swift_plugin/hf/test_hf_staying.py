@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dalsegno.elastic import session
 from dalsegno.swift_plugin.hf import staying
 from dalsegno.swift_plugin.hf.options import from_environment
 
@@ -30,7 +31,17 @@ Trainer.__module__ = "transformers.trainer"
 
 
 def test_a_plain_trainer_may_stay() -> None:
+    with session():
+        pass  # another run of a script without dlrover-run, which is over
     staying.refuse(Trainer(), "ddp")
+
+
+def test_a_session_that_the_script_has_opened_before() -> None:
+    with (
+        session(),
+        pytest.raises(ValueError, match="stay=True with a session that the script has opened by itself, perhaps"),
+    ):
+        staying.refuse(Trainer(), "ddp")
 
 
 @pytest.mark.parametrize(
@@ -52,7 +63,7 @@ def test_arguments_that_it_must_not_have(name: str, value: Any) -> None:
         staying.refuse(Trainer(**{name: value}), "ddp")
 
 
-def test_what_else_it_must_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_else_it_must_not_have() -> None:
     with pytest.raises(ValueError, match="stay=True with deepspeed-zero-1, whose engine fits one number of ranks"):
         staying.refuse(Trainer(), "deepspeed-zero-1")
     trainer = Trainer()
@@ -63,9 +74,6 @@ def test_what_else_it_must_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.accelerator.scaler = object()
     with pytest.raises(ValueError, match="stay=True with fp16"):
         staying.refuse(trainer, "ddp")
-    monkeypatch.setattr(staying, "is_begun", lambda: True)
-    with pytest.raises(ValueError, match="a session that the script has opened by itself"):
-        staying.refuse(Trainer(), "ddp")
     with pytest.raises(ValueError, match="create_accelerator_and_postprocess of Own"):
         staying.refuse(Own(), "ddp")
 
