@@ -28,8 +28,8 @@ __all__ = (
     "WriteOrder",
     "best_in_memory",
     "cannot_write",
+    "due",
     "durable",
-    "not_there",
     "on_disk",
     "orders",
     "owed",
@@ -162,21 +162,15 @@ def is_due(job: Job, step: HeldStep) -> bool:
 def owed(state: State) -> HeldStep | None:
     """What is to come to the disk before the job ends, or None: what the run goes on from, if that is in memory alone.
 
-    Then the newest step that the ranks want there, where somebody has each part of it; then what was the best.
+    Then what was the best.
     """
-    job, held = state.job, state.live.held
-    record = checkpoints.in_memory_alone(job)
-    if record is not None:
-        return held.step(record)
-    due = held.newest_first() if job.phase.has_workers else ()
-    newest = next((step for step in due if is_due(job, step) and is_there(job, step)), None)
-    return newest or best_in_memory(state)
+    record = checkpoints.in_memory_alone(state.job)
+    return state.live.held.step(record) if record is not None else best_in_memory(state)
 
 
-def not_there(state: State) -> HeldStep | None:
-    """The newest step that the ranks of the last world want on the disk, if some part of it is nowhere; or None."""
-    newest = next((step for step in state.live.held.newest_first() if is_due(state.job, step)), None)
-    return newest if newest is not None and not is_there(state.job, newest) else None
+def due(state: State) -> HeldStep | None:
+    """The newest step that the ranks of the last world want on the disk, if it is not there; or None."""
+    return next((step for step in state.live.held.newest_first() if is_due(state.job, step)), None)
 
 
 def best_in_memory(state: State) -> HeldStep | None:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import durable, memory, running, waits
+from . import checkpoints, durable, memory, running, waits
 from .checkpoints import in_memory_alone, resume_point
-from .state import Checkpoint, Ending, Node
+from .state import Checkpoint, Ending, Node, Phase
 from .turn import Turn, names
 
-__all__ = ("awaits", "finishes", "goes_back", "is_under_way", "put_off")
+__all__ = ("awaits", "is_under_way", "put_off", "settles")
 
 # A step that nobody can write is tried again for so long, as the ranks do with the last one of all.
 GIVEN_UP_AFTER_SECONDS = 600.0
@@ -56,36 +56,38 @@ def awaits(turn: Turn) -> bool:
     return is_on_its_way(turn, turn.live.phase_heard, "before the job ends")
 
 
-def finishes(turn: Turn) -> bool:
-    """Whether all ranks have finished, and what they wanted on the disk, or began from, is still written there."""
+def settles(turn: Turn) -> bool:
+    """Ends the epoch of ranks that have all finished, once it is known what becomes of what they wanted on the disk.
+
+    If it is lost with the nodes that held it the run goes on from what is left, as behind a crash: what the ranks have
+    made since is made again. If no node can write it the job fails, as where ranks cannot save their last step.
+    """
     if turn.open.finished_at is None:
         turn.open.finished_at = turn.heard
-    return is_on_its_way(turn, turn.open.finished_at, "as the ranks have finished") or is_to_be_found(turn)
-
-
-def is_to_be_found(turn: Turn) -> bool:
-    """Whether what the ranks wanted on the disk may still be found, although nobody is known to hold all of it."""
-    step = durable.not_there(turn.state)
-    if step is None or memory.is_gone(turn, step.record):
+    last = last_save(turn)
+    if last is not None and memory.lost(turn, last):
+        running.unplanned(turn)
+        return True
+    if is_on_its_way(turn, turn.open.finished_at, "as the ranks have finished"):
         return False
-    waits.say(turn, "end", f"waiting for nodes that have {step.record.name}, as the ranks have finished")
+    newest = resume_point(turn.job)
+    if last is not None and (newest is None or newest.age < last.age):
+        running.end(turn, Phase.FAILED, f"the ranks have finished, but no node could write {last.name} to the disk")
+    else:
+        running.finish(turn)
     return True
 
 
-def goes_back(turn: Turn) -> bool:
-    """Whether the last save of ranks that have finished is lost with the nodes that held it. Then the run goes on.
+def last_save(turn: Turn) -> Checkpoint | None:
+    """What the ranks wanted on the disk last, if it is not there. It is on the record from then on.
 
-    It does so from what is left, as behind a crash: what the ranks have made since is made again.
+    So a master that comes after all who held it are gone knows of it.
     """
-    step = durable.not_there(turn.state)
-    if step is None:
-        return False
-    running.unplanned(turn)
-    # It is on no record: where a leaver has brought it to the disk after all, it still counts.
-    del turn.live.held.steps[step.record.digest]
-    memory.adopt(turn)
-    memory.say_given_up(turn, step.record, memory.GONE)
-    return True
+    step = durable.due(turn.state)
+    if step is not None:
+        checkpoints.put_newer(turn, step.record)
+    record = in_memory_alone(turn.job)
+    return record if record is not None and record.epoch == turn.job.epoch else None
 
 
 def is_on_its_way(turn: Turn, since: float, when: str) -> bool:

@@ -138,11 +138,7 @@ def end_of_epoch(turn: Turn) -> bool:
         unplanned(turn)
         return True
     if parts == {MemberState.FINISHED}:
-        if beside.holds(turn, ready=True) or ending.finishes(turn):
-            return False
-        if not ending.goes_back(turn):
-            finish(turn)
-        return True
+        return not beside.holds(turn, ready=True) and ending.settles(turn)
     if parts <= {MemberState.DRAINED, MemberState.FINISHED, MemberState.LEFT}:
         regroup(turn)
         return True

@@ -199,7 +199,11 @@ def test_a_finished_job_waits_ten_minutes_for_a_disk() -> None:
         node.finished(20)
         node.durable("no space left on device")
     job.wait(ASKED_AGAIN_SECONDS + 1)
-    in_vain(job, nodes, made, Phase.RUNNING, Phase.SUCCEEDED)
+    in_vain(job, nodes, made, Phase.RUNNING, Phase.FAILED)
+    assert nodes[0].directive.finish.message == NOT_WRITTEN
+
+
+NOT_WRITTEN = "the ranks have finished, but no node could write step-20.e1.1 to the disk"
 
 
 def test_a_node_that_is_lost_as_the_others_write_takes_nothing_with_it() -> None:
@@ -270,6 +274,25 @@ def test_a_run_of_which_the_last_save_goes_with_its_nodes_is_not_finished(count:
     assert job.phase is Phase.SUCCEEDED
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_run_of_which_the_last_save_goes_with_its_master_and_its_nodes_is_not_finished(count: int) -> None:
+    """A power cut: the next master hears of that save from nobody."""
+    job, nodes, _ = finished(count)
+    for node in nodes:
+        node.hang_up()
+    job.restart()
+    job.wait(40)
+    assert job.phase is not Phase.SUCCEEDED
+    late = newcomer(job)
+    job.wait(20)
+    assert GONE in job.notices
+    joins(job, late)
+    job.wait(10)
+    assert late.directive.run.resume.source.step == 10
+    late.finished(20)
+    assert job.phase is Phase.SUCCEEDED
+
+
 def test_what_its_nodes_brought_to_the_disk_after_all_counts() -> None:
     """The last of them sealed it, and no master heard of that."""
     job, nodes, made = finished(1)
@@ -303,7 +326,7 @@ def test_who_has_all_of_the_last_save_writes_it_although_another_node_never_tell
     returns(job, *nodes)
     nodes[0].holds(made, 0, 1, wanted=True)
     nodes[0].has_told_all()
-    assert orders(nodes[:1]) == [NOTHING]
+    assert orders(nodes[:1]) == [("step-20", [0, 1], False)]
     if gone:
         nodes[1].hang_up()
         job.wait(10)
@@ -314,7 +337,8 @@ def test_who_has_all_of_the_last_save_writes_it_although_another_node_never_tell
     job.wait(GIVEN_UP_AFTER_SECONDS - 5)
     assert job.phase is Phase.RUNNING
     job.wait(20)
-    assert job.phase is Phase.SUCCEEDED
+    assert job.phase is Phase.FAILED
+    assert nodes[0].directive.finish.message == NOT_WRITTEN
 
 
 def test_a_silent_node_is_waited_for_that_may_have_the_last_save() -> None:
