@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+import warnings
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -181,7 +182,7 @@ def check_script(name: str, *, module: bool, no_python: bool) -> None:
         name: Name of a file, of a module (`-m`), or of a program (`--no-python`).
 
     Raises:
-        ScriptError: there is nothing to run.
+        ScriptError: there is nothing to run, or it is no Python.
     """
     if no_python:
         if shutil.which(name) is None:
@@ -203,6 +204,24 @@ def check_script(name: str, *, module: bool, no_python: bool) -> None:
         raise ScriptError(f"the script {name} is not a file: workers are started again, and each start reads it anew")
     elif not os.access(name, os.R_OK):
         raise ScriptError(f"the script {name} cannot be read")
+    if no_python or os.environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
+        return  # another Python may have another grammar
+    source = module_file(name) if module else main_file(name)
+    if source is not None and _is_readable(source):
+        _check_grammar(source)
+
+
+def _check_grammar(source: Path) -> None:
+    """Without this each worker of each node would fail, and be started again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python says it again when it runs the script
+        try:
+            compile(source.read_bytes(), source, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            where = f"{source}, line {error.lineno}" if error.lineno else source
+            raise ScriptError(f"the script is no Python ({where}): {error.msg}") from error
+        except (OSError, ValueError, RecursionError, MemoryError):
+            pass  # Python says what it makes of it
 
 
 def asks_for_universal(arguments: Sequence[str]) -> bool:

@@ -237,3 +237,41 @@ def test_what_is_no_script_is_refused(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ScriptError, match=r"without a __main__\.py|is not a file: workers are started again"):
         check_script(str(tmp_path / name), module=False, no_python=False)
+
+
+BROKEN = b"def step(batch:\n    pass\n"
+
+
+def test_what_is_no_python_is_refused_before_a_worker_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another Python nothing is known, nor of a program."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad").mkdir()
+    for path in (Path("bad.py"), Path("bad", "__main__.py")):
+        path.write_bytes(BROKEN)
+    for name, module in (("bad.py", False), ("bad", False), ("bad", True)):
+        with pytest.raises(
+            ScriptError, match=r"^the script is no Python \(bad.*\.py, line 1\): '\(' was never closed$"
+        ):
+            check_script(name, module=module, no_python=False)
+    Path("bad.py").chmod(0o755)
+    check_script("./bad.py", module=False, no_python=True)
+    monkeypatch.setenv("PYTHON_EXEC", "/usr/bin/another")
+    check_script("bad.py", module=False, no_python=False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"# coding: latin-1\nname = '\xe9'\n",
+        b"\xef\xbb\xbfprint()\r\n",
+        b"assert (1, 'always')\nname = '\\d'\n",  # Python warns of both
+        b"",
+    ],
+    ids=["latin-1", "with a mark", "warned of", "empty"],
+)
+def test_what_python_runs_is_not_refused(tmp_path: Path, text: bytes) -> None:
+    script = tmp_path / "train.py"
+    script.write_bytes(text)
+    check_script(str(script), module=False, no_python=False)
