@@ -315,6 +315,17 @@ def crash_master(sim: Simulation) -> None:
     sim.master.crash()
 
 
+def power_cut(sim: Simulation) -> None:
+    """All nodes at once, perhaps with the master; others come."""
+    if sim.ledger.success is None:
+        sim.trace("fault", "power_cut")
+        for agent in sim.living():
+            agent.kill()
+            sim.clock.after(sim.random.uniform(0.1, 20.0), sim.start_later)
+        if sim.random.random() < 0.5:
+            crash_master(sim)
+
+
 def leaver_is_gone(sim: Simulation, code: int) -> None:
     """An agent has ended. In some schedules the master forgets what it had said."""
     if sim.plan.forgetful and code in (ev.EXIT_LEFT, ev.EXIT_LEFT_UNSAVED):

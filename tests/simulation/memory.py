@@ -24,8 +24,10 @@ SHARE = 0.35
 WALLED = 0.15
 # And in how many of these the master dies when a leaver is gone.
 FORGETFUL = 0.5
-# In how many of all all nodes leave while the disk is full and no master is heard.
+# In how many of all, all nodes leave while the disk is full and no master is heard.
 UNHEARD = 0.15
+# In how many the ranks finish right behind their last save, which is in memory alone then.
+HASTY = 0.25
 # A part takes so long to another node, seconds, and so many at a time are fetched; and in how many schedules, and how
 # long, where that is slow.
 TRANSFER = (0.01, 1.0)
@@ -54,6 +56,7 @@ def memory_of(plan: Plan) -> None:
     plan.forgetful = plan.walled and random.random() < FORGETFUL
     if random.random() < UNHEARD:
         plan.happenings = sorted([*plan.happenings, (random.uniform(4.0, plan.fault_time), "leave_unheard")])
+    plan.hasty = random.random() < HASTY
 
 
 @dataclass

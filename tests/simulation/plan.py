@@ -150,6 +150,8 @@ class Plan:
     walled: bool = False
     # The master dies when a leaver is gone, and with it what that had said.
     forgetful: bool = False
+    # The ranks finish behind a last save that is in memory alone.
+    hasty: bool = False
     # Ranks load from memory what lies in their node's place; or so they say, and they fail without the rest.
     by_place: bool = False
     reads_all: bool = False

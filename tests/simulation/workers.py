@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from dalsegno.agent.decisions import events as ev
 from dalsegno.protos import control_pb2, worker_pb2
 
+from . import faults
 from .disk import Sealed, digest_of
 from .flights import Flight
 from .memory import remember
@@ -18,6 +19,9 @@ from .syncs import DrainSave, outlasts_notice, patience
 if TYPE_CHECKING:
     from .agents import SimAgent
     from .world import Simulation
+
+# In how many of the schedules where the last save is in memory alone all nodes are killed behind it.
+CUT_AT_THE_END = 0.4
 
 
 class Group:
@@ -384,8 +388,9 @@ class Collective:
         return bool(self.sim.plan.memory_every) and all(group.to_memory or not group.drain for group in groups)
 
     def _goes_through_memory(self) -> bool:
-        """The agents bring it to the disk, while they hear a master; not the last one."""
-        return bool(self.sim.plan.memory_every) and self.step < self.sim.plan.steps and not self.unheard
+        """The agents bring it to the disk, while they hear a master; the last one if the ranks do not wait for it."""
+        plan = self.sim.plan
+        return bool(plan.memory_every) and (self.step < plan.steps or plan.hasty) and not self.unheard
 
     def _owes(self) -> bool:
         """The master's silence begins, and what it was to have brought to the disk is not there."""
@@ -566,6 +571,8 @@ class Collective:
     def _end(self) -> None:
         """The script's training reached its end; the last step is saved."""
         self.sim.trace("workers", "epoch {} finished at step {}", self.epoch, self.step)
+        if self.sim.plan.hasty and not self.sim.plan.shells and self.sim.random.random() < CUT_AT_THE_END:
+            self.sim.clock.after(self.sim.random.uniform(0.0, 2.0), faults.power_cut, self.sim)
         hanging = None
         if self.sim.ends_hang:
             self.sim.ends_hang -= 1

@@ -41,6 +41,24 @@ def forgets_that_it_is_over(original: Any) -> Any:
     return recover
 
 
+def keeps_no_record_of_the_end(original: Any) -> Any:
+    """Only a master that has heard of the last save knows of it."""
+
+    def last_save(turn: Turn) -> Checkpoint | None:
+        step = durable.due(turn.state)
+        return None if step is None else step.record
+
+    return last_save
+
+
+def waits_for_the_end_all_the_same(original: Any) -> Any:
+    def owed(state: State) -> HeldStep | None:
+        step: HeldStep | None = durable.due(state) or original(state)
+        return step
+
+    return owed
+
+
 def takes_what_is_nowhere(original: Any) -> Any:
     def is_there(job: Job, step: HeldStep) -> bool:
         return any(step.holders.values())
@@ -306,6 +324,14 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             fetches_what_lies_in_its_place,
             "nodes have what is loaded",
             suits=lambda plan: bool(plan.lengths),
+        ),
+        plant(
+            ending,
+            "last_save",
+            keeps_no_record_of_the_end,
+            "the end is saved",
+            also=((durable, "owed", waits_for_the_end_all_the_same),),
+            suits=lambda plan: plan.hasty,
         ),
         plant(
             Gathering,
