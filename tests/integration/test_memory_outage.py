@@ -31,7 +31,7 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
     """Makes a job of two nodes with memory checkpoints whose master is a service, and ends all of it."""
     made: list[Service] = []
 
-    def make(steps: int, *, trainer: bool = False, store: str = "") -> Service:
+    def make(steps: int, *, trainer: bool = False, store: str = "", **environment: str) -> Service:
         one = of_hf(steps=steps)
         training = Training(one.script, steps, EVERY, extra=one.extra, needs_agent=True, preloaded=one.preloaded)
         options: dict[str, Any] = {
@@ -41,7 +41,7 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
             "universal": False,
             "script_flags": ("--memory-every=3",),
             "agent_flags": ("--memory-replicas=1", "--quiet-time=60", "--keep-checkpoints=0"),
-            "agent_environment": noted_makers(),
+            "agent_environment": {**noted_makers(), **environment},
             # What is forked begins without `sitecustomize`.
             "executed": 4,
             "store": store,
@@ -154,3 +154,34 @@ def test_the_store_is_full_while_the_master_is_heard(tmp_path: Path, jobs: Jobs,
         said = node.said()
         assert len([line for line in said if "can record nothing, as its store is away" in line]) == 1
         assert len([line for line in said if "the master records again" in line]) == 1
+
+
+@pytest.mark.full
+def test_a_power_cut_takes_the_last_save_of_ranks_that_have_finished(
+    tmp_path: Path, jobs: Jobs, undisturbed: Undisturbed
+) -> None:
+    """It was in memory alone, as the disk was full. The next start is not told that nothing is left to do."""
+    with volume(tmp_path / "job" / "checkpoints", 64) as disk:
+        job = jobs(3 * EVERY, DALSEGNO_TEST_LEAVES=str(2 * EVERY))
+        first = open_world(job)
+        disk.fill()
+        text = f"step-{2 * EVERY}.e{first}"
+        job.wait_for(
+            lambda: any("as the ranks have finished" in line and text in line for line in said(job)), "the end"
+        )
+        send(job, signal.SIGKILL)
+        for node in job.alive():
+            job.kill_node(node)
+        disk.clear()
+        start_next_master(job)
+        del job.agent_environment["DALSEGNO_TEST_LEAVES"]
+        job.start("a", "b")
+        second = job.wait_world(2, after=first)
+        assert job.first_step(second) == EVERY + 1
+        job.finish()
+        job.assert_undisturbed(undisturbed)
+
+
+def said(job: Service) -> list[str]:
+    """Lines of all nodes."""
+    return [line for node in job.nodes for line in node.said()]

@@ -15,6 +15,7 @@ before what is to happen to it has happened, however busy the machine is. In the
     DALSEGNO_TEST_STANDS    where that long step stands still: `behind` the optimizer's step (as it is said nowhere), or
                             `before` it, with the gradients of all ranks, or with those of this rank alone: `backward`;
                             in an `evaluation` by a Trainer of transformers, of which each batch counts as a step
+    DALSEGNO_TEST_LEAVES    the loop is left right behind the save of this step, and the session finished
     DALSEGNO_TEST_SYNC      seconds that the disk takes to sync the model's file; `<file>=<seconds>` for another one.
                             Until `hurry`
     DALSEGNO_TEST_BEST      the step that is the best one by a tracked metric; until it, no other one is any good
@@ -160,6 +161,20 @@ def hold_saves() -> None:
         return plain(self, write_and_hold, **options)
 
     Session.save = save  # type: ignore[method-assign]
+
+
+def leave_behind(step: int) -> None:
+    """As a script does that finds its loss good enough as the next step begins."""
+    plain = Session.steps
+
+    def steps(self: Session, *arguments: Any, **options: Any) -> Iterator[Any]:
+        for batch in plain(self, *arguments, **options):
+            if batch.step > step:
+                self.finish()
+                return
+            yield batch
+
+    Session.steps = steps  # type: ignore[method-assign]
 
 
 class Held:
@@ -346,6 +361,8 @@ def main() -> None:
     kept = start_children() if os.environ.get("DALSEGNO_TEST_CHILDREN") else None
     slow_down(next(int(flag.partition("=")[2]) for flag in sys.argv if flag.startswith("--steps=")))
     save_in_background() if os.environ.get("DALSEGNO_TEST_BACKGROUND") else hold_saves()
+    if os.environ.get("DALSEGNO_TEST_LEAVES"):
+        leave_behind(int(os.environ["DALSEGNO_TEST_LEAVES"]))
     if os.environ.get("DALSEGNO_TEST_BEST"):
         measure(int(os.environ["DALSEGNO_TEST_BEST"]))
     if os.environ.get("DALSEGNO_TEST_LOADERS"):
