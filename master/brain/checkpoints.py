@@ -132,16 +132,18 @@ def put_commit(turn: Turn, record: Checkpoint) -> None:
 def record_written(turn: Turn, record: Checkpoint, by: str, *, candidate: bool = False) -> None:
     """Records what nodes have written to the disk, out of their memory, for the ranks of the last epoch.
 
-    Steps are committed in order: what comes after a newer one does not count, and its files may be deleted. What comes
-    after its epoch is found when nodes join (`note_late`). Only a candidate, which others name, counts all the same.
+    What comes after something newer on the disk does not count, and its files may be deleted. Behind what is newer and
+    in memory alone it counts: that may be lost. What comes after its epoch is found when nodes join (`note_late`). Only
+    a candidate, which others name, counts all the same.
     """
     job = turn.job
     record = replace(record, parts=0, layout=(), unseen=by)
-    if record.epoch == job.epoch and record.step > job.checkpoints.last_step(job.epoch):
+    newest, of_this = newest_on_disk(job), record.epoch == job.epoch
+    if of_this and record.step > job.checkpoints.last_step(job.epoch):
         put_commit(turn, record)
-    elif candidate:
+    elif candidate or (of_this and (newest is None or newest.age < record.age)):
         now_on_disk(turn, record, by)
-    elif record.epoch == job.epoch and len(job.late) < LATE_KEPT and record.name not in {one.name for one in job.late}:
+    elif of_this and len(job.late) < LATE_KEPT and record.name not in {one.name for one in job.late}:
         job.late = (*job.late, record)
 
 
@@ -149,7 +151,7 @@ def now_on_disk(turn: Turn, record: Checkpoint, by: str) -> None:
     """What was in memory alone is a commit like others now, but not the newest one."""
     became = "committed" if turn.job.checkpoint(record.digest) is None else "on the disk"
     turn.note(Kind.COMMITTED, f"{record.name} is {became}", step=record.step, checkpoint=record.name)
-    turn.job.checkpoints.put(replace(record, parts=0, layout=(), unseen=by))
+    turn.job.checkpoints.put_in_order(replace(record, parts=0, layout=(), unseen=by))
     fulfil_order(turn, record)
     turn.live.committed = turn.heard
     retire_old(turn)
@@ -281,8 +283,9 @@ def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], by: No
     """
     job = turn.job
     forms, late = [], []
+    deleted = {record.digest for record in job.late}  # or about to be
     for message in sorted(inventory, key=lambda message: message.step):
-        if message.run_id != job.run_id or message.in_memory:
+        if message.run_id != job.run_id or message.in_memory or message.ref.digest in deleted:
             continue
         if message.form == control_pb2.FORM_UNIVERSAL:
             forms.append(message)

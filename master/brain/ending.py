@@ -66,6 +66,7 @@ def settles(turn: Turn) -> bool:
         turn.open.finished_at = turn.heard
     last = last_save(turn)
     if last is not None and memory.lost(turn, last):
+        turn.open.top_step = max(turn.open.top_step, last.step)  # another master was told of it
         running.unplanned(turn)
         return True
     if is_on_its_way(turn, turn.open.finished_at, "as the ranks have finished"):

@@ -194,7 +194,7 @@ class Nodes(Table[Node]):
 
 
 class Checkpoints:
-    """The run's committed checkpoints by digest, in the order of their commits."""
+    """The run's committed checkpoints by digest, in the order of their commits: what is newer comes last."""
 
     __slots__ = ("_head", "_in_memory", "_of_epoch", "_retired", "table")
 
@@ -270,6 +270,15 @@ class Checkpoints:
             self._book()
         else:
             self._note(record)
+
+    def put_in_order(self, record: Checkpoint) -> None:
+        """`put` where newer ones may be there: they come behind it, as where all of them are read from the store."""
+        newer = [] if record.digest in self.table else [known for known in self if known.age > record.age]
+        for known in newer:
+            self.table.drop(known.digest)
+        self.put(record)
+        for known in newer:
+            self.table.put(known.digest, known)
 
     def drop(self, digest: str) -> None:
         if self.table.drop(digest) is not None:

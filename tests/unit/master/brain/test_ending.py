@@ -289,8 +289,35 @@ def test_a_run_of_which_the_last_save_goes_with_its_master_and_its_nodes_is_not_
     joins(job, late)
     job.wait(10)
     assert late.directive.run.resume.source.step == 10
+    late.step(11)
+    assert job.job.history[-1].lost_steps == 10
     late.finished(20)
     assert job.phase is Phase.SUCCEEDED
+
+
+def test_what_comes_to_the_disk_behind_a_newer_step_that_is_in_memory_alone_counts() -> None:
+    """That one may be lost: the run then goes back to it, and its files stay."""
+    job, nodes = started(2)
+    nodes[0].step(20)
+    older = wanted(job, nodes, 10)
+    newer = wanted(job, nodes, 20)
+    for node in nodes:
+        node.finished(20)
+    for part, node in enumerate(nodes):
+        job.call(pb.DurableRequest(caller=node.caller(), ref=older.ref, parts=[part]))
+    job.call(pb.DurableRequest(caller=nodes[0].caller(), ref=older.ref))
+    assert [record.step for record in job.job.checkpoints] == [10, 20]
+    assert job.job.checkpoints.head.digest == newer.ref.digest
+    for node in nodes:
+        node.hang_up()
+    late = newcomer(job)
+    job.wait(40)
+    older.in_memory = False
+    joins(job, late, sees=older)
+    job.wait(10)
+    assert late.directive.run.resume.source.step == 10
+    assert not job.job.late
+    assert not late.directive.prune
 
 
 def test_what_its_nodes_brought_to_the_disk_after_all_counts() -> None:
