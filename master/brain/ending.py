@@ -82,13 +82,13 @@ def settles(turn: Turn) -> bool:
 def last_save(turn: Turn) -> Checkpoint | None:
     """What the ranks wanted on the disk last, if it is not there. It is on the record from then on.
 
-    So a master that comes after all who held it are gone knows of it.
+    So a master that comes after all who held it are gone knows of it. Ranks that have saved nothing themselves began
+    from it, perhaps with no step left to make.
     """
     step = durable.due(turn.state)
     if step is not None:
         checkpoints.put_newer(turn, step.record)
-    record = in_memory_alone(turn.job)
-    return record if record is not None and record.epoch == turn.job.epoch else None
+    return in_memory_alone(turn.job)
 
 
 def is_on_its_way(turn: Turn, since: float, when: str) -> bool:

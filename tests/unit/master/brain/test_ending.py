@@ -382,8 +382,8 @@ def test_a_silent_node_is_waited_for_that_may_have_the_last_save() -> None:
     assert job.phase is Phase.SUCCEEDED
 
 
-def test_what_nobody_has_any_more_holds_no_end_up() -> None:
-    """The world began from it, and made no other save; its only holder has finished and is gone."""
+def test_a_run_of_which_the_last_world_began_from_what_is_lost_is_not_finished() -> None:
+    """It made no other save, and its only holder has finished and is gone."""
     job, nodes = started(2)
     made = in_memory(job, 20)
     nodes[0].holds(made, 0)
@@ -398,8 +398,11 @@ def test_what_nobody_has_any_more_holds_no_end_up() -> None:
     assert job.phase is Phase.RUNNING
     nodes[1].hang_up()
     job.wait(45)
-    assert job.phase is Phase.SUCCEEDED
     assert f"{made.ref.name} was in memory only, and the nodes that held a part of it are gone" in job.notices
+    joins(job, nodes[0])
+    job.wait(2)
+    assert job.phase is Phase.RUNNING
+    assert not nodes[0].directive.run.HasField("resume")
 
 
 # ---- the best checkpoint, which is not the newest ------------------------------------------------------------------
