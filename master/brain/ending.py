@@ -22,8 +22,6 @@ __all__ = ("awaits", "is_under_way", "put_off", "settles")
 
 # A step that nobody can write is tried again for so long, as the ranks do with the last one of all.
 GIVEN_UP_AFTER_SECONDS = 600.0
-# Nodes that are there have so long to say all that they hold, before there is nothing that is waited for.
-TOLD_WITHIN_SECONDS = 10.0
 
 
 def put_off(turn: Turn, message: str, *, notice: bool) -> bool:
@@ -118,7 +116,7 @@ def unheard(turn: Turn) -> Iterator[Node]:
 
 def is_to_be_told(turn: Turn, since: float) -> bool:
     """Whether nodes may still say that they hold what nobody knows of. Not without an end."""
-    until = since + TOLD_WITHIN_SECONDS
+    until = since + memory.TOLD_WITHIN_SECONDS
     silent = [node.name for node in unheard(turn)]
     if not silent or turn.overdue(until):
         return False

@@ -50,6 +50,8 @@ __all__ = (
 # A part of the resume point that nobody holds is lost after so long (seconds): a new master hears its holders one by
 # one.
 LOST_AFTER_SECONDS = 3.0
+# Nodes that are there have so long to say all that they hold.
+TOLD_WITHIN_SECONDS = 10.0
 # Nodes look on the disk for so long, all of them together, before what nobody holds is given up.
 LOOK_WITHIN_SECONDS = 30.0
 # A node that says that it gathers is waited for so long at most, and --join-timeout behind that (seconds).
@@ -356,7 +358,8 @@ def is_gone(turn: Turn, record: Checkpoint) -> bool:
     """Whether a part of a step has had no holder for a while, as all nodes have said, and is not on the disk.
 
     A node looks there first: who wrote it may be gone, and what it said of that forgotten. A node that has not spoken
-    to this master may hold it until it is lost: perhaps the master is the one that is cut off.
+    to this master may hold it until it is lost: perhaps the master is the one that is cut off. And one that has come
+    may still be about to say what it holds.
     """
     step = turn.live.held.step(record)
     if is_there(turn.job, step):
@@ -364,8 +367,11 @@ def is_gone(turn: Turn, record: Checkpoint) -> bool:
         return False
     if step.missing_since is None:
         step.missing_since = turn.heard
-    unheard = any(not turn.presence(node).spoke for node in turn.job.nodes.values())
-    if unheard or not turn.overdue(step.missing_since + LOST_AFTER_SECONDS):
+    nodes = turn.job.nodes.values()
+    if any(not turn.presence(node).spoke for node in nodes):
+        return False
+    patience = TOLD_WITHIN_SECONDS if any(is_unheard(turn.state, node) for node in nodes) else LOST_AFTER_SECONDS
+    if not turn.overdue(step.missing_since + patience):
         return False
     return not is_sought(turn, step)
 

@@ -369,7 +369,7 @@ def test_the_best_comes_to_the_disk_behind_a_change(restarted: bool) -> None:
     assert orders(nodes[:1]) == [("step-10", [0, 1], False)]
     nodes[0].durable()
     nodes[0].durable()
-    assert steps(job) == [12, 10]
+    assert steps(job) == [10, 12]
     assert nodes[0].directive.head.step == 12
     written(job, nodes[:1], 13)
 

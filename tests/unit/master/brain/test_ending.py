@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dalsegno.master.brain.durable import ASKED_AGAIN_SECONDS, LACKS_NODES_SECONDS
-from dalsegno.master.brain.ending import GIVEN_UP_AFTER_SECONDS, TOLD_WITHIN_SECONDS
+from dalsegno.master.brain.ending import GIVEN_UP_AFTER_SECONDS
 from dalsegno.master.brain.events import StreamOpened
-from dalsegno.master.brain.memory import LOOK_WITHIN_SECONDS
+from dalsegno.master.brain.memory import LOOK_WITHIN_SECONDS, TOLD_WITHIN_SECONDS
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2 as pb
 from tests.support.jobs.masters import Driven, Node

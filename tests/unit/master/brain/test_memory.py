@@ -11,7 +11,7 @@ from dalsegno.agent.commands.status import status_lines
 from dalsegno.master.brain import brain, shown
 from dalsegno.master.brain.durable import ASKED_AGAIN_SECONDS
 from dalsegno.master.brain.events import Called
-from dalsegno.master.brain.memory import LOOK_WITHIN_SECONDS, to_memory
+from dalsegno.master.brain.memory import LOOK_WITHIN_SECONDS, LOST_AFTER_SECONDS, to_memory
 from dalsegno.master.brain.state import Phase
 from dalsegno.master.brain.views import Common
 from dalsegno.protos import control_pb2 as pb
@@ -1465,3 +1465,29 @@ def test_a_world_that_has_loaded_damaged_memory_begins_again() -> None:
     assert nodes[1].directive.run.resume.source.ref.name == made.ref.name
     assert "other copies of it are tried" in job.notices
     assert nodes[1].commit(job.seal(25, any_size=True)).code == "OK"
+
+
+def test_a_node_that_has_come_again_is_waited_for_until_it_has_told_what_it_holds() -> None:
+    """It was declared dead, and its reports are slow: nothing of the step is lost."""
+    job, nodes = started(2)
+    made = in_memory(job, 20)
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank)
+        node.has_told_all()
+    for node in nodes:
+        node.failed("boom", step=24)
+    nodes[1].hang_up()
+    job.wait(2)
+    again = newcomer(job)
+    del job.state.live.held.told_all[again.incarnation]  # as if it had not said so yet
+    for _ in range(int(LOST_AFTER_SECONDS) + 4):
+        job.wait(1)
+        for node in (nodes[0], again):
+            if node.directive.make_durable.look:
+                node.durable(absent=True)
+    assert "are gone" not in job.notices
+    again.holds(made, 1)
+    again.has_told_all()
+    joins(job, nodes[0], again, sees=made)
+    job.wait(2)
+    assert nodes[0].directive.run.resume.source.step == 20
