@@ -109,6 +109,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             raise ValueError("a hyperparameter search is many runs: this cannot be trained elastically")
         if run.session.resume is None:
             refusals.refuse_other_resume(resume_from_checkpoint, run.output_dir)
+        refusals.refuse_unsaved(self)
         del run
         way_in.at(TRAINS)
         if self.staying is not None and none_stays("train()", made_anew=True):
