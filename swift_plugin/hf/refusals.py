@@ -21,6 +21,8 @@ _OF_A_MICRO_BATCH = frozenset({"aot", "aot_unpaired", "sft"})
 _MEANS_OVER_TOKENS = frozenset({"CPOTrainer", "ORPOTrainer"})
 # Also of trl: at each step it changes a model that nobody saves.
 _FOLLOWS = "SyncRefModelCallback"
+# Of PEFT's encoders of prompts: what makes prompts of their embedding while they are trained.
+_LAYERS_OF_PROMPTS = frozenset({"transform", "mlp_head", "lstm_head"})
 _KNOWN = ("dalsegno", "swift", "transformers")
 
 
@@ -140,6 +142,14 @@ def _unsaved(trainer: Any) -> list[tuple[str, str]]:
                 "name their modules in modules_to_save of the PEFT config",
             )
         )
+    if lost := _in_prompt_encoders(trainer):
+        found.append(
+            (
+                f"a prompt encoder with layers of its own ({lost[0]}{', …' if len(lost) > 1 else ''}), of which PEFT "
+                "saves nothing but what it gives out",
+                "take prefix tuning without prefix_projection, or prompt tuning in place of P-tuning",
+            )
+        )
     return found
 
 
@@ -160,6 +170,14 @@ def _beside_adapters(trainer: Any) -> list[str]:
     saved = {tensor.data_ptr() for file in files for tensor in file.values()}
     saved |= {one.data_ptr() for one in _replaced(model)}
     return [name for name, one in beside if one.data_ptr() not in saved]
+
+
+def _in_prompt_encoders(trainer: Any) -> list[str]:
+    """Names of what trains in the layers behind a prompt's embedding, which no file of PEFT has."""
+    if trainer.is_deepspeed_enabled or not getattr(getattr(trainer, "model", None), "peft_config", None):
+        return []
+    of_prompt = [name for name, _ in _trained(trainer) if name.startswith("prompt_encoder.")]
+    return [name for name in of_prompt if set(name.split(".")) & _LAYERS_OF_PROMPTS]
 
 
 def _trained(trainer: Any) -> list[tuple[str, Any]]:

@@ -765,6 +765,26 @@ def test_what_trains_beside_adapters_is_refused(tmp_path: Path) -> None:
         make(tmp_path, model=model)
 
 
+PROMPT: dict[str, Any] = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM", "encoder_hidden_size": 8}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.PrefixTuningConfig(**PROMPT, prefix_projection=True),
+        peft.PromptEncoderConfig(**PROMPT),
+        peft.PromptEncoderConfig(**PROMPT, encoder_reparameterization_type="LSTM"),
+    ],
+    ids=["prefix", "MLP", "LSTM"],
+)
+def test_a_prompt_encoder_with_layers_is_refused(tmp_path: Path, config: Any) -> None:
+    """PEFT saves what it gives out and loads that as its embedding: it fits no resume, or all layers begin anew."""
+    model = adapted(config)
+    assert set(peft.get_peft_model_state_dict(model)) == {"prompt_embeddings"}
+    with pytest.raises(ValueError, match=r"layers of its own \(prompt_encoder\.default\..*take prefix tuning without"):
+        make(tmp_path, model=model)
+
+
 def test_what_is_unfrozen_before_the_training_is_refused(tmp_path: Path) -> None:
     """The line that makes it elastic may come first."""
     trainer = make(tmp_path, model=adapted(peft.LoraConfig(**LORA)))
