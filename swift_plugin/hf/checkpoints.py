@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 PROGRESS = "trainer-progress.json"
 TRAINER_STATE = "trainer_state.json"
-VERSION = 4
+VERSION = 5
 # Between two looks for what agents bring to the disk; and how long a process at its end waits for them to delete.
 LOOK_SECONDS, LAST_PRUNE_SECONDS = 1.0, 3.0
 
@@ -45,6 +45,7 @@ class Unfinished:
         untold: A save was due. If this is not on the disk, it is still to be made; otherwise all others must be told,
             too, because it took the place of that one.
         of_step: What a log at that data epoch's end says of the step itself, by name.
+        hyperparameters: See `arguments.hyperparameters`; empty: an older version has saved it.
     """
 
     loss: float = 0.0
@@ -56,6 +57,7 @@ class Unfinished:
     tell_of_save: bool = False
     untold: bool = False
     of_step: dict[str, float] = field(default_factory=dict)
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
 
     def encoded(self) -> bytes:
         """The content of its file, which lies beside the Trainer's directory."""

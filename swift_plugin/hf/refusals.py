@@ -19,6 +19,10 @@ OLDEST_ON_CPUS = (5, 18)
 _OF_A_MICRO_BATCH = frozenset({"aot", "aot_unpaired", "sft"})
 # Of trl: a part of their loss is a mean over the tokens of a micro-batch, and what they are given has no labels.
 _MEANS_OVER_TOKENS = frozenset({"CPOTrainer", "ORPOTrainer"})
+# Also of trl: at each step it changes a model that nobody saves.
+_FOLLOWS = "SyncRefModelCallback"
+# Of PEFT's encoders of prompts: what makes prompts of their embedding while they are trained.
+_LAYERS_OF_PROMPTS = frozenset({"transform", "mlp_head", "lstm_head"})
 _KNOWN = ("dalsegno", "swift", "transformers")
 
 
@@ -34,7 +38,20 @@ def refuse(trainer: Any) -> None:
             f"transformers {transformers.__version__} has a training loop that cannot be entered at its steps: "
             f"install transformers>={'.'.join(map(str, OLDEST))}"
         )
-    for problem, cure in _found(trainer):
+    _refuse_first([*_found(trainer), *_unsaved(trainer)])
+
+
+def refuse_unsaved(trainer: Any) -> None:
+    """Refuses what trains and is in no checkpoint: again before the training, because the script may add some.
+
+    Raises:
+        ValueError: The Trainer has such a thing.
+    """
+    _refuse_first(_unsaved(trainer))
+
+
+def _refuse_first(found: list[tuple[str, str]]) -> None:
+    for problem, cure in found:
         raise ValueError(f"{problem}: this cannot be trained elastically; {cure}")
 
 
@@ -106,6 +123,17 @@ def _found(trainer: Any) -> list[tuple[str, str]]:
         for name in ("get_train_dataloader", "_get_train_sampler", "get_batch_samples")
         if (owner := overrides(trainer, name))
     ]
+    if trainer.train_dataset is None:
+        found.append(("no train_dataset", "give the Trainer one"))
+    return found
+
+
+def _unsaved(trainer: Any) -> list[tuple[str, str]]:
+    """What trains and is in no checkpoint."""
+    found = []
+    callbacks = [cls.__name__ for one in trainer.callback_handler.callbacks for cls in type(one).__mro__]
+    if _FOLLOWS in callbacks:  # trl's, which is imported where somebody has one
+        found.append((f"{_FOLLOWS}, whose reference model is in no checkpoint", "leave it out"))
     if lost := _beside_adapters(trainer):
         found.append(
             (
@@ -114,8 +142,14 @@ def _found(trainer: Any) -> list[tuple[str, str]]:
                 "name their modules in modules_to_save of the PEFT config",
             )
         )
-    if trainer.train_dataset is None:
-        found.append(("no train_dataset", "give the Trainer one"))
+    if lost := _in_prompt_encoders(trainer):
+        found.append(
+            (
+                f"a prompt encoder with layers of its own ({lost[0]}{', …' if len(lost) > 1 else ''}), of which PEFT "
+                "saves nothing but what it gives out",
+                "take prefix tuning without prefix_projection, or prompt tuning in place of P-tuning",
+            )
+        )
     return found
 
 
@@ -127,15 +161,45 @@ def _beside_adapters(trainer: Any) -> list[str]:
     if not adapters or trainer.is_deepspeed_enabled or not hasattr(model, "get_base_model"):
         return []
     # What belongs to an adapter has the adapter's name in its own.
-    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-    beside = [(name, one) for name, one in trained if not set(adapters).intersection(name.split("."))]
+    beside = [(name, one) for name, one in _trained(trainer) if not set(adapters).intersection(name.split("."))]
     if not beside:
         return []
     # Whose model it is has been imported; we do without PEFT otherwise.
     state_of = sys.modules["peft"].get_peft_model_state_dict
     files = [state_of(model, adapter_name=name) for name in adapters]
     saved = {tensor.data_ptr() for file in files for tensor in file.values()}
+    saved |= {one.data_ptr() for one in _replaced(model)}
     return [name for name, one in beside if one.data_ptr() not in saved]
+
+
+def _in_prompt_encoders(trainer: Any) -> list[str]:
+    """Names of what trains in the layers behind a prompt's embedding, which no file of PEFT has."""
+    if trainer.is_deepspeed_enabled or not getattr(getattr(trainer, "model", None), "peft_config", None):
+        return []
+    of_prompt = [name for name, _ in _trained(trainer) if name.startswith("prompt_encoder.")]
+    return [name for name in of_prompt if set(name.split(".")) & _LAYERS_OF_PROMPTS]
+
+
+def _trained(trainer: Any) -> list[tuple[str, Any]]:
+    """The model's parameters that some optimizer trains, with their names. The Trainer's own takes all it can."""
+    trained = [(name, one) for name, one in trainer.model.named_parameters() if one.requires_grad]
+    if trainer.optimizer is None:
+        return trained
+    known = {id(one) for group in trainer.optimizer.param_groups for one in group["params"]}
+    return [(name, one) for name, one in trained if id(one) in known]
+
+
+def _replaced(model: Any) -> list[Any]:
+    """Parameters that compute nothing, and so never get a gradient: an adapter has a copy of their module."""
+    wrapper = sys.modules["peft"].utils.ModulesToSaveWrapper
+    wrapped = [(name, one) for name, one in model.named_modules() if isinstance(one, wrapper)]
+    aside = tuple(
+        f"{name}.original_module." for name, one in wrapped if one.active_adapters and not one.disable_adapters
+    )
+    named = list(model.named_parameters(remove_duplicate=False))
+    # A tied one may compute elsewhere.
+    used = {id(one) for name, one in named if not name.startswith(aside)}
+    return [one for _, one in named if id(one) not in used]
 
 
 def overrides(one: Any, name: str, known: Collection[str] = _KNOWN) -> str:

@@ -7,8 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
-from enum import Enum
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from dalsegno.elastic.training.memory import MemorySaves
 from dalsegno.elastic.training.saves import save_at_last
 
 from . import checkpoints, data, refusals
+from .arguments import alike
 from .checkpoints import Arriving, TrainerWrite, Unfinished
 from .held import TrainersState
 from .known_writers import nobody_looks, writes_as_known
@@ -63,12 +63,13 @@ class ElasticRun:
         in_memory: The save under way goes to memory, between the Trainer's own, and nobody is told of it.
         any_optimizer: DeepSpeed's config admits any optimizer, even one that is not known to fit ZeRO.
         stopped: When the resume point was saved, it was already decided that the training stops there.
+        hyperparameters: What each checkpoint says of the Trainer's arguments, see `arguments.hyperparameters`.
     """
 
     def __init__(self, trainer: Any, session: Session, options: Options) -> None:
         args = trainer.args
         # Before any collective. Rank 0's global batch size counts for all, see below.
-        session.compare(_alike(trainer, options, begins=session.resume is None))
+        session.compare(alike(trainer, options, strategy_of(trainer), begins=session.resume is None))
         size = global_batch_size(options, args.per_device_train_batch_size, args.gradient_accumulation_steps, session)
         # Rank 0's, because nodes may have different numbers of ranks, and so different ideas of the largest world.
         size = round(session.sum(size if session.rank == 0 else 0))
@@ -91,6 +92,7 @@ class ElasticRun:
         self.unfinished: Unfinished | None = None
         self.draining = self.epoch_ended = self.finished = self.stopped = self.any_optimizer = False
         self.writing: TrainerWrite | None = None
+        self.hyperparameters: dict[str, Any] = {}
         self.in_memory = self._failed = False
         self._arriving = Arriving(self._link, session)
         self._to_memory: Callable[[], None] = lambda: None
@@ -212,7 +214,7 @@ class ElasticRun:
         may_end = due.evaluation and not self.epoch_ended and not epoch_end
         of_step = {name: float(value) for name, value in self.of_step.items()} if epoch_end or may_end else {}
         callbacks, logged = trainer.remembered(), trainer._globalstep_last_logged
-        more = {"callbacks": callbacks, "of_step": of_step, "logged": logged}
+        more = {"callbacks": callbacks, "of_step": of_step, "logged": logged, "hyperparameters": self.hyperparameters}
         return replace(due, epoch_end=epoch_end, may_end=may_end, **more)
 
     @property
@@ -441,31 +443,6 @@ class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
             self._run.session.report(float(logs["loss"]))
-
-
-# Arguments of the Trainer that change the training or its collectives if a rank has another value.
-_COMPARED = (
-    *("per_device_train_batch_size", "per_device_eval_batch_size", "seed", "data_seed", "dataloader_drop_last"),
-    *("train_sampling_strategy", "train_dataloader_shuffle", "max_steps", "num_train_epochs"),
-    *("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"),
-    *("save_strategy", "save_steps", "eval_strategy", "eval_steps", "logging_strategy", "logging_steps"),
-    *("metric_for_best_model", "greater_is_better", "load_best_model_at_end"),
-)
-
-
-def _alike(trainer: Any, options: Options, *, begins: bool) -> dict[str, Any]:
-    """What must be alike on all ranks, by name, see ``Session.compare``."""
-    args, dataset = trainer.args, trainer.train_dataset
-    alike = {name: getattr(args, name) for name in _COMPARED if hasattr(args, name)}
-    if options.global_batch_size is None and begins:
-        alike["gradient_accumulation_steps"] = args.gradient_accumulation_steps
-    return {
-        # Enumerations as people write them.
-        **{name: str(value.value) if isinstance(value, Enum) else value for name, value in alike.items()},
-        **asdict(options),
-        "strategy": strategy_of(trainer),
-        "length of the data set": len(dataset) if hasattr(dataset, "__len__") else None,
-    }
 
 
 def _refuse_epochs(args: Any) -> None:

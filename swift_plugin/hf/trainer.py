@@ -28,6 +28,7 @@ from dalsegno.elastic.training.staying import none_stays
 from dalsegno.protos.trace import mark
 
 from . import data, deepspeed_engine, held, refusals, staying, uneven
+from .arguments import hyperparameters, say_what_changed
 from .checkpoints import Unfinished
 from .evaluating import Evaluation
 from .options import Options
@@ -108,6 +109,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             raise ValueError("a hyperparameter search is many runs: this cannot be trained elastically")
         if run.session.resume is None:
             refusals.refuse_other_resume(resume_from_checkpoint, run.output_dir)
+        refusals.refuse_unsaved(self)
         del run
         way_in.at(TRAINS)
         if self.staying is not None and none_stays("train()", made_anew=True):
@@ -126,6 +128,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         found: tuple[int, int] = super()._init_training_state(*args, **kwargs)
         run = self._run
+        run.hyperparameters = hyperparameters(self)
         if run.session.resume is None:
             return found
         run.unfinished = Unfinished.read(run.session.resume.path)
@@ -134,6 +137,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
                 f"{run.session.resume.ref.name} is of step {run.session.step}, and its trainer_state.json of step "
                 f"{self.state.global_step}"
             )
+        if run.session.rank == 0:
+            say_what_changed(self, run.unfinished.hyperparameters)
         return found if run.loader.endless else run.place
 
     def _load_callback_state(self) -> None:

@@ -319,9 +319,10 @@ def power_cut(sim: Simulation) -> None:
     """All nodes at once, perhaps with the master; others come."""
     if sim.ledger.success is None:
         sim.trace("fault", "power_cut")
-        for agent in sim.living():
-            agent.kill()
-            sim.clock.after(sim.random.uniform(0.1, 20.0), sim.start_later)
+        for agent in sim.agents:  # leavers, too: they would take a copy for safe that has just gone
+            if agent.alive:
+                agent.kill()
+                sim.clock.after(sim.random.uniform(0.1, 20.0), sim.start_later)
         if sim.random.random() < 0.5:
             crash_master(sim)
 

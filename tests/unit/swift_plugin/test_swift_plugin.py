@@ -309,6 +309,8 @@ def trainer(**changes: Any) -> Any:
     return SimpleNamespace(
         args=SimpleNamespace(**arguments),
         _run_epoch=None,
+        is_deepspeed_enabled=False,
+        callback_handler=SimpleNamespace(callbacks=[]),
         **own,
         **{name: (lambda size=size: size) for name, size in sizes.items()},
     )

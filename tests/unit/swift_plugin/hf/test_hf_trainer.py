@@ -765,6 +765,98 @@ def test_what_trains_beside_adapters_is_refused(tmp_path: Path) -> None:
         make(tmp_path, model=model)
 
 
+PROMPT: dict[str, Any] = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM", "encoder_hidden_size": 8}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.PrefixTuningConfig(**PROMPT, prefix_projection=True),
+        peft.PromptEncoderConfig(**PROMPT),
+        peft.PromptEncoderConfig(**PROMPT, encoder_reparameterization_type="LSTM"),
+    ],
+    ids=["prefix", "MLP", "LSTM"],
+)
+def test_a_prompt_encoder_with_layers_is_refused(tmp_path: Path, config: Any) -> None:
+    """PEFT saves what it gives out and loads that as its embedding: it fits no resume, or all layers begin anew."""
+    model = adapted(config)
+    assert set(peft.get_peft_model_state_dict(model)) == {"prompt_embeddings"}
+    with pytest.raises(ValueError, match=r"layers of its own \(prompt_encoder\.default\..*take prefix tuning without"):
+        make(tmp_path, model=model)
+
+
+def test_what_is_unfrozen_before_the_training_is_refused(tmp_path: Path) -> None:
+    """The line that makes it elastic may come first."""
+    trainer = make(tmp_path, model=adapted(peft.LoraConfig(**LORA)))
+    trainer.model.get_parameter("base_model.model.model.norm.weight").requires_grad_(True)
+    with pytest.raises(ValueError, match=r"train beside the adapters \(base_model\.model\.model\.norm\.weight\)"):
+        trainer.train()
+
+
+def test_what_no_optimizer_trains_may_be_unfrozen(tmp_path: Path) -> None:
+    """The script's own optimizer has the adapters alone."""
+    model = adapted(peft.LoraConfig(**LORA))
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+    model.get_parameter("base_model.model.model.norm.weight").requires_grad_(True)
+
+    class Given(Trainer):  # type: ignore[misc]  # transformers is not typed
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given, optimizers=(optimizer, None))
+
+    trainer = make(tmp_path, model=model, base=Given)
+    refusals.refuse(trainer)
+    optimizer.add_param_group({"params": [model.get_parameter("base_model.model.model.norm.weight")]})
+    with pytest.raises(ValueError, match="beside the adapters"):
+        refusals.refuse(trainer)
+
+
+def test_an_original_that_an_adapter_has_a_copy_of_may_be_unfrozen(tmp_path: Path) -> None:
+    """Nothing asks it, so it learns nothing that could be lost."""
+
+    def model() -> Any:
+        made = adapted(peft.LoraConfig(**LORA, modules_to_save=["lm_head"]))
+        made.get_parameter("base_model.model.lm_head.original_module.weight").requires_grad_(True)
+        return made
+
+    with pytest.raises(Drained):
+        train(make(tmp_path / "a", At(6, drain), model=model()))
+    found = train(make(tmp_path / "a", model=model()))
+    assert without_end(found) == without_end(train(make(tmp_path / "b", model=model())))
+
+
+@pytest.mark.parametrize("why", ["tied", "switched off"])
+def test_an_original_that_computes_something_is_refused(tmp_path: Path, why: str) -> None:
+    """It is the embedding, too; or the adapter that has a copy is not asked."""
+    plain = make_model()
+    if why == "tied":
+        plain.lm_head.weight = plain.model.embed_tokens.weight
+    model = peft.get_peft_model(plain, peft.LoraConfig(**LORA, modules_to_save=["lm_head"]))
+    if why == "switched off":
+        model.base_model.disable_adapter_layers()
+    model.get_parameter("base_model.model.lm_head.original_module.weight").requires_grad_(True)
+    with pytest.raises(ValueError, match="train beside the adapters"):
+        make(tmp_path, model=model)
+
+
+class SyncRefModelCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """As trl's is called."""
+
+
+class Follows(SyncRefModelCallback):
+    """Derived from it by a script."""
+
+
+def test_a_callback_that_moves_a_reference_model_is_refused(tmp_path: Path) -> None:
+    """It does what sync_ref_model does, whenever somebody adds it."""
+    refused = pytest.raises(ValueError, match="SyncRefModelCallback, whose reference model is in no checkpoint")
+    with refused:
+        make(tmp_path / "a", Follows())
+    trainer = make(tmp_path / "b")
+    trainer.add_callback(SyncRefModelCallback())
+    with refused:
+        trainer.train()
+
+
 def test_a_reference_model_that_follows_is_refused(tmp_path: Path) -> None:
     """trl's callback changes it at each step, and no checkpoint has it."""
     trainer = make(tmp_path)
