@@ -182,6 +182,22 @@ def test_a_power_cut_takes_the_last_save_of_ranks_that_have_finished(
         job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_last_save_of_ranks_that_have_finished_comes_to_the_disk(jobs: Jobs, *, killed: bool) -> None:
+    """Also where the master is killed as it hears of it."""
+    job = jobs(3 * EVERY, DALSEGNO_TEST_LEAVES=str(2 * EVERY))
+    open_world(job)
+    if killed:
+        job.wait_for(lambda: any(f"step {2 * EVERY}" in node.text() for node in job.nodes), "the last step")
+        send(job, signal.SIGKILL)
+        start_next_master(job)
+    for node in job.nodes:
+        job.wait_exit(node)
+    assert max(one.step for one in job.sealed()) == 2 * EVERY
+    assert any(f"the run finished at step {2 * EVERY}" in line for line in said(job))
+
+
 def said(job: Service) -> list[str]:
     """Lines of all nodes."""
     return [line for node in job.nodes for line in node.said()]
