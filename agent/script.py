@@ -216,7 +216,9 @@ def _check_grammar(source: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python says it again when it runs the script
         try:
-            compile(source.read_bytes(), source, "exec", dont_inherit=True)
+            text = source.read_bytes()
+            if b"\0" not in text:  # compiled ones run, too
+                compile(text, source, "exec", dont_inherit=True)
         except SyntaxError as error:
             where = f"{source}, line {error.lineno}" if error.lineno else source
             raise ScriptError(f"the script is no Python ({where}): {error.msg}") from error
@@ -324,7 +326,9 @@ def _is_readable(path: Path) -> bool:
 def module_file(name: str) -> Path | None:
     """The file of a module that `-m` runs from the working directory; None: it is not below that. Imports nothing."""
     base = Path(*name.split("."))
-    return next((path for path in (base.with_suffix(".py"), base / "__main__.py") if path.is_file()), None)
+    found = [path for path in (base.with_suffix(".py"), base / "__main__.py") if path.is_file()]
+    # A directory without this file is no package where there is a module of its name.
+    return next(reversed(found) if (base / "__init__.py").is_file() else iter(found), None)
 
 
 def uses_dlrover(script: Script) -> bool:

@@ -101,8 +101,9 @@ def head_told(decision: Decision, directive: control_pb2.Directive) -> None:
     if leads and not head.in_memory and digest != state.latest:
         decision.do(ev.WriteLatest(head))
     if leads and digest != state.head:
-        # A commit of the open epoch: whatever was left unsealed before it is of no use to anybody any more.
-        decision.do(ev.Sweep(head.epoch, head.step, directive.converting))
+        # A commit of the open epoch: whatever was left unsealed before it is of no use to anybody any more. If it is in
+        # memory alone, something before it may still be on its way to the disk.
+        decision.do(ev.Sweep(head.epoch, 0 if head.in_memory else head.step, directive.converting))
     state.head, state.latest = digest, state.latest if head.in_memory else digest
 
 

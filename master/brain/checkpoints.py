@@ -119,9 +119,6 @@ def record_commit(turn: Turn, message: control_pb2.Checkpoint, by: str) -> str:
 
 def put_commit(turn: Turn, record: Checkpoint) -> None:
     """Records the newest commit, which is on the disk."""
-    head = turn.job.checkpoints.head
-    if head is not None and head.unconvertible and head.strategy == record.strategy:
-        record = replace(record, unconvertible=head.unconvertible)
     put_newer(turn, record)
     turn.open.put_off = False
     turn.live.committed = turn.heard
@@ -149,17 +146,21 @@ def record_written(turn: Turn, record: Checkpoint, by: str, *, candidate: bool =
 
 def now_on_disk(turn: Turn, record: Checkpoint, by: str) -> None:
     """What was in memory alone is a commit like others now, but not the newest one."""
-    became = "committed" if turn.job.checkpoint(record.digest) is None else "on the disk"
+    became = "on the disk"
+    if turn.job.checkpoint(record.digest) is None:
+        became, record = "committed", as_of_now(turn, record)
     turn.note(Kind.COMMITTED, f"{record.name} is {became}", step=record.step, checkpoint=record.name)
     turn.job.checkpoints.put_in_order(replace(record, parts=0, layout=(), unseen=by))
     fulfil_order(turn, record)
     turn.live.committed = turn.heard
+    if turn.job.checkpoints.head is turn.job.checkpoint(record.digest):
+        retire_in_memory(turn.job)
     retire_old(turn)
 
 
 def put_newer(turn: Turn, record: Checkpoint) -> None:
     """Record what is newer than all that is recorded: the run has made progress."""
-    record = without_what_is_gone(turn, record)
+    record = as_of_now(turn, record)
     turn.job.checkpoints.put(record)
     where = " in memory" if record.parts else ""
     turn.note(Kind.COMMITTED, f"{record.name} is committed{where}", step=record.step, checkpoint=record.name)
@@ -188,12 +189,16 @@ def newest_on_disk(job: Job) -> Checkpoint | None:
     return next((one for one in reversed(job.checkpoints.usable) if not one.parts), None)
 
 
-def without_what_is_gone(turn: Turn, record: Checkpoint) -> Checkpoint:
+def as_of_now(turn: Turn, record: Checkpoint) -> Checkpoint:
     """What was the best when it was saved may have been replaced by a better one since, and deleted.
 
-    Between its save and now it was in memory, or on its way to the disk.
+    Between its save and now it was in memory, or on its way to the disk. It takes the best from the one before it, and
+    from that one also that its script's checkpoints have no universal form.
     """
-    head = turn.job.checkpoints.head
+    known = turn.job.checkpoints.usable
+    head = next((one for one in reversed(known) if one.age < record.age), None)
+    if head is not None and head.unconvertible and head.strategy == record.strategy:
+        record = replace(record, unconvertible=head.unconvertible)
     gone = {known.name for known in turn.job.checkpoints.retired} | set(turn.live.run.pruned)
     if record.best in gone:
         record = replace(record, best=head.best if head is not None else "")

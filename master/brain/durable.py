@@ -30,6 +30,7 @@ __all__ = (
     "cannot_write",
     "due",
     "durable",
+    "is_stuck",
     "on_disk",
     "orders",
     "owed",

@@ -5,15 +5,15 @@ Where the ranks have finished it is what they wanted on the disk, and is still o
 the best checkpoint, where that is not the newest one. A run of which the last save has gone with its holders is not
 finished: it goes on from what is left.
 
-That a job is over is on the record (`Job.ending`), so that another master goes on ending it. What is in memory is not
-on the record: it hears that from the nodes first.
+That a job is over is on the record (`Job.ending`), and so is the last save of ranks that have finished, so that another
+master goes on ending it. Who holds what is not on the record: it hears that from the nodes first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import checkpoints, durable, memory, running, waits
+from . import beside, checkpoints, durable, memory, running, waits
 from .checkpoints import in_memory_alone, resume_point
 from .state import Checkpoint, Ending, Node, Phase
 from .turn import Turn, names
@@ -67,13 +67,19 @@ def settles(turn: Turn) -> bool:
         turn.open.top_step = max(turn.open.top_step, last.step)  # another master was told of it
         running.unplanned(turn)
         return True
+    if beside.holds(turn, ready=True):
+        if last is not None:
+            durable.want_by_parts(turn, last)
+        return False
     if is_on_its_way(turn, turn.open.finished_at, "as the ranks have finished"):
         return False
     newest = resume_point(turn.job)
-    if last is not None and (newest is None or newest.age < last.age):
-        running.end(turn, Phase.FAILED, f"the ranks have finished, but no node could write {last.name} to the disk")
-    else:
+    if last is None or (newest is not None and newest.age >= last.age):
         running.finish(turn)
+    elif turn.job.stopping:
+        running.unplanned(turn)  # which ends it as stopped
+    else:
+        running.end(turn, Phase.FAILED, f"the ranks have finished, but no node could write {last.name} to the disk")
     return True
 
 
@@ -101,8 +107,9 @@ def is_on_its_way(turn: Turn, since: float, when: str) -> bool:
         durable.want_by_parts(turn, record)
     if step.stuck_since is not None:
         until = max(step.stuck_since, since) + GIVEN_UP_AFTER_SECONDS
-        left = until - turn.heard
-        if turn.overdue(until):
+        left = max(0.0, until - turn.heard)
+        # Who was asked again may be writing, and large parts take their time.
+        if turn.overdue(until) and durable.is_stuck(turn.job, step):
             give_up(turn, record)
             return False
     waits.say(turn, "end", f"waiting for {record.name} to be written from memory to the disk {when}", left)

@@ -138,7 +138,7 @@ def end_of_epoch(turn: Turn) -> bool:
         unplanned(turn)
         return True
     if parts == {MemberState.FINISHED}:
-        return not beside.holds(turn, ready=True) and ending.settles(turn)
+        return ending.settles(turn)
     if parts <= {MemberState.DRAINED, MemberState.FINISHED, MemberState.LEFT}:
         regroup(turn)
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import zipapp
@@ -16,6 +17,7 @@ from dalsegno.agent.script import (
     check_script,
     expects_session,
     knows_us,
+    module_file,
     modules_of,
     reads,
     tells_of_a_peer,
@@ -268,10 +270,23 @@ def test_what_is_no_python_is_refused_before_a_worker_is_started(
         b"\xef\xbb\xbfprint()\r\n",
         b"assert (1, 'always')\nname = '\\d'\n",  # Python warns of both
         b"",
+        importlib.util.MAGIC_NUMBER + bytes(12),
     ],
-    ids=["latin-1", "with a mark", "warned of", "empty"],
+    ids=["latin-1", "with a mark", "warned of", "empty", "compiled"],
 )
 def test_what_python_runs_is_not_refused(tmp_path: Path, text: bytes) -> None:
     script = tmp_path / "train.py"
     script.write_bytes(text)
     check_script(str(script), module=False, no_python=False)
+
+
+def test_a_package_comes_before_a_module_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python has it. A directory that is no package comes behind."""
+    monkeypatch.chdir(tmp_path)
+    Path("one").mkdir()
+    Path("one", "__main__.py").write_text("")
+    Path("one.py").write_bytes(BROKEN)
+    assert module_file("one") == Path("one.py")
+    Path("one", "__init__.py").write_text("")
+    assert module_file("one") == Path("one", "__main__.py")
+    check_script("one", module=True, no_python=False)

@@ -36,6 +36,9 @@ def in_vain(job: Driven, nodes: list[Node], made: pb.Checkpoint, meanwhile: Phas
     job.wait(GIVEN_UP_AFTER_SECONDS - ASKED_AGAIN_SECONDS - 10)
     assert job.phase is meanwhile
     job.wait(20)
+    assert job.phase is meanwhile  # they try again
+    for node in nodes:
+        node.durable("no space left on device")
     assert job.phase is then
     assert f"{made.ref.name} was in memory only, and no node could write it to the disk: going back to step-10" in (
         job.notices
@@ -320,6 +323,31 @@ def test_what_comes_to_the_disk_behind_a_newer_step_that_is_in_memory_alone_coun
     assert not late.directive.prune
 
 
+def test_it_is_on_the_record_also_while_universal_files_are_owed() -> None:
+    """The next node converts what the world began from, and makes the lost steps again."""
+    job, (*nodes, lost) = started(3, universal_checkpoint=True)
+    assert nodes[0].commit(job.seal(3, reshards=True)).code == "OK"
+    lost.hang_up()
+    job.wait(2)
+    joins(job, *nodes)
+    nodes[0].step(20)
+    made = wanted(job, nodes, 20, any_size=False, reshards=True)
+    for node in nodes:
+        node.finished(20)
+    assert job.job.conversion is not None
+    assert job.phase is Phase.RUNNING
+    assert job.job.checkpoints.head.digest == made.ref.digest
+    assert orders(nodes) == [("step-20", [0], False), ("step-20", [1], False)]
+    for node in nodes:
+        node.hang_up()
+    job.restart()
+    late = newcomer(job)
+    job.wait(40)
+    assert "step-20.e2.1 was in memory only, and the nodes that held a part of it are gone" in job.notices
+    assert job.phase is not Phase.SUCCEEDED
+    late.hang_up()
+
+
 def test_what_its_nodes_brought_to_the_disk_after_all_counts() -> None:
     """The last of them sealed it, and no master heard of that."""
     job, nodes, made = finished(1)
@@ -361,11 +389,37 @@ def test_who_has_all_of_the_last_save_writes_it_although_another_node_never_tell
         nodes[1].has_told_all()
     assert orders(nodes[:1]) == [("step-20", [0, 1], False)]
     nodes[0].durable("no space left on device")
-    job.wait(GIVEN_UP_AFTER_SECONDS - 5)
+    job.wait(GIVEN_UP_AFTER_SECONDS + 15)
     assert job.phase is Phase.RUNNING
-    job.wait(20)
+    nodes[0].durable("no space left on device")
     assert job.phase is Phase.FAILED
     assert nodes[0].directive.finish.message == NOT_WRITTEN
+
+
+def test_a_disk_that_takes_it_in_the_end_is_waited_for() -> None:
+    """It failed once, and has been at work for more than ten minutes since."""
+    job, nodes, _ = finished()
+    for node in nodes:
+        node.durable("no space left on device")
+    job.wait(GIVEN_UP_AFTER_SECONDS + 60)
+    assert job.phase is Phase.RUNNING
+    written(job, nodes, 20)
+    assert job.phase is Phase.SUCCEEDED
+
+
+def test_a_job_that_is_to_stop_meanwhile_is_stopped() -> None:
+    """Not failed: that would be taken up again."""
+    job, nodes, _ = finished()
+    for node in nodes:
+        node.durable("no space left on device")
+    job.wait(GIVEN_UP_AFTER_SECONDS + 15)
+    job.call(pb.StopRequest(job_id="job"))
+    for node in nodes:
+        node.durable("no space left on device")
+    for node in nodes:
+        node.goodbye()
+    job.wait(2)
+    assert job.phase is Phase.STOPPED
 
 
 def test_a_silent_node_is_waited_for_that_may_have_the_last_save() -> None:
@@ -449,6 +503,8 @@ def test_a_best_that_cannot_be_written_is_given_up_in_the_end() -> None:
     for node in nodes:
         node.durable("no space left on device")
     job.wait(GIVEN_UP_AFTER_SECONDS + 20)
+    for node in nodes:
+        node.durable("no space left on device")
     assert job.phase is Phase.FAILED
     assert f"{made.ref.name} was the best checkpoint, in memory only, and no node could write it to the disk" in (
         job.notices
