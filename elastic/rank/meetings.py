@@ -17,7 +17,7 @@ from typing import Any
 from dalsegno.protos import worker_pb2
 
 from .agreement import Refusal, Trouble, agree
-from .collective import Collective, PeerLost
+from .collective import Collective, OtherThread, PeerLost, check_main_thread
 from .exits import insist
 from .link import Link
 
@@ -50,8 +50,30 @@ class Meetings:
                 "checkpoint_dir of its own, and put `with session(checkpoint_dir):` around each, or use two processes"
             )
 
+    def check_thread(self) -> None:
+        """Checks that the main thread is the one that calls. One rank that stays alone may have any thread call.
+
+        Under ``dlrover-run`` a world of one rank may grow, and would end then. The agent is told here: an exception in
+        a thread ends neither the process nor its success.
+
+        Raises:
+            OtherThread: It is another one.
+        """
+        if self._link is None and self._collective.world_size == 1:
+            return
+        try:
+            check_main_thread()
+        except OtherThread as error:
+            self.refused(str(error))
+            raise
+
     def compare(self, alike: Mapping[str, Any], problem: str = "", *, final: bool = True) -> None:
-        """See ``agreement.agree``. Collective."""
+        """See ``agreement.agree``. Collective.
+
+        Raises:
+            OtherThread: See `check_thread`.
+        """
+        self.check_thread()
         try:
             agree(self._collective, alike, problem, final=final)
         except Refusal as refusal:

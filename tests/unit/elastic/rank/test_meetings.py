@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from dalsegno.elastic.rank import meetings
 from dalsegno.elastic.rank.agreement import Refusal, Trouble
-from dalsegno.elastic.rank.collective import PeerLost, Solo
+from dalsegno.elastic.rank.collective import OtherThread, PeerLost, Solo
 from dalsegno.elastic.rank.meetings import PATIENCE_SECONDS, Meetings, watch_the_end
 from tests.support.workers.fake_link import FakeLink
 
@@ -149,3 +150,16 @@ def test_what_we_refuse_outside_of_meetings_is_told_too(
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
     assert (len(shown), bool(link.said)) == (1, told)
+
+
+@pytest.mark.parametrize("how", ["check_thread", "compare"])
+def test_another_thread_is_refused_where_there_may_be_more_ranks(how: str) -> None:
+    """Also in a world of one rank under an agent, which hears of it: no exception in a thread ends a process."""
+    agent: Any = FakeLink()
+    calls = {"check_thread": Meetings.check_thread, "compare": lambda meetings: meetings.compare({})}
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(calls[how], Meetings(Solo(), None)).result()  # one rank that stays alone
+        with pytest.raises(OtherThread, match="call it, and the loop, there"):
+            thread.submit(calls[how], Meetings(Solo(), agent)).result()
+    assert [one.message for one in agent.of("refused")] == [str(OtherThread())]
+    calls[how](Meetings(Solo(), agent))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from dalsegno.elastic import Session, session
+from dalsegno.elastic.rank.collective import OtherThread
+from dalsegno.elastic.rank.identity import Identity
 from dalsegno.elastic.script.engine import check_sizes
+from dalsegno.elastic.training import entry
+from tests.support.workers.fake_link import FakeLink
 
 
 class Stream(IterableDataset[Tensor]):
@@ -208,3 +213,27 @@ def test_the_session_of_a_block_is_not_for_later(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="this session is over"):
         s.data([1], global_batch=1, micro_batch=1)
     assert isinstance(session(tmp_path), Session)
+
+
+def test_a_loop_in_a_thread_under_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The world may have more ranks later: nothing is trained before they come."""
+    script, agent = Script(), FakeLink()
+    data, state = script.data(), script.state()
+    monkeypatch.setattr(script.s.meetings, "_link", agent)
+    monkeypatch.setattr(state, "begin", None)
+    with ThreadPoolExecutor(1) as thread, pytest.raises(OtherThread):
+        thread.submit(script.train, data, state).result()
+    assert len(agent.of("refused")) == 1
+
+
+def test_a_session_that_a_thread_opens_under_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent hears of it, though it has heard of no session before."""
+    agent: Any = FakeLink()
+    closed: list[bool] = []
+    agent.close = lambda: closed.append(True)
+    monkeypatch.setattr(entry, "from_environment", lambda **_: Identity(socket="agent.sock"))
+    monkeypatch.setattr(entry, "Link", lambda *_: agent)
+    monkeypatch.setattr(entry, "_sessions", [])
+    with ThreadPoolExecutor(1) as thread, pytest.raises(OtherThread):
+        thread.submit(session).result()
+    assert len(agent.of("refused")) == len(closed) == 1
