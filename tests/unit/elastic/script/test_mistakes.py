@@ -34,6 +34,32 @@ class Wrapped(nn.Linear):
     def no_sync(self) -> None: ...
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Around another optimizer, as people write it: what torch's own ``__init__`` makes is taken from that one.
+
+    Args:
+        base: The other one.
+        calls_super: It does call that all the same, as we say.
+    """
+
+    def __init__(self, base: torch.optim.Optimizer, *, calls_super: bool = False) -> None:
+        if calls_super:
+            super().__init__(base.param_groups, base.defaults)
+        self.base, self.param_groups, self.state, self.defaults = base, base.param_groups, base.state, base.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def state_dict(self) -> Any:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.base.load_state_dict(state)
+
+
 class Script:
     """A script up to its loop."""
 
@@ -107,6 +133,14 @@ IN_STATE: dict[str, tuple[Callable[[Script], Any], str]] = {
     "a scheduler first": (
         lambda x: x.state(x.model, torch.optim.lr_scheduler.ConstantLR(x.optimizer)),
         "ConstantLR is no optimizer",
+    ),
+    "an optimizer around another": (
+        lambda x: x.state(x.model, Lookahead(x.optimizer)),
+        r"^Lookahead does not call super\(\)\.__init__\(\): call it",
+    ),
+    "such a one by name": (
+        lambda x: x.state(x.model, x.optimizer, second=Lookahead(x.optimizer)),
+        r"Lookahead does not call super\(\)\.__init__\(\)",
     ),
     "wrapped by nothing": (lambda x: x.state(x.model, wrap=id), "made a int of the model, which is no module"),
     "wrapped twice": (lambda x: x.state(Wrapped(), wrap=Wrapped), "the model is a Wrapped already"),
@@ -237,3 +271,11 @@ def test_a_session_that_a_thread_opens_under_an_agent(monkeypatch: pytest.Monkey
     with ThreadPoolExecutor(1) as thread, pytest.raises(OtherThread):
         thread.submit(session).result()
     assert len(agent.of("refused")) == len(closed) == 1
+
+
+def test_an_optimizer_around_another_that_calls_its_super() -> None:
+    """As the line of the refusal says: then it trains."""
+    script = Script()
+    script.optimizer = Lookahead(script.optimizer, calls_super=True)  # type: ignore[assignment]
+    script.train(script.data(), script.state())
+    assert script.s.step == 3
