@@ -35,6 +35,13 @@ LENGTH_BYTES, HEAD_BYTES = 8, 2048
 FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS = 0.001, 0.1
 
 
+class OtherThread(RuntimeError):
+    """Another thread than the main one calls what only that one may. The same would happen at another start."""
+
+    def __init__(self) -> None:
+        super().__init__("the session belongs to the main thread: call it, and the loop, there")
+
+
 class PeerLost(RuntimeError):
     """A peer is gone, or is no longer waited for. Raised only inside ``Collective.unless``."""
 
@@ -286,8 +293,7 @@ class GlooCollective:
             raise PeerLost(str(error).partition("\n")[0]) from error
 
     def _connected(self) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("the session's collectives belong to the main thread")
+        check_main_thread()
         if self._group is None:
             import torch.distributed as dist
             from torch.distributed.rendezvous import rendezvous
@@ -304,6 +310,16 @@ class GlooCollective:
             self._group = dist.ProcessGroupGloo(prefixed, rank, world_size, self._timeout)
             log.debug("the session's group of %d ranks stands after %.3f s", world_size, time.monotonic() - began)
         return self._group
+
+
+def check_main_thread() -> None:
+    """Checks that the main thread is the one that calls.
+
+    Raises:
+        OtherThread: It is another one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise OtherThread
 
 
 def _check_form(store: Any) -> None:

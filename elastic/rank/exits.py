@@ -70,6 +70,11 @@ def insist(code: int) -> None:
     _Exit.code = code
 
 
+def is_decided() -> bool:
+    """Whether the exit code is decided, so that what else goes wrong changes nothing."""
+    return _Exit.code is not None
+
+
 def end_if_decided() -> None:
     """Ends this process if an agent waits for its end, and the script goes on all the same: it swallows exceptions."""
     if _Exit.code is not None and os.environ.get(Variable.SOCKET):

@@ -17,8 +17,8 @@ from typing import Any
 from dalsegno.protos import worker_pb2
 
 from .agreement import Refusal, Trouble, agree
-from .collective import Collective, PeerLost
-from .exits import insist
+from .collective import Collective, OtherThread, PeerLost, check_main_thread
+from .exits import insist, is_decided
 from .link import Link
 
 log = logging.getLogger(__name__)
@@ -26,6 +26,10 @@ log = logging.getLogger(__name__)
 # Seconds that a rank that refuses waits for the others. They may still be loading, or wait for this rank in a
 # collective of another group, where nobody can tell them.
 PATIENCE_SECONDS = 60.0
+
+
+class SessionOver(RuntimeError):
+    """The script goes on with a session that has ended. It would do so after another start as well."""
 
 
 class Meetings:
@@ -43,15 +47,40 @@ class Meetings:
         self._collective, self._link, self.over = collective, link, False
 
     def check_open(self, step: int) -> None:
-        """Raises RuntimeError if the session has ended, and names the step at which it did."""
+        """Raises SessionOver if the session has ended, and names the step at which it did."""
         if self.over:
-            raise RuntimeError(
-                f"this session is over: its run was drained or finished, at step {step}. Train the next run with a "
-                "checkpoint_dir of its own, and put `with session(checkpoint_dir):` around each, or use two processes"
+            another = (
+                "Train the next run with a checkpoint_dir of its own, and put `with session(checkpoint_dir):` around "
+                "each, or use two processes"
+                if self._link is None
+                else "Under dlrover-run a process trains one run: start each with a dlrover-run of its own"
             )
+            raise SessionOver(f"this session is over: its run was drained or finished, at step {step}. {another}")
+
+    def check_thread(self) -> None:
+        """Checks that the main thread is the one that calls. One rank that stays alone may have any thread call.
+
+        Under ``dlrover-run`` a world of one rank may grow, and would end then. The agent is told here: an exception in
+        a thread ends neither the process nor its success.
+
+        Raises:
+            OtherThread: It is another one.
+        """
+        if self._link is None and self._collective.world_size == 1:
+            return
+        try:
+            check_main_thread()
+        except OtherThread as error:
+            self.refused(str(error))
+            raise
 
     def compare(self, alike: Mapping[str, Any], problem: str = "", *, final: bool = True) -> None:
-        """See ``agreement.agree``. Collective."""
+        """See ``agreement.agree``. Collective.
+
+        Raises:
+            OtherThread: See `check_thread`.
+        """
+        self.check_thread()
         try:
             agree(self._collective, alike, problem, final=final)
         except Refusal as refusal:
@@ -125,10 +154,12 @@ def watch_the_end(meetings: Meetings, when_lost: Callable[[], object]) -> None:
 
     Either a peer is lost, or we refuse something, wherever in the script the refusal is raised. Refusals outside a
     meeting (``Batches`` that do not fit the checkpoint, an impossible plan) will be the same at the next start as well.
+    So will a second run behind one that has finished, which all ranks come to; not one behind a drain.
     """
 
     def end(error: BaseException, trace: TracebackType | None) -> None:
-        if not meetings.over and is_refusal(error, trace):
+        second = isinstance(error, SessionOver) and not is_decided()
+        if second or (not meetings.over and is_refusal(error, trace)):
             meetings.refused(str(error) or type(error).__name__)
         elif not meetings.over and may_be_a_peers(error) and meetings.say_if_a_peer_is_lost():
             when_lost()

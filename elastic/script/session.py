@@ -278,10 +278,12 @@ class Session(lower.BareSession):
         Raises:
             ValueError: These are no data, or no state; nothing ends the training; the ranks were not started alike; or
                 see ``loop.steps``.
-            RuntimeError: The training has ended; or a step ended before its micro-batches were all computed.
+            RuntimeError: The training has ended; or this is not the main thread, see ``Meetings.check_thread``; or a
+                step ended before its micro-batches were all computed.
             SaveError: What is trained cannot be saved, or the final save failed again and again.
             Drained: The world changes, everything is saved. Exit code 83.
         """
+        self.meetings.check_thread()
         way_in.at(TRAINS)
         given: dict[str, Any] = {"max_steps": max_steps, "save_every": save_every, "memory_every": memory_every}
         with self.meetings.telling():

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from ..data.batch import Batch
 from ..data.micro_batch import MicroBatch
+from .parts import check_initialised
 from .wrappers import Frozen, tell
 
 T = TypeVar("T")
@@ -45,9 +46,13 @@ class Accumulation:
         model, optimizers: As given.
         deferrals: Number of backward passes so far whose synchronisation was deferred: a - 1 in each step if the model
             synchronises at all; a - 2 with a static graph.
+
+    Raises:
+        ValueError: An optimizer's class does not call its base's ``__init__``.
     """
 
     def __init__(self, model: nn.Module, *optimizers: Optimizer) -> None:
+        check_initialised(optimizers)
         self.model = model
         self._batch: Batch[Any] | None = None
         self._open = ExitStack()

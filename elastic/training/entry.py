@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -175,6 +176,18 @@ def _open(kind: Callable[..., S], identity: Identity, keep: int, verify: bool, u
         raise
 
 
+def _check_thread(identity: Identity, collective: Collective) -> None:
+    """Raises OtherThread if another thread opens the session than may go on with it. The agent is told."""
+    if threading.current_thread() is threading.main_thread():
+        return
+    link = None if identity.socket is None else Link(identity.socket, hello(identity))
+    try:
+        Meetings(collective, link).check_thread()
+    finally:
+        if link is not None:
+            link.close()
+
+
 @contextmanager
 def _telling_of_peers(meetings: Meetings) -> Iterator[None]:
     """The agent learns whether a peer's end is why this block fails. Later `watch_the_end` sees to that."""
@@ -194,6 +207,7 @@ def _open_with(
         # All ranks open their sessions in the same order, so these have numbers.
         collective = GlooCollective(identity.rank, identity.world_size, identity.epoch, number=_before[0])
         mark("met")
+    _check_thread(identity, collective)
     if identity.socket is None:  # dlrover-run's workers end without what could meet these threads.
         settle_at_exit()  # a world of one rank has them, too, once its model is wrapped
     link = lock = resume = None

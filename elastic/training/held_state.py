@@ -17,6 +17,7 @@ from ..rank.tensor_bytes import bytes_of
 from ..saving.replicas import tensors
 from .cards import Cards, cards_of
 from .digest import is_plain
+from .parts import takes_hooks
 from .samples import Samples
 from .training_state import TRAINING_FILE, TrainingState
 from .unchanged import SeenState, UnclearError, plain
@@ -47,7 +48,7 @@ class HeldState:
 
     def __init__(self, state: Watched, stepping: Callable[[], None], stepped: Callable[[], None]) -> None:
         self._state, self.parts = state, state.parts
-        self._optimizers = [part for part in self.parts.values() if isinstance(part, Optimizer)]
+        self._optimizers = [part for part in self.parts.values() if takes_hooks(part)]
         begins, ends = weakly(stepping), weakly(stepped)
         for optimizer in self._optimizers:
             for handle in (
@@ -153,7 +154,7 @@ class HeldState:
 
 
 def _is_other_optimizer(part: Any) -> bool:
-    return hasattr(part, "param_groups") and not isinstance(part, Optimizer)
+    return hasattr(part, "param_groups") and not takes_hooks(part)
 
 
 def _small(part: Any) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
+from torch.optim import Optimizer
 
 
 class Stateful(Protocol):
@@ -13,6 +14,33 @@ class Stateful(Protocol):
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+def takes_hooks(part: Any) -> bool:
+    """Whether it is one of torch's optimizers whose steps can be seen. Classes around another one often are not."""
+    if not isinstance(part, Optimizer):
+        return False
+    try:
+        part.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError:
+        return False
+    return True
+
+
+def check_initialised(parts: Iterable[Any]) -> None:
+    """Checks that torch's optimizers among parts take hooks.
+
+    Raises:
+        ValueError: One does not.
+    """
+    for part in parts:
+        if isinstance(part, Optimizer) and not takes_hooks(part):
+            name = type(part).__name__
+            raise ValueError(
+                f"{name} does not call super().__init__(): call it, in a class around another optimizer with "
+                "super().__init__(base.param_groups, base.defaults), so that its steps are seen; or give the optimizer "
+                f"inside, if {name} keeps nothing that has to be saved"
+            )
 
 
 def kept_of(parts: Mapping[str, Stateful]) -> dict[str, dict[str, Any]]:

@@ -43,7 +43,7 @@ from ..saving.writing import write_files
 from . import digest
 from .first_weights import FirstWeights, check_places
 from .left_out import OptimizerWatch
-from .parts import Stateful, check_same, kept_of, kind
+from .parts import Stateful, check_initialised, check_same, kept_of, kind
 from .reading_state import check_same_dtypes, check_same_names, load_part, load_weights, owned, read_tensors
 from .sending import send_what_differs
 from .session import BareSession
@@ -68,11 +68,15 @@ class TrainingState:
             ranks.
         parts: The other parts by name, in the order in which they are loaded: optimizer, its scheduler, scaler. None:
             this training has none.
+
+    Raises:
+        ValueError: An optimizer's class does not call its base's ``__init__``.
     """
 
     def __init__(self, session: BareSession, *, model: nn.Module, **parts: Stateful | None) -> None:
         self._session, self._model = session, unwrapped(model)
         self._parts = {name: part for name, part in parts.items() if part is not None}
+        check_initialised(self._parts.values())
         self._loaded = False
         # Whether this rank has given what is saved, and goes on in another world with what it has.
         self._gave = self._stays = False

@@ -12,6 +12,7 @@ import torch
 from dalsegno.elastic import Batch, Batches, BatchPlan, ElasticSampler, Order, Position
 from dalsegno.elastic.checkpoint import Cut
 from dalsegno.elastic.data.fetching import is_iterable
+from dalsegno.elastic.rank.agreement import Refusal
 
 IGNORED = -100
 """The label that no loss counts."""
@@ -146,13 +147,23 @@ def count_labels(inputs: Any, *, shifted: bool) -> int:
     Args:
         inputs: What the data collator made.
         shifted: The model predicts each label from earlier positions, so the first position has none.
+
+    Raises:
+        Refusal: There is nothing in them that could be counted.
     """
     ready, labels = inputs.get("shift_labels"), inputs.get("labels")
     if isinstance(ready, torch.Tensor):
         return int(ready.ne(IGNORED).sum())
     if isinstance(labels, torch.Tensor):
         return int((labels[..., 1:] if shifted and labels.dim() > 1 else labels).ne(IGNORED).sum())
-    return max(len(value) for value in inputs.values() if hasattr(value, "__len__"))
+    lengths = [len(value) for value in inputs.values() if hasattr(value, "__len__")]
+    if not lengths:
+        raise Refusal(
+            "a batch has nothing in it that the model takes, for the Trainer drops what is no argument of the model's "
+            "forward(), and those of torch.compile(model) it cannot see: give it the model itself, and torch_compile="
+            "True in TrainingArguments; or else compare the columns of the data set with forward()'s arguments"
+        )
+    return max(lengths)
 
 
 def _shifts_labels(trainer: Any) -> bool:

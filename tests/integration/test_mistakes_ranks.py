@@ -292,7 +292,8 @@ def test_contents_are_compared_before_the_seal(came: dict[str, Came], name: str,
     "a second `Trainer`, or a second loop, in a process that has finished a run",
     Comes.REFUSED,
     "its session is over, and the ranks have parted",
-    "a `checkpoint_dir` for each training, and `with session(checkpoint_dir):` around each, or a process of its own",
+    "a `checkpoint_dir` for each training, and `with session(checkpoint_dir):` around each, or a process of its own; "
+    "under `dlrover-run` one of that for each run",
 )
 @pytest.mark.parametrize(
     ("name", "said"),

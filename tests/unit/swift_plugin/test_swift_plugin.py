@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from dalsegno.elastic import Batches, BatchPlan, ElasticSampler
+from dalsegno.elastic.rank.agreement import Refusal
 from dalsegno.swift_plugin.hf import checkpoints, data, options, refusals
 from dalsegno.swift_plugin.hf.checkpoints import Arriving, Errors, TrainerWrite, Unfinished
 from dalsegno.swift_plugin.hf.options import Options
@@ -73,6 +74,13 @@ def test_what_a_slices_mean_is_over() -> None:
     assert data.count_labels({"labels": labels, "shift_labels": labels[:, :1]}, shifted=True) == 1
     assert data.count_labels({"labels": torch.tensor([1, 0, -100])}, shifted=True) == 2
     assert data.count_labels({"values": torch.zeros(5, 2)}, shifted=True) == 5
+
+
+@pytest.mark.parametrize("batch", [{}, {"return_loss": True}])
+def test_a_batch_that_has_lost_all_its_columns_says_what_to_do(batch: dict[str, Any]) -> None:
+    """As that of a Trainer with ``torch.compile(model)`` has. No other start would mend that."""
+    with pytest.raises(Refusal, match=r"torch\.compile\(model\) it cannot see: .* torch_compile=True in TrainingArgum"):
+        data.count_labels(batch, shifted=True)
 
 
 class Lazy(torch.utils.data.Dataset[int]):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from dalsegno.elastic.rank.agreement import PART, Unlike, agree, differences, missing_part
-from dalsegno.elastic.rank.collective import Solo
+from dalsegno.elastic.rank.collective import GlooCollective, OtherThread, Solo
 
 
 class Table(Solo):
@@ -64,3 +65,10 @@ def test_a_problem_of_one_rank_is_told_to_all() -> None:
         agree(Table({}, {}, problems={1: "its disk is upside down"}), {})
     with pytest.raises(Unlike, match="seed is 1 on rank 0, 2 on rank 1"):
         agree(Table({"seed": 1}, {"seed": 2}, problems={1: "the seed was 1"}), {})
+
+
+def test_another_thread_is_not_taken_for_a_rank_that_ended() -> None:
+    """The line has the real reason, and nothing of other ranks."""
+    with ThreadPoolExecutor(1) as thread, pytest.raises(OtherThread, match="belongs to the main thread") as caught:
+        thread.submit(agree, GlooCollective(0, 2, 0), {}).result()
+    assert "another rank" not in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 
 from dalsegno.elastic.rank import meetings
 from dalsegno.elastic.rank.agreement import Refusal, Trouble
-from dalsegno.elastic.rank.collective import PeerLost, Solo
-from dalsegno.elastic.rank.meetings import PATIENCE_SECONDS, Meetings, watch_the_end
+from dalsegno.elastic.rank.collective import OtherThread, PeerLost, Solo
+from dalsegno.elastic.rank.meetings import PATIENCE_SECONDS, Meetings, SessionOver, watch_the_end
 from tests.support.workers.fake_link import FakeLink
 
 
@@ -149,3 +150,45 @@ def test_what_we_refuse_outside_of_meetings_is_told_too(
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
     assert (len(shown), bool(link.said)) == (1, told)
+
+
+@pytest.mark.parametrize("how", ["check_thread", "compare"])
+def test_another_thread_is_refused_where_there_may_be_more_ranks(how: str) -> None:
+    """Also in a world of one rank under an agent, which hears of it: no exception in a thread ends a process."""
+    agent: Any = FakeLink()
+    calls = {"check_thread": Meetings.check_thread, "compare": lambda meetings: meetings.compare({})}
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(calls[how], Meetings(Solo(), None)).result()  # one rank that stays alone
+        with pytest.raises(OtherThread, match="call it, and the loop, there"):
+            thread.submit(calls[how], Meetings(Solo(), agent)).result()
+    assert [one.message for one in agent.of("refused")] == [str(OtherThread())]
+    calls[how](Meetings(Solo(), agent))
+
+
+@pytest.mark.parametrize(("agent", "says"), [(None, "put `with session"), (FakeLink(), "a dlrover-run of its own")])
+def test_what_a_session_that_is_over_says(agent: Any, says: str) -> None:
+    """Under an agent a block around each run would change nothing."""
+    one = Meetings(Solo(), agent)
+    one.check_open(7)
+    one.over = True
+    with pytest.raises(SessionOver, match=f"at step 7.*{says}"):
+        one.check_open(7)
+
+
+@pytest.mark.parametrize(
+    ("error", "decided", "told"),
+    [(SessionOver("each"), False, True), (SessionOver("each"), True, False), (Refusal("of the script"), False, False)],
+)
+def test_a_second_run_in_a_process_is_refused(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, decided: bool, told: bool
+) -> None:
+    """Another start would end there, too. Behind a drain the run goes on, whatever the script does meanwhile."""
+    link: Any = FakeLink()
+    monkeypatch.setattr(meetings, "_at_the_end", [])
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    monkeypatch.setattr(meetings, "is_decided", lambda: decided)
+    one = Meetings(Solo(), link)
+    watch_the_end(one, lambda: None)
+    one.over = True
+    sys.excepthook(type(error), error, None)
+    assert [said.message for said in link.of("refused")] == ["each"] * told

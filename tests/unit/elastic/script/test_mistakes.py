@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from dalsegno.elastic import Session, session
+from dalsegno.elastic.rank.collective import OtherThread
+from dalsegno.elastic.rank.identity import Identity
 from dalsegno.elastic.script.engine import check_sizes
+from dalsegno.elastic.training import entry
+from tests.support.workers.fake_link import FakeLink
 
 
 class Stream(IterableDataset[Tensor]):
@@ -27,6 +32,32 @@ class Wrapped(nn.Linear):
         super().__init__(4, 1)
 
     def no_sync(self) -> None: ...
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Around another optimizer, as people write it: what torch's own ``__init__`` makes is taken from that one.
+
+    Args:
+        base: The other one.
+        calls_super: It does call that all the same, as we say.
+    """
+
+    def __init__(self, base: torch.optim.Optimizer, *, calls_super: bool = False) -> None:
+        if calls_super:
+            super().__init__(base.param_groups, base.defaults)
+        self.base, self.param_groups, self.state, self.defaults = base, base.param_groups, base.state, base.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def state_dict(self) -> Any:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.base.load_state_dict(state)
 
 
 class Script:
@@ -102,6 +133,14 @@ IN_STATE: dict[str, tuple[Callable[[Script], Any], str]] = {
     "a scheduler first": (
         lambda x: x.state(x.model, torch.optim.lr_scheduler.ConstantLR(x.optimizer)),
         "ConstantLR is no optimizer",
+    ),
+    "an optimizer around another": (
+        lambda x: x.state(x.model, Lookahead(x.optimizer)),
+        r"^Lookahead does not call super\(\)\.__init__\(\): call it",
+    ),
+    "such a one by name": (
+        lambda x: x.state(x.model, x.optimizer, second=Lookahead(x.optimizer)),
+        r"Lookahead does not call super\(\)\.__init__\(\)",
     ),
     "wrapped by nothing": (lambda x: x.state(x.model, wrap=id), "made a int of the model, which is no module"),
     "wrapped twice": (lambda x: x.state(Wrapped(), wrap=Wrapped), "the model is a Wrapped already"),
@@ -208,3 +247,35 @@ def test_the_session_of_a_block_is_not_for_later(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="this session is over"):
         s.data([1], global_batch=1, micro_batch=1)
     assert isinstance(session(tmp_path), Session)
+
+
+def test_a_loop_in_a_thread_under_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The world may have more ranks later: nothing is trained before they come."""
+    script, agent = Script(), FakeLink()
+    data, state = script.data(), script.state()
+    monkeypatch.setattr(script.s.meetings, "_link", agent)
+    monkeypatch.setattr(state, "begin", None)
+    with ThreadPoolExecutor(1) as thread, pytest.raises(OtherThread):
+        thread.submit(script.train, data, state).result()
+    assert len(agent.of("refused")) == 1
+
+
+def test_a_session_that_a_thread_opens_under_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent hears of it, though it has heard of no session before."""
+    agent: Any = FakeLink()
+    closed: list[bool] = []
+    agent.close = lambda: closed.append(True)
+    monkeypatch.setattr(entry, "from_environment", lambda **_: Identity(socket="agent.sock"))
+    monkeypatch.setattr(entry, "Link", lambda *_: agent)
+    monkeypatch.setattr(entry, "_sessions", [])
+    with ThreadPoolExecutor(1) as thread, pytest.raises(OtherThread):
+        thread.submit(session).result()
+    assert len(agent.of("refused")) == len(closed) == 1
+
+
+def test_an_optimizer_around_another_that_calls_its_super() -> None:
+    """As the line of the refusal says: then it trains."""
+    script = Script()
+    script.optimizer = Lookahead(script.optimizer, calls_super=True)  # type: ignore[assignment]
+    script.train(script.data(), script.state())
+    assert script.s.step == 3

@@ -20,6 +20,7 @@ from dalsegno.elastic.training.copies import Copies
 from dalsegno.elastic.training.examination import Examination
 from dalsegno.elastic.training.loop import steps
 from tests.unit.elastic.data.test_batches import Numbers
+from tests.unit.elastic.script.test_mistakes import Lookahead
 
 
 def make(micro: int, size: int = 12, world: int = 1, rank: int = 0, **options: Any) -> Batches[Tensor]:
@@ -247,3 +248,9 @@ def test_micro_batches_with_factor_0_leave_zero_gradients_by_themselves() -> Non
     for part in accumulate(next(iter(make(1, size=1, world=2, rank=0)))):
         part.scale(Plain.forward(model, part.data)).backward()
     assert model.weight.grad.abs().sum() > 0
+
+
+def test_an_optimizer_whose_steps_cannot_be_seen_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(ValueError, match=r"^Lookahead does not call super\(\)\.__init__\(\)"):
+        Accumulation(model, Lookahead(torch.optim.SGD(model.parameters())))

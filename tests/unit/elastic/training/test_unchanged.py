@@ -17,6 +17,7 @@ from dalsegno.elastic.training.held_state import HeldState, held_by
 from dalsegno.elastic.training.session import BareSession
 from dalsegno.elastic.training.training_state import TrainingState
 from dalsegno.elastic.training.unchanged import BoundaryNote, Now, SeenState, UnclearError, is_due, plain, why_not
+from tests.unit.elastic.script.test_mistakes import Lookahead
 
 SEEN = SeenState((("model.weight", 1), ("optimizer.exp_avg", 2), ("model.count", 3)), "rest")
 BOUNDARY = BoundaryNote(7, (4, 5, 6), "plain", witnessed=True)
@@ -276,3 +277,11 @@ def test_only_what_a_training_state_saves_is_known() -> None:
     assert held_by(state.write) is state
     assert held_by(lambda path: state.write(path)) is None
     assert held_by(None) is None
+
+
+def test_an_optimizer_that_takes_no_hooks_is_not_watched() -> None:
+    """Its steps are not seen, as those of a class that is not torch's. (A Trainer of transformers may have one.)"""
+    watched = Watched()
+    watched.state._parts["second"] = Lookahead(watched.optimizer)
+    with pytest.raises(UnclearError, match="steps unseen"):
+        HeldState(watched.state, watched._steps, watched._stepped).look()
