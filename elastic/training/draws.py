@@ -78,34 +78,69 @@ def _names(code: CodeType, imported: frozenset[str]) -> Iterator[str]:
 
 
 def _called(code: CodeType, imported: frozenset[str]) -> Iterator[str]:
-    """The everyday names whose calls draw. What a call calls is the longest name that begins where the call does."""
-    names: dict[Any, list[tuple[Any, str, bool]]] = {}
+    """The everyday names whose calls draw."""
+    instructions = list(dis.get_instructions(code))
+    call_of = _call_by_place if hasattr(code, "co_positions") else _call_by_stack
     before: Any = None
-    for one in dis.get_instructions(code):
-        if one.positions is not None and one.positions.lineno is not None:
-            line, end_line, column, end_column = one.positions
-            begin, end = (line, column), (end_line, end_column)
-            name, of_something = "", "ATTR" in one.opname or "METHOD" in one.opname
-            if one.opname.startswith("CALL"):
-                function = max((found for found in names.get(begin, ()) if found[0] < end), default=(end, "", False))
-                if function[1:] != (_GIVEN_NOTHING, True) or (one.opname == "CALL" and one.argval == 0):
-                    yield function[1]
-            elif one.opcode in dis.hasname and one.argval in _CALLED:
-                name = one.argval if (before != "self" if of_something else one.argval in imported) else ""
-            names.setdefault(begin, []).append((end, name, of_something))
+    for at, one in enumerate(instructions):
+        if one.opcode in dis.hasname and one.argval in _CALLED:
+            of_something = _is_attribute(one)
+            if before != "self" if of_something else one.argval in imported:
+                call = call_of(instructions, at)
+                bare = call is not None and call.argval == 0 and not call.opname.endswith("_EX")
+                if call is not None and (bare or not of_something or one.argval != _GIVEN_NOTHING):
+                    yield str(one.argval)
         before = _variable(one)
+
+
+def _call_by_place(instructions: list[dis.Instruction], at: int) -> dis.Instruction | None:
+    """What calls the result of an instruction. A call begins in the script's text where the name that it calls does."""
+    begin, end = _place(instructions[at])
+    for later in instructions[at + 1 :]:
+        other_begin, other_end = _place(later)
+        if begin is not None and other_begin == begin and other_end > end:
+            if later.opname.startswith("CALL") and "INTRINSIC" not in later.opname:
+                return later
+            if later.opname not in _PREPARES:
+                return None  # an attribute, an item or a sum of it
+    return None
+
+
+# Instructions of a call before it.
+_PREPARES = ("PRECALL", "KW_NAMES", "PUSH_NULL", "LOAD_CONST", "BUILD_MAP", "DICT_MERGE", "BUILD_TUPLE", "BUILD_LIST")
+_PREPARES += ("LIST_EXTEND", "LIST_APPEND", "LIST_TO_TUPLE", "CALL_INTRINSIC_1", "BUILD_CONST_KEY_MAP", "DICT_UPDATE")
+
+
+def _place(one: Any) -> tuple[Any, Any]:
+    line, end_line, column, end_column = one.positions or (None,) * 4
+    return (None if line is None else (line, column)), (end_line, end_column)
+
+
+def _call_by_stack(instructions: list[dis.Instruction], at: int) -> dis.Instruction | None:
+    """The same before Python 3.11, where code has no columns: who takes it from the stack, if no argument branches."""
+    depth = 1 if instructions[at].opname == "LOAD_METHOD" else 0
+    for later in instructions[at + 1 :]:
+        if depth == 0 and _is_attribute(later):
+            return None
+        depth += dis.stack_effect(later.opcode, later.arg)
+        if depth <= 0:
+            return later if later.opname.startswith("CALL") else None
+    return None
 
 
 def _names_but_of(owner: str, code: CodeType) -> Iterator[str]:
     """All names but those of attributes of this variable."""
     before: Any = None
     for one in dis.get_instructions(code):
-        is_attribute = "ATTR" in one.opname or "METHOD" in one.opname
-        if one.opcode in dis.hasname and not (is_attribute and before == owner):
+        if one.opcode in dis.hasname and not (_is_attribute(one) and before == owner):
             yield str(one.argval)
         before = _variable(one)
     for inner in _inside(code):
         yield from _names_but_of(owner, inner)
+
+
+def _is_attribute(one: dis.Instruction) -> bool:
+    return "ATTR" in one.opname or "METHOD" in one.opname
 
 
 def _variable(one: dis.Instruction) -> Any:
