@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 LOOKS = 3
 # Numbers of all buffers that are compared as a whole; of what is beyond, and of parameters, only the first few are.
 _WHOLE, _FEW = 1 << 24, 1 << 12
+# The device cannot compute this, or lacks memory.
+_ODD = (RuntimeError, TypeError, NotImplementedError)
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 PARAMETERS, BUFFERS = "parameters that no optimizer trains", "buffers"
 
@@ -59,7 +61,7 @@ class ForwardWatch:
     """
 
     _root: nn.Module | None = None
-    _noted: Mapping[str, tuple[str, Tensor]] = {}
+    _noted: Mapping[str, Tensor] = {}
 
     def __init__(self, root: nn.Module, prefix: str, trained: frozenset[int], step: Callable[[], int]) -> None:
         self._root = root
@@ -87,25 +89,34 @@ class ForwardWatch:
         if step - self._begin > LOOKS:
             self.end()
         elif step > self._looked and module.training and not _captures():
-            self._noted = {name: (kind, value.clone()) for name, kind, value in self._values()}
+            try:
+                self._noted = {name: value.clone() for name, _, value in self._values()}
+            except _ODD as error:
+                self._give_up(error)
+            if not self._noted:
+                self.end()
 
     def _behind(self, _module: nn.Module, _args: Any, _result: Any) -> None:
-        if torch.compiler.is_compiling() or not self._noted:
+        if not self._noted:  # as always while torch.compile traces
             return
         self._looked, noted, self._noted = self._step(), self._noted, {}
+        found: dict[str, list[str]] = {BUFFERS: [], PARAMETERS: []}
         try:
-            found: dict[str, list[str]] = {}
             for name, kind, value in self._values():
-                if name in noted and _differ(noted[name][1], value):
-                    found.setdefault(kind, []).append(f"{self._prefix}{name}")
-        except (RuntimeError, TypeError, NotImplementedError) as error:  # the device cannot compute this
-            log.debug("it is not seen what the forward pass changes: %s", error)
-            self.end()
+                if name in noted and _differ(noted[name], value):
+                    found[kind].append(f"{self._prefix}{name}")
+        except _ODD as error:
+            self._give_up(error)
             return
-        if found:
-            remark("the same only in distribution: %s", said(found.get(BUFFERS, ()), found.get(PARAMETERS, ())))
-        if found or self._looked - self._begin >= LOOKS:
+        if any(found.values()):
+            remark("the same only in distribution: %s", said(found[BUFFERS], found[PARAMETERS]))
+        if any(found.values()) or self._looked - self._begin >= LOOKS:
             self.end()
+
+    def _give_up(self, error: Exception) -> None:
+        """No training ends because of a line that it does not get."""
+        log.warning("it is not seen what the forward pass changes: %s", error)
+        self.end()
 
     @torch.no_grad()
     def _values(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -130,8 +141,8 @@ def said(buffers: Sequence[str], parameters: Sequence[str]) -> str:
     they, them = ("they", "them") if len(buffers) + len(parameters) > 1 else ("it", "it")
     return (
         f"{' and '.join(named)}: the forward pass changes {them}, once for each micro-batch of each rank, so {they}, "
-        f"and what is computed with {them}, depend on the number of ranks, also with fixed_micro_batch. For the same "
-        f"curve change {them} once a step, behind the optimizer's, with sums over all ranks"
+        f"and what is computed with {them}, depend on the number of ranks, also with fixed_micro_batch. Only what "
+        "changes once a step, behind the optimizer's, with sums over all ranks, is the same in every world"
     )
 
 
@@ -167,5 +178,7 @@ def _differ(before: Tensor, now: Tensor) -> bool:
     """Whether numbers have changed; another shape, dtype or device is that of a table made anew, which is no state."""
     if (before.shape, before.dtype, before.device) != (now.shape, now.dtype, now.device):
         return False
+    if now.dtype.itemsize == 1:  # some of 8 bits cannot be compared as numbers
+        before, now = before.view(torch.uint8), now.view(torch.uint8)
     neither = (before != before) & (now != now)  # NaN
     return not bool(((before == now) | neither).all())

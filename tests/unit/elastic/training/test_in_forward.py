@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
+from dalsegno.elastic.training import in_forward
 from dalsegno.elastic.training.examination import Examination
 from dalsegno.elastic.training.in_forward import LOOKS, said, watch_forward
 from dalsegno.protos.contract import Variable
@@ -104,6 +105,39 @@ class Holes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)
+
+
+class Projected(nn.Module):
+    """Keeps a weight that the optimizer trains within its bounds: the same in every world."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight.data.clamp_(-0.1, 0.1)
+        return self.layer(x)
+
+
+class Odd(Holes):
+    """Has buffers whose numbers cannot be compared in the usual way, or do not lie here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("small", torch.ones(4).to(torch.float8_e4m3fn))
+        self.register_buffer("sparse", torch.eye(4).to_sparse())
+        self.register_buffer("elsewhere", torch.ones(4, device="meta"))
+        self.register_buffer("freed", torch.ones(4))
+        self.freed.untyped_storage().resize_(0)
+
+
+class Gathered(Momentum):
+    """Its key is there only while it computes, as with ZeRO-3."""
+
+    def __init__(self) -> None:
+        super().__init__(_assigned)
+        for parameter in self.key.parameters():
+            parameter.ds_id = 1  # type: ignore[attr-defined]
 
 
 class Averaged(nn.Module):
@@ -222,14 +256,21 @@ def test_what_follows_later_is_told_then(caplog: pytest.LogCaptureFixture) -> No
         Rotary,
         lambda: Rotary(grows=False),
         Holes,
+        Odd,
+        Projected,
+        Gathered,
         lambda: plain(nn.Linear(4, 4).requires_grad_(False)),
     ],
 )
 def test_what_forward_leaves_alone_is_not(model: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture) -> None:
     hooks = train(model())
-    assert lines(caplog) == []
+    assert caplog.records == []
     assert hooks[0] == 2
     assert hooks[-1] == 0
+
+
+def test_a_model_in_which_nothing_could_change_is_let_go_at_once() -> None:
+    assert train(plain(nn.BatchNorm1d(4)), steps=2) == [2, 0]
 
 
 def test_an_average_that_the_loop_updates_is_the_same_in_every_world(caplog: pytest.LogCaptureFixture) -> None:
@@ -331,6 +372,44 @@ def test_a_staying_process_forgets_the_model() -> None:
     assert _hooks(model) == 2
     examination.forget()
     assert _hooks(model) == 0
+
+
+def test_of_large_buffers_the_first_numbers_are_compared(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Last(Carried):
+        def forward(self, x: Tensor) -> Tensor:
+            self.hidden[0, -1] += 1
+            return self.layer(x)
+
+    monkeypatch.setattr(in_forward, "_FEW", 2)
+    train(Last())
+    assert len(lines(caplog)) == 1
+    monkeypatch.setattr(in_forward, "_WHOLE", 3)
+    train(Last())
+    assert len(lines(caplog)) == 1
+    train(Codebook())
+    assert "embed, size" in lines(caplog)[1]
+
+
+def test_what_a_card_records_is_left_alone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_forward, "_captures", lambda: True)
+    assert train(Codebook())[-1] == 0
+    assert lines(caplog) == []
+
+
+@pytest.mark.parametrize("where", ["_can_be_read", "_differ"])
+def test_a_device_that_cannot_compute_it_ends_no_training(
+    where: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> bool:
+        raise NotImplementedError("no such kernel")
+
+    monkeypatch.setattr(in_forward, where, fails)
+    assert train(Codebook())[-1] == 0
+    assert [one.getMessage() for one in caplog.records] == [
+        "it is not seen what the forward pass changes: no such kernel"
+    ]
 
 
 def test_what_is_said() -> None:
