@@ -163,7 +163,7 @@ def _captures() -> bool:
 def _can_be_read(value: Tensor) -> bool:
     """Whether its numbers lie here: not of what is sharded, or is only there during the pass (FSDP, ZeRO-3)."""
     sharded = hasattr(value, "ds_id") or hasattr(value, "_fsdp_flattened") or hasattr(value, "_is_flat_param")
-    return digest.is_plain(value) and not value.is_nested and not sharded and value.untyped_storage().size() > 0
+    return digest.is_plain(value) and not sharded and value.untyped_storage().size() > 0
 
 
 def _some(value: Tensor) -> Tensor:
@@ -178,7 +178,5 @@ def _differ(before: Tensor, now: Tensor) -> bool:
     """Whether numbers have changed; another shape, dtype or device is that of a table made anew, which is no state."""
     if (before.shape, before.dtype, before.device) != (now.shape, now.dtype, now.device):
         return False
-    if now.dtype.itemsize == 1:  # some of 8 bits cannot be compared as numbers
-        before, now = before.view(torch.uint8), now.view(torch.uint8)
     neither = (before != before) & (now != now)  # NaN
     return not bool(((before == now) | neither).all())
