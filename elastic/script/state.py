@@ -110,6 +110,7 @@ class ScriptState(TrainingState):
             self._micros.close()
         self._micros = None
         self._session.copies.forget()
+        self._session.examination.forget()
         self._called = _Wrapped(self._bare, self._model)
         return self._wrappers.are_gone()
 

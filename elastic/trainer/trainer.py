@@ -286,6 +286,7 @@ class Trainer:
     def _may_stay(self) -> bool:
         self._accumulate.close()
         self._opened.copies.forget()
+        self._opened.examination.forget()
         return self._strategy.leave()
 
     def _move(self, held: Mapping[str, str], *, broken: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from dalsegno.protos.contract import Variable
 from ..rank.exits import insist
 from ..rank.remarks import show
 from .findings import Facts, findings, kinds_of
+from .in_forward import ForwardWatch, watch_forward
 
 
 class Examined(SystemExit):
@@ -62,6 +64,8 @@ class Examination:
         )
         self._done = False
         self._model: Any = None
+        self._optimizers: list[Any] = []
+        self._watches: list[ForwardWatch] = []
 
     def learn(self, **facts: Any) -> None:
         """Adds facts: fields of `Facts`."""
@@ -72,6 +76,7 @@ class Examination:
         if model is not None and hasattr(model, "modules"):
             self._model = model
             self.learn(layers=kinds_of(model))
+        self._optimizers += [optimizer for optimizer in optimizers if optimizer is not None]
         names = [type(_inner(optimizer)).__name__ for optimizer in optimizers if optimizer is not None]
         self.learn(optimizers=(*self._facts.optimizers, *(n for n in names if n not in self._facts.optimizers)))
 
@@ -79,8 +84,11 @@ class Examination:
         """Adds a schedule that nobody saves."""
         self.learn(left_out=tuple(dict.fromkeys((*self._facts.left_out, schedule))))
 
-    def end(self) -> None:
+    def end(self, step: Callable[[], int] | None = None) -> None:
         """Ends the examination when the ranks have met and the first step would begin.
+
+        Args:
+            step: The number of steps that are done; with it what the model's ``forward`` changes is told later.
 
         Raises:
             Examined: The doctor examines this process, so no step begins.
@@ -91,8 +99,22 @@ class Examination:
                 self.learn(unwrapped=_is_unwrapped(self._model))
             self._tell([f"{about}: {text}" for about, text in findings(self._facts)])
             # Nothing more is asked of it, and a wrapper belongs to this world alone.
-            self._model = None
+            model, optimizers, self._model, self._optimizers = self._model, self._optimizers, None, []
+            changes = max(self._facts.world_size, self._facts.max_world_size) > 1
+            if step is not None and model is not None and changes and self._is_told:
+                self._watches = watch_forward(model, optimizers, step)
         refuse_to_go_on()
+
+    def forget(self) -> None:
+        """Lets the model go, in whose first steps something was still looked for."""
+        for watch in self._watches:
+            watch.end()
+        self._watches = []
+
+    @property
+    def _is_told(self) -> bool:
+        """Whether somebody is told at the beginning of a run, and here."""
+        return self._speaks and self._begins and not is_examined()
 
     def _tell(self, lines: list[str]) -> None:
         if not self._speaks:

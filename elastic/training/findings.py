@@ -15,7 +15,7 @@ from dalsegno.protos.text import few
 from .draws import drawn_in
 
 # Kinds of layers that make a step depend on how its samples are dealt to the ranks.
-RANDOM, BATCH_STATISTICS = "random", "batch statistics"
+RANDOM, BATCH_STATISTICS, STATISTICS_OF_ALL = "random", "batch statistics", "statistics of all ranks"
 # What may be known of the data's position.
 OURS, SCRIPTS, STATE, NOTHING = "all, as of Batches", "what the script sees to", "a state of each rank", "nothing"
 
@@ -168,6 +168,11 @@ def in_distribution(facts: Facts) -> Iterator[str]:
             f"{few(seen[BATCH_STATISTICS])}: statistics are of one micro-batch, whose size changes with the world; "
             "fixed_micro_batch keeps it"
         )
+    if STATISTICS_OF_ALL in seen:
+        yield (
+            f"{few(seen[STATISTICS_OF_ALL])}: statistics are of the micro-batches of all ranks at a time, so they "
+            "depend on the number of ranks, also with fixed_micro_batch"
+        )
 
 
 def not_saved(facts: Facts) -> Iterator[str]:
@@ -213,8 +218,8 @@ def kinds_of(model: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
             drawn = _drawn_by(module)
             if drawn:
                 found.setdefault(RANDOM, {})[f"{drawn[0]} in {name}"] = None
-        if re.search(r"BatchNorm", name) and "Sync" not in name:
-            found.setdefault(BATCH_STATISTICS, {})[name] = None
+        if "BatchNorm" in name:
+            found.setdefault(STATISTICS_OF_ALL if "Sync" in name else BATCH_STATISTICS, {})[name] = None
     return tuple((kind, tuple(names)) for kind, names in found.items())
 
 

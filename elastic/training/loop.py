@@ -445,6 +445,7 @@ class _Run:
 
     def finish(self) -> None:
         """Makes the last save, and tells the agent that the training is over."""
+        self._session.examination.forget()
         if self._write is not None and self._session.step > 0:
             self._session.settle()
             self._await_best(saves.BEST_WAIT_SECONDS)

@@ -265,7 +265,7 @@ class BareSession:
         """
         self.compare(alike or {})
         self.copies.before()
-        self.examination.end()
+        self.examination.end(lambda: self.step)
         self.reports.begin()
         return self._exchange.meet(ahead)
 

@@ -21,6 +21,7 @@ from dalsegno.elastic.training.findings import (
     RANDOM,
     SCRIPTS,
     STATE,
+    STATISTICS_OF_ALL,
     Facts,
     findings,
     kinds_of,
@@ -57,7 +58,7 @@ def test_what_is_the_same_only_in_distribution() -> None:
     """Dropout that drops, and statistics of a micro-batch; not where the world is always one rank."""
     model = nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.0), nn.BatchNorm1d(3), nn.Linear(3, 3))
     assert kinds_of(model) == ((RANDOM, ("Dropout",)), (BATCH_STATISTICS, ("BatchNorm1d",)))
-    assert kinds_of(nn.Sequential(nn.Dropout(0.0), nn.SyncBatchNorm(3))) == ()
+    assert kinds_of(nn.Sequential(nn.Dropout(0.0), nn.Linear(3, 3))) == ()
     assert kinds_of(nn.MultiheadAttention(4, 2, dropout=0.1)) == ((RANDOM, ("dropout in MultiheadAttention",)),)
     facts = replace(SAVES, layers=kinds_of(model))
     text = told(facts)["the same only in distribution"]
@@ -66,6 +67,17 @@ def test_what_is_the_same_only_in_distribution() -> None:
     assert "BatchNorm1d" not in told(replace(facts, fixed_micro_batch=True))["the same only in distribution"]
     assert "the same only in distribution" not in told(replace(facts, max_world_size=1))
     assert "the same only in distribution" not in told(SAVES)
+
+
+def test_statistics_of_all_ranks_depend_on_their_number() -> None:
+    layers = kinds_of(nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3)))
+    assert layers == ((STATISTICS_OF_ALL, ("SyncBatchNorm",)),)
+    facts = replace(SAVES, layers=layers, fixed_micro_batch=True, seeded=True)
+    assert (
+        "SyncBatchNorm: statistics are of the micro-batches of all ranks"
+        in told(facts)["the same only in distribution"]
+    )
+    assert "the same only in distribution" not in told(replace(facts, max_world_size=1))
 
 
 class Noisy(nn.Module):
