@@ -47,6 +47,8 @@ def watch_forward(model: nn.Module, optimizers: Iterable[Any], step: Callable[[]
     trained = frozenset(
         id(p) for one in optimizers for group in getattr(one, "param_groups", ()) for p in group["params"]
     )
+    if _is_compiled(model):
+        return []
     return [ForwardWatch(root, prefix, trained, step) for prefix, root in _called(unwrapped(model))]
 
 
@@ -144,6 +146,14 @@ def said(buffers: Sequence[str], parameters: Sequence[str]) -> str:
         f"and what is computed with {them}, depend on the number of ranks, also with fixed_micro_batch. Only what "
         "changes once a step, behind the optimizer's, with sums over all ranks, is the same in every world"
     )
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile is around the model, perhaps within a wrapper: it would be traced with the hooks."""
+    inside: nn.Module | None = model
+    while inside is not None and "_orig_mod" not in inside._modules:
+        inside = inside._modules.get("module")
+    return inside is not None
 
 
 def _called(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

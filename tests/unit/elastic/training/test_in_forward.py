@@ -354,7 +354,7 @@ def test_a_compiled_model_is_left_alone(caplog: pytest.LogCaptureFixture) -> Non
 
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     steps = SimpleNamespace(done=0)
-    watch_forward(compiled, (), lambda: steps.done)
+    assert watch_forward(compiled, (), lambda: steps.done) == []
     for _ in range(4):
         compiled(torch.randn(5, 4))
         steps.done += 1
