@@ -97,9 +97,9 @@ def test_fixed_micro_batches(tmp_path: Path, model: str) -> None:
     " `fixed_micro_batch`",
     Comes.ALIKE,
     "only the global generators are saved, and set for each micro-batch: yours begins anew at each start, and draws for"
-    " other samples where there are other ranks. Of one in the data set or in `collate` a line says so",
-    "draw from the global ones (`torch.rand` without `generator=`; no `seed=` for a collator of transformers);"
-    " or seed yours for each micro-batch, from a seed, `batch.step` and `micro.number`",
+    " other samples where there are other ranks",
+    "draw from the global ones (`torch.rand` without `generator=`); or seed yours for each micro-batch, from a seed,"
+    " `batch.step` and `micro.number`",
 )
 def test_a_generator_of_the_scripts_own(tmp_path: Path) -> None:
     same, other = curves(tmp_path, "own generator", fixed=True)

@@ -63,17 +63,9 @@ OWN: dict[str, Callable[[], Any]] = {
     "a partial": lambda: functools.partial(Seeding().method, more=3),
     "a closure over NumPy's": lambda: closing_over(np.random.default_rng(3)),
     "a closure over Python's": lambda: closing_over(random.Random(3)),
-    "one that changes little": lambda: closing_over(Seldom(3)),
     "the system's": lambda: closing_over(random.SystemRandom()),
     "a global variable": lambda: by_global,
 }
-
-
-class Seldom(random.Random):
-    """What it makes is often the same."""
-
-    def random(self) -> float:
-        return float(super().random() < 2)
 
 
 class Wrapper:
