@@ -46,9 +46,6 @@ _OWN_OPTIONS = {
 # How often a sample is looked at, and for how many seconds at most; the second pair if a look finds a difference.
 _AT_ONCE, _PATIENT = (2, 1.0), (12, 20.0)
 
-# What is told of the collate function: fields of what is seen, and of `Facts`.
-_OF_COLLATE = ("collate_draws", "collate_own")
-
 # What people call the fields of an order.
 _IN_ORDER = {"seed": "seed of the order", "length": "length of the data set", "version": "version of the order"}
 
@@ -234,15 +231,15 @@ class Batches(Generic[T]):
         own = any(one.get("own") for one in told)
         session.examination.learn(data_draws_own=own)
         session.examination.learn(data_draws=self._seed is None and not own and any(one["draws"] for one in told))
-        session.examination.learn(**{name: any(one.get(name) for one in told) for name in _OF_COLLATE})
         self.cut = replace(self.cut, samples=tuple(sorted(merged(told, saved).items())))
 
     def _look(self, *, patient: bool) -> dict[str, Any]:
         """What this rank sees, as plain values. It begins to read at the training's position."""
         place, step, length = self._sampler.position, self._steps_done + 1, self.order.length
         ids = tuple(sorted({0, length // 2, length - 1})) if length else (0, 1, 2)
-        data_epoch = place.data_epoch if self._loading.has_epochs else 0
-        look = Inspection(ids, *(_PATIENT if patient else _AT_ONCE), data_epoch, self._rows())
+        look = Inspection(
+            ids, *(_PATIENT if patient else _AT_ONCE), place.data_epoch if self._loading.has_epochs else 0
+        )
         try:
             seen, parts = self._loading.look(place, self._generator(step), look)
         except Exception as error:  # it comes again when the training reads these data
@@ -261,12 +258,7 @@ class Batches(Generic[T]):
             "varies": differs or any(one.varies for one in every),
             "draws": any(one.draws for one in every),
             "own": any(one.own for one in every),
-            **{name: any(getattr(one, name) for one in every) for name in _OF_COLLATE},
         }
-
-    def _rows(self) -> int:
-        """How many samples a micro-batch has here."""
-        return max((part.rows for part in self._plan.slices(self._rank)), default=1)
 
     def _generator(self, step: int) -> torch.Generator:
         # The loader draws its workers' seed from this generator, because the global one must run on bit-exactly.

@@ -19,7 +19,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from ..checkpoint import Position
 from ..rank import rng
-from .looking import Inspected, Inspection, look_at, look_at_collate, name_of
+from .looking import Inspected, Inspection, look_at, name_of
 from .plan import BatchPlan, Slice
 from .prints import print_of
 from .sampler import ElasticSampler
@@ -66,12 +66,6 @@ class Maker(Generic[T]):
         if self.seed is None and get_worker_info() is not None:
             place = part.position
             rng.seed_cpu(rng.derive("worker", self.worker_seed, place.data_epoch, place.samples, part.slice.number))
-
-    def look(self, samples: list[Any], rows: int, seen: Inspected) -> None:
-        """Notes what ``collate`` draws, from the global generators only where nothing sets them."""
-        if self.collate not in (None, default_collate):
-            look_at_collate(self.collate, samples, rows, seen)
-        seen.collate_draws &= self.seed is None
 
     def make(self, samples: list[Any], part: PlannedMicroBatch) -> T:
         """Pads and collates samples to the data of a micro-batch."""
@@ -192,20 +186,9 @@ class Fetcher(Dataset["T | Inspected"]):
 
     def __getitem__(self, part: PlannedMicroBatch | Inspection) -> T | Inspected:
         if isinstance(part, Inspection):
-            return self._look(part)
+            return look_at(self.dataset, lambda index: self._together([index])[0], part)
         self.maker.settle(part)
         return self.maker.make(self._samples(part), part)
-
-    def _look(self, look: Inspection) -> Inspected:
-        samples: dict[int, Any] = {}
-
-        def read(index: int) -> Any:
-            samples[index] = self._together([index])[0]
-            return samples[index]
-
-        seen = look_at(self.dataset, read, look)
-        self.maker.look(list(samples.values()), look.rows, seen)
-        return seen
 
     def _together(self, ids: list[int]) -> list[Any]:
         together = getattr(self.dataset, "__getitems__", None)
@@ -244,7 +227,6 @@ class Stream(IterableDataset["tuple[PlannedMicroBatch, T] | Inspected"]):
         self.dataset, self.maker = dataset, maker
         # What is seen of the first samples is noted while they are read, because many data sets cannot be read twice.
         self._looked_at, self._seen = 0 if look is None else len(look.sample_ids), Inspected()
-        self._rows = 0 if look is None else look.rows
         self._order, self._drop_last = sampler.order, sampler.drop_last
         self._plan, self._rank, self._start, self._data_epochs = plan, rank, start, data_epochs
 
@@ -254,7 +236,6 @@ class Stream(IterableDataset["tuple[PlannedMicroBatch, T] | Inspected"]):
         number = 0
         for samples, position, after in self._batches():
             if self._looked_at:
-                self.maker.look(samples[: self._looked_at], self._rows, self._seen)
                 self._looked_at = 0
                 yield self._seen
             for piece in self._plan.slices(self._rank, len(samples)):

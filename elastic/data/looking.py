@@ -6,11 +6,12 @@ readings of a sample differ, the sample is random, and is not compared.
 
 from __future__ import annotations
 
-import copy
-import itertools
 import logging
+import random
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +19,11 @@ import torch
 
 from ..rank import rng
 from .prints import print_of
-from .untouched import kept, kept_whole, states_of
 
 log = logging.getLogger(__name__)
+
+# How deep a data set, and how many items of one container, are searched for its own random generators.
+_DEPTH, _ITEMS = 6, 64
 
 
 @dataclass(frozen=True)
@@ -32,14 +35,12 @@ class Inspection:
         reads: How often each is read.
         seconds: After so many seconds no further sample is begun.
         data_epoch: The data epoch of the samples; 0 if they are the same in all.
-        rows: How many samples the collate function is given.
     """
 
     sample_ids: tuple[int, ...]
     reads: int
     seconds: float
     data_epoch: int = 0
-    rows: int = 1
 
 
 @dataclass
@@ -51,16 +52,12 @@ class Inspected:
         draws: The data set draws random numbers while it makes a sample.
         varies: Some sample was not the same in each reading; then no print is kept.
         own: Such a sample drew from a generator of its own, because no known one had moved.
-        collate_draws: The collate function draws random numbers from global generators.
-        collate_own: It draws from a generator of its own.
     """
 
     prints: dict[str, str] = field(default_factory=dict)
     draws: bool = False
     varies: bool = False
     own: bool = False
-    collate_draws: bool = False
-    collate_own: bool = False
 
 
 def name_of(sample: int, data_epoch: int = 0) -> str:
@@ -77,7 +74,7 @@ def look_at(dataset: Any, read: Callable[[int], Any], look: Inspection) -> Inspe
         look: Which samples.
     """
     seen, until = Inspected(), time.monotonic() + look.seconds
-    with kept(dataset):
+    with _kept(dataset):
         for index in look.sample_ids:
             found = set()
             for reading in range(look.reads):
@@ -97,35 +94,60 @@ def look_at(dataset: Any, read: Callable[[int], Any], look: Inspection) -> Inspe
     return seen
 
 
-def look_at_collate(collate: Callable[[list[Any]], Any], samples: list[Any], rows: int, seen: Inspected) -> None:
-    """Lets a collate function work twice, on copies and with the same seed, and leaves it as it was.
-
-    Args:
-        collate: The function.
-        samples: Samples of the data set; none: nothing is looked at.
-        rows: How many it is given.
-        seen: What it draws is noted there.
-    """
-    try:
-        with kept_whole(collate):
-            found = set()
-            for _ in range(2 if samples else 0):
-                # Some take apart what they are given, which the data set may hold.
-                given = [copy.deepcopy(sample) for sample in itertools.islice(itertools.cycle(samples), rows)]
-                with rng.aside("look at the collate function"):
-                    before = rng.cpu_state()
-                    made = print_of(collate(given))
-                    seen.collate_draws |= not _same(before, rng.cpu_state())
-                # A generator of its own that it seeds for each micro-batch is in the same state after both.
-                found.add((made, states_of(collate)))
-            seen.collate_own = len(found) > 1
-    except Exception as error:  # it comes again when the training makes a micro-batch
-        log.debug("the collate function could not be looked at", exc_info=error)
-
-
 def _same(one: tuple[Any, torch.Tensor, Any], other: tuple[Any, torch.Tensor, Any]) -> bool:
     if one[0] != other[0] or not torch.equal(one[1], other[1]):
         return False
     if one[2] is None or other[2] is None:
         return one[2] is other[2]
     return one[2][2] == other[2][2] and bool((one[2][1] == other[2][1]).all())
+
+
+@contextmanager
+def _kept(dataset: Any) -> Iterator[None]:
+    """Restores the data set's own generators and the card's, so that training begins with them unchanged."""
+    states: list[tuple[Callable[[Any], Any], Any]] = [_state_of(found) for found in _generators(dataset, 0, set())]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
+    try:
+        yield
+    finally:
+        for put_back, state in states:
+            put_back(state)
+
+
+def _state_of(generator: Any) -> tuple[Callable[[Any], Any], Any]:
+    if isinstance(generator, torch.Generator):
+        return generator.set_state, generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.setstate, generator.getstate()
+    bits = getattr(generator, "bit_generator", None)
+    if bits is None:
+        return generator.set_state, generator.get_state()
+
+    def put_back(state: Any) -> None:
+        bits.state = state
+
+    return put_back, bits.state
+
+
+def _generators(thing: Any, depth: int, known: set[int]) -> Iterator[Any]:
+    """Random generators that a data set holds, itself or in its parts (another data set, a transform)."""
+    if depth > _DEPTH or id(thing) in known:
+        return
+    known.add(id(thing))
+    numpy = sys.modules.get("numpy")
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if numpy is not None:
+        kinds = (*kinds, numpy.random.Generator, numpy.random.RandomState)
+    if isinstance(thing, kinds):
+        if type(thing) is not random.SystemRandom:
+            yield thing
+        return
+    if isinstance(thing, Mapping | list | tuple):
+        items = thing.values() if isinstance(thing, Mapping) else thing
+        inside = [item for item, _ in zip(items, range(_ITEMS), strict=False)]
+    else:
+        inside = list(getattr(thing, "__dict__", {}).values())
+    for item in inside:
+        if not isinstance(item, torch.Tensor | str | bytes | int | float | type | None):
+            yield from _generators(item, depth + 1, known)

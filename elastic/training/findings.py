@@ -19,11 +19,6 @@ RANDOM, BATCH_STATISTICS, STATISTICS_OF_ALL = "random", "batch statistics", "sta
 # What may be known of the data's position.
 OURS, SCRIPTS, STATE, NOTHING = "all, as of Batches", "what the script sees to", "a state of each rank", "nothing"
 
-_BY_EACH_RANK = (
-    "what it draws at random is drawn by each rank, and other numbers after a change; fixed_micro_batch with a seed "
-    "sets them for each"
-)
-
 
 class Finding(NamedTuple):
     """One line: its subject, and what was found."""
@@ -51,7 +46,6 @@ class Facts:
         stateless: Names of callbacks that keep nothing in checkpoints.
         data_draws: The data set draws random numbers, and nothing sets the generators for each sample.
         data_draws_own: The data set draws from a generator of its own.
-        collate_draws, collate_own: The same of the collate function.
         left_out: Kinds of schedules that act on an optimizer and are in no checkpoint.
         twins: Classes of callbacks whose states only their order tells apart.
         loss_draws: Names of functions with which a `Trainer`'s loss draws random numbers.
@@ -75,8 +69,6 @@ class Facts:
     stateless: tuple[str, ...] = ()
     data_draws: bool = False
     data_draws_own: bool = False
-    collate_draws: bool = False
-    collate_own: bool = False
     left_out: tuple[str, ...] = ()
     twins: tuple[str, ...] = ()
     loss_draws: tuple[str, ...] = ()
@@ -144,13 +136,11 @@ def data(facts: Facts) -> str:
 def in_distribution(facts: Facts) -> Iterator[str]:
     """What each start, or a change of the number of ranks, alters beyond rounding."""
     seen = dict(facts.layers)
-    whose = (("the data set", facts.data_draws_own), ("the collate function", facts.collate_own))
-    yield from (
-        f"{who}: it draws from a generator of its own, which nothing saves or sets, so each start has other "
-        "numbers; draw from torch's, Python's or NumPy's global one"
-        for who, draws in whose
-        if draws
-    )
+    if facts.data_draws_own:
+        yield (
+            "the data set: it draws from a generator of its own, which nothing saves or sets, so each start has other "
+            "numbers; draw from torch's, Python's or NumPy's global one"
+        )
     if facts.max_world_size == 1 and facts.world_size == 1:
         return
     drawing = [*seen.get(RANDOM, ()), *(f"{name} in the loss" for name in facts.loss_draws)]
@@ -160,9 +150,10 @@ def in_distribution(facts: Facts) -> Iterator[str]:
             "after a change of its size they are others; fixed_micro_batch with a seed sets them for each micro-batch"
         )
     if facts.data_draws:
-        yield f"the data set: {_BY_EACH_RANK} sample"
-    if facts.collate_draws:
-        yield f"the collate function: {_BY_EACH_RANK} micro-batch"
+        yield (
+            "the data set: what it draws at random is drawn by each rank, and other numbers after a change; "
+            "fixed_micro_batch with a seed sets them for each sample"
+        )
     if BATCH_STATISTICS in seen and not facts.fixed_micro_batch:
         yield (
             f"{few(seen[BATCH_STATISTICS])}: statistics are of one micro-batch, whose size changes with the world; "

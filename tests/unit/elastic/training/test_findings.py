@@ -258,11 +258,6 @@ def test_draws_outside_of_layers() -> None:
     assert about not in told(replace(drawing, fixed_micro_batch=True, seeded=True))
     assert "a generator of its own" in told(replace(SAVES, data_draws_own=True, max_world_size=1))[about]
     assert "the data set: what it draws" in told(replace(SAVES, data_draws=True))[about]
-    own = told(replace(SAVES, collate_own=True, max_world_size=1))[about]
-    assert "the collate function: it draws from a generator of its own" in own
-    assert "the data set" not in own
-    assert "the collate function: what it draws" in told(replace(SAVES, collate_draws=True))[about]
-    assert about not in told(replace(SAVES, collate_draws=True, max_world_size=1))
 
 
 def test_what_the_doctor_does_not_see_it_says() -> None:
