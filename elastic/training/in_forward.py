@@ -32,6 +32,8 @@ LOOKS = 3
 _WHOLE, _FEW = 1 << 24, 1 << 12
 # The device cannot compute this, or lacks memory.
 _ODD = (RuntimeError, TypeError, NotImplementedError)
+# Of rotary embeddings, some of which make them anew for each batch's length: they carry nothing on.
+_FREQUENCIES = "inv_freq"
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 PARAMETERS, BUFFERS = "parameters that no optimizer trains", "buffers"
 
@@ -128,7 +130,7 @@ class ForwardWatch:
         for prefix, module in self._root.named_modules():
             kept = _STATISTICS if "BatchNorm" in type(module).__name__ else frozenset()
             for name, buffer in module._buffers.items():
-                if buffer is None or name in kept or not _can_be_read(buffer):
+                if buffer is None or name in kept or name.endswith(_FREQUENCIES) or not _can_be_read(buffer):
                     continue
                 left -= buffer.numel()
                 yield f"{prefix}.{name}".lstrip("."), BUFFERS, buffer.detach() if left >= 0 else _some(buffer)
