@@ -364,6 +364,28 @@ def test_a_compiled_model_is_left_alone(caplog: pytest.LogCaptureFixture) -> Non
     assert watch_forward(inside, (), lambda: 0) == []
 
 
+class Frequencies(nn.Module):
+    """As some rotary embeddings: the buffer is made anew for each batch's length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("inv_freq", torch.ones(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inv_freq = torch.ones(2) / len(x)
+        return self.layer(x) * self.inv_freq.sum()
+
+
+def test_frequencies_of_rotary_embeddings_are_no_state(caplog: pytest.LogCaptureFixture) -> None:
+    model, steps = Frequencies(), SimpleNamespace(done=0)
+    assert watch_forward(model, (torch.optim.SGD(model.parameters(), 0.1),), lambda: steps.done)
+    for rows in (3, 5, 2, 4, 6):
+        model(torch.randn(rows, 4))
+        steps.done += 1
+    assert lines(caplog) == []
+
+
 def test_a_staying_process_forgets_the_model() -> None:
     model = Codebook()
     examination = Examination(0, True, 2, 2, True)
