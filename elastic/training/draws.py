@@ -107,8 +107,10 @@ def _call_by_place(instructions: list[dis.Instruction], at: int) -> dis.Instruct
 
 
 # Instructions of a call before it.
-_PREPARES = ("PRECALL", "KW_NAMES", "PUSH_NULL", "LOAD_CONST", "BUILD_MAP", "DICT_MERGE", "BUILD_TUPLE", "BUILD_LIST")
-_PREPARES += ("LIST_EXTEND", "LIST_APPEND", "LIST_TO_TUPLE", "CALL_INTRINSIC_1", "BUILD_CONST_KEY_MAP", "DICT_UPDATE")
+_PREPARES = (
+    *("PRECALL", "KW_NAMES", "PUSH_NULL", "LOAD_CONST", "BUILD_MAP", "DICT_MERGE", "DICT_UPDATE", "BUILD_TUPLE"),
+    *("BUILD_LIST", "LIST_EXTEND", "LIST_APPEND", "LIST_TO_TUPLE", "CALL_INTRINSIC_1", "BUILD_CONST_KEY_MAP"),
+)
 
 
 def _place(one: Any) -> tuple[Any, Any]:
