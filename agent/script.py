@@ -326,9 +326,10 @@ def _is_readable(path: Path) -> bool:
 def module_file(name: str) -> Path | None:
     """The file of a module that `-m` runs from the working directory; None: it is not below that. Imports nothing."""
     base = Path(*name.split("."))
-    found = [path for path in (base.with_suffix(".py"), base / "__main__.py") if path.is_file()]
-    # A directory without this file is no package where there is a module of its name.
-    return next(reversed(found) if (base / "__init__.py").is_file() else iter(found), None)
+    paths = [base.with_suffix(".py"), base / "__main__.py"]
+    if (base / "__init__.py").is_file():
+        paths.reverse()  # a package comes before a module of its name; another directory does not
+    return next((path for path in paths if path.is_file()), None)
 
 
 def uses_dlrover(script: Script) -> bool:

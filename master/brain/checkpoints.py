@@ -135,10 +135,10 @@ def record_written(turn: Turn, record: Checkpoint, by: str, *, candidate: bool =
     """
     job = turn.job
     record = replace(record, parts=0, layout=(), unseen=by)
-    newest, of_this = newest_on_disk(job), record.epoch == job.epoch
+    of_this = record.epoch == job.epoch
     if of_this and record.step > job.checkpoints.last_step(job.epoch):
         put_commit(turn, record)
-    elif candidate or (of_this and (newest is None or newest.age < record.age)):
+    elif candidate or (of_this and ((newest := newest_on_disk(job)) is None or newest.age < record.age)):
         now_on_disk(turn, record, by)
     elif of_this and len(job.late) < LATE_KEPT and record.name not in {one.name for one in job.late}:
         job.late = (*job.late, record)
@@ -195,13 +195,14 @@ def as_of_now(turn: Turn, record: Checkpoint) -> Checkpoint:
     Between its save and now it was in memory, or on its way to the disk. It takes the best from the one before it, and
     from that one also that its script's checkpoints have no universal form.
     """
-    known = turn.job.checkpoints.usable
-    head = next((one for one in reversed(known) if one.age < record.age), None)
-    if head is not None and head.unconvertible and head.strategy == record.strategy:
-        record = replace(record, unconvertible=head.unconvertible)
+    before = turn.job.checkpoints.head
+    if before is not None and before.age >= record.age:
+        before = next((one for one in reversed(turn.job.checkpoints.usable) if one.age < record.age), None)
+    if before is not None and before.unconvertible and before.strategy == record.strategy:
+        record = replace(record, unconvertible=before.unconvertible)
     gone = {known.name for known in turn.job.checkpoints.retired} | set(turn.live.run.pruned)
     if record.best in gone:
-        record = replace(record, best=head.best if head is not None else "")
+        record = replace(record, best=before.best if before is not None else "")
     return replace(record, candidate="") if record.candidate in gone else record
 
 

@@ -101,11 +101,7 @@ def test_all_nodes_die_in_an_outage(
     if how == signal.SIGSTOP:
         send(job, signal.SIGKILL)
     start_next_master(job)
-    job.start("a", "b")
-    second = job.wait_world(2, after=first)
-    assert job.first_step(second) == newest + 1
-    job.finish()
-    job.assert_undisturbed(undisturbed)
+    goes_on(job, first, newest, undisturbed)
 
 
 @pytest.mark.full
@@ -129,7 +125,7 @@ def test_the_master_is_back(jobs: Jobs, undisturbed: Undisturbed, how: str) -> N
     assert {4 * EVERY, 5 * EVERY, steps} <= made["worker"]
     assert EVERY in made["agent"]
     assert max(made["agent"] - made["worker"]) > 5 * EVERY
-    assert not [line for node in job.nodes for line in node.said() if "could not write" in line]
+    assert not [line for line in said(job) if "could not write" in line]
 
 
 @pytest.mark.full
@@ -175,11 +171,7 @@ def test_a_power_cut_takes_the_last_save_of_ranks_that_have_finished(
         disk.clear()
         start_next_master(job)
         del job.agent_environment["DALSEGNO_TEST_LEAVES"]
-        job.start("a", "b")
-        second = job.wait_world(2, after=first)
-        assert job.first_step(second) == EVERY + 1
-        job.finish()
-        job.assert_undisturbed(undisturbed)
+        goes_on(job, first, EVERY, undisturbed)
 
 
 @pytest.mark.full
@@ -196,6 +188,15 @@ def test_the_last_save_of_ranks_that_have_finished_comes_to_the_disk(jobs: Jobs,
         job.wait_exit(node)
     assert max(one.step for one in job.sealed()) == 2 * EVERY
     assert any(f"the run finished at step {2 * EVERY}" in line for line in said(job))
+
+
+def goes_on(job: Service, before: int, step: int, undisturbed: Undisturbed) -> None:
+    """Both nodes are started again, and train to the end behind this step."""
+    job.start("a", "b")
+    world = job.wait_world(2, after=before)
+    assert job.first_step(world) == step + 1
+    job.finish()
+    job.assert_undisturbed(undisturbed)
 
 
 def said(job: Service) -> list[str]:
