@@ -44,6 +44,7 @@ class Facts:
         optimizers: Names of their classes.
         layers: Kinds of layers that were seen, see `kinds_of`, each with the classes.
         stateless: Names of callbacks that keep nothing in checkpoints.
+        keeping: What such a callback lacks.
         data_draws: The data set draws random numbers, and nothing sets the generators for each sample.
         data_draws_own: The data set draws from a generator of its own.
         left_out: Kinds of schedules that act on an optimizer and are in no checkpoint.
@@ -67,6 +68,7 @@ class Facts:
     optimizers: tuple[str, ...] = ()
     layers: tuple[tuple[str, tuple[str, ...]], ...] = ()
     stateless: tuple[str, ...] = ()
+    keeping: str = "state_dict()"
     data_draws: bool = False
     data_draws_own: bool = False
     left_out: tuple[str, ...] = ()
@@ -176,7 +178,7 @@ def not_saved(facts: Facts) -> Iterator[str]:
             "each a key"
         )
     if facts.stateless:
-        yield f"{few(facts.stateless)}: without state_dict() they begin anew at each start"
+        yield f"{few(facts.stateless)}: without {facts.keeping} they begin anew at each start"
 
 
 def not_seen(facts: Facts) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ from .written import kept_here, pickled
 _OWN = frozenset({upstream.OPTIMIZER_NAME, upstream.SCHEDULER_NAME, TRAINER_STATE})
 # What every rank counts alike; a callback of somebody's own may count on rank 0 alone.
 _COUNTED_ALIKE = ("transformers", "swift", "dalsegno")
+# Callbacks of trl that show or push something: what they have of their own is of this process.
+_SHOWING = frozenset({"RichProgressCallback", "WinRateCallback", "LogCompletionsCallback", "MergeModelCallback"})
 # Has what is of no account, such as the number of its rank.
 _ARGUMENTS = "training_args.bin"
 
@@ -229,6 +232,26 @@ class TrainersState:
 def exportable(trainer: Any) -> list[Any]:
     """What a Trainer saves of its callbacks, and its control."""
     return [one for one in [*trainer.callback_handler.callbacks, trainer.control] if isinstance(one, ExportableState)]
+
+
+def forgetful(trainer: Any) -> tuple[str, ...]:
+    """Classes of somebody's own callbacks that may count something and save none of it."""
+    found = [
+        type(one) for one in trainer.callback_handler.callbacks if not isinstance(one, ExportableState) and _counts(one)
+    ]
+    return tuple(dict.fromkeys(kind.__name__ for kind in found if not _is_known(kind, trainer)))
+
+
+def _is_known(kind: type, trainer: Any) -> bool:
+    """Whether it keeps nothing that matters, or a checkpoint has that."""
+    known = kind.__module__.partition(".")[0] in _COUNTED_ALIKE
+    return known or kind.__name__ in _SHOWING or kind.__name__ in trainer.counting
+
+
+def _counts(callback: Any) -> bool:
+    """Whether it has something that may grow."""
+    kinds = (int, float, list, dict, set, deque, torch.Tensor)
+    return any(isinstance(value, kinds) and not isinstance(value, bool) for value in vars(callback).values())
 
 
 def _by_class(trainer: Any) -> dict[str, list[Any]]:

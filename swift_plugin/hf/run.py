@@ -26,7 +26,7 @@ from dalsegno.elastic.training.saves import save_at_last
 from . import checkpoints, data, refusals
 from .arguments import alike
 from .checkpoints import Arriving, TrainerWrite, Unfinished
-from .held import TrainersState
+from .held import TrainersState, forgetful
 from .known_writers import nobody_looks, writes_as_known
 from .options import Options, global_batch_size
 from .survivors import Survivors
@@ -129,19 +129,21 @@ class ElasticRun:
         steps = -(-position.samples // self.plan.global_batch_size)
         return position.data_epoch, steps * self.plan.accumulation
 
-    def learn(self, args: Any, model: Any, optimizer: Any) -> None:
+    def learn(self, trainer: Any, model: Any, optimizer: Any) -> None:
         """Collects what people should know of this training before its first step."""
         examination = self.session.examination
         examination.learn_parts(model, optimizer)
         examination.learn(
             strategy=self.strategy,
             saves=True,
-            save_every=0 if args.save_strategy == "no" else 1,
+            save_every=0 if trainer.args.save_strategy == "no" else 1,
             any_world_size=loads_anywhere(self.strategy),
             reshards=self._how_loaded()["reshards"],
             data=OURS,
             fixed_micro_batch=self.plan.fixed_micro_batch,
             seeded=self.loader.cut.seed is not None,
+            stateless=forgetful(trainer),
+            keeping="state() of ExportableState",
         )
 
     def watch(self, trainer: Any) -> None:
@@ -418,7 +420,7 @@ class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not 
         return run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._run.learn(args, kwargs.get("model"), kwargs.get("optimizer"))
+        self._run.learn(self._trainer, kwargs.get("model"), kwargs.get("optimizer"))
         self._run.session.meet(_ahead(state) + 1, self._run.loader.alike)
         self._run.watch(self._trainer)
 

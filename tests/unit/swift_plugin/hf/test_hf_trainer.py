@@ -593,11 +593,37 @@ def test_dropout_is_told_of_where_a_change_draws_other_numbers(
     trainer.model.model.layers.append(torch.nn.Dropout(0.1))
     run = trainer.elastic_run
     run.session.examination.learn(max_world_size=4)
-    run.learn(trainer.args, trainer.model, None)
+    run.learn(trainer, trainer.model, None)
     run.session.examination.end()
     told = capsys.readouterr().out
     assert "training: strategy ddp" in told
     assert ("Dropout: each rank draws its own random numbers" in told) is not fixed
+
+
+class _Alone(TrainerCallback):  # type: ignore[misc]
+    """Counts for itself."""
+
+    def __init__(self) -> None:
+        self.bad = 0
+
+
+class _Shows(TrainerCallback):  # type: ignore[misc]
+    """Has nothing that grows."""
+
+    def __init__(self) -> None:
+        self.name, self.on = "x", True
+
+
+def test_callbacks_that_save_nothing_of_what_they_count_are_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not those that save it, nor those of transformers: the progress bar, early stopping, tables."""
+    trainer = make(tmp_path, _Alone(), _Shows(), Counter(), EarlyStoppingCallback(3), PrinterCallback(), max_steps=1)
+    trainer.elastic_run.learn(trainer, trainer.model, None)
+    trainer.elastic_run.session.examination.end()
+    told = capsys.readouterr().out
+    assert "not saved: _Alone: without state() of ExportableState they begin anew at each start" in told
+    assert not any(f"{name}," in told for name in ("_Shows", "Counter", "EarlyStoppingCallback", "ProgressCallback"))
 
 
 def test_a_filler_adds_nothing_even_if_it_is_not_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
