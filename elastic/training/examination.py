@@ -64,6 +64,7 @@ class Examination:
         )
         self._done = False
         self._model: Any = None
+        self._compiled = False
         self._optimizers: list[Any] = []
         self._watches: list[ForwardWatch] = []
 
@@ -71,8 +72,14 @@ class Examination:
         """Adds facts: fields of `Facts`."""
         self._facts = replace(self._facts, **facts)
 
-    def learn_parts(self, model: Any = None, *optimizers: Any) -> None:
-        """A model and its optimizers; None: not known."""
+    def learn_parts(self, model: Any = None, *optimizers: Any, compiled: bool = False) -> None:
+        """A model and its optimizers; None: not known.
+
+        Args:
+            model, optimizers: What is trained.
+            compiled: The script calls the model through ``torch.compile``, so that its ``forward`` is not looked at.
+        """
+        self._compiled = self._compiled or compiled
         if model is not None and hasattr(model, "modules"):
             self._model = model
             self.learn(layers=kinds_of(model))
@@ -101,7 +108,7 @@ class Examination:
             # Nothing more is asked of it, and a wrapper belongs to this world alone.
             model, optimizers, self._model, self._optimizers = self._model, self._optimizers, None, []
             changes = max(self._facts.world_size, self._facts.max_world_size) > 1
-            if step is not None and model is not None and changes and self._is_told:
+            if step is not None and model is not None and changes and self._is_told and not self._compiled:
                 self._watches = watch_forward(model, optimizers, step)
         refuse_to_go_on()
 

@@ -49,7 +49,7 @@ def watch_forward(model: nn.Module, optimizers: Iterable[Any], step: Callable[[]
     trained = frozenset(
         id(p) for one in optimizers for group in getattr(one, "param_groups", ()) for p in group["params"]
     )
-    if _is_compiled(model):
+    if is_compiled(model):
         return []
     return [ForwardWatch(root, prefix, trained, step) for prefix, root in _called(unwrapped(model))]
 
@@ -150,7 +150,7 @@ def said(buffers: Sequence[str], parameters: Sequence[str]) -> str:
     )
 
 
-def _is_compiled(model: nn.Module) -> bool:
+def is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile is around the model, perhaps within a wrapper: it would be traced with the hooks."""
     inside: nn.Module | None = model
     while inside is not None and "_orig_mod" not in inside._modules:

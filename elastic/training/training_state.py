@@ -42,6 +42,7 @@ from ..saving.schedules import check_factors, factors, has_moved, left_out, plac
 from ..saving.writing import write_files
 from . import digest
 from .first_weights import FirstWeights, check_places
+from .in_forward import is_compiled
 from .left_out import OptimizerWatch
 from .parts import Stateful, check_initialised, check_same, kept_of, kind
 from .reading_state import check_same_dtypes, check_same_names, load_part, load_weights, owned, read_tensors
@@ -74,7 +75,8 @@ class TrainingState:
     """
 
     def __init__(self, session: BareSession, *, model: nn.Module, **parts: Stateful | None) -> None:
-        self._session, self._model = session, unwrapped(model)
+        # Of a wrapper nothing else is kept: it belongs to one world.
+        self._session, self._model, self._compiled = session, unwrapped(model), is_compiled(model)
         self._parts = {name: part for name, part in parts.items() if part is not None}
         check_initialised(self._parts.values())
         self._loaded = False
@@ -235,7 +237,7 @@ class TrainingState:
 
     def _make_known(self) -> None:
         optimizers = [part for part in self._parts.values() if hasattr(part, "param_groups")]
-        self._session.examination.learn_parts(self._model, *optimizers)
+        self._session.examination.learn_parts(self._model, *optimizers, compiled=self._compiled)
         scheduler = next((part for part in self._parts.values() if hasattr(part, "get_last_lr")), None)
         self._session.copies.know(self._model, *optimizers, scheduler=scheduler, saved=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
+from dalsegno.elastic import session
 from dalsegno.elastic.training import in_forward
 from dalsegno.elastic.training.examination import Examination
 from dalsegno.elastic.training.in_forward import LOOKS, said, watch_forward
+from dalsegno.elastic.training.training_state import TrainingState
 from dalsegno.protos.contract import Variable
 
 
@@ -362,6 +365,17 @@ def test_a_compiled_model_is_left_alone(caplog: pytest.LogCaptureFixture) -> Non
     inside = Codebook()
     inside.compile(backend="eager")
     assert watch_forward(inside, (), lambda: 0) == []
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_a_training_state_is_given_compiled_is_left_alone(tmp_path: Path, compiled: bool) -> None:
+    """It saves the model inside, which would be traced with the hooks."""
+    model = Codebook()
+    with session(checkpoint_dir=tmp_path) as s:
+        s.examination = Examination(0, True, 2, 2, True)
+        TrainingState(s, model=torch.compile(model, backend="eager") if compiled else model)
+        s.examination.end(lambda: 0)
+        assert _hooks(model) == (0 if compiled else 2)
 
 
 class Frequencies(nn.Module):
