@@ -19,6 +19,7 @@ from swift.callbacks.base import TrainerCallback
 from swift.pipelines import SwiftSft
 from swift.trainers import TrainerFactory
 
+from dalsegno.elastic.training.entry import tell_of_refusals
 from dalsegno.protos.contract import Variable
 
 from .hf.checkpoints import is_foreign, trainers
@@ -41,6 +42,8 @@ _DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust", "nca_pair", "sppo_hard", "ex
 _INSTEAD = {"deepspeed_elastic": "changing the world", "graceful_exit": "saving before a node goes"}
 # Methods that begin with a decomposition of the base weights, which every start would make anew.
 _DECOMPOSED = ("pissa", "olora", "lora-ga")
+# Tuners of ms-swift's own, whose checkpoints the Trainer of transformers does not load, with plain ms-swift either.
+_NEVER_LOADED = ("adapter", "llamapro", "reft")
 
 
 class Marker(TrainerCallback):  # type: ignore[misc]  # ms-swift is not typed
@@ -53,6 +56,7 @@ def install() -> None:
         return
     callbacks_map[NAME] = Marker
     if under_dlrover_run():
+        tell_of_refusals()
         _replace(SftArguments, "_init_deepspeed", _init_deepspeed)
         _replace(SftArguments, "_add_version", _add_version)
         _replace(SwiftSft, "_save_trainer_state", _save_trainer_state)
@@ -73,6 +77,7 @@ def wanted(args: Any) -> bool:
 
 def _init_deepspeed(original: Any, args: Any) -> None:
     if wanted(args):
+        _refuse(args, options_of(args))  # before anything is loaded
         for name, purpose in _INSTEAD.items():
             if name in args.callbacks:
                 raise ValueError(f"--callbacks {name}: dalsegno does the {purpose} itself; leave {name} out")
@@ -125,6 +130,16 @@ def _refuse(args: Any, options: Options) -> None:
             "--tuner_type adalora cannot be trained elastically: what it has learned of how much ranks matter is in no "
             "checkpoint; use lora"
         )
+    if (tuner := getattr(args, "tuner_type", "")) in _NEVER_LOADED:
+        raise ValueError(
+            f"--tuner_type {tuner} cannot be trained elastically: ms-swift loads no checkpoint of it; use lora"
+        )
+    if getattr(args, "use_swift_lora", False):
+        raise ValueError(
+            "--use_swift_lora cannot be trained elastically: ms-swift loads no checkpoint of it; leave it out"
+        )
+    if getattr(args, "sequence_parallel_size", 1) > 1:
+        raise ValueError("sequence parallelism cannot be trained elastically: leave out --sequence_parallel_size")
     if getattr(args, "tuner_backend", "") == "unsloth":
         raise ValueError("--tuner_backend unsloth, which replaces the training step, was never tried: use peft")
     if getattr(args, "use_ray", False):

@@ -145,6 +145,8 @@ class Meetings:
             log.warning("the other ranks could not be told of it (%s)", alone)
 
 
+# Packages whose errors of values are refusals.
+_OURS = ("dalsegno.elastic.", "dalsegno.swift_plugin.")
 # What is done at the end of this process: for the session that it has now.
 _at_the_end: list[Callable[[BaseException, TracebackType | None], None]] = []
 
@@ -164,6 +166,21 @@ def watch_the_end(meetings: Meetings, when_lost: Callable[[], object]) -> None:
         elif not meetings.over and may_be_a_peers(error) and meetings.say_if_a_peer_is_lost():
             when_lost()
 
+    _do_at_the_end(end)
+
+
+def watch_for_refusals(tell: Callable[[str], object]) -> None:
+    """Before this process has a session: ``tell`` is called with the message if it ends by what we refuse."""
+
+    def end(error: BaseException, trace: TracebackType | None) -> None:
+        if is_refusal(error, trace):
+            tell(str(error) or type(error).__name__)
+
+    if not _at_the_end:
+        _do_at_the_end(end)
+
+
+def _do_at_the_end(end: Callable[[BaseException, TracebackType | None], None]) -> None:
     if not _at_the_end:
         before = sys.excepthook
 
@@ -182,7 +199,7 @@ def is_refusal(error: BaseException, trace: TracebackType | None) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     module = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
-    return str(module).startswith("dalsegno.elastic.")
+    return str(module).startswith(_OURS)
 
 
 def may_be_a_peers(error: BaseException) -> bool:

@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from ..rank.exits import end_if_decided
 from ..rank.gloo_threads import settle_at_exit
 from ..rank.identity import Identity, from_environment
 from ..rank.link import Link
-from ..rank.meetings import Meetings, may_be_a_peers, watch_the_end
+from ..rank.meetings import Meetings, may_be_a_peers, watch_for_refusals, watch_the_end
 from ..rank.notices import Notice, noticed
 from ..rank.semaphores import name_semaphores
 from ..rank.way_in import SESSION, watch, way_in
@@ -185,6 +185,23 @@ def _check_thread(identity: Identity, collective: Collective) -> None:
         Meetings(collective, link).check_thread()
     finally:
         if link is not None:
+            link.close()
+
+
+def tell_of_refusals() -> None:
+    """From here on the agent learns if this process ends by what we refuse, before its session as well as behind it.
+
+    It would be refused at each start.
+    """
+    watch_for_refusals(_tell_refusal)
+
+
+def _tell_refusal(text: str) -> None:
+    with suppress(OSError, RuntimeError):  # a process without a place has nobody to tell
+        identity = from_environment()
+        if identity.socket is not None:
+            link = Link(identity.socket, hello(identity))
+            Meetings(Solo(), link).refused(text)
             link.close()
 
 

@@ -77,8 +77,11 @@ def elastic(
     """
     options = Options(global_batch_size, fixed_micro_batch, mean_over_samples, memory_every, stay)
     if under_dlrover_run():
+        from dalsegno.elastic.training.entry import tell_of_refusals
+
         from .trainer import elastic_class
 
+        tell_of_refusals()
         changed: Any = trainer
         changed.__class__ = elastic_class(type(trainer))
         changed.become_elastic(options)

@@ -21,9 +21,13 @@ _OF_A_MICRO_BATCH = frozenset({"aot", "aot_unpaired", "sft"})
 _MEANS_OVER_TOKENS = frozenset({"CPOTrainer", "ORPOTrainer"})
 # Also of trl: at each step it changes a model that nobody saves.
 _FOLLOWS = "SyncRefModelCallback"
+# And this one has a second set of weights, which the reference model may follow.
+_AVERAGES = "BEMACallback"
 # Of PEFT's encoders of prompts: what makes prompts of their embedding while they are trained.
 _LAYERS_OF_PROMPTS = frozenset({"transform", "mlp_head", "lstm_head"})
 _KNOWN = ("dalsegno", "swift", "transformers")
+# What gives out samples.
+_SAMPLES = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples")
 
 
 def refuse(trainer: Any) -> None:
@@ -118,14 +122,20 @@ def _found(trainer: Any) -> list[tuple[str, str]]:
         found.append(("tensor, context or sequence parallelism", "set their sizes to 1"))
     if getattr(getattr(trainer, "template", None), "sequence_parallel_size", 1) > 1:
         found.append(("sequence parallelism", "leave out --sequence_parallel_size"))
-    found += [
-        (f"{name} of {owner}, which would not be asked for samples", "leave the order to us, or weigh the losses")
-        for name in ("get_train_dataloader", "_get_train_sampler", "get_batch_samples")
-        if (owner := overrides(trainer, name))
-    ]
+    found += [_of_samples(trainer, name, owner) for name in _SAMPLES if (owner := overrides(trainer, name))]
     if trainer.train_dataset is None:
         found.append(("no train_dataset", "give the Trainer one"))
     return found
+
+
+def _of_samples(trainer: Any, name: str, owner: str) -> tuple[str, str]:
+    """What to say of a class that gives out samples in its own way."""
+    if any(cls.__qualname__ == owner and cls.__module__.startswith("trl.") for cls in type(trainer).__mro__):
+        return (
+            f"{owner}, which draws or compares samples in its own way",
+            "take another trainer of trl (SFT, DPO, reward)",
+        )
+    return f"{name} of {owner}, which would not be asked for samples", "leave the order to us, or weigh the losses"
 
 
 def _unsaved(trainer: Any) -> list[tuple[str, str]]:
@@ -134,6 +144,8 @@ def _unsaved(trainer: Any) -> list[tuple[str, str]]:
     callbacks = [cls.__name__ for one in trainer.callback_handler.callbacks for cls in type(one).__mro__]
     if _FOLLOWS in callbacks:  # trl's, which is imported where somebody has one
         found.append((f"{_FOLLOWS}, whose reference model is in no checkpoint", "leave it out"))
+    if _AVERAGES in callbacks:
+        found.append((f"{_AVERAGES}, whose average of the weights is in no checkpoint", "leave it out"))
     if lost := _beside_adapters(trainer):
         found.append(
             (

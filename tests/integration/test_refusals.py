@@ -122,6 +122,32 @@ def test_what_batches_refuse_at_a_resume_is_one_start_and_one_line(shell: Shell,
     assert resumes(shell, job)
 
 
+# Its arguments are wrong, and that is seen before it has a session.
+WRONG_TRAINER = """
+import sys, torch
+from transformers import Trainer, TrainingArguments
+from dalsegno.swift_plugin import hf
+
+with open(sys.argv[1], "a") as starts:
+    print("started", file=starts)
+args = TrainingArguments(sys.argv[2], save_only_model=True, use_cpu=True, report_to="none", max_steps=2)
+hf.elastic(Trainer(torch.nn.Linear(1, 1), args, train_dataset=[{"x": 1}] * 8))
+"""
+
+
+def test_what_a_trainer_of_transformers_is_refused_is_one_start_and_one_line(shell: Shell) -> None:
+    """All that is wrong with it is seen when it is made elastic, before its session."""
+    pytest.importorskip("transformers")
+    script, starts = shell.directory / "wrong.py", shell.directory / "starts"
+    script.write_text(WRONG_TRAINER)
+    flags = ("--nnodes=1", "--nproc-per-node=2", "--job-id=job", "--checkpoint-dir=ck", "--max-restarts=3")
+    ended = shell.run(*flags, str(script), str(starts), str(shell.directory / "out"))
+    assert (ended.code, len(starts.read_text().splitlines())) == (FAILED, 2)
+    (line,) = [line for line in ended.said if "the training was refused: " in line]
+    assert "save_only_model" in line
+    assert "leave it out" in line
+
+
 def resumes(shell: Shell, job: Job) -> bool:
     """The right script goes on where the run was saved."""
     ended: Ended = shell.run(*job.words("a", "--nproc-per-node=2"))

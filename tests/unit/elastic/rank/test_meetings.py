@@ -12,7 +12,7 @@ import torch
 from dalsegno.elastic.rank import meetings
 from dalsegno.elastic.rank.agreement import Refusal, Trouble
 from dalsegno.elastic.rank.collective import OtherThread, PeerLost, Solo
-from dalsegno.elastic.rank.meetings import PATIENCE_SECONDS, Meetings, SessionOver, watch_the_end
+from dalsegno.elastic.rank.meetings import PATIENCE_SECONDS, Meetings, SessionOver, watch_for_refusals, watch_the_end
 from tests.support.workers.fake_link import FakeLink
 
 
@@ -133,6 +133,7 @@ def test_the_agent_hears_whose_end_it_was(
         ("raise ValueError('the script itself')", False),
         ("import json\njson.loads('{')", False),
         ("from dalsegno.elastic.rank.agreement import Refusal\nraise Refusal('no')", True),
+        ("exec('raise ValueError(1)', {'__name__': 'dalsegno.swift_plugin.hf.refusals'})", True),
         ("raise RuntimeError('a peer went away')", False),
     ],
 )
@@ -150,6 +151,25 @@ def test_what_we_refuse_outside_of_meetings_is_told_too(
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
     assert (len(shown), bool(link.said)) == (1, told)
+
+
+@pytest.mark.parametrize("has_session", [False, True])
+def test_before_a_session_refusals_are_told_too(monkeypatch: pytest.MonkeyPatch, has_session: bool) -> None:
+    """A session that comes later tells them itself."""
+    told: list[str] = []
+    link: Any = FakeLink()
+    monkeypatch.setattr(meetings, "_at_the_end", [])
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    watch_for_refusals(told.append)
+    if has_session:
+        watch_the_end(Meetings(Solo(), link), lambda: None)
+        watch_for_refusals(told.append)
+    for raises in ("from dalsegno.elastic import BatchPlan\nBatchPlan(0, 1, 4)", "raise ValueError('the script')"):
+        try:
+            exec(raises, {"__name__": "__main__"})
+        except ValueError as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+    assert (len(told), len(link.said)) == ((0, 1) if has_session else (1, 0))
 
 
 @pytest.mark.parametrize("how", ["check_thread", "compare"])

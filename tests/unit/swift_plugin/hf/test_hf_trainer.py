@@ -883,6 +883,15 @@ def test_a_callback_that_moves_a_reference_model_is_refused(tmp_path: Path) -> N
         trainer.train()
 
 
+class BEMACallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """As trl's is called, and the one for reference models that is derived from it."""
+
+
+def test_a_callback_with_weights_of_its_own_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="BEMACallback, whose average of the weights is in no checkpoint"):
+        make(tmp_path, BEMACallback())
+
+
 def test_a_reference_model_that_follows_is_refused(tmp_path: Path) -> None:
     """trl's callback changes it at each step, and no checkpoint has it."""
     trainer = make(tmp_path)
