@@ -8,11 +8,13 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from swift.arguments import SftArguments
 from swift.callbacks import callbacks_map
 from swift.callbacks.base import TrainerCallback
@@ -182,19 +184,31 @@ def options_of(args: Any) -> Options:
     return Options(size, fixed, mean_over_samples=pairs, memory_every=every, stay=stay, usual_batch_size=usual)
 
 
+@contextmanager
+def _unchanged(metrics: dict[str, Any]) -> Iterator[None]:
+    """What is added to ms-swift's metrics inside is taken back."""
+    before = {name: dict(vars(one)) for name, one in metrics.items()}
+    yield
+    for name in [*metrics]:
+        if name in before:
+            vars(metrics[name]).update(before[name])
+        else:
+            del metrics[name]
+
+
 class _SwiftTrainer(ElasticTrainer):
     """Mixed in before ms-swift's trainers."""
 
     options: Options
     counting: ClassVar[Mapping[str, tuple[str, ...]]] = {"EarlyStopCallback": ("best_metric", "interval")}
 
+    # No rank had a pair for the micro-batch whose metrics were gathered last.
+    _nobodys = False
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.options.mean_over_samples:
-            # Metrics are gathered from slices whose sizes differ by a sample, which tensors of one shape cannot hold.
-            from swift.rlhf_trainers.dpo_trainer import new_gather_function
-
-            self.accelerator.gather_for_metrics = new_gather_function
+            self.accelerator.gather_for_metrics = self._gathered
         self.become_elastic(self.options)
 
     def renewed(self) -> None:
@@ -206,7 +220,32 @@ class _SwiftTrainer(ElasticTrainer):
             metrics.clear()
 
     def _silenced(self, given: Any) -> Any:
-        return silenced(given)  # ms-swift's losses know labels that do not count
+        # ms-swift's losses know labels that do not count. A pair has no mean without them.
+        return given if self.options.mean_over_samples else silenced(given)
+
+    def _gathered(self, values: torch.Tensor) -> torch.Tensor:
+        """What all ranks have of a step's metric, without pairs that are computed once more for want of others.
+
+        From slices whose sizes differ by a pair, which tensors of one shape cannot hold. Collective.
+        """
+        from swift.rlhf_trainers.dpo_trainer import new_gather_function
+
+        micro = self._run.micro
+        own = values if values.ndim else values[None]
+        found: torch.Tensor = new_gather_function(own[:0] if micro is not None and micro.filler else own)
+        self._nobodys = not len(found)
+        return own if self._nobodys else found
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        micro = self._run.micro
+        if not (self.options.mean_over_samples and micro is not None and micro.filler):
+            return super().compute_loss(*args, **kwargs)
+        with _unchanged(self.custom_metrics["train"]):  # a reward model's
+            return super().compute_loss(*args, **kwargs)
+
+    def store_metrics(self, metrics: Any, train_eval: str = "train") -> None:
+        if not self._nobodys:
+            super().store_metrics(metrics, train_eval)
 
     def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
