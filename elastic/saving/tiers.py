@@ -216,6 +216,13 @@ class LastSaves:
             self._said.clear()
             remark("step %d was saved in memory again", step)
 
+    def forget(self, step: int) -> Ref | None:
+        """That step on the disk is to be saved anew. Returns what it was saved as."""
+        ref = self.of(step)
+        if ref is not None:
+            del self._last[False]
+        return ref
+
     def is_news(self, *, in_memory: bool, make_durable: bool) -> bool:
         """Whether a failure is to be said. Memory that others have filled may fail in every step."""
         known = in_memory and make_durable in self._said

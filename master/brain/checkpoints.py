@@ -95,8 +95,8 @@ def give_up_resharding(turn: Turn, record: Checkpoint) -> None:
 def record_commit(turn: Turn, message: control_pb2.Checkpoint, by: str) -> str:
     """Records a sealed checkpoint as committed by a node. Returns "" or a reason to refuse it.
 
-    While no other node sees it, it makes no older one retire. What a world began from in memory alone its ranks may
-    save once more, with what was due at that boundary: that counts in its place.
+    While no other node sees it, it makes no older one retire. What a world began from its ranks may save once more,
+    with what was due at that boundary: that counts in its place.
     """
     job = turn.job
     known = job.checkpoint(message.ref.digest)
@@ -108,9 +108,7 @@ def record_commit(turn: Turn, message: control_pb2.Checkpoint, by: str) -> str:
         return f"epoch {message.epoch} is closed; {message.ref.name} is not part of the run"
     floor = job.checkpoints.last_step(job.epoch)
     if job.world is not None:
-        began = in_memory_alone(job)
-        again = began is not None and began.digest == job.world.resume
-        floor = max(floor, job.world.resumed_step - again)
+        floor = max(floor, job.world.resumed_step - bool(job.world.resume))
     if message.step <= floor:
         return f"{message.ref.name} is not newer than step {floor}"
     put_commit(turn, replace(from_proto(message), unseen=by))

@@ -62,6 +62,7 @@ class ElasticRun:
         by_samples: The loss of a slice is a mean over its samples.
         in_memory: The save under way goes to memory, between the Trainer's own, and nobody is told of it.
         any_optimizer: DeepSpeed's config admits any optimizer, even one that is not known to fit ZeRO.
+        evaluates_late: The resume point's step is evaluated only now, and what it was saved as does not tell of it.
         stopped: When the resume point was saved, it was already decided that the training stops there.
         hyperparameters: What each checkpoint says of the Trainer's arguments, see `arguments.hyperparameters`.
     """
@@ -91,6 +92,7 @@ class ElasticRun:
         self._micros: Iterator[MicroBatch[Any]] = iter(())
         self.unfinished: Unfinished | None = None
         self.draining = self.epoch_ended = self.finished = self.stopped = self.any_optimizer = False
+        self.evaluates_late = False
         self.writing: TrainerWrite | None = None
         self.hyperparameters: dict[str, Any] = {}
         self.in_memory = self._failed = False
@@ -390,6 +392,18 @@ class ElasticRun:
         ended_before = resume is not None and resume.step == self.session.step
         if self._failed or (saves and ended_before and not self.is_on_disk):
             save_at_last(self.session, try_again)
+        elif saves and ended_before and self.evaluates_late:
+            self._save_anew(save)
+
+    def _save_anew(self, save: Callable[[], None]) -> None:
+        """Saves the last step once more, with what was due there. What the run has resumed from stays if that fails."""
+        saver, step = self.session.saves.saver, self.session.step
+        before = None if saver is None else saver.saved.forget(step)
+        if saver is not None and before is not None:
+            save()
+            if self._failed:
+                saver.saved.note(step, before, in_memory=False)
+                self._failed = False
 
     def finish(self) -> None:
         """Called when the Trainer has come to its end; tells the session."""

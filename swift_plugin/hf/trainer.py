@@ -367,6 +367,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         best, on_disk, said = self.state.best_global_step, run.is_on_disk, dict(unfinished.of_step)
         norm = said.pop("grad_norm", None)
         self.control.should_evaluate = unfinished.evaluation
+        run.evaluates_late = unfinished.evaluation and on_disk
         owes = unfinished.untold and not on_disk
         self.control.should_save = owes
         self._maybe_log_save_evaluate(self._tr_loss, norm, **of_epoch, **said)

@@ -1432,7 +1432,7 @@ def began_from_memory() -> tuple[Driven, list[Node], pb.Checkpoint]:
 
 
 def test_what_a_world_began_from_in_memory_may_be_saved_once_more() -> None:
-    """With what was due there, as a Trainer of transformers does; only while nothing of it is on the disk."""
+    """With what was due there, as a Trainer of transformers does; but once."""
     job, nodes, made = began_from_memory()
     assert made.in_memory
     again = job.seal(20, any_size=True)

@@ -410,3 +410,30 @@ def test_ranks_that_hang_behind_the_commit_are_not_waited_for_twice() -> None:
     a.step(3)
     assert len(job.members) == 3
     assert "lost 0 steps" in job.notices
+
+
+def test_what_a_world_began_from_may_be_saved_once_more() -> None:
+    """With what was due there and its ranks could do only now; nothing older, and not a second time."""
+    job = Driven()
+    (a,) = job.start(1)
+    a.step(4)
+    a.save(2)
+    first = a.save(4)
+    a.failed("boom", step=5)
+    a.join()
+    job.wait(1.2)
+    assert a.directive.run.resume.source.ref == first.ref
+    assert a.commit(job.seal(3)).detail == "step-3.e2.1 is not newer than step 3"
+    again = a.save(4)
+    assert [record.name for record in job.job.checkpoints.usable][-2:] == [first.ref.name, again.ref.name]
+    assert job.job.checkpoints.head.digest == again.ref.digest
+    another = job.seal(4)
+    another.ref.name, another.ref.digest = "step-4.e2.2", "another"
+    assert a.commit(another).detail == "step-4.e2.2 is not newer than step 4"
+
+
+def test_a_world_that_began_at_the_beginning_saves_no_step_0() -> None:
+    job = Driven()
+    (a,) = job.start(1)
+    a.step(1)
+    assert a.commit(job.seal(0)).detail == "step-0.e1.1 is not newer than step 0"

@@ -332,6 +332,22 @@ def test_a_leave_cuts_an_evaluation_short(tmp_path: Path, step: int, unit: str) 
     assert [line["step"] for line in found if "eval_loss" in line] == [4, 8, 12]
 
 
+def test_the_last_checkpoint_tells_of_an_evaluation_that_was_cut_short(tmp_path: Path) -> None:
+    """It was saved before that, and nothing is trained behind it: the step is saved once more."""
+    often = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4, "metric_for_best_model": "loss"}
+    with pytest.raises(Drained):
+        train(make(tmp_path / "a", Predicting(12, drain), **often, per_device_eval_batch_size=1))
+    found, wanted = {}, {}
+    for name, state in (("a", found), ("b", wanted)):
+        trainer = make(tmp_path / name, **often, per_device_eval_batch_size=1)
+        train(trainer)
+        assert Path(trainer.state.best_model_checkpoint).is_dir()
+        state.update(json.loads((tmp_path / name / "out/checkpoint-12/trainer_state.json").read_text()))
+    assert [line["step"] for line in found["log_history"] if "eval_loss" in line] == [4, 8, 12]
+    assert found["best_global_step"] == wanted["best_global_step"] == 12
+    assert found["best_metric"] == wanted["best_metric"]
+
+
 def test_a_leave_in_an_evaluation_that_was_owed(tmp_path: Path) -> None:
     """The next one who resumes there makes it."""
     often = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4, "per_device_eval_batch_size": 1}
