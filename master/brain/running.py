@@ -147,7 +147,7 @@ def end_of_epoch(turn: Turn) -> bool:
 
 def finish(turn: Turn) -> None:
     """All ranks have finished: the run is over."""
-    last = max(turn.open.top_step, world_of(turn).resumed_step)
+    last = last_step(turn)
     if repeats_nothing(turn):
         failed = turn.job.run.budget.told
         turn.notice(f"what failed at the end of step {last} was not done again, as that step was saved: {failed}", True)
@@ -268,7 +268,7 @@ def start_drain(turn: Turn, reason: str, *, growth: bool = False, shrink: bool =
 
 
 def last_step(turn: Turn) -> int:
-    """The last step that the open world is known to have made."""
+    """The last step that the open world is known to have made; of a script without a session, that it has saved."""
     world = world_of(turn)
     return max(world.resumed_step, turn.open.top_step, turn.job.checkpoints.last_step(world.epoch))
 

@@ -941,3 +941,19 @@ def test_the_best_checkpoint_is_never_pruned() -> None:
         assert a.commit(made).code == "OK"
         kept.append([record.step for record in job.job.checkpoints if not record.retired])
     assert kept == [[1], [1, 2], [1, 2, 3], [1, 3, 4], [1, 4, 5], [5, 6], [5, 6, 7]]
+
+
+@pytest.mark.parametrize(("committed", "last"), [([10], 10), ([10, 28], 28)])
+def test_the_end_of_an_unheard_run_names_its_last_checkpoint(committed: list[int], last: int) -> None:
+    """No steps of a script without a session are heard, but what it saved is the run's, behind its resume point too."""
+    job = Driven()
+    (a,) = job.start(1)
+    a.save(committed[0])
+    a.failed()
+    a.join()
+    assert (job.phase, job.epoch) == (Phase.RUNNING, 2)
+    for step in committed[1:]:
+        a.save(step)
+    a.finished(0)
+    assert job.phase is Phase.SUCCEEDED
+    assert a.directive.finish.message == f"the run finished at step {last}"
