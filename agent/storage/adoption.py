@@ -27,7 +27,7 @@ from .asked import Growth, Request, request
 from .best_save import BestRule
 from .best_watch import BestWatch
 from .foreign import COUNTED, NOTE_BYTES, FoundUnits, Unit, shown, survey
-from .layouts import Complete, FileState, complete, damaged, number_of_file, state_of
+from .layouts import Complete, FileState, complete, damaged, number_of_unit, state_of
 from .naming import is_log
 from .present import extent_of, files_of, size_of, states_of
 from .problems import problem_of
@@ -48,8 +48,8 @@ LONGEST_PAUSE_SECONDS = 60.0
 SHARE = 10
 # Looks without a change after which an incomplete checkpoint is named; and what changes is no longer waited for.
 PATIENCE_LOOKS = 30
-# The most members of a series that are looked at, and files of one that are searched for a number.
-MOST_MEMBERS, MOST_READ = 16, 4
+# The most members of a series that are looked at.
+MOST_MEMBERS = 16
 # The least bytes of a file that is not known for a checkpoint and may be one.
 LARGE_BYTES = 1 << 20
 # The most notes that may be a checkpoint's.
@@ -439,9 +439,7 @@ class Adopter:
             return None
         if all(self._known.get(file.name) == file for file in one.files):
             return self._numbers.get(one.unit.series, self._resumed.get(one.unit.series))
-        largest = sorted(one.files, key=lambda file: file.size)[-MOST_READ:]
-        numbers = (number_of_file(self._root / file.name) for file in reversed(largest))
-        return next((number for number in numbers if number is not None), None)
+        return number_of_unit(self._root, one)
 
     def _notes(self, piece: SaveSlice, found: FoundUnits) -> tuple[FileState, ...]:
         """Small files that name it: `latest` and its like."""

@@ -18,9 +18,9 @@ from dalsegno.elastic.checkpoint.reading import read_regular
 
 from .foreign import ACCELERATE, COUNTED, DEEPSPEED, DISTCP, FILES, NOTE_BYTES, TRANSFORMERS, Unit
 from .headers import is_archive, is_sound, number_in, was_ended
-from .naming import ranks_of
+from .naming import goes_on_from, ranks_of
 
-__all__ = ["Complete", "FileState", "complete", "damaged", "is_torn", "number_of_file", "state_of"]
+__all__ = ["Complete", "FileState", "complete", "damaged", "is_torn", "number_of_file", "number_of_unit", "state_of"]
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_00_optim_states\.pt")
 _MODEL_OF_RANK = re.compile(r"zero_pp_rank_([0-9]{1,9})_mp_rank_00_model_states\.pt")
@@ -31,6 +31,10 @@ _TRAINER_STATE = "trainer_state.json"
 _RNG_OF_RANK = re.compile(r"rng_state_([0-9]{1,9})\.pth")
 _FLASH_NOTE = "dlrover_latest.txt"
 _RANDOM_OF_RANK = re.compile(r"random_states_([0-9]{1,9})\.pkl")
+# The most files of a unit that are searched for a number.
+_MOST_READ = 4
+# Files of about one size: the part of the largest by which they may be smaller.
+_ABOUT = 0.01
 _BEING_WRITTEN = (".tmp", ".temp", ".part", ".partial", ".incomplete", ".lock")
 
 
@@ -361,6 +365,30 @@ def number_of_file(path: Path) -> int | None:
     """See `number_in`; remembered for as long as the file stays the same."""
     stat = os.stat(path, follow_symlinks=False)
     return _number_in(path, stat.st_size, stat.st_mtime_ns, stat.st_ino)
+
+
+def number_of_unit(root: Path, one: Complete) -> int | None:
+    """The number in the files of a unit: in the one that a script goes on from, if that is known, else in the largest.
+
+    Of several that are about as large, such as a checkpoint and an older one that was kept, the last that was written.
+
+    Args:
+        root: the script's directory.
+        one: the unit.
+
+    Raises:
+        OSError: one of its files is not there any more.
+    """
+    first = goes_on_from(one.unit.names)
+    largest = max((file.size for file in one.files), default=0)
+
+    def order(file: FileState) -> tuple[bool, bool, int, int, str]:
+        about = file.size >= largest * (1 - _ABOUT)
+        return file.name == first, about, 0 if about else file.size, file.written, file.name
+
+    read = sorted(one.files, key=order, reverse=True)[:_MOST_READ]
+    numbers = (number_of_file(root / file.name) for file in read)
+    return next((number for number in numbers if number is not None), None)
 
 
 @lru_cache(maxsize=256)

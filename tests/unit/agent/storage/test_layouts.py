@@ -14,7 +14,7 @@ import torch
 from dalsegno.agent.storage import foreign
 from dalsegno.agent.storage.foreign import TooMany, survey
 from dalsegno.agent.storage.headers import number_in, was_ended
-from dalsegno.agent.storage.layouts import Complete, complete
+from dalsegno.agent.storage.layouts import Complete, complete, number_of_unit
 from dalsegno.elastic.checkpoint import CheckpointDamaged
 from tests.unit.agent.storage.test_adoption import ZERO_1, states
 
@@ -199,6 +199,32 @@ def test_numbers_are_read_without_unpickling(tmp_path: Path, content: object, nu
     """At the top only: an optimizer counts its own steps."""
     torch.save(content, tmp_path / "x.pt")
     assert number_in(tmp_path / "x.pt") == number
+
+
+@pytest.mark.parametrize(
+    ("files", "number"),
+    [
+        ([("checkpoint.pth.tar", 13, 1000, 2), ("model_best.pth.tar", 10, 1000, 1)], 13),
+        ([("checkpoint.pth.tar", 13, 1000, 2), ("model_best.pth.tar", 10, 9000, 1)], 13),
+        ([("last.pt", 100, 1000, 1), ("best.pt", 150, 1000, 2)], 100),
+        ([("checkpoint.pth.tar", None, 1000, 2), ("model_best.pth.tar", 10, 1000, 1)], 10),
+        ([("a.pt", 13, 100_000, 2), ("b.pt", 10, 100_000, 1)], 13),
+        ([("a.pt", 13, 100_000, 2), ("b.pt", 10, 100_100, 1)], 13),
+        ([("model.pt", 13, 100_000, 1), ("scheduler.pt", 2, 10, 2)], 13),
+        ([("model.pt", None, 100_000, 1), ("scheduler.pt", 2, 10, 2)], 2),
+    ],
+)
+def test_the_number_of_several_files_is_that_of_the_one_that_a_script_goes_on_from(
+    tmp_path: Path, files: list[tuple[str, int | None, int, int]], number: int | None
+) -> None:
+    """Else that of the largest, of several about as large of the one that was written last."""
+    for name, epoch, floats, written in files:
+        torch.save({"w": torch.zeros(floats)} | ({} if epoch is None else {"epoch": epoch}), tmp_path / name)
+        os.utime(tmp_path / name, (written, written))
+    ((unit,),) = survey(tmp_path).series()
+    one = complete(tmp_path, unit, 1)
+    assert isinstance(one, Complete)
+    assert number_of_unit(tmp_path, one) == number
 
 
 def test_files_that_are_no_checkpoints_have_no_number(tmp_path: Path) -> None:
