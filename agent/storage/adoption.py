@@ -26,7 +26,6 @@ from .anew import Resumed
 from .asked import Growth, Request, request
 from .best_save import BestRule
 from .best_watch import BestWatch
-from .carried import CarriedOn
 from .foreign import COUNTED, NOTE_BYTES, FoundUnits, Unit, shown, survey
 from .layouts import Complete, FileState, complete, damaged, number_of_unit, state_of
 from .naming import is_log
@@ -99,7 +98,7 @@ class Adopter:
         self._root, self._pattern = save_directory(run_dir, world.epoch), pattern
         self._volume = VolumeCheck(run_dir)
         self._resumed_step = self._step = world.resume.source.step if world.HasField("resume") else 0
-        self._before, self._carried = before, CarriedOn(before, pattern)
+        self._before = before
         self._known: dict[str, FileState] = dict(before.files) if before is not None else {}
         self._resumed = dict(before.saved_as.numbers) if before is not None else {}
         self._resume = Resumed(self._root, before)
@@ -203,7 +202,7 @@ class Adopter:
         if self._rule is not None:
             self._best = BestWatch(self._rule, self._run_dir, self._world)
         self._note(self._known.values())
-        old_saves.remove(self._run_dir, self._world.epoch, self._keep, self._before, self._pattern)
+        self._remove_old()
         self._volume.measure()
         while True:
             before, asked = asked, self._wait(pause, asked)
@@ -348,7 +347,6 @@ class Adopter:
         if piece is None:
             self._since = None
             return True
-        piece = self._carried.beside(piece)
         if self._interrupted and not self._trusting and not all(one.sure for one in piece.changed):
             return True
         now = time.monotonic()
@@ -393,7 +391,6 @@ class Adopter:
         new = [file for unit in piece.changed for file in unit.files if self._known.get(file.name) != file]
         self._known = {file.name: file for file in piece.files}
         self._slots.took(piece.files)
-        self._carried.took(piece)
         self._ranks = max(self._ranks, *(one.ranks for one in piece.changed))
         changed = {one.unit.series for one in piece.changed}
         self._numbers |= {series: number for series, number in piece.numbers if series in changed}
@@ -422,6 +419,12 @@ class Adopter:
             old_saves.note(self._root, files)
         except OSError as error:
             logger.warning("these files of the script's will never be removed: %s", error)
+
+    def _remove_old(self) -> None:
+        try:
+            old_saves.remove(self._run_dir, self._world.epoch, self._keep)
+        except OSError as error:
+            logger.warning("what the script saved in earlier epochs stays: %s", error)
 
     def _counts_anew(self, one: Complete) -> bool:
         """Whether this is behind the resume point, although its name has no larger number."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,13 +25,10 @@ __all__ = [
     "MOST_ENTRIES",
     "NOTE_BYTES",
     "OURS",
-    "PLACED",
     "TRANSFORMERS",
     "FoundUnits",
     "TooMany",
     "Unit",
-    "goes_together",
-    "is_plain",
     "shown",
     "survey",
 ]
@@ -45,8 +42,6 @@ MOST_ENTRIES = 100_000
 DEEPEST = 12
 # What names of ours in the script's directory begin with.
 OURS = ".dalsegno"
-# In an epoch's directory: the resume point was put there. No layout has such a name.
-PLACED = f"{OURS}-resume-point"
 # The most bytes of a note, which names a checkpoint.
 NOTE_BYTES = 4096
 
@@ -155,7 +150,7 @@ class _Walk:
                 self.found.notes.append(path)
             elif not entry.name.startswith("."):
                 self.found.other.append(path)
-        if not self._pattern and goes_together(entry.name for entry in names.files):
+        if not self._pattern and _layout("", names) in (ACCELERATE, DISTCP):
             # The script's directory itself, or another without a number: what numbers there are, are of ranks.
             every = [*data, *(path for path in (f"{where}.metadata",) if os.path.lexists(self._root / path))]
             self.found.units.append(Unit(where.rstrip("/") or ".", f"{where}*", FILES, None, tuple(sorted(every))))
@@ -166,7 +161,7 @@ class _Walk:
         name = path.rpartition("/")[2]
         names = self._scan(f"{path}/")
         chosen = bool(self._pattern) and matches(self._pattern, path)
-        layout = _layout(name, [entry.name for entry in names.files])
+        layout = _layout(name, names)
         number = number_of(name, directory=True)
         if not layout and (chosen or (number is not None and self._has_data(path, names))):
             layout = DIRECTORY
@@ -232,17 +227,8 @@ def _written(entry: os.DirEntry[str]) -> int:
         return 0
 
 
-def is_plain(unit: Unit) -> bool:
-    """Whether it is files of one directory that have no number, of which each is saved by itself."""
-    return unit.layout == FILES and not unit.together and (unit.series == "*" or unit.series.endswith("/*"))
-
-
-def goes_together(paths: Iterable[str]) -> bool:
-    """Whether files of one directory are one checkpoint of a framework's, though the directory has no number."""
-    return _layout("", [path.rpartition("/")[2] for path in paths]) in (ACCELERATE, DISTCP)
-
-
-def _layout(name: str, files: Collection[str]) -> str:
+def _layout(name: str, names: _Names) -> str:
+    files = [entry.name for entry in names.files]
     if _GLOBAL_STEP.fullmatch(name) or any(_STATES.fullmatch(one) for one in files):
         return DEEPSPEED
     if _CHECKPOINT.fullmatch(name) and any(_OF_TRAINER.fullmatch(one) for one in files):

@@ -19,7 +19,7 @@ from dalsegno.protos import control_pb2
 from ..decisions import events as ev
 from .adoption import Adopter
 from .best_save import BestRule
-from .foreign import OURS, PLACED
+from .foreign import OURS
 from .layouts import FileState, state_of
 from .taking import Before, Late, Origin, save_directory
 
@@ -60,8 +60,7 @@ def take_late(
         last = _read(run_dir / world.resume.source.ref.name)
     before = None
     if last is not None and last.saved_as is not None:
-        files = _unchanged(root, run_dir / last.name, last)
-        before = Before(run_dir / last.name, files, last.saved_as, _away(run_dir, world, last), last.shape.world_size)
+        before = Before(run_dir / last.name, _unchanged(root, run_dir / last.name, last), last.saved_as)
     numbers = dict(sealed.saved_as.numbers) if sealed is not None and sealed.saved_as is not None else {}
     late = Late(max(step, sealed.step) if sealed is not None else step, numbers, now_at(root), time.monotonic(), since)
     adopter = Adopter(run_dir, world, origin, deliver, pattern, before, best=best, late=late)
@@ -90,14 +89,6 @@ def _read(directory: Path) -> Manifest | None:
     except (CheckpointDamaged, OSError) as error:
         logger.debug("%s does not count: %s", directory.name, error)
         return None
-
-
-def _away(run_dir: Path, world: control_pb2.World, last: Manifest) -> frozenset[str]:
-    """The files of the last checkpoint that are the resume point's, and were not put into the script's directory."""
-    if not world.HasField("resume") or os.path.lexists(save_directory(run_dir, world.epoch) / PLACED):
-        return frozenset()
-    resume = last if last.name == world.resume.source.ref.name else _read(run_dir / world.resume.source.ref.name)
-    return frozenset() if resume is None else frozenset(one.path for one in {*resume.files} & {*last.files})
 
 
 def _unchanged(root: Path, taken: Path, manifest: Manifest) -> dict[str, FileState]:

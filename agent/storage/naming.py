@@ -21,7 +21,6 @@ __all__ = [
     "number_of",
     "ranks_of",
     "series_of",
-    "slot_of",
     "unversioned",
 ]
 
@@ -39,7 +38,6 @@ _PARTS = re.compile(
     rf"{_WORD}(?:rank|proc(?:ess)?|gpu|node|worker|shard|part|mp|dp|tp|pp|ep_rank|local|seed|version|v|run|exp)s?"
     r"[-_=.]?[0-9]+(?:[-_]?of[-_]?[0-9]+)?|[0-9]+[-_]?of[-_]?[0-9]+"
 )
-_OF_SOME = re.compile(r"(?<![0-9])[0-9]+[-_]?of[-_]?[0-9]+", re.IGNORECASE)
 _RANK = re.compile(rf"{_WORD}(?:rank|proc(?:ess)?)[-_=.]?([0-9]{{1,9}})")
 _FLOAT = re.compile(r"[0-9]+\.[0-9]+(?:e[-+]?[0-9]+)?")
 _VERSION = re.compile(r"-v[0-9]+(?=\.[A-Za-z]+$)")
@@ -101,15 +99,6 @@ def ranks_of(names: Iterable[str]) -> set[int]:
 def series_of(path: str) -> str:
     """The same text for the same checkpoint of other steps."""
     return _ANY.sub("#", path)
-
-
-def slot_of(path: str) -> str:
-    """The same text for a file without a number of steps and the one that replaces it: all ranks' and all shards'."""
-    where, cut, name = unversioned(path).rpartition("/")
-    spans = [match.span(1) for match in _RANK.finditer(name.lower())] if len(name.lower()) == len(name) else []
-    for start, end in reversed(spans):
-        name = f"{name[:start]}#{name[end:]}"
-    return f"{where}{cut}{_OF_SOME.sub('#', name)}"
 
 
 def goes_on_from(paths: Sequence[str]) -> str:

@@ -2,8 +2,6 @@
 
 Each checkpoint of a script's that was adopted is noted beside it, file by file. Only files that are noted, and have not
 changed since, are removed: what was never adopted stays, and so do logs and whatever else the script has put there.
-The checkpoint that had a copy may be pruned since: a file also stays unless the resume point has it, or what replaced
-it.
 """
 
 from __future__ import annotations
@@ -13,15 +11,11 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
-from .carried import key_of
-from .foreign import OURS, Unit, survey
+from .foreign import OURS
 from .layouts import FileState, state_of
-from .naming import series_of
-from .present import files_of
-from .taking import Before
 
 __all__ = ["note", "remove"]
 
@@ -45,25 +39,15 @@ def note(root: Path, files: Iterable[FileState]) -> None:
         notes.write("".join(lines))
 
 
-def remove(run_dir: Path, epoch: int, keep: int, resume: Before | None, pattern: str = "") -> list[str]:
+def remove(run_dir: Path, epoch: int, keep: int) -> list[str]:
     """Removes noted files of epochs before this one, except for the last `keep` that have any; 0 removes nothing.
-
-    Args:
-        run_dir, epoch, keep: where, and how much.
-        resume: the resume point of this epoch. It is there until newer checkpoints have all that it has.
-        pattern: `--checkpoint-glob`.
 
     Returns:
         Their paths relative to `run_dir`. What cannot be removed stays, and the log says why.
     """
-    if keep <= 0 or os.path.islink(run_dir) or resume is None:
+    if keep <= 0 or os.path.islink(run_dir):
         return []
-    try:
-        there = _there(resume, pattern)
-        numbers = [int(match[1]) for one in run_dir.iterdir() if (match := _EPOCH.fullmatch(one.name))]
-    except (OSError, ValueError) as error:
-        logger.warning("what the script saved in earlier epochs stays: %s", error)
-        return []
+    numbers = [int(match[1]) for one in run_dir.iterdir() if (match := _EPOCH.fullmatch(one.name))]
     removed: list[str] = []
     having = 0
     for number in sorted((number for number in numbers if number < epoch), reverse=True):
@@ -74,37 +58,12 @@ def remove(run_dir: Path, epoch: int, keep: int, resume: Before | None, pattern:
             )
             having += bool(files)
             if having > keep:
-                files = _replaced(root, files, there, pattern)
                 removed += [f"{root.name}/{name}" for name in files if _remove(root, name)]
-        except (OSError, ValueError) as error:
+        except OSError as error:
             logger.warning("what the script saved in %s stays: %s", root, error)
     if removed:
         logger.info("removed what the script had saved and the run has: %s", ", ".join(removed))
     return removed
-
-
-def _there(resume: Before, pattern: str) -> dict[str, int]:
-    """What the resume point has: when each of its files was written, and the last one of each series, in ns."""
-    below = resume.saved_as.below
-    units = [] if below else survey(resume.directory, pattern).units
-    written: dict[str, int] = {}
-    if below:
-        files = files_of(resume.directory, Unit(".", "", ""))
-        written = {os.path.join(below, file.name): file.written for file in files}
-        written[series_of(below)] = max(written.values(), default=0)
-    for unit in units:
-        for file in files_of(resume.directory, unit):
-            written[file.name] = file.written
-            key = key_of(unit, file.name)
-            written[key] = max(written.get(key, 0), file.written)
-    return written
-
-
-def _replaced(root: Path, names: list[str], there: Mapping[str, int], pattern: str) -> list[str]:
-    """Those of an epoch's files that the resume point has, or of which it has what was saved later."""
-    keys = {file.name: key_of(unit, file.name) for unit in survey(root, pattern).units for file in files_of(root, unit)}
-    every = [(name, os.stat(root / name).st_mtime_ns) for name in names]
-    return [name for name, at in every if at <= max(there.get(name, -1), there.get(keys.get(name, name), -1))]
 
 
 def _is_still(root: Path, noted: FileState) -> bool:

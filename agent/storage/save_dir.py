@@ -27,7 +27,7 @@ from ..decisions import events as ev
 from ..script import FLAG
 from .adoption import Adopter
 from .best_save import BestRule
-from .foreign import NOTE_BYTES, PLACED
+from .foreign import NOTE_BYTES, OURS
 from .late import now_at, take_late
 from .layouts import state_of
 from .macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand, macros_of
@@ -41,6 +41,8 @@ Then = Callable[[str, worker_pb2.BadCheckpoint | None], None]
 Slow = Callable[[str], AbstractContextManager[None]]
 logger = logging.getLogger(__name__)
 
+# In an epoch's directory: the resume point is there. No layout has such a name.
+_PLACED = f"{OURS}-resume-point"
 # Seconds between two looks whether it is, on another node than the one that puts it there.
 _LOOK_SECONDS = 0.1
 # The longest that a node waits for it.
@@ -243,8 +245,7 @@ class Adoption:
         if not self.wanted:
             return tuple(arguments)
         resume = run_dir / world.resume.source.ref.name if world.HasField("resume") else None
-        manifest = None if resume is None or world.resume.source.in_memory else _manifest(resume)
-        saved_as = None if manifest is None else manifest.saved_as
+        saved_as = None if resume is None or world.resume.source.in_memory else _manifest(resume).saved_as
         self._directory = directory = prepare(run_dir, world, saved_as)
         self._of_run = run_dir, world, origin
         newest = resume or self._initial
@@ -252,11 +253,9 @@ class Adoption:
             newest = resume / os.path.relpath(saved_as.newest, saved_as.below or ".")
         if first:
             before = None
-            if resume is not None and manifest is not None and saved_as is not None:
+            if resume is not None and saved_as is not None:
                 placed = self._placed[1] if self._placed[0] == world.epoch else ()
-                away = frozenset() if placed else frozenset(entry.path for entry in manifest.files)
-                files = {file.name: file for file in state_of(directory, placed)}
-                before = Before(resume, files, saved_as, away, manifest.shape.world_size)
+                before = Before(resume, {file.name: file for file in state_of(directory, placed)}, saved_as)
             more = (self._pattern, before, self._keep, self._best)
             self._adopter = Adopter(run_dir, world, origin, self._deliver, *more)
         values = {
@@ -443,7 +442,7 @@ class _Placing:
         damage = self._damage()
         if damage is None and self._target is not None:
             self.files = place(self._source, self._manifest, self._target, self._over.is_set)
-            replace_file(self._target / PLACED, b"", lasting=False)
+            replace_file(self._target / _PLACED, b"", lasting=False)
         return damage
 
     def _damage(self) -> worker_pb2.BadCheckpoint | None:
@@ -478,7 +477,7 @@ class _Placing:
         """Until it is there, or nobody needs it; says why it is not there."""
         assert self._target is not None
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not self._over.wait(_LOOK_SECONDS) and not os.path.lexists(self._target / PLACED):
+        while not self._over.wait(_LOOK_SECONDS) and not os.path.lexists(self._target / _PLACED):
             if time.monotonic() > deadline:
                 return (
                     f"the last checkpoint did not come into {self._target} within {_PATIENCE_SECONDS:.0f} s: all nodes "

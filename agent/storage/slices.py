@@ -15,26 +15,7 @@ from .foreign import COUNTED, FILES, Unit
 from .layouts import Complete, FileState
 from .naming import goes_on_from
 
-__all__ = ["Behind", "KeptUnits", "SaveSlice", "choose", "names_it"]
-
-
-@dataclass(frozen=True)
-class KeptUnits:
-    """Parts of the last checkpoint that the script has not saved again since it resumed.
-
-    Attributes:
-        units: they, with their files as they are in that checkpoint.
-        numbers, links: theirs, see `SavedAs`.
-    """
-
-    units: tuple[Complete, ...] = ()
-    numbers: tuple[tuple[str, int | None], ...] = ()
-    links: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of all files."""
-        return tuple(file.name for unit in self.units for file in unit.files)
+__all__ = ["Behind", "SaveSlice", "choose", "names_it"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +27,6 @@ class SaveSlice:
         step: for the manifest.
         newest: what was saved last.
         numbers: of the series of all parts, as far as they have numbers.
-        kept: what belongs to it, and is not in the directory.
     """
 
     units: tuple[Complete, ...]
@@ -54,7 +34,6 @@ class SaveSlice:
     step: int
     newest: Complete
     numbers: tuple[tuple[str, int | None], ...]
-    kept: KeptUnits = KeptUnits()
 
     @property
     def below(self) -> str:
@@ -69,12 +48,12 @@ class SaveSlice:
     @property
     def strategy(self) -> str:
         """The parts' own if they agree."""
-        names = {unit.strategy for unit in (*self.units, *self.kept.units)}
+        names = {unit.strategy for unit in self.units}
         return names.pop() if len(names) == 1 else "files"
 
     @property
     def any_world_size(self) -> bool:
-        return all(unit.any_world_size for unit in (*self.units, *self.kept.units))
+        return all(unit.any_world_size for unit in self.units)
 
     @property
     def sure(self) -> bool:
@@ -90,19 +69,11 @@ class SaveSlice:
         unit = self.newest.unit
         if self.below:
             return SavedAs(self.below, unit.path, self.numbers)
-        every = (
-            *unit.names,
-            *(name for one in self.kept.units if one.unit.series == unit.series for name in one.unit.names),
-        )
-        newest = goes_on_from(every) if unit.layout == FILES and unit.number is None else ""
+        newest = goes_on_from(unit.names) if unit.layout == FILES and unit.number is None else ""
         there = {unit.unit.path for unit in self.units} | {file.name for file in self.files}
         own = [link for unit in self.units for link in unit.links]
         found = [(name, target) for name, target in sorted(links.items()) if target in there and name not in there]
-        named = {name for name, _ in (*found, *own)}
-        kept = [link for link in self.kept.links if link[0] not in named]
-        return SavedAs(
-            "", newest or unit.path, tuple(sorted((*self.numbers, *self.kept.numbers))), (*found, *own, *kept)
-        )
+        return SavedAs("", newest or unit.path, self.numbers, (*found, *own))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ files in place.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -36,8 +35,6 @@ from .slices import SaveSlice
 from .volume_check import VolumeCheck
 
 __all__ = ["Before", "Changed", "Judge", "Late", "Origin", "adopt", "is_taken", "save_directory"]
-
-logger = logging.getLogger(__name__)
 
 # A new checkpoint's value of the metric, and the best one as of it: of its name, its step and its series' numbers.
 Judge = Callable[[str, int, Mapping[str, int | None]], tuple[float | None, Best | None]]
@@ -71,15 +68,11 @@ class Before:
         directory: it.
         files: as they were in the script's directory when it was sealed, or put there from it, by their names there.
         saved_as: as its manifest has it.
-        away: names of files that the script does not find in its directory, although it has not deleted them.
-        world_size: of the world that saved it.
     """
 
     directory: Path
     files: Mapping[str, FileState]
     saved_as: SavedAs
-    away: frozenset[str] = frozenset()
-    world_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -142,7 +135,7 @@ def adopt(
         piece, saved_as: what is taken.
         run_dir, world, origin: see `Adopter`.
         notes: small files that belong to it.
-        before: files that did not change since then are taken from there, and what `piece` keeps.
+        before: files that did not change since then are taken from there.
         volume: the volume as it was when the epoch began; None: as it is now.
         judge: says which is the best one. It is asked late, as the script may note a value while its files are copied.
 
@@ -158,8 +151,7 @@ def adopt(
     try:
         every = (*piece.files, *notes)
         _take(save_directory(run_dir, world.epoch), every, target, saved_as.below, before)
-        kept = [] if before is None else [name for name in piece.kept.names if _carry(before, name, target / name)]
-        volume.wait_listed(target, {*(_inside(file.name, saved_as.below) for file in every), *kept})
+        volume.wait_listed(target, {_inside(file.name, saved_as.below) for file in every})
         resumed = world.resume.source.ref if world.HasField("resume") else None
         metric, best = judge(name, piece.step, dict(piece.numbers))
         manifest = Manifest(
@@ -213,20 +205,6 @@ def _take(root: Path, files: tuple[FileState, ...], target: Path, below: str, be
         # A script may take the newest of several.
         os.utime(copy, ns=(now.st_atime_ns, file.written))
         os.replace(copy, link)
-
-
-def _carry(before: Before, name: str, link: Path) -> bool:
-    """Takes what the script has not saved again. False: it is lost, and what the script saved now counts nevertheless.
-
-    Raises:
-        OSError: the file system says no.
-    """
-    try:
-        place_file(before.directory / name, link)
-    except (FileNotFoundError, FileExistsError, NotADirectoryError) as error:
-        logger.warning("%s of %s is not carried on: %s", name, before.directory, error)
-        return False
-    return True
 
 
 def _inside(name: str, below: str) -> str:

@@ -19,7 +19,6 @@ from dalsegno.agent.storage import adoption, save_dir
 from dalsegno.agent.storage.best_save import BestRule
 from dalsegno.agent.storage.macros import expand, macros_of
 from dalsegno.agent.storage.save_dir import Adoption
-from dalsegno.agent.storage.taking import Origin
 from dalsegno.elastic.checkpoint import Manifest, verify
 from dalsegno.protos import control_pb2, worker_pb2
 from tests.support.jobs.faults import volume
@@ -76,7 +75,7 @@ class Run:
     def out(self) -> Path:
         return self.directory / f"e{self.epoch}"
 
-    def next(self, origin: Origin = ORIGIN) -> tuple[str, ...]:
+    def next(self) -> tuple[str, ...]:
         """A new epoch, from what was adopted last; returns the script's arguments."""
         self.epoch += 1
         self.world: control_pb2.World = world(self.epoch)
@@ -92,10 +91,10 @@ class Run:
 
         if self.taken.place(self.directory, self.world, then, first=True):
             assert there.wait(20)
-        return () if self.problem else self.begin(origin)
+        return () if self.problem else self.begin()
 
-    def begin(self, origin: Origin = ORIGIN) -> tuple[str, ...]:
-        return self.taken.begin(self.directory, self.world, origin, self.flags, first=True)
+    def begin(self) -> tuple[str, ...]:
+        return self.taken.begin(self.directory, self.world, ORIGIN, self.flags, first=True)
 
     def sealed(self) -> Manifest:
         """What is adopted next."""
