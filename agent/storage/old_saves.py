@@ -1,7 +1,8 @@
 """Removes what scripts without a session left below `${save_dir}` in epochs that are over, as far as the run has it.
 
 Each checkpoint of a script's that was adopted is noted beside it, file by file. Only files that are noted, and have not
-changed since, are removed: what was never adopted stays, and so do logs and whatever else the script has put there.
+changed since, are removed: what was never adopted stays, and so do logs and whatever else the script has put there. And
+only what a later epoch has saved again: the run's copy of a best model may be pruned long before there is another one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from .foreign import OURS
 from .layouts import FileState, state_of
+from .naming import series_of
 
 __all__ = ["note", "remove"]
 
@@ -42,6 +44,8 @@ def note(root: Path, files: Iterable[FileState]) -> None:
 def remove(run_dir: Path, epoch: int, keep: int) -> list[str]:
     """Removes noted files of epochs before this one, except for the last `keep` that have any; 0 removes nothing.
 
+    The newest of each series stays, whichever epoch has saved it.
+
     Returns:
         Their paths relative to `run_dir`. What cannot be removed stays, and the log says why.
     """
@@ -49,7 +53,7 @@ def remove(run_dir: Path, epoch: int, keep: int) -> list[str]:
         return []
     numbers = [int(match[1]) for one in run_dir.iterdir() if (match := _EPOCH.fullmatch(one.name))]
     removed: list[str] = []
-    having = 0
+    having, later = 0, set[str]()
     for number in sorted((number for number in numbers if number < epoch), reverse=True):
         root = run_dir / f"e{number}"
         try:
@@ -57,8 +61,9 @@ def remove(run_dir: Path, epoch: int, keep: int) -> list[str]:
                 [] if root.is_symlink() else [name for name, noted in _noted(root).items() if _is_still(root, noted)]
             )
             having += bool(files)
-            if having > keep:
-                removed += [f"{root.name}/{name}" for name in files if _remove(root, name)]
+            replaced = [name for name in files if series_of(name) in later] if having > keep else []
+            removed += [f"{root.name}/{name}" for name in replaced if _remove(root, name)]
+            later |= {series_of(name) for name in files}
         except OSError as error:
             logger.warning("what the script saved in %s stays: %s", root, error)
     if removed:

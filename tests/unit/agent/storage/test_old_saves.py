@@ -93,7 +93,9 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
     (run_dir / "e2" / "here.pt").symlink_to(mine / "model.pt")
     old_saves.note(run_dir / "e1", state_of(run_dir / "e1", ["step_1/model.pt", "../e2/kept.pt"]))
     old_saves.note(run_dir / "e2", state_of(run_dir / "e2", ["here.pt"]))
-    old_saves.note(run_dir / "e3", state_of(run_dir / "e3", ["kept.pt"]))
+    for name in ("step_2/model.pt", "here.pt"):
+        save(run_dir / "e3" / name)
+    old_saves.note(run_dir / "e3", state_of(run_dir / "e3", ["kept.pt", "step_2/model.pt", "here.pt"]))
     (run_dir / "e0").symlink_to(run_dir / "e3")
     assert old_saves.remove(run_dir, 4, 1) == []
     (tmp_path / "other").symlink_to(run_dir)
@@ -108,3 +110,15 @@ def test_a_note_that_was_cut_off_removes_nothing(tmp_path: Path) -> None:
     notes = next((tmp_path / "e1").glob(".dalsegno*"))
     os.truncate(notes, notes.stat().st_size - 5)
     assert old_saves.remove(tmp_path, 3, 1) == []
+
+
+def test_the_newest_of_each_series_stays(tmp_path: Path) -> None:
+    """A best model that no later epoch has saved again: the run's copies of it may be pruned by now."""
+    for number, names in ((1, ("last.pt", "best.pt", "step_1.pt")), (2, ("last.pt", "step_7.pt")), (3, ("last.pt",))):
+        root = tmp_path / f"e{number}"
+        for name in names:
+            save(root / name)
+        old_saves.note(root, state_of(root, list(names)))
+    assert sorted(old_saves.remove(tmp_path, 4, 1)) == ["e1/last.pt", "e1/step_1.pt", "e2/last.pt"]
+    assert (tmp_path / "e1" / "best.pt").exists()
+    assert old_saves.remove(tmp_path, 9, 1) == []
