@@ -1,10 +1,13 @@
 """`python -m dalsegno.master.on_record FILE JOB`: what happened to a job that has no master just now, by its record.
 
-Writes an `EventsReply` to stdout. The record stays as it is: the next master goes on with it.
+Writes one line of JSON to stdout, whose `events` are an `EventsReply` in base64. The record stays as it is: the next
+master goes on with it.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     if events:
         reply.oldest, reply.newest = events[0].sequence, events[-1].sequence
     reply.events.extend(map(event_proto, events))
-    sys.stdout.buffer.write(reply.SerializeToString())
+    print(json.dumps({"events": base64.b64encode(reply.SerializeToString()).decode("ascii")}), flush=True)
     return EXIT_FINISHED
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
+from typing import Any
 
-__all__ = ("LONGEST_NAME", "few", "name_problem", "one_line", "same_failure", "text_problem")
+__all__ = ("LONGEST_NAME", "few", "name_problem", "object_in", "one_line", "same_failure", "text_problem")
 
 # Characters of a line. A longer reason helps nobody; a traceback's last line fits.
 LONGEST_LINE = 1000
@@ -13,6 +15,8 @@ LONGEST_LINE = 1000
 LONGEST_NAME = 256
 # How many names of a list are printed.
 _NAMED = 3
+# At how many braces of a line an object may begin.
+_MOST_BRACES = 16
 # What may differ between two tellings of one failure: the file with the rest; numbers of ranks, processes, ports.
 _ITS_FILE = re.compile(r" \(see [^)]*\)")
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
@@ -37,6 +41,25 @@ def few(names: Iterable[str]) -> str:
     listed = list(names)
     more = len(listed) - _NAMED
     return ", ".join(listed[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def object_in(line: str, key: str = "") -> dict[str, Any] | None:
+    """The JSON object that ends the line, with this key unless that is empty; None if there is none.
+
+    A process of ours says such lines on its standard output. A site's `sitecustomize`, or a library, may print there,
+    too, and need not end its line.
+    """
+    at = -1
+    for _ in range(_MOST_BRACES):
+        if (at := line.find("{", at + 1)) < 0:
+            break
+        try:
+            said = json.loads(line[at:])
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(said, dict) and (not key or key in said):
+            return said
+    return None
 
 
 def same_failure(told: str, text: str) -> bool:

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from dalsegno.elastic.universal import Effort
 from dalsegno.protos.shortage import starting
+from dalsegno.protos.text import object_in
 
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
 from ..processes.proc import kill_group
@@ -88,6 +89,7 @@ def convert(options: argparse.Namespace) -> int:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
+                errors="replace",
                 start_new_session=True,
             )
         try:
@@ -126,7 +128,9 @@ def _follow(process: subprocess.Popen[str]) -> dict[str, Any]:
     with _bar() as bar:
         task = bar.add_task("verifying", total=None)
         for line in process.stdout:
-            last = json.loads(line)
+            if (said := object_in(line)) is None:
+                continue  # a site's `sitecustomize` prints there, too
+            last = said
             if "bytes_total" in last:
                 bar.update(task, total=last["bytes_total"], description="converting")
             if "bytes_done" in last:

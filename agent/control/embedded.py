@@ -112,7 +112,7 @@ class EmbeddedMaster:
         self._claims = ClaimFile(directory, self._machine)
         # The claim at the last look.
         self._known: Claim | None = None
-        self._children: list[subprocess.Popen[str]] = []
+        self._children: list[subprocess.Popen[bytes]] = []
         self._missing = threading.Event()
         self._closing = threading.Event()
         self._address = ""
@@ -421,7 +421,7 @@ class EmbeddedMaster:
         self._found(started.address)
         logger.info("the embedded master: process %d at %s, generation %d", claim.pid, claim.address, claim.generation)
 
-    def _publish(self, claim: Claim, process: subprocess.Popen[str]) -> None:
+    def _publish(self, claim: Claim, process: subprocess.Popen[bytes]) -> None:
         """Writes the claim of a master that was just started; if that fails, ends the master.
 
         Without a claim nobody would find it, and the next attempt would start another one beside it.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import base64
 import logging
 import os
 import secrets
 import selectors
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -20,6 +22,7 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.credentials import SHORTEST_TOKEN, is_token
 from dalsegno.protos.shortage import crowded, starting
+from dalsegno.protos.text import object_in, one_line
 
 from ..processes.keeper import DEAF_TO
 from ..processes.signals import held_back
@@ -46,6 +49,10 @@ _STORE = "master.sqlite"
 # Seconds.
 _START_TIMEOUT_SECONDS = 60.0
 _READ_TIMEOUT_SECONDS = 30.0
+# The most bytes that others print before the master's own line: a site's `sitecustomize`, libraries.
+_MOST_BYTES_BEFORE = 1 << 20
+# The most bytes of its log that are read for its last line.
+_MOST_LOG_BYTES = 1 << 16
 
 
 class MasterError(Exception):
@@ -105,7 +112,7 @@ def make_token(directory: Path) -> str:
 class SpawnedMaster:
     """A master that serves: its process, and its first line."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
     address: str
     generation: int
     remark: str
@@ -123,8 +130,10 @@ def events_on_record(directory: Path, job_id: str) -> control_pb2.EventsReply:
         done = subprocess.run(command, capture_output=True, check=False, timeout=_READ_TIMEOUT_SECONDS)
         if done.returncode:
             logger.warning("%s", done.stderr.decode(errors="replace").strip())
-        return control_pb2.EventsReply.FromString(done.stdout)
-    except (OSError, subprocess.TimeoutExpired, DecodeError) as error:
+        lines = done.stdout.decode(errors="replace").splitlines()
+        said = next(filter(None, (object_in(line, "events") for line in lines)), {"events": ""})
+        return control_pb2.EventsReply.FromString(base64.b64decode(str(said["events"])))
+    except (OSError, subprocess.TimeoutExpired, DecodeError, ValueError) as error:
         logger.warning("the record in %s cannot be read: %s", directory, error)
         return control_pb2.EventsReply()
 
@@ -152,7 +161,7 @@ def start_master(
         *("--store", f"sqlite:///{directory / _STORE}"),
         *("--token-file", str(directory / "token"), "--log-file", str(log), "--embedded"),
     ]
-    # It outlives this agent: no lifeline, no terminal, no output but its first line. It does not read
+    # It outlives this agent: no lifeline, no terminal, no output but its one line. It does not read
     # the variables of a master that is a service.
     ours = (Variable.LIFELINE, Variable.MASTER_FLAG)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
@@ -165,37 +174,45 @@ def start_master(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                text=True,
                 start_new_session=True,
                 env=environment,
                 cwd="/",
             )
-    line = _first_line(process)
+    said, printed = _first_words(process)
     try:
-        said = json.loads(line)
         return SpawnedMaster(process, str(said["address"]), int(said["generation"]), str(said.get("remark", "")))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError):
         process.kill()
         process.wait()
         hint = crowded()
-        raise MasterError(
-            f"the embedded master did not start: {_last_line(log, begin)} (log: {log}){hint and '; '}{hint}"
-        ) from None
+        why = _last_line(log, begin) or one_line(printed) or "it said nothing"
+        raise MasterError(f"the embedded master did not start: {why} (log: {log}){hint and '; '}{hint}") from None
 
 
-def _first_line(process: subprocess.Popen[str]) -> str:
-    """The first line that it prints; empty if it ends, or takes too long."""
+def _first_words(process: subprocess.Popen[bytes]) -> tuple[dict[str, Any], str]:
+    """What it says once it serves, among what others print; nothing if it never does. And the last line printed."""
     assert process.stdout is not None
+    deadline, begun, count, line = time.monotonic() + _START_TIMEOUT_SECONDS, b"", 0, ""
     with selectors.DefaultSelector() as selector, process.stdout:
         selector.register(process.stdout, selectors.EVENT_READ)
-        return process.stdout.readline() if selector.select(_START_TIMEOUT_SECONDS) else ""
+        while count < _MOST_BYTES_BEFORE and selector.select(max(0.0, deadline - time.monotonic())):
+            piece = os.read(process.stdout.fileno(), 1 << 16)
+            count += len(piece)
+            *lines, begun = (begun + piece).split(b"\n")
+            for line in (one.decode(errors="replace") for one in lines if one.strip()):
+                if said := object_in(line, "address"):
+                    return said, line
+            if not piece:
+                break
+    return {}, begun.decode(errors="replace") or line
 
 
 def _last_line(log: Path, begin: int) -> str:
+    """The last words of a master's log since it had so many bytes; empty: there are none."""
     if log.stat().st_size < begin:
         # It began a new file; the interpreter's last words still go to the file before.
         log = log.with_name(f"{log.name}.1")
     with open(open_private(log, os.O_RDONLY), "rb") as file:
-        file.seek(begin)
+        file.seek(max(begin, os.fstat(file.fileno()).st_size - _MOST_LOG_BYTES))
         lines = file.read().decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return one_line(lines[-1]) if lines else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -265,7 +266,9 @@ def test_a_save_that_its_master_did_not_see_is_not_called_done(tmp_path: Path) -
         agent.channel.close()
 
 
-def test_what_happened_to_a_job_whose_own_master_is_gone_is_on_its_record(tmp_path: Path) -> None:
+def test_what_happened_to_a_job_whose_own_master_is_gone_is_on_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also what a reader has missed that was there when the master ended; a damaged record, or none, says nothing."""
     private = tmp_path / ".dalsegno" / "job"
     private.mkdir(parents=True)
@@ -292,6 +295,10 @@ def test_what_happened_to_a_job_whose_own_master_is_gone_is_on_its_record(tmp_pa
         assert error.startswith("dalsegno: nobody runs job job just now")
     assert told("--after=1")[0] == alive[1:]
     assert [json.loads(line)["sequence"] for line in told("--json", "--follow")[0]] == [*range(1, len(alive) + 1)]
+    with monkeypatch.context() as site:
+        (tmp_path / "sitecustomize.py").write_text("print('loading {modules}', flush=True)", encoding="utf-8")
+        site.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+        assert told()[0] == ["loading {modules}", *alive], "what a site prints is no part of the record"
     assert store.read_bytes() == before, "the next master goes on with it"
     store.write_bytes(before[:-100] + bytes(100))
     lines, error = told()

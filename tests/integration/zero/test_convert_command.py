@@ -75,6 +75,10 @@ FAILURES = {
         " raise SystemExit(74)",
         "dalsegno: error: no space\n",
     ),
+    "environment, where a site prints": (
+        r"""print('loading modules\n{"state": "ENVIRONMENT", "message": "no space"}'); raise SystemExit(74)""",
+        "dalsegno: error: no space\n",
+    ),
     "killed": (
         "import os; os.kill(os.getpid(), 9)",
         "dalsegno: error: the converter was killed, perhaps because memory was short; the same command goes on from "
