@@ -22,7 +22,7 @@ from dalsegno.protos import control_pb2, control_pb2_grpc
 from dalsegno.protos.contract import CONTROL_PROTOCOL
 from dalsegno.protos.shortage import CannotStartError, starting
 
-from ..storage.private import NotPrivateError, check_private
+from ..storage.private import NotPrivateError, check_private, mount_of
 from .claim import Claim, ClaimFile, LockGivenUp, LockTimeout
 from .connection import RETRIED, Credentials, code_of
 from .machine import LocksUnavailable, Machine
@@ -112,6 +112,8 @@ class EmbeddedMaster:
         self._claims = ClaimFile(directory, self._machine)
         # The claim at the last look.
         self._known: Claim | None = None
+        # Where the directory lies; None before it was made.
+        self._mount: tuple[int, str] | None = None
         self._children: list[subprocess.Popen[bytes]] = []
         self._missing = threading.Event()
         self._closing = threading.Event()
@@ -139,6 +141,7 @@ class EmbeddedMaster:
         """
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         check_private(self._directory)
+        self._mount = mount_of(self._directory)
         self._ensure()
         for thread in self._threads:
             with starting("a thread of this agent"):
@@ -347,6 +350,7 @@ class EmbeddedMaster:
             MasterError, OSError: see `start`.
         """
         try:
+            self._make_again()
             with self._claims.starting(_LOCK_TIMEOUT_SECONDS, self._closing):
                 now = self._claims.read()
                 if not self._is_as_it_was(now, claim, standing):
@@ -368,6 +372,31 @@ class EmbeddedMaster:
                 f"no master can be started ({error.strerror or error}): its token, log, store and claim are in"
                 f" {self._directory}, which needs room and must be ours to write"
             ) from error
+
+    def _make_again(self) -> None:
+        """Makes the directory again if somebody has deleted it, but not where a mount point has lost its volume.
+
+        A master that still has the deleted store open cannot write it any more (SQLite looks whether the file is where
+        it was), so it is no second one.
+
+        Raises:
+            MasterError: the volume is away.
+            OSError: it cannot be made.
+        """
+        if self._mount is None or self._directory.exists():
+            return
+        if mount_of(self._directory) != self._mount:
+            raise MasterError(
+                f"no master can be started: {self._directory} is gone with the volume that the run began on, which is"
+                " not mounted here any more: mount it again"
+            )
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        check_private(self._directory)
+        self._say(
+            f"{self._directory} was deleted: it is made again, and the next master, with a new token, asks the nodes"
+            " and the checkpoints how far the run is",
+            True,
+        )
 
     def _is_as_it_was(self, now: Claim | None, before: Claim | None, standing: _Standing) -> bool:
         if now is None or before is None:
