@@ -21,12 +21,23 @@ from dalsegno.elastic.checkpoint.errors import is_full
 from dalsegno.protos import control_pb2, control_pb2_grpc
 from dalsegno.protos.contract import CONTROL_PROTOCOL
 from dalsegno.protos.shortage import CannotStartError, starting
+from dalsegno.protos.text import one_line
 
 from ..storage.private import NotPrivateError, check_private, mount_of
 from .claim import Claim, ClaimFile, LockGivenUp, LockTimeout
-from .connection import RETRIED, Credentials, code_of
+from .connection import RETRIED, Credentials, code_of, detail_of
 from .machine import LocksUnavailable, Machine
-from .spawning import COMMAND, LOOPBACK, MasterError, TokenLostError, make_token, read_token, start_master
+from .spawning import (
+    COMMAND,
+    LOOPBACK,
+    MasterError,
+    TokenLostError,
+    file_limit,
+    last_words,
+    make_token,
+    read_token,
+    start_master,
+)
 
 __all__ = ["EmbeddedMaster", "MasterError"]
 
@@ -115,13 +126,16 @@ class EmbeddedMaster:
         # Where the directory lies; None before it was made.
         self._mount: tuple[int, str] | None = None
         self._children: list[subprocess.Popen[bytes]] = []
+        self._reaping = threading.Lock()
         self._missing = threading.Event()
         self._closing = threading.Event()
         self._address = ""
         # Whether it answered when it was last asked.
         self._served = False
-        # Why it could not even be asked; empty: it could.
-        self._unasked = ""
+        # Why it could not even be asked, or not be connected to; empty: it could.
+        self._unasked = self._unconnected = ""
+        # What it cannot record, by its own word, as people were told it last.
+        self._trouble = ""
         # The claim of a master that was gone when this agent came; agents that it served may know more than its store.
         self.abandoned_generation = 0
         self._threads = [
@@ -199,7 +213,7 @@ class EmbeddedMaster:
         said, full = "", False
         while not self._closing.wait(_RENEWAL_SECONDS):
             # Reaps a master that we started and that has ended.
-            self._children = [child for child in self._children if child.poll() is None]
+            self._reap()
             try:
                 # It is enough if another agent moves it. A stopped process moves nothing, and holds no lock.
                 before, self._known = self._known, self._claims.read()
@@ -222,6 +236,15 @@ class EmbeddedMaster:
                         " some; training goes on",
                         True,
                     )
+
+    def _reap(self) -> None:
+        """Takes note of the masters of ours that have ended; of one that failed people hear its last words."""
+        with self._reaping:
+            ended = [child for child in self._children if child.poll() is not None]
+            self._children = [child for child in self._children if child not in ended]
+        if any(child.returncode > 0 for child in ended) and (words := last_words(self._directory)):
+            hint = file_limit()
+            self._say_once(f"the job's own master has ended: {words}{hint and '; '}{hint}", True)
 
     def _renews(self, claim: Claim) -> bool:
         """Whether this agent moves the claim's counter: for a master that it sees, or that answers."""
@@ -279,17 +302,14 @@ class EmbeddedMaster:
             text = f"the job was served on {claim.host}; watching for {self._watch_seconds:.0f} s whether it still is"
             self._say_once(text, False)
         elif waited >= self._patience_seconds:
-            why = (
-                f"has not answered for {self._patience_seconds:.0f} s; it is not replaced while it lives, as its disk"
-                " may hang"
-            )
+            why = f"has not answered for {self._patience_seconds:.0f} s; it is not replaced while it lives, as its disk"
             raise MasterError(
-                f"{master} and {self._unasked or why}; if it never comes back, end it (kill -9), and an agent starts"
-                " the next"
+                f"{master} and {self._unasked or self._unconnected or why + ' may hang'}; if it never comes back, end"
+                " it (kill -9), and an agent starts the next"
             )
         elif waited >= _SILENCE_SECONDS:
-            why = "does not answer: its disk or this machine is slow"
-            self._say_once(f"{master} and {self._unasked or why}; waiting for it", True)
+            why = self._unasked or self._unconnected or "does not answer: its disk or this machine is slow"
+            self._say_once(f"{master} and {why}; waiting for it", True)
         # No event tells of another process's answer, nor, over a network file system, of its claim.
         self._closing.wait(_LOOK_PAUSE_SECONDS)
 
@@ -320,17 +340,30 @@ class EmbeddedMaster:
                 logger.warning("the master cannot be asked: %s", error)
             self._unasked = f"cannot be asked: {error}"
             return grpc.StatusCode.UNAUTHENTICATED
-        self._unasked = ""
+        self._unasked = self._unconnected = ""
         with credentials.channel(address) as channel:
             try:
                 request = control_pb2.StatusRequest(job_id=self._job_id, protocol=CONTROL_PROTOCOL)
-                control_pb2_grpc.ControlStub(channel).GetStatus(
+                status = control_pb2_grpc.ControlStub(channel).GetStatus(
                     request, timeout=_ANSWER_TIMEOUT_SECONDS, metadata=credentials.metadata
                 )
+                self._tell_trouble(status.store_trouble)
             except grpc.RpcError as error:
-                code = code_of(error)
+                code, detail = code_of(error), detail_of(error)
+                if code is grpc.StatusCode.UNAVAILABLE and "connect" in detail:
+                    self._unconnected = (
+                        f"cannot be connected to at {address} ({one_line(detail, 200)}): see whether the loopback"
+                        " interface is up (ip link set lo up) and not filtered"
+                    )
                 return code if code in RETRIED or code in _STRANGERS else None
             return None
+
+    def _tell_trouble(self, trouble: str) -> None:
+        """Says what the master cannot record. A full disk has a line of its own."""
+        if trouble and trouble != self._trouble and "full" not in trouble:
+            hint = file_limit()
+            self._say(f"the job's own master can record nothing: {one_line(trouble)}{hint and '; '}{hint}", True)
+        self._trouble = trouble
 
     def _served_elsewhere(self, claim: Claim) -> MasterError:
         where = f"on {claim.host}"
@@ -357,6 +390,7 @@ class EmbeddedMaster:
                     return False
                 if now is not None:
                     self._end(now, standing)
+                self._reap()
                 self._spawn(now)
                 return True
         except LockGivenUp:

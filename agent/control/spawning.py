@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import logging
 import os
+import resource
 import secrets
 import selectors
 import subprocess
@@ -35,6 +36,8 @@ __all__ = [
     "SpawnedMaster",
     "TokenLostError",
     "events_on_record",
+    "file_limit",
+    "last_words",
     "make_token",
     "read_token",
     "start_master",
@@ -44,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", 0)
 COMMAND = (sys.executable, "-m", "dalsegno.master")
-# Its store, in the job's private directory.
-_STORE = "master.sqlite"
+# Its store and its log, in the job's private directory.
+_STORE, _LOG = "master.sqlite", "master.log"
 # Seconds.
 _START_TIMEOUT_SECONDS = 60.0
 _READ_TIMEOUT_SECONDS = 30.0
@@ -153,7 +156,7 @@ def start_master(
         MasterError: it did not start.
         OSError: its log cannot be written, or no process can be made.
     """
-    log = directory / "master.log"
+    log = directory / _LOG
     # Not --nnodes: agents bring settings, and an agent that disagrees must still be able to start the job's master.
     words = [
         *command,
@@ -184,9 +187,26 @@ def start_master(
     except (ValueError, KeyError, TypeError):
         process.kill()
         process.wait()
-        hint = crowded()
+        hint = crowded() or file_limit()
         why = _last_line(log, begin) or one_line(printed) or "it said nothing"
         raise MasterError(f"the embedded master did not start: {why} (log: {log}){hint and '; '}{hint}") from None
+
+
+def last_words(directory: Path) -> str:
+    """The last line in the log of the job's master; empty: it has none, or it cannot be read."""
+    try:
+        return _last_line(directory / _LOG, 0)
+    except OSError as error:
+        logger.warning("the master's log cannot be read: %s", error)
+        return ""
+
+
+def file_limit() -> str:
+    """Says that files may not grow here as they like, a possible cause of an I/O error; empty if they may."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if allowed == resource.RLIM_INFINITY:
+        return ""
+    return f"no file may be larger than {allowed // 1024} kB here (ulimit -f); raise that limit"
 
 
 def _first_words(process: subprocess.Popen[bytes]) -> tuple[dict[str, Any], str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -18,8 +19,56 @@ from dalsegno.agent.control.claim import ClaimFile
 from dalsegno.agent.control.embedded import EmbeddedMaster, MasterError
 from dalsegno.agent.control.machine import Machine
 from dalsegno.agent.storage.private import mount_of
+from tests.support.pages.sources import ROOT
 
 pytestmark = pytest.mark.timeout(120)
+
+# Registers, as an agent does, while it can; says all lines for people.
+REGISTERS = """
+import sys, time
+from pathlib import Path
+import grpc
+from dalsegno.agent.control import embedded
+from dalsegno.agent.control.claim import ClaimFile
+from dalsegno.agent.control.machine import Machine
+from dalsegno.protos import control_pb2, control_pb2_grpc
+from tests.support.jobs.master_process import settings
+
+directory = Path(sys.argv[1])
+view = embedded.EmbeddedMaster(directory, "job", 2.0, lambda text, warning: print(text, flush=True))
+try:
+    view.start()
+    print("it serves", flush=True)
+    for number in range(3):
+        if not view.addresses():
+            break
+        credentials = view.credentials()
+        with credentials.channel(view.addresses()[0]) as channel:
+            request = control_pb2.RegisterRequest(
+                job_id="job", node="n", incarnation="i" * 32, protocol=embedded.CONTROL_PROTOCOL, host="n", nproc=1,
+                settings=settings(), probe="p", secret=b"s" * 32,
+            )
+            try:
+                control_pb2_grpc.ControlStub(channel).Register(request, timeout=2.0, metadata=credentials.metadata)
+            except grpc.RpcError as error:
+                print(error.code(), flush=True)
+            view.missing()
+            time.sleep(3.0)
+except embedded.MasterError as error:
+    print(error, flush=True)
+finally:
+    view.close()
+    if claim := ClaimFile(directory).read():
+        Machine().kill(claim.pid, claim.start_time)
+"""
+
+
+def alone(directory: Path, first: str, script: str, *prefix: str) -> str:
+    """What the script prints, run by a shell that does something first."""
+    words = [*prefix, "bash", "-c", f'{first}; exec "$0" -c "$1" "$2"', sys.executable, script, str(directory)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT)
+    print(done.stderr)
+    return done.stdout
 
 
 class Job:
@@ -156,3 +205,31 @@ def test_a_volume_is_known_by_its_mount(tmp_path: Path) -> None:
     if "unshare failed" in done.stderr or "permission denied" in done.stderr:
         pytest.skip("nothing may be mounted here")
     assert done.returncode == 0, done.stderr
+
+
+def test_a_limit_on_files_is_named(tmp_path: Path) -> None:
+    """A store that may not be made, or not grow: the line has the limit, and not the I/O error alone."""
+    directory = tmp_path / ".dalsegno" / "job"
+    for kilobytes, said in ((4, "did not start: .*disk I/O error"), (16, "can record nothing: .*disk I/O error")):
+        found = alone(directory, f"ulimit -f {kilobytes}", REGISTERS)
+        assert re.search(f"{said}.*no file may be larger than {kilobytes} kB here .ulimit -f.; raise", found), found
+        shutil.rmtree(directory)
+
+
+def test_a_loopback_that_is_down_is_named(tmp_path: Path) -> None:
+    """What the last attempt to connect said, and what to do; the disk is not to blame."""
+    if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no network namespaces here")
+    found = alone(tmp_path / ".dalsegno" / "job", "true", REGISTERS, "unshare", "--net")
+    assert re.search(r"lives and cannot be connected to at 127\.0\.0\.1:\d+ \(.*Network is unreachable.*\): see", found)
+    assert "slow" not in found
+
+
+def test_the_last_words_of_a_master_that_fails_are_told(job: Job) -> None:
+    """It ends by itself while it serves: the reason is in its log, and on the agent's console."""
+    code = (
+        "import json, os, sys, time; print(json.dumps({'address': '127.0.0.1:9', 'generation': 1}), flush=True);"
+        " time.sleep(0.5); sys.exit('dlrover-master: the disk is gone')"
+    )
+    job.view(sys.executable, "-c", code).start()
+    wait_for(lambda: "the job's own master has ended: dlrover-master: the disk is gone" in job.said)

@@ -211,7 +211,7 @@ def test_the_jobs_own_master_has_no_address_that_could_be_wrong() -> None:
     assert agent.waits(5.0) == [ev.Say(said)]
     (ending,) = agent.waits(15.0)
     assert isinstance(ending, ev.Exit)
-    assert ending.message == "no master answered within 20 s: its log in the checkpoint directory says why"
+    assert ending.message == "no master answered within 20 s: a line above, or its master.log, says why"
 
 
 def test_an_answered_agent_outlives_every_attempt() -> None:
