@@ -56,6 +56,7 @@ def launch(options: argparse.Namespace, beginning: Beginning, watch: SignalWatch
     """
     log_torch()
     directory, log_dir = beginning.directory, beginning.log_dir
+    directory.complaint.say = console.say
     torch_config, script = _torch_config(options, log_dir)
     config = _agent_config(options, int(torch_config.nproc_per_node), directory, log_dir, script)
     source = _connect(options, beginning.token, directory, console, log_dir)

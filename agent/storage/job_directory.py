@@ -36,6 +36,7 @@ from dalsegno.protos.limits import MOST_CHECKPOINTS, MOST_FINISHED_RUNS
 from dalsegno.protos.text import one_line
 
 from ..decisions.events import ManifestRead, Pruned, Sighted, VerificationDone, VerificationMoved
+from .complaint import Complaint, unwritable
 from .private import PRIVATE, NotPrivateError, check_private, read_private
 from .room import prune_replaced
 from .survey import Manifests, Survey, look_at, newest_of, runs_in_order
@@ -77,7 +78,7 @@ class JobDirectory:
         self.job_id = job_id
         self.private = checkpoint_dir / PRIVATE / job_id
         self.runs = checkpoint_dir / job_id
-        self._manifests = Manifests()
+        self._manifests, self.complaint = Manifests(), Complaint()
 
     def run(self, run_id: str) -> Path:
         """A run's directory: checkpoints are its children.
@@ -105,10 +106,7 @@ class JobDirectory:
         except NotPrivateError as error:
             raise StorageError(str(error)) from error
         except OSError as error:
-            raise StorageError(
-                f"the checkpoint directory {self.root} cannot be written ({error.strerror or error}); "
-                "choose another with --checkpoint-dir, or fix its permissions"
-            ) from error
+            raise StorageError(unwritable(self.root, error)) from error
 
     def probe(self) -> str:
         """The content of the job's probe file: the same for all nodes that see the same directory.
@@ -443,10 +441,12 @@ class Storage:
         self, run_id: str, resume: control_pb2.CheckpointRef | None, newer_than: tuple[int, int] | None
     ) -> Survey:
         try:
-            return self.directory.look(run_id, resume, newer_than)
+            survey = self.directory.look(run_id, resume, newer_than)
         except OSError as error:
-            logger.warning("the checkpoint directory cannot be read: %s", error)
+            self.directory.complaint(error)
             return Survey("", (), ())
+        self.directory.complaint.over()
+        return survey
 
     @staticmethod
     def _sees(survey: Survey, resume: control_pb2.CheckpointRef) -> bool:

@@ -1,0 +1,80 @@
+"""Tells people why the checkpoint directory cannot be used by this node."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import pwd
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from dalsegno.elastic.checkpoint.errors import printable
+from dalsegno.protos.shortage import shortage
+
+from .private import PRIVATE
+
+__all__ = ["Complaint", "unwritable"]
+
+logger = logging.getLogger(__name__)
+
+
+class Complaint:
+    """Why the directory cannot be read, once for each reason until it can. Thread-safe enough: a line may come twice.
+
+    The master only hears that a node does not see the directory. The reason is the node's own.
+
+    Attributes:
+        say: prints one line for people.
+    """
+
+    def __init__(self) -> None:
+        self.say: Callable[[str, bool], None] = lambda text, warning: None
+        self._told: set[int | None] = set()
+
+    def __call__(self, error: OSError) -> None:
+        """Notes why it could not be read. That it is not there is the master's to say."""
+        logger.warning("the checkpoint directory cannot be read: %s", error)
+        if error.errno not in self._told and not isinstance(error, FileNotFoundError):
+            self._told.add(error.errno)
+            why = shortage(error) or printable(str(error))
+            self.say(f"this node cannot read the checkpoint directory: {why}", True)
+
+    def over(self) -> None:
+        """It was read."""
+        self._told.clear()
+
+
+def unwritable(root: Path, error: OSError) -> str:
+    """Why a checkpoint directory cannot be written, and what to do, in one line.
+
+    Args:
+        root: the checkpoint directory.
+        error: what came of an attempt to make something in it.
+    """
+    why = error.strerror or str(error)
+    # Of what cannot be entered nothing is known: the nearest directory above it is in the way.
+    path = Path(os.fsdecode(error.filename)) if error.filename else root
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    found = os.lstat(path)
+    within = path == root or root in path.parents
+    if error.errno in (errno.EACCES, errno.EPERM) and within and found.st_uid != os.geteuid():
+        other = " or --job-id" if path not in (root / PRIVATE, root) else ""
+        return (
+            f"{path} belongs to {_user(found.st_uid)} (mode {stat.S_IMODE(found.st_mode):o}), and"
+            f" {_user(os.geteuid())} cannot use it ({why}): let one user run all of a job, or give another"
+            f" --checkpoint-dir{other}"
+        )
+    return (
+        f"the checkpoint directory {root} cannot be written ({why}); choose another with --checkpoint-dir, or fix its"
+        " permissions"
+    )
+
+
+def _user(number: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(number).pw_name}"
+    except KeyError:
+        return f"user {number}"
