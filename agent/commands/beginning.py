@@ -102,7 +102,7 @@ class Beginning:
             output.console.say(line)
         with starting("the agent"):
             prove_room()
-        self.lifeline = Lifeline()
+        self.lifeline = Lifeline(pours=output.left_behind())
         try:
             self.early = self._start_early(options, [int(number) for number in watch.signals])
         except BaseException:
