@@ -352,7 +352,9 @@ class _Formatter(logging.Formatter):
 
 
 def _log_to(file: Path) -> logging.Handler:
-    return RotatingFileHandler(file, maxBytes=LARGEST_LOG_BYTES, backupCount=1, encoding="utf-8")
+    return RotatingFileHandler(
+        file, maxBytes=LARGEST_LOG_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace"
+    )
 
 
 def _set_up_logging(log_file: Path | None, job_id: str) -> None:

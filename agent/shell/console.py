@@ -78,12 +78,14 @@ class _Where(logging.Filter):
 class LogFile(RotatingFileHandler):
     """A log of at most twice `LARGEST_LOG_BYTES` bytes.
 
-    If it cannot be written (a full disk), that is said once, instead of a traceback for every line.
+    If it cannot be written (a full disk), that is said once, instead of a traceback for every line. A path that is not
+    UTF-8 is written as Python shows it: `\\udce9`.
     """
 
     _told = False
 
     def __init__(self, path: Path, **options: Any) -> None:
+        options = {"errors": "backslashreplace", **options}
         super().__init__(path, maxBytes=LARGEST_LOG_BYTES, backupCount=1, encoding="utf-8", **options)
 
     def handleError(self, record: logging.LogRecord) -> None:

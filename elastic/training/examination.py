@@ -127,7 +127,8 @@ class Examination:
         if not self._speaks:
             return
         if is_examined():
-            Path(os.environ[Variable.DOCTOR]).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            text = "".join(f"{line}\n" for line in lines)
+            Path(os.environ[Variable.DOCTOR]).write_text(text, encoding="utf-8", errors="backslashreplace")
         elif self._begins:
             for line in lines:
                 show(line)  # the agent shows what is printed, not what is logged

@@ -41,6 +41,16 @@ def test_what_others_wrote_cannot_move_the_cursor(capfd: pytest.CaptureFixture[s
     assert lines[1].startswith("  spare x\\x1b[8m on h ")
 
 
+def test_a_path_that_is_not_utf8_is_logged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As Python writes it. Its line was missing, with a traceback on the console instead."""
+    logger = logging.getLogger("test.surrogates")
+    set_up_logging(tmp_path / "agent.log", lambda: "here", names=("test.surrogates",))
+    logger.info("the script is %s", os.fsdecode(b"/tmp/d\xe9x"))
+    logger.handlers.clear()
+    assert (tmp_path / "agent.log").read_text().endswith("the script is /tmp/d\\udce9x\n")
+    assert capfd.readouterr().err == ""
+
+
 def test_a_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an agent that runs for months the last of it is kept; what it says of each event is left out."""
     monkeypatch.setattr("dalsegno.agent.shell.console.LARGEST_LOG_BYTES", 10_000)
