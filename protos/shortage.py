@@ -18,11 +18,17 @@ __all__ = ["CannotStartError", "crowded", "own_cgroups", "prove_room", "shortage
 
 # What errors say when no thread can be started: Python's, and torch's (in C++).
 _NO_THREAD = ("can't start new thread", os.strerror(errno.EAGAIN))
+# What the dynamic loader says of a library for which there is no room, and of one that may not be run.
+_NO_MAP = ("failed to map segment", os.strerror(errno.ENOMEM))
+_NOT_ALLOWED = os.strerror(errno.EPERM)
+# If less than this is left of `ulimit -v`, it may be why a thread has no stack, or a library no room.
+_TIGHT_BYTES = 1 << 29
 # Threads that a process of ours has at least, beside gRPC's, of which there is one for each core up to a limit.
 _OURS = 14
 _MOST_OF_GRPC = 16
 # If fewer processes and threads are left, a process may end in a library that does not say why.
 _FEW = 32
+_UNKNOWN = "see sysctl kernel.threads-max and kernel.pid_max"
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -71,9 +77,17 @@ def shortage(error: BaseException) -> str:
     """What was used up when this error came, and what to do, for a person; empty if it is another kind of error."""
     if isinstance(error, CannotStartError):
         return str(error)
+    if isinstance(error, ImportError):
+        text = str(error)
+        return _address_space() if any(one in text for one in _NO_MAP) and _NOT_ALLOWED not in text else ""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EAGAIN or (isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_THREAD)):
-        return f"no more processes and threads are allowed here ({_processes()}); raise that limit, or end others"
+        limits = list(_limits())
+        reached = [text for most, used, text in limits if used >= most]
+        if not reached and (space := _address_space()):
+            return space
+        named = "; ".join(reached or [text for _, _, text in limits] or [_UNKNOWN])
+        return f"no more processes and threads are allowed here ({named}); raise that limit, or end others"
     if number == errno.ENOMEM or isinstance(error, MemoryError):
         return f"there is not enough memory ({_memory()}); end other processes, or give this one more"
     if number == errno.EMFILE:
@@ -90,11 +104,21 @@ def crowded() -> str:
     return f"hardly any more processes and threads are allowed here ({'; '.join(tight)})" if tight else ""
 
 
-def _processes() -> str:
-    """The limits that can have been the cause: those that are reached, or else all."""
-    limits = list(_limits())
-    reached = [text for most, used, text in limits if used >= most]
-    return "; ".join(reached or [text for _, _, text in limits] or ["see sysctl kernel.threads-max and kernel.pid_max"])
+def _address_space() -> str:
+    """Says that `ulimit -v` leaves hardly any room; empty if it does, or if there is no such limit."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
+    used = _address_space_bytes()
+    if allowed == resource.RLIM_INFINITY or allowed - used > _TIGHT_BYTES:
+        return ""
+    sizes = f"ulimit -v: {allowed // 1024} kB, in use by this process: {used // 1024} kB"
+    return f"there is not enough address space ({sizes}); raise that limit"
+
+
+def _address_space_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _limits() -> Iterator[tuple[int, int, str]]:

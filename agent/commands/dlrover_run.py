@@ -103,7 +103,7 @@ def run(arguments: Sequence[str] | None, environ: Mapping[str, str] = os.environ
     """
     try:
         return run_with_output(arguments, environ)
-    except (OSError, RuntimeError, MemoryError) as error:
+    except (OSError, RuntimeError, MemoryError, ImportError) as error:
         if not (why := shortage(error)):
             raise
         print(f"dlrover-run: error: the agent cannot be started: {why}", file=sys.stderr)
@@ -121,7 +121,7 @@ def run_with_output(arguments: Sequence[str] | None, environ: Mapping[str, str])
         except UsageError as error:
             output.console.say(f"error: {error}")
             return EXIT_USAGE
-        except (OSError, RuntimeError, MemoryError) as error:
+        except (OSError, RuntimeError, MemoryError, ImportError) as error:
             if not (why := shortage(error)):
                 raise
             output.console.say(f"error: {why}")

@@ -57,7 +57,8 @@ def test_the_limit_that_is_reached_is_named(monkeypatch: pytest.MonkeyPatch, tmp
     (group / "pids.max").write_text("100\n")
     (group / "pids.current").write_text("100\n")
     monkeypatch.setattr(shortage, "own_cgroups", lambda controller: iter([group]))
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (500, 500))
+    limits = {resource.RLIMIT_NPROC: 500, resource.RLIMIT_AS: resource.RLIM_INFINITY}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind],) * 2)
     monkeypatch.setattr(shortage, "_threads_of", lambda user: 7)
     text = shortage.shortage(failed(errno.EAGAIN))
     assert f"group {group}: 100, in use: 100" in text
@@ -68,6 +69,35 @@ def test_the_limit_that_is_reached_is_named(monkeypatch: pytest.MonkeyPatch, tmp
     assert "ulimit -u: 500" in text
     assert "100, in use: 3" in text
     assert crowded() == ""
+
+
+MAP = "libtorch_cpu.so: failed to map segment from shared object"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), failed(errno.EAGAIN), ImportError(MAP)])
+def test_address_space_is_named(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Where `ulimit -v` is nearly reached and no limit on threads is: a stack, or a library, has no room."""
+    monkeypatch.setattr(shortage, "own_cgroups", lambda controller: iter([]))
+    monkeypatch.setattr(shortage, "_threads_of", lambda user: 7)
+    space = shortage._address_space_bytes()
+    limits = {resource.RLIMIT_AS: space + (8 << 20), resource.RLIMIT_NPROC: 500}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind],) * 2)
+    text = shortage.shortage(error)
+    assert text.startswith("there is not enough address space (ulimit -v: ")
+    assert text.endswith("raise that limit")
+    assert "ulimit -u" not in text
+    if isinstance(error, ImportError):
+        return
+    limits[resource.RLIMIT_NPROC] = 7
+    assert "ulimit -u: 7" in shortage.shortage(error)
+    limits.update({resource.RLIMIT_NPROC: 500, resource.RLIMIT_AS: space + (1 << 40)})
+    assert "ulimit -u: 500" in shortage.shortage(error), "there is plenty"
+
+
+def test_a_library_that_is_not_there_is_no_shortage() -> None:
+    """Nor one that may not be run."""
+    assert shortage.shortage(ImportError("No module named 'torch'")) == ""
+    assert shortage.shortage(ImportError(f"{MAP}: Operation not permitted")) == ""
 
 
 def test_own_groups_are_found() -> None:
