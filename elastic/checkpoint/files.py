@@ -10,7 +10,6 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from threading import Lock
@@ -21,6 +20,7 @@ from .durability import FileSystem, at_once, unwritten
 from .errors import CheckpointDamaged, Damage
 from .layout import MANIFEST
 from .manifest import FileEntry
+from .pool import Pool
 from .reading import NotRegular, open_regular
 
 BUFFER_BYTES = 4 << 20
@@ -150,8 +150,8 @@ def checksums(
     """
     wanted, known = list(paths), list(known)
     with (
-        ThreadPoolExecutor(max(1, threads), thread_name_prefix="dalsegno-sync") as syncing,
-        ThreadPoolExecutor(max(1, threads), thread_name_prefix="dalsegno-checksum") as summing,
+        Pool(max(1, threads), thread_name_prefix="dalsegno-sync") as syncing,
+        Pool(max(1, threads), thread_name_prefix="dalsegno-checksum") as summing,
     ):
         durable = [*wanted, *(entry.path for entry in known)] if sync else []
         synced = [syncing.submit(_sync, root, path, moved) for path in durable]
@@ -181,7 +181,7 @@ def fsync_tree(directory: Path) -> None:
         if system.tells and at_once(len(names), unwritten()):
             system.sync()
         else:
-            with ThreadPoolExecutor(THREADS, thread_name_prefix="dalsegno-sync") as pool:
+            with Pool(THREADS, thread_name_prefix="dalsegno-sync") as pool:
                 for _ in pool.map(fsync_directory, names):
                     pass
     fsync_directory(directory.parent)

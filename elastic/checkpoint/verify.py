@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from .errors import CheckpointDamaged, Damage
 from .files import THREADS, checksum, list_files
 from .manifest import FileEntry, Manifest
+from .pool import Pool
 from .reading import NotRegular, size_of_regular
 
 # What a thread reads without asking for more: the threads share the work even where there are few files.
@@ -103,7 +103,7 @@ def verify_files(
         for entry in some:
             check(entry)
 
-    with ThreadPoolExecutor(max(1, threads), thread_name_prefix="dalsegno-verify") as pool:
+    with Pool(max(1, threads), thread_name_prefix="dalsegno-verify") as pool:
         for _ in pool.map(check_all, _together(entries)):
             pass
 

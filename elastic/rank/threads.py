@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from ..checkpoint.pool import Pool
 
 __all__ = ["MOST_THREADS", "cores", "own_threads", "shared_out"]
 
@@ -40,6 +41,6 @@ def shared_out(work: Callable[[Sequence[Item]], None], items: Sequence[Item]) ->
     if threads <= 1:
         work(items)
         return
-    with ThreadPoolExecutor(threads, thread_name_prefix="dalsegno-share") as pool:
+    with Pool(threads, thread_name_prefix="dalsegno-share") as pool:
         for _ in pool.map(work, [items[first::threads] for first in range(threads)]):
             pass

@@ -144,7 +144,11 @@ def unless_stuck(work: Callable[[], T], count: Count, patience_seconds: float) -
         finally:
             done.set()
 
-    threading.Thread(target=run, name="dalsegno-sync", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="dalsegno-sync", daemon=True).start()
+    except RuntimeError as error:  # no more threads are allowed: nobody watches it
+        log.debug("it is not noticed if the disk stands still: %s", error)
+        return work()
     while not done.wait(max(0.01, patience_seconds - count.still())):
         if count.still() >= patience_seconds:
             raise TimeoutError(STUCK.format(patience_seconds))

@@ -188,7 +188,12 @@ class Flight:
         self._may_begin = threading.Event()
         # Not a daemon: a script that ends while a save is under way waits for it.
         self._thread = threading.Thread(target=self._run, name="dalsegno-save")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            log.debug("the training waits for its save: %s", error)  # no more threads are allowed
+            self._may_begin.set()
+            self._run()
         # What packs thousands of tensors keeps the interpreter for a while: only now, or `start` would wait for that.
         self._may_begin.set()
 
@@ -212,7 +217,7 @@ class Flight:
 
     def sealed(self) -> tuple[str, BaseException | None]:
         """Waits until the thread has ended. Rank 0 gets the digest, or the error if it could not seal."""
-        self._thread.join()
+        self._join()
         return self._digest, self._error
 
     def wait(self, seconds: float) -> bool:
@@ -223,6 +228,10 @@ class Flight:
         """Called if some rank failed: nothing is sealed any more. Waits for the thread unless the disk is stuck."""
         self._cancelled.set()
         if self._stuck is None:
+            self._join()
+
+    def _join(self) -> None:
+        if self._thread.ident is not None:  # else it could not be started, and all is done
             self._thread.join()
 
     # The methods below run on the thread.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -12,6 +13,8 @@ from types import TracebackType
 from dalsegno.protos import worker_pb2
 
 from ..rank.link import Link
+
+log = logging.getLogger(__name__)
 
 REPORT_SECONDS = 2.0
 
@@ -54,8 +57,13 @@ class SavingReports:
     def __enter__(self) -> None:
         if self._link is not None:
             self._send(self._link, self._written())
-            self._thread = threading.Thread(target=self._run, name="dalsegno-saving", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="dalsegno-saving", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads are allowed: the save goes on
+                log.debug("nothing more is told of the save under way: %s", error)
+            else:
+                self._thread = thread
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
