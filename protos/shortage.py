@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["CannotStartError", "crowded", "own_cgroups", "prove_room", "shortage", "starting"]
+__all__ = ["CannotStartError", "crowded", "own_cgroups", "prove_descriptors", "prove_room", "shortage", "starting"]
 
 # What errors say when no thread can be started: Python's, and torch's (in C++).
 _NO_THREAD = ("can't start new thread", os.strerror(errno.EAGAIN))
@@ -73,6 +73,29 @@ def prove_room() -> None:
             thread.join()
 
 
+def prove_descriptors(count: int) -> None:
+    """Proves that this process may have so many more files open, by opening them for a moment.
+
+    gRPC aborts the process if there is none left for it.
+
+    Raises:
+        OSError: it may not; see `shortage`.
+    """
+    opened: list[int] = []
+    try:
+        for _ in range(count):
+            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        # Descriptors are given out from the lowest: nearly all below the last one are in use.
+        needed = max(opened, default=resource.getrlimit(resource.RLIMIT_NOFILE)[0]) + 1 + count - len(opened)
+        raise OSError(errno.EMFILE, f"about {needed} are needed") from error
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
 def shortage(error: BaseException) -> str:
     """What was used up when this error came, and what to do, for a person; empty if it is another kind of error."""
     if isinstance(error, CannotStartError):
@@ -92,7 +115,9 @@ def shortage(error: BaseException) -> str:
         return f"there is not enough memory ({_memory()}); end other processes, or give this one more"
     if number == errno.EMFILE:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return f"this process may have no more files open (ulimit -n: {soft}, at most {hard}); raise that limit"
+        needed = getattr(error, "strerror", None) or ""
+        more = f", and {needed}" if needed.endswith("are needed") else ""
+        return f"this process may have no more files open (ulimit -n: {soft}, at most {hard}){more}; raise that limit"
     if number == errno.ENFILE:
         return "this machine may have no more files open (sysctl fs.file-max); raise that limit"
     return ""

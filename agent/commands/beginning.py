@@ -17,7 +17,7 @@ from types import TracebackType
 
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.options import UsageError
-from dalsegno.protos.shortage import prove_room, starting
+from dalsegno.protos.shortage import prove_descriptors, prove_room, starting
 from dalsegno.protos.trace import trace_into
 
 from ..processes.lifeline import Lifeline
@@ -31,6 +31,9 @@ from ..storage.job_directory import JobDirectory, StorageError
 __all__ = ["Beginning", "Where", "nursery_spec", "script_of", "spin_little", "take_large_pages"]
 
 logger = logging.getLogger(__name__)
+
+# Files that an agent with one worker has open at most, beside those at its beginning: 45 in all, as measured.
+_MORE_DESCRIPTORS = 28
 
 # Secrets; and variables by which DLRover's client library, if a script uses it, would take our master for its own.
 _NOT_FOR_WORKERS = (Variable.MASTER, Variable.TOKEN, Variable.ADMIN_TOKEN)
@@ -102,6 +105,7 @@ class Beginning:
             output.console.say(line)
         with starting("the agent"):
             prove_room()
+            prove_descriptors(_MORE_DESCRIPTORS)
         self.lifeline = Lifeline(pours=output.left_behind())
         try:
             self.early = self._start_early(options, [int(number) for number in watch.signals])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import re
 import resource
 import threading
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dalsegno.protos import shortage
-from dalsegno.protos.shortage import CannotStartError, crowded, prove_room, starting
+from dalsegno.protos.shortage import CannotStartError, crowded, prove_descriptors, prove_room, starting
 
 
 def failed(number: int) -> OSError:
@@ -98,6 +100,27 @@ def test_a_library_that_is_not_there_is_no_shortage() -> None:
     """Nor one that may not be run."""
     assert shortage.shortage(ImportError("No module named 'torch'")) == ""
     assert shortage.shortage(ImportError(f"{MAP}: Operation not permitted")) == ""
+
+
+def test_descriptors_are_proven() -> None:
+    """They are closed again, also where there are too few, and one line says how many are needed."""
+    open_before = os.listdir("/proc/self/fd")
+    prove_descriptors(20)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(open_before) + 10, hard))
+    try:
+        with pytest.raises(CannotStartError) as caught, starting("the agent"):
+            prove_descriptors(50)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    needed = re.fullmatch(
+        rf"the agent cannot be started: this process may have no more files open \(ulimit -n: {len(open_before) + 10}, "
+        rf"at most {hard}\), and about (\d+) are needed; raise that limit",
+        str(caught.value),
+    )
+    assert needed
+    assert abs(int(needed[1]) - len(open_before) - 50) <= 2
+    assert os.listdir("/proc/self/fd") == open_before
 
 
 def test_own_groups_are_found() -> None:
