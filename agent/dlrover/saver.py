@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dalsegno.protos.shortage import starting
+from dalsegno.protos.signal_names import killed_by
 
 from ..processes.keeper import DEAF_TO
 from ..processes.lifeline import Lifeline
@@ -215,7 +216,7 @@ class NodeSaver:
             self._up = self._up and self._process is not process
             self._news.notify_all()
         if lost and not told:
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            how = killed_by(-code) if code < 0 else f"ended with code {code}"
             self._follow(process, how)
 
     def _follow(self, dead: subprocess.Popen[str], how: str) -> None:

@@ -18,6 +18,7 @@ from typing import IO
 from dalsegno.elastic.checkpoint import UNIVERSAL, CheckpointDamaged, CheckpointName, Manifest
 from dalsegno.protos import control_pb2
 from dalsegno.protos.shortage import starting
+from dalsegno.protos.signal_names import killed_by
 
 from ..decisions.events import ConversionUpdate
 from ..processes.lifeline import Lifeline
@@ -226,6 +227,6 @@ class ConversionJob:
             except (CheckpointDamaged, OSError) as error:
                 state, message = control_pb2.CONVERSION_STATE_ENVIRONMENT, f"{target.name} cannot be read: {error}"
         elif not message:
-            how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+            how = killed_by(-code) if code < 0 else f"exited with code {code}"
             message = f"the converter {how}"
         return ConversionUpdate(lease, state, done, total, message, checkpoint)
