@@ -14,7 +14,16 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["CannotStartError", "crowded", "own_cgroups", "prove_descriptors", "prove_room", "shortage", "starting"]
+__all__ = [
+    "CannotStartError",
+    "crowded",
+    "file_limit",
+    "own_cgroups",
+    "prove_descriptors",
+    "prove_room",
+    "shortage",
+    "starting",
+]
 
 # What errors say when no thread can be started: Python's, and torch's (in C++).
 _NO_THREAD = ("can't start new thread", os.strerror(errno.EAGAIN))
@@ -127,6 +136,12 @@ def crowded() -> str:
     """Says that hardly any more processes are allowed, a possible cause of an early end; empty if there is room."""
     tight = [text for most, used, text in _limits() if used + _FEW > most]
     return f"hardly any more processes and threads are allowed here ({'; '.join(tight)})" if tight else ""
+
+
+def file_limit() -> str:
+    """How large a file may be, for a person; empty if the system sets no limit."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return "" if allowed == resource.RLIM_INFINITY else f"a file may have at most {allowed // 1024} kB here (ulimit -f)"
 
 
 def _address_space() -> str:

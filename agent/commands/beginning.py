@@ -17,7 +17,7 @@ from types import TracebackType
 
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.options import UsageError
-from dalsegno.protos.shortage import prove_descriptors, prove_room, starting
+from dalsegno.protos.shortage import file_limit, prove_descriptors, prove_room, starting
 from dalsegno.protos.trace import trace_into
 
 from ..processes.lifeline import Lifeline
@@ -96,7 +96,10 @@ class Beginning:
             self.log_dir = make_log_dir(options.log_dir, options.job_id)
             _trace_into(options.trace_dir)
         except (StorageError, OSError) as error:
-            raise UsageError(str(error)) from error
+            # Python finds no temporary directory where nothing can be written at all.
+            nowhere = isinstance(error, FileNotFoundError) and error.filename is None
+            limit = file_limit() if nowhere else ""
+            raise UsageError(f"{error}; {limit}: raise that limit" if limit else str(error)) from error
         self.where = Where(options.job_id)
         level = logging.getLevelName(options.log_level)
         set_up_logging(self.log_dir / "agent.log", self.where, ("dalsegno",), level)

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dalsegno.protos.shortage import file_limit
+
 from ..checkpoint import CheckpointStore, Manifest, Ref
 from ..checkpoint.spares import clear_spares
 from ..rank.collective import Collective
@@ -49,10 +51,13 @@ def save_at_last(session: BareSession, save: Callable[[], bool]) -> None:
         if save():
             return
         if attempt == 0 and session.rank == 0:
+            # What the others have said of why it failed tells which it is.
+            limit = f", or raise the limit: {limited}" if (limited := file_limit()) else ""
             remark(
                 "the last step, %d, is not saved yet: it is tried again for ten minutes, so make room on the disk, or"
-                " bring its mount back",
+                " bring its mount back%s",
                 session.step,
+                limit,
             )
     raise SaveError(f"the last step, {session.step}, could not be saved in {LAST_SAVE_TRIES} tries")
 

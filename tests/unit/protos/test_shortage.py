@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dalsegno.protos import shortage
-from dalsegno.protos.shortage import CannotStartError, crowded, prove_descriptors, prove_room, starting
+from dalsegno.protos.shortage import CannotStartError, crowded, file_limit, prove_descriptors, prove_room, starting
 
 
 def failed(number: int) -> OSError:
@@ -121,6 +121,15 @@ def test_descriptors_are_proven() -> None:
     assert needed
     assert abs(int(needed[1]) - len(open_before) - 50) <= 2
     assert os.listdir("/proc/self/fd") == open_before
+
+
+def test_the_largest_file_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is such a limit."""
+    limits = [resource.RLIM_INFINITY]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[0],) * 2)
+    assert file_limit() == ""
+    limits[0] = 4096
+    assert file_limit() == "a file may have at most 4 kB here (ulimit -f)"
 
 
 def test_own_groups_are_found() -> None:
