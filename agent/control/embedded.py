@@ -18,12 +18,13 @@ from pathlib import Path
 import grpc
 
 from dalsegno.elastic.checkpoint.errors import is_full
+from dalsegno.elastic.checkpoint.mounts import mount_of
 from dalsegno.protos import control_pb2, control_pb2_grpc
 from dalsegno.protos.contract import CONTROL_PROTOCOL
 from dalsegno.protos.shortage import CannotStartError, starting
 from dalsegno.protos.text import one_line
 
-from ..storage.private import NotPrivateError, check_private, mount_of
+from ..storage.private import NotPrivateError, check_private
 from .claim import Claim, ClaimFile, LockGivenUp, LockTimeout
 from .connection import RETRIED, Credentials, code_of, detail_of
 from .machine import LocksUnavailable, Machine
@@ -418,6 +419,7 @@ class EmbeddedMaster:
             OSError: it cannot be made.
         """
         if self._mount is None or self._directory.exists():
+            self._mount = self._mount and mount_of(self._directory)  # it may be another one of the same volume
             return
         if mount_of(self._directory) != self._mount:
             raise MasterError(

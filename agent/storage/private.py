@@ -14,7 +14,7 @@ import stat
 import time
 from pathlib import Path
 
-__all__ = ["PRIVATE", "NotPrivateError", "check_private", "mount_of", "open_private", "put_aside", "read_private"]
+__all__ = ["PRIVATE", "NotPrivateError", "check_private", "open_private", "put_aside", "read_private"]
 
 # Below the checkpoint directory; below it each job has one.
 PRIVATE = ".dalsegno"
@@ -63,26 +63,6 @@ def _owner_of_ours(directory: Path) -> int:
     finally:
         os.close(descriptor)
         os.unlink(trial)
-
-
-def mount_of(path: Path) -> tuple[int, str]:
-    """The file system and the mount of a path, or of the nearest directory above it that is there.
-
-    A directory that was deleted leaves what it lay in, on the same mount. With a volume that is away its mount goes,
-    too, also where both ends of a bind mount are of one file system.
-
-    Raises:
-        OSError: nobody can tell.
-    """
-    while not os.path.exists(path) and path != path.parent:
-        path = path.parent
-    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    try:
-        about = Path(f"/proc/self/fdinfo/{descriptor}").read_text(encoding="ascii", errors="replace")
-        mounts = [line for line in about.splitlines() if line.startswith("mnt_id:")]
-        return os.fstat(descriptor).st_dev, "".join(mounts)
-    finally:
-        os.close(descriptor)
 
 
 def open_private(path: Path, flags: int, *, secret: bool = False) -> int:

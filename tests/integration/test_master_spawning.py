@@ -18,7 +18,7 @@ from dalsegno.agent.control import embedded
 from dalsegno.agent.control.claim import ClaimFile
 from dalsegno.agent.control.embedded import EmbeddedMaster, MasterError
 from dalsegno.agent.control.machine import Machine
-from dalsegno.agent.storage.private import mount_of
+from dalsegno.elastic.checkpoint.mounts import mount_of
 from tests.support.pages.sources import ROOT
 
 pytestmark = pytest.mark.timeout(120)
@@ -184,6 +184,32 @@ def test_nothing_is_made_where_a_volume_is_away(job: Job, monkeypatch: pytest.Mo
     after = ClaimFile(job.directory).read()
     assert after is not None
     assert after.generation == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_nothing_is_saved_where_a_volume_was_mounted(tmp_path: Path) -> None:
+    """A save then fails, and the next one behind the mount's return succeeds; a directory that was deleted is made."""
+    disk, point = tmp_path / "disk", tmp_path / "point"
+    disk.mkdir()
+    point.mkdir()
+    script = (
+        "import shutil, subprocess; from pathlib import Path; from dalsegno.elastic import session;"
+        f" disk, point = Path({str(disk)!r}), Path({str(point)!r});"
+        " mount = ['mount', '--bind', disk, point]; subprocess.run(mount, check=True);"
+        " s = session(checkpoint_dir=point / 'ck'); step = lambda: (s.begin_step(), s.end_step());"
+        " write = lambda path: (path / 'x').write_text('x') and None; step(); assert s.save(write);"
+        " subprocess.run(['umount', '--lazy', point], check=True); step(); assert s.save(write) is None;"
+        " assert not [*point.iterdir()], [*point.iterdir()]; subprocess.run(mount, check=True);"
+        " step(); assert s.save(write).name.startswith('step-3.'); shutil.rmtree(point / 'ck');"
+        " step(); assert s.save(write).name.startswith('step-4.')"
+    )
+    done = subprocess.run(
+        ["unshare", "--mount", sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
+    )
+    if "unshare failed" in done.stderr or "permission denied" in done.stderr:
+        pytest.skip("nothing may be mounted here")
+    assert done.returncode == 0, done.stderr
+    assert "is not mounted here any more" in done.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
