@@ -32,7 +32,7 @@ from .leadership.leader_key import LeaderKey
 from .record.descriptors import raise_limit
 from .record.etcd_calls import EtcdFiles
 from .record.etcd_store import EtcdStore, open_client
-from .record.store import Store, StoreAway, StoreDamaged, StoreError, open_store
+from .record.store import SqliteStore, Store, StoreAway, StoreDamaged, StoreError, open_store
 from .server.auth import AuthError, check_exposure, is_loopback, read_token
 from .server.garbage import collect_rarely
 from .server.job_brain import JobBrain
@@ -117,7 +117,10 @@ async def _serve(options: argparse.Namespace) -> int:
         try:
             if _is_several(options):
                 return await _stand(server, edge, options, store)
-            lifetime = Lifetime(server, options.idle_timeout, options.linger) if options.embedded else None
+            lifetime = None
+            if options.embedded:
+                is_there = store.is_there if isinstance(store, SqliteStore) else lambda: True
+                lifetime = Lifetime(server, options.idle_timeout, options.linger, is_there)
             _hear_signals(server, lifetime)
             _announce(server, edge, remark)
             return await run(server, lifetime)

@@ -34,6 +34,8 @@ _MODULE = "dalsegno.elastic.universal"
 _EXTRA = ("torch", "deepspeed")
 # Seconds that a converter may take from its last message to its end.
 _END_WITHIN_SECONDS = 60.0
+# What a converter's own lines have.
+_TOLD = frozenset({"state", "bytes_total", "bytes_done", "files_total", "files_done"})
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -128,7 +130,8 @@ def _follow(process: subprocess.Popen[str]) -> dict[str, Any]:
     with _bar() as bar:
         task = bar.add_task("verifying", total=None)
         for line in process.stdout:
-            if (said := object_in(line)) is None:
+            said = object_in(line)
+            if said is None or not _TOLD.intersection(said):
                 continue  # a site's `sitecustomize` prints there, too
             last = said
             if "bytes_total" in last:

@@ -24,7 +24,7 @@ from dalsegno.protos.processes import is_of_earlier_boot
 from ..storage.private import open_private
 from .machine import Machine, ProcessPlace
 
-__all__ = ["Claim", "ClaimFile", "LockGivenUp", "LockTimeout"]
+__all__ = ["Claim", "ClaimFile", "LockGivenUp", "LockTimeout", "served_elsewhere"]
 
 # Seconds between two tries, because flock cannot wait with a deadline.
 _LOCK_PAUSE_SECONDS = 0.05
@@ -105,6 +105,17 @@ class Claim:
     def is_of(self, other: Claim | None) -> bool:
         """Whether both are claims of the same master, whatever their counters are."""
         return other is not None and replace(self, counter=0) == replace(other, counter=0)
+
+
+def served_elsewhere(claim: Claim, place: ProcessPlace, job_id: str) -> str:
+    """What to say where the master of a job cannot be reached from this place."""
+    where = f"on {claim.host}"
+    if (claim.host, claim.boot_id) == (place.host, place.boot_id):
+        where = f"in another container of this machine ({claim.host}), whose loopback address is its own"
+    return (
+        f"job {job_id} is served by an agent {where}; to span machines or containers start a master that all"
+        " can reach (dlrover-master --host ADDRESS) and give its address with --master HOST:PORT"
+    )
 
 
 def _same(one: str, other: str) -> bool:

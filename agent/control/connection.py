@@ -16,10 +16,21 @@ from dalsegno.protos import control_pb2_grpc
 from dalsegno.protos.addresses import host_and_port
 from dalsegno.protos.contract import LEADER_METADATA
 from dalsegno.protos.shortage import prove_room, starting
+from dalsegno.protos.text import one_line
 
 from .places import MasterPlaces
 
-__all__ = ["RETRIED", "Connector", "Credentials", "MasterLink", "channel_options", "code_of", "detail_of", "leader_of"]
+__all__ = [
+    "RETRIED",
+    "Connector",
+    "Credentials",
+    "MasterLink",
+    "channel_options",
+    "code_of",
+    "detail_of",
+    "leader_of",
+    "unconnected",
+]
 
 # Status codes that say nothing about the call itself: it is repeated, with the same request number.
 RETRIED = frozenset(
@@ -323,3 +334,11 @@ def _prove_room_once() -> None:
     """
     with starting("the connection to the master"):
         prove_room()
+
+
+def unconnected(address: str, detail: str) -> str:
+    """What to say of a master on this machine that nobody can connect to, in gRPC's words."""
+    cure = "see whether the loopback interface is up (ip link set lo up) and not filtered"
+    if "refused" in detail:  # by an interface that is up
+        cure = "it is ending, or its disk is slow"
+    return f"cannot be connected to at {address} ({one_line(detail, 200)}): {cure}"

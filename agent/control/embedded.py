@@ -25,16 +25,17 @@ from dalsegno.protos.shortage import CannotStartError, starting
 from dalsegno.protos.text import one_line
 
 from ..storage.private import NotPrivateError, check_private
-from .claim import Claim, ClaimFile, LockGivenUp, LockTimeout
-from .connection import RETRIED, Credentials, code_of, detail_of
+from .claim import Claim, ClaimFile, LockGivenUp, LockTimeout, served_elsewhere
+from .connection import RETRIED, Credentials, code_of, detail_of, unconnected
 from .machine import LocksUnavailable, Machine
 from .spawning import (
     COMMAND,
     LOOPBACK,
     MasterError,
+    SpawnedMaster,
     TokenLostError,
-    file_limit,
     last_words,
+    limit_behind,
     make_token,
     read_token,
     start_master,
@@ -42,6 +43,8 @@ from .spawning import (
 
 __all__ = ["EmbeddedMaster", "MasterError"]
 
+# SQLite's words where a disk is full.
+_FULL = "database or disk is full"
 # Seconds.
 _LOCK_TIMEOUT_SECONDS = 90.0
 _ANSWER_TIMEOUT_SECONDS = 2.0
@@ -124,9 +127,11 @@ class EmbeddedMaster:
         self._claims = ClaimFile(directory, self._machine)
         # The claim at the last look.
         self._known: Claim | None = None
+        # That of the last master that was found or started here.
+        self._last: Claim | None = None
         # Where the directory lies; None before it was made.
         self._mount: tuple[int, str] | None = None
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: list[SpawnedMaster] = []
         self._reaping = threading.Lock()
         self._missing = threading.Event()
         self._closing = threading.Event()
@@ -213,9 +218,9 @@ class EmbeddedMaster:
     def _renew(self) -> None:
         said, full = "", False
         while not self._closing.wait(_RENEWAL_SECONDS):
-            # Reaps a master that we started and that has ended.
-            self._reap()
             try:
+                # Reaps a master that we started and that has ended.
+                self._reap()
                 # It is enough if another agent moves it. A stopped process moves nothing, and holds no lock.
                 before, self._known = self._known, self._claims.read()
                 if self._known is not None and self._known == before and self._renews(before):
@@ -241,11 +246,14 @@ class EmbeddedMaster:
     def _reap(self) -> None:
         """Takes note of the masters of ours that have ended; of one that failed people hear its last words."""
         with self._reaping:
-            ended = [child for child in self._children if child.poll() is not None]
+            ended = [child for child in self._children if child.process.poll() is not None]
             self._children = [child for child in self._children if child not in ended]
-        if any(child.returncode > 0 for child in ended) and (words := last_words(self._directory)):
-            hint = file_limit()
-            self._say_once(f"the job's own master has ended: {words}{hint and '; '}{hint}", True)
+        for child in ended:
+            # In a later master's time the log's last line is that one's.
+            present = self._last is not None and self._last.pid == child.process.pid
+            if child.process.returncode > 0 and present and (words := last_words(self._directory, child.log_begin)):
+                hint = limit_behind(words)
+                self._say_once(f"the job's own master has ended: {words}{hint and '; '}{hint}", True)
 
     def _renews(self, claim: Claim) -> bool:
         """Whether this agent moves the claim's counter: for a master that it sees, or that answers."""
@@ -273,10 +281,10 @@ class EmbeddedMaster:
             now = time.monotonic()
             if claim != watched:
                 if watched is not None and claim is not None and standing is _Standing.ELSEWHERE:
-                    raise self._served_elsewhere(claim)
+                    raise MasterError(served_elsewhere(claim, self._place, self._job_id))
                 watched, still_since = claim, now
             if claim is not None and standing is _Standing.SERVES:
-                self._found(claim.address)
+                self._found(claim)
                 return
             self._served = False
             hidden = standing in (_Standing.HIDDEN, _Standing.ELSEWHERE)
@@ -286,8 +294,8 @@ class EmbeddedMaster:
             elif claim is not None:
                 self._wait_for(claim, standing, now - begin)
 
-    def _found(self, address: str) -> None:
-        self._address = address
+    def _found(self, claim: Claim) -> None:
+        self._address, self._last = claim.address, claim
         self._served = True
         self._said.clear()
 
@@ -352,28 +360,16 @@ class EmbeddedMaster:
             except grpc.RpcError as error:
                 code, detail = code_of(error), detail_of(error)
                 if code is grpc.StatusCode.UNAVAILABLE and "connect" in detail:
-                    self._unconnected = (
-                        f"cannot be connected to at {address} ({one_line(detail, 200)}): see whether the loopback"
-                        " interface is up (ip link set lo up) and not filtered"
-                    )
+                    self._unconnected = unconnected(address, detail)
                 return code if code in RETRIED or code in _STRANGERS else None
             return None
 
     def _tell_trouble(self, trouble: str) -> None:
         """Says what the master cannot record. A full disk has a line of its own."""
-        if trouble and trouble != self._trouble and "full" not in trouble:
-            hint = file_limit()
+        if trouble and trouble != self._trouble and _FULL not in trouble:
+            hint = limit_behind(trouble)
             self._say(f"the job's own master can record nothing: {one_line(trouble)}{hint and '; '}{hint}", True)
         self._trouble = trouble
-
-    def _served_elsewhere(self, claim: Claim) -> MasterError:
-        where = f"on {claim.host}"
-        if (claim.host, claim.boot_id) == (self._place.host, self._place.boot_id):
-            where = f"in another container of this machine ({claim.host}), whose loopback address is its own"
-        return MasterError(
-            f"job {self._job_id} is served by an agent {where}; to span machines or containers start a master that all"
-            " can reach (dlrover-master --host ADDRESS) and give its address with --master HOST:PORT"
-        )
 
     # ---- starting ---------------------------------------------------------------------------------------------------
 
@@ -391,6 +387,9 @@ class EmbeddedMaster:
                     return False
                 if now is not None:
                     self._end(now, standing)
+                elif self._last is not None and self._last.is_seen_from(self._place):
+                    # Its claim was deleted with its store. It would go on for a while.
+                    self._end(self._last, _Standing.ESTRANGED)
                 self._reap()
                 self._spawn(now)
                 return True
@@ -411,8 +410,8 @@ class EmbeddedMaster:
     def _make_again(self) -> None:
         """Makes the directory again if somebody has deleted it, but not where a mount point has lost its volume.
 
-        A master that still has the deleted store open cannot write it any more (SQLite looks whether the file is where
-        it was), so it is no second one.
+        A master whose store is deleted records nothing any more (SQLite looks whether the file is where it was), and
+        soon ends; see ``master.server.lifetime``.
 
         Raises:
             MasterError: the volume is away.
@@ -466,7 +465,8 @@ class EmbeddedMaster:
             self._say(remark, True)
         started = start_master(self._directory, self._job_id, self._command, self._listen)
         process = started.process
-        self._children.append(process)
+        with self._reaping:
+            self._children.append(started)
         if started.remark:
             self._say(started.remark, True)
         status = self._machine.status(process.pid)
@@ -483,7 +483,7 @@ class EmbeddedMaster:
             self._place.machine,
         )
         self._publish(claim, process)
-        self._found(started.address)
+        self._found(claim)
         logger.info("the embedded master: process %d at %s, generation %d", claim.pid, claim.address, claim.generation)
 
     def _publish(self, claim: Claim, process: subprocess.Popen[bytes]) -> None:

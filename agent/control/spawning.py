@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import logging
 import os
-import resource
 import secrets
 import selectors
 import subprocess
@@ -22,7 +21,7 @@ from dalsegno.elastic.checkpoint.files import publish
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.credentials import SHORTEST_TOKEN, is_token
-from dalsegno.protos.shortage import crowded, starting
+from dalsegno.protos.shortage import crowded, file_limit, starting
 from dalsegno.protos.text import object_in, one_line
 
 from ..processes.keeper import DEAF_TO
@@ -47,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", 0)
 COMMAND = (sys.executable, "-m", "dalsegno.master")
+# What a failed write says where a file may not grow.
+_OF_A_LIMIT = ("I/O error", "File too large")
 # Its store and its log, in the job's private directory.
 _STORE, _LOG = "master.sqlite", "master.log"
 # Seconds.
@@ -113,12 +114,13 @@ def make_token(directory: Path) -> str:
 
 @dataclass(frozen=True)
 class SpawnedMaster:
-    """A master that serves: its process, and its first line."""
+    """A master that serves: its process, its first line, and how many bytes its log had before."""
 
     process: subprocess.Popen[bytes]
     address: str
     generation: int
     remark: str
+    log_begin: int = 0
 
 
 def events_on_record(directory: Path, job_id: str) -> control_pb2.EventsReply:
@@ -183,30 +185,28 @@ def start_master(
             )
     said, printed = _first_words(process)
     try:
-        return SpawnedMaster(process, str(said["address"]), int(said["generation"]), str(said.get("remark", "")))
+        given = str(said["address"]), int(said["generation"]), str(said.get("remark", ""))
+        return SpawnedMaster(process, *given, begin)
     except (ValueError, KeyError, TypeError):
         process.kill()
         process.wait()
-        hint = crowded() or file_limit()
         why = _last_line(log, begin) or one_line(printed) or "it said nothing"
+        hint = crowded() or limit_behind(why)
         raise MasterError(f"the embedded master did not start: {why} (log: {log}){hint and '; '}{hint}") from None
 
 
-def last_words(directory: Path) -> str:
-    """The last line in the log of the job's master; empty: it has none, or it cannot be read."""
+def last_words(directory: Path, begin: int) -> str:
+    """The last line in the log of a job's master since it had so many bytes; empty: none, or it cannot be read."""
     try:
-        return _last_line(directory / _LOG, 0)
+        return _last_line(directory / _LOG, begin)
     except OSError as error:
         logger.warning("the master's log cannot be read: %s", error)
         return ""
 
 
-def file_limit() -> str:
-    """Says that files may not grow here as they like, a possible cause of an I/O error; empty if they may."""
-    allowed, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if allowed == resource.RLIM_INFINITY:
-        return ""
-    return f"no file may be larger than {allowed // 1024} kB here (ulimit -f); raise that limit"
+def limit_behind(why: str) -> str:
+    """Says that files may not grow here as they like, where that may be why a write failed; empty if it is not."""
+    return file_limit() if any(words in why for words in _OF_A_LIMIT) else ""
 
 
 def _first_words(process: subprocess.Popen[bytes]) -> tuple[dict[str, Any], str]:
@@ -220,7 +220,7 @@ def _first_words(process: subprocess.Popen[bytes]) -> tuple[dict[str, Any], str]
             count += len(piece)
             *lines, begun = (begun + piece).split(b"\n")
             for line in (one.decode(errors="replace") for one in lines if one.strip()):
-                if said := object_in(line, "address"):
+                if (said := object_in(line, "generation")) and "address" in said:
                     return said, line
             if not piece:
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -58,9 +59,8 @@ def unwritable(root: Path, error: OSError) -> str:
     path = Path(os.fsdecode(error.filename)) if error.filename else root
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
-    found = os.lstat(path)
-    within = path == root or root in path.parents
-    if error.errno in (errno.EACCES, errno.EPERM) and within and found.st_uid != os.geteuid():
+    found, within = _found(path), path == root or root in path.parents
+    if found is not None and error.errno in (errno.EACCES, errno.EPERM) and within and found.st_uid != os.geteuid():
         other = " or --job-id" if path not in (root / PRIVATE, root) else ""
         return (
             f"{path} belongs to {_user(found.st_uid)} (mode {stat.S_IMODE(found.st_mode):o}), and"
@@ -71,6 +71,12 @@ def unwritable(root: Path, error: OSError) -> str:
         f"the checkpoint directory {root} cannot be written ({why}); choose another with --checkpoint-dir, or fix its"
         " permissions"
     )
+
+
+def _found(path: Path) -> os.stat_result | None:
+    with contextlib.suppress(OSError):  # it may go in this moment
+        return os.lstat(path)
+    return None
 
 
 def _user(number: int) -> str:

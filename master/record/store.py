@@ -227,6 +227,20 @@ class SqliteStore:
         except BaseException:
             self.close()
             raise
+        self._file = self._now()
+
+    def is_there(self) -> bool:
+        """Whether the file is where it was opened. What nobody can tell for the moment counts as there."""
+        try:
+            return self._now() == self._file
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+
+    def _now(self) -> tuple[int, int]:
+        found = os.stat(self._path)
+        return found.st_dev, found.st_ino
 
     def load(self) -> dict[str, bytes]:
         with self._errors("read"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from dalsegno.protos import control_pb2
 
@@ -14,6 +15,8 @@ __all__ = ("Lifetime",)
 
 log = logging.getLogger(__name__)
 
+# So many looks in a row at which the store's file is not where it was.
+GONE_LOOKS = 6
 # Seconds between two looks.
 LOOK_INTERVAL_SECONDS = 0.5
 # Seconds after the job's end, or a signal, with no agent connected any more.
@@ -22,11 +25,25 @@ _ENDED = (control_pb2.PHASE_SUCCEEDED, control_pb2.PHASE_FAILED, control_pb2.PHA
 
 
 class Lifetime:
-    """Stops `server` when its time is over."""
+    """Stops `server` when its time is over.
 
-    def __init__(self, server: ControlServer, idle_timeout: float, linger: float) -> None:
-        """Seconds without any agent after which it ends, and seconds that agents may stay after the job's end."""
+    Args:
+        server: the master's.
+        idle_timeout: seconds without any agent after which it ends.
+        linger: seconds that agents may stay after the job's end.
+        is_there: whether the store is where it was. Whoever deletes that takes the claim by which agents find this
+            master along, and nothing can be recorded any more: it ends, so that it is no second one.
+    """
+
+    def __init__(
+        self,
+        server: ControlServer,
+        idle_timeout: float,
+        linger: float,
+        is_there: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._server = server
+        self._is_there, self._gone = is_there, 0
         self._idle_timeout_seconds = idle_timeout
         self._linger_seconds = linger
         self._connected_at = time.monotonic()
@@ -45,6 +62,10 @@ class Lifetime:
     async def _over(self) -> bool:
         reply = await self._server.driver.status()
         if reply.code == "UNAVAILABLE":
+            return True
+        self._gone = 0 if self._is_there() else self._gone + 1
+        if self._gone >= GONE_LOOKS:
+            log.warning("the store was deleted, or its volume is away: ending, as nothing can be recorded any more")
             return True
         now = time.monotonic()
         connected = len(self._server.watchers) > 0

@@ -495,3 +495,16 @@ def test_a_store_that_cannot_be_opened_keeps_no_descriptors(tmp_path: Path) -> N
         with pytest.raises(StoreError):
             opened(path)
     assert reserved() == before
+
+
+def test_a_store_knows_whether_its_file_is_where_it_was(tmp_path: Path) -> None:
+    """Deleted, or another one in its place: what is written would be nobody's."""
+    store = SqliteStore(tmp_path / "master.sqlite", "job")
+    assert store.is_there()
+    (tmp_path / "master.sqlite").rename(tmp_path / "aside")
+    assert not store.is_there()
+    (tmp_path / "master.sqlite").write_bytes(b"")
+    assert not store.is_there()
+    (tmp_path / "aside").rename(tmp_path / "master.sqlite")
+    assert store.is_there()
+    store.close()

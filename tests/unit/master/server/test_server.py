@@ -704,6 +704,29 @@ def test_an_embedded_master_ends_when_it_is_alone() -> None:
 
 
 @pytest.mark.slow
+def test_an_embedded_master_ends_without_its_store() -> None:
+    """Not at once, because a directory may be listed late; and whoever is connected goes to the next one."""
+    there = [True]
+
+    async def scene() -> None:
+        async with serving() as master:
+            await master.register()
+            call = master.stub.Watch(pb.WatchRequest(caller=caller()))
+            await call.read()
+            life = asyncio.create_task(
+                Lifetime(master.server, idle_timeout=60, linger=60, is_there=lambda: there[0]).run()
+            )
+            for seconds in (1.2, 1.2):
+                there[0] = not there[0]
+                await asyncio.sleep(seconds)
+            assert not life.done()
+            there[0] = False
+            await asyncio.wait_for(asyncio.gather(life, master.task), 6)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("connected", [True, False])
 def test_an_embedded_master_ends_with_its_job(connected: bool) -> None:
     """Soon after the last agent left, and after a while even if one stays."""
