@@ -95,8 +95,6 @@ class Output:
         self._pumps.clear()
         for fd, outlet in self._outlets.items():
             outlet.flush(_LAST_LINES_SECONDS if fd in self._closed or _can_stop(fd) else _LAST_OF_FILE_SECONDS)
-        if self._log is not None:
-            self._log.close()
 
     def _outlet(self, fd: int) -> Outlet:
         """The way to where `fd` leads."""
@@ -149,17 +147,10 @@ class _Log:
     def __init__(self, path: Path) -> None:
         self._file: RotatingFileHandler = LogFile(path, errors="surrogateescape", delay=True)
         self._file.terminator = ""
-        self._closed = False
 
     def write(self, data: bytes) -> None:
         text = data.decode("utf-8", errors="surrogateescape")
-        if not self._closed:  # a pump that waits for a reader may come later
-            self._file.handle(logging.makeLogRecord({"msg": text}))
-
-    def close(self) -> None:
-        """Nothing is logged any more."""
-        self._closed = True
-        self._file.close()
+        self._file.handle(logging.makeLogRecord({"msg": text}))
 
 
 class _Pump:
