@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 
 from .ready import writable
 
@@ -26,21 +25,11 @@ class Outlet:
     Args:
         fd: the descriptor; it stays open. None: write nowhere.
         name: the program's name, before the line that says how much was dropped.
-        on_failure: for a file, where room may be made: a write that fails drops what it had, and the next one is tried.
-            Called with the reason, on the outlet's thread, once until a write succeeds again. None: no more is written.
     """
 
-    def __init__(
-        self, fd: int | None, name: str = "dlrover-run", on_failure: Callable[[str], None] | None = None
-    ) -> None:
+    def __init__(self, fd: int | None, name: str = "dlrover-run") -> None:
         self._fd = fd
         self._name = name
-        self._on_failure = on_failure
-        # Why the last write to a file failed, and whether that cut a line.
-        self._reason = ""
-        self._cut = False
-        # Bytes of the piece at hand that are not written yet.
-        self._left = 0
         self._changed = threading.Condition()
         self._waiting: deque[bytes] = deque()
         self._size_bytes = 0
@@ -97,9 +86,6 @@ class Outlet:
             try:
                 self._write(data)
             except OSError as error:
-                if self._on_failure is not None:
-                    self._drop(data, error.strerror or str(error))
-                    continue
                 logger.info("nobody sees what is written to the console any more: %s", error)
                 with self._changed:
                     self._gone = True
@@ -112,42 +98,25 @@ class Outlet:
         """Writes, blocking, in pieces that show whether anybody reads."""
         assert self._fd is not None
         view = memoryview(data)
-        self._left = len(view)
-        piece = _PIECE_BYTES if self._on_failure is None else len(view)
         while view:
             try:
-                written = os.write(self._fd, view[:piece])
+                written = os.write(self._fd, view[:_PIECE_BYTES])
             except BlockingIOError:
                 # Another process that shares the terminal may have made it non-blocking.
                 writable(self._fd)
                 continue
             view = view[written:]
-            self._left = len(view)
             with self._changed:
                 self._written += written
                 self._size_bytes -= written
                 self._changed.notify_all()
-
-    def _drop(self, data: bytes, reason: str) -> None:
-        """A file did not take all of it: what is left of it is dropped, and the reason is told once."""
-        kept = data[: len(data) - self._left]
-        with self._changed:
-            new, self._reason = not self._reason, reason
-            self._cut = not kept.endswith(b"\n") if kept else self._cut
-            self._dropped += data[len(kept) :].count(b"\n") or 1
-            self._size_bytes -= self._left
-            self._changed.notify_all()
-        if new and self._on_failure is not None:
-            self._on_failure(reason)
 
     def _note_dropped(self) -> None:
         with self._changed:
             if self._waiting or not (self._dropped or self._stalled):
                 return
             dropped, self._dropped, self._stalled = self._dropped, 0, False
-            reason, self._reason = self._reason or "nobody read them", ""
             if dropped:
-                line = f"{self._name}: warning: {dropped} lines are not shown here: {reason}\n".encode()
-                line, self._cut = b"\n" * self._cut + line, False
+                line = f"{self._name}: warning: {dropped} lines are not shown here: nobody read them\n".encode()
                 self._waiting.append(line)
                 self._size_bytes += len(line)

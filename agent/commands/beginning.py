@@ -109,7 +109,7 @@ class Beginning:
         with starting("the agent"):
             prove_room()
             prove_descriptors(_MORE_DESCRIPTORS)
-        self.lifeline = Lifeline(pours=output.left_behind())
+        self.lifeline = Lifeline()
         try:
             self.early = self._start_early(options, [int(number) for number in watch.signals])
         except BaseException:

@@ -9,8 +9,6 @@ holds:
     drop PGID           that group is over
     path DIRECTORY      a private directory of the agent to remove with it
     prefix PATH         the same for all files whose paths begin so
-    pour FROM TO        descriptors: what is still in the pipe FROM is written to the file TO, once all have ended
-    poured              the agent does so itself
 
 When the pipe ends (the kernel closes it with the agent, even after SIGKILL) every registered group gets SIGKILL, and so
 does every process whose environment carries the mark. That finds grandchildren that left their group with setsid, and
@@ -95,15 +93,6 @@ def end_all(groups: dict[int, int], mark: str, patience_seconds: float = PATIENC
         time.sleep(SCAN_PAUSE_SECONDS)
 
 
-def pour(source: int, target: int) -> None:
-    """Writes to `target` what can be read from `source` without waiting."""
-    with contextlib.suppress(OSError):  # also: nothing more is there
-        os.set_blocking(source, False)
-        while data := os.read(source, 1 << 16):
-            while data:
-                data = data[os.write(target, data) :]
-
-
 def remove_files(prefix: str) -> None:
     """Removes all files whose paths begin so."""
     directory, _, beginning = prefix.rpartition("/")
@@ -122,7 +111,6 @@ def main() -> None:
     groups: dict[int, int] = {}
     paths: list[str] = []
     prefixes: list[str] = []
-    pours: list[tuple[int, int]] = []
     mark = ""
     for raw in sys.stdin.buffer:
         word, _, rest = os.fsdecode(raw).rstrip("\n").partition(" ")
@@ -137,14 +125,7 @@ def main() -> None:
             paths.append(rest)
         elif word == "prefix":
             prefixes.append(rest)
-        elif word == "pour":
-            ends = rest.split()
-            pours.append((int(ends[0]), int(ends[1])))
-        elif word == "poured":
-            pours.clear()
     end_all(groups, mark)
-    for source, target in pours:
-        pour(source, target)
     for prefix in prefixes:
         remove_files(prefix)
     for path in paths:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from dalsegno.protos.contract import Variable
@@ -38,13 +38,11 @@ class Lifeline:
 
     Args:
         on_respawn: called with the number of replacements so far, after a dead keeper was replaced.
-        pours: descriptors, a pipe's and a file's. If this process is killed, what is in the pipe comes to the file.
     """
 
-    def __init__(self, on_respawn: Callable[[int], None] | None = None, pours: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(self, on_respawn: Callable[[int], None] | None = None) -> None:
         self.token = secrets.token_hex(16)
         self._on_respawn = on_respawn
-        self._pours = tuple(pours)
         self._lock = threading.Lock()
         self._groups: dict[int, int] = {}
         # Lines about what is to be removed.
@@ -114,8 +112,6 @@ class Lifeline:
                 if self._process.poll():
                     self._replace()
                 assert self._process.stdin is not None
-                if self._pours:
-                    self._send("poured")
                 self._process.stdin.close()
             try:
                 if self._process.wait(max(0.0, deadline - time.monotonic())) == 0:
@@ -141,7 +137,6 @@ class Lifeline:
                 stderr=subprocess.DEVNULL,
                 # Neither a signal to the agent's group nor the keeper of an outer agent may reach this one.
                 start_new_session=True,
-                pass_fds=[fd for pair in self._pours for fd in pair],
                 env={"LANG": os.environ.get("LANG", "C")},
                 cwd="/",
                 bufsize=0,
@@ -181,8 +176,6 @@ class Lifeline:
             self._send(f"add {pgid} {started}")
         for line in self._removals:
             self._send(line)
-        for source, target in self._pours:
-            self._send(f"pour {source} {target}")
 
     def _watch(self) -> None:
         while True:

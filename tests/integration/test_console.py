@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import pty
-import signal
 import subprocess
 import threading
 from pathlib import Path
@@ -52,52 +50,6 @@ def test_nobody_reads(tmp_path: Path, command: list[str], kind: str) -> None:
     assert "line 39999 " in log_of(tmp_path)
     os.close(reader)
     os.close(writer)
-
-
-@pytest.mark.parametrize("how", ["> /dev/full 2> errors", pytest.param("> /dev/full 2>&1", marks=pytest.mark.full)])
-def test_the_disk_of_the_output_is_full(tmp_path: Path, command: list[str], how: str) -> None:
-    """The script's print does not fail, the run ends with 0, and a line says what is full and where all of it is."""
-    line = " ".join(f"'{word}'" for word in command)
-    shell = subprocess.run(["bash", "-c", f"{line} {how}"], cwd=tmp_path, stdin=subprocess.DEVNULL, timeout=120)
-    assert shell.returncode == 0
-    assert (tmp_path / "ended").exists()
-    assert "line 39999 " in log_of(tmp_path)
-    if "errors" in how:
-        said = (tmp_path / "errors").read_text()
-        assert said.count("warning: standard output cannot be written (No space left on device): the run goes on") == 1
-        assert "output.log has what is not shown" in said
-
-
-def test_a_file_has_all_of_it(tmp_path: Path, command: list[str]) -> None:
-    """In order, and none of it is dropped."""
-    with (tmp_path / "out").open("wb") as out:
-        subprocess.run(command, cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=out, timeout=120, check=True)
-    lines = [line.split()[1] for line in (tmp_path / "out").read_text().splitlines() if line.startswith("line ")]
-    assert lines == [str(number) for number in range(40000)]
-
-
-def test_a_file_has_all_of_it_after_a_kill(tmp_path: Path) -> None:
-    """What the script has written before its agent was killed is in the file, as if it had written it there itself."""
-    script = tmp_path / "stops.py"
-    script.write_text(
-        "import os, sys, time\n"
-        "open(sys.argv[1] + '-ready', 'w').close()\n"
-        "while not os.path.exists(sys.argv[1] + '-go'):\n    time.sleep(0.05)\n"
-        "print(*(f'line {number} {80 * chr(120)}' for number in range(5000)), sep='\\n', flush=True)\n"
-        "open(sys.argv[1], 'w').close()\n"
-        "time.sleep(300)\n"
-    )
-    told = tmp_path / "told"
-    flags = (f"--checkpoint-dir={tmp_path / 'checkpoints'}", f"--log-dir={tmp_path / 'logs'}", "--max-restarts=0")
-    with (tmp_path / "out").open("wb") as out:
-        agent = subprocess.Popen([DLROVER_RUN, *flags, str(script), str(told)], stdout=out, cwd=tmp_path)
-    eventually(Path(f"{told}-ready").exists, 100)
-    agent.send_signal(signal.SIGSTOP)
-    Path(f"{told}-go").touch()
-    eventually(told.exists, 30)
-    agent.kill()
-    agent.wait(30)
-    eventually(lambda: "line 4999 " in (tmp_path / "out").read_text(), 30)
 
 
 # One closed stream alone is half of what both are.
@@ -153,35 +105,6 @@ def test_what_was_dropped_is_counted() -> None:
     eventually(lambda: not outlet.put(line), 30)
     assert outlet.flush(0)
     os.close(writer)
-
-
-def test_a_full_disk_is_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The reason is told once, and with room the file goes on and says how much it lacks."""
-    told: list[str] = []
-    full = threading.Event()
-    plain = os.write
-
-    def write(fd: int, data: memoryview) -> int:
-        if fd == target and full.is_set():
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return plain(fd, data)
-
-    monkeypatch.setattr(os, "write", write)
-    with (tmp_path / "out").open("wb") as file:
-        target = file.fileno()
-        outlet = Outlet(target, "me", told.append)
-        outlet.put(b"begun: ")
-        assert outlet.flush(10)
-        full.set()
-        assert outlet.put(b"a\nb\n")
-        assert outlet.put(b"c\n")
-        assert outlet.flush(10)
-        full.clear()
-        assert outlet.put(b"d\n")
-        eventually(lambda: b"not shown" in (tmp_path / "out").read_bytes(), 10)
-    assert told == ["No space left on device"]
-    text = (tmp_path / "out").read_text()
-    assert text == "begun: d\nme: warning: 3 lines are not shown here: No space left on device\n"
 
 
 def test_a_slow_reader_is_waited_for() -> None:
