@@ -80,11 +80,16 @@ class LogFile(RotatingFileHandler):
 
     If it cannot be written (a full disk), that is said once, instead of a traceback for every line. A path that is not
     UTF-8 is written as Python shows it: `\\udce9`.
+
+    Args:
+        path: of the file.
+        say: gets the line that it cannot be written; default: to standard error.
     """
 
     _told = False
 
-    def __init__(self, path: Path, **options: Any) -> None:
+    def __init__(self, path: Path, say: Callable[[str], object] | None = None, **options: Any) -> None:
+        self._say = say or (lambda line: print(line, file=sys.stderr))
         options = {"errors": "backslashreplace", **options}
         super().__init__(path, maxBytes=LARGEST_LOG_BYTES, backupCount=1, encoding="utf-8", **options)
 
@@ -95,7 +100,7 @@ class LogFile(RotatingFileHandler):
         elif not self._told:
             self._told = True
             reason = error.strerror or error
-            print(f"dlrover-run: warning: the log {self.baseFilename} cannot be written: {reason}", file=sys.stderr)
+            self._say(f"dlrover-run: warning: the log {self.baseFilename} cannot be written: {reason}")
 
 
 def make_log_dir(given: str | None, job_id: str) -> Path:

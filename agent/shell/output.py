@@ -62,7 +62,7 @@ class Output:
         for fd, outlet in self._outlets.items():
             if fd not in self._closed and not _can_stop(fd):
                 continue
-            shown = shown or _Log(log)
+            shown = shown or _Log(log, self._outlets[2])
             pump = self._pumps.get(1) if fd == 2 and outlet is self._outlets[1] else None
             pump = pump or _Pump(outlet, shown)
             self._pumps[fd] = pump
@@ -114,10 +114,15 @@ def _can_stop(fd: int) -> bool:
 
 
 class _Log:
-    """The log of what was written, byte for byte. Thread-safe."""
+    """The log of what was written, byte for byte. Thread-safe.
 
-    def __init__(self, path: Path) -> None:
-        self._file: RotatingFileHandler = LogFile(path, errors="surrogateescape", delay=True)
+    That it cannot be written is said past the pipe: whoever reads that would wait there for itself.
+    """
+
+    def __init__(self, path: Path, outlet: Outlet) -> None:
+        self._file: RotatingFileHandler = LogFile(
+            path, lambda line: outlet.put(f"{line}\n".encode()), errors="surrogateescape", delay=True
+        )
         self._file.terminator = ""
 
     def write(self, data: bytes) -> None:

@@ -8,12 +8,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import Any, TypeVar
 
-from dalsegno.protos.shortage import shortage
-
 __all__ = ["Pool"]
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+# Python's words, by which one knows it from an executor that is shut down.
+NO_THREAD = "can't start new thread"
 
 
 class Pool(ThreadPoolExecutor):
@@ -35,8 +36,8 @@ class Pool(ThreadPoolExecutor):
         try:
             super().submit(work)
         except RuntimeError as error:
-            if not (why := shortage(error)):
+            if NO_THREAD not in str(error):
                 raise
-            log.debug("work is done without a further thread: %s", why)
+            log.debug("work is done without a further thread: %s", error)
             work()
         return future

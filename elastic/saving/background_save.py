@@ -14,6 +14,7 @@ the save together, before the next save, a drain, or the end.
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
 import logging
@@ -190,10 +191,8 @@ class Flight:
         self._thread = threading.Thread(target=self._run, name="dalsegno-save")
         try:
             self._thread.start()
-        except RuntimeError as error:
-            log.debug("the training waits for its save: %s", error)  # no more threads are allowed
-            self._may_begin.set()
-            self._run()
+        except RuntimeError as error:  # no more threads are allowed: this save fails, and the next one may not
+            self._end(OSError(errno.EAGAIN, str(error)))
         # What packs thousands of tensors keeps the interpreter for a while: only now, or `start` would wait for that.
         self._may_begin.set()
 
@@ -243,13 +242,16 @@ class Flight:
                 self._work()
         # The main thread must hear of every error, and through it the other ranks.
         except BaseException as error:
-            self._error = error
-        finally:
-            self._files = {}
-            if self._then is not None:
-                self._then(self._entries, self._error)
-            self._over.set()
-            self._written.set()
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._error, self._files = error, {}
+        if self._then is not None:
+            self._then(self._entries, error)
+        self._over.set()
+        self._written.set()
 
     def _work(self) -> None:
         self._copied()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dalsegno.agent.commands.status import status_lines
 from dalsegno.agent.shell.console import RunConsole, set_up_logging
+from dalsegno.agent.shell.output import _Log
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos.outlet import Outlet
 
@@ -65,3 +68,16 @@ def test_a_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(file.stat().st_size for file in files) <= 20_000
     assert "line 999" in files[0].read_text()
     assert "detail" not in files[0].read_text()
+
+
+def test_that_the_outputs_log_is_full_is_said_past_the_pipe(capfd: pytest.CaptureFixture[str]) -> None:
+    """Standard error may be that pipe, and who reads it would wait there for itself."""
+    said: list[bytes] = []
+    outlet: Any = SimpleNamespace(put=said.append)
+    log = _Log(Path("/dev/full"), outlet)
+    log.write(b"one\n")
+    log.write(b"two\n")
+    assert [line.decode() for line in said] == [
+        "dlrover-run: warning: the log /dev/full cannot be written: No space left on device\n"
+    ]
+    assert capfd.readouterr() == ("", "")

@@ -61,14 +61,19 @@ def test_what_is_watched_is_done(few: int) -> None:
     assert unless_stuck(lambda: "done", Count(0), 60.0) == "done"
 
 
-def test_a_background_save_is_made(few: int, tmp_path: Path) -> None:
-    """While the training waits, if there is no thread for it."""
+def test_a_background_save_without_a_thread_fails(few: int, tmp_path: Path) -> None:
+    """As on a full disk: the ranks hear of it, nobody waits, and the next one may succeed."""
     path = tmp_path / "step-1.e1.1"
     path.mkdir()
     flight = Flight(path, 0, 1, {"a.json": b"{}"}, lambda: None, lambda entries: "digest", Count(0), 0.0, reports())
-    assert flight.written() is None
-    assert flight.sealed() == ("digest", None)
-    assert (path / "a.json").read_bytes() == b"{}"
+    error = flight.written()
+    flight.cancel()
+    if few:
+        assert error is None
+    else:
+        assert isinstance(error, OSError)
+        assert flight.failed
+        assert flight.sealed() == ("", error)
 
 
 def reports() -> SavingReports:
