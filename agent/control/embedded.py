@@ -18,7 +18,7 @@ from pathlib import Path
 import grpc
 
 from dalsegno.elastic.checkpoint.errors import is_full
-from dalsegno.elastic.checkpoint.mounts import mount_of
+from dalsegno.elastic.checkpoint.mounts import is_away, mount_point
 from dalsegno.protos import control_pb2, control_pb2_grpc
 from dalsegno.protos.contract import CONTROL_PROTOCOL
 from dalsegno.protos.shortage import CannotStartError, starting
@@ -34,6 +34,7 @@ from .spawning import (
     MasterError,
     SpawnedMaster,
     TokenLostError,
+    is_made,
     last_words,
     limit_behind,
     make_token,
@@ -130,7 +131,7 @@ class EmbeddedMaster:
         # That of the last master that was found or started here.
         self._last: Claim | None = None
         # Where the directory lies; None before it was made.
-        self._mount: tuple[int, str] | None = None
+        self._mount: Path | None = None
         self._children: list[SpawnedMaster] = []
         self._reaping = threading.Lock()
         self._missing = threading.Event()
@@ -161,7 +162,7 @@ class EmbeddedMaster:
         """
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         check_private(self._directory)
-        self._mount = mount_of(self._directory)
+        self._mount = mount_point(self._directory)
         self._ensure()
         for thread in self._threads:
             with starting("a thread of this agent"):
@@ -387,9 +388,9 @@ class EmbeddedMaster:
                     return False
                 if now is not None:
                     self._end(now, standing)
-                elif self._last is not None and self._last.is_seen_from(self._place):
+                elif (last := self._last) and last.is_seen_from(self._place) and self._machine.is_ours(last.pid):
                     # Its claim was deleted with its store. It would go on for a while.
-                    self._end(self._last, _Standing.ESTRANGED)
+                    self._end(last, _Standing.ESTRANGED)
                 self._reap()
                 self._spawn(now)
                 return True
@@ -417,21 +418,21 @@ class EmbeddedMaster:
             MasterError: the volume is away.
             OSError: it cannot be made.
         """
-        if self._mount is None or self._directory.exists():
-            self._mount = self._mount and mount_of(self._directory)  # it may be another one of the same volume
+        if is_made(self._directory):
             return
-        if mount_of(self._directory) != self._mount:
+        if is_away(self._mount, self._directory):
             raise MasterError(
                 f"no master can be started: {self._directory} is gone with the volume that the run began on, which is"
                 " not mounted here any more: mount it again"
             )
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         check_private(self._directory)
-        self._say(
-            f"{self._directory} was deleted: it is made again, and the next master, with a new token, asks the nodes"
-            " and the checkpoints how far the run is",
-            True,
-        )
+        if self._last is not None:
+            self._say(
+                f"{self._directory} was deleted: it is made again, and the next master, with a new token, asks the"
+                " nodes and the checkpoints how far the run is",
+                True,
+            )
 
     def _is_as_it_was(self, now: Claim | None, before: Claim | None, standing: _Standing) -> bool:
         if now is None or before is None:

@@ -35,8 +35,9 @@ __all__ = [
     "SpawnedMaster",
     "TokenLostError",
     "events_on_record",
-    "file_limit",
+    "is_made",
     "last_words",
+    "limit_behind",
     "make_token",
     "read_token",
     "start_master",
@@ -195,10 +196,16 @@ def start_master(
         raise MasterError(f"the embedded master did not start: {why} (log: {log}){hint and '; '}{hint}") from None
 
 
+def is_made(directory: Path) -> bool:
+    """Whether a job's directory is there, with what its master has in it."""
+    return any((directory / name).exists() for name in ("token", _STORE))
+
+
 def last_words(directory: Path, begin: int) -> str:
     """The last line in the log of a job's master since it had so many bytes; empty: none, or it cannot be read."""
     try:
-        return _last_line(directory / _LOG, begin)
+        log = directory / _LOG
+        return _last_line(log, begin if log.stat().st_size >= begin else 0)
     except OSError as error:
         logger.warning("the master's log cannot be read: %s", error)
         return ""
@@ -224,6 +231,8 @@ def _first_words(process: subprocess.Popen[bytes]) -> tuple[dict[str, Any], str]
                     return said, line
             if not piece:
                 break
+        else:
+            process.kill()  # before its output is closed: of that it would complain in the log
     return {}, begun.decode(errors="replace") or line
 
 

@@ -1,4 +1,4 @@
-"""Which mount a path lies on: where a volume is away, its mount point is an empty directory of another disk."""
+"""Whether the volume of a path is away: its mount point is an empty directory of another disk then."""
 
 from __future__ import annotations
 
@@ -6,26 +6,37 @@ import contextlib
 import os
 from pathlib import Path
 
-__all__ = ["mount_of"]
+__all__ = ["is_away", "mount_point"]
 
 
-def mount_of(path: Path) -> tuple[int, str]:
-    """The file system and the mount of a path, or of the nearest directory above it that is there.
+def mount_point(path: Path) -> Path | None:
+    """Where the volume is mounted that has a path, or the nearest directory above it that is there.
 
-    A directory that was deleted leaves what it lay in, on the same mount. With a volume that is away its mount goes,
-    too, also where both ends of a bind mount are of one file system.
-
-    Raises:
-        OSError: nobody can tell.
+    Bind mounts have one of their own. None: nobody can tell, as without ``/proc``.
     """
-    while not os.path.exists(path) and path != path.parent:
-        path = path.parent
-    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    try:
-        about = ""
-        with contextlib.suppress(OSError):  # without /proc the file system alone says it
-            about = Path(f"/proc/self/fdinfo/{descriptor}").read_text(encoding="ascii", errors="replace")
-        mounts = [line for line in about.splitlines() if line.startswith("mnt_id:")]
-        return os.fstat(descriptor).st_dev, "".join(mounts)
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(OSError, ValueError):
+        while not os.path.exists(path) and path != path.parent:
+            path = path.parent
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        try:
+            about = Path(f"/proc/self/fdinfo/{descriptor}").read_bytes()
+        finally:
+            os.close(descriptor)
+        number = next(line.split()[1] for line in about.splitlines() if line.startswith(b"mnt_id:"))
+        for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
+            fields = line.split()
+            if fields[0] == number:
+                # Spaces and the like are written as octal numbers.
+                return Path(os.fsdecode(fields[4].decode("unicode_escape").encode("latin-1")))
+    return None
+
+
+def is_away(before: Path | None, path: Path) -> bool:
+    """Whether a path lies on what is left where its volume was mounted.
+
+    Args:
+        before: The volume's mount point, as `mount_point` said.
+        path: What was on that volume.
+    """
+    now = mount_point(path)
+    return before is not None and now is not None and now in before.parents

@@ -28,6 +28,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dalsegno.protos.collector import paused
+from dalsegno.protos.shortage import shortage
 from dalsegno.protos.trace import mark
 
 from ..checkpoint import MANIFEST, CheckpointDamaged, FileEntry
@@ -192,7 +193,7 @@ class Flight:
         try:
             self._thread.start()
         except RuntimeError as error:  # no more threads are allowed: this save fails, and the next one may not
-            self._end(OSError(errno.EAGAIN, str(error)))
+            self._end(OSError(errno.EAGAIN, shortage(error) or str(error)))
         # What packs thousands of tensors keeps the interpreter for a while: only now, or `start` would wait for that.
         self._may_begin.set()
 
@@ -248,10 +249,12 @@ class Flight:
 
     def _end(self, error: BaseException | None) -> None:
         self._error, self._files = error, {}
-        if self._then is not None:
-            self._then(self._entries, error)
-        self._over.set()
-        self._written.set()
+        try:
+            if self._then is not None:
+                self._then(self._entries, error)
+        finally:
+            self._over.set()
+            self._written.set()
 
     def _work(self) -> None:
         self._copied()

@@ -85,7 +85,7 @@ class Sealing:
         thread = threading.Thread(target=self._run, args=(entries, error), name="dalsegno-sealing", daemon=True)
         try:
             thread.start()
-        except RuntimeError as late:  # the interpreter is ending
+        except (RuntimeError, MemoryError) as late:  # the interpreter is ending, or no more threads are allowed
             self.error = late
             self.over.set()
 

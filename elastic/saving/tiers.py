@@ -18,7 +18,7 @@ from dalsegno.protos import trace
 from ..checkpoint import CheckpointStore, FileEntry, Manifest, Ref, seal
 from ..checkpoint.files import list_files, write_exclusive
 from ..checkpoint.layout import MANIFEST
-from ..checkpoint.mounts import mount_of
+from ..checkpoint.mounts import is_away, mount_point
 from ..checkpoint.parts import delete_parts, write_part
 from ..checkpoint.spares import clear_spares
 from ..rank.identity import Identity
@@ -45,7 +45,7 @@ class Disk:
     def __init__(self, store: CheckpointStore, identity: Identity) -> None:
         self.store, self.identity = store, identity
         self.leads = identity.rank == 0
-        self._mount = self._mount_now()
+        self._mount = mount_point(store.run_dir) if self.leads else None
 
     def prepare(self) -> None:
         """On rank 0, before a checkpoint has its name: the directory for all of them is there.
@@ -53,16 +53,10 @@ class Disk:
         Raises:
             OSError: It cannot be made, or its volume is away: nothing is written where that was mounted.
         """
-        place, now = self.store.run_dir, self._mount_now()
-        if not place.exists() and None not in (now, self._mount) and now != self._mount:
+        place = self.store.run_dir
+        if not place.exists() and is_away(self._mount, place):
             raise OSError(errno.ESTALE, "the volume that the run began on is not mounted here any more", str(place))
-        self._mount = now
         place.mkdir(parents=True, exist_ok=True)
-
-    def _mount_now(self) -> tuple[int, str] | None:
-        with contextlib.suppress(OSError):  # who cannot tell goes by the directory alone
-            return mount_of(self.store.run_dir)
-        return None
 
     def create(self, name: str) -> None:
         """On rank 0, before any other rank knows the name: makes the checkpoint's directory.

@@ -230,17 +230,21 @@ class SqliteStore:
         self._file = self._now()
 
     def is_there(self) -> bool:
-        """Whether the file is where it was opened. What nobody can tell for the moment counts as there."""
-        try:
-            return self._now() == self._file
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True
+        """Whether the file is where it was opened, as SQLite asks before it writes. It may take as long as its disk.
 
-    def _now(self) -> tuple[int, int]:
-        found = os.stat(self._path)
-        return found.st_dev, found.st_ino
+        What nobody can tell for the moment counts as there.
+        """
+        now = self._now()
+        return now == self._file or None in (now, self._file)
+
+    def _now(self) -> int | None:
+        """The file's number; 0: there is none; None: nobody can tell."""
+        try:
+            return os.stat(self._path).st_ino
+        except FileNotFoundError:
+            return 0
+        except OSError:
+            return None
 
     def load(self) -> dict[str, bytes]:
         with self._errors("read"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable
 
@@ -22,6 +23,24 @@ LOOK_INTERVAL_SECONDS = 0.5
 # Seconds after the job's end, or a signal, with no agent connected any more.
 LAST_WORD_SECONDS = 2.0
 _ENDED = (control_pb2.PHASE_SUCCEEDED, control_pb2.PHASE_FAILED, control_pb2.PHASE_STOPPED)
+
+
+class _StoreLooks(threading.Thread):
+    """Looks at the store's file, on a thread of its own: a disk that does not answer must not hold the master up.
+
+    Attributes:
+        gone: so many looks in a row did not find it where it was.
+        ended: set this to end the thread, once its look is over.
+    """
+
+    def __init__(self, is_there: Callable[[], bool]) -> None:
+        super().__init__(name="store-looks", daemon=True)
+        self._is_there = is_there
+        self.gone, self.ended = 0, threading.Event()
+
+    def run(self) -> None:
+        while not self.ended.wait(LOOK_INTERVAL_SECONDS):
+            self.gone = 0 if self._is_there() else self.gone + 1
 
 
 class Lifetime:
@@ -43,7 +62,7 @@ class Lifetime:
         is_there: Callable[[], bool] = lambda: True,
     ) -> None:
         self._server = server
-        self._is_there, self._gone = is_there, 0
+        self._store = _StoreLooks(is_there)
         self._idle_timeout_seconds = idle_timeout
         self._linger_seconds = linger
         self._connected_at = time.monotonic()
@@ -55,16 +74,19 @@ class Lifetime:
 
     async def run(self) -> None:
         """Runs until the server is told to stop, or the task is cancelled."""
-        while not await self._over():
-            await asyncio.sleep(LOOK_INTERVAL_SECONDS)
+        self._store.start()
+        try:
+            while not await self._over():
+                await asyncio.sleep(LOOK_INTERVAL_SECONDS)
+        finally:
+            self._store.ended.set()
         self._server.stop()
 
     async def _over(self) -> bool:
         reply = await self._server.driver.status()
         if reply.code == "UNAVAILABLE":
             return True
-        self._gone = 0 if self._is_there() else self._gone + 1
-        if self._gone >= GONE_LOOKS:
+        if self._store.gone >= GONE_LOOKS:
             log.warning("the store was deleted, or its volume is away: ending, as nothing can be recorded any more")
             return True
         now = time.monotonic()

@@ -18,7 +18,7 @@ from dalsegno.agent.control import embedded
 from dalsegno.agent.control.claim import ClaimFile
 from dalsegno.agent.control.embedded import EmbeddedMaster, MasterError
 from dalsegno.agent.control.machine import Machine
-from dalsegno.elastic.checkpoint.mounts import mount_of
+from dalsegno.elastic.checkpoint.mounts import is_away
 from tests.support.pages.sources import ROOT
 
 pytestmark = pytest.mark.timeout(120)
@@ -175,7 +175,7 @@ def test_nothing_is_made_where_a_volume_is_away(job: Job, monkeypatch: pytest.Mo
     assert first is not None
     volume.rename(away)
     volume.mkdir()
-    monkeypatch.setattr(embedded, "mount_of", lambda path: (0, ""))
+    monkeypatch.setattr(embedded, "is_away", lambda before, path: True)
     Machine().kill(first.pid, first.start_time)
     view.missing()
     wait_for(lambda: bool(job.said))
@@ -224,12 +224,13 @@ def test_a_volume_is_known_by_its_mount(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "point").mkdir()
     script = (
-        f"import subprocess; from pathlib import Path; from {mount_of.__module__} import mount_of;"
-        f" point = Path({str(tmp_path / 'point')!r}); before = mount_of(point);"
-        f" subprocess.run(['mount', '--bind', {str(tmp_path / 'disk')!r}, point], check=True);"
-        " during = mount_of(point);"
-        " assert mount_of(point / 'a' / 'b') == during; subprocess.run(['umount', point], check=True);"
-        " assert mount_of(point / 'a') == before != during"
+        f"import subprocess; from pathlib import Path; from {is_away.__module__} import is_away, mount_point;"
+        f" point = Path({str(tmp_path / 'point')!r}); mount = ['mount', '--bind', {str(tmp_path / 'disk')!r}, point];"
+        " below = mount_point(point); assert below in point.parents;"
+        " subprocess.run(mount, check=True); during = mount_point(point / 'a' / 'b');"
+        " assert during == point; assert not is_away(during, point / 'a'); assert not is_away(below, point / 'a');"
+        " subprocess.run(['umount', point], check=True); assert is_away(during, point / 'a' / 'b');"
+        " subprocess.run(mount, check=True); assert not is_away(during, point / 'a' / 'b')"
     )
     done = subprocess.run(
         ["unshare", "--mount", sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60

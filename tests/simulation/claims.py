@@ -50,6 +50,9 @@ MOST_EVENTS = 600_000
 class Master:
     """A master's process. For the agent that started it also what `subprocess.Popen` is."""
 
+    # Of one that has ended: nothing but kills ends them here.
+    returncode = -9
+
     def __init__(self, world: World, site: Site, parent: Agent) -> None:
         self.world = world
         self.site = site

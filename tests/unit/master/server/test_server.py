@@ -726,6 +726,24 @@ def test_an_embedded_master_ends_without_its_store() -> None:
     asyncio.run(scene())
 
 
+def test_a_look_at_a_disk_that_does_not_answer_holds_nobody_up() -> None:
+    answers = threading.Event()
+
+    async def scene() -> None:
+        async with serving() as master:
+            life = asyncio.create_task(
+                Lifetime(master.server, idle_timeout=60, linger=60, is_there=lambda: answers.wait(30)).run()
+            )
+            await asyncio.sleep(1.2)
+            await asyncio.wait_for(master.register(), 2)
+            life.cancel()
+
+    began = time.monotonic()
+    asyncio.run(scene())
+    answers.set()
+    assert time.monotonic() - began < 20
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("connected", [True, False])
 def test_an_embedded_master_ends_with_its_job(connected: bool) -> None:
