@@ -12,7 +12,7 @@ __all__ = ["is_away", "mount_point"]
 def mount_point(path: Path) -> Path | None:
     """Where the volume is mounted that has a path, or the nearest directory above it that is there.
 
-    Bind mounts have one of their own. None: nobody can tell, as without ``/proc``.
+    Bind mounts have one of their own. None: nobody can tell, as without ``/proc``, or where that says less (gVisor).
     """
     with contextlib.suppress(OSError, ValueError):
         while not os.path.exists(path) and path != path.parent:
@@ -22,10 +22,10 @@ def mount_point(path: Path) -> Path | None:
             about = Path(f"/proc/self/fdinfo/{descriptor}").read_bytes()
         finally:
             os.close(descriptor)
-        number = next(line.split()[1] for line in about.splitlines() if line.startswith(b"mnt_id:"))
+        numbers = [line.split()[1] for line in about.splitlines() if line.startswith(b"mnt_id:")]
         for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
             fields = line.split()
-            if fields[0] == number:
+            if fields[0] in numbers:
                 # Spaces and the like are written as octal numbers.
                 return Path(os.fsdecode(fields[4].decode("unicode_escape").encode("latin-1")))
     return None
