@@ -233,6 +233,7 @@ def _first_words(process: subprocess.Popen[bytes]) -> tuple[dict[str, Any], str]
                 break
         else:
             process.kill()  # before its output is closed: of that it would complain in the log
+            begun = b"" if line else begun  # cut off anywhere
     return {}, begun.decode(errors="replace") or line
 
 

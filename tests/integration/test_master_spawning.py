@@ -140,7 +140,7 @@ def test_the_reason_is_told_also_where_a_site_prints(job: Job, tmp_path: Path, m
 def test_a_master_that_only_prints_is_given_up(job: Job) -> None:
     """Who prints for ever, and nothing of ours, is no master; what it printed is told."""
     with pytest.raises(MasterError, match="no such thing"):
-        job.view(sys.executable, "-c", "while True: print('no such thing')").start()
+        job.view(sys.executable, "-c", "import os\nwhile True: os.write(1, b'no such thing\\n' * 4999)").start()
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -240,6 +240,7 @@ def test_a_volume_is_known_by_its_mount(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_a_limit_on_files_is_named(tmp_path: Path) -> None:
     """A store that may not be made, or not grow: the line has the limit, and not the I/O error alone."""
     directory = tmp_path / ".dalsegno" / "job"
@@ -249,6 +250,7 @@ def test_a_limit_on_files_is_named(tmp_path: Path) -> None:
         shutil.rmtree(directory)
 
 
+@pytest.mark.full
 def test_a_loopback_that_is_down_is_named(tmp_path: Path) -> None:
     """What the last attempt to connect said, and what to do; the disk is not to blame."""
     if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
