@@ -71,6 +71,16 @@ def alone(directory: Path, first: str, script: str, *prefix: str) -> str:
     return done.stdout
 
 
+def with_mounts_of_its_own(script: str) -> str:
+    """What the script says on standard error; its mounts are nobody else's."""
+    words = ["unshare", "--mount", sys.executable, "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    if "unshare failed" in done.stderr or "permission denied" in done.stderr:
+        pytest.skip("nothing may be mounted here")
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
 class Job:
     """Agents' views of one job; its master ends with the test."""
 
@@ -209,13 +219,7 @@ def test_nothing_is_saved_where_a_volume_was_mounted(tmp_path: Path) -> None:
         " step(); assert s.save(write).name.startswith('step-3.'); shutil.rmtree(point / 'ck');"
         " step(); assert s.save(write).name.startswith('step-4.')"
     )
-    done = subprocess.run(
-        ["unshare", "--mount", sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
-    )
-    if "unshare failed" in done.stderr or "permission denied" in done.stderr:
-        pytest.skip("nothing may be mounted here")
-    assert done.returncode == 0, done.stderr
-    assert "is not mounted here any more" in done.stderr
+    assert "is not mounted here any more" in with_mounts_of_its_own(script)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
@@ -232,12 +236,7 @@ def test_a_volume_is_known_by_its_mount(tmp_path: Path) -> None:
         " subprocess.run(['umount', point], check=True); assert is_away(during, point / 'a' / 'b');"
         " subprocess.run(mount, check=True); assert not is_away(during, point / 'a' / 'b')"
     )
-    done = subprocess.run(
-        ["unshare", "--mount", sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
-    )
-    if "unshare failed" in done.stderr or "permission denied" in done.stderr:
-        pytest.skip("nothing may be mounted here")
-    assert done.returncode == 0, done.stderr
+    with_mounts_of_its_own(script)
 
 
 @pytest.mark.full
