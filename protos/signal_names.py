@@ -1,10 +1,10 @@
-"""What is said of a process that a signal has ended."""
+"""What is said of a process that has ended, by a signal or by itself."""
 
 from __future__ import annotations
 
 import signal
 
-__all__ = ["killed_by"]
+__all__ = ["how_ended", "killed_by"]
 
 # Those with which the kernel enforces a limit.
 _LIMITS = {
@@ -21,3 +21,8 @@ def killed_by(number: int) -> str:
         return f"was killed by signal {number}"
     limit = _LIMITS.get(known)
     return f"was killed by signal {number} ({known.name}{f'; {limit}' if limit else ''})"
+
+
+def how_ended(code: int) -> str:
+    """The same of a return code as `subprocess` gives it; or `exited with code 1`."""
+    return killed_by(-code) if code < 0 else f"exited with code {code}"

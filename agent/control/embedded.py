@@ -36,10 +36,10 @@ from .spawning import (
     TokenLostError,
     is_made,
     last_words,
-    limit_behind,
     make_token,
     read_token,
     start_master,
+    with_limit,
 )
 
 __all__ = ["EmbeddedMaster", "MasterError"]
@@ -253,8 +253,7 @@ class EmbeddedMaster:
             # In a later master's time the log's last line is that one's.
             present = self._last is not None and self._last.pid == child.process.pid
             if child.process.returncode > 0 and present and (words := last_words(self._directory, child.log_begin)):
-                hint = limit_behind(words)
-                self._say_once(f"the job's own master has ended: {words}{hint and '; '}{hint}", True)
+                self._say_once(f"the job's own master has ended: {with_limit(words)}", True)
 
     def _renews(self, claim: Claim) -> bool:
         """Whether this agent moves the claim's counter: for a master that it sees, or that answers."""
@@ -307,18 +306,20 @@ class EmbeddedMaster:
             MasterError: this has taken too long for this time.
         """
         where = f"process {claim.pid}" if standing is _Standing.SILENT else f"in another container of {claim.host}"
-        master = f"the master of job {self._job_id} ({where}) lives"
+        master, known = f"the master of job {self._job_id} ({where}) lives", self._unasked or self._unconnected
         if standing is _Standing.ELSEWHERE:
             text = f"the job was served on {claim.host}; watching for {self._watch_seconds:.0f} s whether it still is"
             self._say_once(text, False)
         elif waited >= self._patience_seconds:
-            why = f"has not answered for {self._patience_seconds:.0f} s; it is not replaced while it lives, as its disk"
+            why = known or (
+                f"has not answered for {self._patience_seconds:.0f} s; it is not replaced while it lives, as its disk"
+                " may hang"
+            )
             raise MasterError(
-                f"{master} and {self._unasked or self._unconnected or why + ' may hang'}; if it never comes back, end"
-                " it (kill -9), and an agent starts the next"
+                f"{master} and {why}; if it never comes back, end it (kill -9), and an agent starts the next"
             )
         elif waited >= _SILENCE_SECONDS:
-            why = self._unasked or self._unconnected or "does not answer: its disk or this machine is slow"
+            why = known or "does not answer: its disk or this machine is slow"
             self._say_once(f"{master} and {why}; waiting for it", True)
         # No event tells of another process's answer, nor, over a network file system, of its claim.
         self._closing.wait(_LOOK_PAUSE_SECONDS)
@@ -368,8 +369,7 @@ class EmbeddedMaster:
     def _tell_trouble(self, trouble: str) -> None:
         """Says what the master cannot record. A full disk has a line of its own."""
         if trouble and trouble != self._trouble and _FULL not in trouble:
-            hint = limit_behind(trouble)
-            self._say(f"the job's own master can record nothing: {one_line(trouble)}{hint and '; '}{hint}", True)
+            self._say(f"the job's own master can record nothing: {with_limit(one_line(trouble))}", True)
         self._trouble = trouble
 
     # ---- starting ---------------------------------------------------------------------------------------------------

@@ -37,10 +37,10 @@ __all__ = [
     "events_on_record",
     "is_made",
     "last_words",
-    "limit_behind",
     "make_token",
     "read_token",
     "start_master",
+    "with_limit",
 ]
 
 logger = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ def start_master(
         process.kill()
         process.wait()
         why = _last_line(log, begin) or one_line(printed) or "it said nothing"
-        hint = crowded() or limit_behind(why)
+        hint = crowded() or _limit_behind(why)
         raise MasterError(f"the embedded master did not start: {why} (log: {log}){hint and '; '}{hint}") from None
 
 
@@ -211,8 +211,13 @@ def last_words(directory: Path, begin: int) -> str:
         return ""
 
 
-def limit_behind(why: str) -> str:
-    """Says that files may not grow here as they like, where that may be why a write failed; empty if it is not."""
+def with_limit(why: str) -> str:
+    """Why a write failed; and that files may not grow here as they like, where that may be the reason."""
+    hint = _limit_behind(why)
+    return f"{why}; {hint}" if hint else why
+
+
+def _limit_behind(why: str) -> str:
     return file_limit() if any(words in why for words in _OF_A_LIMIT) else ""
 
 

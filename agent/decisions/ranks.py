@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dalsegno.protos import control_pb2, worker_pb2
-from dalsegno.protos.signal_names import killed_by
+from dalsegno.protos.signal_names import how_ended
 
 from . import events as ev
 from . import keeping, memory
@@ -274,8 +274,7 @@ def worker_failed(decision: Decision, event: ev.WorkerExited) -> None:
         report_failure(decision, text, event.code, control_pb2.FAILURE_KIND_PEER)
         decision.kill_workers()
         return
-    how = killed_by(-event.code) if event.code < 0 else f"exited with code {event.code}"
-    text = f"local rank {event.local_rank} {how}" + (f": {event.message}" if event.message else "")
+    text = f"local rank {event.local_rank} {how_ended(event.code)}" + (f": {event.message}" if event.message else "")
     report_failure(decision, text, event.code & 0xFF, whose(decision, event))
     keeping.end_workers(decision)
 

@@ -18,7 +18,7 @@ from typing import IO
 from dalsegno.elastic.checkpoint import UNIVERSAL, CheckpointDamaged, CheckpointName, Manifest
 from dalsegno.protos import control_pb2
 from dalsegno.protos.shortage import starting
-from dalsegno.protos.signal_names import killed_by
+from dalsegno.protos.signal_names import how_ended
 
 from ..decisions.events import ConversionUpdate
 from ..processes.lifeline import Lifeline
@@ -227,6 +227,5 @@ class ConversionJob:
             except (CheckpointDamaged, OSError) as error:
                 state, message = control_pb2.CONVERSION_STATE_ENVIRONMENT, f"{target.name} cannot be read: {error}"
         elif not message:
-            how = killed_by(-code) if code < 0 else f"exited with code {code}"
-            message = f"the converter {how}"
+            message = f"the converter {how_ended(code)}"
         return ConversionUpdate(lease, state, done, total, message, checkpoint)

@@ -180,9 +180,16 @@ def _check_thread(identity: Identity, collective: Collective) -> None:
     """Raises OtherThread if another thread opens the session than may go on with it. The agent is told."""
     if threading.current_thread() is threading.main_thread():
         return
+    with _linked(identity) as link:
+        Meetings(collective, link).check_thread()
+
+
+@contextmanager
+def _linked(identity: Identity) -> Iterator[Link | None]:
+    """A connection to the agent, if there is one, for what is said without a session."""
     link = None if identity.socket is None else Link(identity.socket, hello(identity))
     try:
-        Meetings(collective, link).check_thread()
+        yield link
     finally:
         if link is not None:
             link.close()
@@ -197,12 +204,9 @@ def tell_of_refusals() -> None:
 
 
 def _tell_refusal(text: str) -> None:
-    with suppress(OSError, RuntimeError):  # a process without a place has nobody to tell
-        identity = from_environment()
-        if identity.socket is not None:
-            link = Link(identity.socket, hello(identity))
-            Meetings(Solo(), link).refused(text)
-            link.close()
+    # A process without a place has nobody to tell.
+    with suppress(OSError, RuntimeError), _linked(from_environment()) as link:
+        Meetings(Solo(), link).refused(text)
 
 
 @contextmanager

@@ -19,10 +19,9 @@ OLDEST_ON_CPUS = (5, 18)
 _OF_A_MICRO_BATCH = frozenset({"aot", "aot_unpaired", "sft"})
 # Of trl: a part of their loss is a mean over the tokens of a micro-batch, and what they are given has no labels.
 _MEANS_OVER_TOKENS = frozenset({"CPOTrainer", "ORPOTrainer"})
-# Also of trl: at each step it changes a model that nobody saves.
-_FOLLOWS = "SyncRefModelCallback"
-# And this one has a second set of weights, which the reference model may follow.
-_AVERAGES = "BEMACallback"
+# Callbacks of trl, imported where somebody has one, and the weights that they change at each step and nobody saves.
+# (The second one's the reference model may follow.)
+_WEIGHTS_ASIDE = {"SyncRefModelCallback": "reference model", "BEMACallback": "average of the weights"}
 # Of PEFT's encoders of prompts: what makes prompts of their embedding while they are trained.
 _LAYERS_OF_PROMPTS = frozenset({"transform", "mlp_head", "lstm_head"})
 _KNOWN = ("dalsegno", "swift", "transformers")
@@ -140,12 +139,12 @@ def _of_samples(trainer: Any, name: str, owner: str) -> tuple[str, str]:
 
 def _unsaved(trainer: Any) -> list[tuple[str, str]]:
     """What trains and is in no checkpoint."""
-    found = []
-    callbacks = [cls.__name__ for one in trainer.callback_handler.callbacks for cls in type(one).__mro__]
-    if _FOLLOWS in callbacks:  # trl's, which is imported where somebody has one
-        found.append((f"{_FOLLOWS}, whose reference model is in no checkpoint", "leave it out"))
-    if _AVERAGES in callbacks:
-        found.append((f"{_AVERAGES}, whose average of the weights is in no checkpoint", "leave it out"))
+    callbacks = {cls.__name__ for one in trainer.callback_handler.callbacks for cls in type(one).__mro__}
+    found = [
+        (f"{name}, whose {weights} is in no checkpoint", "leave it out")
+        for name, weights in _WEIGHTS_ASIDE.items()
+        if name in callbacks
+    ]
     if lost := _beside_adapters(trainer):
         found.append(
             (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dalsegno.protos.signal_names import killed_by
+from dalsegno.protos.signal_names import how_ended, killed_by
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,7 @@ from dalsegno.protos.signal_names import killed_by
 def test_a_signal_is_named(number: int, text: str) -> None:
     """With its number, which logs are searched for."""
     assert killed_by(number) == text
+
+
+def test_a_return_code_says_how_a_process_ended() -> None:
+    assert (how_ended(3), how_ended(-9)) == ("exited with code 3", "was killed by signal 9 (SIGKILL)")
