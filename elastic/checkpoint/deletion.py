@@ -75,3 +75,17 @@ def _written_here(directory: Path) -> list[str]:
     if manifest.form != SHARDED or manifest.saved_as is not None:
         return []
     return [entry.path for entry in manifest.files]
+
+
+def is_held_open(directory: Path) -> bool:
+    """Whether this process has a file open that lies below it, or lay there; True where nobody can say."""
+    below = os.path.join(os.path.realpath(directory), "")
+    try:
+        numbers = os.listdir("/proc/self/fd")
+    except OSError:
+        return True
+    for number in numbers:
+        with contextlib.suppress(OSError):  # closed by now
+            if os.readlink(f"/proc/self/fd/{number}").startswith(below):
+                return True
+    return False

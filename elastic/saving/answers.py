@@ -29,11 +29,18 @@ class Answers:
         self.exchange(self.answer(error, path))
 
     def answer(self, error: BaseException | None, path: Path) -> dict[str, Any]:
-        """What this rank says of its ``error``, if it had one; a script's mistake is in its own log as well."""
+        """What this rank says of its ``error``, if it had one; a script's mistake is in its own log as well.
+
+        The error then forgets what it came through: that may hold a file open, and in memory what is deleted so stays
+        there.
+        """
         found = problem(error, path)
-        if found is not None and found.cause is not Cause.SURROUNDINGS:
+        if found is None or error is None:
+            return {}
+        if found.cause is not Cause.SURROUNDINGS:
             log.error("writing %s failed", path.name, exc_info=error)
-        return {} if found is None else dict(found.answer)
+        error.__traceback__ = None
+        return dict(found.answer)
 
     def agree_on_end(self, sealing: Sealing, error: BaseException | None, path: Path, *, seconds: float) -> str:
         """What all ranks take a save for that their threads seal: if one knows that it is sealed, it is. Collective.

@@ -10,6 +10,7 @@ from functools import partial
 from dalsegno.protos import worker_pb2
 
 from ..checkpoint import Best, CheckpointStore, Manifest, Ref
+from ..checkpoint.deletion import is_held_open
 from ..rank.collective import Collective
 from ..rank.identity import Identity
 from ..rank.link import Link
@@ -106,8 +107,10 @@ class Outcomes:
         if own.tier.leads and name:
             for error in own.tier.remove(name):
                 log.warning("what the failed save left in %s could not be removed: %s", name, error)
-        if in_memory:
-            gc.collect()  # A framework's error may be part of a cycle, and hold open what was deleted just now.
+        # A framework's error may be part of a cycle, and hold open what was deleted just now. To look for cycles takes
+        # a large program a second.
+        if in_memory and name and is_held_open(own.path):
+            gc.collect()
         # No rank may begin the next attempt while the leftovers of this one are being removed.
         self._collective.barrier()
         # A mistake ends the training; what is said of that comes with its error. What memory has no room for is on the

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +15,7 @@ import pytest
 
 from dalsegno.elastic import background
 from dalsegno.elastic.checkpoint import Manifest
+from dalsegno.elastic.checkpoint.deletion import is_held_open
 from dalsegno.elastic.rank.board import Board, CalledOff, LocalStore, open_board
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.saving import saving
@@ -383,6 +386,45 @@ def test_failed_saves_are_forgotten_too(tmp_path: Path, who: int) -> None:
         return len(group.channel("board").said)
 
     assert max(agreed(Job(tmp_path, 2), work)) <= 8
+
+
+class Careless:
+    """Cannot be written, and leaves a cycle that holds one of the save's files open, as frameworks do."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __deepcopy__(self, memo: object) -> Careless:
+        return self
+
+    def __reduce__(self) -> Any:
+        (path,) = self.directory.glob("step-6*/careless.pt")
+        cycle: list[Any] = [open(path, "rb")]  # noqa: SIM115
+        cycle.append(cycle)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("careless", [False, True])
+def test_what_a_failed_save_held_open_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, careless: bool
+) -> None:
+    """Its memory would stay taken. And garbage is collected for that alone."""
+    job, collect, collected = Job(tmp_path, 2), gc.collect, list[int]()
+    monkeypatch.setattr("dalsegno.elastic.saving.outcomes.gc.collect", lambda: collected.append(collect()))
+    unlucky = Careless(job.memory(0)) if careless else Unlucky()
+
+    def work(saver: Saver, group: Threads) -> None:
+        begin(saver, files_of(group.rank, 6) | ({"careless.pt": unlucky} if group.rank == 0 else {}), 6)
+        await_end(saver, group)
+        assert saver.settle() is None
+
+    gc.disable()
+    try:
+        assert agreed(job, work) == [None, None]
+    finally:
+        gc.enable()
+    assert not is_held_open(job.memory(0))
+    assert bool(collected) is careless
 
 
 def test_a_board_takes_no_message_that_would_cost_it_its_store() -> None:
