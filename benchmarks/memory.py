@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import report
+from dalsegno.agent.commands.tuning import stream_large_copies
 from tests.support.workers.fake_agent import FakeAgent
 
 WORKER = Path(__file__).with_name("memory_rank.py")
@@ -35,6 +36,7 @@ class Agent(FakeAgent):
 
 def main() -> int:
     """A line for each way of saving, with medians of the slowest rank; and one for the loop."""
+    stream_large_copies(os.environ)  # as an agent does
     rows = [row for strategy in ("ddp", "zero1", "hf") for size in MEGABYTES for row in _measure(strategy, size)]
     settings = {"ranks": RANKS, "saves": SAVES, "step (s)": STEP, "steps": STEPS, "stretches": STRETCHES}
     settings["load"] = round(os.getloadavg()[0], 1)

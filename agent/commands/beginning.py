@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -27,8 +27,9 @@ from ..shell.console import make_log_dir, set_up_logging
 from ..shell.output import Output
 from ..standby.nursery_start import NurserySpec, StartedNursery, start_nursery
 from ..storage.job_directory import JobDirectory, StorageError
+from .tuning import tune
 
-__all__ = ["Beginning", "Where", "nursery_spec", "script_of", "spin_little", "take_large_pages"]
+__all__ = ["Beginning", "Where", "nursery_spec", "script_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +41,6 @@ _NOT_FOR_WORKERS = (Variable.MASTER, Variable.TOKEN, Variable.ADMIN_TOKEN)
 # Torch sets it for nodes with more than one worker.
 _THREADS = "OMP_NUM_THREADS"
 _CARD = re.compile("nvidia[0-9]+")
-# How long a thread of libgomp, PyTorch's threads on Linux, waits for the others on its core before it sleeps.
-_SPINS, _WAIT_POLICY = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
-# What libgomp itself takes where it knows of more threads than cores. It knows those of its own process alone.
-_FEW_SPINS = "1000"
-# Whether PyTorch asks Linux for large pages for tensors on the CPU of 2 MiB and more; what Linux says of this machine.
-_LARGE_PAGES, _OF_LINUX = "THP_MEM_ALLOC_ENABLE", Path("/sys")
-# A virtual machine's balloon, and which of its features has it give free memory back to the host (virtio, 5.5).
-_BALLOON, _REPORTING = 5, 5
-# Where a large page is larger than that (512 MiB on some machines), there is rarely one.
-_LARGEST_PAGE_BYTES = 16 << 20
 
 
 class Where:
@@ -88,8 +79,7 @@ class Beginning:
         self.token = os.environ.get(Variable.TOKEN)
         for name in _NOT_FOR_WORKERS:
             os.environ.pop(name, None)
-        spin_little(os.environ)
-        take_large_pages(os.environ)
+        tune(os.environ)
         self.directory = JobDirectory(Path(options.checkpoint_dir).absolute(), options.job_id)
         try:
             self.directory.prepare()
@@ -144,48 +134,6 @@ class Beginning:
             # The pool tries again.
             logger.warning("%s", error)
             return None
-
-
-def take_large_pages(environment: MutableMapping[str, str], of_linux: Path = _OF_LINUX) -> None:
-    """Has PyTorch take new memory of workers for large tensors in large pages, unless somebody chose otherwise.
-
-    A new process touches all that it has for the first time. On Linux that is 2 GB/s in pages of 4 KiB, and 5 to 8 in
-    pages of 2 MiB. Not on virtual machines that give free memory back to their host: that is done with pieces as large
-    as large pages, and the host then has to find each of them first, at 0.4 GB/s.
-
-    Args:
-        of_linux: Where it says whether there are any. PyTorch warns in each process where there are none.
-    """
-    pages = of_linux / "kernel/mm/transparent_hugepage"
-    try:
-        given = "[never]" not in (pages / "enabled").read_text(encoding="ascii")
-        size = int((pages / "hpage_pmd_size").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return
-    if given and size <= _LARGEST_PAGE_BYTES and not _gives_memory_back(of_linux):
-        environment.setdefault(_LARGE_PAGES, "1")
-
-
-def _gives_memory_back(of_linux: Path) -> bool:
-    """Whether free memory goes back to this machine's host by itself (free page reporting)."""
-    for device in (of_linux / "bus/virtio/devices").glob("*"):
-        try:
-            kind, features = (device / "device").read_text(encoding="ascii"), (device / "features").read_text("ascii")
-            if int(kind, 16) == _BALLOON and features[_REPORTING : _REPORTING + 1] == "1":
-                return True
-        except (OSError, ValueError):
-            continue
-    return False
-
-
-def spin_little(environment: MutableMapping[str, str]) -> None:
-    """Has the threads of workers wait asleep, so that nodes that share a machine do not take its cores from each other.
-
-    Two ranks with two threads each on two cores made an engine in 0.4 to 0.5 s, and in 0.6 to 8 s without it. A process
-    that has the cores for itself is as fast as before. Whoever has chosen how threads wait keeps that.
-    """
-    if _WAIT_POLICY not in environment:
-        environment.setdefault(_SPINS, _FEW_SPINS)
 
 
 def script_of(options: argparse.Namespace) -> Script:

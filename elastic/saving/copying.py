@@ -1,12 +1,13 @@
 """Copies many tensors of the host's memory at once, with other cores' help where they are idle.
 
 One core does not use all of the memory's bandwidth, and torch copies with one thread where ``OMP_NUM_THREADS`` is 1, as
-launchers set it. What copies here is what the training waits for.
+launchers set it. What copies here is what the training waits for. How glibc copies is up to `agent/commands/tuning.py`.
 """
 
 from __future__ import annotations
 
 import _thread
+import ctypes
 import logging
 import threading
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ LEAST = 16 << 20
 # So many pieces for each thread. For each the interpreter is needed once, which other threads of the script may keep
 # busy; and one that is under way is waited for, if its core has something else to do.
 PIECES = 2
+# Bytes from which on a tensor is copied by itself, by glibc: the interpreter is needed once more for each.
+STREAMED = 8 << 20
 
 Piece = tuple[list[torch.Tensor], list[torch.Tensor]]
 
@@ -39,7 +42,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     threads = 1 if total < LEAST or torch.get_num_threads() > 1 else min(MOST_THREADS, cores())
     if threads == 1:
         with torch.no_grad():
-            torch._foreach_copy_(list(targets), list(sources))
+            _copy(targets, sources)
     else:
         size = max(1, total // (PIECES * threads))
         _Copying(_pieces(targets, sources, size)).with_threads(threads)
@@ -88,11 +91,24 @@ class _Copying:
         except IndexError:  # another thread has taken the last one
             return
         try:
-            torch._foreach_copy_(targets, sources)
+            _copy(targets, sources)
         # Raised where it is waited for.
         except BaseException as error:
             self._errors.append(error)
             self._pieces.clear()
+
+
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """The large ones past the caches, if glibc does that: torch has the processor read first what it writes over."""
+    small: Piece = [], []
+    for target, source in zip(targets, sources, strict=True):
+        if source.nbytes < STREAMED:
+            small[0].append(target)
+            small[1].append(source)
+        else:
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+    if small[0]:
+        torch._foreach_copy_(*small)
 
 
 def _pieces(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], size: int) -> list[Piece]:

@@ -7,13 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dalsegno.agent.commands import launch
 from dalsegno.agent.commands.arguments import parse
-from dalsegno.agent.commands.beginning import nursery_spec, script_of, spin_little, take_large_pages
+from dalsegno.agent.commands.beginning import nursery_spec, script_of
 from dalsegno.agent.script import modules_of
 from dalsegno.agent.shell import console
 
@@ -74,61 +73,6 @@ def test_its_threads_are_those_of_torch(
     assert spec.environment.get("OMP_NUM_THREADS") == threads
     launch._torch_config(options, tmp_path)
     assert os.environ.get("OMP_NUM_THREADS") == threads
-
-
-@pytest.mark.parametrize(
-    ("chosen", "spins"),
-    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
-)
-def test_threads_wait_asleep_unless_somebody_chose_otherwise(chosen: dict[str, str], spins: str | None) -> None:
-    environment = dict(chosen)
-    spin_little(environment)
-    assert environment == {**chosen, **({} if spins is None else {"GOMP_SPINCOUNT": spins})}
-
-
-@pytest.mark.parametrize(
-    ("enabled", "size", "chosen", "found"),
-    [
-        ("always [madvise] never", 2 << 20, {}, {"THP_MEM_ALLOC_ENABLE": "1"}),
-        ("[always] madvise never", 2 << 20, {"A": "B"}, {"A": "B", "THP_MEM_ALLOC_ENABLE": "1"}),
-        ("always [madvise] never", 2 << 20, {"THP_MEM_ALLOC_ENABLE": "0"}, {"THP_MEM_ALLOC_ENABLE": "0"}),
-        ("always madvise [never]", 2 << 20, {}, {}),
-        ("always [madvise] never", 512 << 20, {}, {}),
-        ("always [madvise] never", "?", {}, {}),
-        (None, 2 << 20, {}, {}),
-    ],
-)
-def test_large_pages_are_taken_where_there_are_any(
-    tmp_path: Path, enabled: str | None, size: Any, chosen: dict[str, str], found: dict[str, str]
-) -> None:
-    pages = tmp_path / "kernel/mm/transparent_hugepage"
-    pages.mkdir(parents=True)
-    if enabled is not None:
-        (pages / "enabled").write_text(enabled)
-    (pages / "hpage_pmd_size").write_text(f"{size}\n")
-    take_large_pages(chosen, tmp_path)
-    assert chosen == found
-
-
-@pytest.mark.parametrize(
-    ("device", "features", "found"),
-    [("0x0005", "011001", {}), ("0x0005", "0110001", {"THP_MEM_ALLOC_ENABLE": "1"}), ("0x0002", "111111", None)],
-    ids=["gives back", "keeps", "disk"],
-)
-def test_memory_that_goes_back_to_the_host_is_taken_in_small_pages(
-    tmp_path: Path, device: str, features: str, found: dict[str, str] | None
-) -> None:
-    """Of all its virtual devices a machine's balloon says so."""
-    pages, balloon = tmp_path / "kernel/mm/transparent_hugepage", tmp_path / "bus/virtio/devices/virtio0"
-    for folder in (pages, balloon, balloon.with_name("virtio1")):
-        folder.mkdir(parents=True)
-    (pages / "enabled").write_text("always [madvise] never\n")
-    (pages / "hpage_pmd_size").write_text("2097152\n")
-    (balloon / "device").write_text(f"{device}\n")
-    (balloon / "features").write_text(f"{features:0<64}\n")
-    environment: dict[str, str] = {}
-    take_large_pages(environment, tmp_path)
-    assert environment == ({"THP_MEM_ALLOC_ENABLE": "1"} if found is None else found)
 
 
 def test_cards_are_counted_as_torch_would(script: str) -> None:

@@ -29,14 +29,29 @@ def sources() -> list[torch.Tensor]:
     return [*found, torch.randn(130, 70, dtype=torch.float64), torch.randn(99, requires_grad=True), torch.tensor(3)]
 
 
+@pytest.mark.parametrize("streamed", [0, 4096, 1 << 30])
 @pytest.mark.parametrize("cores", [1, 2, 3, 16])
-def test_all_of_it_is_copied(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_of_it_is_copied(cores: int, streamed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "cores", lambda: cores)
+    monkeypatch.setattr(copying, "STREAMED", streamed)
     for _ in range(20):
         given = sources()
         targets = [torch.full_like(tensor, 2, requires_grad=False) for tensor in given]
         copying.copy_all(targets, given)
         assert all(torch.equal(target, source) for target, source in zip(targets, given, strict=True))
+
+
+def test_large_tensors_are_copied_by_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch gets the others of a piece."""
+    monkeypatch.setattr(copying, "STREAMED", 40_000)
+    copied, by_torch, copy = list[int](), list[int](), torch._foreach_copy_
+    monkeypatch.setattr(copying.ctypes, "memmove", lambda target, source, size: copied.append(size))
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda to, given: (by_torch.extend(one.nbytes for one in given), copy(to, given))
+    )
+    given = [torch.ones(size) for size in (10, 9_999, 10_000, 5, 20_000)]
+    copying._copy([torch.zeros_like(tensor) for tensor in given], given)
+    assert (copied, by_torch) == ([40_000, 80_000], [40, 39_996, 20])
 
 
 def test_who_has_not_begun_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
