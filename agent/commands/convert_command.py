@@ -23,6 +23,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from dalsegno.elastic.universal import Effort
 from dalsegno.protos.shortage import starting
+from dalsegno.protos.signal_names import how_ended
 from dalsegno.protos.text import object_in
 
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
@@ -161,7 +162,7 @@ def _death(code: int, errors: IO[bytes]) -> str:
     if code == -signal.SIGKILL:
         return "the converter was killed, perhaps because memory was short; the same command goes on from here"
     if code < 0:
-        return f"the converter was ended by {signal.Signals(-code).name}; the same command goes on from here"
+        return f"the converter {how_ended(code)}; the same command goes on from here"
     errors.seek(0)
     lines = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
     reason = re.sub(r"^.*: error: ", "", lines[-1]) if lines else f"it exited with code {code}"

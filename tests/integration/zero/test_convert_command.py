@@ -86,7 +86,7 @@ FAILURES = {
     ),
     "bus error": (
         "import os, signal; os.kill(os.getpid(), signal.SIGBUS)",
-        "dalsegno: error: the converter was ended by SIGBUS; the same command goes on from here\n",
+        "dalsegno: error: the converter was killed by signal 7 (SIGBUS); the same command goes on from here\n",
     ),
     "crashed": (
         "import sys; print('noise', file=sys.stderr); raise ValueError('what went wrong')",
