@@ -38,14 +38,13 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         RuntimeError: Of torch. As with any other exception, the targets may still be written to.
     """
     total = sum(tensor.nbytes for tensor in sources)
-    # More than this rank's share of the cores: those of others help only while they are idle.
-    threads = 1 if total < LEAST or torch.get_num_threads() > 1 else min(MOST_THREADS, cores())
-    if threads == 1:
+    if total < LEAST or torch.get_num_threads() > 1:
         with torch.no_grad():
-            _copy(targets, sources)
+            torch._foreach_copy_(list(targets), list(sources))
     else:
-        size = max(1, total // (PIECES * threads))
-        _Copying(_pieces(targets, sources, size)).with_threads(threads)
+        # More than this rank's share of the cores: those of others help only while they are idle.
+        threads = min(MOST_THREADS, cores())
+        _Copying(_pieces(targets, sources, max(1, total // (PIECES * threads)))).with_threads(threads)
 
 
 class _Copying:

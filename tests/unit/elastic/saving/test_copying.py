@@ -54,6 +54,15 @@ def test_large_tensors_are_copied_by_glibc(monkeypatch: pytest.MonkeyPatch) -> N
     assert (copied, by_torch) == ([40_000, 80_000], [40, 39_996, 20])
 
 
+def test_torch_copies_where_it_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(copying, "_copy", None)
+    given = sources()
+    targets = [torch.zeros_like(tensor) for tensor in given]
+    copying.copy_all(targets, given)
+    assert all(torch.equal(target, source) for target, source in zip(targets, given, strict=True))
+
+
 def test_who_has_not_begun_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its core has something else to do. When it begins at last, nothing is left for it."""
     late: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
