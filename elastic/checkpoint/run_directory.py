@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import stat
+import weakref
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -35,6 +36,7 @@ class LocalLock:
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK
         self._descriptor: int | None = None
+        _locks.add(self)
 
     def acquire(self) -> None:
         """Takes the lock or fails at once.
@@ -55,7 +57,7 @@ class LocalLock:
         self._descriptor = descriptor
 
     def release(self) -> None:
-        """Gives the lock back, also where forked processes (a loader's workers) have the descriptor, too."""
+        """Gives the lock back, also where a forked process still has the descriptor."""
         if self._descriptor is not None:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
@@ -69,6 +71,24 @@ class LocalLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+    def forget(self) -> None:
+        """Leaves the lock to the process that this one was forked from: it ends with that one, not with both."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+# A loader's workers outlive a process that was killed until they look for it, and would keep the lock so long.
+_locks: weakref.WeakSet[LocalLock] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_locks):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 class CheckpointStore:

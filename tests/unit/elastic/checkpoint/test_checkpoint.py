@@ -354,24 +354,37 @@ def test_local_lock_is_exclusive_and_dies_with_its_process(tmp_path: Path) -> No
         pass
 
 
-def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """A data loader's workers have the descriptor, too, and may live a little longer."""
-    lock = LocalLock(tmp_path)
-    lock.acquire()
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(writer)
-        os.read(reader, 1)
-        os._exit(0)
-    try:
-        lock.release()
-        with LocalLock(tmp_path):
-            pass
-    finally:
-        os.close(writer)
-        os.close(reader)
-        os.waitpid(child, 0)
+@pytest.mark.parametrize("ends", ["released", "killed"])
+def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path, ends: str) -> None:
+    """A data loader's workers outlive a process that is killed. Nor can they release it while that one lives."""
+    code = (
+        "import os, pathlib, sys; from dalsegno.elastic.checkpoint import LocalLock;"
+        "lock = LocalLock(pathlib.Path(sys.argv[1])); lock.acquire();"
+        "child = os.fork() or (lock.release() or print('forked', flush=True), sys.stdin.read(), os._exit(0));"
+        "sys.argv[2] == 'released' and (sys.stdin.readline(), lock.release(), print('released', flush=True));"
+        "os.waitpid(child, 0)"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path), ends], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    assert holder.stdin is not None
+    assert holder.stdout.readline() == "forked\n"
+    with pytest.raises(DirectoryInUse, match="in use by another training"):
+        LocalLock(tmp_path).acquire()
+    if ends == "killed":
+        holder.kill()
+        holder.wait(10)
+    else:
+        holder.stdin.write("\n")
+        holder.stdin.flush()
+        assert holder.stdout.readline() == "released\n"
+    with LocalLock(tmp_path):
+        pass
+    # The child ends with its input, and is the last who holds its output.
+    holder.stdin.close()
+    assert holder.stdout.read() == ""
+    holder.wait(10)
 
 
 def test_importable_without_torch() -> None:
