@@ -64,8 +64,9 @@ class Batches(Generic[T]):
     Args:
         dataset: Map-style (``__getitem__``), or iterable. An iterable one has its own order (give the sampler
             ``shuffle=False``) and must give the same samples on every rank. Each rank and each of its DataLoader
-            workers reads all of it. If it has ``set_epoch(data_epoch)`` and ``skip(n)``, they are used; without
-            ``skip`` a resumed run reads the samples that it skips.
+            workers reads all of it. If it has ``skip(n)``, that is used; without it a resumed run reads the samples
+            that it skips. A data set of either kind, or one inside of it, that has ``set_epoch`` is told the data epoch
+            before it is read.
         sampler: The order and where to begin.
         plan: Which rank computes what. Its global batch size must be the sampler's.
         rank: This rank's number in the data-parallel group.
@@ -126,7 +127,7 @@ class Batches(Generic[T]):
         maker = Maker(collate, self._seed, sampler.order.seed)
         self._make_loading = functools.partial(Loading, dataset, sampler, maker=maker, options=options)
         self._through: Callable[[Any], Iterator[MicroBatch[T]]] | None = None
-        self._said = self._said_uncomputed = False
+        self._said = self._said_uncomputed = self._said_epoch = False
         self.go_on(plan, rank, resume)
 
     def go_on(self, plan: BatchPlan, rank: int, resume: Any) -> None:
@@ -238,7 +239,7 @@ class Batches(Generic[T]):
         place, step, length = self._sampler.position, self._steps_done + 1, self.order.length
         ids = tuple(sorted({0, length // 2, length - 1})) if length else (0, 1, 2)
         look = Inspection(
-            ids, *(_PATIENT if patient else _AT_ONCE), place.data_epoch if self._loading.has_epochs else 0
+            ids, *(_PATIENT if patient else _AT_ONCE), place.data_epoch if self._loading.epoch.wanted else 0
         )
         try:
             seen, parts = self._loading.look(place, self._generator(step), look)
@@ -284,12 +285,14 @@ class Batches(Generic[T]):
     def _iterate(self) -> Iterator[Batch[T]]:
         step, place = self._steps_done + 1, self._sampler.position
         begun, self._begun = self._begun, None
+        data_epoch = 0
         if begun is not None and begun[:2] == (place, step):
             parts = begun[2]
         else:
             parts = self._loading.start(place, self._generator(step))
         while gathered := list(islice(parts, self._plan.accumulation)):
             one = gathered[0][0]
+            data_epoch = self._tell_epoch(data_epoch, one.position.data_epoch)
             if self._left is not None:
                 self._left = self._count_after(one.position_after)
             batch = Batch(
@@ -308,6 +311,38 @@ class Batches(Generic[T]):
                 batch.check_complete()
                 self._say_unscaled(batch)
             step += 1
+
+    def _tell_epoch(self, before: int, now: int) -> int:
+        """Notes the data epochs of the batch before and of this one; warns once of what a script's numbers do not do.
+
+        What the training process itself does with the data set (an evaluation, a line that names its epoch) is then the
+        same with workers, which tell only their own.
+        """
+        epoch, length = self._loading.epoch, self.order.length
+        told = epoch.contradicted(before, now)
+        if not self._loading.is_stream:
+            epoch.tell(now)
+        if self._rank or self._said_epoch or not epoch.wanted:
+            return now
+        if told is not None:
+            self._said_epoch = True
+            remark(
+                "set_epoch(%s) of the data set, called by the script, counts for nothing: before samples are read it "
+                "is told their data epoch (here %d, the first is 0), so that they are the same behind each start and "
+                "with any number of workers. To count otherwise, do so inside of set_epoch",
+                told,
+                now,
+            )
+        elif length and before != now and self._loading.length not in (None, length):
+            self._said_epoch = True
+            remark(
+                "the data set has %d samples in data epoch %d, and the order of the run is of %d: what is more than "
+                "that is never trained",
+                self._loading.length,
+                now,
+                length,
+            )
+        return now
 
     def micro_batches(self, batch: Batch[T], parts: list[tuple[PlannedMicroBatch, T]]) -> Iterator[MicroBatch[T]]:
         """See ``Batch.micro_batches``."""

@@ -19,6 +19,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from ..checkpoint import Position
 from ..rank import rng
+from .epochs import DataEpoch
 from .looking import Inspected, Inspection, look_at, name_of
 from .plan import BatchPlan, Slice
 from .prints import print_of
@@ -95,7 +96,7 @@ class Loading(Generic[T]):
 
     Attributes:
         is_stream: The data set is iterable.
-        has_epochs: Its samples may differ between data epochs.
+        epoch: Tells it the data epoch, in this process.
     """
 
     def __init__(
@@ -110,7 +111,12 @@ class Loading(Generic[T]):
     ) -> None:
         self._dataset, self._sampler, self._plan, self._rank = dataset, sampler, plan, rank
         self._maker, self._data_epochs, self._options = maker, data_epochs, options
-        self.is_stream, self.has_epochs = is_iterable(dataset), hasattr(dataset, "set_epoch")
+        self.is_stream, self.epoch = is_iterable(dataset), DataEpoch(dataset, maker.worker_seed)
+
+    @property
+    def length(self) -> int | None:
+        """Samples of the data set as it now is; None: unknown, or a stream, which counts them itself."""
+        return len(self._dataset) if not self.is_stream and hasattr(self._dataset, "__len__") else None
 
     def start(self, position: Position, generator: Any) -> Iterator[tuple[PlannedMicroBatch, T]]:
         """The parts of this rank from ``position`` on, in order.
@@ -120,7 +126,7 @@ class Loading(Generic[T]):
             generator: The generator from which workers' seeds are drawn.
         """
         asked: deque[PlannedMicroBatch] = deque()
-        return self._parts(begun(self._read(position, generator, asked)), asked)
+        return self._parts(self._read(position, generator, asked), asked)
 
     def look(
         self, position: Position, generator: Any, look: Inspection
@@ -130,7 +136,7 @@ class Loading(Generic[T]):
         The training process must not open anything here that its reading processes, which start later, must not share.
         """
         asked: deque[PlannedMicroBatch] = deque()
-        reading = begun(self._read(position, generator, asked, look))
+        reading = self._read(position, generator, asked, look)
         # Each process that reads an iterable data set first yields what it has seen of it.
         readers = max(1, self._options.get("num_workers", 0)) if is_iterable(self._dataset) else 1
         return list(islice(reading, readers)), self._parts(reading, asked)
@@ -145,14 +151,20 @@ class Loading(Generic[T]):
 
     def _read(
         self, position: Position, generator: Any, asked: deque[PlannedMicroBatch], look: Inspection | None = None
-    ) -> DataLoader[Any]:
+    ) -> Iterator[Any]:
+        """An iterator whose workers, if there are any, have begun to read."""
         if is_iterable(self._dataset):
+            plan, maker = self._plan, self._maker
             stream = Stream(
-                self._dataset, self._sampler, self._plan, self._rank, self._maker, position, self._data_epochs, look
+                self._dataset, self._sampler, plan, self._rank, maker, position, self._data_epochs, look, self.epoch
             )
-            return self._loader(stream, generator)
-        ask = chain([] if look is None else [look], self._ask(position, asked))
-        return self._loader(Fetcher(self._dataset, self._maker), generator, sampler=ask)
+            return begun(self._loader(stream, generator))
+        # A data set may share what it is told between processes. So no worker reads ahead into another data epoch.
+        apart = self.epoch.wanted and self._options.get("num_workers", 0) > 0
+        asking = _Asking(self._ask, position, asked, apart, look)
+        keep = {"persistent_workers": True} if apart else {}
+        loader = self._loader(Fetcher(self._dataset, self._maker, self.epoch), generator, sampler=asking, **keep)
+        return chain(begun(loader), _goes_on(loader, asking))
 
     def _loader(self, dataset: Any, generator: Any, **options: Any) -> DataLoader[Any]:
         # batch_size=None, because each item of the data set is a micro-batch already.
@@ -160,16 +172,50 @@ class Loading(Generic[T]):
             dataset, batch_size=None, collate_fn=_as_is, generator=generator, **{**self._options, **options}
         )
 
-    def _ask(self, position: Position, asked: deque[PlannedMicroBatch]) -> Iterator[PlannedMicroBatch]:
+    def _ask(self, position: Position) -> Iterator[PlannedMicroBatch]:
         while self._data_epochs is None or position.data_epoch < self._data_epochs:
             whole = self._sampler.batch_at(position)
             total = len(whole.sample_ids)
             for piece in self._plan.slices(self._rank, total):
                 ids = tuple(whole.sample_ids[piece.start : piece.stop])
-                part = PlannedMicroBatch(piece, total, ids, position, whole.position_after)
-                asked.append(part)
-                yield part
+                yield PlannedMicroBatch(piece, total, ids, position, whole.position_after)
             position = whole.position_after
+
+
+class _Asking:
+    """What a loader asks of a map-style data set: a look, if there is one, and parts, all or one data epoch's a time.
+
+    Attributes:
+        over: No part is left.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[Position], Iterator[PlannedMicroBatch]],
+        position: Position,
+        asked: deque[PlannedMicroBatch],
+        apart: bool,
+        look: Inspection | None,
+    ) -> None:
+        self._parts, self._asked, self._apart, self.over = ask(position), asked, apart, False
+        self._next: list[PlannedMicroBatch | Inspection] = [] if look is None else [look]
+
+    def __iter__(self) -> Iterator[PlannedMicroBatch | Inspection]:
+        data_epoch = None
+        for part in chain(self._next, self._parts):
+            if isinstance(part, PlannedMicroBatch):
+                if self._apart and data_epoch not in (None, part.position.data_epoch):
+                    self._next = [part]
+                    return
+                data_epoch = part.position.data_epoch
+                self._asked.append(part)
+            yield part
+        self.over = True
+
+
+def _goes_on(loader: DataLoader[Any], asking: _Asking) -> Iterator[Any]:
+    while not asking.over:
+        yield from begun(loader)
 
 
 def begun(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -181,12 +227,14 @@ def begun(loader: DataLoader[Any]) -> Iterator[Any]:
 class Fetcher(Dataset["T | Inspected"]):
     """A map-style data set whose items are micro-batches."""
 
-    def __init__(self, dataset: Any, maker: Maker[T]) -> None:
-        self.dataset, self.maker = dataset, maker
+    def __init__(self, dataset: Any, maker: Maker[T], epoch: DataEpoch | None = None) -> None:
+        self.dataset, self.maker, self.epoch = dataset, maker, epoch or DataEpoch(dataset)
 
     def __getitem__(self, part: PlannedMicroBatch | Inspection) -> T | Inspected:
         if isinstance(part, Inspection):
+            self.epoch.tell(part.data_epoch)
             return look_at(self.dataset, lambda index: self._together([index])[0], part)
+        self.epoch.tell(part.position.data_epoch)
         self.maker.settle(part)
         return self.maker.make(self._samples(part), part)
 
@@ -223,8 +271,9 @@ class Stream(IterableDataset["tuple[PlannedMicroBatch, T] | Inspected"]):
         start: Position,
         data_epochs: int | None,
         look: Inspection | None = None,
+        epoch: DataEpoch | None = None,
     ) -> None:
-        self.dataset, self.maker = dataset, maker
+        self.dataset, self.maker, self.epoch = dataset, maker, epoch or DataEpoch(dataset)
         # What is seen of the first samples is noted while they are read, because many data sets cannot be read twice.
         self._looked_at, self._seen = 0 if look is None else len(look.sample_ids), Inspected()
         self._order, self._drop_last = sampler.order, sampler.drop_last
@@ -271,8 +320,7 @@ class Stream(IterableDataset["tuple[PlannedMicroBatch, T] | Inspected"]):
     def _read(self, position: Position) -> Iterator[Any]:
         """The samples of a data epoch from ``position`` on. The epoch's length is checked if it is known."""
         dataset, count = self.dataset, position.samples
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(position.data_epoch)
+        self.epoch.tell(position.data_epoch)
         skip = getattr(dataset, "skip", None)
         # A shuffled data set of Hugging Face's would then give another order, and not all samples.
         if count and callable(skip) and type(dataset).__module__.partition(".")[0] != "datasets":
