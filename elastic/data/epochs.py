@@ -84,6 +84,16 @@ class DataEpoch:
             with rng.aside("data epoch", self._seed, data_epoch):
                 tell(data_epoch)
 
+    def keep_apart(self) -> None:
+        """In a process that reads by itself: what the data sets are told here is not told to other processes.
+
+        Hugging Face's share their epoch, and add the difference to it: two workers at a time could add it twice.
+        """
+        for dataset in (heard.dataset for heard in self._heard):
+            shared = getattr(dataset, "_epoch", None)
+            if type(dataset).__module__.partition(".")[0] == "datasets" and isinstance(shared, Tensor):
+                dataset._epoch = shared.clone()
+
     def contradicted(self, *right: int) -> int | None:
         """The number other than these that the script has told the data set by itself, since this was asked last."""
         told = [heard.by_script for heard in self._heard]

@@ -282,6 +282,8 @@ class Stream(IterableDataset["tuple[PlannedMicroBatch, T] | Inspected"]):
     def __iter__(self) -> Iterator[tuple[PlannedMicroBatch, T] | Inspected]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        if info is not None:
+            self.epoch.keep_apart()
         number = 0
         for samples, position, after in self._batches():
             if self._looked_at:

@@ -392,3 +392,26 @@ def test_streams_inside_of_others_are_told(workers: int, wrap: Any, caplog: pyte
                 inner.set_epoch(9)
     is_right(found)
     assert [line.startswith("set_epoch(9)") for line in said(caplog)] == [True]
+
+
+def test_workers_do_not_change_each_others_epoch() -> None:
+    """Hugging Face's streams share it, and add to it: two workers that enter a data epoch at once could add twice."""
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"x": [[i] for i in range(LENGTH)]}).to_iterable_dataset()
+    data = rows.shuffle(seed=1, buffer_size=LENGTH).with_format("torch")
+    made = [
+        Batches(
+            Rows(data) if inside else data,
+            ElasticSampler(None, SIZE, shuffle=False),
+            BatchPlan(SIZE, 1, 4),
+            0,
+            collate=unstacked,
+            loader_options={"num_workers": workers},
+        )
+        for inside, workers in ((False, 2), (True, 2), (False, 0))
+    ]
+    read = [[[int(x) for m in batch.micro_batches for x in m.data] for batch in islice(one, 7)] for one in made[:2]]
+    assert int(data._epoch) == 0
+    assert read[0] == read[1] == [[int(x) for m in b.micro_batches for x in m.data] for b in islice(made[2], 7)]
+    assert int(data._epoch) == 2
+    assert read[0][:3] != read[0][3:6]
