@@ -326,7 +326,7 @@ class _Pod:
             raise _Left
 
     def _for_agent(self, number: int) -> int:
-        """The signal by which the agent is told. Told twice it goes at once, and that is what a second Ctrl-C means.
+        """The signal by which the agent is told. Told again later it goes at once, as a second Ctrl-C wants.
 
         A container's init may tell all processes, and the entry point passes it on: so nothing else is passed on twice,
         and SIGTERM as SIGHUP, which never counts as the second.

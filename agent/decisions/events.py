@@ -194,6 +194,8 @@ class Signalled:
     """One of --signals-to-handle reached the agent: a notice to leave."""
 
     number: int
+    # When it came, on the clock of the decisions; None: now. It may be handled later.
+    at: float | None = None
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def take(decision: Decision, event: ev.Event) -> None:
         case ev.StartFailed():
             ranks.start_failed(decision, event)
         case ev.Signalled():
-            leaving.signalled(decision, event.number)
+            leaving.signalled(decision, event)
         case ev.StandbyWarm():
             standby_warm(decision, event.epoch)
         case ev.JoinPrepared():

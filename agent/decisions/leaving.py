@@ -17,21 +17,28 @@ from .state import Leave, Outcome, Workers
 KILL_PATIENCE_SECONDS = 2.0
 # Seconds without a write after which workers without a session, which have had their signal, are not waited for.
 STILL_SECONDS = 5.0
+# Seconds behind the first signal in which more of them are the same notice. `timeout` signals its child and then its
+# whole group, a terminal signals a launcher and us, and the launcher passes it on, perhaps as another. Nobody who
+# has waited for less than this knows that a save is too slow; and a later signal still hurries it.
+SAME_NOTICE_SECONDS = 1.0
 
 
-def signalled(decision: Decision, number: int) -> None:
-    """Handles a signal: the first is a leave notice, the second means now."""
-    state = decision.state
+def signalled(decision: Decision, event: ev.Signalled) -> None:
+    """Handles a signal: the first is a leave notice, with what comes at once behind it; a later one means now."""
+    state, number = decision.state, event.number
     name = signal.Signals(number).name
+    at = decision.now if event.at is None else event.at
     if state.leave is not None and not state.leave.signalled:
         # Whoever orders a node to go may well end its machine next.
-        state.leave.signalled = True
+        state.leave.signalled, state.leave.signalled_at = True, at
         decision.do(ev.Say(f"{name}: this node is leaving already, by order"))
         return
     if state.leaving and number == signal.SIGHUP:
         return  # a closed terminal sends it twice, from kernel and shell; nobody there is in a hurry
     if state.leave is not None and state.leave.hung_up and number == signal.SIGTERM:
         state.leave.hung_up = False  # of two at once the kernel hands out the smaller number first
+        return
+    if state.leave is not None and at - state.leave.signalled_at <= SAME_NOTICE_SECONDS:
         return
     if state.leaving:
         decision.do(ev.Say(f"{name} again: this node goes at once"))
@@ -44,7 +51,7 @@ def signalled(decision: Decision, number: int) -> None:
         return
     begin(decision, name)
     if state.leave is not None:
-        state.leave.hung_up = number == signal.SIGHUP
+        state.leave.hung_up, state.leave.signalled_at = number == signal.SIGHUP, at
     if state.incarnation and not state.door.registering and not state.fenced:
         decision.call("Leave", control_pb2.LeaveRequest(caller=decision.caller(), notice=state.settings.drain_timeout))
     elif not goes_with_it(state):

@@ -135,6 +135,8 @@ class Leave:
     deadline: float
     # A signal has come; before that it was an order of the master's. Then the whole job may be stopped.
     signalled: bool = True
+    # When the first came: what comes with it is the same notice.
+    signalled_at: float = float("-inf")
     stop: bool = False
     # Only SIGHUP has come. It may overtake the SIGTERM that belongs to it.
     hung_up: bool = False

@@ -21,7 +21,7 @@ def script(job: JobSpec) -> str:
 
     Slurm tells the batch shell alone (`B:`), `grace` seconds before the time limit; the shell tells the agent. When a
     task has to go earlier, the cluster's `ProctrackType` decides who gets SIGTERM: the shell alone (cgroup), or the
-    agent, too (linuxproc, pgid). A second SIGTERM would end the agent at once. So the shell passes it on as SIGHUP, and
+    agent, too (linuxproc, pgid). A later SIGTERM would end the agent at once. So the shell passes it on as SIGHUP, and
     a moment later: that is a notice as well, but never counts as a second one.
 
     `Incomplete` keeps a task that was cancelled from starting again. An agent that was killed has its task started
@@ -47,7 +47,7 @@ def script(job: JobSpec) -> str:
         *exports,
         " \\\n  ".join(words) + " &",
         "agent=$!",
-        "trap 'noticed=1; sleep 1; kill -HUP $agent 2> /dev/null' TERM # a second SIGTERM would hurry it",
+        "trap 'noticed=1; sleep 1; kill -HUP $agent 2> /dev/null' TERM # a later SIGTERM would hurry it",
         "noticed=1 again=",
         'while [ "$noticed" ]; do noticed=; wait $agent; code=$?; done # a notice interrupts the wait',
         "case $code in",

@@ -241,7 +241,7 @@ class ElasticAgent(LocalElasticAgent):
         mark(name, node=self._state.node, epoch=self._state.started)
 
     def _signalled(self, number: int) -> None:
-        self._mailbox.put(ev.Signalled(number))
+        self._mailbox.put(ev.Signalled(number, time.monotonic()))
 
     def _worker_said(self, epoch: int, rank: int, message: worker_pb2.ToAgent) -> None:
         body = message.WhichOneof("body")

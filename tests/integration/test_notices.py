@@ -11,14 +11,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
+from dalsegno.agent.decisions.leaving import SAME_NOTICE_SECONDS
 from tests.support.jobs import local_processes as processes
 from tests.support.jobs.attacks import is_keeper
-from tests.support.jobs.cluster import Cluster, Node, Training, Undisturbed
+from tests.support.jobs.cluster import LEFT, LEFT_UNSAVED, Cluster, Node, Training, Undisturbed
 from tests.support.jobs.master_process import eventually
 
 pytestmark = pytest.mark.timeout(900)
@@ -106,6 +108,33 @@ def test_a_node_of_which_everything_is_signalled_leaves_saved(
     job.finish()
     job.assert_lost({})
     job.assert_undisturbed(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "second", "code"),
+    [
+        (0.0, signal.SIGTERM, LEFT),
+        (0.0, signal.SIGINT, LEFT),
+        (0.1, signal.SIGTERM, LEFT),
+        (SAME_NOTICE_SECONDS + 0.6, signal.SIGTERM, LEFT_UNSAVED),
+    ],
+)
+def test_a_second_signal(clusters: Clusters, seconds: float, second: signal.Signals, code: int) -> None:
+    """Of one `timeout`, or of a launcher that passes it on: the save is waited for. A later one ends it at once."""
+    job = clusters(training=Training(steps=60), nnodes="1:1", executed=0)
+    (a,) = job.start("a", hold="saved-20")
+    job.wait_hold("saved-20", a)
+    a.expected = code
+    a.process.send_signal(signal.SIGTERM)
+    time.sleep(seconds)  # why: the distance of two signals is what is tried
+    a.process.send_signal(second)
+    if code == LEFT:
+        time.sleep(0.5)  # why: so that it would be seen to go at once
+        assert a.alive
+        job.release()
+    job.wait_exit(a)
+    assert job.sealed()[-1].step == (max(line.step for line in job.poll()) if code == LEFT else 10)
+    assert ("goes at once" in a.text()) == (code == LEFT_UNSAVED)
 
 
 def spared(job: Cluster, subset: frozenset[str], number: signal.Signals) -> None:

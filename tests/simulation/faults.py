@@ -182,12 +182,12 @@ def hung_end(sim: Simulation) -> None:
 
 
 def impatient_leave(sim: Simulation) -> None:
-    """SIGTERM, and again."""
+    """SIGTERM, and again: with it, or later, which means now."""
     agent = sim.pick(sim.living())
     if agent is not None and not agent.frozen:
         sim.ledger.disturbed(1.0)
         leave(sim, agent)
-        sim.clock.after(sim.random.uniform(0.01, 1.0), agent.deliver, ev.Signalled(signal.SIGINT))
+        sim.clock.after(sim.random.uniform(0.01, 2.0), agent.deliver, ev.Signalled(signal.SIGINT))
 
 
 def failing_start(sim: Simulation) -> None:

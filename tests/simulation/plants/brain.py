@@ -425,8 +425,8 @@ def reports_the_end_before_the_commit(original: Any) -> Any:
 
 
 def ignores_a_notice(original: Any) -> Any:
-    def signalled(self: Any, number: int) -> None:
-        original(self, number)
+    def signalled(self: Any, event: Any) -> None:
+        original(self, event)
         self.kill_workers()
 
     return signalled

@@ -67,6 +67,11 @@ class Agent:
         self.now += seconds
         return self.hear(ev.Tick())
 
+    def hurried(self, number: signal.Signals = signal.SIGTERM) -> list[ev.Action]:
+        """A second notice, too late to belong to the first."""
+        self.now += leaving.SAME_NOTICE_SECONDS + 0.1
+        return self.hear(ev.Signalled(number))
+
     def calls(self, method: str) -> list[Any]:
         return [action.request for action in self.actions if isinstance(action, ev.Call) and action.method == method]
 
@@ -980,11 +985,50 @@ def test_a_leaver_without_workers_leaves_nothing_unsaved() -> None:
     assert (code, "no workers" in message) == (ev.EXIT_LEFT, True)
 
 
-def test_a_second_signal_goes_at_once() -> None:
-    """Without waiting for a save."""
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_goes_at_once(second: signal.Signals) -> None:
+    """Without waiting for a save, if it comes later than what belongs to the first."""
     agent = Agent().registered().running()
-    agent.hear(ev.Signalled(signal.SIGTERM), ev.Signalled(signal.SIGINT))
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.hurried(second)
     assert agent.did(ev.StopWorkers)
+    assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT_UNSAVED
+
+
+@pytest.mark.parametrize("session", [True, False])
+@pytest.mark.parametrize(
+    "signals",
+    [
+        (signal.SIGTERM,) * 3,
+        (signal.SIGINT, signal.SIGINT),
+        (signal.SIGINT, signal.SIGTERM),
+        (signal.SIGHUP, signal.SIGINT),
+    ],
+)
+def test_who_says_the_same_twice_at_once_is_in_no_hurry(signals: tuple[signal.Signals, ...], session: bool) -> None:
+    """As `timeout` does, which signals its child and then its group; and launchers that hear a Ctrl-C, too."""
+    agent = Agent().registered().running(session=session)
+    first, *more = signals
+    agent.hear(ev.Signalled(first))
+    stops = agent.did(ev.StopWorkers)
+    for number in more:
+        agent.waits(0.4)
+        agent.hear(ev.Signalled(number))
+    assert agent.did(ev.StopWorkers) == stops
+    assert not agent.did(ev.Exit)
+    agent.hurried(signal.SIGINT)
+    assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT_UNSAVED
+
+
+def test_signals_count_from_when_they_came() -> None:
+    """An agent that is held up between two handles the second late: they are one notice all the same."""
+    agent = Agent().registered().running()
+    came = agent.now
+    agent.hear(ev.Signalled(signal.SIGTERM, came))
+    agent.waits(3.0)
+    agent.hear(ev.Signalled(signal.SIGTERM, came + 0.1))
+    assert not agent.did(ev.Exit)
+    agent.hear(ev.Signalled(signal.SIGTERM, came + 2.5))
     assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT_UNSAVED
 
 
@@ -999,7 +1043,8 @@ def test_a_closed_terminal_is_never_in_a_hurry() -> None:
     agent.directed(release=control_pb2.Release())
     assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT
     agent = Agent().registered().running()
-    agent.hear(ev.Signalled(signal.SIGHUP), ev.Signalled(signal.SIGINT))
+    agent.hear(ev.Signalled(signal.SIGHUP))
+    agent.hurried(signal.SIGINT)
     assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT_UNSAVED
 
 

@@ -166,7 +166,8 @@ def test_where_nothing_counts_any_more_ranks_end_at_once(way: str) -> None:
     elif way == "finished":
         agent.directed(finish=control_pb2.Finish(success=False, message="over"))
     else:
-        agent.hear(ev.Signalled(signal.SIGTERM), ev.Signalled(signal.SIGTERM))
+        agent.hear(ev.Signalled(signal.SIGTERM))
+        agent.hurried()
     assert not told(agent)
     assert agent.did(ev.StopWorkers)
 

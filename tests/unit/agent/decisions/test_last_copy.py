@@ -84,7 +84,7 @@ def test_who_could_not_write_it_does_not_say_that_all_is_saved(again: bool) -> N
     agent.hear(ev.MadeDurable(REF, "no space left on device"))
     assert not agent.did(ev.Exit)
     if again:
-        agent.hear(ev.Signalled(signal.SIGINT))
+        agent.hurried(signal.SIGINT)
     else:
         agent.waits(11)
     (left,) = agent.did(ev.Exit)

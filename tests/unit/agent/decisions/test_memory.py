@@ -226,7 +226,7 @@ def test_a_leaver_whose_part_nobody_took_does_not_say_that_it_is_saved() -> None
 def how_it_goes(agent: Agent, again: bool) -> ev.Exit:
     """The end of a leaver that has had its notice: by a second one (`again`), or as it is over and nobody says more."""
     if again:
-        agent.hear(ev.Signalled(signal.SIGINT))
+        agent.hurried(signal.SIGINT)
     else:
         agent.waits(11)
         agent.waits(11)  # for the master to say that others have it

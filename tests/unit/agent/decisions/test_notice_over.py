@@ -110,14 +110,14 @@ def test_a_second_signal_after_the_commit_loses_nothing() -> None:
     """The exit says what is true, not what was asked for."""
     agent = saving()
     agent.directed(head=head(4), drain=drain())
-    agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.hurried()
     assert left(agent) == SAFE
 
 
 def test_a_second_signal_before_it_says_what_is_lost() -> None:
     """As ever."""
     agent = saving()
-    agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.hurried()
     assert left(agent) == (ev.EXIT_LEFT_UNSAVED, "left without waiting for a save")
 
 
