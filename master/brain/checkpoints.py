@@ -11,6 +11,7 @@ from dalsegno.protos import control_pb2
 from . import shapes
 from .chronicle import Kind
 from .described import from_proto
+from .progress import is_further, refilled
 from .published import PRUNED_KEPT, Pruned
 from .state import Checkpoint, Job, Node
 from .turn import Turn
@@ -171,8 +172,8 @@ def put_newer(turn: Turn, record: Checkpoint) -> None:
         # Its node may have been lost before it could tell of a step: this shows that the world worked.
         shapes.note_worked(turn, world)
     budget = turn.job.run.budget
-    if record.step > budget.last_step:
-        turn.update_run(budget=replace(budget, failures=0, doubtful=()), reopened=0)
+    if is_further(budget, record.step):
+        turn.update_run(budget=refilled(budget, record.step), reopened=0)
 
 
 def fulfil_order(turn: Turn, record: Checkpoint) -> None:

@@ -9,6 +9,7 @@ from dalsegno.protos.text import same_failure
 
 from . import memory, running, shapes
 from .membership import counts, has_answered, may_call_session
+from .progress import is_further
 from .state import Budget, Checkpoint, Failure, Member, MemberState, Node, Phase, World
 from .turn import Turn, of_nodes
 
@@ -72,9 +73,9 @@ def as_told(turn: Turn, node: Node, message: str) -> str:
     """
     budget, limit = turn.job.run.budget, turn.job.settings.max_restarts
     held = memory.would_go_on_from(turn.state)
-    new = not budget.failures or (held is not None and held.step > budget.last_step)
+    new = not budget.failures or (held is not None and is_further(budget, held.step))
     if not new and same_failure(budget.told, message):
-        counted = turn.job.settings.memory_replicas <= 0 or turn.open.top_step <= budget.last_step
+        counted = turn.job.settings.memory_replicas <= 0 or not is_further(budget, turn.open.top_step)
         counted = counted and limit != COUNTED_BY_TORCHRUN
         attempt = f", attempt {budget.failures + 1} of {limit + 1}" if counted else ""
         return f"{node.name}: failed as before{attempt}"

@@ -13,6 +13,7 @@ from dalsegno.protos import control_pb2
 
 from .live import State
 from .membership import member_of
+from .progress import is_further, refilled
 from .state import MemberState, Node
 from .turn import Turn
 
@@ -33,8 +34,9 @@ def note(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bool:
 def note_saved(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> None:
     """Notes what a member of the last world has brought to the disk: nothing else tells that the run came further."""
     budget, step = turn.job.run.budget, message.flash_saved
-    if step > budget.last_step and member_of(turn, node, message.caller.epoch) is not None:
-        turn.update_run(budget=replace(budget, failures=0, doubtful=(), last_step=step))
+    if is_further(budget, step) and member_of(turn, node, message.caller.epoch) is not None:
+        # Steps are heard late: the failure may have been beyond the one that is known.
+        turn.update_run(budget=replace(refilled(budget, step), last_step=max(budget.last_step, step)))
 
 
 def agreed(state: State) -> int | None:

@@ -320,7 +320,8 @@ def take_up_again(turn: Turn) -> None:
     job.message = ""
     job.settled = job.fixed_nnodes
     turn.live.pause = None
-    turn.update_run(budget=Budget(last_step=job.run.budget.last_step))
+    spent = job.run.budget
+    turn.update_run(budget=Budget(last_step=spent.last_step, saved_step=spent.saved_step))
     counted = turn.live.gathering.counted  # what the last world lost stays as well known as it was
     turn.gather_anew()
     turn.live.gathering.counted, turn.live.gathering.unheard = counted, unheard

@@ -303,13 +303,14 @@ class Budget:
     """Failures without progress, see `failures`."""
 
     failures: int = 0
-    # Step of the last failure that counted: a commit beyond it refills the budget.
+    # Step of the last failure that counted. A commit beyond it, or beyond `saved_step`, refills the budget.
     last_step: int = 0
     pending: Failure | None = None
     # Incarnations that had not answered when the world after a failure opened: were they lost, or only slow?
     doubtful: tuple[str, ...] = ()
-    # The failure that people were told of in full last.
+    # The failure that people were told of in full last. The furthest save that has counted as progress.
     told: str = ""
+    saved_step: int = 0
 
 
 @dataclass(frozen=True)

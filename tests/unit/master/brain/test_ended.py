@@ -56,6 +56,7 @@ def test_a_new_agent_takes_a_failed_run_up_again(embedded: bool) -> None:
     late.failed("boom", step=4)
     late.join()
     assert job.phase is Phase.RUNNING, "its budget is a fresh one"
+    assert job.job.run.budget.saved_step == 4, "but what was saved before is no progress"
 
 
 def test_an_agent_of_the_failed_world_does_not_take_it_up_again() -> None:
@@ -82,6 +83,23 @@ def test_a_failed_run_is_not_taken_up_while_its_agents_are_there() -> None:
     a.hang_up()
     assert late.register().code == "OK"
     assert job.phase is not Phase.FAILED
+
+
+def test_a_commit_that_is_not_beyond_the_failure_is_one_all_the_same() -> None:
+    """Each attempt of a supervisor comes one commit further: none is "without a commit"."""
+    job = Driven(settings(max_restarts=0))
+    told = []
+    for begins in range(0, 100, 25):
+        node = job.node()
+        if begins:
+            told.append(remark(job, node))
+        node.join()
+        job.wait(2)
+        node.step(begins + 25)
+        node.save(begins + 25)
+        fail(job, node, begins + 50)
+    assert len(told) == 3
+    assert not any("without a commit" in text for text in told)
 
 
 def test_an_endless_loop_of_restarts_is_counted_aloud() -> None:

@@ -131,6 +131,101 @@ def test_what_flash_checkpoint_has_saved_is_progress(epoch: int | None, saved: i
     assert "2 failures without progress (--max-restarts 1)" in job.job.message
 
 
+def test_what_flash_checkpoint_has_saved_later_than_before_is_progress() -> None:
+    """It need not be beyond the failure before: each process is killed with its second save."""
+    job = Driven(settings(max_restarts=1))
+    (a,) = job.start(1)
+    for saved in range(25, 150, 25):
+        a.failed("killed", step=saved + 25)
+        a.join(flash_saved=saved)
+        job.wait(10)
+        assert job.phase is Phase.RUNNING
+
+
+def one_further(job: Driven, node: Node, *, times: int) -> None:
+    """Each time it saves once, and fails with the next save: that commit is not beyond the failure before."""
+    for begins in range(0, 25 * times, 25):
+        node.step(begins + 25)
+        node.save(begins + 25)
+        node.step(begins + 50)
+        node.failed("killed", step=begins + 50)
+        node.join()
+        job.wait(10)
+
+
+def test_one_more_save_is_progress_although_it_is_not_beyond_the_failure() -> None:
+    """Out of memory with the second save of each process: the run gets one commit further with each failure."""
+    job = Driven(settings(max_restarts=1))
+    (a,) = job.start(1)
+    one_further(job, a, times=6)
+    assert job.phase is Phase.RUNNING
+    assert a.directive.run.resume.source.step == 150
+    # It is told as what it is, each time: no attempt was in vain.
+    assert "failed as before" not in job.notices
+    assert job.notices.count("host-0: killed") == 6
+    # It now comes no further: one more has been in vain.
+    a.failed("killed", step=175)
+    a.join()
+    assert job.phase is Phase.FAILED
+    assert "2 failures without progress (--max-restarts 1)" in job.job.message
+
+
+def test_a_failure_at_one_step_ends_the_job_whatever_is_saved_before() -> None:
+    """The resume point comes as close as it can, and no further."""
+    job = Driven(settings(max_restarts=2))
+    (a,) = job.start(1)
+    for failures in range(30):
+        if job.phase is Phase.FAILED:
+            break
+        a.step(min(7, 2 + failures))
+        if failures < 5:
+            a.save(3 + failures)
+        a.failed("at step 8", step=8)
+        a.join()
+        job.wait(10)
+    assert (job.phase, failures) == (Phase.FAILED, 7)
+    assert "3 failures without progress (--max-restarts 2)" in job.job.message
+
+
+def test_a_run_that_goes_back_and_comes_as_far_again_has_made_no_progress() -> None:
+    """What it had saved is damaged each time; else that would go on for ever."""
+    job = Driven(settings(max_restarts=3))
+    (a,) = job.start(1)
+    a.step(3)
+    first = a.save(3)
+    for failures in range(30):
+        if failures % 2 == 0:
+            assert a.directive.run.resume.source.step == (first.step if failures else 0)
+            a.step(6)
+            saved = a.save(6)
+        a.failed("at step 8", step=8)
+        a.join()
+        job.wait(10)
+        if job.phase is Phase.FAILED:
+            break
+        assert a.directive.run.resume.source.step == 6
+        if failures % 2:
+            a.bad(saved.ref)
+            a.verified(intact=False)
+            a.join()
+            job.wait(10)
+    assert job.phase is Phase.FAILED
+    assert failures == 3
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_the_count_of_a_new_master_is_that_of_the_old_one(replicas: int) -> None:
+    """What has counted as progress is on the record, too."""
+    job = Driven(settings(max_restarts=1, memory_replicas=replicas))
+    (a,) = job.start(1)
+    one_further(job, a, times=3)
+    a.failed("killed", step=100)
+    budget = job.job.run.budget
+    job.restart()
+    assert job.job.run.budget == budget
+    assert budget.saved_step == 75
+
+
 # ---- whose failure it was --------------------------------------------------------------------------------------------
 
 

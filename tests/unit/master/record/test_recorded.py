@@ -48,7 +48,7 @@ def job_at(moment: str) -> Job:
 
 def in_order(row: dict[str, Any]) -> dict[str, Any]:
     """A row, whatever order its sets were written in, and without what has come since."""
-    since = {"drain": "grown", "conversion": "beside", "settings": "universal_gate"}
+    since = {"drain": "grown", "conversion": "beside", "settings": "universal_gate", "budget": "saved_step"}
     for name, new in since.items():
         if row.get(name):
             row = {**row, name: {key: value for key, value in row[name].items() if key != new}}
@@ -214,7 +214,7 @@ def test_every_value_of_a_job_is_stored() -> None:
     conversion, failure = job.conversion, job_at("failed_once").run.budget.pending
     shapes = Shapes((1, 2), (FailedShape(3, 2, ("k",), 4, True, "it"),))
     back = (GoneBack(8, 2, 9),)
-    budget = Budget(1, 2, failure, ("i",), "x")
+    budget = Budget(1, 2, failure, ("i",), "x", 3)
     job.run = Run(2, True, 3, True, True, budget, 4, 5, 6.0, 7, back, shapes, (Milestone("r", "a", 1),))
     job.next = NextWorld(("a",), True, True, conversion, job_at("verifying").verification)
     job.recollection = Recollection(True, 3, 2)
