@@ -116,13 +116,13 @@ class DlroverSupport:
         """
 
         def save() -> None:
-            until = time.monotonic() + self.save_timeout
-            saved = self._saver.save(self.save_timeout, part=True) if self._saver is not None else 0
+            until, saved = time.monotonic() + self.save_timeout, 0
             try:
+                saved = self._saver.save(self.save_timeout, part=True) if self._saver is not None else 0
                 if saved == step:
                     take(max(0.0, until - time.monotonic()))
             except Exception:
-                logger.exception("what was in memory is saved, but not taken")
+                logger.exception("what was in memory is not saved, or not taken")
             finally:
                 # The decisions wait for this event.
                 self._deliver(ev.FlashSaved(epoch, saved if saved == step else 0))

@@ -208,9 +208,9 @@ class MemoryTier:
     def _add_own(self, run_id: str, name: str, digest: str, opened: OpenEpoch, urgent: bool) -> None:
         try:
             part = self._holdings.add_own(run_id, name, digest, opened.group_rank)
-        except (CheckpointDamaged, OSError, ValueError) as error:
-            logger.warning("%s in memory is not what its ranks say: %s", name, error)
-            self._say(f"the memory checkpoint {name} does not count: {error}", True)
+        except Exception as error:  # whatever it is, people hear that this step is not held
+            logger.warning("%s in memory is not what its ranks say", name, exc_info=error)
+            self._say(f"the memory checkpoint {name} does not count: {str(error) or repr(error)}", True)
             return
         if urgent and self._fence.opened(run_id) == opened:
             self._buddies.offer(part, urgent=True)
@@ -373,8 +373,8 @@ class MemoryTier:
                 except CheckpointDamaged as damaged:
                     self._found_bad(part, damaged)
                     found = found or str(damaged)
-                except OSError as error:
-                    found = found or f"{ref.name} cannot be read: {error}"
+                except Exception as error:  # whatever it is: the answer is waited for
+                    found = found or f"{ref.name} cannot be read: {str(error) or repr(error)}"
         return found
 
     def keep(self, run_id: str, epoch: int, digests: Collection[str], newest: int = 2) -> None:

@@ -259,8 +259,8 @@ class Adopter:
         except OSError as error:
             self._complain(".", str(error))
             return False
-        except (ValueError, CheckpointDamaged) as error:
-            self._complain(".", str(error))
+        except Exception as error:  # ValueError, CheckpointDamaged, and what nobody has thought of: it is looked again
+            self._complain(".", str(error) or repr(error))
         return True
 
     def _newest(

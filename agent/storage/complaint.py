@@ -18,6 +18,9 @@ from .private import PRIVATE
 
 __all__ = ["Complaint", "unwritable"]
 
+# The most things of which people are warned once each.
+_MOST_WARNINGS = 100
+
 logger = logging.getLogger(__name__)
 
 
@@ -33,6 +36,7 @@ class Complaint:
     def __init__(self) -> None:
         self.say: Callable[[str, bool], None] = lambda text, warning: None
         self._told: set[int | None] = set()
+        self._once: set[str] = set()
 
     def __call__(self, error: OSError) -> None:
         """Notes why it could not be read. That it is not there is the master's to say."""
@@ -41,6 +45,12 @@ class Complaint:
             self._told.add(error.errno)
             why = shortage(error) or printable(str(error))
             self.say(f"this node cannot read the checkpoint directory: {why}", True)
+
+    def once(self, thing: str, text: str) -> None:
+        """Warns people of what has gone wrong, once of each thing: the text may have other numbers each time."""
+        if thing not in self._once and len(self._once) < _MOST_WARNINGS:
+            self._once.add(thing)
+            self.say(text, True)
 
     def over(self) -> None:
         """It was read."""

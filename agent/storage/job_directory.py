@@ -19,7 +19,6 @@ from pathlib import Path
 
 from dalsegno.elastic.checkpoint import (
     CheckpointDamaged,
-    CheckpointName,
     CheckpointStore,
     Damage,
     Manifest,
@@ -33,10 +32,13 @@ from dalsegno.elastic.checkpoint.files import Meter, publish
 from dalsegno.elastic.checkpoint.spares import clear_spares, spare_bytes
 from dalsegno.protos import control_pb2
 from dalsegno.protos.limits import MOST_CHECKPOINTS, MOST_FINISHED_RUNS
+from dalsegno.protos.shortage import shortage
 from dalsegno.protos.text import one_line
 
 from ..decisions.events import ManifestRead, Pruned, Sighted, VerificationDone, VerificationMoved
 from .complaint import Complaint, unwritable
+from .errand import Errand, spawned, submitted
+from .forms import is_form, with_forms
 from .private import PRIVATE, NotPrivateError, check_private, read_private
 from .room import prune_replaced
 from .survey import Manifests, Survey, look_at, newest_of, runs_in_order
@@ -62,6 +64,7 @@ _SIGHT_PAUSES_SECONDS = (0.5, 2.0, 5.0, 10.0, 20.0, 30.0)
 _UNUSABLE_LOOKS = 5
 # The most bytes of a probe file, which holds a token.
 _MAX_PROBE_BYTES = 256
+_SURVEYS = "looking at the checkpoint directory"
 
 logger = logging.getLogger(__name__)
 
@@ -182,6 +185,10 @@ class JobDirectory:
         return Survey(self.probe(), tuple(found), (), tuple(unusable))
 
 
+def _nobody(why: str) -> None:
+    """Nobody waits for its end."""
+
+
 class Storage:
     """Does such work on a few threads and passes the results to callbacks (called on those threads).
 
@@ -211,7 +218,7 @@ class Storage:
                 return
             deliver(survey)
 
-        self._submit(self._quick, work)
+        self._submit(self._quick, work, _SURVEYS, lambda why: failed(f"the checkpoint directory cannot be read: {why}"))
 
     def look(
         self,
@@ -254,8 +261,8 @@ class Storage:
                 self._closing.wait(pause)
                 pause = min(pause * 2, longest)
 
-        # On a thread of its own, because it may take for ever.
-        threading.Thread(target=work, name="storage-look", daemon=True).start()
+        nothing = Survey("", (), ())
+        spawned("storage-look", self._errand(work, _SURVEYS, lambda why: deliver(nothing)))
 
     def read_manifest(self, run_id: str, name: str, digest: str, deliver: Callable[[ManifestRead], None]) -> None:
         """Describes a checkpoint that a worker of this node's epoch has sealed."""
@@ -268,7 +275,7 @@ class Storage:
             else:
                 deliver(ManifestRead(name, manifest.to_proto()))
 
-        self._submit(self._quick, work)
+        self._submit(self._quick, work, f"reading {name}", lambda why: deliver(ManifestRead(name, None, why)))
 
     def verify(
         self,
@@ -283,14 +290,18 @@ class Storage:
         that says nothing about the checkpoint, which other nodes may be able to read.
         """
 
+        number = verification.number
+
         def work() -> None:
-            number = verification.number
             moved = Meter(lambda count: deliver(VerificationMoved(number, count)), _MOVED_EVERY_SECONDS)
             done = self._look_through(run_id, verification, moved)
             if done is not None:
                 deliver(done)
 
-        self._submit(self._slow, work)
+        def failed(why: str) -> None:
+            deliver(VerificationDone(number, False, why, inconclusive=True))
+
+        self._submit(self._slow, work, f"verifying {verification.ref.name}", failed)
 
     def _look_through(
         self, run_id: str, verification: control_pb2.Verification, moved: Callable[[int], None]
@@ -325,14 +336,13 @@ class Storage:
                     return
                 try:
                     read_sealed(self.directory.run(run_id) / ref.name, ref.digest)
-                except (CheckpointDamaged, OSError, ValueError) as error:
+                except Exception as error:  # whatever it is, the next look may see it
                     logger.info("%s is not in sight: %s", ref.name, error)
                 else:
                     deliver(Sighted(ref))
                     return
 
-        # On a thread of its own, because it may take a minute.
-        threading.Thread(target=work, name="storage-sight", daemon=True).start()
+        spawned("storage-sight", self._errand(work, f"looking for {ref.name}"))
 
     def prune(self, run_id: str, refs: Sequence[control_pb2.CheckpointRef], deliver: Callable[[Pruned], None]) -> None:
         """Deletes retired checkpoints with their later forms. Delivers those that are gone; the others stay."""
@@ -341,16 +351,20 @@ class Storage:
             with self.deletion:
                 deliver(Pruned(tuple(ref for ref in refs if self._delete(run_id, ref))))
 
-        self._submit(self._slow, work)
+        self._submit(self._slow, work, "deleting checkpoints", lambda why: deliver(Pruned(())))
 
     def _delete(self, run_id: str, ref: control_pb2.CheckpointRef) -> bool:
         problems: Mapping[str, Exception]
         try:
             store = CheckpointStore(self._own_run(run_id))
-            problems = prune_replaced(store, self._with_forms(store.run_dir, ref), self._closing)
+            problems = prune_replaced(store, with_forms(store.run_dir, ref), self._closing)
             self.keeps_spares = spare_bytes(store.run_dir) > 0
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever it is: it holds up neither the others nor the next deletion
             problems = {ref.name: error}
+            if not isinstance(error, (OSError, ValueError)):
+                logger.error("deleting %s failed", ref.name, exc_info=error)
+                why = shortage(error) or printable(repr(error))
+                self.directory.complaint.once(ref.name, f"checkpoint {ref.name} cannot be deleted: {why}")
         for name, problem in problems.items():
             logger.warning("checkpoint %s cannot be deleted: %s", name, problem)
         return not problems
@@ -368,7 +382,7 @@ class Storage:
                 with self.deletion:
                     for name in store.lost_manifest(epoch):
                         logger.warning("%s was sealed and has lost its manifest: it stays, delete it by hand", name)
-                    left = [name for name in store.never_sealed(epoch, step) if not _is_form(name, converting)]
+                    left = [name for name in store.never_sealed(epoch, step) if not is_form(name, converting)]
                     problems = store.prune(left)
             except OSError as error:
                 logger.warning("unsealed checkpoints cannot be removed: %s", error)
@@ -378,7 +392,7 @@ class Storage:
             if gone := [name for name in left if name not in problems]:
                 logger.info("removed what was never sealed: %s", ", ".join(gone))
 
-        self._submit(self._slow, work)
+        self._submit(self._slow, work, "deleting what was never sealed")
 
     def _own_run(self, run_id: str) -> Path:
         """The run's directory, for a deletion.
@@ -401,7 +415,7 @@ class Storage:
             except (CheckpointDamaged, OSError, ValueError) as error:
                 logger.warning("latest.json was not written: %s", error)
 
-        self._submit(self._quick, work)
+        self._submit(self._quick, work, "writing latest.json")
 
     def mark_finished(
         self, run_id: str, step: int, head: control_pb2.CheckpointRef | None, timeout_seconds: float = 10.0
@@ -415,10 +429,10 @@ class Storage:
             except (CheckpointDamaged, OSError, ValueError) as error:
                 logger.warning("FINISHED.json was not written: %s", error)
 
-        future = self._submit(self._quick, work)
+        future = self._submit(self._quick, work, "writing FINISHED.json")
         if future is not None and wait([future], timeout_seconds).not_done:
             logger.warning("FINISHED.json was not written within %.0f s", timeout_seconds)
-        self._submit(self._slow, lambda: clear_spares(self.directory.run(run_id)))
+        self._submit(self._slow, lambda: clear_spares(self.directory.run(run_id)), "deleting spare files")
 
     def close(self) -> None:
         """Lets running work end by itself; what was not begun is dropped."""
@@ -426,12 +440,13 @@ class Storage:
         for pool in (self._quick, self._slow):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], None]) -> Future[None] | None:
-        if self._closing.is_set():
-            return None
-        future = pool.submit(work)
-        future.add_done_callback(_log_crash)
-        return future
+    def _submit(
+        self, pool: ThreadPoolExecutor, work: Callable[[], None], what: str, failed: Callable[[str], None] = _nobody
+    ) -> Future[None] | None:
+        return None if self._closing.is_set() else submitted(pool, self._errand(work, what, failed))
+
+    def _errand(self, work: Callable[[], None], what: str, failed: Callable[[str], None] = _nobody) -> Errand:
+        return Errand(what, work, failed, self.directory.complaint.once)
 
     def _current(self, number: int) -> bool:
         with self._look_lock:
@@ -442,8 +457,8 @@ class Storage:
     ) -> Survey:
         try:
             survey = self.directory.look(run_id, resume, newer_than)
-        except OSError as error:
-            self.directory.complaint(error)
+        except Exception as error:  # whatever it is: this node is waited for
+            self.directory.complaint(error if isinstance(error, OSError) else OSError(repr(error)))
             return Survey("", (), ())
         self.directory.complaint.over()
         return survey
@@ -451,21 +466,6 @@ class Storage:
     @staticmethod
     def _sees(survey: Survey, resume: control_pb2.CheckpointRef) -> bool:
         return any(one.ref.digest == resume.digest for one in survey.inventory)
-
-    @staticmethod
-    def _with_forms(run_dir: Path, ref: control_pb2.CheckpointRef) -> list[str]:
-        wanted = CheckpointName.parse(ref.name)
-        names = [name for name in os.listdir(run_dir) if is_checkpoint_name(name)]
-        if wanted.lease is not None:
-            return [ref.name]
-        # Later forms first: while the source exists, the remains of a form can be told from a stray directory.
-        forms = [name for name in names if CheckpointName.parse(name).source == wanted and name != ref.name]
-        return [*forms, ref.name]
-
-
-def _is_form(name: str, source: str) -> bool:
-    """Whether this is the directory of a later form of that checkpoint."""
-    return bool(source) and name != source and str(CheckpointName.parse(name).source) == source
 
 
 def _sealed_as(store: CheckpointStore, ref: control_pb2.CheckpointRef | None) -> Manifest | None:
@@ -492,8 +492,3 @@ def _damage_of(path: Path, digest: str, threads: int, moved: Callable[[int], Non
             errno.ENOENT, f"it is not in sight, and {others} others are in the run's directory", str(path)
         ) from None
     return None
-
-
-def _log_crash(future: Future[None]) -> None:
-    if not future.cancelled() and (error := future.exception()) is not None:
-        logger.error("work in the checkpoint directory failed", exc_info=error)

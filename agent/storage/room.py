@@ -112,7 +112,7 @@ class RoomWatch:
                 if missing and spare_bytes(directory):
                     clear_spares(directory)
                     missing = self._missing(directory, head, at_commit)
-            except OSError as error:
+            except Exception as error:  # whatever it is, the next look may tell
                 logger.info("the room in %s is not known: %s", directory, error)
                 return
             if missing:

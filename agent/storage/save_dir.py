@@ -434,6 +434,9 @@ class _Placing:
                 f"the last checkpoint cannot be put into the script's new directory: {error.strerror or error}; "
                 "make room, or hand the script '${resume_dir}', which needs no copy"
             )
+        except Exception as error:  # whatever it is: the workers start when they hear of the end of this
+            logger.exception("the last checkpoint cannot be put into the script's new directory")
+            problem = f"the last checkpoint cannot be put into the script's new directory: {error!r}"
         if not self._over.is_set():
             self._then(problem, damage)
 

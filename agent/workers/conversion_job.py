@@ -182,6 +182,22 @@ class ConversionJob:
         return _Converter(process, process.stdout, None)
 
     def _follow(self, converter: _Converter, lease: int, target: Path) -> None:
+        try:
+            update = self._followed(converter, lease, target)
+        except Exception as error:  # whatever it is: the master waits for an end
+            logger.exception("the conversion into %s is given up", target.name)
+            converter.kill()
+            failed, why = control_pb2.CONVERSION_STATE_ENVIRONMENT, f"the converter cannot be followed: {error!r}"
+            update = ConversionUpdate(lease, failed, message=why)
+        self._lifeline.drop_group(converter.pid)
+        with self._lock:
+            stopped = self._converter is not converter
+            if not stopped:
+                self._converter = None
+        if not stopped:
+            self._deliver(update)
+
+    def _followed(self, converter: _Converter, lease: int, target: Path) -> ConversionUpdate:
         done = total = moved = 0
         message = ""
         told_at = 0.0
@@ -202,14 +218,7 @@ class ConversionJob:
                     working = control_pb2.CONVERSION_STATE_WORKING
                     self._tell(converter, ConversionUpdate(lease, working, done, total, bytes_done=moved))
         end.join()
-        update = self._ended(lease, converter.wait(), done, total, message, target)
-        self._lifeline.drop_group(converter.pid)
-        with self._lock:
-            stopped = self._converter is not converter
-            if not stopped:
-                self._converter = None
-        if not stopped:
-            self._deliver(update)
+        return self._ended(lease, converter.wait(), done, total, message, target)
 
     def _tell(self, converter: _Converter, update: ConversionUpdate) -> None:
         with self._lock:

@@ -44,3 +44,11 @@ def test_what_could_not_be_saved_is_not_waited_for() -> None:
     support(0, told).save_part(1, 7, told.put)
     assert told.get(timeout=30) == ev.FlashSaved(1, 0)
     assert told.empty()
+
+
+def test_a_saver_that_crashes_is_not_waited_for_either() -> None:
+    told: queue.Queue[Any] = queue.Queue()
+    made = support(7, told)
+    made._saver = SimpleNamespace(save=None)
+    made.save_part(1, 7, told.put)
+    assert told.get(timeout=30) == ev.FlashSaved(1, 0)
