@@ -20,6 +20,7 @@ from dalsegno.protos.addresses import address_of
 from dalsegno.protos.limits import MESSAGE_BYTES
 from dalsegno.protos.text import one_line
 
+from ..brain.chronicle import NOTICES
 from ..brain.events import Reply
 from ..record.descriptors import connections_left
 from ..record.store import Store
@@ -123,6 +124,8 @@ class ControlServer:
         self._failures: set[str] = set()
         self._most_connections = connections_left()
         self.address = ""
+        # Unix seconds when this master began to take the record over.
+        self._taken = 0.0
         # Where agents find this one of several masters, and the Unix seconds since which it has led.
         self.advertised, self._since = "", 0.0
 
@@ -228,6 +231,7 @@ class ControlServer:
 
     def _new_driver(self) -> Driver:
         """Takes the store over. Raises StoreError."""
+        self._taken = time.time()
         return Driver(
             self._brain,
             self._store,
@@ -237,9 +241,10 @@ class ControlServer:
         )
 
     def _open(self, driver: Driver) -> None:
-        self._driver, self._logged, self._since = driver, 0, time.time()
+        self._driver, self._since = driver, time.time()
         self.feed.show(driver.events())
         log.info("job %s has generation %d", self._job_id, driver.generation)
+        self._logged = self._log_earlier()
         self._desk.present = ControlService(self._job_id, driver, self.watchers, self.status, self.feed).handlers()
 
     def _new_server(self) -> grpc.aio.Server:
@@ -318,8 +323,19 @@ class ControlServer:
         if key is None:
             watcher.end(End.FENCED)
 
+    def _log_earlier(self) -> int:
+        """Logs the last of what the record has from before this master, as that. Returns its last number.
+
+        The master before may have had its log elsewhere. None of it needs attention now, and none is news: what this
+        master has found out as it took the record over comes with the first directives.
+        """
+        earlier = [event for event in self.feed.events if event.at < self._taken]
+        for event in [event for event in earlier if event.said][-NOTICES:]:
+            log.info("earlier, %sZ: %s", time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event.at)), event.text)
+        return earlier[-1].sequence if earlier else 0
+
     def _log_news(self, directive: control_pb2.Directive) -> None:
-        """Logs what the agents' consoles show; after a restart the last of it once more."""
+        """Logs what the agents' consoles show, as it comes."""
         for notice in directive.notices:
             if notice.sequence > self._logged:
                 self._logged = notice.sequence

@@ -24,12 +24,14 @@ from dalsegno.master.server import desk
 from dalsegno.master.server import driver as driver_module
 from dalsegno.master.server import server as server_module
 from dalsegno.master.server.auth import AuthError, read_token
+from dalsegno.master.server.job_brain import JobBrain
 from dalsegno.master.server.lifetime import Lifetime
 from dalsegno.master.server.server import BindError, ControlServer, ServerOptions
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos import control_pb2_grpc
 from dalsegno.protos.contract import CONTROL_PROTOCOL, LEADER_METADATA
 from tests.support.jobs.fake_brain import SOMEBODY_ELSES, FakeBrain, FakeState
+from tests.support.jobs.masters import settings
 
 pytestmark = pytest.mark.timeout(60)
 TOKEN = "0123456789abcdef"
@@ -305,6 +307,35 @@ def test_what_a_person_can_do_about_a_store_that_is_away_is_said_once(caplog: py
     said = [record.message for record in caplog.records if record.name == driver_module.log.name]
     assert [*said[:2], len(said)] == ["no answer; trying again", "full (make room); trying again", 3]
     assert "the store takes writes again" in said[2]
+
+
+def test_a_new_master_logs_what_is_old_as_old(caplog: pytest.LogCaptureFixture) -> None:
+    """With when it was. It was logged again as if it had happened now, warnings as warnings."""
+    store, unix = MemoryStore(), [time.time() - 3600.0]
+
+    async def scene(node: str, nodes: int) -> list[tuple[int, str]]:
+        caplog.clear()
+        brain: Any = JobBrain("job", (1, 4), unix=lambda: unix[0])
+        async with serving(store, brain=brain) as master:
+            request = registration(node, node, settings=settings(), protocol=CONTROL_PROTOCOL, probe="p")
+            await master.stub.Register(request, timeout=30)
+            await master.stub.Scale(pb.ScaleRequest(job_id="job", nodes=nodes, protocol=CONTROL_PROTOCOL), timeout=30)
+            who = caller(node, node)
+            who.secret = request.secret
+            directive = await anext(aiter(master.stub.Watch(pb.WatchRequest(caller=who), timeout=20)))
+            assert directive.notices
+        return [(record.levelno, record.message) for record in caplog.records if record.name == server_module.log.name]
+
+    with caplog.at_level(logging.INFO, logger="dalsegno"):
+        first = asyncio.run(scene("a", 2))
+        unix[0] = time.time()
+        second = asyncio.run(scene("b", 3))
+    told = [text for _, text in first if "scaled" in text]
+    assert told
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(unix[0] - 3600.0))
+    again = [(level, text) for level, text in second if any(old in text for old in told)]
+    assert [(level, text[:26]) for level, text in again] == [(logging.INFO, f"earlier, {when[:17]}")] * len(told)
+    assert "scaled to 3 nodes" in [text for _, text in second], "news are logged as ever"
 
 
 def test_two_masters_on_one_store() -> None:
