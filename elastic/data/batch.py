@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -34,6 +34,8 @@ class Batch(Generic[T]):
         scaled: The ``loss_scale`` of one of its micro-batches was asked for.
         computed: How far each micro-batch has come, by its number; those of which nothing shows are missing.
         trained_by: The `Accumulation` that goes through it; None: there is none.
+        begun: Called with the model and the optimizers of the `Accumulation` that goes through it, before the first
+            micro-batch; None: nobody asks.
         through: What ``for micro in batch`` calls, see ``Batches.given_to``; None: nothing does.
     """
 
@@ -49,6 +51,7 @@ class Batch(Generic[T]):
     scaled: bool = False
     computed: dict[int, Computed] = field(default_factory=dict, repr=False)
     trained_by: Any = field(default=None, repr=False)
+    begun: Callable[[Any, Iterable[Any]], None] | None = field(default=None, repr=False)
     through: Callable[[Any], Iterator[MicroBatch[T]]] | None = field(default=None, repr=False)
     _parts: list[tuple[PlannedMicroBatch, T]] = field(default_factory=list, repr=False)
     _owner: Batches[T] | None = field(default=None, repr=False)

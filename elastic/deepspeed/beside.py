@@ -43,6 +43,11 @@ class BesideEngine:
         self._weights_from = ""
         self._checked()
 
+    @property
+    def parts(self) -> Mapping[str, Stateful]:
+        """Those that there are, by name."""
+        return self._parts
+
     def state(self) -> dict[str, Any]:
         """What this rank adds to the client's state. Tensors are the parts' own.
 

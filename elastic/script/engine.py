@@ -12,12 +12,17 @@ from ..data.batches import Batches
 from ..data.plan import BatchPlan
 from ..deepspeed.beside import BesideEngine
 from ..deepspeed.making import send_nothing
+from ..deepspeed.saving import Save
 from ..saving.background_save import background
+from ..training.left_schedules import LeftSchedules, optimizers_of
 from ..training.parts import Stateful
 from ..training.session import BareSession
 from .micros import Micros
 from .state import Write
 
+LEFT_OUT = "dalsegno_left_out"
+"""Key of the client's state: where schedules stood that nobody saves."""
+_OPTIMIZER = "the engine's optimizer"
 _SIZES = {"train_batch_size": "global_batch", "train_micro_batch_size_per_gpu": "micro_batch"}
 
 
@@ -76,15 +81,18 @@ class Engine:
     ) -> None:
         with session.meetings.telling():
             beside = BesideEngine(engine, parts)
-        resume = session.resume
+        resume, resumed = session.resume, None
         if resume is not None and beside.begins_anew(resume.path, weights_only=weights_only):
             ours.restore_weights(engine, resume)
         else:
-            ours.restore(engine, resume, other_schedule=other_schedule)
+            state = ours.restore(engine, resume, other_schedule=other_schedule)
             if resume is not None:
                 beside.load(resume.path)
+                resumed = state
         self.engine = engine
-        self._save = ours.save(engine, beside.state)
+        self._save = EngineSave(session, engine, beside)
+        if resumed is not None:
+            self._save.resumes(resumed)
         self._micros: Micros | None = None
 
     def begin(self, data: Batches[Any]) -> Micros:
@@ -96,6 +104,48 @@ class Engine:
     def saving(self, *, beside: bool) -> Write:
         """See ``state.Trained``."""
         return background(self._save) if beside else self._save
+
+
+class EngineSave(Save):
+    """Saves an engine and what a script has given beside it: all that is saved, so schedules can be missing there.
+
+    Args:
+        session: This process's session.
+        engine: From ``deepspeed.initialize``.
+        beside: The parts.
+    """
+
+    def __init__(self, session: BareSession, engine: Any, beside: BesideEngine) -> None:
+        super().__init__(engine, self._state)
+        self._beside = beside
+        self._schedules = LeftSchedules(
+            session.examination,
+            "was given neither to deepspeed.initialize nor to s.engine",
+            "give it to deepspeed.initialize(..., lr_scheduler=...), whose engine steps it, or to s.engine(engine, "
+            "schedule=...)",
+        )
+
+    def resumes(self, state: Mapping[str, Any]) -> None:
+        """Notes what was saved of such schedules, as the engine has just been loaded.
+
+        Args:
+            state: The ``client_state`` that was saved.
+        """
+        if hasattr(self.engine.optimizer, "param_groups"):
+            self._schedules.resumes(_OPTIMIZER, self.engine.optimizer, state.get(LEFT_OUT))
+
+    def rehearse(self) -> None:
+        """See ``rehearsal.rehearse``.
+
+        Raises:
+            ValueError: The run resumes, and a schedule that nobody saves stands at its beginning.
+        """
+        known = [self.engine.lr_scheduler, *self._beside.parts.values()]
+        self._schedules.look(_OPTIMIZER, optimizers_of(self.engine), known)
+
+    def _state(self) -> dict[str, Any]:
+        places = self._schedules.places().get(_OPTIMIZER)
+        return {**self._beside.state(), **({} if places is None else {LEFT_OUT: places})}
 
 
 def check_sizes(engine: Any, plan: BatchPlan) -> None:

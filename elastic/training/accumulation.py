@@ -95,6 +95,9 @@ class Accumulation:
             )
         self._frozen.check(batch.step)
         self._batch, batch.trained_by = batch, self
+        begun, batch.begun = batch.begun, None
+        if begun is not None:
+            begun(self.model, self.optimizers)
         return self._micro_batches(batch)
 
     def _micro_batches(self, batch: Batch[T]) -> Iterator[MicroBatch[T]]:

@@ -87,9 +87,9 @@ class Examination:
         names = [type(_inner(optimizer)).__name__ for optimizer in optimizers if optimizer is not None]
         self.learn(optimizers=(*self._facts.optimizers, *(n for n in names if n not in self._facts.optimizers)))
 
-    def learn_left_out(self, schedule: str) -> None:
-        """Adds a schedule that nobody saves."""
-        self.learn(left_out=tuple(dict.fromkeys((*self._facts.left_out, schedule))))
+    def learn_left_out(self, schedule: str, lacks: str, cure: str) -> None:
+        """Adds a schedule that nobody saves: see `Facts`."""
+        self.learn(left_out=tuple(dict.fromkeys((*self._facts.left_out, schedule))), lacks=lacks, belongs=cure)
 
     def end(self, step: Callable[[], int] | None = None) -> None:
         """Ends the examination when the ranks have met and the first step would begin.

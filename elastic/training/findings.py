@@ -48,6 +48,7 @@ class Facts:
         data_draws: The data set draws random numbers, and nothing sets the generators for each sample.
         data_draws_own: The data set draws from a generator of its own.
         left_out: Kinds of schedules that act on an optimizer and are in no checkpoint.
+        lacks, belongs: Where these are not, and what to do about it.
         twins: Classes of callbacks whose states only their order tells apart.
         loss_draws: Names of functions with which a `Trainer`'s loss draws random numbers.
         seeded: The generators are set for each fixed micro-batch.
@@ -72,6 +73,8 @@ class Facts:
     data_draws: bool = False
     data_draws_own: bool = False
     left_out: tuple[str, ...] = ()
+    lacks: str = ""
+    belongs: str = ""
     twins: tuple[str, ...] = ()
     loss_draws: tuple[str, ...] = ()
     seeded: bool = False
@@ -108,8 +111,8 @@ def change_of_world(facts: Facts) -> str:
         return f"impossible: {data(facts)}"
     if facts.left_out:
         return (
-            f"refused, unless the script itself moves {few(facts.left_out)} to session.step: it is not in "
-            "TrainingState, and would begin anew; give TrainingState(..., scheduler=...)"
+            f"refused, unless the script itself moves {few(facts.left_out)} to session.step: it {facts.lacks}, "
+            f"and would begin anew; {facts.belongs}"
         )
     if facts.any_world_size:
         return "its checkpoints load as they are, at any number of ranks"

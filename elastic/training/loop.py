@@ -21,6 +21,7 @@ from ..saving.declared import strategy_of
 from ..saving.resuming import check_strategy
 from . import saves
 from .findings import loads_anywhere
+from .left_schedules import ScheduleWatch
 from .memory import MemorySaves
 from .rehearsal import rehearse
 from .saves import NO_DIRECTORY, save_at_last
@@ -285,7 +286,7 @@ def _loop(
     ready = session.meet(ahead()) > 0
     session.restore_rng(seed)
     while ready:
-        batch = source.take()
+        batch = run.begins(source.take())
         # The step that begins now counts as one of those that are left.
         limit = MAX_STEPS_APART if max_steps is None else min(MAX_STEPS_APART, max_steps - session.step - 1)
         session.begin_step(source.ahead(limit))
@@ -347,6 +348,7 @@ class _Run:
         # Checks that what is to be saved could be loaded again. Collective.
         self.rehearse = partial(rehearse, session, given if session.can_save else None)
         self._new = session.resume is None
+        self.begins = ScheduleWatch(session, given).begins
         # The metric of the step that is being saved.
         self._value: float | None = None
 

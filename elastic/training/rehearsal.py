@@ -40,6 +40,11 @@ def rehearse(session: BareSession, save: Callable[[Path], None] | Background | N
         raise SaveError(str(error)) from error
 
 
+def knows_itself(save: Any) -> bool:
+    """Whether the owner of ``save`` checks itself, see `rehearse`."""
+    return _owners(save) is not None
+
+
 def _owners(save: Any) -> Callable[[], None] | None:
     called = save.state if isinstance(save, Background) else save
     asked: Callable[[], None] | None = getattr(getattr(called, "__self__", called), "rehearse", None)

@@ -10,7 +10,6 @@ another training is refused before anything is changed.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,13 +37,14 @@ from ..saving.replicas import (
     without_prefixes,
 )
 from ..saving.resuming import ResumePoint
-from ..saving.schedules import check_factors, factors, has_moved, left_out, place_of, rates_of, unchanged
+from ..saving.schedules import check_factors, factors, unchanged
 from ..saving.writing import write_files
 from . import digest
 from .first_weights import FirstWeights, check_places
 from .in_forward import is_compiled
 from .left_out import OptimizerWatch
-from .parts import Stateful, check_initialised, check_same, kept_of, kind
+from .left_schedules import LeftSchedules
+from .parts import Stateful, check_initialised, check_same, kept_of
 from .reading_state import check_same_dtypes, check_same_names, load_part, load_weights, owned, read_tensors
 from .sending import send_what_differs
 from .session import BareSession
@@ -87,10 +87,9 @@ class TrainingState:
         self._make_known()
         self._unlisted = Unlisted(self._model)
         self._factors = {name: factors(part) for name, part in self._parts.items()}
-        # For each optimizer: schedules that are in no part, the saved places of such schedules, and its saved rates.
-        self._left_out: dict[str, list[weakref.ref[Any]]] = {}
-        self._stood: dict[str, list[Any]] = {}
-        self._rates: dict[str, list[float]] = {}
+        self._schedules = LeftSchedules(
+            session.examination, "is not in TrainingState", "give TrainingState(..., scheduler=...)"
+        )
         # The checkpoint of which this run once took the weights only; "": there is none.
         self._weights_from = ""
         self._first_weights = FirstWeights()
@@ -143,8 +142,8 @@ class TrainingState:
         for name, names in self._trained().items():
             kept[name]["parameters"], kept[name]["frozen"] = names, frozen(self._model)
             self._say_added(name, names)
-        for name, left in self._left_out.items():
-            kept[name]["left_out"] = [place_of(one) for ref in left if (one := ref()) is not None]
+        for name, places in self._schedules.places().items():
+            kept[name]["left_out"] = places
         for name, before in self._factors.items():
             if before:
                 kept[name]["factors"] = unchanged(before, factors(self._parts[name]))
@@ -210,19 +209,8 @@ class TrainingState:
             ValueError: The run resumes, and such a schedule stands at its beginning.
         """
         for name, part in self._parts.items():
-            if not hasattr(part, "param_groups"):
-                continue
-            found = left_out(part, self._parts.values())
-            self._left_out[name] = [weakref.ref(schedule) for schedule in found]
-            for schedule in found:
-                what = kind(schedule)
-                self._session.examination.learn_left_out(what)
-                stood = name not in self._stood or place_of(schedule) in self._stood[name]
-                if name in self._rates and not (stood and has_moved(schedule, self._rates[name])):
-                    raise ValueError(
-                        f"{what} sets the learning rate of {name} and is not in TrainingState, so it begins anew: give "
-                        "TrainingState(..., scheduler=...), or move it to session.step before the first step"
-                    )
+            if hasattr(part, "param_groups"):
+                self._schedules.look(name, [part], self._parts.values())
 
     def write(self, path: Path) -> None:
         """The same while the training waits, for ``save=``."""
@@ -357,10 +345,8 @@ class TrainingState:
                 raise ValueError(f"the {name} in {resume.ref.name} does not fit this one: {error}") from error
             if not other_schedule:
                 check_factors(kept[name].get("factors", {}), factors(part))
-            if "left_out" in kept[name]:
-                self._stood[name] = kept[name]["left_out"]
             if hasattr(part, "param_groups"):
-                self._rates[name] = rates_of(group["lr"] for group in part.param_groups)
+                self._schedules.resumes(name, part, kept[name].get("left_out"))
 
     def _check_parts(self, checkpoint: str, kept: Mapping[str, Any]) -> None:
         """Compares the parts with those of a checkpoint.

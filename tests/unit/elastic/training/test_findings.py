@@ -46,7 +46,10 @@ def told(facts: Facts) -> dict[str, str]:
         ({"any_world_size": False, "strategy": "deepspeed-zero-3"}, "after a conversion to Universal Checkpoint"),
         ({"any_world_size": False, "strategy": "mine"}, "impossible: checkpoints of strategy mine load with 1 ranks"),
         ({"directory": False}, "begins again at step 0, as does a crash: there is no checkpoint directory"),
-        ({"left_out": ("StepLR",)}, "refused, unless the script itself moves StepLR to session.step"),
+        (
+            {"left_out": ("StepLR",), "lacks": "is not in X", "belongs": "give X"},
+            "refused, unless the script itself moves StepLR to session.step: it is not in X, and would begin anew",
+        ),
         ({"saves": False}, "begins again at step 0, as does a crash: nothing is given to save with"),
     ],
 )

@@ -1,0 +1,66 @@
+"""What a script trains with beside what it has told the session: said, or refused, with real ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.pages.mistakes import Comes, brings
+from tests.support.workers.zero_runs import run_world
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+
+WORKER = Path(__file__).parents[1] / "support" / "workers" / "unseen_worker.py"
+RATES = [0.1 * 0.5**step for step in range(1, 5)]
+
+
+def run(directory: Path, world: int, case: str, steps: int = 2, *, fails: bool = False) -> list[str]:
+    """What each rank printed; all of them end well, or none."""
+    ended = run_world(world, [str(WORKER), case, str(steps), str(directory)])
+    assert all((code != 0) is fails for code, _ in ended), "\n".join(output for _, output in ended)
+    return [output for _, output in ended]
+
+
+def rates(output: str) -> list[float]:
+    return [float(rate) for rate in re.findall(r"^step \d+ rate (\S+)$", output, re.MULTILINE)]
+
+
+@brings(
+    "with DeepSpeed, a scheduler that the script steps by hand and gave neither to `deepspeed.initialize` nor to "
+    "`s.engine`, when a run resumes",
+    Comes.REFUSED,
+    "it begins anew, and sets the learning rate of the first steps. Said at the start of the run; refused where it "
+    "does not stand where the run goes on",
+    "`deepspeed.initialize(..., lr_scheduler=scheduler)`, whose engine steps it; or `s.engine(engine, "
+    "schedule=scheduler)`; or move it to `s.step` yourself",
+)
+def test_a_schedule_beside_an_engine(tmp_path: Path) -> None:
+    """One that is given, in either way, or moved by the script goes on."""
+    left = tmp_path / "left"
+    assert "StepLR to session.step: it was given neither to" in run(left, 2, "schedule")[0]
+    for output in run(left, 1, "schedule", 4, fails=True):
+        assert re.search(r"ValueError: StepLR sets the learning rate of the engine's optimizer and was given", output)
+        assert not rates(output)
+    for case in ("schedule, given", "schedule, initialize", "schedule, moved"):
+        directory = tmp_path / case
+        began = run(directory, 2, case)[0]
+        assert "StepLR to session.step" not in began or case == "schedule, moved"
+        assert [*rates(began), *rates(run(directory, 1, case, 4)[0])] == pytest.approx(RATES)
+
+
+@brings(
+    "a scheduler in a loop with a `save=` of your own (FSDP2 and DCP) that does not seem to save it, or was not loaded",
+    Comes.SAID,
+    "it would begin anew at each start. What `save` gets at is looked through before the first step; what it writes "
+    "nobody knows, so nothing is refused",
+    "write the scheduler's `state_dict()`, and load it where the run goes on ([how](dcp.md))",
+)
+def test_a_schedule_in_a_loop_of_ones_own(tmp_path: Path) -> None:
+    """Said on rank 0, at the start and where the run resumes; not of one that is saved."""
+    for case, times in (("loop's schedule", 1), ("loop's schedule, saved", 0), ("loop", 0)):
+        for world, steps in ((2, 2), (1, 4)):
+            outputs = run(tmp_path / case, world, case, steps)
+            assert [one.count("StepLR sets the learning rate of SGD") for one in outputs] == [times, 0][:world]
+            assert not any("stands elsewhere" in one for one in outputs)
