@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from ..data.batch import Batch
 from ..data.micro_batch import MicroBatch
+from .dealing import check_dealt
 from .parts import check_initialised
 from .wrappers import Frozen, tell
 
@@ -57,6 +58,7 @@ class Accumulation:
         self._batch: Batch[Any] | None = None
         self._open = ExitStack()
         self.deferrals = 0
+        self._dealt = False
         self._engine = hasattr(model, "is_gradient_accumulation_boundary")
         self._sharded = [m for m in model.modules() if hasattr(m, "set_requires_gradient_sync")]
         self._defer = _deferring(model, self._sharded)
@@ -80,7 +82,7 @@ class Accumulation:
         Raises:
             RuntimeError: The previous batch was left half-way; or the engine's own count of micro-steps disagrees; or
                 parameters were unfrozen whose gradients nobody would average.
-            ValueError: The batch's factors are not for this model.
+            ValueError: The batch's factors are not for this model; or ranks that compute together have other samples.
         """
         self._open.close()  # whatever a loop that raised has left open
         before, self._batch = self._batch, None
@@ -95,6 +97,9 @@ class Accumulation:
             )
         self._frozen.check(batch.step)
         self._batch, batch.trained_by = batch, self
+        if not self._dealt and batch.made_by is not None:
+            check_dealt(self.model, batch.made_by.plan.world_size, batch.made_by.rank)
+            self._dealt = True
         begun, batch.begun = batch.begun, None
         if begun is not None:
             begun(self.model, self.optimizers)

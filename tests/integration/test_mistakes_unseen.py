@@ -64,3 +64,30 @@ def test_a_schedule_in_a_loop_of_ones_own(tmp_path: Path) -> None:
             outputs = run(tmp_path / case, world, case, steps)
             assert [one.count("StepLR sets the learning rate of SGD") for one in outputs] == [times, 0][:world]
             assert not any("stands elsewhere" in one for one in outputs)
+
+
+@brings(
+    "tensor parallelism (`parallelize_module`) in a script of your own, with a plan that deals each rank samples of "
+    "its own",
+    Comes.REFUSED,
+    "the ranks of a group compute each sample together: of other samples the result is wrong from the first step",
+    "cut batches for the groups: `BatchPlan(G, mesh['dp'].size(), m)` and `mesh['dp'].get_local_rank()` "
+    "([how](dcp.md))",
+)
+def test_tensor_parallelism(tmp_path: Path) -> None:
+    """Alone and beneath FSDP. Dealt to the groups it goes on in a world without any, to the same weights."""
+    for case, world in (("tensor", 2), ("tensor", 4), ("tensor, crosswise", 4)):
+        for output in run(tmp_path / f"{case}-{world}", world, case, fails=True):
+            assert re.search(r"Refusal: tensor parallelism: 0\.weight.* over ranks \d, \d, which compute", output)
+            assert "mesh['dp'].get_local_rank()" in output
+            assert not rates(output)
+    ends = {
+        worlds: [run(tmp_path / str(worlds), world, case, steps)[0] for world, case, steps in worlds][-1]
+        for worlds in (
+            ((1, "loop", 4),),
+            ((2, "tensor, dealt", 2), (1, "loop", 4)),
+            ((4, "tensor, dealt", 2), (2, "tensor, dealt", 4)),
+        )
+    }
+    weights = [float(output.rpartition("weights ")[2].split()[0]) for output in ends.values()]
+    assert weights == pytest.approx(weights[:1] * 3, abs=2e-5)
