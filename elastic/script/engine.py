@@ -12,6 +12,7 @@ from ..data.batches import Batches
 from ..data.plan import BatchPlan
 from ..deepspeed.beside import BesideEngine
 from ..deepspeed.making import send_nothing
+from ..deepspeed.others import EngineWatch
 from ..deepspeed.saving import Save
 from ..saving.background_save import background
 from ..training.left_schedules import LeftSchedules, optimizers_of
@@ -94,6 +95,8 @@ class Engine:
         if resumed is not None:
             self._save.resumes(resumed)
         self._micros: Micros | None = None
+        if session.rank == 0:
+            EngineWatch(self, engine)
 
     def begin(self, data: Batches[Any]) -> Micros:
         """See ``state.Trained``."""

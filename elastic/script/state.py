@@ -238,6 +238,11 @@ def checked_beside(parts: Mapping[str, Any]) -> None:
 
 def _check_stateful(call: str, parts: Mapping[str, Any]) -> None:
     for name, part in parts.items():
+        if hasattr(part, "zero_optimization_stage"):
+            raise ValueError(
+                f"{call}({name}=...): a DeepSpeed engine is no part: its state_dict() has no optimizer. "
+                "A run saves one engine: make one module of both models, and one engine of that"
+            )
         methods = ("state_dict", "load_state_dict")
         if part is not None and not all(callable(getattr(part, method, None)) for method in methods):
             raise ValueError(

@@ -91,3 +91,20 @@ def test_tensor_parallelism(tmp_path: Path) -> None:
     }
     weights = [float(output.rpartition("weights ")[2].split()[0]) for output in ends.values()]
     assert weights == pytest.approx(weights[:1] * 3, abs=2e-5)
+
+
+@brings(
+    "a second DeepSpeed engine that steps, beside the one of `s.engine` (an actor and a critic)",
+    Comes.SAID,
+    "`s.engine` saves one engine; the other one's weights and optimizer begin anew at each start. (As a part of "
+    "`s.engine` it is refused: its `state_dict()` has no optimizer)",
+    "one module of both models, and one engine of that",
+)
+def test_a_second_engine(tmp_path: Path) -> None:
+    """Once, on rank 0; not of one that only computes."""
+    line = "a second DeepSpeed engine, of a Sequential, steps with AdamW and is in no checkpoint"
+    for case, times in (("critic", 1), ("critic, frozen", 0)):
+        outputs = run(tmp_path / case, 2, case)
+        assert [one.count(line) for one in outputs] == [times, 0], outputs[0]
+    for output in run(tmp_path / "given", 2, "critic, given", fails=True):
+        assert "s.engine(critic=...): a DeepSpeed engine is no part" in output

@@ -50,8 +50,10 @@ def with_engine(case: str, steps: int, directory: str) -> None:
     critic = None
     if "critic" in case:
         judge = made()
-        trained = {} if case == "critic, frozen" else {"optimizer": torch.optim.AdamW(judge.parameters(), lr=0.1)}
-        critic, *_ = deepspeed.initialize(model=judge, config={**config, "zero_optimization": {"stage": 1}}, **trained)
+        frozen = case == "critic, frozen"
+        trained = {} if frozen else {"optimizer": torch.optim.AdamW(judge.parameters(), lr=0.1)}
+        zero = {"zero_optimization": {"stage": 1 - frozen}}
+        critic, *_ = deepspeed.initialize(model=judge, config={**config, **zero}, **trained)
     beside = {"schedule": schedule} if case == "schedule, given" else {}
     if case == "critic, given":
         beside = {"critic": critic}

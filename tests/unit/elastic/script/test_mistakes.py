@@ -98,6 +98,7 @@ def process() -> Iterator[None]:
 
 
 ENGINE = SimpleNamespace(zero_optimization_stage=lambda: 1)
+STATEFUL_ENGINE = SimpleNamespace(zero_optimization_stage=lambda: 1, state_dict=dict, load_state_dict=dict)
 
 
 def configured(script: Script) -> Session:
@@ -155,6 +156,11 @@ IN_STATE: dict[str, tuple[Callable[[Script], Any], str]] = {
         lambda x: configured(x).engine(ENGINE, ema=[1]),
         r"s\.engine\(ema=\.\.\.\): a list has no",
     ),
+    "an engine as a part": (
+        lambda x: configured(x).engine(ENGINE, critic=STATEFUL_ENGINE),
+        r"s\.engine\(critic=\.\.\.\): a DeepSpeed engine is no part.*make one module of both",
+    ),
+    "an engine beside a model": (lambda x: x.state(x.model, x.optimizer, critic=ENGINE), r"s\.state\(critic=.*no part"),
     "the engine's own": (lambda x: configured(x).engine(ENGINE, scheduler=x.optimizer), "the engine has its own"),
     "a config without data": (lambda x: x.s.deepspeed_config({}, x.rows), r"what s\.data"),
 }
