@@ -80,12 +80,23 @@ class Examination:
             compiled: The script calls the model through ``torch.compile``, so that its ``forward`` is not looked at.
         """
         self._compiled = self._compiled or compiled
+        self._learn_scale(model)
         if model is not None and hasattr(model, "modules"):
             self._model = model
             self.learn(layers=kinds_of(model))
         self._optimizers += [optimizer for optimizer in optimizers if optimizer is not None]
         names = [type(_inner(optimizer)).__name__ for optimizer in optimizers if optimizer is not None]
         self.learn(optimizers=(*self._facts.optimizers, *(n for n in names if n not in self._facts.optimizers)))
+
+    def learn_engine(self, engine: Any) -> None:
+        """A DeepSpeed engine that a loop of the script's own trains."""
+        self.learn_parts(engine.module, engine.basic_optimizer)
+        self._learn_scale(engine)
+
+    def _learn_scale(self, model: Any) -> None:
+        asked = [getattr(model, name, None) for name in ("fp16_enabled", "dynamic_loss_scale")]
+        if hasattr(model, "zero_optimization_stage") and all(callable(one) and one() for one in asked):
+            self.learn(dynamic_scale=True)
 
     def learn_left_out(self, schedule: str, lacks: str, cure: str) -> None:
         """Adds a schedule that nobody saves: see `Facts`."""

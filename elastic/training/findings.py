@@ -49,6 +49,7 @@ class Facts:
         data_draws_own: The data set draws from a generator of its own.
         left_out: Kinds of schedules that act on an optimizer and are in no checkpoint.
         lacks, belongs: Where these are not, and what to do about it.
+        dynamic_scale: A DeepSpeed engine trains in fp16 and finds its loss scale by overflows.
         twins: Classes of callbacks whose states only their order tells apart.
         loss_draws: Names of functions with which a `Trainer`'s loss draws random numbers.
         seeded: The generators are set for each fixed micro-batch.
@@ -75,6 +76,7 @@ class Facts:
     left_out: tuple[str, ...] = ()
     lacks: str = ""
     belongs: str = ""
+    dynamic_scale: bool = False
     twins: tuple[str, ...] = ()
     loss_draws: tuple[str, ...] = ()
     seeded: bool = False
@@ -163,6 +165,11 @@ def in_distribution(facts: Facts) -> Iterator[str]:
         yield (
             f"{few(seen[BATCH_STATISTICS])}: statistics are of one micro-batch, whose size changes with the world; "
             "fixed_micro_batch keeps it"
+        )
+    if facts.dynamic_scale:
+        yield (
+            "fp16 with a dynamic loss scale: which steps overflow, and are left out, also depends on how samples are "
+            "dealt to the ranks; bf16 does without, and a fixed loss_scale overflows in few steps, if any"
         )
     if STATISTICS_OF_ALL in seen:
         yield (

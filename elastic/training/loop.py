@@ -255,7 +255,7 @@ def _learn(
     )
     engine = getattr(save, "engine", None)
     if engine is not None:
-        session.examination.learn_parts(engine.module, engine.basic_optimizer)
+        session.examination.learn_engine(engine)
         session.copies.know(engine)
 
 

@@ -108,3 +108,17 @@ def test_a_second_engine(tmp_path: Path) -> None:
         assert [one.count(line) for one in outputs] == [times, 0], outputs[0]
     for output in run(tmp_path / "given", 2, "critic, given", fails=True):
         assert "s.engine(critic=...): a DeepSpeed engine is no part" in output
+
+
+@brings(
+    "DeepSpeed in fp16 with a dynamic loss scale (the default), at another number of ranks",
+    Comes.SAID,
+    "a gradient of one rank's samples overflows before it is averaged, and the whole step is then left out: which "
+    "steps depends on how samples are dealt. (The scale itself is saved, and goes on.)",
+    "bf16; or a fixed `loss_scale` that is small enough",
+)
+def test_a_dynamic_loss_scale(tmp_path: Path) -> None:
+    """Said at the start of a run of several ranks."""
+    line = "the same only in distribution: fp16 with a dynamic loss scale"
+    for case, world, times in (("fp16", 2, 1), ("fp16, fixed", 2, 0), ("fp16", 1, 0), ("bare", 2, 0)):
+        assert run(tmp_path / f"{case}-{world}", world, case)[0].count(line) == times

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from dalsegno.elastic.training.findings import (
     STATISTICS_OF_ALL,
     Facts,
     findings,
+    in_distribution,
     kinds_of,
 )
 from dalsegno.protos.contract import Variable
@@ -311,3 +313,17 @@ def test_the_doctor_gets_them_and_the_process_ends(tmp_path: Path, monkeypatch: 
             Examination(rank, False, 1, 1, False).end()
         assert left.value.code == 0
     assert (tmp_path / "found").read_text().startswith("training: strategy ddp, 1 rank\nchange of the world: ")
+
+
+def test_a_loss_scale_that_overflows_find() -> None:
+    """Of an engine in fp16, where the number of ranks may change."""
+    line = "fp16 with a dynamic loss scale"
+    for fp16, dynamic in ((True, True), (True, False), (False, True)):
+        engine = SimpleNamespace(
+            zero_optimization_stage=int, fp16_enabled=lambda on=fp16: on, dynamic_loss_scale=lambda on=dynamic: on
+        )
+        examination = Examination(0, True, 1, 2, True)
+        examination.learn_parts(engine)
+        assert examination._facts.dynamic_scale is (fp16 and dynamic)
+    assert any(text.startswith(line) for text in in_distribution(Facts(max_world_size=2, dynamic_scale=True)))
+    assert not any(text.startswith(line) for text in in_distribution(Facts(dynamic_scale=True)))
