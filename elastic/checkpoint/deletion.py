@@ -78,11 +78,14 @@ def _written_here(directory: Path) -> list[str]:
 
 
 def is_held_open(directory: Path) -> bool:
-    """Whether this process has a file open that lies below it, or lay there; True where nobody can say."""
+    """Whether this process has a file open or mapped that lies below it, or lay there; True where nobody can say."""
     below = os.path.join(os.path.realpath(directory), "")
     try:
         numbers = os.listdir("/proc/self/fd")
+        mapped = Path("/proc/self/maps").read_bytes()
     except OSError:
+        return True
+    if os.fsencode(below) in mapped:
         return True
     for number in numbers:
         with contextlib.suppress(OSError):  # closed by now
