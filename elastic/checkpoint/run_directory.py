@@ -6,6 +6,7 @@ only the process that holds it (rank 0) may name, seal and prune in the director
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -58,10 +59,11 @@ class LocalLock:
 
     def release(self) -> None:
         """Gives the lock back, also where a forked process still has the descriptor."""
-        if self._descriptor is not None:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            os.close(self._descriptor)
-            self._descriptor = None
+        # First: a process that is forked meanwhile must not close a number that somebody else has by then.
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
 
     def __enter__(self) -> LocalLock:
         self.acquire()
@@ -75,8 +77,10 @@ class LocalLock:
     def forget(self) -> None:
         """Leaves the lock to the process that this one was forked from: it ends with that one, not with both."""
         descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
+        # The script may have closed all descriptors that it did not know, and have others of these numbers now.
+        with contextlib.suppress(OSError):
+            if descriptor is not None and os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
+                os.close(descriptor)
 
 
 # A loader's workers outlive a process that was killed until they look for it, and would keep the lock so long.
