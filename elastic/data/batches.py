@@ -292,7 +292,7 @@ class Batches(Generic[T]):
             parts = self._loading.start(place, self._generator(step))
         while gathered := list(islice(parts, self._plan.accumulation)):
             one = gathered[0][0]
-            data_epoch = self._tell_epoch(data_epoch, one.position.data_epoch)
+            data_epoch = self._note_epoch(data_epoch, one.position.data_epoch)
             if self._left is not None:
                 self._left = self._count_after(one.position_after)
             batch = Batch(
@@ -312,16 +312,10 @@ class Batches(Generic[T]):
                 self._say_unscaled(batch)
             step += 1
 
-    def _tell_epoch(self, before: int, now: int) -> int:
-        """Notes the data epochs of the batch before and of this one; warns once of what a script's numbers do not do.
-
-        What the training process itself does with the data set (an evaluation, a line that names its epoch) is then the
-        same with workers, which tell only their own.
-        """
+    def _note_epoch(self, before: int, now: int) -> int:
+        """Notes the data epochs of the batch before and of this one; warns once of a script's number in its place."""
         epoch, length = self._loading.epoch, self.order.length
         told = epoch.contradicted(before, now)
-        if not self._loading.is_stream:
-            epoch.tell(now)
         if self._rank or self._said_epoch or not epoch.wanted:
             return now
         if told is not None:

@@ -22,10 +22,10 @@ _DEPTH, _ITEMS = 6, 256
 
 
 class Heard:
-    """What a data set was told.
+    """What a map-style data set was told.
 
     Attributes:
-        last: The number that it was told last; None: unknown.
+        last: The number that it was told last by us; None: by nobody, or by the script since then.
         by_script: The number that the script has told it since `DataEpoch.contradicted` asked; None: none.
     """
 
@@ -40,10 +40,6 @@ class Heard:
         self.dataset.set_epoch(data_epoch)
         self.last, self.by_script = data_epoch, before
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Whoever makes a data set anew in another process may leave out what it was told.
-        return {"dataset": self.dataset, "last": None, "by_script": None}
-
 
 # By the id of the data set, which lives at least as long.
 _heard_of: WeakValueDictionary[int, Heard] = WeakValueDictionary()
@@ -57,29 +53,38 @@ class DataEpoch:
 
     Args:
         dataset: The data set.
-        seed: With it and the data epoch the global generators are seeded while a data set is told, which may shuffle.
+        seed: With it and the data epoch the global generators are seeded while a map-style data set is told, which may
+            shuffle then. What a stream seeds is for its iterator, which draws later.
+        stream: It is iterable: it is told before each reading, also if that begins anew within a data epoch.
 
     Attributes:
         wanted: There is a data set that wants to know.
     """
 
-    def __init__(self, dataset: Any, seed: int = 0) -> None:
-        self._seed = seed
+    def __init__(self, dataset: Any, seed: int = 0, *, stream: bool = False) -> None:
+        self._dataset, self._seed, self._stream = dataset, seed, stream
         self._heard: list[Heard] = []
         # Nobody hears what a script tells these, so they are told each time.
         self._unheard: list[Any] = []
         for found in _with_epochs(dataset, 0, set()):
-            heard = _heard(found)
+            heard = None if stream else _heard(found)
             if heard is None:
                 self._unheard.append(found)
             elif heard not in self._heard:
                 self._heard.append(heard)
         self.wanted = bool(self._heard or self._unheard)
 
+    def __reduce__(self) -> Any:
+        # In another process a data set may hold others than here, or make them anew.
+        return _data_epoch, (self._dataset, self._seed, self._stream)
+
     def tell(self, data_epoch: int) -> None:
         """Says that samples of this data epoch are read from now on; the first is 0."""
         told: list[Callable[[int], Any]] = [heard.tell for heard in self._heard if heard.last != data_epoch]
         for tell in (*told, *(dataset.set_epoch for dataset in self._unheard)):
+            if self._stream:
+                tell(data_epoch)
+                continue
             # A seed that it sets, or an order that it draws, is the same in each process, and moves no other draw.
             with rng.aside("data epoch", self._seed, data_epoch):
                 tell(data_epoch)
@@ -89,9 +94,9 @@ class DataEpoch:
 
         Hugging Face's share their epoch, and add the difference to it: two workers at a time could add it twice.
         """
-        for dataset in (heard.dataset for heard in self._heard):
-            shared = getattr(dataset, "_epoch", None)
-            if type(dataset).__module__.partition(".")[0] == "datasets" and isinstance(shared, Tensor):
+        for dataset in _all_inside(self._dataset, 0, set()):
+            shared = getattr(dataset, "_epoch", None) if _is_of_datasets(dataset) else None
+            if isinstance(shared, Tensor):
                 dataset._epoch = shared.clone()
 
     def contradicted(self, *right: int) -> int | None:
@@ -102,14 +107,21 @@ class DataEpoch:
         return next((number for number in told if number is not None and number not in right), None)
 
 
+def _data_epoch(dataset: Any, seed: int, stream: bool) -> DataEpoch:
+    return DataEpoch(dataset, seed, stream=stream)
+
+
+def _is_of_datasets(thing: Any) -> bool:
+    return type(thing).__module__.partition(".")[0] == "datasets"
+
+
 def _heard(dataset: Any) -> Heard | None:
     """What it was told, from now on; None: nobody can know."""
+    method = dataset.set_epoch
     # A wrapper may hand out the method of what is inside.
-    owner = getattr(dataset.set_epoch, "__self__", None)
-    known = _heard_of.get(id(owner))
-    if known is not None:
-        return known
-    if not _listen(type(owner)):
+    owner = getattr(method, "__self__", None)
+    # One that was put on the object is not the class's, whatever that has.
+    if getattr(method, "__func__", None) is not getattr(type(owner), "set_epoch", None) or not _listen(type(owner)):
         return None
     return _heard_of.setdefault(id(owner), Heard(owner))
 
@@ -125,9 +137,7 @@ def _listen(kind: type[Any]) -> bool:
     @functools.wraps(plain)
     def set_epoch(self: Any, *arguments: Any, **options: Any) -> Any:
         answer = plain(self, *arguments, **options)
-        heard = _heard_of.get(id(self))
-        if heard is not None:
-            heard.last = heard.by_script = next(iter((*arguments, *options.values())), None)
+        _note(self, next(iter((*arguments, *options.values())), None))
         return answer
 
     set_epoch._noted_by_dalsegno = True  # type: ignore[attr-defined]
@@ -138,6 +148,13 @@ def _listen(kind: type[Any]) -> bool:
     return True
 
 
+def _note(dataset: Any, number: Any) -> None:
+    """It was told: by us, or by the script, which it is told by us once more then. (Pickled by its name.)"""
+    heard = _heard_of.get(id(dataset))
+    if heard is not None:
+        heard.last, heard.by_script = None, number
+
+
 def _with_epochs(thing: Any, depth: int, known: set[int]) -> Iterator[Any]:
     """The outermost data sets that have ``set_epoch``, in order."""
     if depth > _DEPTH or id(thing) in known:
@@ -145,12 +162,36 @@ def _with_epochs(thing: Any, depth: int, known: set[int]) -> Iterator[Any]:
     known.add(id(thing))
     # Of what may be anything the class is asked: some objects answer to every name.
     asked = thing if depth == 0 or isinstance(thing, Dataset) else type(thing)
-    if callable(getattr(asked, "set_epoch", None)):
+    if _takes_an_epoch(asked, thing):
         yield thing
         return
+    for held in _held(thing):
+        yield from _with_epochs(held, depth + 1, known)
+
+
+def _takes_an_epoch(asked: Any, thing: Any) -> bool:
+    """Whether there is a ``set_epoch`` of one number, as torch's and Hugging Face's are."""
+    try:
+        return callable(getattr(asked, "set_epoch", None)) and bool(inspect.signature(thing.set_epoch).bind(0))
+    except ValueError:  # one that is not Python's, and tells nothing of itself
+        return True
+    # Whatever a class of the script's answers to names that it does not know.
+    except Exception:
+        return False
+
+
+def _all_inside(thing: Any, depth: int, known: set[int]) -> Iterator[Any]:
+    """It, and all that may be a data set inside of it."""
+    if depth <= _DEPTH and id(thing) not in known:
+        known.add(id(thing))
+        yield thing
+        for held in _held(thing):
+            yield from _all_inside(held, depth + 1, known)
+
+
+def _held(thing: Any) -> Iterator[Any]:
     for value in list(getattr(thing, "__dict__", {}).values()):
-        for held in _data_sets(value):
-            yield from _with_epochs(held, depth + 1, known)
+        yield from _data_sets(value)
 
 
 def _data_sets(value: Any) -> list[Any]:

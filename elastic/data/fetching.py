@@ -111,7 +111,8 @@ class Loading(Generic[T]):
     ) -> None:
         self._dataset, self._sampler, self._plan, self._rank = dataset, sampler, plan, rank
         self._maker, self._data_epochs, self._options = maker, data_epochs, options
-        self.is_stream, self.epoch = is_iterable(dataset), DataEpoch(dataset, maker.worker_seed)
+        self.is_stream = is_iterable(dataset)
+        self.epoch = DataEpoch(dataset, maker.worker_seed, stream=self.is_stream)
 
     @property
     def length(self) -> int | None:
@@ -273,7 +274,7 @@ class Stream(IterableDataset["tuple[PlannedMicroBatch, T] | Inspected"]):
         look: Inspection | None = None,
         epoch: DataEpoch | None = None,
     ) -> None:
-        self.dataset, self.maker, self.epoch = dataset, maker, epoch or DataEpoch(dataset)
+        self.dataset, self.maker, self.epoch = dataset, maker, epoch or DataEpoch(dataset, stream=True)
         # What is seen of the first samples is noted while they are read, because many data sets cannot be read twice.
         self._looked_at, self._seen = 0 if look is None else len(look.sample_ids), Inspected()
         self._order, self._drop_last = sampler.order, sampler.drop_last
