@@ -17,6 +17,9 @@ from ..training.left_schedules import optimizers_of
 
 __all__ = ["EngineWatch"]
 
+# Of optimizers that are not the engine's so many are looked at.
+MOST_WALKS = 4
+
 
 class EngineWatch:
     """As long as ``owner`` lives, remarks once on another engine that steps. One that only computes loses nothing.
@@ -31,7 +34,7 @@ class EngineWatch:
         self._engine, self._say = weakref.ref(engine), say
         # Those that were looked at.
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._said = False
+        self._said, self._walks = False, 0
         self._owner = weakref.ref(owner)
         until_gone(owner, register_optimizer_step_post_hook(self._stepped))
 
@@ -42,7 +45,10 @@ class EngineWatch:
         self._known.add(optimizer)
         if _steps(engine, optimizer):
             return
-        # A walk over all objects takes a moment; it is made once for each optimizer.
+        # A walk over all objects takes a moment, and some scripts make an optimizer for each batch.
+        self._walks += 1
+        if self._walks > MOST_WALKS:
+            return
         others = [one for one in gc.get_objects() if issubclass(type(one), DeepSpeedEngine) and one is not engine]
         if not any(_steps(one, optimizer) for one in others):
             return

@@ -14,6 +14,7 @@ from ..deepspeed.beside import BesideEngine
 from ..deepspeed.making import send_nothing
 from ..deepspeed.others import EngineWatch
 from ..deepspeed.saving import Save
+from ..rank.remarks import remark
 from ..saving.background_save import background
 from ..training.left_schedules import LeftSchedules, optimizers_of
 from ..training.parts import Stateful
@@ -126,6 +127,7 @@ class EngineSave(Save):
             "was given neither to deepspeed.initialize nor to s.engine",
             "give it to deepspeed.initialize(..., lr_scheduler=...), whose engine steps it, or to s.engine(engine, "
             "schedule=...)",
+            remark if session.rank == 0 else _unsaid,
         )
 
     def resumes(self, state: Mapping[str, Any]) -> None:
@@ -138,17 +140,17 @@ class EngineSave(Save):
             self._schedules.resumes(_OPTIMIZER, self.engine.optimizer, state.get(LEFT_OUT))
 
     def rehearse(self) -> None:
-        """See ``rehearsal.rehearse``.
-
-        Raises:
-            ValueError: The run resumes, and a schedule that nobody saves stands at its beginning.
-        """
+        """See ``rehearsal.rehearse``."""
         known = [self.engine.lr_scheduler, *self._beside.parts.values()]
         self._schedules.look(_OPTIMIZER, optimizers_of(self.engine), known)
 
     def _state(self) -> dict[str, Any]:
         places = self._schedules.places().get(_OPTIMIZER)
         return {**self._beside.state(), **({} if places is None else {LEFT_OUT: places})}
+
+
+def _unsaid(text: str, *values: object) -> None:
+    """Rank 0 says it."""
 
 
 def check_sizes(engine: Any, plan: BatchPlan) -> None:

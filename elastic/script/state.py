@@ -238,7 +238,9 @@ def checked_beside(parts: Mapping[str, Any]) -> None:
 
 def _check_stateful(call: str, parts: Mapping[str, Any]) -> None:
     for name, part in parts.items():
-        if hasattr(part, "zero_optimization_stage"):
+        # One without an optimizer, of a model that only computes, has nothing but weights.
+        engine = isinstance(part, nn.Module) and hasattr(part, "zero_optimization_stage")
+        if engine and getattr(part, "optimizer", None) is not None:
             raise ValueError(
                 f"{call}({name}=...): a DeepSpeed engine is no part: its state_dict() has no optimizer. "
                 "A run saves one engine: make one module of both models, and one engine of that"

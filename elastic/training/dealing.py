@@ -54,9 +54,9 @@ def check_dealt(model: nn.Module, of: int, part: int) -> None:
     groups = getattr(model, "dp_world_size", None) if hasattr(model, "zero_optimization_stage") else None
     if isinstance(groups, int) and groups < of:
         raise Refusal(
-            f"the engine's config makes ranks compute each sample together (tensor or sequence parallelism): of {of} "
+            f"the engine's ranks compute each sample together (tensor, sequence or pipeline parallelism): of {of} "
             f"ranks there are {groups} groups, and each rank would get samples of its own. That is not supported: "
-            "leave tensor_parallel and sequence_parallel_size out of the config"
+            "leave tensor_parallel and sequence_parallel_size out of the config, and take no PipelineModule"
         )
     for one in together(model):
         ends = torch.tensor([part, -part], device=one.device)

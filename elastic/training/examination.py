@@ -98,9 +98,10 @@ class Examination:
         if hasattr(model, "zero_optimization_stage") and all(callable(one) and one() for one in asked):
             self.learn(dynamic_scale=True)
 
-    def learn_left_out(self, schedule: str, lacks: str, cure: str) -> None:
+    def learn_left_out(self, schedule: str, lacks: str, cure: str, *, refused: bool) -> None:
         """Adds a schedule that nobody saves: see `Facts`."""
-        self.learn(left_out=tuple(dict.fromkeys((*self._facts.left_out, schedule))), lacks=lacks, belongs=cure)
+        schedules = tuple(dict.fromkeys((*self._facts.left_out, schedule)))
+        self.learn(left_out=schedules, lacks=lacks, belongs=cure, left_out_refused=refused)
 
     def end(self, step: Callable[[], int] | None = None) -> None:
         """Ends the examination when the ranks have met and the first step would begin.

@@ -49,6 +49,7 @@ class Facts:
         data_draws_own: The data set draws from a generator of its own.
         left_out: Kinds of schedules that act on an optimizer and are in no checkpoint.
         lacks, belongs: Where these are not, and what to do about it.
+        left_out_refused: A run with them is refused where it resumes.
         dynamic_scale: A DeepSpeed engine trains in fp16 and finds its loss scale by overflows.
         twins: Classes of callbacks whose states only their order tells apart.
         loss_draws: Names of functions with which a `Trainer`'s loss draws random numbers.
@@ -76,6 +77,7 @@ class Facts:
     left_out: tuple[str, ...] = ()
     lacks: str = ""
     belongs: str = ""
+    left_out_refused: bool = True
     dynamic_scale: bool = False
     twins: tuple[str, ...] = ()
     loss_draws: tuple[str, ...] = ()
@@ -111,7 +113,7 @@ def change_of_world(facts: Facts) -> str:
         return f"begins again at step 0, as does a crash: {why}"
     if facts.data in (NOTHING, STATE):
         return f"impossible: {data(facts)}"
-    if facts.left_out:
+    if facts.left_out and facts.left_out_refused:
         return (
             f"refused, unless the script itself moves {few(facts.left_out)} to session.step: it {facts.lacks}, "
             f"and would begin anew; {facts.belongs}"
@@ -186,6 +188,11 @@ def not_saved(facts: Facts) -> Iterator[str]:
         yield (
             f"which callback is which, of several {few(facts.twins)} that were made alike: keep their order, or give "
             "each a key"
+        )
+    if facts.left_out and not facts.left_out_refused:
+        yield (
+            f"{few(facts.left_out)}: it {facts.lacks}, and begins anew unless the script sets it by s.step; "
+            f"{facts.belongs}"
         )
     if facts.stateless:
         yield f"{few(facts.stateless)}: without {facts.keeping} they begin anew at each start"

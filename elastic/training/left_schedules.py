@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any, TypeVar
 from ..data.batch import batch_in
 from ..rank.remarks import remark
 from ..saving.background_save import Background
-from ..saving.reaching import reaches
 from ..saving.schedules import has_moved, left_out, place_of, rates_of
 from .examination import Examination
 from .parts import kind
@@ -21,18 +21,21 @@ __all__ = ["LeftSchedules", "ScheduleWatch", "optimizers_of"]
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 
 class LeftSchedules:
-    """Those of a training whose parts are all known. They are said at the start, and refused where a run resumes.
+    """Those of a training whose parts are all known. They are said at the start, and again where a run resumes.
 
     Args:
         examination: Of the session.
         lacks: Where they are not, for people: "is not in TrainingState".
         cure: Where they belong.
+        say: Says it where a run resumes; None: the run is refused there.
     """
 
-    def __init__(self, examination: Examination, lacks: str, cure: str) -> None:
-        self._examination, self._lacks, self._cure = examination, lacks, cure
+    def __init__(self, examination: Examination, lacks: str, cure: str, say: Callable[..., None] | None = None) -> None:
+        self._examination, self._lacks, self._cure, self._say = examination, lacks, cure, say
         # For each optimizer: such schedules, the saved places of those there were, and its saved rates.
         self._found: dict[str, list[weakref.ref[Any]]] = {}
         self._stood: dict[str, list[Any]] = {}
@@ -59,20 +62,37 @@ class LeftSchedules:
             known: What is saved.
 
         Raises:
-            ValueError: The run resumes, and such a schedule stands at its beginning.
+            ValueError: The run resumes, such a schedule stands at its beginning, and this refuses.
         """
         known = list(known)
         found = [schedule for optimizer in optimizers for schedule in left_out(optimizer, known)]
         self._found[name] = [weakref.ref(schedule) for schedule in found]
         for schedule in found:
             what = kind(schedule)
-            self._examination.learn_left_out(what, self._lacks, self._cure)
-            stood = name not in self._stood or place_of(schedule) in self._stood[name]
-            if name in self._rates and not (stood and has_moved(schedule, self._rates[name])):
+            self._examination.learn_left_out(what, self._lacks, self._cure, refused=self._say is None)
+            if name not in self._rates or self._stands(name, schedule):
+                continue
+            if self._say is None:
                 raise ValueError(
                     f"{what} sets the learning rate of {name} and {self._lacks}, so it begins anew: {self._cure}, or "
                     "move it to session.step before the first step"
                 )
+            self._say(
+                "%s sets the learning rate of %s and %s, so it begins anew, unless the script sets it by s.step: %s",
+                what,
+                name,
+                self._lacks,
+                self._cure,
+            )
+            del self._rates[name]
+
+    def _stands(self, name: str, schedule: Any) -> bool:
+        """Whether it may be where the run goes on. One that is never stepped stands where it stood, too."""
+        moved = has_moved(schedule, self._rates[name])
+        if name not in self._stood:
+            return moved
+        fits = place_of(schedule) in self._stood[name]
+        return fits and (moved or self._say is not None)
 
     def places(self) -> dict[str, list[Any]]:
         """Where those that were found stand, by the optimizer's name, for checkpoints."""
@@ -82,10 +102,9 @@ class LeftSchedules:
 
 
 class ScheduleWatch:
-    """Remarks once on a schedule of a loop with a ``save=`` of the script's own, before the first optimizer step.
+    """Remarks once where a run goes on with schedules at their beginning, in a loop with a ``save=`` of the script's.
 
-    What such a function writes nobody knows. So nothing is refused: a line says of which schedule nothing is seen in
-    what ``save`` calls, or which was not loaded.
+    What such a function writes nobody knows, so nothing is refused, and nothing is said at a run's start.
 
     Args:
         session: This process's session.
@@ -99,49 +118,35 @@ class ScheduleWatch:
         save: Callable[[Path], None] | Background | None,
         say: Callable[..., None] = remark,
     ) -> None:
-        self._session, self._say = session, say
-        asks = session.rank == 0 and session.can_save and save is not None and not knows_itself(save)
-        self._save = save if asks else None
+        self._say = say
+        resume = session.resume
+        goes_on = resume is not None and session.step == resume.step
+        self._asks = goes_on and session.rank == 0 and save is not None and not knows_itself(save)
 
     def begins(self, batch: T) -> T:
         """Before the step of a batch: has the `Accumulation` that goes through the first one tell its optimizers."""
-        found = None if self._save is None else batch_in(batch)
+        found = batch_in(batch) if self._asks else None
         if found is not None:
-            found.begun = self._look
+            self._asks, found.begun = False, self._look
         return batch
 
     def _look(self, model: Any, optimizers: Iterable[Any]) -> None:
-        save, self._save = self._save, None
-        if save is None:
-            return
-        resume = self._session.resume
-        for optimizer in [*optimizers, *optimizers_of(model)]:
-            for schedule in left_out(optimizer, [getattr(model, "lr_scheduler", None)]):
-                seen = reaches(save, schedule)
-                if resume is None or self._session.step != resume.step:
-                    stands = seen
-                else:
-                    stands = has_moved(schedule, rates_of(group["lr"] for group in optimizer.param_groups))
-                    stands = stands and (seen or place_of(schedule)[1] != 0)
-                if not stands:
-                    self._tell(kind(schedule), type(optimizer).__name__, seen=seen)
+        try:
+            for optimizer in [*optimizers, *optimizers_of(model)]:
+                schedules = left_out(optimizer, [getattr(model, "lr_scheduler", None)])
+                rates = rates_of(group["lr"] for group in optimizer.param_groups)
+                if schedules and not any(has_moved(one, rates) or place_of(one)[1] for one in schedules):
+                    self._say(
+                        "%s sets the learning rate of %s, which was loaded, and stands at its own beginning: save its "
+                        "state_dict() and load it where the run goes on, or the learning rate leaves its curve (unless "
+                        "the script sets it by s.step)",
+                        kind(schedules[0]),
+                        type(optimizer).__name__,
+                    )
                     return
-
-    def _tell(self, schedule: str, optimizer: str, *, seen: bool) -> None:
-        if seen:
-            self._say(
-                "%s, which sets the learning rate of %s, stands elsewhere than the optimizer that was loaded: load its "
-                "state_dict() where the run goes on, or the learning rate leaves its curve",
-                schedule,
-                optimizer,
-            )
-            return
-        self._say(
-            "%s sets the learning rate of %s and is not known to be saved: nothing of it is seen in what save= calls. "
-            "Have that write its state_dict(), and load it where the run goes on, or it begins anew at each start",
-            schedule,
-            optimizer,
-        )
+        # Objects of the script's own are looked at, whatever they answer. It is advice, and ends no training.
+        except Exception:
+            log.debug("schedules were not looked at", exc_info=True)
 
 
 def optimizers_of(model: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""A schedule that nobody is known to save is remarked on once, in a loop with a ``save=`` of the script's own."""
+"""Schedules that nobody saves are remarked on where a run goes on, and refused where all that is trained is known."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from dalsegno.elastic import Accumulation, background
-from dalsegno.elastic.training.left_schedules import ScheduleWatch, optimizers_of
+from dalsegno.elastic import Accumulation
+from dalsegno.elastic.training.left_schedules import LeftSchedules, ScheduleWatch, optimizers_of
 from tests.unit.elastic.training.test_accumulation import make
 
 
@@ -67,36 +67,81 @@ def said(session: Any, save: Any, optimizer: Optimizer) -> list[str]:
     return lines
 
 
-def test_one_of_which_nothing_is_seen_in_save_is_said_once() -> None:
-    optimizer, schedule = made()
-    (line,) = said(Session(), nothing, optimizer)
-    assert line.startswith("StepLR sets the learning rate of SGD and is not known to be saved")
-    assert said(Session(), lambda path: schedule.state_dict(), optimizer) == []
-    assert said(Session(), background(lambda: {"a": schedule.state_dict()}), optimizer) == []
+def test_one_at_its_beginning_is_said_once_where_the_run_goes_on() -> None:
+    optimizer, schedule = resumed(load=False)
+    (line,) = said(Session(3), nothing, optimizer)
+    assert line.startswith("StepLR sets the learning rate of SGD, which was loaded, and stands at its own beginning")
+    schedule.last_epoch = 3  # as scripts do that count by themselves
+    assert said(Session(3), nothing, optimizer) == []
+    optimizer, _schedule = resumed(load=True)
+    assert said(Session(3), nothing, optimizer) == []
+
+
+def test_one_of_several_that_was_loaded_is_enough() -> None:
+    """A warm-up that has ended has no rate of the optimizer's any more."""
+    optimizer, _schedule = resumed(load=True)
+    _other = StepLR(optimizer, 1, gamma=0.1)
+    assert said(Session(3), nothing, optimizer) == []
 
 
 @pytest.mark.parametrize("save", [Owner().write, Owner(), None])
 def test_who_knows_what_is_saved_looks_by_itself(save: Any) -> None:
-    optimizer, _schedule = made()
-    assert said(Session(), save, optimizer) == []
+    optimizer, _schedule = resumed(load=False)
+    assert said(Session(3), save, optimizer) == []
 
 
-def test_nothing_is_said_on_other_ranks_or_where_nothing_is_saved() -> None:
-    optimizer, _schedule = made()
-    assert said(Session(rank=1), nothing, optimizer) == []
-    assert said(Session(can_save=False), nothing, optimizer) == []
-    assert said(Session(), nothing, SGD(nn.Linear(2, 1).parameters(), lr=1.0)) == []
+def test_nothing_is_said_at_the_start_or_on_other_ranks() -> None:
+    optimizer, _schedule = resumed(load=False)
+    assert said(Session(), nothing, optimizer) == []
+    assert said(Session(3, rank=1), nothing, optimizer) == []
+    assert said(Session(3), nothing, SGD(nn.Linear(2, 1).parameters(), lr=1.0)) == []
 
 
-def test_where_a_run_resumes_it_matters_where_the_schedule_stands() -> None:
-    optimizer, schedule = resumed(load=False)
-    (line,) = said(Session(3), nothing, optimizer)
-    assert "is not known to be saved" in line
-    (line,) = said(Session(3), lambda path: schedule, optimizer)
-    assert line.startswith("StepLR, which sets the learning rate of SGD, stands elsewhere than the optimizer")
-    optimizer, schedule = resumed(load=True)
+def test_what_a_strange_object_raises_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise ReferenceError("weakly-referenced object no longer exists")
+
+    monkeypatch.setattr("dalsegno.elastic.training.left_schedules.left_out", fails)
+    optimizer, _schedule = resumed(load=False)
     assert said(Session(3), nothing, optimizer) == []
-    assert said(Session(3), lambda path: schedule, optimizer) == []
+
+
+class Learned:
+    def __init__(self) -> None:
+        self.refused: list[bool] = []
+
+    def learn_left_out(self, *_: str, refused: bool) -> None:
+        self.refused.append(refused)
+
+
+def looked(places: list[Any] | None, say: Any, *, at: int = 0) -> Any:
+    """What is said of a schedule that was not loaded; the optimizer was."""
+    optimizer, schedule = resumed(load=False)
+    schedule.last_epoch = at
+    learned: Any = Learned()
+    one = LeftSchedules(learned, "is in nothing", "give it", say)
+    one.resumes("the optimizer", optimizer, places)
+    for _ in range(2):  # as it is looked at before and behind the first step
+        one.look("the optimizer", [optimizer], [])
+    return learned.refused
+
+
+@pytest.mark.parametrize("places", [None, [["StepLR", 3]]])
+def test_one_that_begins_anew_is_said_or_refused(places: list[Any] | None) -> None:
+    lines: list[str] = []
+    assert looked(places, lambda text, *values: lines.append(text % values)) == [False, False]
+    assert [line.partition(":")[0] for line in lines] == [
+        "StepLR sets the learning rate of the optimizer and is in nothing, so it begins anew, unless the script sets "
+        "it by s.step"
+    ]
+    with pytest.raises(ValueError, match="so it begins anew: give it, or move it to session"):
+        looked(places, None)
+
+
+@pytest.mark.parametrize(("places", "at"), [([["StepLR", 0]], 0), ([["StepLR", 3]], 3)], ids=["idle", "moved"])
+def test_one_that_stands_where_it_stood_is_not(places: list[Any], at: int) -> None:
+    """One that nobody steps, or whose place the script has set: its next step sets the rate."""
+    looked(places, lambda *_: pytest.fail("it was said"), at=at)
 
 
 def test_the_optimizers_of_an_engine() -> None:
