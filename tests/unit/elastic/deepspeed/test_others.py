@@ -13,6 +13,7 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from dalsegno.elastic.deepspeed import others
 from dalsegno.elastic.deepspeed.others import EngineWatch
 
 
@@ -48,14 +49,14 @@ def optimizer(kind: type[Optimizer] = Adam) -> Optimizer:
 
 def test_an_engine_that_steps_beside_the_one_that_is_saved() -> None:
     said: list[str] = []
-    ours, others, plain = optimizer(), optimizer(SGD), optimizer()
-    owner, first, second = Owner(), engine(Zero(ours)), engine(Zero(others))
+    ours, theirs, plain = optimizer(), optimizer(SGD), optimizer()
+    owner, first, second = Owner(), engine(Zero(ours)), engine(Zero(theirs))
     EngineWatch(owner, first, lambda text, *values: said.append(text % values))
     for one in (ours, plain) * 3:
         one.step()
     assert said == []
     for _ in range(3):
-        others.step()
+        theirs.step()
     (line,) = said
     assert line.startswith("a second DeepSpeed engine, of a Critic, steps with SGD and is in no checkpoint")
     third = optimizer()
@@ -74,3 +75,14 @@ def test_nothing_is_said_behind_the_end_of_the_owner() -> None:
     others.step()
     assert said == []
     del second
+
+
+def test_a_script_that_makes_an_optimizer_for_each_batch_pays_for_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All objects of the process are walked through for one that nobody knows."""
+    walks: list[None] = []
+    owner, first = Owner(), engine(Zero(optimizer()))
+    EngineWatch(owner, first, lambda *_: None)
+    monkeypatch.setattr(others.gc, "get_objects", lambda: walks.append(None) or [])
+    for _ in range(50):
+        optimizer().step()
+    assert len(walks) == others.MOST_WALKS

@@ -18,6 +18,7 @@ from dalsegno.elastic import Session, session
 from dalsegno.elastic.rank.collective import OtherThread
 from dalsegno.elastic.rank.identity import Identity
 from dalsegno.elastic.script.engine import check_sizes
+from dalsegno.elastic.script.state import _check_stateful
 from dalsegno.elastic.training import entry
 from tests.support.workers.fake_link import FakeLink
 
@@ -98,7 +99,16 @@ def process() -> Iterator[None]:
 
 
 ENGINE = SimpleNamespace(zero_optimization_stage=lambda: 1)
-STATEFUL_ENGINE = SimpleNamespace(zero_optimization_stage=lambda: 1, state_dict=dict, load_state_dict=dict)
+
+
+class SecondEngine(nn.Linear):
+    """As DeepSpeed's: a module with an optimizer, or with None."""
+
+    zero_optimization_stage = 1
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(1, 1)
+        self.optimizer = optimizer
 
 
 def configured(script: Script) -> Session:
@@ -157,10 +167,13 @@ IN_STATE: dict[str, tuple[Callable[[Script], Any], str]] = {
         r"s\.engine\(ema=\.\.\.\): a list has no",
     ),
     "an engine as a part": (
-        lambda x: configured(x).engine(ENGINE, critic=STATEFUL_ENGINE),
+        lambda x: configured(x).engine(ENGINE, critic=SecondEngine(1)),
         r"s\.engine\(critic=\.\.\.\): a DeepSpeed engine is no part.*make one module of both",
     ),
-    "an engine beside a model": (lambda x: x.state(x.model, x.optimizer, critic=ENGINE), r"s\.state\(critic=.*no part"),
+    "an engine beside a model": (
+        lambda x: x.state(x.model, x.optimizer, critic=SecondEngine(1)),
+        r"s\.state\(critic=.*no part",
+    ),
     "the engine's own": (lambda x: configured(x).engine(ENGINE, scheduler=x.optimizer), "the engine has its own"),
     "a config without data": (lambda x: x.s.deepspeed_config({}, x.rows), r"what s\.data"),
 }
@@ -285,3 +298,8 @@ def test_an_optimizer_around_another_that_calls_its_super() -> None:
     script.optimizer = Lookahead(script.optimizer, calls_super=True)  # type: ignore[assignment]
     script.train(script.data(), script.state())
     assert script.s.step == 3
+
+
+def test_an_engine_that_only_computes_may_be_a_part() -> None:
+    """It has nothing but weights."""
+    _check_stateful("s.engine", {"teacher": SecondEngine(None)})
