@@ -36,7 +36,8 @@ def signalled(decision: Decision, event: ev.Signalled) -> None:
     if state.leaving and number == signal.SIGHUP:
         return  # a closed terminal sends it twice, from kernel and shell; nobody there is in a hurry
     if state.leave is not None and state.leave.hung_up and number == signal.SIGTERM:
-        state.leave.hung_up = False  # of two at once the kernel hands out the smaller number first
+        # Of two at once the kernel hands out the smaller number first. A later one may come twice at once as well.
+        state.leave.hung_up, state.leave.signalled_at = False, at
         return
     if state.leave is not None and at - state.leave.signalled_at <= SAME_NOTICE_SECONDS:
         return

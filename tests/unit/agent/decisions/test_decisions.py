@@ -1048,6 +1048,19 @@ def test_a_closed_terminal_is_never_in_a_hurry() -> None:
     assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT_UNSAVED
 
 
+def test_a_notice_that_a_closed_terminal_came_before_may_come_twice_too() -> None:
+    """As `timeout` sends it: the first SIGTERM behind a SIGHUP was let pass, and the one at its heels meant now."""
+    agent = Agent().registered().running()
+    agent.hear(ev.Signalled(signal.SIGHUP))
+    agent.hurried(signal.SIGTERM)
+    agent.waits(0.1)
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    assert not agent.did(ev.StopWorkers)
+    assert not agent.did(ev.Exit)
+    agent.hurried(signal.SIGTERM)
+    assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT_UNSAVED
+
+
 def test_a_leaver_that_is_given_a_world_goes_at_once() -> None:
     """Its peers would wait for ranks that never start."""
     agent = Agent().registered()
