@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.protos import control_pb2
 from dalsegno.protos.processes import own_process
 from dalsegno.protos.shortage import CannotStartError, shortage
@@ -242,7 +243,7 @@ class Effects:
 
         back = None if previous else self._config.resume_step
 
-        def ready(survey: Survey) -> None:
+        def register(survey: Survey) -> None:
             self._registration = control_pb2.RegisterRequest(
                 incarnation=incarnation,
                 host=socket.gethostname(),
@@ -265,6 +266,14 @@ class Effects:
                 resume_time=0 if back is None else back[1],
             )
             self.client.register(self._registration)
+
+        def ready(survey: Survey) -> None:
+            try:
+                register(survey)
+            except Exception as error:  # whatever it is: it says nothing about the directory, and nobody waits for it
+                logger.exception("this node cannot register")
+                why = shortage(error) or printable(f"{type(error).__name__}: {error}")
+                self._mailbox.put(ev.Broken(f"this node cannot register: {why}"))
 
         def unreadable(reason: str) -> None:
             if previous:
@@ -369,8 +378,13 @@ class Effects:
                 )
             )
 
+        def failed(why: str) -> None:
+            # People have heard why, once. An empty Join in its place would be taken for another directory.
+            reason = "this node cannot look at the checkpoint directory: tried again"
+            self._mailbox.put(ev.JoinFailed(action.round, digest, reason, action.some))
+
         newest = (self._head.epoch, self._head.step) if self._head is not None else None
-        look = partial(self.storage.look, self.run_id, newer_than=newest, turn=number)
+        look = partial(self.storage.look, self.run_id, newer_than=newest, turn=number, failed=failed)
         if not action.parts or action.resume is None:
             look(action.resume, action.patient, seen)
             return

@@ -35,15 +35,16 @@ class Complaint:
 
     def __init__(self) -> None:
         self.say: Callable[[str, bool], None] = lambda text, warning: None
-        self._told: set[int | None] = set()
+        self._told: set[int | str | None] = set()
         self._once: set[str] = set()
 
-    def __call__(self, error: OSError) -> None:
+    def __call__(self, error: Exception) -> None:
         """Notes why it could not be read. That it is not there is the master's to say."""
-        logger.warning("the checkpoint directory cannot be read: %s", error)
-        if error.errno not in self._told and not isinstance(error, FileNotFoundError):
-            self._told.add(error.errno)
-            why = shortage(error) or printable(str(error))
+        kind, text = (error.errno, str(error)) if isinstance(error, OSError) else (type(error).__name__, repr(error))
+        logger.warning("the checkpoint directory cannot be read: %s", text)
+        if kind not in self._told and not isinstance(error, FileNotFoundError):
+            self._told.add(kind)
+            why = shortage(error) or printable(text)
             self.say(f"this node cannot read the checkpoint directory: {why}", True)
 
     def once(self, thing: str, text: str) -> None:

@@ -63,7 +63,11 @@ class Errand:
             thing = f"{self._what}: {type(error).__name__}"
             self._say(thing, f"{self._what} failed in this agent: {why}")
         finally:
-            self._failed(why)
+            try:
+                self._failed(why)
+            except Exception:
+                # Nobody else would hear of it: a pool keeps what its work raises to itself.
+                logger.exception("the end of %s cannot be told", self._what)
 
 
 def submitted(pool: ThreadPoolExecutor, errand: Errand) -> Future[None] | None:

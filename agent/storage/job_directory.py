@@ -229,12 +229,13 @@ class Storage:
         seconds: float = LOOK_SECONDS,
         newer_than: tuple[int, int] | None = None,
         turn: int = 0,
+        failed: Callable[[str], None] = _nobody,
     ) -> None:
         """Looks until `resume` is in sight, at most `seconds` (for ever if `patient`), then delivers what is seen.
 
         If the directory is in sight, but has no usable manifest in several looks, that is delivered, and a patient look
         then goes on. A later `look` ends an earlier one without a delivery; one of an earlier `turn` looks at nothing.
-        A directory that cannot be read counts as empty.
+        A directory that cannot be read counts as empty. `failed` hears why there is no look, or no more of them.
         """
         with self._look_lock:
             if turn < self._turn:
@@ -261,8 +262,7 @@ class Storage:
                 self._closing.wait(pause)
                 pause = min(pause * 2, longest)
 
-        nothing = Survey("", (), ())
-        spawned("storage-look", self._errand(work, _SURVEYS, lambda why: deliver(nothing)))
+        spawned("storage-look", self._errand(work, _SURVEYS, failed))
 
     def read_manifest(self, run_id: str, name: str, digest: str, deliver: Callable[[ManifestRead], None]) -> None:
         """Describes a checkpoint that a worker of this node's epoch has sealed."""
@@ -458,7 +458,7 @@ class Storage:
         try:
             survey = self.directory.look(run_id, resume, newer_than)
         except Exception as error:  # whatever it is: this node is waited for
-            self.directory.complaint(error if isinstance(error, OSError) else OSError(repr(error)))
+            self.directory.complaint(error)
             return Survey("", (), ())
         self.directory.complaint.over()
         return survey

@@ -50,6 +50,7 @@ class _Converter:
     def __init__(self, process: subprocess.Popen[str] | StandbyProcess, said: IO[str], silence: int | None) -> None:
         self._process = process
         self._silence = silence
+        self._lock = threading.Lock()
         self.said = said
 
     @property
@@ -57,10 +58,10 @@ class _Converter:
         return self._process.pid
 
     def kill(self) -> None:
-        """Kills it with everything in its group."""
+        """Kills it with everything in its group. Of one that is reaped the number may be another's by now."""
         if isinstance(self._process, StandbyProcess):
             self._process.signal_group(signal.SIGKILL)
-        else:
+        elif self._process.returncode is None:
             kill_group(self._process.pid)
 
     def wait(self) -> int:
@@ -76,8 +77,19 @@ class _Converter:
     def hang_up(self) -> None:
         """Waits for its end, then lets the reader of `said` come to an end, too."""
         self.wait()
-        if self._silence is not None:
-            os.close(self._silence)
+        with self._lock:
+            silence, self._silence = self._silence, None
+        if silence is not None:
+            os.close(silence)
+
+    def give_up(self) -> None:
+        """Ends it, whatever has become of it and of the thread that waits for it."""
+        try:
+            self.kill()
+            self.hang_up()
+            self.said.close()
+        except Exception:  # whatever it is: the master waits for an end
+            logger.exception("the converter %d may live on", self.pid)
 
 
 class ConversionJob:
@@ -186,7 +198,7 @@ class ConversionJob:
             update = self._followed(converter, lease, target)
         except Exception as error:  # whatever it is: the master waits for an end
             logger.exception("the conversion into %s is given up", target.name)
-            converter.kill()
+            converter.give_up()
             failed, why = control_pb2.CONVERSION_STATE_ENVIRONMENT, f"the converter cannot be followed: {error!r}"
             update = ConversionUpdate(lease, failed, message=why)
         self._lifeline.drop_group(converter.pid)

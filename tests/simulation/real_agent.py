@@ -237,6 +237,7 @@ class Files:
         seconds: float = LOOK_FOR,
         newer_than: tuple[int, int] | None = None,
         turn: int = 0,
+        failed: Callable[[str], None] = lambda why: None,
     ) -> None:
         if turn < self._turn:
             return

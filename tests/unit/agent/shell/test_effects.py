@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -78,6 +79,51 @@ def test_a_store_that_cannot_be_opened_is_told(
     event = mailbox.get(20.0)
     assert isinstance(event, ev.JoinPrepared)
     assert event.store_port
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_a_look_without_a_thread_is_tried_again(
+    effects: Effects, mailbox: Mailbox[ev.Event], monkeypatch: pytest.MonkeyPatch, patient: bool
+) -> None:
+    """No Join is sent in its place: an empty one made this node a stranger to the directory, for ever."""
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "storage-look":
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    order = ev.PrepareJoin(2, control_pb2.CheckpointRef(name="step-1.e1.1", digest=""), patient=patient)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        assert effects.perform(order)
+        event = mailbox.get(10.0)
+    assert isinstance(event, ev.JoinFailed)
+    assert (event.round, event.resume_digest) == (2, "")
+    assert effects.perform(order)
+    assert isinstance(mailbox.get(20.0), ev.JoinPrepared)
+
+
+@pytest.mark.parametrize("previous", ["", "before"])
+@pytest.mark.parametrize("read", [True, False])
+def test_who_cannot_register_says_so(
+    effects: Effects, mailbox: Mailbox[ev.Event], monkeypatch: pytest.MonkeyPatch, previous: str, read: bool
+) -> None:
+    """A first agent was told that the directory cannot be read; one that registered again stayed at it for ever."""
+
+    def fails() -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("dalsegno.agent.shell.effects.own_process", fails)
+    if not read:
+        monkeypatch.setattr(JobDirectory, "survey", lambda directory: fails())
+    assert effects.perform(ev.Register(previous, "me"))
+    event = mailbox.get(10.0)
+    if not read and not previous:
+        assert isinstance(event, ev.Refused)
+        return
+    assert isinstance(event, ev.Broken)
+    assert event.detail.startswith("this node cannot register: this process may have no more files open")
 
 
 def test_a_new_incarnation_begins_when_the_decision_falls(effects: Effects, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,5 +87,8 @@ def test_who_cannot_read_the_directory_says_why(tmp_path: Path, monkeypatch: pyt
             assert done.wait(10)
     finally:
         storage.close()
+    directory.complaint.over()
+    directory.complaint(MemoryError())
+    assert "checkpoint directory: there is not enough memory (" in said.pop()
     limit = "this process may have no more files open (ulimit -n: "
     assert [line.startswith(f"this node cannot read the checkpoint directory: {limit}") for line in said] == [True] * 2

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,7 +58,7 @@ def survey(storage: Storage, deliver: Callable[[Any], None]) -> None:
 
 
 def look(storage: Storage, deliver: Callable[[Any], None]) -> None:
-    storage.look("run-0001", REF, False, deliver, seconds=0.2)
+    storage.look("run-0001", REF, False, deliver, seconds=0.2, failed=deliver)
 
 
 def read(storage: Storage, deliver: Callable[[Any], None]) -> None:
@@ -78,7 +81,7 @@ def is_an_end(ask: Ask, told: Any) -> bool:
     if ask is survey:
         return isinstance(told, str)
     if ask is look:
-        return bool(told == Survey("", (), ()))
+        return isinstance(told, str) or bool(told == Survey("", (), ()))
     if ask is read:
         return isinstance(told, ManifestRead) and told.checkpoint is None and bool(told.message)
     if ask is verify:
@@ -117,6 +120,13 @@ def test_without_a_thread_an_end_is_told_too(
     storage.sweep("run-0001", 1)
     storage._slow.shutdown(wait=True)
     assert told.empty()
+
+
+def test_an_end_that_cannot_be_told_is_in_the_log(storage: Storage, caplog: pytest.LogCaptureFixture) -> None:
+    """A pool keeps to itself what its work raises."""
+    storage.survey(raises(KeyError("odd")), raises(MemoryError()))
+    storage._quick.shutdown(wait=True)
+    assert f"the end of {agent_storage._SURVEYS} cannot be told" in caplog.messages
 
 
 def test_one_that_cannot_be_deleted_does_not_keep_the_others(
@@ -203,7 +213,7 @@ def test_a_converter_that_cannot_be_followed_has_an_end(tmp_path: Path, monkeypa
     class Converter:
         pid = 1
 
-        def kill(self) -> None:
+        def give_up(self) -> None:
             ended.set()
 
     monkeypatch.setattr(ConversionJob, "_followed", raises(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "odd")))
@@ -218,3 +228,58 @@ def test_a_converter_that_cannot_be_followed_has_an_end(tmp_path: Path, monkeypa
     assert (update.lease, update.state) == (4, pb.CONVERSION_STATE_ENVIRONMENT)
     assert "the converter cannot be followed" in update.message
     assert job._converter is None
+
+
+@pytest.fixture
+def converting(tmp_path: Path) -> Iterator[tuple[ConversionJob, list[ConversionUpdate], Callable[..., Any]]]:
+    """A job, what it tells, and how it comes to follow a process of its own."""
+    told: list[ConversionUpdate] = []
+    job = ConversionJob(MagicMock(), tmp_path / "log", told.append)
+    processes: list[subprocess.Popen[str]] = []
+
+    def follow(*command: str, silence: int | None = None) -> subprocess.Popen[str]:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        processes.append(process)
+        assert process.stdout is not None
+        converter = job._converter = conversion_job._Converter(process, process.stdout, silence)
+        job._lease = 4
+        job._follow(converter, 4, tmp_path / "step-5.e2.1.universal.4")
+        return process
+
+    yield job, told, follow
+    for process in processes:
+        process.kill()
+        process.wait(30)
+
+
+def test_a_converter_that_is_reaped_is_not_killed_by_its_number(
+    converting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another group may have that by now. The refusal of its owner ended the thread, and nobody heard of an end."""
+    _, told, follow = converting
+    original = conversion_job.kill_group
+
+    def kill_group(pid: int, *more: int) -> bool:
+        if not os.path.exists(f"/proc/{pid}"):
+            raise PermissionError("another user's")
+        return original(pid, *more)
+
+    killed = MagicMock(side_effect=kill_group)
+    monkeypatch.setattr(conversion_job, "kill_group", killed)
+    monkeypatch.setattr(conversion_job.Manifest, "read", raises(MemoryError()))
+    follow("true")
+    assert [update.state for update in told] == [pb.CONVERSION_STATE_ENVIRONMENT]
+    assert killed.call_count == 1, "only before it was reaped"
+
+
+def test_a_converter_is_gone_when_its_end_is_told(converting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no thread can be had that waits for it. It lived on, with a descriptor of ours."""
+    _, told, follow = converting
+    reader, writer = os.pipe()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", raises(RuntimeError("can't start new thread")))
+        process = follow("sleep", "60", silence=writer)
+    assert [update.state for update in told] == [pb.CONVERSION_STATE_ENVIRONMENT]
+    assert process.returncode == -signal.SIGKILL
+    assert os.read(reader, 1) == b"", "our end of its pipe is closed"
+    os.close(reader)
