@@ -67,7 +67,7 @@ def recover(
         # An agent that still asks registers anew and is told how it ended.
         for name in list(job.nodes):
             job.nodes.drop(name)
-    live = Live(phase_since=now, phase_heard=now, last_arrival=now, unix_offset=unix_offset)
+    live = Live(phase_since=now, phase_heard=now, last_arrival=now, unix_offset=unix_offset, earlier=job.sequence)
     live.held_until = {name: now + pause for name, pause in job.holds.items()}
     # No name counts as lost lately; from now on losses are counted again.
     live.lost_at = {name: [now - membership.LOSS_WINDOW_SECONDS] for name in job.losses}

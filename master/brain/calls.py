@@ -32,7 +32,7 @@ from . import (
 from .chronicle import Kind
 from .events import Reply
 from .recollection import hear_epoch, remember
-from .registration import proves, register
+from .registration import proves, register, sees
 from .scaling import scale
 from .shown import status
 from .state import Failure, Job, Joined, MemberState, Node, Phase
@@ -140,7 +140,8 @@ def join(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> Answer:
     parts = frozenset(message.parts) if message.parts else None
     store = message.store_host, message.store_port
     joined = Joined(message.round, message.resume.digest, *store, known, unusable, parts)
-    turn.update(node, probe=message.probe, sees_directory=message.probe == job.probe, joined=joined)
+    job.probe = job.probe or message.probe  # who registered could perhaps not read it
+    turn.update(node, probe=message.probe, sees_directory=sees(job, message.probe), joined=joined)
     live.gathering.overdue.discard(node.name)
     presence = turn.presence(node)
     if job.phase is Phase.FORMING and job.world is not None and job.world.member(node.incarnation) is not None:

@@ -409,6 +409,8 @@ class Live:
     stood_seconds: float = 0.0
     # What added to this process's monotonic seconds gives Unix seconds, for people.
     unix_offset: float = 0.0
+    # Number of the last event on the record when this process took it over; 0: there was none.
+    earlier: int = 0
     # Internal errors that people were told of.
     said: set[str] = field(default_factory=set)
     tick_pause_seconds: float = 0.0

@@ -123,7 +123,7 @@ def admit(turn: Turn, message: control_pb2.RegisterRequest, remark: str) -> Node
         nproc=message.nproc,
         order=job.arrivals,
         secret=digest_of(message.secret),
-        sees_directory=message.probe == job.probe,
+        sees_directory=sees(job, message.probe),
         probe=message.probe,
         remark=remark,
         expects_session=message.expects_session,
@@ -139,6 +139,11 @@ def admit(turn: Turn, message: control_pb2.RegisterRequest, remark: str) -> Node
         live.last_arrival = turn.now
     turn.note(Kind.REGISTERED, f"{node.name} has come, on {node.host}", nodes=(node.name,))
     return node
+
+
+def sees(job: Job, probe: str) -> bool:
+    """Whether a node that reads this probe reads the job's directory. Who has read none has seen nothing."""
+    return bool(probe) and probe == job.probe
 
 
 def free_name(job: Job, host: str) -> str:

@@ -110,6 +110,9 @@ class Brain(Protocol[S]):
     def events(self, state: S, /) -> Any:
         """What happened, oldest first; the same object while nothing has been added."""
 
+    def earlier(self, state: S, /) -> int:
+        """Number of the last event on the record when it was taken over; 0: there was none."""
+
     def status(self, state: S, now: float, /) -> control_pb2.StatusReply:
         """The job's status, for people and tools."""
 
@@ -242,6 +245,11 @@ class Driver:
     def events(self) -> Any:
         """What happened, as of the last turn, oldest first; the same object while nothing has been added."""
         return self._brain.events(self._state)
+
+    @property
+    def earlier(self) -> int:
+        """Number of the last event on the record when it was taken over; 0: there was none."""
+        return self._brain.earlier(self._state)
 
     async def status(self) -> Reply:
         """A `StatusReply` of the job as it is stored, so that a crash takes back nothing of it.

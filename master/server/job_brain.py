@@ -134,6 +134,9 @@ class JobBrain:
             self._shown, self._events = parts, in_order(*parts)
         return self._events
 
+    def earlier(self, state: State) -> int:
+        return state.live.earlier
+
     def status(self, state: State, now: float) -> control_pb2.StatusReply:
         return brain.status(state, now)
 

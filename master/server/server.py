@@ -124,8 +124,6 @@ class ControlServer:
         self._failures: set[str] = set()
         self._most_connections = connections_left()
         self.address = ""
-        # Unix seconds when this master began to take the record over.
-        self._taken = 0.0
         # Where agents find this one of several masters, and the Unix seconds since which it has led.
         self.advertised, self._since = "", 0.0
 
@@ -231,7 +229,6 @@ class ControlServer:
 
     def _new_driver(self) -> Driver:
         """Takes the store over. Raises StoreError."""
-        self._taken = time.time()
         return Driver(
             self._brain,
             self._store,
@@ -327,12 +324,13 @@ class ControlServer:
         """Logs the last of what the record has from before this master, as that. Returns its last number.
 
         The master before may have had its log elsewhere. None of it needs attention now, and none is news: what this
-        master has found out as it took the record over comes with the first directives.
+        master has found out as it took the record over comes with the first directives. Numbers tell the one from the
+        other, because a clock may be set back.
         """
-        earlier = [event for event in self.feed.events if event.at < self._taken]
+        earlier = [event for event in self.feed.events if event.sequence <= self.driver.earlier]
         for event in [event for event in earlier if event.said][-NOTICES:]:
             log.info("earlier, %sZ: %s", time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event.at)), event.text)
-        return earlier[-1].sequence if earlier else 0
+        return self.driver.earlier
 
     def _log_news(self, directive: control_pb2.Directive) -> None:
         """Logs what the agents' consoles show, as it comes."""

@@ -92,6 +92,9 @@ class FakeBrain:
     def events(self, state: FakeState) -> tuple[object, ...]:
         return ()
 
+    def earlier(self, state: FakeState) -> int:
+        return 0
+
     def status(self, state: FakeState, now: float) -> control_pb2.StatusReply:
         phase = control_pb2.PHASE_SUCCEEDED if "finished" in state.job else control_pb2.PHASE_RUNNING
         nodes = [control_pb2.NodeStatus(node=name, group_rank=count) for name, count in state.job.items()]

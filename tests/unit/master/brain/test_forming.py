@@ -316,6 +316,30 @@ def test_a_late_mount_is_noticed() -> None:
     assert job.phase is Phase.DRAINING
 
 
+def test_who_has_read_nothing_begins_nothing() -> None:
+    """Its directory could not be read (no memory, no file), and the store is lost: the run began from step 0 again."""
+    job = Driven()
+    (a,) = job.start(1)
+    a.step(5)
+    made = a.save(5)
+    epoch, probe = job.epoch, a.probe
+    job.restart(keep_store=False)
+    a.probe = ""
+    assert a.register(previous_incarnation=a.incarnation, epoch=epoch, generation=1).code == "OK"
+    for _ in range(10):
+        a.join([])
+        job.wait(5)
+    assert job.epoch == epoch
+    assert a.order == "wait"
+    a.probe = probe
+    for _ in range(3):
+        if a.order in ("wait", "gather"):
+            a.join([made])
+        job.wait(5)
+    assert job.epoch > epoch
+    assert a.directive.run.resume.source.ref == made.ref
+
+
 def test_the_directory_of_a_first_agent_that_left_does_not_count() -> None:
     """Before anything was opened, the next one's directory becomes the job's."""
     job = Driven()

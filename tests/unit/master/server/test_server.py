@@ -309,9 +309,10 @@ def test_what_a_person_can_do_about_a_store_that_is_away_is_said_once(caplog: py
     assert "the store takes writes again" in said[2]
 
 
-def test_a_new_master_logs_what_is_old_as_old(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("before", [-3600.0, 3600.0], ids=["an hour ago", "the clock was set back"])
+def test_a_new_master_logs_what_is_old_as_old(caplog: pytest.LogCaptureFixture, before: float) -> None:
     """With when it was. It was logged again as if it had happened now, warnings as warnings."""
-    store, unix = MemoryStore(), [time.time() - 3600.0]
+    store, unix = MemoryStore(), [time.time() + before]
 
     async def scene(node: str, nodes: int) -> list[tuple[int, str]]:
         caplog.clear()
@@ -332,7 +333,7 @@ def test_a_new_master_logs_what_is_old_as_old(caplog: pytest.LogCaptureFixture) 
         second = asyncio.run(scene("b", 3))
     told = [text for _, text in first if "scaled" in text]
     assert told
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(unix[0] - 3600.0))
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(unix[0] + before))
     again = [(level, text) for level, text in second if any(old in text for old in told)]
     assert [(level, text[:26]) for level, text in again] == [(logging.INFO, f"earlier, {when[:17]}")] * len(told)
     assert "scaled to 3 nodes" in [text for _, text in second], "news are logged as ever"
