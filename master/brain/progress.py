@@ -14,7 +14,8 @@ def is_further(budget: Budget, step: int) -> bool:
 
     A process that dies with its second save leaves one more each time, and the run comes further, although no save is
     beyond the failure before. What always fails at one step ends the job all the same: nothing is saved beyond it, and
-    what is saved again, after the run had gone back, counts for nothing.
+    what is saved again, after the run had gone back, counts for nothing. That holds where steps are counted: a save
+    that names none is taken as one step more (agent/storage/slices.py).
     """
     return step > min(budget.last_step, budget.saved_step)
 
