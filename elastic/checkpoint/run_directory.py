@@ -37,6 +37,8 @@ class LocalLock:
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK
         self._descriptor: int | None = None
+        # Of the file that it is; the path may lead elsewhere by the time that matters.
+        self._file: os.stat_result | None = None
         _locks.add(self)
 
     def acquire(self) -> None:
@@ -55,7 +57,7 @@ class LocalLock:
             raise DirectoryInUse(
                 f"{self._path.parent} is in use by another training; stop it, or give another checkpoint directory"
             ) from error
-        self._descriptor = descriptor
+        self._file, self._descriptor = os.fstat(descriptor), descriptor
 
     def release(self) -> None:
         """Gives the lock back, also where a forked process still has the descriptor."""
@@ -79,7 +81,7 @@ class LocalLock:
         descriptor, self._descriptor = self._descriptor, None
         # The script may have closed all descriptors that it did not know, and have others of these numbers now.
         with contextlib.suppress(OSError):
-            if descriptor is not None and os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
+            if descriptor is not None and self._file and os.path.samestat(os.fstat(descriptor), self._file):
                 os.close(descriptor)
 
 

@@ -29,6 +29,9 @@ from .looking import Master
 
 __all__ = ("Answer", "Lessor", "RelayedRun", "Report", "Served", "say")
 
+# What workers with a lease have read of the job's directory: each has a volume of its own. Who has read nothing, as an
+# agent says with an empty text, has no place in a world.
+NO_DIRECTORY = "of no directory"
 # Seconds that a world has to open for a worker that has acquired the lease.
 OPEN_WITHIN_SECONDS = 10.0
 # The pause between two looks for it: most often it is open at once.
@@ -213,7 +216,7 @@ class Lessor:
             node=worker,
             nproc=devices,
             settings=pb.Settings(**{name: getattr(settings, name) for name in JobSettings.names()}),
-            probe=(await self.status()).probe,
+            probe=(await self.status()).probe or NO_DIRECTORY,
             secret=token.secret,
         )
         await self.call(request)
@@ -259,7 +262,7 @@ class Lessor:
             caller=self._caller(token, worker, status.epoch),
             round=status.epoch + 1,
             store_host="127.0.0.1",
-            probe=status.probe,
+            probe=status.probe or NO_DIRECTORY,
         )
         if status.HasField("head"):
             request.resume.CopyFrom(status.head.ref)
