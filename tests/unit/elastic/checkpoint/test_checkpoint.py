@@ -354,6 +354,30 @@ def test_local_lock_is_exclusive_and_dies_with_its_process(tmp_path: Path) -> No
         pass
 
 
+def test_a_forked_process_closes_no_strangers_file(tmp_path: Path) -> None:
+    """A script may have closed all descriptors that it does not know, and have another file of that number."""
+    text = (
+        "import os, sys, pathlib; from dalsegno.elastic.checkpoint.run_directory import LocalLock;"
+        "lock = LocalLock(pathlib.Path(sys.argv[1])); lock.acquire(); number = lock._descriptor; os.close(number);"
+        "assert os.open(os.devnull, os.O_RDONLY) == number;"
+        "child = os.fork() or os._exit(0 if os.path.exists(f'/proc/self/fd/{number}') else 1);"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
+    )
+    assert subprocess.run([sys.executable, "-c", text, str(tmp_path)], check=False, timeout=60).returncode == 0
+
+
+def test_a_renamed_directorys_lock_is_not_kept_either(tmp_path: Path) -> None:
+    directory = tmp_path / "before"
+    lock = LocalLock(directory)
+    lock.acquire()
+    descriptor = lock._descriptor
+    directory.rename(tmp_path / "after")
+    lock.forget()
+    assert lock._descriptor is None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("ends", ["released", "killed"])
 def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path, ends: str) -> None:
     """A data loader's workers outlive a process that is killed. Nor can they release it while that one lives."""
