@@ -345,8 +345,9 @@ class TrainingState:
                 raise ValueError(f"the {name} in {resume.ref.name} does not fit this one: {error}") from error
             if not other_schedule:
                 check_factors(kept[name].get("factors", {}), factors(part))
-            if hasattr(part, "param_groups"):
-                self._schedules.resumes(name, part, kept[name].get("left_out"))
+            # An earlier version did not ask for schedules: nothing is known of them.
+            if hasattr(part, "param_groups") and "left_out" in kept[name]:
+                self._schedules.resumes(name, part, kept[name]["left_out"])
 
     def _check_parts(self, checkpoint: str, kept: Mapping[str, Any]) -> None:
         """Compares the parts with those of a checkpoint.
