@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.protos import control_pb2
 from dalsegno.protos.processes import own_process
 from dalsegno.protos.shortage import CannotStartError, shortage
@@ -30,6 +29,7 @@ from ..decisions import events as ev
 from ..memory.durable import NothingThere, PartlyWritten
 from ..memory.tier import HeldParts
 from ..processes.lifeline import Lifeline
+from ..storage.errand import reason_of
 from ..storage.job_directory import JobDirectory, Storage, Survey
 from ..storage.room import RoomWatch, give_back_spares
 from ..workers.conversion_job import ConversionJob
@@ -272,8 +272,7 @@ class Effects:
                 register(survey)
             except Exception as error:  # whatever it is: it says nothing about the directory, and nobody waits for it
                 logger.exception("this node cannot register")
-                why = shortage(error) or printable(f"{type(error).__name__}: {error}")
-                self._mailbox.put(ev.Broken(f"this node cannot register: {why}"))
+                self._mailbox.put(ev.Broken(f"this node cannot register: {reason_of(error)}"))
 
         def unreadable(reason: str) -> None:
             if previous:

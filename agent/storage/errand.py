@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.protos.shortage import shortage
 
-__all__ = ["Errand", "spawned", "submitted"]
+__all__ = ["Errand", "reason_of", "spawned", "submitted"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Errand:
         return not begun
 
     def _tell(self, error: Exception) -> None:
-        why = shortage(error) or printable(f"{type(error).__name__}: {error}")
+        why = reason_of(error)
         logger.error("%s failed", self._what, exc_info=error)
         try:
             thing = f"{self._what}: {type(error).__name__}"
@@ -68,6 +68,11 @@ class Errand:
             except Exception:
                 # Nobody else would hear of it: a pool keeps what its work raises to itself.
                 logger.exception("the end of %s cannot be told", self._what)
+
+
+def reason_of(error: Exception) -> str:
+    """What people are told of an error that nobody has thought of, in one line."""
+    return shortage(error) or printable(f"{type(error).__name__}: {error}")
 
 
 def submitted(pool: ThreadPoolExecutor, errand: Errand) -> Future[None] | None:

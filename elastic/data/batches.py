@@ -292,7 +292,8 @@ class Batches(Generic[T]):
             parts = self._loading.start(place, self._generator(step))
         while gathered := list(islice(parts, self._plan.accumulation)):
             one = gathered[0][0]
-            data_epoch = self._note_epoch(data_epoch, one.position.data_epoch)
+            self._note_epoch(data_epoch, one.position.data_epoch)
+            data_epoch = one.position.data_epoch
             if self._left is not None:
                 self._left = self._count_after(one.position_after)
             batch = Batch(
@@ -312,12 +313,12 @@ class Batches(Generic[T]):
                 self._say_unscaled(batch)
             step += 1
 
-    def _note_epoch(self, before: int, now: int) -> int:
+    def _note_epoch(self, before: int, now: int) -> None:
         """Notes the data epochs of the batch before and of this one; warns once of a script's number in its place."""
         epoch, length = self._loading.epoch, self.order.length
         told = epoch.contradicted(before, now)
         if self._rank or self._said_epoch or not epoch.wanted:
-            return now
+            return
         if told is not None:
             self._said_epoch = True
             remark(
@@ -336,7 +337,6 @@ class Batches(Generic[T]):
                 now,
                 length,
             )
-        return now
 
     def micro_batches(self, batch: Batch[T], parts: list[tuple[PlannedMicroBatch, T]]) -> Iterator[MicroBatch[T]]:
         """See ``Batch.micro_batches``."""

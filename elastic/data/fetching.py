@@ -228,8 +228,8 @@ def begun(loader: DataLoader[Any]) -> Iterator[Any]:
 class Fetcher(Dataset["T | Inspected"]):
     """A map-style data set whose items are micro-batches."""
 
-    def __init__(self, dataset: Any, maker: Maker[T], epoch: DataEpoch | None = None) -> None:
-        self.dataset, self.maker, self.epoch = dataset, maker, epoch or DataEpoch(dataset)
+    def __init__(self, dataset: Any, maker: Maker[T], epoch: DataEpoch) -> None:
+        self.dataset, self.maker, self.epoch = dataset, maker, epoch
 
     def __getitem__(self, part: PlannedMicroBatch | Inspection) -> T | Inspected:
         if isinstance(part, Inspection):
@@ -271,10 +271,10 @@ class Stream(IterableDataset["tuple[PlannedMicroBatch, T] | Inspected"]):
         maker: Maker[T],
         start: Position,
         data_epochs: int | None,
-        look: Inspection | None = None,
-        epoch: DataEpoch | None = None,
+        look: Inspection | None,
+        epoch: DataEpoch,
     ) -> None:
-        self.dataset, self.maker, self.epoch = dataset, maker, epoch or DataEpoch(dataset, stream=True)
+        self.dataset, self.maker, self.epoch = dataset, maker, epoch
         # What is seen of the first samples is noted while they are read, because many data sets cannot be read twice.
         self._looked_at, self._seen = 0 if look is None else len(look.sample_ids), Inspected()
         self._order, self._drop_last = sampler.order, sampler.drop_last

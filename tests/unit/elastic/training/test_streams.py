@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dalsegno.elastic import Batches, BatchPlan, Boundary, ElasticSampler, Position
+from dalsegno.elastic.data.epochs import DataEpoch
 from dalsegno.elastic.data.fetching import Fetcher, Maker
 from dalsegno.elastic.data.fetching import Stream as Parts
 from dalsegno.elastic.rank.collective import Solo
@@ -292,11 +293,12 @@ def test_what_workers_are_sent_can_be_pickled() -> None:
     """Workers that are spawned, not forked, get the data set, the maker and the parts that way."""
     sampler, plan = ElasticSampler(30, 8, shuffle=False), BatchPlan(8, 2, 3, pad=True)
     maker: Maker[Tensor] = Maker(None, 4)
-    stream = Parts(Stream(30), sampler, plan, 1, maker, Position(0, 8), 2)
+    data_set, rows = Stream(30), torch.arange(30.0)
+    stream = Parts(data_set, sampler, plan, 1, maker, Position(0, 8), 2, None, DataEpoch(data_set, stream=True))
     copied = pickle.loads(pickle.dumps(stream))
     part, data = next(iter(copied))
     assert torch.equal(data, next(iter(stream))[1])
-    fetcher: Fetcher[Tensor] = Fetcher(torch.arange(30.0), maker)
+    fetcher: Fetcher[Tensor] = Fetcher(rows, maker, DataEpoch(rows))
     again = pickle.loads(pickle.dumps((fetcher, part)))
     assert torch.equal(again[0][again[1]], fetcher[part])
     assert fetcher[part].tolist()[: part.slice.n] == [float(i) for i in part.sample_ids]
