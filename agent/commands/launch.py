@@ -38,6 +38,7 @@ from ..shell.rendezvous import NamedRendezvous
 from ..storage.best_save import BestRule
 from ..storage.job_directory import JobDirectory
 from ..storage.macros import SAVE_DIR, macros_of
+from ..workers.attempts import forgetting
 from ..workers.last_words import without_file
 from ..workers.torch_versions import known
 from .beginning import Beginning
@@ -298,7 +299,7 @@ def _run(
         with starting("the agent"):
             agent = ElasticAgent(
                 spec,
-                torch_config.logs_specs,
+                forgetting(torch_config.logs_specs),
                 config,
                 script,
                 mailbox,
