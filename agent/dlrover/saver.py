@@ -16,6 +16,7 @@ from typing import Any
 
 from dalsegno.protos.shortage import starting
 from dalsegno.protos.signal_names import killed_by
+from dalsegno.protos.text import object_in
 
 from ..processes.keeper import DEAF_TO
 from ..processes.lifeline import Lifeline
@@ -193,9 +194,11 @@ class NodeSaver:
         told = ""
         for line in process.stdout:
             try:
-                said = json.loads(line)
+                said = object_in(line) or {}
                 epoch, heard = int(said.get("epoch", 0)), int(said.get("heard", 0))
-            except (ValueError, AttributeError, TypeError):
+            except (ValueError, TypeError):
+                said = {}
+            if not said:
                 logger.warning("the saver of Flash Checkpoint said %r", line[:200])
                 continue
             if said.get("problem"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -19,6 +18,7 @@ from dalsegno.elastic.checkpoint import UNIVERSAL, CheckpointDamaged, Checkpoint
 from dalsegno.protos import control_pb2
 from dalsegno.protos.shortage import starting
 from dalsegno.protos.signal_names import how_ended
+from dalsegno.protos.text import object_in
 
 from ..decisions.events import ConversionUpdate
 from ..processes.lifeline import Lifeline
@@ -218,11 +218,13 @@ class ConversionJob:
         with converter.said:
             for line in converter.said:
                 try:
-                    said = json.loads(line)
+                    said = object_in(line) or {}
                     message = str(said.get("message", message))
                     done, total = int(said.get("files_done", done)), int(said.get("files_total", total))
                     moved = int(said.get("bytes_done", moved))
-                except (ValueError, AttributeError, TypeError):
+                except (ValueError, TypeError):
+                    said = {}
+                if not said:
                     logger.warning("the converter printed %r", line[:200])
                     continue
                 if time.monotonic() - told_at >= _PROGRESS_INTERVAL_SECONDS and "state" not in said:

@@ -439,6 +439,8 @@ if how == "ready":
     os.rename(os.environ["MADE"], target)
     print(json.dumps({"state": "READY", "message": ""}), flush=True)
 if how == "bad":
+    # As a library does that shows how far it is.
+    print("loading {2 of 3} ", end="", flush=True)
     print(json.dumps({"state": "SOURCE_BAD", "message": "model.pt: checksum"}), flush=True)
     sys.exit(65)
 if how == "disk":
