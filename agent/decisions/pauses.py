@@ -19,7 +19,7 @@ __all__ = ("PARTS", "WorldChange", "pauses")
 # Marks in the order in which they follow one another; a script may add its own between these.
 PARTS = (
     *("noticed", "step finished", "written", "synced", "sealed", "committed", "stopped", "converted", "formed"),
-    *("started", "met", "verified", "built", "loaded", "ready", "first step"),
+    *("started", "met", "built", "verified", "loaded", "ready", "first step"),
 )
 # Marks at a worker's beginning that end a part of another name.
 _NAMES = {"session": "started"}

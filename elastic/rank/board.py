@@ -116,12 +116,12 @@ class _Gone:
         raise RuntimeError(f"the world's store cannot be reached: {self._why}")
 
 
-def open_board(collective: Any) -> Board:
-    """The board of a group's world. Main thread; each rank as often as the others.
+def open_board(collective: Any, use: str = "board") -> Board:
+    """A board of a group's world, for one use. Main thread; each rank as often as the others.
 
     Where the store cannot be reached, all that is asked of the board raises RuntimeError.
     """
     try:
-        return Board(LocalStore() if collective.world_size == 1 else collective.channel("board"))
+        return Board(LocalStore() if collective.world_size == 1 else collective.channel(use))
     except (RuntimeError, NotImplementedError) as error:
         return Board(_Gone(str(error)))

@@ -10,6 +10,7 @@ exchange: see `hurry`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .collective import Collective, Pending
@@ -65,10 +66,17 @@ class Exchange:
     Args:
         collective: The session's group.
         interval: Seconds that two exchanges should be apart.
+        before: Called before the first step begins, and before all know whether there is one.
     """
 
-    def __init__(self, collective: Collective, *, interval: float = INTERVAL_SECONDS) -> None:
-        self._collective, self._interval = collective, interval
+    def __init__(
+        self,
+        collective: Collective,
+        *,
+        interval: float = INTERVAL_SECONDS,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._collective, self._interval, self._before = collective, interval, before
         self._hurry: Hurry | None = None
         self._next: int | None = None
         self._pending: Pending | None = None
@@ -78,6 +86,7 @@ class Exchange:
 
     def meet(self, ahead: int) -> int:
         """Before the first step: the least number of batches that any rank has, so that nobody begins a step alone."""
+        self._before()
         return -self._collective.max([-ahead])[0]
 
     def begin(self, step: int, flags: Flags, ahead: int) -> None:
@@ -95,6 +104,7 @@ class Exchange:
             raise RuntimeError(f"step {step} begins before step {self._step} has ended")
         self._step = step
         if self._next is None:
+            self._before()
             self._next, self._hurry = step, open_hurry(self._collective)
         if self._hurry is not None:
             self._hurry.begin(step, call=flags.drain and step != self._next)

@@ -17,7 +17,7 @@ def prune(store: CheckpointStore, identity: Identity, resume: ResumePoint | None
         # Sizes do not matter here: a damaged checkpoint may go as well, now that a newer one is sealed.
         mine = identity.job_id, identity.run_id
         found = [m for m in inventory(store.run_dir, check_sizes=False) if (m.job_id, m.run_id) == mine]
-        used = () if resume is None else tuple(p.name for p in (resume.path, resume.universal) if p is not None)
+        used = () if resume is None else tuple(p.name for p in (resume.saved_at, resume.universal_at) if p is not None)
         gone = retirable(found, keep, used)
         if gone.left:
             log.warning("%s: of steps that the run has made again since it went back", ", ".join(gone.left))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from dalsegno.protos.reads import Reads, ranks_read
 
@@ -35,6 +36,7 @@ from ..checkpoint.reading import NotRegular
 from ..rank import rng
 from ..rank.collective import Collective
 from ..rank.identity import Identity, ResumeOrder
+from .verification import JointVerification, Note
 
 log = logging.getLogger(__name__)
 
@@ -52,24 +54,53 @@ class ResumePoint:
         step: Optimizer steps done.
         position: Where the data continue.
         form: ``"sharded"``: load ``path``; ``"universal"``: load ``universal``.
-        path: The directory that the writing world saved.
-        universal: The directory of universal files, if ``form`` is ``"universal"``.
-        manifest: The manifest of ``path``.
-        reshard: With the form ``"sharded"``: another number of ranks saved ``path``, and each of the present ranks
-            reads its own ranges of it.
+        saved_at: The directory that the writing world saved: its name, while its files may not be verified yet.
+        universal_at: The directory of universal files, if ``form`` is ``"universal"``.
+        manifest: The manifest of ``saved_at``.
+        reshard: With the form ``"sharded"``: another number of ranks saved it, and each of the present ranks reads its
+            own ranges of it.
+        verification: Of the files, where that is under way beside the main threads.
     """
 
     step: int
     position: Position
     form: str
-    path: Path
-    universal: Path | None
+    saved_at: Path
+    universal_at: Path | None
     manifest: Manifest
     reshard: bool = False
+    verification: JointVerification | None = field(default=None, compare=False, repr=False)
 
     @property
     def ref(self) -> Ref:
         return self.manifest.ref
+
+    @property
+    def path(self) -> Path:
+        """The directory that the writing world saved, once all ranks know that it is sound: see `wait`."""
+        self.wait()
+        return self.saved_at
+
+    @property
+    def universal(self) -> Path | None:
+        """The directory of universal files, if ``form`` is ``"universal"``, once all ranks know that it is sound."""
+        self.wait()
+        return self.universal_at
+
+    def wait(self) -> None:
+        """Waits until all ranks have verified the files.
+
+        Raises:
+            BadResumePoint: They are damaged; the agent was told. Exit code 84.
+            OSError: A rank could not read them.
+        """
+        if self.verification is not None:
+            self.verification.wait()
+
+    def end(self) -> None:
+        """Nobody will ask for the files any more."""
+        if self.verification is not None:
+            self.verification.end()
 
 
 def check_strategy(resume: ResumePoint | None, strategy: str) -> None:
@@ -115,6 +146,12 @@ class Damaged:
     found_here: bool
 
 
+Work: TypeAlias = Callable[[Callable[[int], None]], Note]
+"""Verifies one rank's share, see `JointVerification`."""
+Judge: TypeAlias = Callable[[Sequence[Note]], Damaged | None]
+"""What the notes of all ranks say of the resume point. It raises OSError where one of them could not read it."""
+
+
 def handed_out(
     order: ResumeOrder,
     run_dir: Path,
@@ -123,6 +160,7 @@ def handed_out(
     verify: bool = True,
     identity: Identity | None = None,
     unread: Collection[str] = (),
+    beside: Callable[[Work, Judge], JointVerification] | None = None,
 ) -> ResumePoint | Damaged:
     """The resume point that the agent named, verified by all ranks together. Collective.
 
@@ -134,6 +172,7 @@ def handed_out(
         identity: Who reads. Of a checkpoint in memory each node has a copy of its own, and verifies all of that: all
             parts, or those that it needs, see ``Shape``.
         unread: Files that this rank will not read. What nobody reads of those that share a directory is not verified.
+        beside: Has the files verified beside the main thread. Only the manifests are read before this returns.
 
     Raises:
         OSError: It could not be read, for a reason that says nothing about the checkpoint. Raised on all ranks.
@@ -146,6 +185,7 @@ def handed_out(
     source: Manifest | None = None
     manifest: Manifest | None = None
     error: Exception | None = None
+    work: Work | None = None
     left_out = _read_by_nobody(unread if form == SHARDED else (), directory, collective, identity) if verify else set()
     try:
         source = read_sealed(saved, order.source.digest)
@@ -154,17 +194,21 @@ def handed_out(
             here: Mapping[int, Collection[str]] = {0: [entry.path for entry in manifest.files]}
             if identity is not None and identity.in_memory(directory) and manifest.shape.by_place:
                 here = _read_here(directory, manifest, identity)
-            _verify_part(directory, manifest, here, left_out, *_share_of(directory, collective, identity))
+            share = _share_of(directory, collective, identity)
+            work = partial(_verified, directory, manifest, here, left_out, *share)
+            if beside is None:
+                _verify_part(directory, manifest, here, left_out, *share)
     except (CheckpointDamaged, OSError) as caught:
         error = caught
-    damaged = _compare(collective, directory, error, order)
-    if damaged is not None:
+    judge = partial(_judged, collective.rank, directory, order)
+    if (damaged := judge(collective.gather(_note(error)))) is not None:
         return damaged
     assert source is not None
     universal = None if order.universal is None else directory
     shape = source.shape
     reshard = universal is None and shape.reshards and shape.world_size != collective.world_size
-    return ResumePoint(source.step, source.position, form, saved, universal, source, reshard)
+    verification = None if beside is None or work is None else beside(work, judge)
+    return ResumePoint(source.step, source.position, form, saved, universal, source, reshard, verification)
 
 
 def newest(store: CheckpointStore, collective: Collective, world_size: int) -> ResumePoint | None:
@@ -319,6 +363,7 @@ def _verify_part(
     left_out: set[str],
     number: int,
     ranks: int,
+    moved: Callable[[int], None] = lambda count: None,
 ) -> None:
     entries = {entry.path: entry for entry in manifest.files if entry.path not in left_out}
     if number == 0:
@@ -332,25 +377,41 @@ def _verify_part(
         # Large files first, so that dealing them out in turn gives every rank about as many bytes.
         known.sort(key=lambda entry: (-entry.size, entry.path))
         own += known[(number - part) % ranks :: ranks]
-    verify_files(directory, own)
+    verify_files(directory, own, moved=moved)
 
 
-def _compare(collective: Collective, directory: Path, error: Exception | None, order: ResumeOrder) -> Damaged | None:
-    """Compares notes: one exchange, also where a rank could not even begin."""
-    notes = collective.gather(_note(error))
+def _verified(
+    directory: Path,
+    manifest: Manifest,
+    here: Mapping[int, Collection[str]],
+    left_out: set[str],
+    number: int,
+    ranks: int,
+    moved: Callable[[int], None],
+) -> Note:
+    """This rank's note, behind its part."""
+    try:
+        _verify_part(directory, manifest, here, left_out, number, ranks, moved)
+    except (CheckpointDamaged, OSError) as error:
+        return _note(error)
+    return {}
+
+
+def _judged(own: int, directory: Path, order: ResumeOrder, notes: Sequence[Note]) -> Damaged | None:
+    """What the notes of all ranks say, also where one could not even begin. ``own``: the number of this rank."""
     for rank, note in enumerate(notes):
         if "damage" in note:
             # The damage is in the form that would be loaded, or in its source, of which only the manifest was read.
             of_form = order.universal if order.universal and order.universal.name == note["name"] else None
             ref, form = (order.source, SHARDED) if of_form is None else (of_form, UNIVERSAL)
-            return Damaged(ref, form, note["file"], f"{note['damage']} (rank {rank})", rank == collective.rank)
+            return Damaged(ref, form, note["file"], f"{note['damage']} (rank {rank})", rank == own)
     for rank, note in enumerate(notes):
         if "os" in note:
             raise OSError(f"rank {rank} cannot read {directory}: {note['os']}")
     return None
 
 
-def _note(error: Exception | None) -> dict[str, str]:
+def _note(error: Exception | None) -> Note:
     if error is None:
         return {}
     if isinstance(error, CheckpointDamaged):

@@ -32,7 +32,7 @@ from ..rank.semaphores import name_semaphores
 from ..rank.way_in import SESSION, watch, way_in
 from ..saving.resuming import Damaged, handed_out, newest
 from .examination import is_examined
-from .opening import check_directory, check_world, hello, refuse, take_lock
+from .opening import beside, check_directory, check_world, hello, refuse, take_lock
 from .session import BareSession
 from .staying import wait_for_a_place
 from .unopened import is_unopened, unopened
@@ -89,11 +89,14 @@ def _begin(kind: Callable[..., S], directory: Path | None, keep: int, verify: bo
     return _enter(kind, directory, keep, verify)
 
 
-def _enter(kind: Callable[..., S], directory: Path | None, keep: int, verify: bool, unread: Collection[str] = ()) -> S:
+def _enter(
+    kind: Callable[..., S], directory: Path | None, keep: int, verify: bool, unread: Collection[str] | None = None
+) -> S:
     mark("session")
     name_semaphores()
     found = _open(kind, from_environment(checkpoint_dir=directory), keep, verify, unread)
-    mark("verified")
+    if found.resume is None or found.resume.verification is None:
+        mark("verified")
     return found
 
 
@@ -167,7 +170,9 @@ def _check_may_follow(before: BareSession) -> None:
         )
 
 
-def _open(kind: Callable[..., S], identity: Identity, keep: int, verify: bool, unread: Collection[str] = ()) -> S:
+def _open(
+    kind: Callable[..., S], identity: Identity, keep: int, verify: bool, unread: Collection[str] | None = None
+) -> S:
     notice = Notice()
     try:
         return _open_with(kind, notice, identity, keep, verify, unread)
@@ -221,8 +226,9 @@ def _telling_of_peers(meetings: Meetings) -> Iterator[None]:
 
 
 def _open_with(
-    kind: Callable[..., S], notice: Notice, identity: Identity, keep: int, verify: bool, unread: Collection[str]
+    kind: Callable[..., S], notice: Notice, identity: Identity, keep: int, verify: bool, unread: Collection[str] | None
 ) -> S:
+    """``unread``: as in ``move``; None in a process that begins here, and has something to build meanwhile."""
     collective: Collective = Solo()
     if identity.world_size > 1:
         # All ranks open their sessions in the same order, so these have numbers.
@@ -239,13 +245,20 @@ def _open_with(
         if identity.resume is not None and identity.run_dir is not None:
             with _telling_of_peers(Meetings(collective, link)):
                 point = handed_out(
-                    identity.resume, identity.run_dir, collective, verify=verify, identity=identity, unread=unread
+                    identity.resume,
+                    identity.run_dir,
+                    collective,
+                    verify=verify,
+                    identity=identity,
+                    unread=unread or (),
+                    beside=partial(beside, collective, link) if unread is None else None,
                 )
             if isinstance(point, Damaged):
                 refuse(link, point)
             try:
                 check_world(point, identity.world_size)
             except RuntimeError as error:
+                point.end()
                 Meetings(collective, link).refused(str(error))
                 raise
             resume = point

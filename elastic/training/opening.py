@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,11 +15,13 @@ from dalsegno.protos.contract import WORKER_PROTOCOL
 
 from ..checkpoint import SHARDED, UNIVERSAL, LocalLock
 from ..rank.agreement import Refusal
+from ..rank.board import open_board
 from ..rank.collective import Collective
 from ..rank.exits import EXIT_BAD_CHECKPOINT, BadResumePoint, insist
 from ..rank.identity import Identity
 from ..rank.link import Link
-from ..saving.resuming import Damaged, ResumePoint, check_loaders
+from ..saving.resuming import Damaged, Judge, ResumePoint, Work, check_loaders
+from ..saving.verification import JointVerification, Note
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,12 @@ def refuse(link: Link | None, damaged: Damaged) -> NoReturn:
     """
     insist(EXIT_BAD_CHECKPOINT)
     log.error("the resume point %s cannot be loaded: %s", damaged.ref.name, damaged.message)
+    report(link, damaged)
+    raise BadResumePoint
+
+
+def report(link: Link | None, damaged: Damaged) -> None:
+    """Tells the agent of the damage, if this rank has found it. Any thread."""
     if link is not None and damaged.found_here:
         bad = worker_pb2.BadCheckpoint(
             name=damaged.ref.name,
@@ -53,7 +62,26 @@ def refuse(link: Link | None, damaged: Damaged) -> NoReturn:
             message=damaged.message,
         )
         link.send(worker_pb2.ToAgent(bad_checkpoint=bad))
-    raise BadResumePoint
+
+
+def beside(collective: Collective, link: Link, work: Work, judge: Judge) -> JointVerification:
+    """Has the ranks verify what they start from while their scripts build what will load it. Collective.
+
+    The agent hears of damage at once; each rank ends where its script asks for the files, or before its first step.
+    """
+
+    def found(note: Note) -> None:
+        with contextlib.suppress(OSError):  # it could not be read: the ranks learn that where they ask
+            if (damaged := judge([*[{}] * collective.rank, note])) is not None:
+                report(link, damaged)
+
+    def judged(notes: Sequence[Note]) -> None:
+        if (damaged := judge(notes)) is not None:
+            refuse(None, damaged)
+
+    return JointVerification(
+        open_board(collective, "verification"), collective.rank, collective.world_size, work, found, judged
+    )
 
 
 def check_world(resume: ResumePoint, world_size: int) -> None:

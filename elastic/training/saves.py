@@ -105,7 +105,7 @@ class Saves:
             if resume is None:
                 self.saver = Saver(identity, collective, self.store, link, None)
             else:
-                in_memory, manifest = identity.in_memory(resume.path), resume.manifest
+                in_memory, manifest = identity.in_memory(resume.saved_at), resume.manifest
                 bests = manifest.best, manifest.candidate, in_memory
                 self.saver = Saver(identity, collective, self.store, link, resume.ref, *bests)
                 # At the resume point this step number is saved as the resume point itself.
@@ -131,8 +131,14 @@ class Saves:
             )
         if self.saver is None:
             raise RuntimeError(f"nowhere to save: {NO_DIRECTORY}")
+        self.verified()
         if in_memory and not self.has_memory():
             raise RuntimeError("nowhere to save: the nodes keep no memory checkpoints (--memory-replicas)")
+
+    def verified(self) -> None:
+        """Waits until what this world starts from is verified; raises what ends this process if it is damaged."""
+        if self._resume is not None:
+            self._resume.wait()
 
     def drain_by(self, since: float, most: float) -> float:
         """Until when a drain may wait for a better boundary, in monotonic seconds: half of the notice is for the save.
@@ -273,6 +279,8 @@ class Saves:
 
     def close(self) -> None:
         """Ends saves, and leaves nothing that only later ones would have used."""
+        if self._resume is not None:
+            self._resume.end()
         if self.saver is not None:
             self.saver.close()
         if self._identity.alone and self._identity.rank == 0 and self.store is not None:

@@ -466,10 +466,10 @@ def test_each_node_verifies_its_own_copy(tmp_path: Path, monkeypatch: pytest.Mon
     read: list[tuple[str, str]] = []
     plain, lock = handed_out.__globals__["verify_files"], threading.Lock()
 
-    def counted(directory: Path, entries: Any) -> None:
+    def counted(directory: Path, entries: Any, **options: Any) -> None:
         with lock:
             read.extend((directory.parent.name, entry.path) for entry in entries)
-        plain(directory, entries)
+        plain(directory, entries, **options)
 
     monkeypatch.setitem(handed_out.__globals__, "verify_files", counted)
     for rank, point in enumerate(resumed(job, manifest)):
@@ -501,9 +501,9 @@ def test_what_nobody_of_a_node_reads_is_not_verified(tmp_path: Path, monkeypatch
     read: set[tuple[str, str]] = set()
     plain = handed_out.__globals__["verify_files"]
 
-    def counted(directory: Path, entries: Any) -> None:
+    def counted(directory: Path, entries: Any, **options: Any) -> None:
         read.update((directory.parent.name, entry.path) for entry in entries)
-        plain(directory, entries)
+        plain(directory, entries, **options)
 
     def one(group: Threads, directory: Path | None, unread: Any) -> Any:
         identity = job.identity(group.rank)

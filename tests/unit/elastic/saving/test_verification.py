@@ -1,0 +1,201 @@
+"""Ranks verify what they resume from beside their main threads, and all learn the same."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dalsegno.elastic.checkpoint import SHARDED, CheckpointName, Shape
+from dalsegno.elastic.rank.board import Board, CalledOff, LocalStore
+from dalsegno.elastic.rank.collective import Solo
+from dalsegno.elastic.rank.exchange import Exchange
+from dalsegno.elastic.rank.identity import ResumeOrder
+from dalsegno.elastic.saving.resuming import Damaged, Judge, ResumePoint, Work, handed_out
+from dalsegno.elastic.saving.verification import JointVerification, Note
+from tests.support.workers.threads import Threads, together
+from tests.unit.elastic.saving.test_resuming import write
+
+
+class Refused(Exception):
+    """A rank has learned that it may not go on."""
+
+
+def judge(notes: Sequence[Note]) -> None:
+    if any(notes):
+        raise Refused(str([note.get("damage", "") for note in notes]))
+
+
+class Job:
+    """As many ranks as have work to do."""
+
+    def __init__(self, *work: Callable[[Callable[[int], None]], Note]) -> None:
+        self.told: list[tuple[int, Note]] = []
+        store = LocalStore()
+        self.ranks = [
+            JointVerification(
+                Board(store), rank, len(work), one, lambda note, rank=rank: self.told.append((rank, note)), judge
+            )
+            for rank, one in enumerate(work)
+        ]
+
+    def outcomes(self) -> list[str]:
+        def one(rank: JointVerification) -> str:
+            try:
+                rank.wait()
+            except (Refused, RuntimeError) as error:
+                return str(error)
+            return "sound"
+
+        return [one(rank) for rank in self.ranks]
+
+
+def sound(go_on: Callable[[int], None]) -> Note:
+    go_on(1)
+    return {}
+
+
+def damaged(go_on: Callable[[int], None]) -> Note:
+    return {"damage": "model.pt"}
+
+
+def test_all_learn_the_same_and_the_finder_tells_first() -> None:
+    """Each rank waits by itself, as often as it likes."""
+    assert Job(sound, sound, sound).outcomes() == ["sound"] * 3
+    assert Job(sound).outcomes() == ["sound"]
+    for place in range(3):
+        work = [sound, sound, sound]
+        work[place] = damaged
+        job = Job(*work)
+        found = ["model.pt" if rank == place else "" for rank in range(3)]
+        assert job.outcomes() == job.outcomes() == [str(found)] * 3
+        assert job.told == [(place, {"damage": "model.pt"})]
+    assert Job(damaged).outcomes() == ["['model.pt']"]
+
+
+def test_nobody_waits_for_ever_for_a_rank_whose_work_fails() -> None:
+    """Whatever it raises, it says so: the others would look for its word."""
+
+    def fails(go_on: Callable[[int], None]) -> Note:
+        raise MemoryError("no memory")
+
+    job = Job(sound, fails)
+    assert job.outcomes() == ["['', '']"] * 2
+    assert job.told == [(1, {"os": "MemoryError: no memory"})]
+
+
+def test_the_main_thread_goes_on_meanwhile_and_waits_where_it_must() -> None:
+    """What it does before it asks for a file costs nothing."""
+    go, ended = threading.Event(), threading.Event()
+
+    def held(go_on: Callable[[int], None]) -> Note:
+        assert go.wait(30)
+        return {}
+
+    job = Job(sound, held)
+
+    def wait() -> None:
+        job.ranks[0].wait()
+        ended.set()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    assert not ended.wait(0.2)
+    go.set()
+    assert ended.wait(30)
+    waiting.join()
+
+
+def test_one_that_is_ended_reads_no_further_and_asks_no_more() -> None:
+    """A process that ends does not read a checkpoint to its end before; a peer that is gone never says anything."""
+    reads, count = threading.Event(), [0]
+
+    def long(go_on: Callable[[int], None]) -> Note:
+        while True:
+            count[0] += 1
+            reads.set()
+            go_on(1)
+            time.sleep(0.001)  # a piece of a file
+
+    silent = threading.Event()
+    job = Job(lambda go_on: {"os": ""} if not silent.wait(30) else {}, long)
+    assert reads.wait(30)
+    for rank in job.ranks:
+        rank.end()
+    with pytest.raises(CalledOff):
+        job.ranks[1].wait()
+    silent.set()
+    with pytest.raises(CalledOff):
+        job.ranks[0].wait()
+    before = count[0]
+    time.sleep(0.05)  # in which it would have read on
+    assert count[0] == before
+
+
+def test_without_a_thread_it_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit makes it slow, not fail."""
+
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert Job(sound).outcomes() == ["sound"]
+
+
+def begun(board: Callable[[], Board], group: Any) -> Callable[[Work, Judge], JointVerification]:
+    """As a session does it, without an agent."""
+
+    def judged(judge: Judge, notes: Sequence[Note]) -> None:
+        if isinstance(found := judge(notes), Damaged):
+            raise Refused(f"{found.file} {found.found_here}")
+
+    def begin(work: Work, judge: Judge) -> JointVerification:
+        return JointVerification(
+            board(), group.rank, group.world_size, work, lambda note: None, lambda notes: judged(judge, notes)
+        )
+
+    return begin
+
+
+def test_a_resume_point_gives_its_files_once_they_are_sound(tmp_path: Path) -> None:
+    """Its name, step and place are there at once. Damage ends all ranks where they ask, and not before."""
+    source = write(tmp_path, CheckpointName(4, 2, 1), shape=Shape(2, "ddp", True))
+    store = LocalStore()
+
+    def one(group: Threads) -> Any:
+        begin = begun(lambda: Board(store), group)
+        point = handed_out(ResumeOrder(source.ref, SHARDED, None), tmp_path, group, beside=begin)
+        if isinstance(point, Damaged):
+            return point
+        assert (point.step, point.saved_at) == (4, tmp_path / source.name)
+        group.barrier()
+        return point.path
+
+    assert together(2, one) == [tmp_path / source.name] * 2
+    store.said.clear()
+    data = (tmp_path / source.name / "model.pt").read_bytes()
+    (tmp_path / source.name / "model.pt").write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    first, second = together(2, one)
+    assert isinstance(first, Refused)
+    assert isinstance(second, Refused)
+    assert sorted([str(first), str(second)]) == ["model.pt False", "model.pt True"]
+    (tmp_path / source.name / "MANIFEST.json").unlink()
+    assert all(isinstance(point, Damaged) for point in together(2, one)), "what is read at once"
+
+
+def test_no_step_begins_before_all_is_sound(tmp_path: Path) -> None:
+    """Also of a script that loads by itself what it likes, or nothing."""
+    source = write(tmp_path, CheckpointName(4, 2, 1), shape=Shape(1, "ddp", True))
+    os.truncate(tmp_path / source.name / "model.pt", 2)
+    begin = begun(lambda: Board(LocalStore()), Solo())
+    point = handed_out(ResumeOrder(source.ref, SHARDED, None), tmp_path, Solo(), beside=begin)
+    assert isinstance(point, ResumePoint)
+    exchange = Exchange(Solo(), before=point.wait)
+    for begins in (lambda: exchange.meet(1), lambda: exchange.begin(5, Any, 1)):  # type: ignore[arg-type]
+        with pytest.raises(Refused):
+            begins()
