@@ -199,7 +199,7 @@ def regroup(turn: Turn) -> None:
     """Ends the open epoch on every node, and gathers for the next."""
     job, world = turn.job, world_of(turn)
     stood = job.has_session and not job.told.first_step
-    turn.update_run(left_step=max(turn.open.top_step, world.resumed_step, world.left_step if stood else 0))
+    turn.update_run(left_step=max(last_step(turn), world.left_step if stood else 0))
     turn.update_next(grown=job.drain is not None and job.drain.grown)
     pause = pause_of(turn, stood=stood)
     saved_at = turn.open.drained_at
@@ -393,8 +393,10 @@ def end(turn: Turn, phase: Phase, message: str, *, notice: bool = True) -> None:
     # A stop may have come too late; then it is over as well, and must not keep out who comes next.
     job.stopping = False
     job.next = NextWorld(conversion=beside.still_owed(job))
+    made = turn.open.top_step
     if job.world is not None:
-        announcements.close_record(turn, job.world, max(turn.open.top_step, job.world.resumed_step))
-    job.save_order, step = None, max(turn.open.top_step, job.run.left_step)
+        made = last_step(turn)
+        announcements.close_record(turn, job.world, made)
+    job.save_order, step = None, max(made, job.run.left_step)
     turn.note(ENDS[phase], message, said=notice, warning=phase is Phase.FAILED, step=step)
     turn.enter(phase)

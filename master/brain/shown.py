@@ -28,8 +28,10 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
     job, live = state.job, state.live
     waiting, world = job.phase in (Phase.WAITING, Phase.FORMING), job.world
     unheard, step = world is None or not job.told.first_step, max(live.epoch.top_step, job.run.left_step)
-    if world is not None and unheard and job.phase.has_workers:
-        step = world.resumed_step
+    if world is not None:
+        # Perhaps only another master has heard of the steps that led to its last commit.
+        before = world.resumed_step if unheard and job.phase.has_workers else step
+        step = max(before, job.checkpoints.last_step(world.epoch))
     reply = control_pb2.StatusReply(
         generation=job.generation,
         job_id=job.job_id,

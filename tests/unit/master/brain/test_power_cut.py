@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dalsegno.master.brain import brain
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import Driven, Node, all_join, settings
@@ -141,3 +142,21 @@ def test_an_older_agents_node_is_presumed_alive() -> None:
     job.wait(2)
     job.restart(is_gone=lambda known: True)
     assert list(job.job.nodes) == ["a"]
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_the_steps_that_led_to_the_last_commit_are_known(gone: bool) -> None:
+    """The new master has heard of none of them; the commit is on the record. Also at the job's end."""
+    job = trained()
+    job.restart(is_gone=lambda known: gone)
+    assert brain.status(job.state, job.now).step == 5
+    if not gone:
+        for node in job.nodes:
+            node.beat()
+        job.call(control_pb2.StopRequest(job_id="job"))
+        for node in job.nodes:
+            node.drained(5)
+        job.wait(30)
+    (record,) = job.job.history
+    assert (record.first_step, record.last_step) == (1, 5)
+    assert brain.status(job.state, job.now).step == 5
