@@ -223,8 +223,15 @@ def awaits_its_commit(state: AgentState) -> bool:
 
 
 def has_made_nothing(state: AgentState) -> bool:
-    """Whether no step was made since the resume point. Every step is heard only if the script has a session."""
-    return state.world is None or (state.session_known and state.epoch.step <= state.world.resume.source.step)
+    """Whether no step was made since the resume point. Every step is heard only if the script has a session.
+
+    A resume point with a place in the data is a session's: before that is opened again, nothing is trained.
+    """
+    if state.world is None:
+        return True
+    resume = state.world.resume.source
+    has_session = state.session_known or resume.position.ByteSize() > 0
+    return has_session and state.epoch.step <= resume.step
 
 
 def had_workers(state: AgentState) -> bool:

@@ -961,6 +961,17 @@ def test_before_the_hello_of_a_script_known_to_have_a_session_nothing_was_made()
     assert left(agent)[0] == ev.EXIT_LEFT
 
 
+@pytest.mark.parametrize("samples", [0, 96])
+def test_before_the_hello_of_a_script_that_a_session_had_saved_nothing_was_made(samples: int) -> None:
+    """Another agent's session has: the resume point has a place in the data. 75 then."""
+    agent = Agent().registered()
+    resumed = world(resume=22)
+    resumed.resume.source.position.samples = samples
+    agent.directed(run=resumed)
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    assert left(agent)[0] == (ev.EXIT_LEFT if samples else ev.EXIT_LEFT_UNSAVED)
+
+
 @pytest.mark.parametrize("step", [0, 3])
 def test_a_drain_of_a_loop_without_a_save_saved_nothing(step: int) -> None:
     """It names no checkpoint: 76 with what to change, unless there was nothing to save."""
