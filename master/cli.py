@@ -39,7 +39,7 @@ from .server.job_brain import JobBrain
 from .server.lifetime import Lifetime
 from .server.server import BindError, ControlServer, ServerOptions
 from .server.watchdog import HANG_TIMEOUT_SECONDS, Watchdog
-from .serving import STOP, print_line, run, say_end, tls_files
+from .serving import STOP, print_line, run, say_end, stopping, tls_files
 
 __all__ = ("main",)
 
@@ -206,7 +206,7 @@ async def _stand(server: ControlServer, edge: Edge | None, options: argparse.Nam
             store.give_up()
 
     loop = asyncio.get_running_loop()
-    for signum in STOP:
+    for signum in stopping():
         loop.add_signal_handler(signum, stop)
     _print({"address": server.address, "advertised": address, "leads": False}, edge)
     try:
@@ -334,7 +334,7 @@ def _hear_signals(server: ControlServer, lifetime: Lifetime | None) -> None:
         log.info("%s: %s", signum.name, "stopping" if lifetime is None else "ending as soon as no agent is left")
         server.stop() if lifetime is None else lifetime.hurry()
 
-    for signum in STOP if lifetime is None else EMBEDDED_STOP:
+    for signum in stopping() if lifetime is None else EMBEDDED_STOP:
         loop.add_signal_handler(signum, heard, signum)
     # The process that started an embedded master has blocked them until now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, EMBEDDED_STOP)

@@ -25,7 +25,7 @@ from .record.store import Store, open_store
 from .server.auth import is_loopback
 from .server.job_brain import JobBrain
 from .server.server import BindError, ControlServer, ServerOptions
-from .serving import STOP, print_line, run
+from .serving import print_line, run, stopping
 
 __all__ = ("Commander",)
 
@@ -171,7 +171,7 @@ def _hear_signals(servers: list[ControlServer]) -> Callable[[], None]:
         for server in servers:
             server.stop()
 
-    for signum in STOP:
+    for signum in stopping():
         loop.add_signal_handler(signum, stop)
     return stop
 

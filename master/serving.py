@@ -18,11 +18,17 @@ from .server.auth import TlsFiles
 from .server.lifetime import Lifetime
 from .server.server import ControlServer
 
-__all__ = ("STOP", "print_line", "run", "say_end", "tls_files")
+__all__ = ("STOP", "print_line", "run", "say_end", "stopping", "tls_files")
 
 log = logging.getLogger(__name__)
 
 STOP = (signal.SIGTERM, signal.SIGINT)
+
+
+def stopping() -> tuple[signal.Signals, ...]:
+    """The signals that end a master of its own well: its terminal's end, too, unless it was started to outlive that."""
+    outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return STOP if outlives else (*STOP, signal.SIGHUP)
 
 
 async def run(server: ControlServer, lifetime: Lifetime | None) -> int:

@@ -360,15 +360,49 @@ def run(arguments: Sequence[str] | None) -> int:
         return EXIT_USAGE
 
 
+class _Unwritable(Exception):
+    """Standard output takes nothing more, for a reason that its reader did not choose."""
+
+
+class _Output:
+    """Standard output, whose errors are not taken for those of the files that a command reads."""
+
+    def __init__(self, out: Any) -> None:
+        self._out = out
+
+    def write(self, text: str) -> int:
+        return int(self._done(lambda: self._out.write(text)))
+
+    def flush(self) -> None:
+        self._done(self._out.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._out, name)
+
+    @staticmethod
+    def _done(act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise _Unwritable(error.strerror or str(error)) from error
+
+
 def main() -> None:
     """The console script."""
+    # Python has none if it was closed: then nobody wants to see anything.
+    plain = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until this process ends)
+    sys.stdout = _Output(plain)  # type: ignore[assignment]
     try:
         code = run(None)
         sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader of our output has seen enough; flushing the rest must not fail again at exit.
+    except (BrokenPipeError, _Unwritable) as error:
+        # The reader of our output has seen enough, or its disk is full; the rest must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = EXIT_FAILED
+        if isinstance(error, _Unwritable):
+            print(f"dalsegno: error: standard output cannot be written: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         # As shells say it. What was ordered still stands.
         code = 128 + signal.SIGINT

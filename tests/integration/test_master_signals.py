@@ -49,3 +49,35 @@ def test_a_commander_ends_well(tmp_path: Path) -> None:
         assert again.end() == 0
     finally:
         again.process.kill()
+
+
+def test_one_that_imports_ends_without_a_traceback(tmp_path: Path) -> None:
+    """By the signal, as any program that has nothing to end."""
+    command = (sys.executable, "-m", "dalsegno.master", "--job-id=job", f"--store=sqlite:///{tmp_path}/s.sqlite")
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            maps = Path(f"/proc/{process.pid}/maps")
+            eventually(lambda: "cygrpc" in maps.read_text(encoding="utf-8"), 60.0)
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert (process.returncode, said) == (-signal.SIGINT, "")
+
+
+@pytest.mark.parametrize("outlives", [False, True])
+def test_one_whose_terminal_closes_ends_well(tmp_path: Path, outlives: bool) -> None:
+    """Unless it was started by `nohup`."""
+    command = (sys.executable, "-m", "dalsegno.master", "--job-id=job", f"--store=sqlite:///{tmp_path}/s.sqlite")
+    with subprocess.Popen([*(("nohup",) if outlives else ()), *command], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert "address" in process.stdout.readline()
+            process.send_signal(signal.SIGHUP)
+            if outlives:
+                process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+    log = tmp_path / "master.log"
+    assert not log.exists() or "SIGHUP" not in log.read_text(encoding="utf-8") or not outlives
