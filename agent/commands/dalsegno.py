@@ -393,7 +393,7 @@ def main() -> None:
     """The console script."""
     # Python has none if it was closed: then nobody wants to see anything.
     plain = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until this process ends)
-    sys.stdout = _Output(plain)  # type: ignore[assignment]
+    sys.stdout = _Output(plain)
     try:
         code = run(None)
         sys.stdout.flush()

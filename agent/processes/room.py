@@ -1,14 +1,17 @@
-"""How much memory can still be had here."""
+"""How much memory can still be had here, and whom the kernel has ended for lack of it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from dalsegno.protos.shortage import own_cgroups
 
-__all__ = ["available_bytes", "field_of"]
+__all__ = ["available_bytes", "ended_for_memory", "field_of", "oom_kills"]
 
-_MEMINFO = Path("/proc/meminfo")
+_MEMINFO, _VMSTAT = Path("/proc/meminfo"), Path("/proc/vmstat")
+# Where control groups of version 2 and 1 count processes that the kernel has ended for lack of memory.
+_EVENTS = ("memory.events", "memory.oom_control")
 # Of control groups of version 2 and 1: the limit, what is used, and how much of that is cache.
 _LIMITS = (
     ("memory.max", "memory.current", "inactive_file"),
@@ -30,6 +33,36 @@ def field_of(path: Path, name: str, unit: int = 1024) -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * unit for line in lines if line.startswith(name)), None)
+
+
+def oom_kills() -> dict[Path, int]:
+    """How many processes the kernel has ended for lack of memory so far, by the file that counts them.
+
+    Those of this process's control groups, from its own one up, and last the machine's.
+    """
+    files = [group / name for group in own_cgroups("memory") for name in _EVENTS] + [_VMSTAT]
+    return {path: count for path in files if (count := field_of(path, "oom_kill ", unit=1)) is not None}
+
+
+def ended_for_memory(before: Mapping[Path, int]) -> str:
+    """What people are told of a process that SIGKILL has ended; empty if the kernel has ended none since `before`.
+
+    Args:
+        before: `oom_kills` as it began.
+    """
+    for path, count in oom_kills().items():
+        if count > before.get(path, count):
+            return f"the kernel has ended it for lack of memory ({_allowed(path)}): give it more, or let it use less"
+    return ""
+
+
+def _allowed(counted: Path) -> str:
+    """How much there is, where these processes were counted."""
+    group = counted.parent
+    limits = [limit for name, _, _ in _LIMITS if (limit := _number(group / name)) is not None and limit < 1 << 60]
+    if counted == _VMSTAT or not limits:
+        return f"this machine has {(field_of(_MEMINFO, 'MemTotal:') or 0) // 1_000_000} MB"
+    return f"limit of the container or group {group}: {limits[0] // 1_000_000} MB"
 
 
 def _left_in(group: Path) -> int | None:

@@ -28,6 +28,7 @@ from dalsegno.protos.shortage import starting
 
 from ..processes.lifeline import Lifeline
 from ..processes.proc import descendants, kill_group, listeners, start_time
+from ..processes.room import ended_for_memory, oom_kills
 from ..processes.signs import DiskWrites, Sign
 from ..script import Script
 from ..standby import hooks
@@ -174,6 +175,7 @@ class WorkersContext(SubprocessContext):
         self._output: threading.Thread | None = None
         self._assignments: dict[int, Assignment] = {}
         self.adopted = 0
+        self._oom_kills = oom_kills()
 
     def start(self) -> None:
         """Starts all workers. Unlike torch's, it leaves the signal handlers alone: they are the agent's.
@@ -381,4 +383,6 @@ class WorkersContext(SubprocessContext):
 
     def _reason(self, rank: int, code: int) -> str:
         """Why a worker ended, in one line: what torch's `@record` wrote, or the last line of its errors."""
-        return error_message(self.error_files[rank]) or last_words(self.stderrs[rank], code)
+        words = error_message(self.error_files[rank]) or last_words(self.stderrs[rank], code)
+        why = ended_for_memory(self._oom_kills) if code == -signal.SIGKILL else ""
+        return "; ".join(filter(None, (why, words)))
