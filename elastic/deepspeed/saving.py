@@ -189,15 +189,25 @@ def saved_by_trainer(engine: Any, keep: Callable[[Path, Any], None] | None = Non
         path.write_text(tag)
 
 
+def _reserves_it(engine: Any) -> bool:
+    """Whether this DeepSpeed refuses entries of a client's state that are its own, saving experts; 0.18.0 does not."""
+    return "reserved_keys" in engine._save_moe_checkpoint.__code__.co_varnames
+
+
 def _described(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
     """The state that is saved beside the engine's own.
 
     In stages 1 and 2 the converter needs information for universal checkpoints. With tensor parallelism DeepSpeed adds
-    it itself, and an entry in the client's state would replace that.
+    it itself, and an entry in the client's state would replace that. With a mixture of experts newer versions take it
+    from the module alone, and refuse such an entry.
     """
     state = dict(client_state or {})
     if getattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, None) is None:
-        state.setdefault(UNIVERSAL_CHECKPOINT_INFO, {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_VERSION})
+        info = {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_VERSION}
+        if getattr(engine, "has_moe_layers", False) and _reserves_it(engine):
+            setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, info)
+        else:
+            state.setdefault(UNIVERSAL_CHECKPOINT_INFO, info)
     state[OPTIMIZER_NOTE] = source_of_step(torch_optimizer(engine))
     if int(engine.zero_optimization_stage()) == 0:
         state[TRAINED_NOTE] = trained(engine)
