@@ -57,11 +57,12 @@ class Board:
             raise RuntimeError(f"{name} has {len(data)} bytes, and the store takes {MAX_BYTES} at most")
         self._store.set(name, data)
 
-    def hear(self, names: Sequence[str], off: Callable[[float], bool]) -> list[Any]:
+    def hear(self, names: Sequence[str], off: Callable[[float], bool], most: float = LAST_LOOK_SECONDS) -> list[Any]:
         """Looks until something is said under each of these names.
 
         Args:
             off: Waits for so many seconds, or less, and returns whether to give up.
+            most: Seconds between two looks, at most.
 
         Raises:
             CalledOff: It said so.
@@ -71,7 +72,7 @@ class Board:
         while not self._store.check(list(names)):
             if off(pause):
                 raise CalledOff(f"{names[0]} is not waited for any more")
-            pause = min(2 * pause, LAST_LOOK_SECONDS)
+            pause = min(2 * pause, most)
         return [json.loads(said) for said in self._store.multi_get(list(names))]
 
     def forget(self, name: str) -> None:

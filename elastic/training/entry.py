@@ -228,7 +228,10 @@ def _telling_of_peers(meetings: Meetings) -> Iterator[None]:
 def _open_with(
     kind: Callable[..., S], notice: Notice, identity: Identity, keep: int, verify: bool, unread: Collection[str] | None
 ) -> S:
-    """``unread``: as in ``move``; None in a process that begins here, and has something to build meanwhile."""
+    """``unread``: as in ``move``; None in a process that begins here, and has something to build meanwhile.
+
+    The others do what it has to do with them in any case: one world may have ranks of both kinds.
+    """
     collective: Collective = Solo()
     if identity.world_size > 1:
         # All ranks open their sessions in the same order, so these have numbers.
@@ -251,7 +254,7 @@ def _open_with(
                     verify=verify,
                     identity=identity,
                     unread=unread or (),
-                    beside=partial(beside, collective, link) if unread is None else None,
+                    beside=partial(beside, collective, link),
                 )
             if isinstance(point, Damaged):
                 refuse(link, point)
@@ -261,6 +264,8 @@ def _open_with(
                 point.end()
                 Meetings(collective, link).refused(str(error))
                 raise
+            if unread is not None:
+                point.wait()
             resume = point
     else:
         # Compared before any rank acts on it, because ranks without a directory would not take part.

@@ -67,12 +67,13 @@ def report(link: Link | None, damaged: Damaged) -> None:
 def beside(collective: Collective, link: Link, work: Work, judge: Judge) -> JointVerification:
     """Has the ranks verify what they start from while their scripts build what will load it. Collective.
 
-    The agent hears of damage at once; each rank ends where its script asks for the files, or before its first step.
+    The agent hears of damage as soon as the ranks do; each ends where its script asks for the files, or before its
+    first step.
     """
 
-    def found(note: Note) -> None:
+    def found(notes: Sequence[Note]) -> None:
         with contextlib.suppress(OSError):  # it could not be read: the ranks learn that where they ask
-            if (damaged := judge([*[{}] * collective.rank, note])) is not None:
+            if (damaged := judge(notes)) is not None:
                 report(link, damaged)
 
     def judged(notes: Sequence[Note]) -> None:
