@@ -34,16 +34,16 @@ from ..processes.lifeline import Lifeline
 from ..processes.signals import SignalWatch
 from ..script import FLAG, Script, advice, modules_of, reads, refuses_flag, tells_of_a_peer
 from ..standby.nursery_start import StartedNursery
-from ..standby.room import has_room_beside
 from ..standby.standby_pool import StandbyPool
 from ..standby.worker_main import Assignment
 from ..storage.adoption import Origin
 from ..storage.save_dir import Adoption
 from ..workers.hub import HubKnowledge
 from ..workers.torch_versions import set_local_rank
-from ..workers.worker_env import WorldPlace, job_environment, place_of, prefixes, worker_environment
+from ..workers.worker_env import WorldPlace, place_of, prefixes, worker_environment
 from ..workers.worker_link import WorkerLink, to_worker
 from ..workers.workers import WorkersContext
+from .ahead import assignments_ahead
 from .config import AgentConfig
 from .effects import Effects
 from .mailbox import Mailbox
@@ -309,6 +309,9 @@ class ElasticAgent(LocalElasticAgent):
         state = self._state
         if epoch != state.started or state.workers is not handling.Workers.RUNNING or self._context is not None:
             return
+        self._start_or_say(epoch)
+
+    def _start_or_say(self, epoch: int) -> None:
         try:
             self._start_workers(self._worker_group)
         except (OSError, ValueError, RuntimeError) as error:
@@ -432,7 +435,7 @@ class ElasticAgent(LocalElasticAgent):
         text = f"the script does not know {FLAG}; it is started again and finds the files in its environment"
         self._mailbox.put(ev.Remark(text, warning=False))
         self._end_context()
-        self._start_workers(self._worker_group)
+        self._start_or_say(world.epoch)
         return True
 
     def _first_step(self) -> None:
@@ -449,21 +452,13 @@ class ElasticAgent(LocalElasticAgent):
 
     def _assignments_ahead(self) -> list[Assignment]:
         """What standby workers run before they have a place; empty if that is not wanted, or memory is short."""
-        running = () if self._context is None else self._context.pids().values()
         # A script's arguments, or what it imports, are other ones in each epoch.
         unknown = self._adoption.wanted or self._config.deepspeed_load_universal
-        if not self._config.run_ahead or unknown or not has_room_beside(running):
+        if not self._config.run_ahead or unknown:
             return []
-        spec = self._worker_group.spec
-        ours = job_environment(self._config.job_id, spec.role, self._config.nproc, os.environ)
-        ours |= self._node_environment(self._prepared_for + 1)
-        found = []
-        for local in range(self._config.nproc):
-            environment: Any = dict(ours)
-            set_local_rank(self, environment, local, spec)
-            own = macros.substitute(list(self._script.own), str(local))
-            found.append(Assignment(own, self._script.module, {**os.environ, **environment}, os.getcwd()))
-        return found
+        running = () if self._context is None else self._context.pids().values()
+        of_node = partial(self._node_environment, self._prepared_for + 1)
+        return assignments_ahead(self, self._worker_group.spec, self._config, self._script, running, of_node)
 
     def _node_environment(self, epoch: int) -> dict[str, str]:
         return {
