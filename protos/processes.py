@@ -153,7 +153,10 @@ def _may_live(pid: int, started: int) -> bool:
         return False
     except PermissionError:
         return True  # Another user's, of which /proc may show nothing.
-    status = status_of(pid)
+    try:
+        status = status_of(pid)
+    except PermissionError:
+        return True  # Hidden, as one that cannot be traced is where /proc has `hidepid`.
     return status is not None and status.is_of(started)
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "kill_group",
     "listeners",
     "owner_of",
+    "seen_fields",
     "start_time",
     "written_bytes",
 ]
@@ -34,14 +35,22 @@ def start_time(pid: int) -> int | None:
     return status.started if status else None
 
 
+def seen_fields(pid: int) -> list[str] | None:
+    """See `stat_fields`; None also where the system hides it (`hidepid` of proc(5)): another user's, as a rule."""
+    try:
+        return stat_fields(pid)
+    except PermissionError:
+        return None
+
+
 def belongs_to(pid: int, root: int) -> bool:
     """Whether `pid` is the process `root`, descends from it, or is in the session that it leads.
 
-    Nobody can tell that of a process that is gone; it counts as one that did.
+    Nobody can tell that of a process that is gone, or hidden; it counts as one that did.
     """
     seen: set[int] = set()
     while pid != root:
-        fields = stat_fields(pid)
+        fields = seen_fields(pid)
         if fields is None:
             return True
         seen.add(pid)
@@ -88,11 +97,11 @@ def adopt_orphans() -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """Live processes that descend from `root`, without itself and without zombies."""
+    """Live processes that descend from `root` and can be seen, without itself and without zombies."""
     children: dict[int, list[int]] = {}
     dead: set[int] = set()
     for name in os.listdir("/proc"):
-        fields = stat_fields(int(name)) if name.isdigit() else None
+        fields = seen_fields(int(name)) if name.isdigit() else None
         if fields is not None:
             children.setdefault(int(fields[1]), []).append(int(name))
             if fields[0] in "ZX":

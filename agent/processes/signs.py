@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-from dalsegno.protos.processes import stat_fields
-
-from .proc import written_bytes
+from .proc import seen_fields, written_bytes
 
 __all__ = ["DiskWrites", "Sign", "Work"]
 
@@ -50,6 +48,6 @@ class Work:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Seconds of a processor that a process has had (proc(5) stat); 0 if it is gone."""
-    fields = stat_fields(pid)
+    """Seconds of a processor that a process has had (proc(5) stat); 0 if it is gone or hidden."""
+    fields = seen_fields(pid)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0

@@ -1,0 +1,62 @@
+"""Where /proc hides other users' processes (`hidepid=1` of proc(5)): each of their files is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dalsegno.agent.processes.proc import belongs_to, descendants, listeners
+from dalsegno.agent.processes.signs import Work
+from dalsegno.protos.processes import Process, boot_id, is_gone, namespace
+
+
+@pytest.fixture
+def hidden(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The numbers of processes of which /proc shows nothing; number 1 is one of them."""
+    numbers = {1}
+    read_text = Path.read_text
+
+    def read(path: Path, *more: Any, **options: Any) -> str:
+        number = path.parts[2] if path.parts[:2] == ("/", "proc") else ""
+        if number.isdigit() and int(number) in numbers:
+            raise PermissionError(1, os.strerror(1), str(path))
+        return read_text(path, *more, **options)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    return numbers
+
+
+@pytest.fixture
+def child() -> Iterator[int]:
+    """A process of ours."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process.pid
+        process.kill()
+
+
+def test_strangers_hide_nothing_of_ours(hidden: set[int], child: int) -> None:
+    """Workers that are told to end keep their time for that: it is for those of them that are seen."""
+    assert child in descendants(os.getpid())
+    assert listeners(child, 10) == []
+    hidden.add(child)
+    assert child not in descendants(os.getpid())
+    assert not Work()([child])
+
+
+def test_nobody_can_tell_whose_a_hidden_one_is(hidden: set[int], child: int) -> None:
+    """It counts as one that belongs to a worker, as one that is gone does."""
+    hidden.add(child)
+    assert belongs_to(child, os.getpid())
+
+
+def test_a_hidden_one_is_not_gone(hidden: set[int], child: int) -> None:
+    """It may be signalled, so it lives."""
+    hidden.add(child)
+    recorded = Process("", boot_id(), namespace("pid"), child, 1)
+    assert not is_gone(recorded, Process("", boot_id(), namespace("pid"), os.getpid(), 1))
