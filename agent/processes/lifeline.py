@@ -69,8 +69,15 @@ class Lifeline:
         return {Variable.LIFELINE: self.token}
 
     def add_group(self, pgid: int) -> None:
-        """Registers a process group whose leader, `pgid`, is a child of this process that was not yet reaped."""
-        started = start_time(pgid)
+        """Registers a process group whose leader, `pgid`, is a child of this process that was not yet reaped.
+
+        One that cannot be looked at (no descriptor left) is not: the keeper finds it by what it carries.
+        """
+        try:
+            started = start_time(pgid)
+        except OSError as error:
+            logger.warning("process group %d is not registered with the keeper: %s", pgid, error)
+            return
         if started is None:
             # It is not reaped, so it cannot be gone; a caller that reaped it first has nothing left to register.
             return

@@ -294,11 +294,11 @@ class Nursery:
     def _listen(self) -> None:
         """Reads its messages until it is gone, on a thread of its own."""
         with self._channel:
-            try:
-                while (message := receive(self._channel)) is not None:
+            while (message := self._receive()) is not None:
+                try:
                     self._heard(message)
-            except OSError as error:
-                logger.info("nursery %d: %s", self.process.pid, error)
+                except Exception:  # whatever it is: only the end of the channel is the end of its workers
+                    logger.exception("what nursery %d says cannot be handled", self.process.pid)
             with self._lock:
                 self._gone = True
                 workers, self._workers = list(self._workers.values()), {}
@@ -317,6 +317,13 @@ class Nursery:
             if worker.pid:
                 worker.signal_group(signal.SIGKILL)
             worker.ended(-signal.SIGKILL)
+
+    def _receive(self) -> dict[str, object] | None:
+        try:
+            return receive(self._channel)
+        except OSError as error:
+            logger.info("nursery %d: %s", self.process.pid, error)
+            return None
 
     def _heard(self, message: dict[str, object]) -> None:
         if "ready" in message:

@@ -1,0 +1,77 @@
+"""The agent's side of a nursery, whose messages are written here."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from dalsegno.agent.processes import lifeline as lifelines
+from dalsegno.agent.processes.lifeline import Lifeline
+from dalsegno.agent.standby import nursery_client
+from dalsegno.agent.standby.nursery import receive, send
+from dalsegno.agent.standby.nursery_client import Nursery
+from dalsegno.agent.standby.worker_main import Assignment
+
+TRAIN = Assignment(["train.py"], False, {}, "/")
+# Of no process.
+NUMBER = 1 << 22
+
+
+class Scene:
+    """A nursery's end of the channel, and what the agent has of it."""
+
+    def __init__(self, killed: list[int]) -> None:
+        ours, self.channel = socket.socketpair()
+        self.killed = killed
+        self.lifeline = MagicMock()
+        process = MagicMock(pid=NUMBER)
+        process.poll.return_value = None
+        self.nursery = Nursery(process, ours, self.lifeline, False, MagicMock())
+
+    def started(self, number: int) -> None:
+        assert receive(self.channel)
+        send(self.channel, {"started": number, "pid": NUMBER + number})
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    killed: list[int] = []
+    monkeypatch.setattr(nursery_client, "kill_group", lambda pgid, *_: killed.append(pgid))
+    made = Scene(killed)
+    yield made
+    made.channel.close()
+
+
+def test_an_error_beside_the_channel_ends_no_worker(scene: Scene) -> None:
+    """Without a descriptor for the look at a new process, all ranks of the nursery were killed."""
+    trains = scene.nursery.start_worker(TRAIN)
+    scene.started(1)
+    scene.lifeline.add_group.side_effect = OSError(24, os.strerror(24))
+    scene.nursery.start_worker(TRAIN)
+    scene.started(2)
+    send(scene.channel, {"exited": 1, "code": 0})
+    assert trains.wait(30) == 0
+    assert scene.killed == []
+    assert scene.nursery.usable
+
+
+def test_the_end_of_the_channel_is_the_end_of_its_workers(scene: Scene) -> None:
+    worker = scene.nursery.start_worker(TRAIN)
+    scene.started(1)
+    scene.channel.close()
+    assert worker.wait(30) == -9
+    assert scene.killed == [NUMBER + 1]
+
+
+def test_a_process_that_cannot_be_looked_at_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever started it goes on: the keeper finds it by what it carries."""
+    monkeypatch.setattr(lifelines, "start_time", MagicMock(side_effect=OSError(24, os.strerror(24))))
+    lifeline: Any = object.__new__(Lifeline)
+    lifeline._groups = {}
+    lifeline.add_group(NUMBER)
+    assert lifeline._groups == {}
