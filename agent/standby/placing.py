@@ -6,6 +6,7 @@ import contextlib
 import logging
 import signal
 import threading
+import time
 
 from dalsegno.protos.contract import is_of_a_world
 
@@ -17,6 +18,8 @@ __all__ = ["TAKE_PATIENCE_SECONDS", "Placing", "place_of"]
 # Seconds that a waiting worker may take to take its place, which includes checking what it has looked at. A worker that
 # was stopped, or is stuck in the kernel, is replaced after that.
 TAKE_PATIENCE_SECONDS = 20.0
+# Between two looks. Longer between two of them: this process itself stood still, and has not heard who took a place.
+_LOOK_SECONDS, _STOOD_STILL = 1.0, 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -37,40 +40,51 @@ class Placing:
     """Gives places, and replaces workers that do not take theirs.
 
     Args:
-        patience_seconds: seconds that a worker may take to take its place.
+        patience_seconds: seconds that a worker may take to take its place. Those in which this process stands still
+            do not count.
     """
 
     def __init__(self, patience_seconds: float) -> None:
         self._patience_seconds = patience_seconds
         self._lock = threading.Lock()
-        # Timers of workers that got their place and have not said that they took it.
-        self._late: dict[StandbyProcess, threading.Timer] = {}
+        # Of workers that got their place and have not said that they took it: set once they have.
+        self._late: dict[StandbyProcess, threading.Event] = {}
 
     def give(self, rank: int, nursery: Nursery, worker: StandbyProcess, place: dict[str, object]) -> bool:
         """Gives a worker that waits its place. False: it has ended, or its nursery is gone."""
         if worker.returncode is not None or not nursery.place(worker, place):
             return False
-        late = threading.Timer(self._patience_seconds, self._too_late, (rank, worker))
-        late.daemon = True
+        settled = threading.Event()
+        late = threading.Thread(target=self._watch, args=(rank, worker, settled), name="placing", daemon=True)
         with self._lock:
-            self._late[worker] = late
-        with contextlib.suppress(RuntimeError):  # without a thread for the timer it is waited for without an end
+            self._late[worker] = settled
+        with contextlib.suppress(RuntimeError):  # without a thread for that it is waited for without an end
             late.start()
         return True
 
     def settled(self, worker: StandbyProcess) -> None:
         """Notes that it has taken its place, or has ended."""
         with self._lock:
-            late = self._late.pop(worker, None)
-        if late is not None:
-            late.cancel()
+            settled = self._late.pop(worker, None)
+        if settled is not None:
+            settled.set()
 
     def close(self) -> None:
         """Stops looking after them."""
         with self._lock:
             late, self._late = self._late, {}
-        for timer in late.values():
-            timer.cancel()
+        for settled in late.values():
+            settled.set()
+
+    def _watch(self, rank: int, worker: StandbyProcess, settled: threading.Event) -> None:
+        left, look = self._patience_seconds, min(_LOOK_SECONDS, self._patience_seconds / 4)
+        while left > 0:
+            began = time.monotonic()
+            if settled.wait(look):
+                return
+            passed = time.monotonic() - began
+            left -= passed if passed < look + _STOOD_STILL else 0.0
+        self._too_late(rank, worker)
 
     def _too_late(self, rank: int, worker: StandbyProcess) -> None:
         with self._lock:

@@ -1,0 +1,85 @@
+"""Waiting workers that do not take their place."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from dalsegno.agent.standby.placing import Placing
+
+NURSERY: Any = SimpleNamespace(place=lambda worker, place: True)
+
+# An agent that hears, a moment after it goes on, that its worker took the place meanwhile.
+_AGENT = """
+import time
+from types import SimpleNamespace
+from dalsegno.agent.standby.placing import Placing
+
+class Worker:
+    taken, returncode = False, None
+    def signal_group(self, signum):
+        print("killed", flush=True)
+
+worker, placing = Worker(), Placing(2.0)
+placing.give(0, SimpleNamespace(place=lambda worker, place: True), worker, {})
+time.sleep(0.5)  # why: until who looks after the worker has begun to
+last = time.monotonic()
+print("given", flush=True)
+while time.monotonic() - last < 1.5:
+    last = time.monotonic()
+    time.sleep(0.05)  # why: nothing tells a process that it was stopped
+time.sleep(0.3)  # why: its other threads go on first
+worker.taken = True
+placing.settled(worker)
+time.sleep(3)  # why: nobody may be killed for longer than the rest of the patience
+print("over", flush=True)
+"""
+
+
+def test_an_agent_that_stood_still_kills_nobody_for_it() -> None:
+    """It has not heard what its worker said meanwhile. The worker trained already, and was killed."""
+    with subprocess.Popen([sys.executable, "-c", _AGENT], stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == "given\n"
+        agent.send_signal(signal.SIGSTOP)
+        time.sleep(4)  # why: longer than a worker has, and than any pause of a busy machine
+        agent.send_signal(signal.SIGCONT)
+        assert agent.stdout.read() == "over\n"
+
+
+class Waiting:
+    """A worker that is told to end."""
+
+    def __init__(self) -> None:
+        self.taken, self.returncode = False, None
+        self.killed = threading.Event()
+
+    def signal_group(self, signum: int) -> None:
+        self.killed.set()
+
+
+def test_one_that_does_not_take_its_place_is_killed() -> None:
+    one: Any = Waiting()
+    assert Placing(0.4).give(0, NURSERY, one, {})
+    assert one.killed.wait(30)
+
+
+def test_one_that_takes_its_place_is_left_alone() -> None:
+    """The same where all is over."""
+    first, second, late = Waiting(), Waiting(), Waiting()
+    placing = Placing(1.0)
+    everyone: list[Any] = [first, second]
+    for one in everyone:
+        assert placing.give(0, NURSERY, one, {})
+    placing.settled(everyone[0])
+    placing.close()
+    last: Any = late
+    assert placing.give(0, NURSERY, last, {})
+    assert late.killed.wait(30)
+    assert not first.killed.is_set()
+    assert not second.killed.is_set()
