@@ -203,7 +203,8 @@ class Connector:
         self._credentials = credentials
         self._on_missing = on_missing
         self._lock = threading.Lock()
-        # Held while a link is opened, which takes seconds where names are looked up in vain. Taken before `_lock`.
+        # Held while a link is opened: that takes seconds where names are looked up in vain, and has no end where the
+        # token's file system hangs. Taken before `_lock`, which is held by nobody who waits.
         self._opening = threading.Lock()
         self._turn = 0
         # Which address to go to instead of the next one in turn; empty: none.
@@ -237,8 +238,14 @@ class Connector:
         except (OSError, ValueError):
             return None
 
+    @property
+    def present(self) -> MasterLink | None:
+        """The link that is open now, if there is one."""
+        with self._lock:
+            return self._link
+
     def get(self) -> MasterLink | None:
-        """The present link, opened if need be; None if it cannot be opened now, or this is closed."""
+        """The present link, opened if need be; None if it cannot be opened now, or this is closed. May block."""
         with self._opening:
             with self._lock:
                 if self._link is not None or self._closed:
@@ -249,8 +256,11 @@ class Connector:
                 address = self._leader or addresses[self._turn % len(addresses)]
                 alone = any(address == refusing for refusing, _ in self._refusing)
             target = self._places.target(address, alone)
+            channel = self._open(address, target)
             with self._lock:
-                if not self._closed and (channel := self._open(address, target)) is not None:
+                if channel is not None and self._closed:
+                    channel.close()
+                elif channel is not None:
                     self._link = MasterLink(channel, control_pb2_grpc.ControlStub(channel), address, target)
                 return self._link
 
@@ -280,17 +290,21 @@ class Connector:
         return found if self._looks >= _LOOKS else ""
 
     def _open(self, address: str, target: str) -> grpc.Channel | None:
-        """Opens a channel with the newest credentials available; the caller holds the lock."""
+        """Opens a channel with the newest credentials available. Reads files: no lock but `_opening` is held."""
         try:
-            self._last = self._credentials()
+            credentials = self._credentials()
         except (OSError, ValueError) as error:
             self._complain(error)
-            if self._last is None:
-                return None
+            with self._lock:
+                if self._last is None:
+                    return None
+                credentials = self._last
         else:
             self._unreadable = False
+            with self._lock:
+                self._last = credentials
         try:
-            return self._last.channel(address, target)
+            return credentials.channel(address, target)
         except OSError as error:
             self._complain(error)
             return None

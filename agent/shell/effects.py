@@ -200,7 +200,7 @@ class Effects:
         if self.memory is not None:
             self.memory.listen(address)
         # Its connection is dead, which it would find out by itself, but seconds later.
-        self._connector.failed(self._connector.get())
+        self._connector.failed(self._connector.present)
 
     def open_memory(self, world: control_pb2.World) -> None:
         """Parts of older epochs are refused from now on, and own ones go to this world's buddies."""
