@@ -40,6 +40,10 @@ NICENESS = 10
 # Seconds between two progress events. The master only wants to know that it moves, and events are kept while it is
 # away.
 _PROGRESS_INTERVAL_SECONDS = 1.0
+# Seconds to wait for a converter after SIGKILL; one that waits for a missing file system may be stuck in the kernel.
+_KILL_TIMEOUT_SECONDS = 5.0
+
+_STUCK = "the converter (process %d) did not end within %.0f s of SIGKILL"
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +55,7 @@ class _Converter:
         self._process = process
         self._silence = silence
         self._lock = threading.Lock()
+        self._gone = threading.Event()
         self.said = said
 
     @property
@@ -72,7 +77,24 @@ class _Converter:
             with contextlib.suppress(ChildProcessError):
                 os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
                 kill_group(self._process.pid)
-        return self._process.wait()
+        code = self._process.wait()
+        self._gone.set()
+        return code
+
+    def is_gone_within(self, seconds: float) -> bool:
+        """Whether it has ended by then, and another thread has waited for that."""
+        return self._gone.wait(seconds)
+
+    def end_unfollowed(self) -> None:
+        """Kills it where no thread waits for it, and lets go of it; within seconds."""
+        self.kill()
+        try:
+            self._process.wait(_KILL_TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.error(_STUCK, self.pid, _KILL_TIMEOUT_SECONDS)
+        else:
+            self.hang_up()
+            self.said.close()
 
     def hang_up(self) -> None:
         """Waits for its end, then lets the reader of `said` come to an end, too."""
@@ -144,28 +166,35 @@ class ConversionJob:
             with starting("the thread that follows the converter"):
                 follower.start()
         except OSError:
-            self.stop(conversion.lease)
+            with self._lock:
+                self._converter = None
+            converter.end_unfollowed()
             raise
 
     def stop(self, lease: int | None = None) -> None:
-        """Kills the conversion (of that lease) with everything it started; nothing more is delivered for it."""
+        """Kills the conversion (of that lease) with everything it started; nothing more is delivered for it.
+
+        Waits for its end for some seconds at most: the thread that follows it does so for as long as it takes.
+        """
         with self._lock:
             converter = self._converter
             if converter is None or lease not in (None, self._lease):
                 return
             self._converter = None
         converter.kill()
-        converter.wait()
+        if not converter.is_gone_within(_KILL_TIMEOUT_SECONDS):
+            logger.error(_STUCK, converter.pid, _KILL_TIMEOUT_SECONDS)
 
     def _adopt(self, arguments: list[str]) -> _Converter | None:
         if self.nursery is None:
             return None
+        cwd = os.getcwd()  # first, because it may be gone
         reader, writer = os.pipe()
         assignment = Assignment(
             arguments=[self._module, *arguments],
             module=True,
             environment={**os.environ, **self._lifeline.environment()},
-            cwd=os.getcwd(),
+            cwd=cwd,
             # It opens our end of the pipe anew. We keep ours until it has ended, so that the reader does not come to an
             # end before the converter has begun.
             stdout=f"/proc/{os.getpid()}/fd/{writer}",
