@@ -150,8 +150,10 @@ class NodeSaver:
     def settle(self, timeout_seconds: float) -> bool:
         """Waits at most `timeout_seconds` until all that the workers asked for is on the disk."""
         deadline, calm = time.monotonic() + timeout_seconds, 0
-        while self._up and calm < 2 and time.monotonic() < deadline:
-            calm = 0 if self._ask({"do": "busy"}, _ANSWERS_WITHIN_SECONDS).get("busy") else calm + 1
+        while self._up and calm < 2 and (left := deadline - time.monotonic()) > 0:
+            # No answer is none: a large save can keep it from hearing us for a while.
+            answer = self._ask({"do": "busy"}, min(left, _ANSWERS_WITHIN_SECONDS))
+            calm = calm + 1 if answer and not answer.get("busy") else 0
             time.sleep(_ASK_EVERY_SECONDS)  # why: the library's saver tells nobody when it is done
         return calm >= 2 or not self._up
 
@@ -246,7 +248,10 @@ class NodeSaver:
                 self._ask({**self._world, "again": self._made}, 0.0)
 
     def _ask(self, order: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
-        """Sends one order. Returns its answer; empty if none comes, and then that companion is ended."""
+        """Sends one order. Returns its answer; empty if none comes.
+
+        Then that companion is ended, unless it may be saving: what is on its way to the disk is worth more.
+        """
         process = self._process
         assert process.stdin is not None
         with self._asking:
@@ -263,7 +268,7 @@ class NodeSaver:
                     timeout_seconds,
                 )
                 answer = self._answer if self._answer.get("answers") == number else {}
-        if not answer and timeout_seconds and not self._closed and order["do"] != "save":
+        if not answer and timeout_seconds and not self._closed and order["do"] not in ("save", "busy"):
             logger.error("the saver of Flash Checkpoint does not answer (%s)", order["do"])
             self._end(process)
         return answer
@@ -271,5 +276,10 @@ class NodeSaver:
     def _end(self, process: subprocess.Popen[str]) -> None:
         with contextlib.suppress(ProcessLookupError):
             kill_group(process.pid)
-        process.wait()
-        self._lifeline.drop_group(process.pid)
+        try:
+            process.wait(_ENDS_WITHIN_SECONDS)
+        except subprocess.TimeoutExpired:
+            # Stuck in the kernel. The keeper still has it on its list.
+            logger.error("the saver of Flash Checkpoint did not end within %.0f s of SIGKILL", _ENDS_WITHIN_SECONDS)
+        else:
+            self._lifeline.drop_group(process.pid)

@@ -1,0 +1,105 @@
+"""The agent's side of a saver of Flash Checkpoint that does not answer, or does not end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from dalsegno.agent.dlrover import saver as savers
+from dalsegno.agent.dlrover.saver import NodeSaver
+
+
+def saver_of(process: Any) -> NodeSaver:
+    """One whose companion is up."""
+    saver = object.__new__(NodeSaver)
+    saver._process, saver._lifeline = process, MagicMock()
+    saver._asking, saver._news = threading.Lock(), threading.Condition()
+    saver._number, saver._answer = 0, {}
+    saver._up, saver._closed = True, False
+    return saver
+
+
+class Companion:
+    """Answers what `answers` says, from the first order on; then nothing more."""
+
+    pid = 1 << 22
+
+    def __init__(self, answers: list[dict[str, Any] | None]) -> None:
+        self.stdin = MagicMock()
+        self.stdin.write = self._write
+        self.answers = answers
+        self.saver: NodeSaver
+        self.killed = False
+
+    def _write(self, line: str) -> None:
+        answer = self.answers.pop(0) if self.answers else None
+        if answer is not None:
+            self.saver._answer = {**answer, "answers": json.loads(line)["number"]}
+
+    def poll(self) -> int | None:
+        return -9 if self.killed else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        return -9
+
+
+@pytest.fixture
+def companion(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[dict[str, Any] | None]], Companion]:
+    monkeypatch.setattr(savers, "_ANSWERS_WITHIN_SECONDS", 0.1)
+    monkeypatch.setattr(savers, "_ASK_EVERY_SECONDS", 0.01)
+
+    def make(answers: list[dict[str, Any] | None]) -> Companion:
+        made = Companion(answers)
+        monkeypatch.setattr(savers, "kill_group", lambda pid: setattr(made, "killed", True))
+        made.saver = saver_of(made)
+        return made
+
+    return make
+
+
+BUSY, CALM = {"busy": True}, {"busy": False}
+
+
+def test_a_saver_that_does_not_answer_may_be_saving(companion: Any) -> None:
+    """It is not calm, and lives on: it was killed in the middle of a save, which counted as done."""
+    one = companion([BUSY])
+    assert not one.saver.settle(0.5)
+    assert not one.killed
+
+
+def test_a_saver_is_done_once_it_says_so_twice_in_a_row(companion: Any) -> None:
+    """What it does not say meanwhile is no word for it."""
+    one = companion([BUSY, CALM, None, CALM, BUSY, CALM, CALM])
+    assert one.saver.settle(30)
+    assert one.answers == []
+
+
+def test_a_saver_that_does_not_freeze_is_ended(companion: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(savers, "_FREEZES_WITHIN_SECONDS", 0.1)
+    one = companion([])
+    one.saver.freeze()
+    assert one.killed
+
+
+def test_an_agent_does_not_wait_for_a_saver_that_sigkill_does_not_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is stuck in the kernel, on a file system that is away. The keeper has it on its list still."""
+    process = MagicMock()
+
+    def wait(timeout: float | None = None) -> int:
+        assert timeout is not None, "without a bound"
+        raise subprocess.TimeoutExpired("saver", timeout)
+
+    process.wait = wait
+    monkeypatch.setattr(savers, "kill_group", MagicMock())
+    saver: Any = saver_of(process)
+    saver._end(process)
+    assert not saver._lifeline.drop_group.called
+    assert "did not end within" in caplog.text
