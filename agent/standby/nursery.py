@@ -46,6 +46,8 @@ __all__ = ["CANNOT_START", "receive", "send"]
 _CUDA_NOT_INITIALIZED = 3
 # Stands for an exit status if there was no process (EX_OSERR of sysexits.h).
 CANNOT_START = 71
+# At once, of what the agent sends.
+_MOST_READ_BYTES = 1 << 16
 
 
 def send(channel: socket.socket, value: dict[str, object]) -> None:
@@ -126,6 +128,8 @@ class _Nursery:
         self, channel: socket.socket, modules: list[str], niceness: int, single: bool, notices: list[int]
     ) -> None:
         self._channel = channel
+        # What was read of a request whose rest has yet to come.
+        self._received = bytearray()
         # A signal to all processes of the node is meant for the agent; a worker gets back the handlers from before.
         self._before = {number: signal.signal(number, signal.SIG_IGN) for number in notices}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, notices)
@@ -173,11 +177,21 @@ class _Nursery:
                         return assignment
 
     def _take_requests(self) -> bool:
-        """Receives all waiting requests: a start and its cancelling may come together. False: the agent is gone."""
+        """Receives all waiting requests: a start and its cancelling may come together. False: the agent is gone.
+
+        Waits for no rest of a request: it may come late, and workers end meanwhile.
+        """
         while readable(self._channel.fileno(), 0):
-            message = receive(self._channel)
-            if message is None:
+            data = self._channel.recv(_MOST_READ_BYTES)
+            if not data:
                 return False
+            self._received += data
+        while len(self._received) >= FRAME.size:
+            end = FRAME.size + FRAME.unpack_from(self._received)[0]
+            if len(self._received) < end:
+                break
+            message = dict(json.loads(self._received[FRAME.size : end]))
+            del self._received[:end]
             if "cancel" in message:
                 self._cancel(message["cancel"])
             else:

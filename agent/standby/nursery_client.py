@@ -15,7 +15,8 @@ from dalsegno.protos.contract import WORKER_DRAINED
 
 from ..processes.lifeline import Lifeline
 from ..processes.proc import kill_group
-from .nursery import receive, send
+from .nursery import receive
+from .request_writer import RequestWriter
 from .worker_main import Assignment
 
 __all__ = ["BROKEN", "Nursery", "StandbyProcess"]
@@ -103,6 +104,11 @@ class StandbyProcess:
             self._unwanted = True
         if not self._cancel():
             self.ended(-signum)
+
+    def forgo(self) -> None:
+        """Nobody wants it, and its nursery cannot be told now: it is killed once it exists."""
+        with self._lock:
+            self._unwanted = True
 
     def discard(self) -> None:
         """Kills a worker that runs ahead; nobody waits for it."""
@@ -205,6 +211,7 @@ class Nursery:
         self.settled = threading.Event()
         self.single = single
         self._channel = channel
+        self._requests = RequestWriter(channel)
         self._lifeline = lifeline
         self._on_ready = on_ready
         self._lock = threading.Lock()
@@ -237,9 +244,12 @@ class Nursery:
                 **dataclasses.asdict(assignment),
             }
             try:
-                send(self._channel, request)
+                self._requests.send(request)
             except OSError:
-                del self._workers[number]
+                if self._requests.cut:
+                    worker.forgo()  # it is started, and ended, once the nursery has the rest
+                else:
+                    del self._workers[number]
                 raise
         return worker
 
@@ -250,7 +260,7 @@ class Nursery:
             if self._gone or not numbers:
                 return False
             try:
-                send(self._channel, {"place": numbers[0], **place})
+                self._requests.send({"place": numbers[0], **place})
             except OSError as error:
                 logger.warning("nursery %d cannot be told a place: %s", self.process.pid, error)
                 return False
@@ -261,7 +271,7 @@ class Nursery:
         with self._lock:
             if not self.single and number in self._workers:
                 try:
-                    send(self._channel, {"cancel": number})
+                    self._requests.send({"cancel": number})
                 except OSError as error:
                     logger.warning("nursery %d cannot be told to start nothing: %s", self.process.pid, error)
             return self.ready.is_set() and number in self._workers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import MagicMock
@@ -75,3 +76,20 @@ def test_a_process_that_cannot_be_looked_at_is_not_registered(monkeypatch: pytes
     lifeline._groups = {}
     lifeline.add_group(NUMBER)
     assert lifeline._groups == {}
+
+
+def test_a_start_that_is_cut_off_leaves_no_process(scene: Scene) -> None:
+    """It was given up, and is carried out once the nursery goes on."""
+    scene.nursery._channel.settimeout(0.1)
+    large = Assignment(["train.py"], False, {"LARGE": "x" * (1 << 20)}, "/")
+    with pytest.raises(OSError, match="timed out"):
+        scene.nursery.start_worker(large, ahead=True)
+    scene.nursery._channel.settimeout(30)
+    reading = threading.Thread(target=lambda: [scene.started(1), scene.started(2)], daemon=True)
+    reading.start()
+    trains = scene.nursery.start_worker(TRAIN)
+    reading.join(30)
+    send(scene.channel, {"exited": 1, "code": -9})
+    send(scene.channel, {"exited": 2, "code": 0})
+    assert trains.wait(30) == 0
+    assert scene.killed == [NUMBER + 1]
