@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dalsegno.protos.processes import stat_fields, status_of
@@ -96,8 +97,14 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def descendants(root: int) -> list[int]:
-    """Live processes that descend from `root` and can be seen, without itself and without zombies."""
+def descendants(*roots: int) -> list[int]:
+    """Live processes that descend from one of `roots` and can be seen, without these and without zombies."""
+    children, dead = _processes()
+    return [pid for pid in _below(children, roots) if pid not in dead]
+
+
+def _processes() -> tuple[dict[int, list[int]], set[int]]:
+    """The children of each process, from one look at all that can be seen; and which processes are zombies."""
     children: dict[int, list[int]] = {}
     dead: set[int] = set()
     for name in os.listdir("/proc"):
@@ -106,31 +113,43 @@ def descendants(root: int) -> list[int]:
             children.setdefault(int(fields[1]), []).append(int(name))
             if fields[0] in "ZX":
                 dead.add(int(name))
-    found, ahead = [], [root]
+    return children, dead
+
+
+def _below(children: Mapping[int, Sequence[int]], roots: Iterable[int]) -> list[int]:
+    """All that descend from `roots`. A number may have been reused during the look, so a chain may end in itself."""
+    found: list[int] = []
+    ahead = list(roots)
+    seen = set(ahead)
     while ahead:
-        of = children.pop(ahead.pop(), [])
+        of = [pid for pid in children.get(ahead.pop(), ()) if pid not in seen]
+        seen.update(of)
         found += of
         ahead += of
-    return [pid for pid in found if pid not in dead]
+    return found
 
 
-def listeners(root: int, signum: int) -> list[int]:
+def listeners(roots: Iterable[int], signum: int) -> list[int]:
     """The processes that are to be sent a signal that asks for something: those that handle it.
 
     A launcher or a helper that does not would die of it. Of a process and its descendants that all handle it, as
-    forked ones do, only the first.
+    forked ones do, only the first. One look at all processes is enough for all roots: it may take long.
 
     Args:
-        root: `root` itself and its descendants are meant. 0, as of a process that does not exist yet: nobody.
+        roots: they themselves and their descendants are meant. 0, as of a process that does not exist yet: nobody.
     """
-    if root < 1:
-        return []  # what descends from number 0 is all that runs on this machine
-    mask, left = 1 << (signum - 1), {root, *descendants(root)}
-    found = []
-    for pid in [root, *sorted(left - {root})]:
-        if pid in left and _handled(pid) & mask:
-            found.append(pid)
-            left.difference_update(descendants(pid))
+    # What descends from number 0 is all that runs on this machine.
+    roots = [root for root in roots if root > 0]
+    if not roots:
+        return []
+    children, dead = _processes()
+    mask, found = 1 << (signum - 1), []
+    for root in roots:
+        left = {root, *_below(children, [root])} - dead
+        for pid in [root, *sorted(left - {root})]:
+            if pid in left and _handled(pid) & mask:
+                found.append(pid)
+                left.difference_update(_below(children, [pid]))
     return found
 
 

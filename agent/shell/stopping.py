@@ -130,11 +130,13 @@ class Stopping:
         if not context.ask(number_of(self._order.ask)):
             self._say(f"no process of the script listens to {self._order.ask}: it is told to end, unasked", True)
             return
-        within = self._order.grace - min(_END_SECONDS, _END_PART * self._order.grace)
+        # The notice counts from its beginning, also where it took long to look at the volume, or at all processes.
+        last = self._last - min(_END_SECONDS, _END_PART * self._order.grace)
+        within = max(0.0, last - time.monotonic())
         if self._adoption.wait_met(within, lambda: context.over):
             return
         if context.over:
             # What it saved before it ended may come into sight late, where the volume is an object store.
-            self._adoption.wait_met(min(_SIGHT_SECONDS, within), lambda: False)
+            self._adoption.wait_met(max(0.0, min(_SIGHT_SECONDS, last - time.monotonic())), lambda: False)
         else:
             self._say(f"the script did not save within {within:.0f} s of {self._order.ask}: it is told to end", True)

@@ -196,7 +196,7 @@ class WorkersContext(SubprocessContext):
 
         A worker that its nursery has not started yet has no processes, and nothing to save.
         """
-        found = [pid for one in self._running if not one.ended.is_set() for pid in listeners(one.process.pid, signum)]
+        found = listeners([one.process.pid for one in self._running if not one.ended.is_set()], signum)
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
@@ -257,7 +257,8 @@ class WorkersContext(SubprocessContext):
         pids = [one.process.pid for one in self._running]
         while pids and (left := deadline - time.monotonic()) > 0:
             # A worker that its nursery has not started yet has the number 0, and nothing to write.
-            every = [pid for root in pids if root > 0 for pid in (root, *descendants(root))]
+            roots = [root for root in pids if root > 0]
+            every = [*roots, *descendants(*roots)]
             seen = [sign(every) for sign in signs]
             if any(seen):
                 last = time.monotonic()

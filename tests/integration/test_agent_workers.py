@@ -909,7 +909,7 @@ def test_workers_are_ended_before_they_are_said_to_have_stopped(
     script = script_in(node.directory, "import signal, time; signal.signal(15, lambda *_: None)\ntime.sleep(300)")
     context = node.workers(script, 2, None)
     context.start()
-    wait_for(lambda: all(listeners(one.process.pid, signal.SIGTERM) for one in context._running))
+    wait_for(lambda: all(listeners([one.process.pid], signal.SIGTERM) for one in context._running))
     if where == "ask":
         monkeypatch.setattr(context, "ask", raising)
     if where == "wait":

@@ -43,7 +43,7 @@ def child() -> Iterator[int]:
 def test_strangers_hide_nothing_of_ours(hidden: set[int], child: int) -> None:
     """Workers that are told to end keep their time for that: it is for those of them that are seen."""
     assert child in descendants(os.getpid())
-    assert listeners(child, 10) == []
+    assert listeners([child], 10) == []
     hidden.add(child)
     assert child not in descendants(os.getpid())
     assert not Work()([child])
