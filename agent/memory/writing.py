@@ -110,17 +110,17 @@ class Writer:
     def _work(self, order: _Order, write: Callable[[Callable[[], str]], str]) -> None:
         if order.over:
             return
-        with self._watch.over(lambda: self._give_up(order)) as transfer:
+        try:
+            with self._watch.over(lambda: self._give_up(order)) as transfer:
 
-            def stopped() -> str:
-                transfer.moved()
-                return "the agent ends" if self._closed else order.stopped
+                def stopped() -> str:
+                    transfer.moved()
+                    return "the agent ends" if self._closed else order.stopped
 
-            try:
                 failure = stopped() or write(stopped)
-            except Exception as error:
-                logger.exception("%s was not made durable", order.digest)
-                failure = str(error) or type(error).__name__
+        except Exception as error:
+            logger.exception("%s was not made durable", order.digest)
+            failure = str(error) or type(error).__name__
         with self._lock:
             self._hangs = ""
         self._forget(order)
