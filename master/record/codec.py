@@ -50,6 +50,7 @@ _READ = (2, STATE_VERSION)
 _JOB, _WORLD, _PARTS = "job", "world", "parts"
 _NODE, _CHECKPOINT, _LATE, _EPOCH, _EVENT = "node/", "checkpoint/", "late/", "epoch/", "event/"
 _PRUNED, _REMARK = "pruned/", "remark/"
+_LATE_KEY, _PRUNED_KEY, _EPOCH_KEY = attrgetter("digest"), attrgetter("number"), attrgetter("epoch")
 # Parts of the job that are kept in rows of their own.
 _APART = ("nodes", "checkpoints", "opened", "history", "late", "pruned", "events", "remarks")
 # Objects whose values stand in the job's row, each under its own name or under this one.
@@ -133,6 +134,8 @@ class JobCodec:
         self._kept: dict[str, Any] = {}
         # What is being encoded now; it counts once all of it is.
         self._new: dict[str, Any] = {}
+        # Keys of the rows that were decoded, until the first changes after that: of those rows nothing is in `_kept`.
+        self._decoded: frozenset[str] = frozenset()
 
     def changes(self, job: Job) -> Rows:
         """The rows that changed since the last call; a row that is gone is None.
@@ -153,11 +156,15 @@ class JobCodec:
             rows[_PARTS] = letters.encode()
         self._table(rows, _NODE, job.nodes, _NODES.encode)
         self._table(rows, _CHECKPOINT, job.checkpoints.table, _CHECKPOINTS.encode)
-        self._tuple(rows, _LATE, job.late, lambda record: record.digest, _CHECKPOINTS.encode)
-        self._tuple(rows, _PRUNED, job.pruned, lambda gone: gone.number, _GONE.encode)
-        self._tuple(rows, _EPOCH, job.history, lambda entry: entry.epoch, _EPOCHS.encode)
+        self._tuple(rows, _LATE, job.late, _LATE_KEY, _CHECKPOINTS.encode)
+        self._tuple(rows, _PRUNED, job.pruned, _PRUNED_KEY, _GONE.encode)
+        self._tuple(rows, _EPOCH, job.history, _EPOCH_KEY, _EPOCHS.encode)
         self._log(rows, _EVENT, job.events)
         self._log(rows, _REMARK, job.remarks)
+        if self._decoded:
+            # What went since then, and what this version does not store, must not come back with the next master.
+            rows.update(dict.fromkeys(self._decoded - _keys(job)))
+            self._decoded = frozenset()
         for key, kept in self._new.items():
             if kept is None:
                 self._kept.pop(key, None)
@@ -222,7 +229,8 @@ class JobCodec:
         """The job that the rows hold. Raises StoreError if they are not a state of a known version."""
         plain = {key: _json(key, data) for key, data in rows.items() if key != _PARTS}
         letters = rows.get(_PARTS, b"").decode(errors="replace")
-        if legacy.KEY in plain:
+        # Rows are newer: an earlier version left the one record of format 1 beside them.
+        if legacy.KEY in plain and _JOB not in plain:
             plain, letters = legacy.upgraded(plain[legacy.KEY])
         head = plain.get(_JOB)
         version = head.get("version") if isinstance(head, dict) else None
@@ -235,7 +243,21 @@ class JobCodec:
         if version == STATE_VERSION:
             # Whose rows are there: those that are dropped with the next change must be deleted.
             self._kept[_EVENT], self._kept[_REMARK] = job.events, job.remarks
+        self._decoded = frozenset(rows)
         return job
+
+
+def _keys(job: Job) -> set[str]:
+    """Keys of all rows of the job."""
+    keys = {_JOB, _PARTS} if job.world is None else {_JOB, _PARTS, _WORLD}
+    keys.update(_NODE + name for name in job.nodes)
+    keys.update(_CHECKPOINT + digest for digest in job.checkpoints.table)
+    keys.update(f"{_LATE}{_LATE_KEY(record)}" for record in job.late)
+    keys.update(f"{_PRUNED}{_PRUNED_KEY(gone)}" for gone in job.pruned)
+    keys.update(f"{_EPOCH}{_EPOCH_KEY(entry)}" for entry in job.history)
+    keys.update(f"{_EVENT}{event.sequence}" for event in job.events)
+    keys.update(f"{_REMARK}{event.sequence}" for event in job.remarks)
+    return keys
 
 
 def _own(value: Any) -> Any:
@@ -269,13 +291,27 @@ def _job(plain: Mapping[str, Any], letters: str) -> Job:
     if head.version == 2:
         job.events = tuple(_EVENTS.decode(row, _EVENT) for row in plain[_JOB].get("notices", ()))
         job.sequence = job.noticed
-    if plain.get(_WORLD) is not None:
+    if job.run.begun_anew and not job.run.ever_stepped and not job.run.milestones:
+        _forget_earlier_runs(job)
+    # An earlier version left the row of a world that an ended job no longer had, and wrote that there are no parts.
+    if plain.get(_WORLD) is not None and (letters or job.phase.has_workers):
         world = _WORLDS.decode(plain[_WORLD], _WORLD)
         if len(letters) != len(world.members) or not set(letters) <= set(_PART_OF):
             raise StoreError(f"the stored state does not fit this version of dalsegno: parts: {letters[:80]!r}")
         parts = {m.incarnation: _PART_OF[letter] for m, letter in zip(world.members, letters, strict=True)}
         job.opened = Opened(world, parts, head.told)
     return job
+
+
+def _forget_earlier_runs(job: Job) -> None:
+    """Drops what an earlier version left on the record of the runs before one that has made no step.
+
+    Such a run has committed nothing.
+    """
+    stepped = [entry.epoch for entry in job.history if entry.stepped_at > 0]
+    last = max([*stepped, *(record.epoch for record in job.checkpoints)], default=0)
+    job.checkpoints, job.pruned = Checkpoints(), ()
+    job.history = tuple(entry for entry in job.history if entry.epoch > last)
 
 
 def _unfolded(head: Any) -> Job:

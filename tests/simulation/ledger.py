@@ -647,7 +647,7 @@ class Ledger:
             )
         self.require(not self.sim.conversions.reads(ref.digest), "what is converted stays", ref.name)
         job = self.sim.master.job
-        if job is None and self.sim.master.stored is not None:
+        if job is None and self.sim.master.stored:
             job = decoded(self.sim.master.stored)
         if job is None or self.amnesia:
             return

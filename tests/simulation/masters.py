@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from .world import Simulation
 
 
-def encoded(job: Job) -> dict[str, bytes]:
-    return JobCodec.everything(job)
-
-
 def decoded(rows: dict[str, bytes]) -> Job:
     return JobCodec().decode(rows)
 
@@ -44,7 +40,11 @@ class SimMaster:
         self.sim = sim
         self.up = False
         self.state: State | None = None
+        # The rows of the record, to which each change was applied by itself; None: there is no store yet.
         self.stored: dict[str, bytes] | None = None
+        self._codec = JobCodec()
+        # Whether the rows were compared with the job since it started.
+        self._looked = False
         self.generation = 0
         self.started_at = 0.0
         self.streams: dict[tuple[str, str], Stream] = {}
@@ -79,11 +79,13 @@ class SimMaster:
         self._offset = self.sim.random.uniform(0.0, 5000.0)
         self.up = True
         if self.stored is None:
-            self.generation = 1
-            self.state = brain.fresh("job", self.generation, embedded=self.sim.plan.embedded)
+            self.stored, self.generation = {}, 0
+        self.generation += 1
+        self._codec, self._looked = JobCodec(), False
+        if self.stored:
+            self.state = brain.recover(self._codec.decode(self.stored), self.generation, self.now)
         else:
-            self.generation += 1
-            self.state = brain.recover(decoded(self.stored), self.generation, self.now)
+            self.state = brain.fresh("job", self.generation, embedded=self.sim.plan.embedded)
         self.generation = self.state.job.generation
         self.sim.trace("master", "starts, generation {}", self.generation)
         self.sim.ledger.master_moved(self.state.job)
@@ -92,11 +94,25 @@ class SimMaster:
     def crash(self) -> None:
         """SIGKILL now; whoever supervises it starts it again after `downtime`."""
         if self.up and self.state is not None:
-            self._die(encoded(self.state.job))
+            self._die()
 
-    def _die(self, durable: dict[str, bytes] | None) -> None:
+    def _save(self) -> None:
+        """Stores what a turn has changed."""
+        assert self.state is not None
+        assert self.stored is not None
+        for key, row in self._codec.changes(self.state.job).items():
+            if row is None:
+                self.stored.pop(key, None)
+            else:
+                self.stored[key] = row
+        if not self._looked:
+            # A master's first change knows least of what the store holds.
+            self._looked = True
+            whole = self.stored == JobCodec.everything(self.state.job)
+            self.sim.ledger.require(whole, "the record is the job", "rows were left on it, or are missing")
+
+    def _die(self) -> None:
         self.sim.trace("master", "dies (back in {:.1f} s)", self.downtime)
-        self.stored = durable
         self.up = False
         self.state = None
         self.crash_at = ""
@@ -190,6 +206,7 @@ class SimMaster:
         self.state, replies = brain.handle(self.state, event, self.now)
         for fault in self.state.faults:
             self.sim.ledger.require(False, "no event is set aside", fault)
+        self._save()
         self._look_at_all()
         self._look_at_sending()
         if not begun:
@@ -255,13 +272,12 @@ class SimMaster:
 
     def _decide_and_die(self, event: Event) -> None:
         assert self.state is not None
-        before = encoded(self.state.job)
         self.state, _ = brain.handle(self.state, event, self.now)
         if self.crash_at == "saved":
             self.sim.ledger.master_moved(self.state.job)
-            before = encoded(self.state.job)
+            self._save()
         self.sim.trace("master", "was just {} {}", self.crash_at, type(event).__name__)
-        self._die(before)
+        self._die()
 
     def _looks(self, job: Job) -> tuple[object, ...]:
         """What directives depend on, as far as a heartbeat, progress or timer can change it."""

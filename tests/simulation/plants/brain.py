@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -39,6 +39,7 @@ from dalsegno.master.brain.live import State
 from dalsegno.master.brain.presences import Presences
 from dalsegno.master.brain.state import Checkpoint, Drain, Job, MemberState, Node, Phase
 from dalsegno.master.brain.turn import Turn, world_of
+from dalsegno.master.record.codec import JobCodec
 from dalsegno.protos import control_pb2
 
 from ..plan import Plan
@@ -109,6 +110,15 @@ def forgets_an_epoch_on_restart(original: Any) -> Any:
         return state
 
     return recover
+
+
+def leaves_rows_of_the_master_before(original: Any) -> Any:
+    def decode(self: JobCodec, rows: Mapping[str, bytes]) -> Job:
+        job: Job = original(self, rows)
+        self._decoded = frozenset()
+        return job
+
+    return decode
 
 
 def opens_another_world_in_the_same_epoch(original: Any) -> Any:
@@ -605,6 +615,7 @@ PLANTS: dict[str, Plant] = dict(
     [
         plant(forming, "open_world", opens_without_raising_the_epoch, "one world per epoch", "epochs grow"),
         plant(brain, "recover", forgets_an_epoch_on_restart, "epochs grow", kind="masters", first=560),
+        plant(JobCodec, "decode", leaves_rows_of_the_master_before, "the record is the job", first=534),
         plant(brain, "recover", opens_another_world_in_the_same_epoch, "one world per epoch", first=19),
         plant(calls, "HANDLERS", commits_for_closed_epochs, "closed epochs", kind="late", first=340),
         plant(checkpoints, "adopt_sealed", adopts_what_older_epochs_sealed, "closed epochs"),

@@ -10,8 +10,10 @@ from google.protobuf.message import Message
 
 from dalsegno.master.brain import brain
 from dalsegno.master.brain.events import Called, HeldUp, Reply, StreamClosed, StreamOpened, Tick
+from dalsegno.master.brain.live import State
 from dalsegno.master.brain.state import Job, Phase, Settings
 from dalsegno.master.record.codec import JobCodec
+from dalsegno.master.record.store import Rows
 from dalsegno.protos import control_pb2
 from dalsegno.protos.processes import Process
 from dalsegno.protos.reads import Reads
@@ -300,10 +302,28 @@ class Driven:
     expects_faults: bool = False
 
     def __post_init__(self) -> None:
-        self.state = brain.fresh("job", 1, embedded=self.embedded)
+        self._begin(brain.fresh("job", 1, embedded=self.embedded))
         self.nodes: list[Node] = []
         self.silent: set[str] = set()
         self.sealed: list[control_pb2.Checkpoint] = []
+
+    def _begin(self, state: State) -> None:
+        """A new master over an empty store."""
+        self.state = state
+        self._codec = JobCodec()
+        # What the store holds: each change was applied to it by itself.
+        self.rows: dict[str, bytes] = {}
+        # What was stored last.
+        self.changes: Rows = {}
+
+    def keep(self) -> None:
+        """Stores what changed, as the master does after each turn."""
+        self.changes = self._codec.changes(self.job)
+        for key, row in self.changes.items():
+            if row is None:
+                self.rows.pop(key, None)
+            else:
+                self.rows[key] = row
 
     @property
     def job(self) -> Job:
@@ -333,6 +353,7 @@ class Driven:
     def event(self, event: Any) -> list[Reply]:
         self.state, replies = brain.handle(self.state, event, self.now)
         assert self.expects_faults or not self.state.faults, self.state.faults[0]
+        self.keep()
         return replies
 
     def call(self, message: Message) -> Reply:
@@ -362,6 +383,7 @@ class Driven:
         # All at once: a large world settles once.
         joins = [Called(node.joining()) for node in nodes]
         self.state, replies = brain.handle_all(self.state, joins, self.now)
+        self.keep()
         assert all(reply is not None and reply.code == "OK" for reply in replies)
         self.wait(self.settings.quiet_time + 0.1)
         assert self.phase is Phase.RUNNING
@@ -432,13 +454,16 @@ class Driven:
         """A new master process: over the stored job, or over an empty store. `is_gone`: as it sees an agent's."""
         self.now += 100.0
         if keep_store:
-            self.state = brain.recover(stored(self.job), self.job.generation + 1, self.now, is_gone)
+            self.keep()
+            assert self.rows == JobCodec.everything(self.job)
+            self._codec = JobCodec()
+            self.state = brain.recover(self._codec.decode(self.rows), self.job.generation + 1, self.now, is_gone)
         else:
-            self.state = brain.fresh("job", 1, embedded=self.embedded)
+            self._begin(brain.fresh("job", 1, embedded=self.embedded))
 
     def fixed(self, minimum: int, maximum: int) -> None:
         """The master was told --nnodes."""
-        self.state = brain.fresh("job", 1, Settings(minimum, maximum), self.embedded)
+        self._begin(brain.fresh("job", 1, Settings(minimum, maximum), self.embedded))
 
 
 def all_join(nodes: list[Node]) -> None:

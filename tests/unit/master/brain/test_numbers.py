@@ -157,14 +157,13 @@ def test_thousands_of_checkpoints_cost_a_turn_nothing() -> None:
     """With all of them kept: one commit stores few rows, and the newest is known without a search."""
     job = Driven(settings(keep_checkpoints=0))
     (a,) = job.start(1)
-    codec = JobCodec()
     for step in range(1, 3_001):
         made = job.seal(step)
         job.sealed.clear()
         assert a.commit(made).code == "OK"
-    codec.changes(job.job)
     a.save(3_001)
-    assert {key.partition("/")[0] for key in codec.changes(job.job)} <= {"job", "node", "checkpoint", "event"}
+    assert "job" in job.changes
+    assert {key.partition("/")[0] for key in job.changes} <= {"job", "node", "checkpoint", "event"}
     head = job.job.checkpoints.head
     assert head is not None
     assert head.step == 3_001
@@ -176,17 +175,15 @@ def seconds_of_a_turn(count: int) -> tuple[float, float]:
     """The fastest of some commits, and of some turns without news, with so many checkpoints; rows and views too."""
     job = Driven(settings(keep_checkpoints=0))
     (a,) = job.start(1)
-    codec = JobCodec()
     for step in range(1, count + 1):
         job.job.checkpoints.put(checkpoints.from_proto(job.seal(step)))
-    codec.changes(job.job)
+    job.keep()
     commits, ticks = [], []
     for step in range(count + 1, count + 20):
         made = job.seal(step)
         for times, event in ((commits, control_pb2.CommitRequest(caller=a.caller(), checkpoint=made)), (ticks, None)):
             begun = time.perf_counter()
             job.event(Tick() if event is None else Called(event))
-            codec.changes(job.job)
             Common(job.state)
             times.append(time.perf_counter() - begun)
     return min(commits), min(ticks)
@@ -400,8 +397,7 @@ def test_a_record_that_cannot_be_stored_at_all_ends_no_master(monkeypatch: pytes
 def test_rows_count_only_when_all_of_them_could_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was encoded before the one that failed was stored by nobody: it comes again."""
     job, nodes = large(3)
-    nodes[0].save(2)
-    codec = JobCodec()
+    before = dict(job.rows)
 
     def breaks(record: object) -> bytes:
         raise OverflowError(record)
@@ -409,6 +405,9 @@ def test_rows_count_only_when_all_of_them_could_be_made(monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(codecs._CHECKPOINTS, "encode", breaks)
         with pytest.raises(OverflowError):
-            codec.changes(job.job)
-    assert codec.changes(job.job) == JobCodec.everything(job.job)
-    assert codec.changes(job.job) == {}
+            nodes[0].save(2)
+    assert job.rows == before
+    job.keep()
+    assert job.rows == JobCodec.everything(job.job) != before
+    job.keep()
+    assert job.changes == {}
