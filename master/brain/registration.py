@@ -336,6 +336,7 @@ def take_up_again(turn: Turn) -> None:
 def begin_anew(turn: Turn, message: control_pb2.RegisterRequest) -> None:
     """Begins the next run: nothing of the last one counts."""
     turn.begin_run(Run(turn.job.run.number + 1, begun_anew=message.new_run))
+    turn.job.limit = 0  # whoever scaled the last run has said nothing about this one
     turn.job.probe = message.probe
 
 

@@ -212,3 +212,41 @@ def test_a_run_that_is_taken_up_again_has_no_limit() -> None:
     a.hang_up()
     job.node()
     assert job.job.limit == 0
+
+
+def test_a_new_run_begins_without_the_limit_of_the_last_one() -> None:
+    """Whoever scaled that has said nothing about this one: all of its nodes train."""
+    job = Driven(settings(max_nodes=3))
+    nodes = job.start(3)
+    nodes[0].step(1)
+    scaled(job, nodes, 2)
+    for node in nodes[:2]:
+        node.finished(3)
+    assert job.phase is Phase.SUCCEEDED
+    for node in nodes:
+        node.hang_up()
+    job.wait(10)
+    new = [job.node(new_run=True) for _ in range(3)]
+    for node in new:
+        node.join(sees=[])
+    job.wait(2)
+    assert (job.job.run_id, job.job.limit, len(job.members)) == ("run-0002", 0, 3)
+
+
+def test_a_stopped_run_goes_on_with_its_limit() -> None:
+    """It is the same run."""
+    job = Driven(settings(max_nodes=3), embedded=True)
+    nodes = job.start(3)
+    nodes[0].step(1)
+    scaled(job, nodes, 2)
+    job.call(control_pb2.StopRequest(job_id="job"))
+    nodes[0].save(4)
+    for node in nodes:
+        if node.order == "drain":
+            node.drained(4)
+    job.wait(1)
+    for node in nodes:
+        node.goodbye()
+    assert job.phase is Phase.STOPPED
+    job.node()
+    assert (job.phase.is_terminal, job.job.limit) == (False, 2)
