@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dalsegno.protos.processes import Process
 from dalsegno.protos.text import one_line
 
-from . import beside, calls, durable, forming, liveness, membership, orders, remarks, running, waits
+from . import beside, calls, durable, forming, liveness, membership, orders, remarks, running, unfetched, waits
 from .events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
 from .invariants import check
 from .live import ConversionLife, DrainLife, EpochLife, LeaseLife, Live, Pause, State, VerificationLife
@@ -220,6 +220,7 @@ def transition(turn: Turn) -> bool:
     """Applies one step of what the phase, the state and the time call for. Returns whether anything changed."""
     phase = turn.job.phase
     durable.tend(turn)
+    unfetched.tend(turn)
     if not phase.is_terminal:
         beside.tend(turn)
     if phase in (Phase.WAITING, Phase.FORMING):

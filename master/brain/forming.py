@@ -16,6 +16,7 @@ from . import (
     refusals,
     sight,
     taking,
+    unfetched,
     waits,
 )
 from .checkpoints import adopt_from_strangers, give_up_resharding, loads_now, resharded, resume_point, same_shape
@@ -396,11 +397,11 @@ def say_who_could_not_fetch(turn: Turn, resume: Checkpoint | None) -> None:
     from_memory = resume is not None and resume.parts
     here = [node for node in turn.job.nodes.values() if is_candidate(turn, node) and has_answered(turn, node)]
     lacking = [node for node in here if not sees_resume(turn, node)] if from_memory else []
-    without = memory.could_not_fetch(turn, lacking)
+    without = unfetched.could_not_fetch(turn, lacking)
     if without and resume is not None:
         turn.notice(
             f"{names(without)} could not fetch {resume.name} from the memory of other nodes: changes in the next"
-            f" {memory.DISK_FOR_SECONDS / 60:.0f} minutes are saved on the disk",
+            f" {unfetched.DISK_FOR_SECONDS / 60:.0f} minutes are saved on the disk",
             True,
         )
 

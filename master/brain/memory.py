@@ -27,7 +27,6 @@ __all__ = (
     "adopt",
     "buddies",
     "copies_of",
-    "could_not_fetch",
     "doubt",
     "give_up",
     "is_candidate",
@@ -62,9 +61,6 @@ MOST_AT_IT_SECONDS = 0.25
 GONE = "the nodes that held a part of it are gone"
 # Steps of one epoch that are remembered: nodes hold two or three, and not all the same ones.
 MOST_STEPS = 8
-# Seconds in which drains go to the disk for the sake of a node that could not fetch a step (no room, a firewall). Into
-# memory each growth that is to take it in would end without it, and the next one would begin at once.
-DISK_FOR_SECONDS = 600.0
 
 
 def to_memory(state: State, somebody_stays: bool) -> bool:
@@ -451,17 +447,6 @@ def spoil(turn: Turn) -> None:
     held.spoilt = turn.job.epoch
     for digest in [digest for digest, step in held.steps.items() if step.record.epoch == held.spoilt]:
         del held.steps[digest]
-
-
-def could_not_fetch(turn: Turn, nodes: list[Node]) -> list[str]:
-    """These nodes could not fetch the resume point from memory. Names of those of whom that was not known."""
-    held = turn.live.held
-    known = {node: until for node, until in held.unfetched.items() if until > turn.now}
-    new = [node.name for node in nodes if node.incarnation not in known]
-    known |= {node.incarnation: turn.now + DISK_FOR_SECONDS for node in nodes}
-    if known != held.unfetched:
-        held.unfetched = known
-    return new
 
 
 def passed_over(turn: Turn, resume: Checkpoint | None) -> None:

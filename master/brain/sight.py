@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import conversion, durable, memory
+from . import conversion, durable, unfetched
 from .checkpoints import resume_point, retire
 from .holders import is_there
 from .membership import answers, expected, has_answered, is_candidate, sees_resume
@@ -62,7 +62,7 @@ def lacks_memory(turn: Turn, resume: Checkpoint) -> bool:
     if not is_there(job, turn.live.held.step(resume)):
         return False  # Its holders are gone, or have not been heard yet: it is lost, or waited for (`memory.lost`).
     if durable.want_in_parts(turn, resume):
-        memory.could_not_fetch(turn, without)
+        unfetched.could_not_fetch(turn, without)
         who = names([node.name for node in without])
         turn.notice(
             f"{who} cannot fetch {resume.name} from the memory of other nodes: each node writes its part to"

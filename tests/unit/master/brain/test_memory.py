@@ -470,6 +470,22 @@ def test_drains_go_to_memory_again_when_the_node_is_gone_that_could_not_fetch() 
     assert nodes[0].directive.drain.to_memory
 
 
+def test_drains_go_to_memory_again_after_a_while() -> None:
+    """The node is still here, and no other world was opened meanwhile."""
+    job, nodes = started(1)
+    nodes[0].save(5)
+    nodes[0].step(6)
+    new = newcomer(job)
+    grows_without(job, nodes, new)
+    assert not to_memory(job.state, somebody_stays=True)
+    for passed in range(61):
+        nodes[0].step(9 + passed)
+        job.wait(10)
+    assert new.is_known
+    assert job.epoch == 2
+    assert to_memory(job.state, somebody_stays=True)
+
+
 def test_a_save_by_order_stands_until_memory_is_on_the_disk() -> None:
     """The ranks save to memory, and agents write it to the disk: only then is it what somebody wanted."""
     job, nodes = started(2)
