@@ -153,6 +153,8 @@ class Turn:
             job.checkpoints.drop(record.digest)
         job.run, job.late, job.pruned, job.history = run, (), (), ()
         self.live.run = RunLife()
+        # What nodes had of it in memory. Of the nodes themselves what is known stays: some may be here already.
+        self.live.held.steps, self.live.held.writing = {}, ""
 
     def update_run(self, **changes: Any) -> None:
         """Changes some fields of the run."""

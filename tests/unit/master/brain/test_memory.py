@@ -486,6 +486,29 @@ def test_drains_go_to_memory_again_after_a_while() -> None:
     assert to_memory(job.state, somebody_stays=True)
 
 
+def test_a_new_run_knows_nothing_of_what_the_last_one_had_in_memory() -> None:
+    """A master that stays has heard of a step that was never on the disk: no line of it when the next run begins."""
+    job, nodes = started(2)
+    nodes[0].save(8, any_size=True)
+    nodes[0].step(9)
+    held(job, nodes, 9)
+    nodes[0].save(10, any_size=True)
+    for node in nodes:
+        node.finished(10)
+    assert job.phase is Phase.SUCCEEDED
+    for node in nodes:
+        node.hang_up()
+    job.wait(10)
+    before = len(job.notices)
+    new = [job.node(new_run=True, peer_address=f"10.0.0.{host}:7", host=f"host-{host}") for host in (8, 9)]
+    for node in new:
+        node.join(sees=[])
+    job.wait(2)
+    assert (job.phase, job.job.run_id) == (Phase.RUNNING, "run-0002")
+    assert "in memory" not in job.notices[before:]
+    assert not job.state.live.held.steps
+
+
 def test_a_save_by_order_stands_until_memory_is_on_the_disk() -> None:
     """The ranks save to memory, and agents write it to the disk: only then is it what somebody wanted."""
     job, nodes = started(2)
