@@ -87,6 +87,8 @@ class EtcdStore:
         # Chunks that are there and that no head names any more.
         self._garbage: set[str] = set()
         self._is_checked = False
+        # Who was to raise the generation last, and to which one.
+        self._tried: tuple[int | None, int] = (None, 0)
 
     def load(self) -> dict[str, bytes]:
         """See `store.Store`."""
@@ -117,8 +119,14 @@ class EtcdStore:
                 self._refresh()
                 before = self._head.generation
                 if owner is not None and owner != before:
-                    raise Superseded(owner, before)
+                    # It may have been this owner, in a try of which the answer was lost.
+                    if self._head.owner != self._owner or self._tried != (owner, before):
+                        raise Superseded(owner, before)
+                    if before > above:
+                        self._sweep()
+                        return before
                 generation = max(before, above) + 1
+                self._tried = (owner, generation)
                 head = replace(self._head, generation=generation, owner=self._owner, number=self._head.number + 1)
                 if self._put_head(head, [], self._rows):
                     self._sweep()
