@@ -198,8 +198,12 @@ def count_loss(turn: Turn, name: str) -> None:
 
 
 def forget_losses(turn: Turn) -> None:
-    """Forgets names that were not lost for long, so that what is remembered stays bounded."""
+    """Forgets names that were not lost for long, or whose hold is over, so that what is remembered stays bounded."""
     live, job = turn.live, turn.job
+    for name in [name for name, until in live.held_until.items() if turn.now >= until]:
+        # `Turn.is_held` asks for those only who are here, and others may never come back.
+        del live.held_until[name]
+        job.holds.pop(name, None)
     for name, times in list(live.lost_at.items()):
         if turn.now - times[-1] > FORGIVEN_AFTER_SECONDS * (1 + job.losses.get(name, 0)):
             del live.lost_at[name]

@@ -338,6 +338,21 @@ def test_what_is_remembered_of_losses_is_bounded() -> None:
     assert set(job.state.live.lost_at) <= {b.name}
 
 
+def test_what_is_remembered_of_holds_is_bounded() -> None:
+    """Names that never come back are forgotten when their time is over, and not earlier."""
+    job = Driven(settings(max_restarts=100))
+    a, b = job.start(2)
+    now = job.now
+    for name, until in (("gone", now - 1.0), ("held", now + 1000.0)):
+        job.job.holds[name] = 60.0
+        job.state.live.held_until[name] = until
+    a.step(1)
+    b.hang_up()
+    job.wait(10)
+    assert not b.is_known
+    assert set(job.job.holds) == set(job.state.live.held_until) == {"held"}
+
+
 # ---- scripts without a session: seconds, not the notice -------------------------------------------------------------
 
 
