@@ -105,7 +105,9 @@ class Exchange:
         self._step = step
         if self._next is None:
             self._before()
-            self._next, self._hurry = step, open_hurry(self._collective)
+            self._next = step
+            # One for all loops: with two a rank would answer a call twice, and once with a step that it has left.
+            self._hurry = self._hurry or open_hurry(self._collective)
         if self._hurry is not None:
             self._hurry.begin(step, call=flags.drain and step != self._next)
         if step == self._next:

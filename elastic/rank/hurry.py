@@ -55,7 +55,11 @@ class Ballot:
         self.boundary: int | None = None
 
     def begin(self, step: int) -> None:
-        """The rank begins this step."""
+        """The rank begins this step: the next one, or a step that it has left, once more or as if it were done.
+
+        Where it has answered with a step that it left, it drains at the first one that it ends from there on: all ranks
+        leave a loop in the same step.
+        """
         self.step = step
 
     @property

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from dalsegno.elastic.rank.exchange import MAX_STEPS_APART, Exchange, Flags
 from dalsegno.elastic.rank.identity import from_environment
 from dalsegno.elastic.rank.link import Link
 from dalsegno.protos import worker_pb2
+from tests.support.held import Held
 
 
 class Table(Solo):
@@ -112,6 +114,80 @@ def test_the_step_after_one_that_was_left_is_exchanged() -> None:
     exchange.abandon()
     exchange.begin(2, Flags(drain=True), 5)
     assert exchange.end(0.1).drain
+
+
+class Channels(Table):
+    """A `Table` whose ranks have a store beside it."""
+
+    def __init__(self, ranks: int, held: Held, rank: int, table: Table) -> None:
+        super().__init__(ranks)
+        self.held, self.rank, self.world_size, self.table, self.opened = held, rank, ranks, table, 0
+
+    def start_max(self, values: Sequence[int]) -> Pending:
+        return self.table.start_max(values)
+
+    def channel(self, use: str) -> Held:
+        assert use == "hurry"
+        self.opened += 1
+        return self.held
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_loop_behind_a_break_drains_at_one_step(trained: bool) -> None:
+    """Each rank answers a call once, with the step that it is in, however many loops were left before."""
+    held, table = Held(), Table(2)
+    channels = [Channels(2, held, rank, table) for rank in range(2)]
+    exchanges = [Exchange(channel) for channel in channels]
+    step = 0
+
+    def make(number: int, drain: bool = False) -> set[bool]:
+        for rank, exchange in enumerate(exchanges):
+            exchange.begin(number, Flags(drain=drain and rank == 1), MAX_STEPS_APART)
+        return {exchange.end(0.001).drain for exchange in exchanges}
+
+    try:
+        for _ in range(3):
+            for _ in range(4):
+                step += 1
+                assert make(step) == {False}
+            for exchange in exchanges:
+                exchange.begin(step + 1, Flags(), MAX_STEPS_APART)
+                exchange.abandon()
+            table.vectors = []
+            step += int(trained)
+        assert make(step + 1) == {False}
+        for rank, exchange in enumerate(exchanges):
+            exchange.begin(step + 2, Flags(drain=rank == 1), MAX_STEPS_APART)
+        held.wait(["0/boundary"], timedelta(seconds=30))
+        assert held.get("0/boundary") == str(step + 2).encode()
+        assert {exchange.end(0.001).drain for exchange in exchanges} == {True}
+        assert [channel.opened for channel in channels] == [2, 2], "of the thread and of its rank"
+    finally:
+        for exchange in exchanges:
+            exchange.close()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_call_reaches_ranks_that_leave_their_loop(trained: bool) -> None:
+    """One has left the step in which the other calls: both drain where they next end a step."""
+    held, table = Held(), Table(2)
+    exchanges = [Exchange(Channels(2, held, rank, table)) for rank in range(2)]
+    try:
+        for step in range(1, 5):
+            for exchange in exchanges:
+                exchange.begin(step, Flags(), MAX_STEPS_APART)
+            assert {exchange.end(0.001).drain for exchange in exchanges} == {False}
+        exchanges[0].begin(5, Flags(), MAX_STEPS_APART)
+        exchanges[0].abandon()
+        exchanges[1].begin(5, Flags(drain=True), MAX_STEPS_APART)
+        exchanges[1].abandon()
+        held.wait(["0/boundary"], timedelta(seconds=30))
+        for exchange in exchanges:
+            exchange.begin(5 + trained, Flags(), MAX_STEPS_APART)
+        assert {exchange.end(0.001).drain for exchange in exchanges} == {True}
+    finally:
+        for exchange in exchanges:
+            exchange.close()
 
 
 def test_an_order_to_save_is_seen_once_by_all_ranks() -> None:

@@ -13,58 +13,7 @@ from hypothesis import strategies as st
 
 from dalsegno.elastic.rank import hurry
 from dalsegno.elastic.rank.hurry import Ballot, Hurry
-
-
-class Held:
-    """torch's store, as far as it is used: one for all ranks."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, str] = {}
-        self.changed = threading.Condition()
-        self.gone = False
-
-    def set(self, key: str, value: str) -> None:
-        with self.changed:
-            self.kept[key] = value
-            self.changed.notify_all()
-
-    def get(self, key: str) -> bytes:
-        with self.changed:
-            return self.kept[key].encode()
-
-    def add(self, key: str, amount: int) -> int:
-        with self.changed:
-            self.kept[key] = str(int(self.kept.get(key, "0")) + amount)
-            return int(self.kept[key])
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        with self.changed:
-            found = self.changed.wait_for(
-                lambda: self.gone or all(key in self.kept for key in keys), timeout.total_seconds()
-            )
-            if self.gone or not found:
-                raise RuntimeError("gone" if self.gone else "timeout")
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        with self.changed:
-            if self.gone:
-                raise RuntimeError("gone")
-            if self.kept.get(key, "") == expected:
-                self.kept[key] = desired
-                self.changed.notify_all()
-            return self.kept[key].encode()
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def end(self) -> None:
-        with self.changed:
-            self.gone = True
-            self.changed.notify_all()
+from tests.support.held import Held
 
 
 @pytest.mark.slow
@@ -117,6 +66,53 @@ def test_all_ranks_drain_at_one_boundary(data: st.DataObject, ranks: int, synchr
             # All are in one step, or between it and the next one.
             latest = max(b for b in begun)
             assert boundary <= latest
+
+
+@pytest.mark.slow
+@settings(max_examples=300)
+@given(data=st.data(), ranks=st.integers(1, 4), left=st.dictionaries(st.integers(1, 8), st.booleans(), min_size=1))
+def test_all_ranks_drain_at_one_boundary_behind_loops_that_were_left(
+    data: st.DataObject, ranks: int, left: dict[int, bool]
+) -> None:
+    """In any of these steps all leave their loop; the step is made again, or counts. They meet before the next loop."""
+    ballots = [Ballot() for _ in range(ranks)]
+    # Loops that each rank is in or beyond; the number of the step that it is in; whether it waits for the others.
+    loops, at, meeting = [0] * ranks, [1] * ranks, [False] * ranks
+    drained: dict[int, int] = {}
+    called = False
+    for ballot in ballots:
+        ballot.begin(1)
+    for _ in range(data.draw(st.integers(10, 80))):
+        rank = data.draw(st.integers(0, ranks - 1))
+        ballot, act = ballots[rank], data.draw(st.sampled_from(["go", "go", "call", "answer"]))
+        leaves = sorted(left)[loops[rank]] if loops[rank] < len(left) else None
+        if rank in drained:
+            continue
+        if act == "call":
+            called = True
+        elif act == "answer" and called and not ballot.answered:
+            ballot.answer()
+            if all(b.answered for b in ballots):
+                boundary = max(b.step for b in ballots)
+                for each in ballots:
+                    each.decide(boundary)
+        elif act == "go" and meeting[rank]:
+            if all(meeting[other] or loops[other] > loops[rank] for other in range(ranks)):
+                meeting[rank], loops[rank] = False, loops[rank] + 1
+                at[rank] += int(left[at[rank]])
+                ballot.begin(at[rank])
+        elif act == "go" and at[rank] == leaves:
+            meeting[rank] = True
+        elif act == "go" and not ballot.waits:
+            if ballot.end():
+                drained[rank] = at[rank]
+            else:
+                at[rank] += 1
+                ballot.begin(at[rank])
+    assert len(set(drained.values())) <= 1
+    if drained:
+        boundary = min(drained.values())
+        assert all(rank in drained or at[rank] <= boundary for rank in range(ranks)), "nobody passes it"
 
 
 def test_an_answer_that_came_too_late_decides_nothing_alone() -> None:
