@@ -236,7 +236,9 @@ def _write(
                 os.replace(aside / str(number), path)
     if not seals:
         return ""
-    missing = [entry.path for entry in manifest.files if entry.path not in here and not _is_there(target, entry)]
+    missing = [
+        entry.path for entry in manifest.files if entry.path not in here and not _is_there(target, entry, stopped)
+    ]
     if missing:
         return PartlyWritten(f"{missing[0]} of {manifest.name} is not in this node's memory")
     if why := stopped():
@@ -299,9 +301,7 @@ def _batches(
     batch: list[FileEntry] = []
     size = 0
     for entry in manifest.files:
-        if why := stopped():
-            raise _Stopped(why)
-        if entry.path not in here or _is_there(target, entry):
+        if entry.path not in here or _is_there(target, entry, stopped):
             continue
         if batch and (size + entry.size > _BATCH_BYTES or len(batch) == _BATCH_FILES):
             yield batch
@@ -312,10 +312,19 @@ def _batches(
         yield batch
 
 
-def _is_there(target: Path, entry: FileEntry) -> bool:
-    """Whether an earlier try has written a file already. It is made durable once more: another may have left it."""
+def _is_there(target: Path, entry: FileEntry, stopped: Callable[[], str]) -> bool:
+    """Whether an earlier try has written a file already. It is made durable once more: another may have left it.
+
+    A large file takes minutes to read: each piece of it says that the disk does not hang.
+    """
+
+    def moved(_: int = 0) -> None:
+        if why := stopped():
+            raise _Stopped(why)
+
+    moved()
     try:
-        if size_of_regular(target / entry.path) != entry.size or checksum(target, entry.path) != entry:
+        if size_of_regular(target / entry.path) != entry.size or checksum(target, entry.path, moved=moved) != entry:
             return False
     except (FileNotFoundError, NotRegular, CheckpointDamaged):
         return False
