@@ -14,6 +14,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from .memoryless import is_memoryless
+
 # Steps at which the functions of schedules are compared.
 _STEPS = (*range(4), *(n * 10**e for e in range(6) for n in (5, 10, 20)))
 # Attributes in which torch's and Accelerate's schedules hold others.
@@ -27,10 +29,13 @@ Factors = dict[str, list[list[float | None]]]
 def factors(schedule: Any) -> Factors:
     """Values of a schedule's functions at a few steps far apart, by the place of each schedule in it and by group.
 
-    None if a function fails or returns no number.
+    None if a function fails or returns no number, or if it may have a memory: then it is not called.
     """
     return {
-        place: [[_factor(function, step) for step in _STEPS] for function in functions]
+        place: [
+            [_factor(function, step) for step in _STEPS] if is_memoryless(function) else [None] * len(_STEPS)
+            for function in functions
+        ]
         for place, functions in _functions(schedule, "schedule", 0)
     }
 

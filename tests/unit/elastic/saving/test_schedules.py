@@ -78,6 +78,27 @@ def test_a_function_with_a_state_is_compared_as_it_was_loaded() -> None:
     check_factors(values, factors(again))
 
 
+class Counts:
+    """Its values depend on how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls, self.top = 0, 0
+
+    def __call__(self, step: int) -> float:
+        self.calls, self.top = self.calls + 1, max(self.top, step)
+        return 0.99**self.calls
+
+
+def test_a_function_that_remembers_is_not_asked() -> None:
+    """A look at it would change the learning rate. It is not compared, nor are values that it gave before."""
+    schedule = LambdaLR(optimizer(), counts := Counts())
+    before, calls = factors(schedule), counts.calls
+    assert unchanged(before, factors(schedule)) == before
+    assert (counts.calls, counts.top) == (calls, 0)
+    check_factors(before, factors(LambdaLR(optimizer(), lambda step: 0.5**step)))
+    check_factors(factors(LambdaLR(optimizer(), lambda step: 0.5**step)), before)
+
+
 @pytest.mark.slow
 def test_schedules_that_nobody_has_are_found() -> None:
     """Of this optimizer, alive, and not inside of what is known."""

@@ -1,0 +1,159 @@
+"""Functions that may be called out of turn, and such as would remember it. None of them is called to find out."""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import functools
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dalsegno.elastic.saving.memoryless import is_memoryless
+
+settings = argparse.Namespace(warm=3)
+milestones, table, count = [1, 2], {1: 2.0}, 0
+
+
+def counts_globally(step: int) -> float:
+    global count  # as a script does
+    count += 1
+    return 1.0 / count
+
+
+def closures() -> dict[str, Callable[[int], Any]]:
+    calls, warm, steps, own = 0, 4, [3, 6], argparse.Namespace(warm=4)
+
+    def counts(step: int) -> float:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    def adds(step: int) -> float:
+        alias = steps
+        alias += [step]
+        return len(steps)
+
+    def decays(step: int) -> float:
+        factor = 1.0
+        for one in steps:
+            if step >= one:
+                factor *= 0.1
+        return factor
+
+    return {
+        "counts": counts,
+        "counts inside": lambda step: counts(step),
+        "adds": adds,
+        "appends": lambda step: steps.append(step) or 1.0,  # type: ignore[func-returns-value]
+        "warms": lambda step: step / warm,
+        "decays": decays,
+        "sums": lambda step: sum(0.1 for one in steps if step >= one) / own.warm,
+        "decays inside": lambda step: decays(step) * 2,
+    }
+
+
+class Warm:
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def __call__(self, step: int) -> float:
+        return min(1.0, (step + 1) / self.steps) * self.half(step)
+
+    def half(self, step: int) -> float:
+        return 0.5
+
+
+class Remembers:
+    def __init__(self) -> None:
+        self.calls, self.seen, self.random, self.values = 0, [0], random.Random(0), iter([1.0] * 9)
+
+    def __call__(self, step: int) -> float:
+        self.calls += 1
+        return 0.99**self.calls
+
+    def sees(self, step: int) -> float:
+        self.seen.append(step)
+        return 1.0
+
+    def draws(self, step: int) -> float:
+        return self.random.random()
+
+    def takes(self, step: int) -> float:
+        return next(self.values)
+
+    def calls_itself(self, step: int) -> float:
+        return self(step)
+
+
+class Holds:
+    def __init__(self, inner: Callable[[int], float]) -> None:
+        self.inner = inner
+
+    def __call__(self, step: int) -> float:
+        return self.inner(step)
+
+
+def forgetful() -> list[Any]:
+    return [
+        *(closures()[name] for name in ("warms", "decays", "sums", "decays inside")),
+        *(Warm(3), Warm(3).half, Holds(Warm(3)), math.cos),
+        functools.partial(lambda step, warm: step / warm, warm=3),
+        lambda step: 0.5**step,
+        lambda step, warm=3: step / warm,
+        lambda step: math.cos(step) * math.pi,
+        lambda step: np.cos(step),
+        lambda step: min(1, step / settings.warm),
+        lambda step: table.get(step, 1.0),
+        lambda step: milestones[step],
+        lambda step: bisect.bisect_right(milestones, step),
+    ]
+
+
+def mindful() -> list[Any]:
+    one = Remembers()
+    return [
+        *(closures()[name] for name in ("counts", "counts inside", "adds", "appends")),
+        *(one, one.sees, one.draws, one.takes, one.calls_itself, Holds(one), one.seen.append),
+        *(counts_globally, iter([1]).__next__, functools.lru_cache(Warm(3)), torch.nn.Linear(1, 1)),
+        functools.partial(lambda step, seen: seen.pop(), seen=[1]),
+        lambda step, seen=[]: seen.append(step) or len(seen),  # as a script does
+        lambda step: one(step),
+        lambda step: random.random(),
+        lambda step: np.random.random(),
+        lambda step: np.random.rand(),
+        lambda step: torch.rand(1).item(),
+        lambda step: bisect.insort(milestones, step) or 1.0,  # type: ignore[func-returns-value]
+        lambda step: setattr(settings, "warm", step) or 1.0,  # type: ignore[func-returns-value]
+        lambda step: milestones.pop(),
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(forgetful())))
+def test_what_only_reads_may_be_called(number: int) -> None:
+    """Plain numbers and settings, also those of an object, and of functions that it calls."""
+    assert is_memoryless(forgetful()[number])
+
+
+@pytest.mark.parametrize("number", range(len(mindful())))
+def test_what_may_remember_is_not_called(number: int) -> None:
+    """It counts, keeps, draws or takes, itself or in what it calls; or nobody can tell."""
+    assert not is_memoryless(mindful()[number])
+    assert count == 0
+
+
+def test_schedules_of_transformers_may_be_called() -> None:
+    transformers = pytest.importorskip("transformers")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    for make in (
+        transformers.get_linear_schedule_with_warmup,
+        transformers.get_cosine_schedule_with_warmup,
+        transformers.get_polynomial_decay_schedule_with_warmup,
+    ):
+        (function,) = make(optimizer, 3, 10).lr_lambdas
+        assert is_memoryless(function)
