@@ -429,10 +429,11 @@ class Saver:
             except BaseException as caught:
                 error = kept(caught)
         own.written = error is None
-        own.summed = summed.entries(path)
         # Kept no longer: it holds open what its write was about, and in memory what is deleted so stays there.
         said, error = self._answers.answer(error, path), None
         self._answers.exchange(said)
+        # Another rank may change what this one wrote, until all have said that they are through.
+        own.summed = summed.entries(path)
 
     def _describe(self, own: Own) -> list[list[FileEntry]]:
         """Every file of the checkpoint with its checksum, durable, by the rank that read it: all share the work.

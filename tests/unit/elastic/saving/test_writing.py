@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dalsegno.elastic.checkpoint import CheckpointStore, FileEntry, Position, files, summing, verify
+from dalsegno.elastic.checkpoint import CheckpointStore, FileEntry, Manifest, Position, files, summing, verify
 from dalsegno.elastic.checkpoint.files import checksum
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.identity import Identity
@@ -20,6 +21,7 @@ from dalsegno.elastic.saving.bundles import Bundle
 from dalsegno.elastic.saving.content import Content
 from dalsegno.elastic.saving.saving import Saver
 from dalsegno.elastic.saving.writing import Summed, SummedFile, write_files
+from tests.support.workers.threads import Threads, together
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -90,6 +92,38 @@ def test_what_the_writer_summed_is_not_read_back(tmp_path: Path, monkeypatch: py
     assert manifest is not None
     assert sorted(read) == ["b.pt", "e.pt", "own", "rng/rank-0.json"]
     assert sorted(synced) == sorted(entry.path for entry in manifest.files) == sorted({*read, "a.pt"})
+    verify(tmp_path / manifest.name, manifest)
+
+
+def test_what_another_rank_changes_last_is_read_back(tmp_path: Path) -> None:
+    """It may do so until it has said that it has written: here one goes on with another one's file."""
+    said = threading.Event()
+
+    def work(group: Threads) -> Manifest | None:
+        identity = Identity(rank=group.rank, world_size=2, local_rank=group.rank, local_world_size=2, epoch=1)
+        exchange, wrote = group.gather, False
+
+        def gather(message: Any, **options: Any) -> list[Any]:
+            if wrote and group.rank == 0:
+                said.set()
+            return exchange(message, **options)
+
+        def write(path: Path) -> None:
+            nonlocal wrote
+            if group.rank == 0:
+                write_files(path, {"model.pt": {"a": torch.ones(3)}})
+                wrote = True
+                return
+            assert said.wait(30)
+            with (path / "model.pt").open("r+b") as file:
+                file.write(b"X")
+
+        group.gather = gather  # type: ignore[method-assign]
+        saver = Saver(identity, group, CheckpointStore(tmp_path), None, None)
+        return saver.save(Content(1, Position()), write, create_directory=True, drain=False)
+
+    manifest = together(2, work)[0]
+    assert isinstance(manifest, Manifest)
     verify(tmp_path / manifest.name, manifest)
 
 
