@@ -17,7 +17,9 @@ def bytes_of(tensor: Tensor) -> Any:
     Nothing is copied where they lie side by side. Bytes, because numpy knows no bfloat16. And not by `Tensor.numpy()`:
     nobody may resize a storage any more of which there was such an array, and FSDP frees its gathered parameters so.
     """
-    return numpy.from_dlpack(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+    # A conjugate or a negative that torch has not written down yet has no bytes of its own.
+    written = tensor.detach().resolve_conj().resolve_neg()
+    return numpy.from_dlpack(written.contiguous().reshape(-1).view(torch.uint8))
 
 
 def as_it_lies(tensor: Tensor) -> Tensor:

@@ -202,6 +202,8 @@ def _is_for(place: Any, value: Any, saved: Any) -> bool:
     """Whether ``value`` shows what lies in ``place``, and ``saved`` can be copied there without being changed."""
     if not all(map(is_plain, (place, value, saved))):
         return False
+    if any(one.is_conj() or one.is_neg() for one in (place, value, saved)):
+        return False  # many at once are not copied to what has yet to be computed
     return bool(
         place.data_ptr() == value.data_ptr()
         and place.shape == value.shape == saved.shape

@@ -34,7 +34,7 @@ class Samples:
     """Of these tensors, as far as they lie in the host's memory in one piece. They are kept alive."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        here = [one for one in tensors if one.device.type == "cpu" and one.numel() and dense(one)]
+        here = [one for one in tensors if one.device.type == "cpu" and one.numel() and dense(one) and _lies_there(one)]
         views = [memoryview(bytes_of(as_it_lies(tensor))) for tensor in here]
         # Each with the last place where a piece of it can begin.
         self._values = [(view, max(0, len(view) - BYTES)) for view in views]
@@ -54,3 +54,8 @@ class Samples:
         chosen = self._values[first :: self._stride]
         pieces = [view[(begin := int(place * last)) : begin + BYTES] for view, last in chosen]
         return xxhash.xxh3_128(b"".join(pieces)).digest()
+
+
+def _lies_there(tensor: Tensor) -> bool:
+    """Its values are written down, and not computed from what is: bytes of that would not change with it."""
+    return not (tensor.is_conj() or tensor.is_neg())

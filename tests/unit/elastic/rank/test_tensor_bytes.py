@@ -27,6 +27,8 @@ from dalsegno.elastic.training.unlisted import Unlisted
         (nn.Parameter(torch.zeros(1)), b"\0\0\0\0"),
         (torch.zeros(0, 3), b""),
         (torch.tensor([True, False]), b"\1\0"),
+        (torch.tensor([1 - 2j]).conj(), b"\0\0\x80\x3f\0\0\0\x40"),
+        (torch._neg_view(torch.tensor([-1.0])), b"\0\0\x80\x3f"),  # type: ignore[attr-defined]
     ],
 )
 def test_bytes_come_one_behind_the_other(tensor: Tensor, wanted: bytes) -> None:

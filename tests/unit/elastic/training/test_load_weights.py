@@ -129,6 +129,25 @@ def test_a_buffer_of_another_layout(layout: Callable[[Tensor], Tensor]) -> None:
     assert torch.equal(models[0].weight, models[1].weight)
 
 
+@pytest.mark.parametrize("view", [Tensor.conj, lambda one: one.conj().imag], ids=["conjugate", "negative"])
+def test_a_buffer_that_torch_computes_as_it_is_read(view: Callable[[Tensor], Tensor]) -> None:
+    """Torch loads it: nobody may copy many at once to such a place."""
+    models = [nn.Linear(2, 2) for _ in range(3)]
+    for number, model in enumerate(models):
+        values = torch.tensor([1 + 2j, 3 - 1j]) * (1 + number)
+        model.register_buffer("turned", values if number == 2 else view(values))
+    wanted = view(torch.tensor([2 + 4j, 6 - 2j]))
+    load_weights(models[0], models[1].state_dict(), models[0].state_dict())
+    assert torch.equal(models[0].turned, wanted)  # type: ignore[arg-type]
+    assert torch.equal(models[0].weight, models[1].weight)
+    if wanted.is_complex():
+        # Saved as a view, and not made as one; and the other way round.
+        load_weights(models[2], models[1].state_dict(), models[2].state_dict())
+        assert torch.equal(models[2].turned, wanted)  # type: ignore[arg-type]
+        load_weights(models[0], models[2].state_dict(), models[0].state_dict())
+        assert torch.equal(models[0].turned, wanted)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "change", [lambda w: w[:1], lambda w: w.double(), lambda w: w.expand(1, 3, 3)], ids=["shape", "dtype", "dimensions"]
 )
