@@ -44,7 +44,7 @@ from .outcomes import Outcomes, SaveError
 from .save_errors import Failed, describe, kept, problem
 from .saving_reports import Count, SavingReports, bytes_below
 from .sealing import Sealing
-from .staging import HostBuffers
+from .staging import HostBuffers, wait_for_cards
 from .tiers import Disk, Memory
 from .writing import Summed
 
@@ -389,6 +389,8 @@ class Saver:
             staged = state.staged(self._buffers.add if copies else lambda given: given, path)
             if copies:
                 self._buffers.trim()
+            else:
+                wait_for_cards(staged)
             check_paths(staged)
             return {**staged, rng.file_name(self._identity.rank): rng.taken()}, None
         # The other ranks must hear of every error before this one does anything else.

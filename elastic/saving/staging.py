@@ -18,6 +18,7 @@ import torch
 
 from .copying import copy_all
 from .packed import PackedFile
+from .replicas import tensors
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,24 @@ _USUAL = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
 )
 _CPU = torch.device("cpu")
+
+
+def wait_for_cards(state: Any) -> None:
+    """Waits until cards have done what the training asked of them, before another thread reads what lies there.
+
+    That thread has a stream of its own, which waits for nothing that a loop in a stream of the script's has begun.
+
+    Args:
+        state: Of which other cards than the current one are looked for in mappings and lists.
+
+    Raises:
+        RuntimeError: A card has failed.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # to ask more would start CUDA
+        return
+    there = {tensor.device for _, tensor in tensors(state) if _is_card(tensor.device)}
+    for device in sorted({torch.device("cuda", torch.cuda.current_device()), *there}, key=str):
+        torch.cuda.current_stream(device).synchronize()
 
 
 class HostBuffers:

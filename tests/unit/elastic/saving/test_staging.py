@@ -207,6 +207,56 @@ def test_the_caller_waits_for_the_copy_only(tmp_path: Path) -> None:
     assert saver.settle() is None
 
 
+class OnCard(torch.Tensor):
+    """Says that it lies on the second card."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_what_another_thread_reads_is_done_before(running: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each card, in the stream of the loop; and CUDA is never started by that."""
+    waited = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.synchronize = lambda: waited.append(str(device))
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: running)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    state = {"model.pt": {"weights": [torch.ones(2).as_subclass(OnCard), torch.ones(2)]}, "note": b""}
+    staging.wait_for_cards(state)
+    assert waited == (["cuda:0", "cuda:1"] if running else [])
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_thread_begins_behind_the_cards(waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the training's own tensors only where the loop waits for it; a card that failed fails the save."""
+    asked, began = [], []
+    monkeypatch.setattr(saving, "wait_for_cards", lambda state: asked.append((sorted(state), list(began))))
+    flight = saving.Flight
+    monkeypatch.setattr(saving, "Flight", lambda *args: began.append(1) or flight(*args))  # type: ignore[func-returns-value]
+    saver = Saver(Identity(epoch=1), Solo(), CheckpointStore(tmp_path), None, None)
+
+    def save(step: int) -> tuple[int, Any] | None:
+        files = {"model.pt": {"weights": torch.ones(3)}}
+        content = Content(step, Position(0, step))
+        saver.begin(content, background(lambda: files), lambda: None, drain=False, waits=waits)
+        return saver.settle()
+
+    assert save(1) is not None
+    assert asked == ([(["model.pt"], [])] if waits else [])
+
+    def failed(state: Any) -> None:
+        raise OSError("the card has failed")
+
+    monkeypatch.setattr(saving, "wait_for_cards", failed)
+    assert (save(2) is None) == waits
+
+
 def test_a_full_disk_fails_the_save_and_not_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of a write inside torch.save is told at the next settling; nothing of the save is left."""
     saver = Saver(Identity(epoch=1), Solo(), CheckpointStore(tmp_path), None, None)
