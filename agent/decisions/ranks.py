@@ -255,7 +255,7 @@ def worker_gave_up(decision: Decision, local_rank: int) -> None:
     decision.state.epoch.outcome = Outcome.FAILED
     text = (
         f"local rank {local_rank} exited with code 0 at step {decision.state.epoch.step}, but its training is not"
-        " finished: a script that leaves its loop early calls session.finish() when it is done"
+        " finished: a script that leaves its loop early calls session.finish() on all its ranks when it is done"
     )
     report_failure(decision, text, 0)
     decision.kill_workers()

@@ -66,7 +66,7 @@ class Exchange:
     Args:
         collective: The session's group.
         interval: Seconds that two exchanges should be apart.
-        before: Called before the first step begins, and before all know whether there is one.
+        before: Called before the first step begins, before all know whether there is one, and before the end.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class Exchange:
 
         Raises:
             RuntimeError: The step before has not ended.
+            Refusal: Another rank has finished the training.
         """
         if self._step is not None:
             raise RuntimeError(f"step {step} begins before step {self._step} has ended")
@@ -144,7 +145,23 @@ class Exchange:
 
     def abandon(self) -> None:
         """Gives up the step that has begun, because the script left its loop. The next step exchanges anew."""
+        if self._hurry is not None:
+            self._hurry.leave()
         self._step, self._pending, self._next = None, None, None
+
+    def finish(self) -> None:
+        """No further step begins on this rank.
+
+        Raises:
+            Refusal: Another rank is in a step that this one has not begun.
+        """
+        self._before()
+        if self._hurry is not None:
+            self._hurry.finish()
+
+    def apart(self) -> str:
+        """Why no rank may go on, if one has finished the training and another trains on; else nothing."""
+        return "" if self._hurry is None else self._hurry.apart()
 
     def close(self) -> None:
         """Ends the exchange: no further step begins."""

@@ -6,16 +6,24 @@ of this world. Each rank has a thread that only waits for such a call. The threa
 rank is in, whatever the rank itself is waiting for. The rank then does not end that step before it knows all answers.
 The boundary is the end of the latest of these steps: no rank has ended it yet, and all learn of it before they do. All
 this costs nothing while nobody calls.
+
+A rank that finishes the training calls, too, and waits until all have finished: where another one is in a step that it
+will never make, or begins one, all learn that. Otherwise the first would wait in a collective of the session's, and the
+second in one of the script's.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
+
+from .agreement import Refusal
 
 log = logging.getLogger(__name__)
 
@@ -24,13 +32,17 @@ PATIENCE_SECONDS = 10.0
 # Seconds of one wait for a call; after each the thread waits again.
 _LONG_SECONDS = 86400.0
 _CLOSE_SECONDS = 5.0
+# Seconds between two looks whether all have finished: at first, and at most.
+_FIRST_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.0005, 0.05
 _NOTHING = -1
+_APART = "apart"
 
 
 class Channel(Protocol):
     """What is needed of torch's store."""
 
     def set(self, key: str, value: str) -> None: ...
+    def check(self, keys: list[str]) -> bool: ...
     def get(self, key: str) -> bytes: ...
     def add(self, key: str, amount: int) -> int: ...
     def wait(self, keys: list[str], timeout: timedelta) -> None: ...
@@ -47,12 +59,16 @@ class Ballot:
         step: The step that the rank is in, or begins with.
         answered: The rank has answered with that step, and must not end it before it knows the boundary.
         boundary: The step at whose end all act; None: not known.
+        last: The last step that the rank has begun.
+        inside: It has neither ended nor left that.
+        finished: A rank that has finished the training, and the last step that it had begun.
     """
 
     def __init__(self) -> None:
-        self.round, self.step = 0, 0
-        self.answered = False
+        self.round, self.step, self.last = 0, 0, 0
+        self.answered = self.inside = False
         self.boundary: int | None = None
+        self.finished: tuple[int, int] | None = None
 
     def begin(self, step: int) -> None:
         """The rank begins this step: the next one, or a step that it has left, once more or as if it were done.
@@ -60,7 +76,12 @@ class Ballot:
         Where it has answered with a step that it left, it drains at the first one that it ends from there on: all ranks
         leave a loop in the same step.
         """
-        self.step = step
+        self.step = self.last = step
+        self.inside = True
+
+    def leave(self) -> None:
+        """The rank has left its loop in the middle of a step."""
+        self.inside = False
 
     @property
     def waits(self) -> bool:
@@ -72,6 +93,7 @@ class Ballot:
         assert not self.waits
         here = self.boundary is not None and self.step >= self.boundary
         self.step += 1
+        self.inside = False
         if here:
             self._close()
         return here
@@ -117,19 +139,90 @@ class Hurry:
         Args:
             step: Its number.
             call: This rank was told to drain, and no exchange in this step says so.
+
+        Raises:
+            Refusal: Another rank has finished the training, and will not make this step.
         """
         with self._changed:
-            self._ballot.begin(step)
+            finished = self._ballot.finished
+            if finished is None or step <= finished[1]:
+                self._ballot.begin(step)
+                finished = None
+        if finished is not None:
+            self._refuse(_apart(*finished, self._rank, step))
+        if call:
+            self._call("")
+
+    def leave(self) -> None:
+        """The main thread has left its loop in the middle of a step."""
+        with self._changed:
+            self._ballot.leave()
+
+    def finish(self) -> None:
+        """This rank finishes the training. Waits until all have: none may be in a step that it has not begun.
+
+        Raises:
+            Refusal: Another rank is in such a step, or begins one.
+        """
+        with self._changed:
+            last, number = self._ballot.last, self._ballot.round
+        self._call(f"{self._rank} {last}")
+        try:
+            self._look_for_others(last, number)
+            self._mine.set(f"finished/{self._rank}", "")
+            names, pause = [f"finished/{rank}" for rank in range(self._world_size)], _FIRST_LOOK_SECONDS
+            while not self._mine.check(names):
+                if line := self._said_apart():
+                    raise Refusal(line)
+                time.sleep(pause)  # until another rank has come to its end, too
+                pause = min(2 * pause, _LAST_LOOK_SECONDS)
+        except RuntimeError as error:
+            log.debug("what the other ranks do is not known: %s", error)
+
+    def apart(self) -> str:
+        """Why no rank may go on, if one has finished the training and another trains on; else nothing."""
+        try:
+            return self._said_apart()
+        except RuntimeError:
+            return ""
+
+    def _said_apart(self) -> str:
+        return self._mine.get(_APART).decode() if self._mine.check([_APART]) else ""
+
+    def _refuse(self, line: str) -> NoReturn:
+        """Raises Refusal, also on ranks that wait for this one."""
+        with contextlib.suppress(RuntimeError):
+            self._mine.set(_APART, line)
+        raise Refusal(line)
+
+    def _look_for_others(self, last: int, number: int) -> None:
+        """Looks once in which steps the others are."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._ballot.boundary is not None or self._ballot.round != number or bool(self._failed),
+                3 * PATIENCE_SECONDS,
+            )
+            if self._ballot.boundary is None or self._ballot.round != number:
+                return  # Not all have answered: what a rank that stands still does is not known.
+        steps = self._mine.multi_get([_inside(number, rank) for rank in range(self._world_size)])
+        for rank, step in enumerate(map(int, steps)):
+            if step > last:
+                self._refuse(_apart(self._rank, last, rank, step))
+
+    def _call(self, finishes: str) -> None:
+        """Has all threads answer, unless they do already. ``finishes``: why, if that is no drain."""
+        with self._changed:
             number = self._ballot.round
             called = self._ballot.answered or self._called == number
-        if call and not called:
-            self._called = number
-            try:
-                if self._mine.add(f"{number}/called", 1) == 1:
-                    ears = [_ear(number, rank) for rank in range(self._world_size)]
-                    self._mine.multi_set(ears, [""] * len(ears))
-            except RuntimeError as error:
-                log.warning("the other ranks cannot be told to hurry: %s", error)
+        if called:
+            return
+        self._called = number
+        try:
+            if self._mine.add(f"{number}/called", 1) == 1:
+                ears = [_ear(number, rank) for rank in range(self._world_size)]
+                self._mine.multi_set(ears, [finishes] * len(ears))
+        except RuntimeError as error:
+            log.warning("the other ranks cannot be told to hurry: %s", error)
 
     def end(self) -> bool:
         """The main thread ends the step. Returns whether all ranks drain at this boundary.
@@ -176,9 +269,13 @@ class Hurry:
         store.wait([_ear(number, self._rank)], timedelta(seconds=_LONG_SECONDS))
         if self._closing:
             return
+        finishes = store.get(_ear(number, self._rank)).decode().split()
         with self._changed:
-            step = self._ballot.answer()
-        store.set(f"{number}/step/{self._rank}", str(step))
+            if finishes:
+                self._ballot.finished = int(finishes[0]), int(finishes[1])
+            step, inside = self._ballot.answer(), self._ballot.last if self._ballot.inside else _NOTHING
+        names = [f"{number}/step/{self._rank}", _inside(number, self._rank)]
+        store.multi_set(names, [str(step), str(inside)])
         if store.add(f"{number}/answers", 1) == self._world_size:
             steps = store.multi_get([f"{number}/step/{rank}" for rank in range(self._world_size)])
             store.compare_set(f"{number}/boundary", "", str(max(map(int, steps))))
@@ -202,6 +299,18 @@ class Hurry:
 
 def _ear(number: int, rank: int) -> str:
     return f"{number}/ear/{rank}"
+
+
+def _inside(number: int, rank: int) -> str:
+    return f"{number}/inside/{rank}"
+
+
+def _apart(first: int, last: int, other: int, step: int) -> str:
+    return (
+        f"rank {first} has finished the training in step {last}, and rank {other} goes on with step {step}: all ranks"
+        " have to leave the loop in the same step. Let that depend on something that they have alike, such as s.sum(…)"
+        " of what one of them has found"
+    )
 
 
 def open_hurry(collective: Any) -> Hurry | None:

@@ -38,13 +38,15 @@ class Meetings:
     Args:
         collective: The group of all ranks.
         link: The connection to the agent, if there is one.
+        apart: Returns why no rank may go on, where ranks have gone apart beside the meetings.
 
     Attributes:
         over: The session has ended, and meets no more.
     """
 
-    def __init__(self, collective: Collective, link: Link | None) -> None:
+    def __init__(self, collective: Collective, link: Link | None, apart: Callable[[], str] = str) -> None:
         self._collective, self._link, self.over = collective, link, False
+        self.apart = apart
 
     def check_open(self, step: int) -> None:
         """Raises SessionOver if the session has ended, and names the step at which it did."""
@@ -163,8 +165,13 @@ def watch_the_end(meetings: Meetings, when_lost: Callable[[], object]) -> None:
         second = isinstance(error, SessionOver) and not is_decided()
         if second or (not meetings.over and is_refusal(error, trace)):
             meetings.refused(str(error) or type(error).__name__)
-        elif not meetings.over and may_be_a_peers(error) and meetings.say_if_a_peer_is_lost():
-            when_lost()
+        elif not meetings.over and may_be_a_peers(error):
+            # Asked first: whoever looks for a lost peer cannot use the group any more.
+            line = meetings.apart()
+            if meetings.say_if_a_peer_is_lost():
+                when_lost()
+            if line:
+                meetings.refused(line)
 
     _do_at_the_end(end)
 

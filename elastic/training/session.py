@@ -89,7 +89,8 @@ class BareSession:
         self._step = 0 if resume is None else resume.step
         self._identity, self._collective, self._link, self._lock = identity, collective, link, lock
         self.saves = Saves(identity, collective, link, resume, keep)
-        self._exchange, self.meetings = Exchange(collective, before=self.saves.verified), Meetings(collective, link)
+        self._exchange = Exchange(collective, before=self.saves.verified)
+        self.meetings = Meetings(collective, link, self._exchange.apart)
         self.tracking = Tracking(collective, self.saves.saver)
         begins = resume is None and (self.can_save or not self.alone)
         self.examination = Examination(self.rank, begins, self.world_size, self.max_world_size, self.can_save)
@@ -430,12 +431,11 @@ class BareSession:
         if self.meetings.over:
             return
         refuse_to_go_on()
-        self.saves.verified()
+        self._exchange.finish()
         self.settle()
         self.reports.send(worker_pb2.ToAgent(finished=worker_pb2.Finished(step=self.step)))
         if self.alone:
-            # Nothing is left to save, so from here on the script may be stopped like any program.
-            self._notice.release()
+            self._notice.release()  # nothing is left to save: the script may be stopped like any program
         if self.alone and self.rank == 0 and (store := self.saves.store) is not None:
             try:
                 store.mark_finished(self.step, store.newest())

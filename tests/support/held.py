@@ -20,6 +20,12 @@ class Held:
             self.kept[key] = value
             self.changed.notify_all()
 
+    def check(self, keys: list[str]) -> bool:
+        with self.changed:
+            if self.gone:
+                raise RuntimeError("gone")
+            return all(key in self.kept for key in keys)
+
     def get(self, key: str) -> bytes:
         with self.changed:
             return self.kept[key].encode()

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dalsegno.elastic.rank import hurry
+from dalsegno.elastic.rank.agreement import Refusal
 from dalsegno.elastic.rank.hurry import Ballot, Hurry
 from tests.support.held import Held
 
@@ -224,3 +225,96 @@ def test_it_ends_at_once() -> None:
     one = Hurry(0, 1, held, held)
     one.close()
     assert not one._thread.is_alive()
+
+
+def finishing(one: Hurry) -> list[str]:
+    """What a rank is told that finishes on a thread of its own, once it is joined; its thread is the last item."""
+    told: list[str] = []
+
+    def finish() -> None:
+        try:
+            one.finish()
+        except Refusal as refusal:
+            told.append(str(refusal))
+        told.append("over")
+
+    threading.Thread(target=finish).start()
+    return told
+
+
+def wait_for(told: list[str]) -> str:
+    """The first that a rank is told."""
+    deadline = time.monotonic() + 30
+    while not told:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # its thread waits for the other rank
+    return told[0]
+
+
+@pytest.mark.parametrize("begins", ["before", "later"])
+def test_a_rank_that_trains_on_without_another_is_told_apart(begins: str) -> None:
+    """One rank finishes behind step 40; the other is in step 41, or begins it. Both learn of it, wherever they are."""
+    held = Held()
+    first, second = ranks = together(held, 2)
+    line = r"rank 0 has finished the training in step 40, and rank 1 goes on with step 41: all ranks have to"
+    try:
+        for one in ranks:
+            one.begin(40, call=False)
+            assert not one.end()
+        if begins == "before":
+            second.begin(41, call=False)
+            with pytest.raises(Refusal, match=line):
+                first.finish()
+            assert second.apart().startswith(line)
+        else:
+            told = finishing(first)
+            deadline = time.monotonic() + 30
+            while "finished/0" not in held.kept:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)  # until it has asked what the other does
+            with pytest.raises(Refusal, match=line):
+                second.begin(41, call=False)
+            assert wait_for(told).startswith(line)
+    finally:
+        for one in ranks:
+            one.close()
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+@pytest.mark.parametrize("drains", [True, False])
+def test_ranks_that_finish_in_one_step_may(breaks: bool, drains: bool) -> None:
+    """Behind it or in its middle, whoever comes first; also where one was told to drain in that step."""
+    held = Held()
+    first, second = ranks = together(held, 2)
+    try:
+        for one in ranks:
+            one.begin(40, call=drains and one is second)
+        if breaks:
+            first.leave()
+        else:
+            first.end()
+        told = finishing(first)
+        if breaks:
+            second.leave()
+        else:
+            second.end()
+        second.finish()
+        assert wait_for(told) == "over"
+        first.finish()
+        assert first.apart() == second.apart() == ""
+    finally:
+        for one in ranks:
+            one.close()
+
+
+def test_a_rank_without_a_store_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the others do is not known then."""
+    monkeypatch.setattr(hurry, "PATIENCE_SECONDS", 0.1)
+    held = Held()
+    first = Hurry(0, 2, held, held)
+    first.begin(1, call=False)
+    first.end()
+    held.end()
+    first.finish()
+    assert first.apart() == ""
+    first.close()
