@@ -20,6 +20,7 @@ __all__ = [
     "Status",
     "boot_id",
     "ends_with_parent",
+    "exists",
     "is_gone",
     "is_of_earlier_boot",
     "machine",
@@ -97,6 +98,17 @@ def status_of(pid: int) -> Status | None:
     return Status(fields[0], int(fields[19])) if fields else None
 
 
+def exists(pid: int) -> bool:
+    """Whether there is such a process, also a zombie, or one of which /proc shows nothing (`hidepid` of proc(5))."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # Another user's.
+    return True
+
+
 def boot_id() -> str:
     """The kernel's identifier of the present boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -156,8 +168,9 @@ def _may_live(pid: int, started: int) -> bool:
     try:
         status = status_of(pid)
     except PermissionError:
-        return True  # Hidden, as one that cannot be traced is where /proc has `hidepid`.
-    return status is not None and status.is_of(started)
+        return True  # Hidden, as one that cannot be traced is where /proc has `hidepid=1`.
+    # With `hidepid=2` such a one looks as if it were gone.
+    return exists(pid) if status is None else status.is_of(started)
 
 
 def ends_with_parent(signum: int, parent: int) -> Callable[[], None]:

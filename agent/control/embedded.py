@@ -335,7 +335,7 @@ class EmbeddedMaster:
         if not claim.is_seen_from(self._place):
             return _Standing.HIDDEN
         # The number may have been reused, or a claim may name a stranger's process on purpose.
-        if not self._machine.is_same_process(claim.pid, claim.start_time) or not self._machine.is_ours(claim.pid):
+        if not self._machine.is_ours(claim.pid) or not self._machine.is_same_process(claim.pid, claim.start_time):
             return _Standing.GONE
         if self._machine.is_stopped(claim.pid):
             return _Standing.STOPPED

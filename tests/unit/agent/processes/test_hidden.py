@@ -1,4 +1,4 @@
-"""Where /proc hides other users' processes (`hidepid=1` of proc(5)): each of their files is refused."""
+"""Where /proc hides other users' processes (`hidepid` of proc(5)): each of their files is refused, or not there."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 
+from dalsegno.agent.control.embedded import EmbeddedMaster
+from dalsegno.agent.control.machine import Machine
 from dalsegno.agent.processes.proc import belongs_to, descendants, listeners
 from dalsegno.agent.processes.signs import Work
 from dalsegno.protos.processes import Process, boot_id, is_gone, namespace
 
-
-@pytest.fixture
-def hidden(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+@pytest.fixture(params=[PermissionError(1, os.strerror(1)), FileNotFoundError(2, os.strerror(2))], ids=["1", "2"])
+def hidden(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> set[int]:
     """The numbers of processes of which /proc shows nothing; number 1 is one of them."""
     numbers = {1}
     read_text = Path.read_text
@@ -25,7 +28,7 @@ def hidden(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     def read(path: Path, *more: Any, **options: Any) -> str:
         number = path.parts[2] if path.parts[:2] == ("/", "proc") else ""
         if number.isdigit() and int(number) in numbers:
-            raise PermissionError(1, os.strerror(1), str(path))
+            raise request.param
         return read_text(path, *more, **options)
 
     monkeypatch.setattr(Path, "read_text", read)
@@ -60,3 +63,20 @@ def test_a_hidden_one_is_not_gone(hidden: set[int], child: int) -> None:
     hidden.add(child)
     recorded = Process("", boot_id(), namespace("pid"), child, 1)
     assert not is_gone(recorded, Process("", boot_id(), namespace("pid"), os.getpid(), 1))
+
+
+def test_a_master_that_cannot_be_looked_at_is_another_users(hidden: set[int], child: int) -> None:
+    """The claim of a job's own master may name any number. An agent that could not look at that process ended."""
+    hidden.add(child)
+    embedded: Any = object.__new__(EmbeddedMaster)
+    embedded._machine, embedded._place = Machine(), None
+    embedded._ask = lambda address: grpc.StatusCode.UNAVAILABLE
+    claim: Any = SimpleNamespace(
+        address="localhost:1",
+        pid=child,
+        start_time=1,
+        ended_with_boot=lambda place: False,
+        is_reached_from=lambda place: True,
+        is_seen_from=lambda place: True,
+    )
+    assert embedded._standing(claim).name == "GONE"
