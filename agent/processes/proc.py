@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from dalsegno.protos.processes import stat_fields, status_of
+from dalsegno.protos.processes import exists, stat_fields, status_of
 
 __all__ = [
     "adopt_orphans",
@@ -47,13 +47,14 @@ def seen_fields(pid: int) -> list[str] | None:
 def belongs_to(pid: int, root: int) -> bool:
     """Whether `pid` is the process `root`, descends from it, or is in the session that it leads.
 
-    Nobody can tell that of a process that is gone, or hidden; it counts as one that did.
+    Nobody can tell that of a process that is gone; it counts as one that did. One that is hidden does not: it is
+    another user's, and so may be what descends from it.
     """
     seen: set[int] = set()
     while pid != root:
         fields = seen_fields(pid)
         if fields is None:
-            return True
+            return not exists(pid)
         seen.add(pid)
         # Look at its session, then go on to its parent. Process ids are reused, so a chain may end in itself.
         if int(fields[3]) == root:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,10 @@ from dalsegno.agent.control.machine import Machine
 from dalsegno.agent.processes.proc import belongs_to, descendants, listeners
 from dalsegno.agent.processes.signs import Work
 from dalsegno.protos.processes import Process, boot_id, is_gone, namespace
+
+# A worker's launcher, which tells the number of the process that it has started.
+_LAUNCHER = "import subprocess; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
+
 
 @pytest.fixture(params=[PermissionError(1, os.strerror(1)), FileNotFoundError(2, os.strerror(2))], ids=["1", "2"])
 def hidden(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> set[int]:
@@ -52,10 +57,29 @@ def test_strangers_hide_nothing_of_ours(hidden: set[int], child: int) -> None:
     assert not Work()([child])
 
 
-def test_nobody_can_tell_whose_a_hidden_one_is(hidden: set[int], child: int) -> None:
-    """It counts as one that belongs to a worker, as one that is gone does."""
-    hidden.add(child)
-    assert belongs_to(child, os.getpid())
+def test_a_hidden_one_is_no_worker_of_ours(hidden: set[int], child: int) -> None:
+    """Nor is what it has started: each process of the same user would be admitted as a rank's."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _LAUNCHER], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        started = int(launcher.stdout.readline())
+        try:
+            assert belongs_to(started, launcher.pid)
+            assert not belongs_to(started, child)
+            hidden.add(launcher.pid)
+            assert belongs_to(started, launcher.pid)
+            assert not belongs_to(started, child)
+            assert not belongs_to(launcher.pid, child)
+        finally:
+            os.kill(started, signal.SIGKILL)
+
+
+def test_one_that_is_gone_may_have_belonged_to_a_worker(hidden: set[int], child: int) -> None:
+    """It has said something and ended; that is read later."""
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    assert belongs_to(gone.pid, child)
 
 
 def test_a_hidden_one_is_not_gone(hidden: set[int], child: int) -> None:
