@@ -79,6 +79,9 @@ class NodeSaver:
         self._process: subprocess.Popen[str]
         # One order at a time.
         self._asking = threading.Lock()
+        # Held by who asks whether all is on the disk, for all ranks that wait for that; when it last began to be so.
+        self._settling = threading.Lock()
+        self._calm_since = 0.0
         self._news = threading.Condition()
         self._number = 0
         self._answer: dict[str, Any] = {}
@@ -148,14 +151,25 @@ class NodeSaver:
         return int(self._ask({"do": "save", "part": part}, timeout_seconds).get("saved", 0)) if self._up else 0
 
     def settle(self, timeout_seconds: float) -> bool:
-        """Waits at most `timeout_seconds` until all that the workers asked for is on the disk."""
-        deadline, calm = time.monotonic() + timeout_seconds, 0
-        while self._up and calm < 2 and (left := deadline - time.monotonic()) > 0:
-            # No answer is none: a large save can keep it from hearing us for a while.
-            answer = self._ask({"do": "busy"}, min(left, _ANSWERS_WITHIN_SECONDS))
-            calm = calm + 1 if answer and not answer.get("busy") else 0
-            time.sleep(_ASK_EVERY_SECONDS)  # why: the library's saver tells nobody when it is done
-        return calm >= 2 or not self._up
+        """Waits at most `timeout_seconds` until all that the workers asked for is on the disk.
+
+        The ranks of a node may all wait at once: one asks for those that came before it, so no order waits for many.
+        """
+        came = time.monotonic()
+        deadline, calm, first = came + timeout_seconds, 0, came
+        if not self._settling.acquire(timeout=max(0.0, timeout_seconds)):
+            return not self._up
+        try:
+            while self._up and self._calm_since < came and (left := deadline - time.monotonic()) > 0:
+                first = first if calm else time.monotonic()
+                # No answer is none: a large save can keep it from hearing us for a while.
+                answer = self._ask({"do": "busy"}, min(left, _ANSWERS_WITHIN_SECONDS))
+                calm = calm + 1 if answer and not answer.get("busy") else 0
+                self._calm_since = first if calm >= 2 else self._calm_since
+                time.sleep(_ASK_EVERY_SECONDS)  # why: the library's saver tells nobody when it is done
+        finally:
+            self._settling.release()
+        return self._calm_since >= came or not self._up
 
     def close(self) -> None:
         """Ends the companion, and removes sockets and memory."""
@@ -250,11 +264,16 @@ class NodeSaver:
     def _ask(self, order: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
         """Sends one order. Returns its answer; empty if none comes.
 
+        The question whether it is busy waits for other orders within its time; all others are worth waiting.
+
         Then that companion is ended, unless it may be saving: what is on its way to the disk is worth more.
         """
-        process = self._process
+        process, last = self._process, time.monotonic() + timeout_seconds
         assert process.stdin is not None
-        with self._asking:
+        busy = order["do"] == "busy"
+        if not self._asking.acquire(timeout=timeout_seconds if busy else -1):
+            return {}
+        try:
             self._number += 1
             number = self._number
             try:
@@ -265,9 +284,11 @@ class NodeSaver:
             with self._news:
                 self._news.wait_for(
                     lambda: self._answer.get("answers") == number or self._closed or process.poll() is not None,
-                    timeout_seconds,
+                    max(0.0, last - time.monotonic()) if busy else timeout_seconds,
                 )
                 answer = self._answer if self._answer.get("answers") == number else {}
+        finally:
+            self._asking.release()
         if not answer and timeout_seconds and not self._closed and order["do"] not in ("save", "busy"):
             logger.error("the saver of Flash Checkpoint does not answer (%s)", order["do"])
             self._end(process)

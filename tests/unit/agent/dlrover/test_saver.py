@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import MagicMock
@@ -19,7 +20,8 @@ def saver_of(process: Any) -> NodeSaver:
     """One whose companion is up."""
     saver = object.__new__(NodeSaver)
     saver._process, saver._lifeline = process, MagicMock()
-    saver._asking, saver._news = threading.Lock(), threading.Condition()
+    saver._asking, saver._settling, saver._news = threading.Lock(), threading.Lock(), threading.Condition()
+    saver._calm_since = 0.0
     saver._number, saver._answer = 0, {}
     saver._up, saver._closed = True, False
     return saver
@@ -103,3 +105,60 @@ def test_an_agent_does_not_wait_for_a_saver_that_sigkill_does_not_end(
     saver._end(process)
     assert not saver._lifeline.drop_group.called
     assert "did not end within" in caplog.text
+
+
+def test_ranks_that_end_at_once_keep_nobody_from_freezing(companion: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them asks at a time. Each had its question in the queue, and the end of a world waited for all."""
+    monkeypatch.setattr(savers, "_ANSWERS_WITHIN_SECONDS", 1.0)
+    monkeypatch.setattr(savers, "_FREEZES_WITHIN_SECONDS", 0.1)
+    one = companion([])
+    ends: list[bool] = []
+    ranks = [threading.Thread(target=lambda: ends.append(one.saver.settle(20.0))) for _ in range(32)]
+    for rank in ranks:
+        rank.start()
+    began = time.monotonic()
+    one.saver.freeze()
+    took = time.monotonic() - began
+    assert one.killed
+    one.saver._up = False
+    for rank in ranks:
+        rank.join(30)
+    assert ends == [True] * 32
+    assert took < 10, "32 questions of 1 s"
+
+
+def test_one_answer_is_for_all_ranks_that_waited_for_it(companion: Any) -> None:
+    """Those that came before it was asked for."""
+    one = companion([BUSY, *[CALM] * 4])
+    asks, entered = threading.Event(), threading.Event()
+    write = one._write
+
+    def held(line: str) -> None:
+        asks.set()
+        assert entered.wait(30)
+        write(line)
+
+    one.stdin.write = held
+    ends: list[bool] = []
+    ranks = [threading.Thread(target=lambda: ends.append(one.saver.settle(30))) for _ in range(8)]
+    ranks[0].start()
+    assert asks.wait(30)
+    for rank in ranks[1:]:
+        rank.start()
+    time.sleep(0.5)  # why: nothing tells that a thread waits for its turn
+    entered.set()
+    for rank in ranks:
+        rank.join(30)
+    assert ends == [True] * 8
+    assert one.answers, "all had come before the first question that was answered with calm"
+
+
+def test_the_wait_for_another_order_counts(companion: Any) -> None:
+    """A save may keep the saver for long."""
+    one = companion([])
+    with one.saver._asking:
+        began = time.monotonic()
+        assert not one.saver.settle(0.2)
+        assert time.monotonic() - began < 10
+    with one.saver._settling:
+        assert not one.saver.settle(0.2)
