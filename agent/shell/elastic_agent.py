@@ -435,6 +435,7 @@ class ElasticAgent(LocalElasticAgent):
         text = f"the script does not know {FLAG}; it is started again and finds the files in its environment"
         self._mailbox.put(ev.Remark(text, warning=False))
         self._end_context()
+        self._starts += 1  # the ends of those ranks are no news, also where none are started
         self._start_or_say(world.epoch)
         return True
 

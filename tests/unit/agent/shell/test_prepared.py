@@ -12,7 +12,9 @@ from unittest.mock import MagicMock
 import pytest
 
 from dalsegno.agent.decisions import events as ev
+from dalsegno.agent.decisions import handling
 from dalsegno.agent.script import FLAG
+from dalsegno.agent.shell import elastic_agent
 from dalsegno.agent.shell.elastic_agent import ElasticAgent, _Exited
 
 
@@ -75,3 +77,27 @@ def test_a_second_start_without_the_flag_that_fails_is_an_event() -> None:
     (failed,) = [one.args[0] for one in agent._mailbox.put.call_args_list if isinstance(one.args[0], ev.StartFailed)]
     assert failed.epoch == 3
     assert "No space left on device" in failed.message
+
+
+def test_a_second_start_that_fails_is_told_with_its_own_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with the ends of the ranks of the first one, which come before it."""
+    agent: Any = object.__new__(ElasticAgent)
+    agent._state = SimpleNamespace(
+        epoch=SimpleNamespace(has_session=False), world=SimpleNamespace(epoch=3), workers=handling.Workers.RUNNING
+    )
+    agent._context, agent._use_flag, agent._starts, agent._pool = MagicMock(), True, 1, None
+    agent._script, agent._advised = SimpleNamespace(arguments=("x",)), set()
+    agent._arguments = lambda world: ("x", FLAG) if agent._use_flag else ("x",)
+    events: list[ev.Event] = []
+    agent._mailbox, agent._adoption, agent._worker_group = SimpleNamespace(put=events.append), MagicMock(), None
+    refused = [_Exited(3, rank, 2, "unrecognized arguments", False, 1) for rank in range(2)]
+    killed = _Exited(3, 1, -9, "", False, 1)
+    agent._context.stop = lambda grace: events.extend([refused[1], killed])
+    agent._start_workers = MagicMock(side_effect=OSError(28, os.strerror(28)))
+    decided: list[ev.Event] = []
+    monkeypatch.setattr(handling, "handle", lambda state, event, now: (state, decided.append(event) or []))
+    monkeypatch.setattr(elastic_agent, "told", lambda *_: [])
+    agent._handle(refused[0])
+    for event in events:
+        agent._handle(event)
+    assert [type(event) for event in decided] == [ev.Remark, ev.StartFailed]
