@@ -18,7 +18,7 @@ __all__ = ["TAKE_PATIENCE_SECONDS", "Placing", "place_of"]
 # Seconds that a waiting worker may take to take its place, which includes checking what it has looked at. A worker that
 # was stopped, or is stuck in the kernel, is replaced after that.
 TAKE_PATIENCE_SECONDS = 20.0
-# Between two looks. Longer between two of them: this process itself stood still, and has not heard who took a place.
+# Between two looks. Longer between the last two: this process itself stood still, and has not heard who took a place.
 _LOOK_SECONDS, _STOOD_STILL = 1.0, 1.0
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,10 @@ class Placing:
             if settled.wait(look):
                 return
             passed = time.monotonic() - began
-            left -= passed if passed < look + _STOOD_STILL else 0.0
+            # No more than it was to take: where this process stands still, nothing of that counts.
+            left -= min(passed, look)
+            if left <= 0 and passed >= look + _STOOD_STILL and settled.wait(look):
+                return
         self._too_late(rank, worker)
 
     def _too_late(self, rank: int, worker: StandbyProcess) -> None:

@@ -10,6 +10,9 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from dalsegno.agent.standby import placing as placings
 from dalsegno.agent.standby.placing import Placing
 
 NURSERY: Any = SimpleNamespace(place=lambda worker, place: True)
@@ -50,6 +53,29 @@ def test_an_agent_that_stood_still_kills_nobody_for_it() -> None:
         time.sleep(4)  # why: longer than a worker has, and than any pause of a busy machine
         agent.send_signal(signal.SIGCONT)
         assert agent.stdout.read() == "over\n"
+
+
+def test_an_agent_that_is_slow_again_and_again_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each look, however long, as much counts as it was to take."""
+    now = 0.0
+    killed: list[int] = []
+
+    class Slow:
+        looks = 0
+
+        def wait(self, timeout_seconds: float) -> bool:
+            nonlocal now
+            self.looks += 1
+            assert self.looks < 100, "without a bound"
+            now += timeout_seconds + 5
+            return False
+
+    monkeypatch.setattr(placings, "time", SimpleNamespace(monotonic=lambda: now))
+    worker: Any = SimpleNamespace(taken=False, returncode=None, signal_group=killed.append)
+    settled: Any = Slow()
+    Placing(20.0)._watch(0, worker, settled)
+    assert killed == [signal.SIGKILL]
+    assert settled.looks >= 20
 
 
 class Waiting:
