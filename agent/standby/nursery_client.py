@@ -356,11 +356,14 @@ class Nursery:
             return
         if "started" in message:
             pid = int(str(message["pid"]))
-            self._lifeline.add_group(pid)
+            # First, whatever becomes of the rest: nobody could end a worker whose number is not known.
             if not worker.started(pid):
                 kill_group(pid)
-        else:
+            self._lifeline.add_group(pid)
+            return
+        try:
             self._lifeline.drop_group(worker.pid)
+        finally:
             worker.failure = str(message.get("failure", ""))
             worker.ended(int(str(message["code"])))
 
@@ -379,5 +382,7 @@ class Nursery:
         # Not reaped yet, so the number of its group stays its own while the rest of the group is killed.
         kill_group(pid)
         code = self.process.wait()
-        self._lifeline.drop_group(pid)
-        worker.ended(code)
+        try:
+            self._lifeline.drop_group(pid)
+        finally:
+            worker.ended(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -53,12 +54,17 @@ def test_an_error_beside_the_channel_ends_no_worker(scene: Scene) -> None:
     trains = scene.nursery.start_worker(TRAIN)
     scene.started(1)
     scene.lifeline.add_group.side_effect = OSError(24, os.strerror(24))
-    scene.nursery.start_worker(TRAIN)
+    second = scene.nursery.start_worker(TRAIN)
     scene.started(2)
+    scene.lifeline.drop_group.side_effect = MemoryError
     send(scene.channel, {"exited": 1, "code": 0})
     assert trains.wait(30) == 0
     assert scene.killed == []
     assert scene.nursery.usable
+    # It is known, so it can be ended.
+    assert second.pid == NUMBER + 2
+    second.signal_group(signal.SIGKILL)
+    assert scene.killed == [second.pid]
 
 
 def test_the_end_of_the_channel_is_the_end_of_its_workers(scene: Scene) -> None:
