@@ -81,9 +81,13 @@ class StayedWorkers:
         place = place_of(before, wanted)
         if place is None or not fits(worker.holds, held_by(wanted)):
             logger.info("worker %d has stayed for another world than the one that opens", rank)
-        elif self._placing.give(rank, nursery, worker, place):
+            _leave(nursery, worker)
+            return None
+        if self._placing.give(rank, nursery, worker, place):
             return worker
-        _leave(nursery, worker)
+        # Its nursery may have a part of that. An order to leave would follow the rest: it would take the place beside
+        # the one that has it then.
+        worker.discard()
         return None
 
     def dismiss(self) -> list[StandbyProcess]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,8 +17,10 @@ from dalsegno.agent.processes import lifeline as lifelines
 from dalsegno.agent.processes.lifeline import Lifeline
 from dalsegno.agent.standby import nursery_client
 from dalsegno.agent.standby.nursery import receive, send
-from dalsegno.agent.standby.nursery_client import Nursery
+from dalsegno.agent.standby.nursery_client import Nursery, StandbyProcess
+from dalsegno.agent.standby.stayed_workers import StayedWorkers, held_by
 from dalsegno.agent.standby.worker_main import Assignment
+from dalsegno.protos.contract import WORKER_DRAINED
 
 TRAIN = Assignment(["train.py"], False, {}, "/")
 # Of no process.
@@ -65,6 +68,30 @@ def test_an_error_beside_the_channel_ends_no_worker(scene: Scene) -> None:
     assert second.pid == NUMBER + 2
     second.signal_group(signal.SIGKILL)
     assert scene.killed == [second.pid]
+
+
+def test_a_worker_whose_place_was_cut_takes_none(scene: Scene) -> None:
+    """Another one has it then. The nursery, once it went on, read the rest in front of the order to leave."""
+    worker = scene.nursery.start_worker(TRAIN)
+    scene.started(1)
+    wanted = Assignment(["train.py"], False, {"RANK": "1"}, "/", stdout="x" * (1 << 20))
+    send(scene.channel, {"of": 1, "stays": held_by(wanted)})
+    assert worker.wait(30) == WORKER_DRAINED
+    stayed, successor = StayedWorkers(), worker.successor
+    assert successor is not None
+    stayed.add(0, TRAIN, successor)
+    scene.nursery._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 200_000))
+    place = scene.nursery.place
+    asked: list[dict[str, object]] = []
+
+    def placed(worker: StandbyProcess, order: dict[str, object]) -> bool:
+        asked.append(order)
+        return place(worker, order)
+
+    scene.nursery.place = placed  # type: ignore[method-assign]
+    assert stayed.take(0, wanted) is None
+    assert scene.killed == [NUMBER + 1]
+    assert ["leave" in order for order in asked] == [False]
 
 
 def test_the_end_of_the_channel_is_the_end_of_its_workers(scene: Scene) -> None:
