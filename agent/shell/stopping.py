@@ -137,6 +137,7 @@ class Stopping:
             return
         if context.over:
             # What it saved before it ended may come into sight late, where the volume is an object store.
-            self._adoption.wait_met(max(0.0, min(_SIGHT_SECONDS, last - time.monotonic())), lambda: False)
+            # Nothing is left to be ended, so what is kept for that is time for it, too.
+            self._adoption.wait_met(max(0.0, min(_SIGHT_SECONDS, self._last - time.monotonic())), lambda: False)
         else:
             self._say(f"the script did not save within {within:.0f} s of {self._order.ask}: it is told to end", True)

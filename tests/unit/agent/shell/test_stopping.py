@@ -87,6 +87,9 @@ def test_the_notice_counts_from_its_beginning(
 
 
 def test_what_comes_late_into_sight_does_not_move_it_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script saved and ended, and the volume shows that late."""
-    assert asked(monkeypatch, 8.0, ends_after=4.0).waited == [6.0, 2.0]
+    """The script saved and ended, and the volume shows that late. What was kept for its end is left for that."""
     assert asked(monkeypatch, 0.0, ends_after=4.0).waited == [14.0, 5.0]
+    assert asked(monkeypatch, 0.0, ends_after=14.0).waited == [14.0, 5.0]
+    assert asked(monkeypatch, 8.0, ends_after=6.0).waited == [6.0, 5.0]
+    assert asked(monkeypatch, 17.0, ends_after=0.0).waited == [0.0, 2.0]
+    assert asked(monkeypatch, 30.0, ends_after=0.0).waited == [0.0, 0.0]
