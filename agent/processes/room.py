@@ -50,7 +50,8 @@ def ended_for_memory(before: Mapping[Path, int]) -> str:
     Args:
         before: `oom_kills` as it began.
     """
-    for path, count in oom_kills().items():
+    # The first file counts these processes alone; further ones count those of others, which say nothing of it.
+    for path, count in list(oom_kills().items())[:1]:
         if count > before.get(path, count):
             return f"the kernel has ended it for lack of memory ({_allowed(path)}): give it more, or let it use less"
     return ""

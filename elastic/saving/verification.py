@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -61,6 +62,7 @@ class JointVerification:
         self._over, self._off = threading.Event(), threading.Event()
         self._notes: list[Note] = []
         self._error: BaseException | None = None
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="dalsegno-verification", daemon=True)
         _under_way.add(self)
         try:
@@ -78,10 +80,13 @@ class JointVerification:
             OSError: It was ended, or the world's store could not be reached.
             RuntimeError: The world's store is gone, which is torch's error.
         """
+        if os.getpid() != self._process and not self._over.is_set():
+            raise OSError("this process was forked while the resume point was being verified: ask for it before")
         self._over.wait()
         if isinstance(self._error, CalledOff) or type(self._error) is RuntimeError:
             # A RuntimeError is what frameworks raise that reject a state.
-            raise OSError(f"the ranks could not tell each other what they have verified: {self._error}")
+            text = f"the ranks could not tell each other what they have verified: {self._error}"
+            raise OSError(text) from self._error
         if self._error is not None:
             raise self._error
         self._judge(self._notes)
@@ -148,6 +153,8 @@ def _end_all() -> None:
         one.join()
 
 
+# A child has no such thread, and perhaps a lock of one that it will never get.
+os.register_at_fork(after_in_child=_under_way.clear)
 # Before Python's end waits for the threads of pools, which would read on. A thread that is in torch's store then, and
 # needs the interpreter once more, would abort the process. Nothing public is called so early.
 with contextlib.suppress(AttributeError, RuntimeError):

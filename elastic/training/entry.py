@@ -220,7 +220,7 @@ def _telling_of_peers(meetings: Meetings) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if may_be_a_peers(error):
+        if may_be_a_peers(error) or (error.__cause__ is not None and may_be_a_peers(error.__cause__)):
             meetings.say_if_a_peer_is_lost()
         raise
 
@@ -256,6 +256,8 @@ def _open_with(
                     unread=unread or (),
                     beside=partial(beside, collective, link),
                 )
+                if unread is not None and not isinstance(point, Damaged):
+                    point.wait()
             if isinstance(point, Damaged):
                 refuse(link, point)
             try:
@@ -264,8 +266,6 @@ def _open_with(
                 point.end()
                 Meetings(collective, link).refused(str(error))
                 raise
-            if unread is not None:
-                point.wait()
             resume = point
     else:
         # Compared before any rank acts on it, because ranks without a directory would not take part.

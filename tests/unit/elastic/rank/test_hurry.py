@@ -318,3 +318,28 @@ def test_a_rank_without_a_store_finishes(monkeypatch: pytest.MonkeyPatch) -> Non
     first.finish()
     assert first.apart() == ""
     first.close()
+
+
+def test_a_rank_that_nobody_has_called_for_a_day_still_hears(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The channel lasts as long as the session."""
+    monkeypatch.setattr(hurry, "_LONG_SECONDS", 0.05)
+    held = Held()
+    ranks = together(held, 2)
+    try:
+        for one in ranks:
+            one.begin(1, call=False)
+            assert not one.end()
+        time.sleep(0.3)  # some days
+        found: dict[int, int] = {}
+        at_work = [
+            threading.Thread(target=train, args=(one, rank, [0.02] * 100, 2, found)) for rank, one in enumerate(ranks)
+        ]
+        for thread in at_work:
+            thread.start()
+        for thread in at_work:
+            thread.join(30)
+        assert sorted(found) == [0, 1]
+        assert found[0] == found[1]
+    finally:
+        for one in ranks:
+            one.close()

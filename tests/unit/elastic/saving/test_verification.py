@@ -272,3 +272,34 @@ def test_a_script_that_fails_meanwhile_ends(reads: bool) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("ValueError: no such layer")
+
+
+# A child that is forked while it is verified, as a DataLoader's process may be, asks for it and ends.
+FORKS = """
+import os, sys, threading
+from dalsegno.elastic.rank.board import Board, LocalStore
+from dalsegno.elastic.saving.verification import JointVerification
+
+go = threading.Event()
+work = lambda go_on: {} if go.wait(30) else {}
+verification = JointVerification(Board(LocalStore()), 0, 1, work, print, lambda notes: None)
+with verification._off._cond:
+    child = os.fork()
+if child == 0:
+    try:
+        verification.wait()
+    except OSError as error:
+        print(error, flush=True)
+    sys.exit(7)
+_, status = os.waitpid(child, 0)
+go.set()
+verification.wait()
+print("parent", os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
+def test_a_child_that_was_forked_meanwhile_waits_for_nothing() -> None:
+    """It has no thread that verifies, and perhaps a lock that nobody in it will ever give back."""
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[0].startswith("this process was forked while")
+    assert done.stdout.splitlines()[1] == "parent 7"
