@@ -125,6 +125,7 @@ class WorkerExited:
     """One rank ended. `code` is its exit status, negative for a signal (as in `subprocess`).
 
     `tells_of_a_peer`: the text of its errors suggests that another rank was gone, which is a guess.
+    `had_stayed`: its process had been in the world before.
     """
 
     epoch: int
@@ -132,6 +133,7 @@ class WorkerExited:
     code: int
     message: str = ""
     tells_of_a_peer: bool = False
+    had_stayed: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dalsegno.protos.signal_names import how_ended
 
 from . import events as ev
 from . import keeping, memory
-from .decision import Decision
+from .decision import Decision, has_made_nothing
 from .state import Outcome, SaveInFlight, Workers
 from .worker_checks import MOST
 
@@ -210,8 +210,10 @@ def worker_exited(decision: Decision, event: ev.WorkerExited) -> None:
     if epoch.own_save.until is not None:
         return  # Why the world has broken is known.
     drained = event.code in (0, ev.WORKER_DRAINED) and has_drained(decision, event.local_rank)
-    # A script may end with any code: it is a drain only if somebody wanted one.
-    drained = drained or (event.code == ev.WORKER_DRAINED and is_draining(decision))
+    # A script may end with any code: it is a drain only if somebody wanted one, or if a process that has stayed leaves
+    # its place to a new one, because it cannot follow the others there.
+    gives_way = event.had_stayed and has_made_nothing(state)
+    drained = drained or (event.code == ev.WORKER_DRAINED and (is_draining(decision) or gives_way))
     refusal = epoch.refusals.get(global_rank(decision, event.local_rank))
     if refusal is not None and not drained:
         worker_refused(decision, refusal, event.code)

@@ -408,8 +408,8 @@ class ElasticAgent(LocalElasticAgent):
             return (*self._script.arguments, FLAG)
         return self._script.arguments
 
-    def _exited(self, epoch: int, start: int, first_rank: int) -> Callable[[int, int, str], None]:
-        def exited(rank: int, code: int, message: str) -> None:
+    def _exited(self, epoch: int, start: int, first_rank: int) -> Callable[..., None]:
+        def exited(rank: int, code: int, message: str, had_stayed: bool = False) -> None:
             if code == 0:
                 self._mailbox.put(ev.EndedWell(epoch, first_rank + rank))
                 with said_while_slow(self._effects.say, "waiting until what the script saved last is the run's"):
@@ -417,7 +417,7 @@ class ElasticAgent(LocalElasticAgent):
                     self._adoption.settle()
             if (step := self._link.last_step(epoch, first_rank + rank)) is not None:
                 self._mailbox.put(ev.StepsCounted(epoch, step))
-            self._mailbox.put(_Exited(epoch, rank, code, message, bool(tells_of_a_peer(message)), start))
+            self._mailbox.put(_Exited(epoch, rank, code, message, bool(tells_of_a_peer(message)), had_stayed, start))
 
         return exited
 

@@ -53,7 +53,7 @@ _LOOK_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 
-OnExit = Callable[[int, int, str], None]
+OnExit = Callable[[int, int, str, bool], None]
 
 
 class _ColdProcess:
@@ -123,8 +123,9 @@ class WorkersContext(SubprocessContext):
         pool: standby workers to adopt; None: all are started cold.
         lifeline: every process group is registered with it.
         link: delivers a worker's last messages before its exit is reported.
-        on_exit: called on a thread of its own with (local rank, exit status, message); the status is negative for a
-            signal. The worker's whole process group is dead by then.
+        on_exit: called on a thread of its own with (local rank, exit status, message, whether the process has stayed
+            from the world before); the status is negative for a signal. The worker's whole process group is dead by
+            then.
         on_import: called on any thread, once for each worker, if a script imports `dalsegno.elastic` and nothing had
             shown that before.
         extras: `numa_options` and the output filters, as in torch.
@@ -357,11 +358,12 @@ class WorkersContext(SubprocessContext):
             logger.warning("the last messages of worker %d (process %d) did not come through", rank, process.pid)
         unstarted = process.failure if isinstance(process, StandbyProcess) else ""
         if unstarted:
-            self._on_exit(rank, CANNOT_START, unstarted)
+            code, reason = CANNOT_START, unstarted
         elif stays:
-            self._on_exit(rank, code, "it lost a peer, and waits for the next world" if code == BROKEN else "")
+            reason = "it lost a peer, and waits for the next world" if code == BROKEN else ""
         else:
-            self._on_exit(rank, code, self._reason(rank, code) if code else "")
+            reason = self._reason(rank, code) if code else ""
+        self._on_exit(rank, code, reason, isinstance(process, StandbyProcess) and bool(process.holds))
 
     def _start_instead(self, rank: int, abandoned: StandbyProcess) -> _ColdProcess | StandbyProcess | None:
         """Starts a worker that its nursery could not start, or that ended before it had its place.

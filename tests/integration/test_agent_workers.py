@@ -97,7 +97,7 @@ class Node:
         self.order.append(message.WhichOneof("body") or "")
         self.said.put((epoch, rank, message))
 
-    def exited(self, rank: int, code: int, message: str) -> None:
+    def exited(self, rank: int, code: int, message: str, had_stayed: bool) -> None:
         self.order.append("exit")
         self.exits.put((rank, code, message))
 

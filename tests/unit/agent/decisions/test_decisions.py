@@ -13,7 +13,7 @@ from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions import handling, leaving
 from dalsegno.agent.decisions.decision import STOP_PATIENCE_SECONDS
 from dalsegno.agent.decisions.ranks import TOLD_AFTER_SECONDS
-from dalsegno.agent.decisions.state import Epoch, Start
+from dalsegno.agent.decisions.state import Epoch, Outcome, Start
 from dalsegno.protos import control_pb2, worker_pb2
 
 A = TypeVar("A")
@@ -1216,6 +1216,18 @@ def test_a_script_that_ends_with_the_code_of_a_drain_has_failed() -> None:
     assert not agent.calls("ReportDrained")
     (failure,) = agent.calls("ReportFailure")
     assert failure.exit_code == ev.WORKER_DRAINED
+
+
+def test_a_process_that_has_stayed_may_leave_its_place_to_a_new_one() -> None:
+    """It cannot follow the others to the training, and says so itself: no failure."""
+    agent = Agent().registered().running()
+    asked = agent.hear(ev.WorkerExited(1, 0, ev.WORKER_DRAINED, had_stayed=True))
+    assert "ReportFailure" not in kinds(asked)
+    assert agent.state.epoch.outcome is Outcome.DRAINED
+    behind = Agent().registered().running()
+    behind.said(progress=worker_pb2.Progress(step=3))
+    behind.hear(ev.WorkerExited(1, 0, ev.WORKER_DRAINED, had_stayed=True))
+    assert behind.calls("ReportFailure"), "it had followed them"
 
 
 @pytest.mark.parametrize("wanted", ["by the master", "by its ranks", "by a signal"])
