@@ -291,7 +291,9 @@ def _job(plain: Mapping[str, Any], letters: str) -> Job:
     if head.version == 2:
         job.events = tuple(_EVENTS.decode(row, _EVENT) for row in plain[_JOB].get("notices", ()))
         job.sequence = job.noticed
-    if job.run.begun_anew and not job.run.ever_stepped and not job.run.milestones:
+    run = job.run
+    # Of a run that went back, what is aside is its own: a checkpoint was sealed, though nobody heard of a step.
+    if run.begun_anew and not (run.ever_stepped or run.milestones or run.gone_back):
         _forget_earlier_runs(job)
     # An earlier version left the row of a world that an ended job no longer had, and wrote that there are no parts.
     if plain.get(_WORLD) is not None and (letters or job.phase.has_workers):

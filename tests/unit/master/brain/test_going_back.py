@@ -318,3 +318,26 @@ def test_what_nodes_still_hold_in_memory_does_not_undo_it() -> None:
     head = resume_point(job.job)
     assert head is not None
     assert head.step == 10
+
+
+def test_what_a_new_run_sealed_unheard_stays_aside_under_the_next_master() -> None:
+    """A power cut came before its first step was heard, and the next master before the next world's first step."""
+    job = Driven(settings(keep_checkpoints=1), embedded=True)
+    first = job.node()
+    run(job, first)
+    first.step(1)
+    first.save(1)
+    first.finished(2)
+    gone(job, first)
+    second = job.node(new_run=True)
+    run(job, second)
+    made = job.seal(3)
+    gone(job, second)
+    third = job.node(resume_step=0)
+    run(job, third)
+    job.restart()
+    assert [(one.name, one.aside) for one in job.job.checkpoints] == [(made.ref.name, True)]
+    third.beat()
+    third.step(1)
+    third.commit(job.seal(1))
+    assert not [one for one in prunable(job.job) if one.name == made.ref.name]
