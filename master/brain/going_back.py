@@ -12,7 +12,7 @@ from dataclasses import replace
 from dalsegno.protos import control_pb2
 
 from . import membership
-from .checkpoints import resume_point, set_aside
+from .checkpoints import has_gone_back, resume_point, set_aside
 from .described import from_proto
 from .events import Reply
 from .state import Budget, Checkpoint, GoneBack, Job, Phase
@@ -73,6 +73,11 @@ def go_back(turn: Turn, message: control_pb2.RegisterRequest, is_there: Callable
     text = f"{job.run_id} goes back to {where}, as --resume-step says: {what}"
     turn.notice(text, True)
     return text
+
+
+def stands_at(job: Job, made: int) -> int:
+    """The step that the run stands at: the last one that was `made`, or the one that it went back to since."""
+    return job.run.left_step if has_gone_back(job) else made
 
 
 def take_back(job: Job, message: control_pb2.RegisterRequest) -> bool:

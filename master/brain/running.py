@@ -11,6 +11,7 @@ from dalsegno.protos.contract import FIRST_OF_SURVIVORS
 
 from . import announcements, beside, ending, failures, refusals, saves, waits
 from .chronicle import Kind
+from .going_back import stands_at
 from .growing import to_take_in, unheard_since, wants_to_grow
 from .live import DrainLife, Pause
 from .membership import may_call_session, newcomers
@@ -199,12 +200,13 @@ def regroup(turn: Turn) -> None:
     """Ends the open epoch on every node, and gathers for the next."""
     job, world = turn.job, world_of(turn)
     stood = job.has_session and not job.told.first_step
-    turn.update_run(left_step=max(last_step(turn), world.left_step if stood else 0))
+    made = last_step(turn)
+    turn.update_run(left_step=stands_at(job, max(made, world.left_step if stood else 0)))
     turn.update_next(grown=job.drain is not None and job.drain.grown)
     pause = pause_of(turn, stood=stood)
     saved_at = turn.open.drained_at
     turn.live.pause = pause.with_mark("noticed", turn.now) if saved_at is None else pause.with_mark("saved", saved_at)
-    announcements.close_record(turn, world, job.run.left_step)
+    announcements.close_record(turn, world, max(made, job.run.left_step))
     failures.note_end(turn, world)
     turn.gather_anew()
     # A boundary is reported together with its save; but another master may have heard of it, and this one not.
@@ -397,6 +399,6 @@ def end(turn: Turn, phase: Phase, message: str, *, notice: bool = True) -> None:
     if job.world is not None:
         made = last_step(turn)
         announcements.close_record(turn, job.world, made)
-    job.save_order, step = None, max(made, job.run.left_step)
+    job.save_order, step = None, stands_at(job, max(made, job.run.left_step))
     turn.note(ENDS[phase], message, said=notice, warning=phase is Phase.FAILED, step=step)
     turn.enter(phase)

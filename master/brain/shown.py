@@ -11,6 +11,7 @@ from .checkpoints import resume_point
 from .chronicle import JobEvent, Kind, PausePart, goodput
 from .described import to_proto
 from .forming import missing
+from .going_back import stands_at
 from .live import State
 from .milestones import milestones_proto
 from .registration import settings_proto
@@ -31,7 +32,7 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
     if world is not None:
         # Perhaps only another master has heard of the steps that led to its last commit.
         before = world.resumed_step if unheard and job.phase.has_workers else step
-        step = max(before, job.checkpoints.last_step(world.epoch))
+        step = stands_at(job, max(before, job.checkpoints.last_step(world.epoch)))
     reply = control_pb2.StatusReply(
         generation=job.generation,
         job_id=job.job_id,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dalsegno.master.brain import brain
 from dalsegno.master.brain.checkpoints import prunable, resume_point, retire
 from dalsegno.master.brain.state import Budget, Phase
 from dalsegno.protos import control_pb2
@@ -341,3 +342,42 @@ def test_what_a_new_run_sealed_unheard_stays_aside_under_the_next_master() -> No
     third.step(1)
     third.commit(job.seal(1))
     assert not [one for one in prunable(job.job) if one.name == made.ref.name]
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_the_status_says_where_the_run_went_back_to(is_new: bool) -> None:
+    """Not the last step of what is aside; so does the job's end. The history still says what was made."""
+    job = trained(5, 10)
+    go_on(job, job.node(), 15, 20)
+    if is_new:
+        job.restart(is_gone=lambda process: True)
+        job.wait(100)
+    late = job.node(resume_step=5)
+    job.wait(1)
+    assert (brain.status(job.state, job.now).step, job.job.run.left_step) == (5, 5)
+    job.call(control_pb2.StopRequest(job_id="job"))
+    gone(job, late)
+    assert job.phase is Phase.STOPPED
+    assert (brain.status(job.state, job.now).step, job.job.events[-1].step) == (5, 5)
+    assert [(entry.first_step, entry.last_step) for entry in job.job.history] == [(1, 10), (11, 20)]
+
+
+def test_who_goes_back_while_a_new_master_still_has_a_world_stands_there() -> None:
+    """Its nodes are gone, and their world ends in the turn in which the run goes back."""
+    job = Driven(settings(keep_checkpoints=0))
+    node = job.node()
+    run(job, node)
+    for step in (5, 10):
+        node.step(step)
+        node.save(step)
+    job.restart()
+    job.silent = {node.incarnation}
+    while refusal(job, resume_step=5)[0] == "UNAVAILABLE":
+        job.wait(0.5)
+    late = job.node(resume_step=5)
+    job.wait(1)
+    assert (brain.status(job.state, job.now).step, job.job.run.left_step) == (5, 5)
+    assert job.job.history[-1].last_step == 10
+    run(job, late)
+    assert brain.status(job.state, job.now).step == 5
+    assert job.job.history[-1].lost_steps == 0
