@@ -118,7 +118,8 @@ class EtcdStore:
             for _ in range(MOST_TRIES):
                 self._refresh()
                 before = self._head.generation
-                if owner is not None and owner != before:
+                # With an old copy of etcd another master may have been given the same generation.
+                if owner is not None and (owner, self._owner) != (before, self._head.owner):
                     # It may have been this owner, in a try of which the answer was lost.
                     if self._head.owner != self._owner or self._tried != (owner, before):
                         raise Superseded(owner, before)

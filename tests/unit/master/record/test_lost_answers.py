@@ -16,28 +16,28 @@ class LosingEtcd:
 
     def __init__(self) -> None:
         self.loses = False
-        self._values: dict[str, tuple[bytes, int]] = {}
+        self.values: dict[str, tuple[bytes, int]] = {}
         self._revision = 0
 
     def get(self, key: str, at: int = 0) -> Value | None:
-        found = self._values.get(key)
+        found = self.values.get(key)
         return Value(*found, self._revision) if found is not None else None
 
     def get_all(self, keys: Sequence[str], at: int = 0) -> list[Value | None]:
         return [self.get(key) for key in keys]
 
     def names(self, prefix: str) -> list[str]:
-        return [key for key in self._values if key.startswith(prefix)]
+        return [key for key in self.values if key.startswith(prefix)]
 
     def change(self, key: str, revision: int, changes: Sequence[Change], held: bytes | None = None) -> int:
-        if self._values.get(key, (b"", 0))[1] != revision:
+        if self.values.get(key, (b"", 0))[1] != revision:
             return 0
         self._revision += 1
         for change in changes:
             if change.data is None:
-                self._values.pop(change.key, None)
+                self.values.pop(change.key, None)
             else:
-                self._values[change.key] = change.data, self._revision
+                self.values[change.key] = change.data, self._revision
         if self.loses:
             self.loses = False
             raise EtcdUnavailable("no answer")
@@ -105,3 +105,22 @@ def test_whoever_takes_it_over_in_the_same_process_supersedes_too() -> None:
         store.raise_generation(above=1, owner=1)
     with pytest.raises(Superseded):
         store.raise_generation(above=40, owner=1)
+
+
+def test_whoever_was_given_the_same_generation_over_an_old_copy_is_somebody_else() -> None:
+    """Else the next save would write into the rows of the other master."""
+    etcd = LosingEtcd()
+    old = opened(etcd)
+    copy = dict(etcd.values)
+    assert old.raise_generation() == 1
+    old.load()
+    old.save({"job": b"old"}, 1)
+    etcd.values = copy
+    new = opened(etcd)
+    assert new.raise_generation() == 1
+    new.load()
+    new.save({"job": b"new", "node/b": b"1"}, 1)
+    with pytest.raises(Superseded):
+        old.raise_generation(above=4, owner=1)
+    new.save({"job": b"newer"}, 1)
+    assert opened(etcd).load() == {"job": b"newer", "node/b": b"1"}
