@@ -50,6 +50,7 @@ _READ = (2, STATE_VERSION)
 _JOB, _WORLD, _PARTS = "job", "world", "parts"
 _NODE, _CHECKPOINT, _LATE, _EPOCH, _EVENT = "node/", "checkpoint/", "late/", "epoch/", "event/"
 _PRUNED, _REMARK = "pruned/", "remark/"
+_PREFIXES = (_NODE, _CHECKPOINT, _LATE, _EPOCH, _EVENT, _PRUNED, _REMARK)
 _LATE_KEY, _PRUNED_KEY, _EPOCH_KEY = attrgetter("digest"), attrgetter("number"), attrgetter("epoch")
 # Parts of the job that are kept in rows of their own.
 _APART = ("nodes", "checkpoints", "opened", "history", "late", "pruned", "events", "remarks")
@@ -162,8 +163,8 @@ class JobCodec:
         self._log(rows, _EVENT, job.events)
         self._log(rows, _REMARK, job.remarks)
         if self._decoded:
-            # What went since then, and what this version does not store, must not come back with the next master.
-            rows.update(dict.fromkeys(self._decoded - _keys(job)))
+            # What went since then must not come back with the next master. Another kind may be a newer version's.
+            rows.update(dict.fromkeys(key for key in self._decoded - _keys(job) if _is_known(key)))
             self._decoded = frozenset()
         for key, kept in self._new.items():
             if kept is None:
@@ -258,6 +259,11 @@ def _keys(job: Job) -> set[str]:
     keys.update(f"{_EVENT}{event.sequence}" for event in job.events)
     keys.update(f"{_REMARK}{event.sequence}" for event in job.remarks)
     return keys
+
+
+def _is_known(key: str) -> bool:
+    """Whether this version, or one before it, writes rows of this kind."""
+    return key in (_JOB, _WORLD, _PARTS, legacy.KEY) or key.startswith(_PREFIXES)
 
 
 def _own(value: Any) -> Any:

@@ -241,3 +241,15 @@ def test_checkpoints_of_a_run_that_has_made_steps_count() -> None:
     job.run = replace(job.run, number=2, begun_anew=True)
     job.history = (EpochRecord(1, 2, 2, "", 0, False, 0.0, 0, 1, 6, stepped_at=1.0),)
     assert JobCodec().decode(JobCodec.everything(job)) == job
+
+
+def test_rows_of_a_kind_that_a_newer_version_writes_stay() -> None:
+    """That one may come back, and reads them; what went of the kinds of this version, and of older ones, goes."""
+    rows = JobCodec.everything(trained()[0].job)
+    newer = {"lease/a": b"{}", "worlds": b"[]"}
+    gone = dict.fromkeys(("late/gone", "record"), rows[next(key for key in rows if key.startswith("checkpoint/"))])
+    codec = JobCodec()
+    job = codec.decode(rows | newer | gone)
+    job.late = ()
+    deleted = {key for key, row in codec.changes(job).items() if row is None}
+    assert deleted == set(gone)
