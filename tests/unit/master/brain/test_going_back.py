@@ -381,3 +381,30 @@ def test_who_goes_back_while_a_new_master_still_has_a_world_stands_there() -> No
     run(job, late)
     assert brain.status(job.state, job.now).step == 5
     assert job.job.history[-1].lost_steps == 0
+
+
+def test_step_0_is_the_way_out_where_an_earlier_version_left_the_run_before() -> None:
+    """The new run has made steps and no commit, so nobody can tell that what is on the record is not its own."""
+    job = trained(10)
+    node = job.node()
+    run(job, node)
+    node.finished(20)
+    gone(job, node)
+    rows = {key: row for key, row in job.rows.items() if key.startswith(("checkpoint/", "epoch/"))}
+    node = job.node(new_run=True)
+    run(job, node)
+    node.step(1)
+    gone(job, node)
+    job.rows.update(rows)
+    job.restart()
+    job.wait(60)
+    late = job.node(resume_step=0)
+    run(job, late)
+    assert not late.directive.run.HasField("resume")
+    assert [(one.step, one.aside) for one in job.job.checkpoints] == [(10, True)]
+    late.step(1)
+    late.save(1)
+    gone(job, late)
+    job.restart()
+    job.wait(60)
+    assert resumed(job, job.node()) == 1
