@@ -174,7 +174,7 @@ class Hurry:
             while not self._mine.check(names):
                 if line := self._said_apart():
                     raise Refusal(line)
-                time.sleep(pause)  # until another rank has come to its end, too
+                time.sleep(pause)  # why: nothing wakes a rank when another one comes to its end, or begins a step
                 pause = min(2 * pause, _LAST_LOOK_SECONDS)
         except RuntimeError as error:
             log.debug("what the other ranks do is not known: %s", error)
