@@ -7,8 +7,13 @@ writes, and what it calls. Where that cannot be told, the answer is no.
 from __future__ import annotations
 
 import argparse
+import cmath
+import collections
 import dis
 import functools
+import itertools
+import math
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -38,10 +43,47 @@ _CALLED: tuple[Any, ...] = (
     *(ArithmeticError, Exception, IndexError, KeyError, ValueError, ZeroDivisionError),
 )
 _BUILTINS = {one.__name__: one for one in _CALLED}
-_MODULES = frozenset(("bisect", "_bisect", "cmath", "math", "numpy"))
-_CHANGING = ("insort",)  # how those of their functions begin that change what they are given
+# Functions of modules that change nothing. Of numpy a list: others write files, draw numbers or change what they get.
+_OF_NUMPY = frozenset(
+    (
+        *("abs", "absolute", "all", "any", "arange", "arccos", "arcsin", "arctan", "arctan2", "around", "array"),
+        *("asarray", "cbrt", "ceil", "clip", "cos", "cosh", "cumprod", "cumsum", "deg2rad", "diff", "divide", "dot"),
+        *("e", "exp", "exp2", "expm1", "fabs", "float32", "float64", "floor", "floor_divide", "fmod", "full"),
+        *(
+            "geomspace",
+            "heaviside",
+            "hypot",
+            "inf",
+            "int32",
+            "int64",
+            "interp",
+            "isclose",
+            "isfinite",
+            "isnan",
+            "linspace",
+        ),
+        *("log", "log10", "log1p", "log2", "logspace", "max", "maximum", "mean", "min", "minimum", "mod", "multiply"),
+        *("nan", "negative", "ones", "pi", "polyval", "power", "prod", "rad2deg", "reciprocal", "remainder", "rint"),
+        *("round", "searchsorted", "sign", "sin", "sinc", "sinh", "sqrt", "square", "subtract", "sum", "tan", "tanh"),
+        *("true_divide", "trunc", "where", "zeros"),
+    )
+)
+_OF_BISECT = frozenset(("bisect", "bisect_left", "bisect_right"))
+_MODULES = {
+    **{name: frozenset(vars(module)) for name, module in (("math", math), ("cmath", cmath))},
+    **{"bisect": _OF_BISECT, "_bisect": _OF_BISECT, "numpy": _OF_NUMPY},
+}
 # Methods of Python's containers that change nothing.
 _READING = frozenset(("count", "get", "index", "items", "keys", "values"))
+# Names of what changes a container, or an array, or leads to one. An own method of that name is not told apart.
+_CHANGING = frozenset(
+    (
+        *(set(dir(list)) | set(dir(dict)) | set(dir(set)) | set(dir(bytearray)) | set(dir(collections.deque)))
+        - (set(dir(tuple)) | set(dir(frozenset)) | set(dir(bytes)) | _READING),
+        *("byteswap", "dump", "fill", "itemset", "keywords", "partition", "put", "resize", "setfield", "setflags"),
+        "tofile",
+    )
+)
 # What a class may define itself: nobody calls it who only asks an object for its attributes.
 _UNCALLED = (
     *(
@@ -57,75 +99,148 @@ _UNCALLED = (
     ),
     *("__getstate__", "__setstate__", "__reduce__", "__replace__", "__annotate_func__", "__call__"),
 )
-# Before Python 3.11 each has an instruction of its own.
-_ADDING = (
-    *("+=", "-=", "|=", "&=", "^="),
-    *("INPLACE_ADD", "INPLACE_SUBTRACT", "INPLACE_OR", "INPLACE_AND", "INPLACE_XOR"),
-)
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_CONTAINERS = (list, tuple, set, frozenset)
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
+_NUMBERS = (bool, int, float, complex)
+_CONTAINERS = (list, tuple, set, frozenset, dict)
+_MUTABLE = (list, set, dict)
 _DEPTH, _OBJECTS, _ITEMS = 8, 64, 10_000
 _SUSPENDS = 0x20 | 0x80 | 0x200  # generators and coroutines, as `inspect` has it
 _CLASS_OF_PYTHON = 1 << 9  # a class that is made at run time
-# Functions that are being looked at, with what they are given.
-_Seen = set[tuple[Any, ...]]
 
 
 def is_memoryless(function: Any) -> bool:
     """Whether calls of it leave no trace, as far as its code says. It is not called."""
     try:
-        return _leaves_no_trace(function, set())
+        return callable(function) and _Question(function).answer()
     except Exception:  # of an object that fails where it is looked at
         return False
 
 
-def _leaves_no_trace(function: Any, seen: _Seen) -> bool:
-    if any(function is one for one in _BUILTINS.values()):
-        return True
-    if type(function) is functools.partial:
-        given = (*function.args, *function.keywords.values())
-        return _leaves_no_trace(function.func, seen) and all(map(_is_plain, given))
-    if type(function) is types.BuiltinFunctionType:
-        module = function.__self__
-        known = type(module) is types.ModuleType and module.__name__ in _MODULES
-        return known and not function.__name__.startswith(_CHANGING)
-    if type(function) is types.MethodType:
-        return _only_reads(function.__func__, [function.__self__], seen)
-    if type(function) is types.FunctionType:
-        return _only_reads(function, [], seen)
-    return _only_reads(_in_class(function, "__call__"), [function], seen)
+class _Question:
+    """All that a function may reach: each value is looked at by itself, however the function comes to it.
 
-
-def _only_reads(function: Any, given: list[Any], seen: _Seen) -> bool:
-    """Whether a function sets only variables of its own, and may be let at all that it reaches.
-
-    Args:
-        given: What it is called with beside plain values.
+    Which attribute is read of which value is mostly not known. So each name is looked up in each object.
     """
-    if type(function) is not types.FunctionType:
-        return False
-    if (key := (function, *map(id, given))) in seen:
-        return True
-    seen.add(key)
-    code = function.__code__
-    reached = [*given, *(cell.cell_contents for cell in function.__closure__ or ())]
-    reached += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    names, attributes, adds = set[str](), set[str](), False
-    for part in _codes(code):
-        for one in dis.get_instructions(part):
-            if one.opname == "LOAD_GLOBAL":
-                names.add(one.argval)
-            elif one.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                attributes.add(one.argval)
-            elif _may_set(one, part):
+
+    def __init__(self, function: Any) -> None:
+        self._reached = [function]
+        self._objects: dict[int, Any] = {}
+        self._values: dict[int, Any] = {}  # the plain ones
+        self._attributes, self._found = set[str](), set[str](_READING)
+        self._has_mutable, self._adds = False, False
+
+    def answer(self) -> bool:
+        """Whether only plain values are read, and only functions without a trace are called."""
+        while self._reached:
+            while self._reached:
+                if not self._may_be_used(self._reached.pop()):
+                    return False
+            for value in self._objects.values():
+                own = _attributes_of(value, self._attributes)
+                if own is None:
+                    return False
+                self._found |= own.keys()
+                self._reached += [one for one in own.values() if not self._is_known(one)]
+        # What `+=` changes may be any list in reach, also that of another function, which gave it to this one.
+        return self._attributes <= self._found and not (self._adds and self._has_mutable)
+
+    def _is_known(self, value: Any) -> bool:
+        return id(value) in self._objects or id(value) in self._values
+
+    def _may_be_used(self, value: Any) -> bool:
+        if self._is_known(value):
+            return True
+        if self._is_plain(value):
+            self._values[id(value)] = value
+            return True
+        self._objects[id(value)] = value
+        if len(self._objects) > _OBJECTS:
+            return False
+        if isinstance(value, types.ModuleType) or _may_be_called(value):
+            return True
+        if type(value) is types.FunctionType:
+            return self._may_run(value)
+        if type(value) is types.MethodType:
+            self._reached += [value.__func__, value.__self__]
+            return True
+        if type(value) is functools.partial:
+            self._reached += [value.func, *value.args, *value.keywords.values()]
+            return True
+        if type(value) in (argparse.Namespace, types.SimpleNamespace):
+            return True
+        call = _in_class(type(value), "__call__")
+        if call is not None:
+            self._reached.append(call)
+        return _is_simple(type(value)) and (call is None or type(call) is types.FunctionType)
+
+    def _may_run(self, function: types.FunctionType) -> bool:
+        """Whether a function sets only variables of its own. What it reaches is looked at later."""
+        if function.__code__.co_flags & _SUSPENDS:
+            return False
+        self._reached += [cell.cell_contents for cell in function.__closure__ or ()]
+        self._reached += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        for part in _codes(function.__code__):
+            read = list(dis.get_instructions(part))
+            if any(_may_set(one, part) for one in read) or not self._may_read(read, function.__globals__):
                 return False
-            adds = adds or one.opname in _ADDING or (one.opname == "BINARY_OP" and one.argrepr in _ADDING)
-    variables = function.__globals__
-    if code.co_flags & _SUSPENDS or any(name not in variables and name not in _BUILTINS for name in names):
-        return False
-    reached += [variables[name] for name in names if name in variables]
-    return _may_be_reached(reached, attributes, seen, adds=adds)
+            self._adds = self._adds or _adds_to_others(read, part)
+        return True
+
+    def _may_read(self, instructions: list[dis.Instruction], variables: dict[str, Any]) -> bool:
+        taken = False
+        for one, after in itertools.pairwise([*instructions, None]):
+            direct = taken
+            taken = False
+            if one is None or direct:
+                continue
+            if one.opname == "LOAD_GLOBAL":
+                if one.argval not in variables:
+                    if one.argval not in _BUILTINS:
+                        return False
+                    continue
+                value = variables[one.argval]
+                # A jump to the attribute's instruction may come with another object.
+                if after is not None and after.opname in _LOADS and not after.is_jump_target:
+                    taken = type(value) is types.ModuleType
+                if not taken:
+                    self._reached.append(value)
+                elif after is None or not self._may_take(value, after.argval):
+                    return False
+            elif one.opname in _LOADS:
+                if one.argval in _CHANGING or one.argval.startswith("__"):
+                    return False
+                self._attributes.add(one.argval)
+        return True
+
+    def _may_take(self, module: types.ModuleType, name: str) -> bool:
+        """Whether a module's attribute may be read, as the code does."""
+        if module.__name__ in _MODULES:
+            return name in _MODULES[module.__name__]
+        if name not in vars(module):
+            return False
+        self._reached.append(vars(module)[name])
+        return True
+
+    def _is_plain(self, value: Any, depth: int = 0) -> bool:
+        """Whether it is a number or a text, or consists of these."""
+        if type(value) in _PLAIN:
+            return True
+        if depth == _DEPTH or type(value) not in _CONTAINERS or len(value) > _ITEMS:
+            return False
+        self._has_mutable = self._has_mutable or type(value) in _MUTABLE
+        items = [*value, *value.values()] if isinstance(value, dict) else value
+        return all(self._is_plain(item, depth + 1) for item in items)
+
+
+def _may_be_called(value: Any) -> bool:
+    """Whether it is a function of Python's or numpy's that leaves no trace."""
+    if any(value is one for one in _BUILTINS.values()):
+        return True
+    if type(value) is types.BuiltinFunctionType and type(value.__self__) is types.ModuleType:
+        return value.__name__ in _MODULES.get(value.__self__.__name__, ())
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and any(value is vars(numpy).get(name) for name in _OF_NUMPY)
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -146,52 +261,52 @@ def _may_set(instruction: dis.Instruction, code: types.CodeType) -> bool:
     return kind.startswith(("STORE_", "DELETE_", "IMPORT_", "LOAD_SUPER", "LOAD_NAME", "LOAD_FROM", "LOAD_BUILD"))
 
 
-def _may_be_reached(reached: list[Any], attributes: set[str], seen: _Seen, *, adds: bool) -> bool:
-    """Whether only plain values are read of all that is reached, and only functions without a trace are called.
+def _adds_to_others(instructions: list[dis.Instruction], code: types.CodeType) -> bool:
+    """Whether ``+=`` or its like is used, except with variables that only began as a number: it changes a list."""
+    given = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 0x4) + bool(code.co_flags & 0x8)
+    others, added = set(code.co_varnames[:given]), set[str]()
+    for before, one in itertools.pairwise(instructions):
+        adds = _is_adding(before)
+        if not one.opname.startswith("STORE_FAST"):
+            if adds:
+                return True
+            continue
+        # Newer Pythons have instructions that store and load, or store two.
+        first, *more = one.argval if isinstance(one.argval, tuple) else (one.argval,)
+        others.update(more)
+        is_number = before.opname in ("LOAD_CONST", "LOAD_SMALL_INT") and type(before.argval) in _NUMBERS
+        if adds:
+            added.add(first)
+        elif not is_number or one.is_jump_target:
+            others.add(first)
+    return not others.isdisjoint(added)
 
-    Args:
-        adds: ``+=`` or its like is used, which changes a list.
-    """
-    found = set[str](_READING)
-    objects: dict[int, Any] = {}
-    for value in reached:  # it gets longer
-        if _is_plain(value):
-            if adds and isinstance(value, list | dict | set):
-                return False
-        elif id(value) not in objects:
-            objects[id(value)] = value
-            own = _attributes(value, attributes, seen)
-            if own is None or len(objects) > _OBJECTS:
-                return False
-            found |= own.keys()
-            reached += own.values()
-    return attributes <= found
+
+def _is_adding(instruction: dis.Instruction) -> bool:
+    # Before Python 3.11 each has an instruction of its own.
+    kind = instruction.opname
+    return kind.startswith("INPLACE_") or (kind == "BINARY_OP" and instruction.argrepr.endswith("="))
 
 
-def _attributes(value: Any, names: set[str], seen: _Seen) -> dict[str, Any] | None:
+def _attributes_of(value: Any, names: set[str]) -> dict[str, Any] | None:
     """Those of a module or an object that are to be looked at, too; None: it is not safe to use."""
     if isinstance(value, types.ModuleType):
         own = {name: vars(value)[name] for name in names & vars(value).keys()}
         if value.__name__ not in _MODULES:
             return own
-        odd = any(name.startswith(_CHANGING) or isinstance(item, types.ModuleType) for name, item in own.items())
-        return None if odd else dict.fromkeys(own)
-    if type(value) in _FUNCTIONS or any(value is one for one in _BUILTINS.values()):
-        return {} if _leaves_no_trace(value, seen) else None
-    if type(value) in (argparse.Namespace, types.SimpleNamespace):
+        return dict.fromkeys(own) if own.keys() <= _MODULES[value.__name__] else None
+    if type(value) in (types.FunctionType, functools.partial, argparse.Namespace, types.SimpleNamespace):
         return {name: vars(value)[name] for name in names & vars(value).keys()}
-    if not _is_simple(type(value)):
-        return None
-    if _in_class(value, "__call__") is not None and not _leaves_no_trace(value, seen):
-        return None
-    held = getattr(value, "__dict__", {})
-    own = {name: held.get(name, _in_class(value, name)) for name in names}
-    return {
-        # A method is given the object.
-        name: types.MethodType(item, value) if name not in held and isinstance(item, types.FunctionType) else item
-        for name, item in own.items()
-        if item is not None or name in held
-    }
+    if type(value) is types.MethodType or _may_be_called(value):
+        return {}
+    held, own = getattr(value, "__dict__", {}), {}
+    for name in names:
+        item = _in_class(type(value), name)
+        if name in held and not hasattr(type(item), "__set__"):
+            item = held[name]
+        if item is not None or name in held:
+            own[name] = item
+    return own
 
 
 def _is_simple(kind: type) -> bool:
@@ -209,16 +324,6 @@ def _is_simple(kind: type) -> bool:
     )
 
 
-def _in_class(value: Any, name: str) -> Any:
-    """What its class has under this name, as it is written there; None: nothing."""
-    return next((vars(base)[name] for base in type(value).__mro__ if name in vars(base) and base is not object), None)
-
-
-def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Whether it is a number or a text, or consists of these."""
-    if type(value) in _PLAIN:
-        return True
-    if depth == _DEPTH or type(value) not in (*_CONTAINERS, dict) or len(value) > _ITEMS:
-        return False
-    items = [*value, *value.values()] if isinstance(value, dict) else value
-    return all(_is_plain(item, depth + 1) for item in items)
+def _in_class(kind: type, name: str) -> Any:
+    """What a class has under this name, as it is written there; None: nothing."""
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base) and base is not object), None)

@@ -20,6 +20,69 @@ settings = argparse.Namespace(warm=3)
 milestones, table, count = [1, 2], {1: 2.0}, 0
 
 
+history: list[int] = []
+kept = {1}
+
+
+def adds_to_it(what: list[int]) -> None:
+    what += [1]
+
+
+def plots(step: int) -> float:
+    history.append(step)  # as of numpy there is a function of this name
+    return 0.5 * (1 + np.cos(step / 100))
+
+
+def notes(step: int) -> float:
+    kept.add(step)
+    return np.exp(-len(kept))
+
+
+def adds_elsewhere(step: int) -> float:
+    adds_to_it(history)
+    return len(history)
+
+
+def adds_to_given(what: list[int], step: int) -> float:
+    what += [step]
+    return len(what)
+
+
+def doubles(step: int, what: list[float] = [1.0]) -> float:  # noqa: B006 - as a script does
+    what *= 2
+    return len(what)
+
+
+def adds_to_either(step: int) -> float:
+    what: Any = history or 1.0
+    what += [step]
+    return 1.0
+
+
+def hits(what: Any) -> float:
+    return what.hit() + harmless.hit()
+
+
+class Harmless:
+    def hit(self) -> float:
+        return 1.0
+
+
+class Hit:
+    def hit(self) -> float:
+        history.append(1)
+        return 1.0
+
+
+harmless, hit = Harmless(), Hit()
+
+
+def accumulates(step: float) -> float:
+    step += 1
+    step /= 10
+    return step * math.exp(-step)
+
+
 def counts_globally(step: int) -> float:
     global count  # as a script does
     count += 1
@@ -84,6 +147,13 @@ class Remembers:
     def draws(self, step: int) -> float:
         return self.random.random()
 
+    def passes(self, step: int) -> float:
+        self.helps(self.seen)
+        return 1.0
+
+    def helps(self, what: list[int]) -> None:
+        what += [1]
+
     def takes(self, step: int) -> float:
         return next(self.values)
 
@@ -112,6 +182,10 @@ def forgetful() -> list[Any]:
         lambda step: table.get(step, 1.0),
         lambda step: milestones[step],
         lambda step: bisect.bisect_right(milestones, step),
+        lambda step: np.interp(step, milestones, [1.0, 0.5]) * np.clip(step, 0, 1) * np.pi,
+        lambda step: hits(harmless),
+        functools.partial(lambda inner, step: inner(step), Warm(3)),
+        accumulates,
     ]
 
 
@@ -131,6 +205,14 @@ def mindful() -> list[Any]:
         lambda step: bisect.insort(milestones, step) or 1.0,  # type: ignore[func-returns-value]
         lambda step: setattr(settings, "warm", step) or 1.0,  # type: ignore[func-returns-value]
         lambda step: milestones.pop(),
+        *(plots, notes, adds_elsewhere, doubles, adds_to_either, one.passes),
+        functools.partial(adds_to_given, history),
+        functools.partial(lambda add, step: add(step), history.append),
+        functools.partial(adds_to_given, what=history),
+        lambda step: np.save("never.npy", step) or 1.0,  # type: ignore[func-returns-value]
+        lambda step: hits(hit),
+        lambda step: history.__iadd__([step]) and len(history),
+        lambda step: list.append(history, step) or 1.0,  # type: ignore[func-returns-value]
     ]
 
 
