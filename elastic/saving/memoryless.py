@@ -129,6 +129,7 @@ class _Question:
         self._values: dict[int, Any] = {}  # the plain ones
         self._attributes, self._found = set[str](), set[str](_READING)
         self._has_mutable, self._adds = False, False
+        self._items = _ITEMS  # that may still be looked at, in all: a data set is not read through
 
     def answer(self) -> bool:
         """Whether only plain values are read, and only functions without a trace are called."""
@@ -226,7 +227,10 @@ class _Question:
         """Whether it is a number or a text, or consists of these."""
         if type(value) in _PLAIN:
             return True
-        if depth == _DEPTH or type(value) not in _CONTAINERS or len(value) > _ITEMS:
+        if depth == _DEPTH or type(value) not in _CONTAINERS:
+            return False
+        self._items -= len(value)
+        if self._items < 0:
             return False
         self._has_mutable = self._has_mutable or type(value) in _MUTABLE
         items = [*value, *value.values()] if isinstance(value, dict) else value

@@ -239,3 +239,10 @@ def test_schedules_of_transformers_may_be_called() -> None:
     ):
         (function,) = make(optimizer, 3, 10).lr_lambdas
         assert is_memoryless(function)
+
+
+def test_large_data_is_not_read_through() -> None:
+    """It would take seconds in each save: nobody can tell, then, also where each part is small."""
+    data, short = [[1] * 1000] * 20, [[1] * 100] * 20
+    assert not is_memoryless(lambda step: step / len(data))
+    assert is_memoryless(lambda step: step / len(short))
