@@ -203,7 +203,7 @@ class _Question:
                 value = variables[one.argval]
                 # A jump to the attribute's instruction may come with another object.
                 if after is not None and after.opname in _LOADS and not after.is_jump_target:
-                    taken = type(value) is types.ModuleType
+                    taken = type(value) in (types.ModuleType, type)
                 if not taken:
                     self._reached.append(value)
                 elif after is None or not self._may_take(value, after.argval):
@@ -214,8 +214,12 @@ class _Question:
                 self._attributes.add(one.argval)
         return True
 
-    def _may_take(self, module: types.ModuleType, name: str) -> bool:
-        """Whether a module's attribute may be read, as the code does."""
+    def _may_take(self, module: types.ModuleType | type, name: str) -> bool:
+        """Whether an attribute of a module may be read, as the code does, or one of a class that has settings."""
+        if isinstance(module, type):
+            value = _in_class(module, name)
+            # No function, property or the like. Without a metaclass nothing else is asked.
+            return value is not None and self._is_plain(value)
         if module.__name__ in _MODULES:
             return name in _MODULES[module.__name__]
         if name not in vars(module):
@@ -225,7 +229,7 @@ class _Question:
 
     def _is_plain(self, value: Any, depth: int = 0) -> bool:
         """Whether it is a number or a text, or consists of these."""
-        if type(value) in _PLAIN:
+        if type(value) in _PLAIN or _is_number_of_numpy(value):
             return True
         if depth == _DEPTH or type(value) not in _CONTAINERS:
             return False
@@ -245,6 +249,12 @@ def _may_be_called(value: Any) -> bool:
         return value.__name__ in _MODULES.get(value.__self__.__name__, ())
     numpy = sys.modules.get("numpy")
     return numpy is not None and any(value is vars(numpy).get(name) for name in _OF_NUMPY)
+
+
+def _is_number_of_numpy(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    # Not a class that a script derives from one.
+    return numpy is not None and type(value).__module__ == "numpy" and isinstance(value, numpy.number | numpy.bool_)
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -53,6 +53,12 @@ def doubles(step: int, what: list[float] = [1.0]) -> float:  # noqa: B006 - as a
     return len(what)
 
 
+def adds_to_class(step: int) -> float:
+    what = Config.steps
+    what += [step]
+    return 1.0
+
+
 def adds_to_either(step: int) -> float:
     what: Any = history or 1.0
     what += [step]
@@ -61,6 +67,48 @@ def adds_to_either(step: int) -> float:
 
 def hits(what: Any) -> float:
     return what.hit() + harmless.hit()
+
+
+class Config:
+    warm, steps = 4, [3, 6]
+
+    @property
+    def late(self) -> int:
+        history.append(1)
+        return 1
+
+    @classmethod
+    def counts(cls) -> int:
+        history.append(1)
+        return 1
+
+
+class LargeConfig(Config):
+    scale = np.float64(3)
+
+
+class Descriptor:
+    def __get__(self, instance: Any, owner: type) -> int:
+        history.append(1)
+        return 1
+
+
+class Sly:
+    warm = Descriptor()
+
+
+class Meta(type):
+    @property
+    def warm(cls) -> int:
+        history.append(1)
+        return 1
+
+
+class WithMeta(metaclass=Meta):
+    pass
+
+
+number = np.float32(3)
 
 
 class Harmless:
@@ -186,6 +234,10 @@ def forgetful() -> list[Any]:
         lambda step: hits(harmless),
         functools.partial(lambda inner, step: inner(step), Warm(3)),
         accumulates,
+        lambda step: step / Config.warm,
+        lambda step: step / LargeConfig.warm * LargeConfig.scale,
+        lambda step: sum(step >= one for one in Config.steps),
+        lambda step: step / number,
     ]
 
 
@@ -211,6 +263,9 @@ def mindful() -> list[Any]:
         functools.partial(adds_to_given, what=history),
         lambda step: np.save("never.npy", step) or 1.0,  # type: ignore[func-returns-value]
         lambda step: hits(hit),
+        lambda step: Config.steps.append(step) or 1.0,  # type: ignore[func-returns-value]
+        *(lambda step: Config.counts(), lambda step: Config().warm, lambda step: Config().late),
+        *(lambda step: Sly.warm, lambda step: WithMeta.warm, adds_to_class, lambda step: (Config or history).warm),
         lambda step: history.__iadd__([step]) and len(history),
         lambda step: list.append(history, step) or 1.0,  # type: ignore[func-returns-value]
     ]
