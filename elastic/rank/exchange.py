@@ -145,8 +145,6 @@ class Exchange:
 
     def abandon(self) -> None:
         """Gives up the step that has begun, because the script left its loop. The next step exchanges anew."""
-        if self._hurry is not None:
-            self._hurry.leave()
         self._step, self._pending, self._next = None, None, None
 
     def finish(self) -> None:

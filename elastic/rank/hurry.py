@@ -7,9 +7,8 @@ rank is in, whatever the rank itself is waiting for. The rank then does not end 
 The boundary is the end of the latest of these steps: no rank has ended it yet, and all learn of it before they do. All
 this costs nothing while nobody calls.
 
-A rank that finishes the training calls, too, and waits until all have finished: where another one is in a step that it
-will never make, or begins one, all learn that. Otherwise the first would wait in a collective of the session's, and the
-second in one of the script's.
+A rank that finishes the training calls, too: where another has gone on, or goes on later, both learn that. Else the
+first would wait in a collective of the session's, and the second in one of the script's, or of a save's.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ PATIENCE_SECONDS = 10.0
 # Seconds of one wait for a call; after each the thread waits again.
 _LONG_SECONDS = 86400.0
 _CLOSE_SECONDS = 5.0
-# Seconds between two looks whether all have finished: at first, and at most.
-_FIRST_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.0005, 0.05
 _NOTHING = -1
 _APART = "apart"
 
@@ -59,14 +56,14 @@ class Ballot:
         step: The step that the rank is in, or begins with.
         answered: The rank has answered with that step, and must not end it before it knows the boundary.
         boundary: The step at whose end all act; None: not known.
-        last: The last step that the rank has begun.
-        inside: It has neither ended nor left that.
-        finished: A rank that has finished the training, and the last step that it had begun.
+        place: How far the rank has come: twice the step that it has begun last, and one more if it has ended that.
+        finished: A rank that has finished the training, and its place.
+        finishing: This round's call was that one's, so nobody drains at its boundary.
     """
 
     def __init__(self) -> None:
-        self.round, self.step, self.last = 0, 0, 0
-        self.answered = self.inside = False
+        self.round, self.step, self.place = 0, 0, 0
+        self.answered = self.finishing = False
         self.boundary: int | None = None
         self.finished: tuple[int, int] | None = None
 
@@ -76,12 +73,11 @@ class Ballot:
         Where it has answered with a step that it left, it drains at the first one that it ends from there on: all ranks
         leave a loop in the same step.
         """
-        self.step = self.last = step
-        self.inside = True
+        self.step, self.place = step, 2 * step
 
-    def leave(self) -> None:
-        """The rank has left its loop in the middle of a step."""
-        self.inside = False
+    def goes_apart(self, place: int) -> tuple[int, int] | None:
+        """The rank that has finished the training before this place, to which this one comes; and its place."""
+        return self.finished if self.finished is not None and place > self.finished[1] else None
 
     @property
     def waits(self) -> bool:
@@ -92,11 +88,12 @@ class Ballot:
         """The rank ends its step. Returns whether all ranks act at this boundary."""
         assert not self.waits
         here = self.boundary is not None and self.step >= self.boundary
+        drains = here and not self.finishing
+        self.place = 2 * self.step + 1
         self.step += 1
-        self.inside = False
         if here:
             self._close()
-        return here
+        return drains
 
     def answer(self) -> int:
         """A call was heard. Returns the rank's step, which does not end before all have answered."""
@@ -111,7 +108,7 @@ class Ballot:
             self.boundary = boundary
 
     def _close(self) -> None:
-        self.round, self.answered, self.boundary = self.round + 1, False, None
+        self.round, self.answered, self.boundary, self.finishing = self.round + 1, False, None, False
 
 
 class Hurry:
@@ -144,59 +141,46 @@ class Hurry:
             Refusal: Another rank has finished the training, and will not make this step.
         """
         with self._changed:
-            finished = self._ballot.finished
-            if finished is None or step <= finished[1]:
+            finished = self._ballot.goes_apart(2 * step)
+            if finished is None:
                 self._ballot.begin(step)
-                finished = None
         if finished is not None:
-            self._refuse(_apart(*finished, self._rank, step))
+            self._refuse(_apart(*finished, self._rank, 2 * step))
         if call:
             self._call("")
 
-    def leave(self) -> None:
-        """The main thread has left its loop in the middle of a step."""
-        with self._changed:
-            self._ballot.leave()
-
     def finish(self) -> None:
-        """This rank finishes the training. Waits until all have: none may be in a step that it has not begun.
+        """This rank finishes the training: no other one may have come further, or do so from now on.
 
         Raises:
-            Refusal: Another rank is in such a step, or begins one.
+            Refusal: Another rank has.
         """
         with self._changed:
-            last, number = self._ballot.last, self._ballot.round
-        self._call(f"{self._rank} {last}")
+            place, number = self._ballot.place, self._ballot.round
+        self._call(f"{self._rank} {place}")
         try:
-            self._look_for_others(last, number)
-            self._mine.set(f"finished/{self._rank}", "")
-            names, pause = [f"finished/{rank}" for rank in range(self._world_size)], _FIRST_LOOK_SECONDS
-            while not self._mine.check(names):
-                if line := self._said_apart():
-                    raise Refusal(line)
-                time.sleep(pause)  # why: nothing wakes a rank when another one comes to its end, or begins a step
-                pause = min(2 * pause, _LAST_LOOK_SECONDS)
+            self._look_for_others(place, number)
         except RuntimeError as error:
             log.debug("what the other ranks do is not known: %s", error)
 
     def apart(self) -> str:
         """Why no rank may go on, if one has finished the training and another trains on; else nothing."""
+        with self._changed:
+            if self._ballot.finished is None:
+                return ""  # without a question to the store, which may be gone
         try:
-            return self._said_apart()
+            return self._mine.get(_APART).decode() if self._mine.check([_APART]) else ""
         except RuntimeError:
             return ""
 
-    def _said_apart(self) -> str:
-        return self._mine.get(_APART).decode() if self._mine.check([_APART]) else ""
-
     def _refuse(self, line: str) -> NoReturn:
-        """Raises Refusal, also on ranks that wait for this one."""
+        """Raises Refusal, also on ranks that lose this one by it."""
         with contextlib.suppress(RuntimeError):
             self._mine.set(_APART, line)
         raise Refusal(line)
 
-    def _look_for_others(self, last: int, number: int) -> None:
-        """Looks once in which steps the others are."""
+    def _look_for_others(self, place: int, number: int) -> None:
+        """Looks once how far the others have come."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._ballot.boundary is not None or self._ballot.round != number or bool(self._failed),
@@ -204,10 +188,10 @@ class Hurry:
             )
             if self._ballot.boundary is None or self._ballot.round != number:
                 return  # Not all have answered: what a rank that stands still does is not known.
-        steps = self._mine.multi_get([_inside(number, rank) for rank in range(self._world_size)])
-        for rank, step in enumerate(map(int, steps)):
-            if step > last:
-                self._refuse(_apart(self._rank, last, rank, step))
+        places = self._mine.multi_get([_place(number, rank) for rank in range(self._world_size)])
+        for rank, other in enumerate(map(int, places)):
+            if other > place:
+                self._refuse(_apart(self._rank, place, rank, other))
 
     def _call(self, finishes: str) -> None:
         """Has all threads answer, unless they do already. ``finishes``: why, if that is no drain."""
@@ -229,6 +213,7 @@ class Hurry:
 
         Raises:
             RuntimeError: The store is gone, so what the others have agreed on cannot be known.
+            Refusal: Another rank has finished the training in the middle of this step.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._ballot.waits or bool(self._failed), 3 * PATIENCE_SECONDS)
@@ -236,7 +221,12 @@ class Hurry:
                 raise RuntimeError(
                     f"the ranks were about to agree on a boundary, and the store is gone: {self._failed}"
                 )
-            return self._ballot.end()
+            place = 2 * self._ballot.step + 1
+            finished = self._ballot.goes_apart(place)
+            drains = finished is None and self._ballot.end()
+        if finished is not None:
+            self._refuse(_apart(*finished, self._rank, place))
+        return drains
 
     def close(self) -> None:
         """Ends the thread."""
@@ -277,10 +267,10 @@ class Hurry:
         finishes = store.get(_ear(number, self._rank)).decode().split()
         with self._changed:
             if finishes:
-                self._ballot.finished = int(finishes[0]), int(finishes[1])
-            step, inside = self._ballot.answer(), self._ballot.last if self._ballot.inside else _NOTHING
-        names = [f"{number}/step/{self._rank}", _inside(number, self._rank)]
-        store.multi_set(names, [str(step), str(inside)])
+                self._ballot.finished, self._ballot.finishing = (int(finishes[0]), int(finishes[1])), True
+            step, place = self._ballot.answer(), self._ballot.place
+        names = [f"{number}/step/{self._rank}", _place(number, self._rank)]
+        store.multi_set(names, [str(step), str(place)])
         if store.add(f"{number}/answers", 1) == self._world_size:
             steps = store.multi_get([f"{number}/step/{rank}" for rank in range(self._world_size)])
             store.compare_set(f"{number}/boundary", "", str(max(map(int, steps))))
@@ -306,13 +296,15 @@ def _ear(number: int, rank: int) -> str:
     return f"{number}/ear/{rank}"
 
 
-def _inside(number: int, rank: int) -> str:
-    return f"{number}/inside/{rank}"
+def _place(number: int, rank: int) -> str:
+    return f"{number}/place/{rank}"
 
 
-def _apart(first: int, last: int, other: int, step: int) -> str:
+def _apart(first: int, place: int, other: int, further: int) -> str:
+    where = f"behind step {place // 2}" if place % 2 else f"in the middle of step {place // 2}"
+    there = f"is behind step {further // 2}" if further % 2 else f"goes on with step {further // 2}"
     return (
-        f"rank {first} has finished the training in step {last}, and rank {other} goes on with step {step}: all ranks"
+        f"rank {first} has finished the training {where}, and rank {other} {there}: all ranks"
         " have to leave the loop in the same step. Let that depend on something that they have alike, such as s.sum(…)"
         " of what one of them has found"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import cmath
 import collections
+import dataclasses
 import dis
 import functools
 import itertools
@@ -89,16 +90,15 @@ _UNCALLED = (
     *(
         "__init__",
         "__new__",
-        "__repr__",
-        "__str__",
-        "__eq__",
-        "__hash__",
         "__post_init__",
         "__setattr__",
         "__delattr__",
     ),
     *("__getstate__", "__setstate__", "__reduce__", "__replace__", "__annotate_func__", "__call__"),
 )
+# Those that operators and formats call: allowed as a dataclass makes them.
+_GENERATED = ("__eq__", "__repr__", "__hash__")
+_DATACLASS = ("<string>", dataclasses.__file__)
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _NUMBERS = (bool, int, float, complex)
@@ -330,12 +330,18 @@ def _is_simple(kind: type) -> bool:
         or (
             base.__flags__ & _CLASS_OF_PYTHON
             and not any(
-                name.startswith("__") and name.endswith("__") and callable(item) and name not in _UNCALLED
+                name.startswith("__") and name.endswith("__") and callable(item) and not _is_harmless(name, item)
                 for name, item in vars(base).items()
             )
         )
         for base in kind.__mro__
     )
+
+
+def _is_harmless(name: str, item: Any) -> bool:
+    """Whether a class may define this name without anything being called that remembers."""
+    code = getattr(item, "__code__", None)
+    return name in _UNCALLED or (name in _GENERATED and code is not None and code.co_filename in _DATACLASS)
 
 
 def _in_class(kind: type, name: str) -> Any:

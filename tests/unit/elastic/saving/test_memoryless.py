@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import dataclasses
 import functools
 import math
 import random
@@ -301,3 +302,37 @@ def test_large_data_is_not_read_through() -> None:
     data, short = [[1] * 1000] * 20, [[1] * 100] * 20
     assert not is_memoryless(lambda step: step / len(data))
     assert is_memoryless(lambda step: step / len(short))
+
+
+class Counts:
+    """Compares itself, and is shown, with a trace."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __eq__(self, other: object) -> bool:
+        self.seen.append(1)
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Shown:
+    def __str__(self) -> str:
+        history.append(1)
+        return ""
+
+
+@dataclasses.dataclass
+class Made:
+    warm: int = 3
+
+
+counts, shown, made = Counts(), Shown(), Made()
+
+
+def test_what_an_operator_or_a_format_calls_counts_too() -> None:
+    """A class of the script's may remember there; what a dataclass makes does not."""
+    assert not is_memoryless(lambda step: 1.0 if counts == step else 0.5)
+    assert not is_memoryless(lambda step: len(f"{shown}{step}"))
+    assert is_memoryless(lambda step: min(1.0, step / made.warm))
