@@ -32,7 +32,7 @@ def test_the_first_to_end_finds_its_peers_there_and_they_do_not(tmp_path: Path, 
     assert found == expected | ({1: ["RuntimeError", True, False]} if own else {})
 
 
-def test_a_peer_that_ends_while_they_verify_is_told_of_too(tmp_path: Path) -> None:
+def test_a_peer_that_ends_while_they_read_manifests_is_told_of_too(tmp_path: Path) -> None:
     """Before there is a session that could know it: else the agent takes the others' ends for failures of their own."""
     with FakeAgent(tmp_path, world=2, epoch=1) as agent:
         agent.start("--steps", "9", "--step-time", "0.1")

@@ -1266,7 +1266,7 @@ def test_each_node_writes_its_part_and_one_seals(tmp_path: Path, monkeypatch: py
     """No part is read back for the seal, and there is none while a file is missing, or not whole."""
     run_dir, read = tmp_path / RUN, list[str]()
     plain = durable.checksum
-    monkeypatch.setattr(durable, "checksum", lambda root, path: read.append(path) or plain(root, path))
+    monkeypatch.setattr(durable, "checksum", lambda root, path, **rest: read.append(path) or plain(root, path, **rest))
     monkeypatch.setattr(durable, "_SIGHT_PAUSES_SECONDS", (0.0,))
     with nodes(tmp_path / "nodes", 3) as three:
         manifest = world(three)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -450,12 +450,23 @@ class Driven:
         """A person asks for so many nodes."""
         return self.call(control_pb2.ScaleRequest(job_id="job", nodes=nodes))
 
-    def restart(self, keep_store: bool = True, is_gone: Callable[[Process], bool] = lambda process: False) -> None:
-        """A new master process: over the stored job, or over an empty store. `is_gone`: as it sees an agent's."""
+    def restart(
+        self,
+        keep_store: bool = True,
+        is_gone: Callable[[Process], bool] = lambda process: False,
+        left: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """A new master process: over the stored job, or over an empty store.
+
+        Args:
+            is_gone: as it sees an agent's process.
+            left: rows that are in the store besides, by the fault of an earlier version.
+        """
         self.now += 100.0
         if keep_store:
             self.keep()
             assert self.rows == JobCodec.everything(self.job)
+            self.rows.update(left or {})
             self._codec = JobCodec()
             self.state = brain.recover(self._codec.decode(self.rows), self.job.generation + 1, self.now, is_gone)
         else:
