@@ -195,9 +195,10 @@ def handed_out(
             if identity is not None and identity.in_memory(directory) and manifest.shape.by_place:
                 here = _read_here(directory, manifest, identity)
             share = _share_of(directory, collective, identity)
-            work = partial(_verified, directory, manifest, here, left_out, *share)
+            verify_share = partial(_verify_part, directory, manifest, here, left_out, *share)
+            work = partial(_noted, verify_share)
             if beside is None:
-                _verify_part(directory, manifest, here, left_out, *share)
+                verify_share()
     except (CheckpointDamaged, OSError) as caught:
         error = caught
     judge = partial(_judged, collective.rank, directory, order)
@@ -380,18 +381,10 @@ def _verify_part(
     verify_files(directory, own, moved=moved)
 
 
-def _verified(
-    directory: Path,
-    manifest: Manifest,
-    here: Mapping[int, Collection[str]],
-    left_out: set[str],
-    number: int,
-    ranks: int,
-    moved: Callable[[int], None],
-) -> Note:
+def _noted(verify: Callable[..., None], moved: Callable[[int], None]) -> Note:
     """This rank's note, behind its part."""
     try:
-        _verify_part(directory, manifest, here, left_out, number, ranks, moved)
+        verify(moved=moved)
     except (CheckpointDamaged, OSError) as error:
         return _note(error)
     return {}
