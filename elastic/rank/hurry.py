@@ -53,7 +53,6 @@ class Ballot:
 
     Attributes:
         round: Number of calls that are over.
-        step: The step that the rank is in, or begins with.
         answered: The rank has answered with that step, and must not end it before it knows the boundary.
         boundary: The step at whose end all act; None: not known.
         place: How far the rank has come: twice the step that it has begun last, and one more if it has ended that.
@@ -62,7 +61,7 @@ class Ballot:
     """
 
     def __init__(self) -> None:
-        self.round, self.step, self.place = 0, 0, 0
+        self.round, self.place = 0, 0
         self.answered = self.finishing = False
         self.boundary: int | None = None
         self.finished: tuple[int, int] | None = None
@@ -73,7 +72,12 @@ class Ballot:
         Where it has answered with a step that it left, it drains at the first one that it ends from there on: all ranks
         leave a loop in the same step.
         """
-        self.step, self.place = step, 2 * step
+        self.place = 2 * step
+
+    @property
+    def step(self) -> int:
+        """The step that the rank is in, or begins with."""
+        return _step_at(self.place)
 
     def goes_apart(self, place: int) -> tuple[int, int] | None:
         """The rank that has finished the training before this place, to which this one comes; and its place."""
@@ -90,7 +94,6 @@ class Ballot:
         here = self.boundary is not None and self.step >= self.boundary
         drains = here and not self.finishing
         self.place = 2 * self.step + 1
-        self.step += 1
         if here:
             self._close()
         return drains
@@ -188,10 +191,13 @@ class Hurry:
             )
             if self._ballot.boundary is None or self._ballot.round != number:
                 return  # Not all have answered: what a rank that stands still does is not known.
-        places = self._mine.multi_get([_place(number, rank) for rank in range(self._world_size)])
-        for rank, other in enumerate(map(int, places)):
+        for rank, other in enumerate(map(int, self._places(self._mine, number))):
             if other > place:
                 self._refuse(_apart(self._rank, place, rank, other))
+
+    def _places(self, store: Channel, number: int) -> list[bytes]:
+        """How far each rank had come as it answered; all have."""
+        return store.multi_get([_place(number, rank) for rank in range(self._world_size)])
 
     def _call(self, finishes: str) -> None:
         """Has all threads answer, unless they do already. ``finishes``: why, if that is no drain."""
@@ -268,12 +274,12 @@ class Hurry:
         with self._changed:
             if finishes:
                 self._ballot.finished, self._ballot.finishing = (int(finishes[0]), int(finishes[1])), True
-            step, place = self._ballot.answer(), self._ballot.place
-        names = [f"{number}/step/{self._rank}", _place(number, self._rank)]
-        store.multi_set(names, [str(step), str(place)])
+            self._ballot.answer()
+            place = self._ballot.place
+        store.set(_place(number, self._rank), str(place))
         if store.add(f"{number}/answers", 1) == self._world_size:
-            steps = store.multi_get([f"{number}/step/{rank}" for rank in range(self._world_size)])
-            store.compare_set(f"{number}/boundary", "", str(max(map(int, steps))))
+            boundary = _step_at(max(map(int, self._places(store, number))))
+            store.compare_set(f"{number}/boundary", "", str(boundary))
         boundary = self._boundary(number)
         with self._changed:
             self._ballot.decide(boundary)
@@ -294,6 +300,10 @@ class Hurry:
 
 def _ear(number: int, rank: int) -> str:
     return f"{number}/ear/{rank}"
+
+
+def _step_at(place: int) -> int:
+    return (place + 1) // 2
 
 
 def _place(number: int, rank: int) -> str:
