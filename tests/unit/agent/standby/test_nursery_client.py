@@ -36,7 +36,15 @@ class Scene:
         self.lifeline = MagicMock()
         process = MagicMock(pid=NUMBER)
         process.poll.return_value = None
+        before = set(threading.enumerate())
         self.nursery = Nursery(process, ours, self.lifeline, False, MagicMock())
+        (self._listener,) = {thread for thread in threading.enumerate() if thread.name == "nursery"} - before
+
+    def end(self) -> None:
+        """Waits too: what still listens ends its workers by the name that the next test has put something else behind."""
+        self.channel.close()
+        self._listener.join(30)
+        assert not self._listener.is_alive()
 
     def started(self, number: int) -> None:
         assert receive(self.channel)
@@ -49,7 +57,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setattr(nursery_client, "kill_group", lambda pgid, *_: killed.append(pgid))
     made = Scene(killed)
     yield made
-    made.channel.close()
+    made.end()
 
 
 def test_an_error_beside_the_channel_ends_no_worker(scene: Scene) -> None:
