@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from pickle import UnpicklingError
@@ -36,6 +36,7 @@ from dalsegno.protos.trace import mark
 
 from ..checkpoint import UNIVERSAL
 from ..rank.process_group import init_alone
+from ..saving.resuming import ResumePoint
 from ..saving.schedules import check_factors, factors
 from ..training.entry import refused_together
 from ..training.reading_state import copied_by_name, owned
@@ -186,8 +187,8 @@ def restore(engine: Any, resume: Resume | None, *, strict: bool = True, other_sc
         # The manifest describes the DeepSpeed and the engine that saved, which need not be these.
         raise RuntimeError(_not_here(resume, why_not_reshard(engine) or "nothing is partitioned at stage 0"))
     mark("built")
-    with _only_what_is_safe(resume.path), each_once(), paused():
-        state = _load(engine, resume, strict)
+    with _loading(resume) as files, _only_what_is_safe(files.path), each_once(), paused():
+        state = _load(engine, files, strict)
     mark("loaded")
     if not other_schedule:
         check_factors(state.get(SCHEDULE, {}), factors(getattr(engine, "lr_scheduler", None)))
@@ -208,9 +209,14 @@ def restore_weights(engine: Any, resume: Resume) -> None:
         if engine.zero_nvme_offload_optimizer():
             raise RuntimeError("weights_only: the optimizer keeps its weights on NVMe, where they cannot be replaced")
     mark("built")
-    with each_once(), paused():
-        load_weights(engine, resume.path, optimizers=True)
+    with _loading(resume) as files, each_once(), paused():
+        load_weights(engine, files.path, optimizers=True)
     mark("loaded")
+
+
+def _loading(resume: Resume) -> AbstractContextManager[Resume]:
+    """A session's resume point may be read while it is verified."""
+    return resume.loading() if isinstance(resume, ResumePoint) else nullcontext(resume)
 
 
 def _check(engine: Any, resume: Resume) -> None:

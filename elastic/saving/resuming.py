@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -60,6 +61,7 @@ class ResumePoint:
         reshard: With the form ``"sharded"``: another number of ranks saved it, and each of the present ranks reads its
             own ranges of it.
         verification: Of the files, where that is under way beside the main threads.
+        in_memory: It is a memory checkpoint.
     """
 
     step: int
@@ -70,6 +72,7 @@ class ResumePoint:
     manifest: Manifest
     reshard: bool = False
     verification: JointVerification | None = field(default=None, compare=False, repr=False)
+    in_memory: bool = False
 
     @property
     def ref(self) -> Ref:
@@ -96,6 +99,34 @@ class ResumePoint:
         """
         if self.verification is not None:
             self.verification.wait()
+
+    @contextmanager
+    def loading(self) -> Iterator[ResumePoint]:
+        """For loaders that read files and do nothing else: this resume point, whose files are there at once.
+
+        A memory checkpoint is read beside its verification, which is waited for at the end. A loader's error then says
+        nothing, if the files turn out to be damaged. Files on a disk, and those that were cut, are verified first: what
+        cannot be read of a file ends a process that has mapped it, before anybody is told.
+
+        Raises:
+            BadResumePoint, OSError: See `wait`.
+        """
+        if not (self.in_memory and self.universal_at is None and self._is_there_whole()):
+            self.wait()
+        try:
+            yield replace(self, verification=None)
+        except Exception:
+            self.wait()
+            raise
+        self.wait()
+
+    def _is_there_whole(self) -> bool:
+        """Whether its files, as far as they are here, are as long as they should be."""
+        files = [(self.saved_at / entry.path, entry.size) for entry in self.manifest.files]
+        try:
+            return all(path.stat().st_size == size for path, size in files if path.exists())
+        except OSError:
+            return False
 
     def end(self) -> None:
         """Nobody will ask for the files any more."""
@@ -209,7 +240,8 @@ def handed_out(
     shape = source.shape
     reshard = universal is None and shape.reshards and shape.world_size != collective.world_size
     verification = None if beside is None or work is None else beside(work, judge)
-    return ResumePoint(source.step, source.position, form, saved, universal, source, reshard, verification)
+    in_memory = identity is not None and identity.in_memory(directory)
+    return ResumePoint(source.step, source.position, form, saved, universal, source, reshard, verification, in_memory)
 
 
 def newest(store: CheckpointStore, collective: Collective, world_size: int) -> ResumePoint | None:

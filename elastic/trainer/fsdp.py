@@ -124,7 +124,8 @@ class FSDP(Strategy):
         if resume is None:
             return {}
         mark("built")
-        shared = load(resume.path, model, self.optimizer, cast=self._cast)
+        with resume.loading() as files:
+            shared = load(files.path, model, self.optimizer, cast=self._cast)
         mark("loaded")
         self._resumed = resume.ref.name
         # Earlier versions had neither of them.

@@ -246,7 +246,8 @@ class TrainingState:
             parameter.grad = None
         with self._session.meetings.together(), paused():
             if self._session.resume is not None:
-                self._load_own(self._session.resume)
+                with self._session.resume.loading() as resume:
+                    self._load_own(resume)
         send_what_differs(self._model)
         mark("loaded")
 
@@ -310,7 +311,7 @@ class TrainingState:
             check_whole(self._model)
             return False
         mark("built")
-        with self._session.meetings.together(), paused():
+        with self._session.meetings.together(), paused(), resume.loading() as resume:
             self._load(resume, cast, other_schedule, weights_only)
         send_what_differs(self._model)
         mark("loaded")

@@ -41,7 +41,7 @@ class Scene:
         (self._listener,) = {thread for thread in threading.enumerate() if thread.name == "nursery"} - before
 
     def end(self) -> None:
-        """Waits too: what still listens ends its workers by the name that the next test has put something else behind."""
+        """Waits too: what still listens ends its workers by a name that is something else in the next test."""
         self.channel.close()
         self._listener.join(30)
         assert not self._listener.is_alive()

@@ -475,6 +475,7 @@ def test_each_node_verifies_its_own_copy(tmp_path: Path, monkeypatch: pytest.Mon
     for rank, point in enumerate(resumed(job, manifest)):
         assert isinstance(point, ResumePoint)
         assert point.path == job.memory(rank // 2) / manifest.name
+        assert point.in_memory
     assert sorted(read) == sorted((f"memory-{node}", entry.path) for node in range(2) for entry in manifest.files)
 
     file = job.memory(1) / manifest.name / "shards/1.pt"

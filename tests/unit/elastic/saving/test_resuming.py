@@ -40,6 +40,7 @@ def test_universal_form_is_loaded_and_each_culprit_is_named(tmp_path: Path) -> N
     point = handed_out(order, tmp_path, Solo())
     assert isinstance(point, ResumePoint)
     assert (point.form, point.path, point.universal) == (UNIVERSAL, tmp_path / source.name, tmp_path / later.name)
+    assert not point.in_memory
     os.truncate(tmp_path / later.name / "model.pt", 2)
     bad = handed_out(order, tmp_path, Solo())
     assert isinstance(bad, Damaged)

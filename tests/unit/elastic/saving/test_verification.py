@@ -198,6 +198,50 @@ def test_a_resume_point_gives_its_files_once_they_are_sound(tmp_path: Path) -> N
     assert all(isinstance(point, Damaged) for point in together(2, one)), "what is read at once"
 
 
+@pytest.mark.parametrize(("in_memory", "cut"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("error", [None, ValueError("another model"), RuntimeError("no such storage")])
+@pytest.mark.parametrize("broken", [True, False])
+def test_memory_is_read_beside_its_verification(
+    tmp_path: Path, in_memory: bool, cut: bool, error: Exception | None, broken: bool
+) -> None:
+    """Before it ends, and only there: nobody gets what is not sound, or an error that only damage has caused."""
+    beside = in_memory and not cut
+    source = write(tmp_path, CheckpointName(4, 2, 1), shape=Shape(1, "ddp", True))
+    reads, verified = threading.Event(), []
+
+    def work(go_on: Callable[[int], None]) -> Note:
+        in_time = reads.wait(30 if beside else 0.2)
+        verified.append(in_time)
+        return {"damage": "model.pt"} if broken else {}
+
+    if cut:
+        os.truncate(tmp_path / source.name / "model.pt", 2)
+    board = Board(LocalStore())
+    point = handed_out(ResumeOrder(source.ref, SHARDED, None), tmp_path, Solo(), verify=False)
+    assert isinstance(point, ResumePoint)
+    verification = JointVerification(board, 0, 1, work, lambda notes: None, judge)
+    point = dataclasses.replace(point, verification=verification, in_memory=in_memory)
+
+    def load() -> str:
+        with point.loading() as files:
+            assert files.path == tmp_path / source.name
+            reads.set()
+            if error is not None:
+                raise error
+        return "loaded"
+
+    if broken:
+        with pytest.raises(Refused, match=r"model\.pt"):
+            load()
+    elif error is not None:
+        with pytest.raises(type(error), match=str(error)):
+            load()
+    else:
+        assert load() == "loaded"
+    assert verified == [beside]
+    assert reads.is_set() is (beside or not broken)
+
+
 def test_no_step_begins_before_all_is_sound(tmp_path: Path) -> None:
     """Also of a script that loads by itself what it likes, or nothing."""
     source = write(tmp_path, CheckpointName(4, 2, 1), shape=Shape(1, "ddp", True))
