@@ -123,6 +123,12 @@ def _scalar(kind: str) -> Any:
 
 @functools.cache
 def _dumper() -> Any:
-    """PyYAML's safe dumper without aliases, which kubectl reads and people do not."""
+    """PyYAML's safe dumper without aliases, which kubectl reads and people do not; several lines stay lines."""
     yaml = _yaml()
-    return type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
+    dumper: Any = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
+
+    def text(dumper: Any, value: str) -> Any:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+    dumper.add_representer(str, text)
+    return dumper

@@ -7,8 +7,10 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from dalsegno.protos.contract import Variable
 from dalsegno.protos.yaml_text import InputRefused
 
+from .shell_line import agent_line, flag_value
 from .table import mappings_of
 
 __all__ = ("is_elastic_job", "translated")
@@ -17,7 +19,6 @@ __all__ = ("is_elastic_job", "translated")
 NUMBERS = ("WORKER_NUM", "NODE_NUM")
 # What a pod has anyway here, or what a stock controller decides.
 WITHOUT_EFFECT = ("imagePullPolicy", "restartPolicy", "name", "stdin", "tty", "dnsPolicy", "restartCount", "autoScale")
-OPERATORS = {";", "&&", "||", "|", "&", ";;"}
 
 
 def is_elastic_job(document: Any) -> bool:
@@ -62,7 +63,10 @@ def translated(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             f"{place}containers: {len(containers)} of them: the one with the training is what can be run"
         )
     main = containers[0]
-    shell, low, high = _shell(main, number, f"{place}containers[0].")
+    shell = _shell(main, f"{place}containers[0].")
+    env = {name: str(number) for name in NUMBERS} | _env(main, f"{place}containers[0].env")
+    own = flag_value(shell, "--nnodes", env)
+    low, high = _nnodes(own or env.get(f"{Variable.FLAG}NNODES") or str(number), f"{place}containers[0].")
     values = {
         "name": _mapping(document, "metadata", "").get("name"),
         "namespace": document["metadata"].get("namespace"),
@@ -71,7 +75,7 @@ def translated(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         "nnodes": f"{low}:{high}",
         "replicas": number,
         "resources": main.get("resources"),
-        "env": {name: str(number) for name in NUMBERS} | _env(main, f"{place}containers[0].env"),
+        "env": env,
         "mounts": _mounts(pod, main, place, notes),
         "node_selector": pod.get("nodeSelector"),
         "tolerations": pod.get("tolerations"),
@@ -84,7 +88,8 @@ def translated(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         "the image needs dalsegno in it: `dlrover-run` became `dalsegno-run`, so that DLRover's own is not taken"
     )
     if low == high and high > 1:
-        notes.append(f"nnodes {low}:{high} waits for all {high} nodes: --set nnodes=1:{high} goes on with fewer")
+        instead = f"--nnodes=1:{high} in its command" if own else f"--set nnodes=1:{high}"
+        notes.append(f"nnodes {low}:{high} waits for all {high} nodes: {instead} goes on with fewer")
     return {key: value for key, value in values.items() if value}, notes
 
 
@@ -95,46 +100,25 @@ def _mapping(values: Mapping[str, Any], key: str, place: str) -> Mapping[str, An
     return found
 
 
-def _shell(main: Mapping[str, Any], number: int, place: str) -> tuple[str, int, int]:
-    """The command for a shell, which becomes the agent, and the least and the largest number of nodes."""
+def _shell(main: Mapping[str, Any], place: str) -> str:
+    """The command for a shell, which becomes the agent."""
     words: list[str] = []
     for key in ("command", "args"):
         some = main.get(key) or []
         if not isinstance(some, list):
             raise InputRefused(f"{place}{key}: {some!r} is no list: write [one, another]")
         words += map(str, some)
-    is_shell = len(words) == 3 and words[0].rpartition("/")[2] in ("bash", "sh") and words[1] in ("-c", "-lc", "-ec")
-    text = words[2] if is_shell else shlex.join(words)
-    run = re.search(r"(?<![\w./-])(dlrover-run|dalsegno-run)(?![\w./-])", text)
-    if run is None:
-        raise InputRefused(f"{place}command: it starts no dlrover-run, so there is nothing that could be elastic")
-    if behind := OPERATORS.intersection(_tokens(text[run.end() :])):
-        raise InputRefused(
-            f"{place}command: {min(behind)!r} stands behind dlrover-run, and a shell that goes on after it would not"
-            " pass the notice to it: let dlrover-run be the last command"
-        )
-    low, high = _nnodes(text[run.end() :], number, place)
-    # exec: a shell that stays is process 1, which ignores SIGTERM, and the pod's notice would reach nobody.
-    start = text[: run.start()]
-    start += "" if start.endswith("exec ") else "exec "
-    return " ".join(f"{start}dalsegno-run{text[run.end() :]}".split("\n")), low, high
+    options = re.fullmatch("-([elux]*)c", words[1]) if len(words) == 3 else None
+    if options is not None and words[0].rpartition("/")[2] in ("bash", "sh"):
+        text = words[2]
+        if switched := options[1].replace("l", ""):
+            text = f"set -{switched}\n{text}"
+    else:
+        text = shlex.join(words)
+    return agent_line(text, f"{place}command")
 
 
-def _tokens(text: str) -> list[str]:
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
-    lexer.whitespace_split = True
-    try:
-        return list(lexer)
-    except ValueError as error:
-        raise InputRefused(f"the command {text[:60]!r} cannot be cut into words: {error}") from error
-
-
-def _nnodes(text: str, number: int, place: str) -> tuple[int, int]:
-    """As its flag says, with its variables replaced; without the flag as many as there are replicas."""
-    found = re.search(r"--nnodes[= ]+[\"']?([^\s\"']+)", text)
-    given = found[1] if found else str(number)
-    for name in NUMBERS:
-        given = re.sub(rf"\$(?:{name}\b|{{{name}}})", str(number), given)
+def _nnodes(given: str, place: str) -> tuple[int, int]:
     match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", given)
     if match is None:
         raise InputRefused(f"{place}command: --nnodes={given} is not N or MIN:MAX: write the numbers, or $WORKER_NUM")

@@ -250,6 +250,8 @@ def _as_variables(job: JobSpec, master: str, files: SecretFiles) -> list[Object]
     """The flags of `dlrover-run` where its command line is somebody else's: what stands there wins."""
     values = {
         Variable.MASTER: master,
+        f"{Variable.FLAG}NNODES": ":".join(map(str, job.nnodes)),
+        f"{Variable.FLAG}NPROC_PER_NODE": job.nproc,
         f"{Variable.FLAG}JOB_ID": job.name,
         f"{Variable.FLAG}CHECKPOINT_DIR": job.checkpoints,
         f"{Variable.FLAG}DRAIN_TIMEOUT": str(job.drain_timeout),

@@ -9,6 +9,7 @@ from dalsegno.protos.contract import Variable
 
 from .job import BEYOND_DRAIN_SECONDS, JobSpec
 from .pods import SECRETS
+from .shell_line import flag_value
 
 __all__ = ("TARGETS", "refusals")
 
@@ -56,6 +57,13 @@ def _everywhere(job: JobSpec) -> Iterator[str]:
             yield f"flags: {name} names another master than the one of this job: leave it out"
         elif name in ("-h", "--help"):
             yield f"flags: {name} starts nothing: leave it out"
+    own = job.shell and (flag_value(job.shell, "--nnodes", job.env) or job.env.get(f"{Variable.FLAG}NNODES", ""))
+    # One with a variable of the image is known on the nodes only.
+    if own and "$" not in own and own not in (f"{low}:{high}", *([str(low)] if low == high else [])):
+        yield (
+            f"nnodes: {low}:{high} would not count: the command has --nnodes={own} of its own, or env has it as"
+            f" {Variable.FLAG}NNODES: write --nnodes={low}:{high} there, or leave it out there"
+        )
     if job.flags and job.shell:
         yield "flags: with shell they have no place: write them into that line"
     if not job.secrets.token:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dalsegno.agent.commands import arguments
 from dalsegno.agent.deploy.elasticjob import is_elastic_job, translated
-from dalsegno.agent.deploy.job import job_of
+from dalsegno.agent.deploy.job import JobSpec, job_of
+from dalsegno.agent.deploy.kubernetes import objects
 from dalsegno.agent.deploy.refusals import refusals
-from dalsegno.protos.yaml_text import InputRefused
+from dalsegno.protos.yaml_text import InputRefused, documents, printed
+from tests.support.deploy import expanded, pods
 
 RUN = "dlrover-run --network-check --nnodes=$WORKER_NUM --nproc_per_node=2 --max_restarts=3 train.py --epochs 2"
 
@@ -52,7 +57,7 @@ def test_a_job_is_translated() -> None:
     assert job.env == {"WORKER_NUM": "4", "NODE_NUM": "4", "A": "1"}
     assert job.resources["requests"]["cpu"] == "4"
     assert [line.partition(":")[0] for line in refusals(job, "k8s")] == ["secrets.token", "claim"]
-    assert any("--set nnodes=1:4" in note for note in notes)
+    assert any("4:4 waits for all 4 nodes: --nnodes=1:4 in its command goes on with fewer" in note for note in notes)
     whole = job_of({**values, "claim": "checkpoints", "secrets": {"token": "token"}})
     assert refusals(whole, "k8s") == []
 
@@ -77,12 +82,89 @@ def test_a_job_is_translated() -> None:
             "exec dalsegno-run a.py --log ./dlrover-run.log",
             (4, 4),
         ),
+        (
+            ["bash", "-c", "set -e\ncd /app\n# dlrover-run trains\ndlrover-run --nnodes=2 \\\n  a.py # here\n\n"],
+            "set -e\ncd /app\n# dlrover-run trains\nexec dalsegno-run --nnodes=2 \\\n  a.py # here\n\n",
+            (2, 2),
+        ),
+        (["bash", "-ec", "cd /app\ndlrover-run a.py"], "set -e\ncd /app\nexec dalsegno-run a.py", (4, 4)),
+        (
+            ["bash", "-c", "echo; A=$(nproc) B='x y' numactl --cpunodebind=0 dlrover-run a.py > >(tee log) 2>&1"],
+            "echo; A=$(nproc) B='x y' exec numactl --cpunodebind=0 dalsegno-run a.py > >(tee log) 2>&1",
+            (4, 4),
+        ),
+        (["bash", "-c", "time dlrover-run a.py"], "time exec dalsegno-run a.py", (4, 4)),
+        (["bash", "-c", "2> log dlrover-run a.py"], "exec 2> log dalsegno-run a.py", (4, 4)),
+        (["bash", "-c", "exec numactl dlrover-run a.py"], "exec numactl dalsegno-run a.py", (4, 4)),
     ],
 )
 def test_the_shell_becomes_the_agent(command: list[str], shell: str, nodes: tuple[int, int]) -> None:
     """A shell that stays would keep the notice to itself; and the program is ours, not DLRover's of the same name."""
     job = job_of(translated(elastic_job(command))[0])
     assert (job.shell, job.nnodes) == (shell, nodes)
+
+
+PROGRAM = """#!/bin/bash
+printf '%s|' "${0##*/}" "$@"
+"""
+
+
+def ran(job: JobSpec, directory: Path) -> tuple[str, dict[str, str]]:
+    """What a pod's bash runs, where programs say their words; and the pod's variables."""
+    for name in ("dalsegno-run", "dlrover-run", "numactl"):
+        (directory / name).write_text(PROGRAM)
+        (directory / name).chmod(0o755)
+    made = documents(printed(objects(job)), "the manifest")
+    (one,) = pods(made)["trainer"]["containers"]
+    environment = {entry["name"]: entry["value"] for entry in one["env"] if "value" in entry}
+    line = [expanded(word, environment) for word in one["command"]]
+    path = f"{directory}:{os.environ['PATH']}"
+    ended = subprocess.run(line, env={**environment, "PATH": path}, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    return ended.stdout, environment
+
+
+COMPLETE = {"claim": "checkpoints", "secrets": {"token": "token"}}
+LINES = "set -e\ncd /tmp\ntrue\ndlrover-run --nnodes=$NODE_NUM \\\n  train.py 'a b'\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (LINES, "dalsegno-run|--nnodes=4|train.py|a b|"),
+        ("numactl --cpunodebind=0 dlrover-run train.py", "numactl|--cpunodebind=0|dalsegno-run|train.py|"),
+        ("A=b dlrover-run train.py", "dalsegno-run|train.py|"),
+    ],
+)
+def test_a_pod_runs_the_agent(command: str, said: str, tmp_path: Path) -> None:
+    """With its own words, whatever lines they stand on: a shell that took them for others ended with 0, untrained."""
+    values, _ = translated(elastic_job(["/bin/bash", "-c", command]))
+    assert ran(job_of({**values, **COMPLETE}), tmp_path)[0] == said
+
+
+def test_lines_are_printed_as_lines() -> None:
+    """A person reads a script, not its escapes."""
+    values, _ = translated(elastic_job(["/bin/bash", "-c", LINES]))
+    assert "\n          set -e\n          cd /tmp\n" in printed(objects(job_of({**values, **COMPLETE})))
+
+
+def test_the_number_of_nodes_arrives(tmp_path: Path) -> None:
+    """On each of them, also if no flag says it: else each would train alone. Keys of the command line are obeyed."""
+    values, notes = translated(elastic_job(["/bin/bash", "-c", "dlrover-run train.py"]))
+    assert any("--set nnodes=1:4 goes on with fewer" in note for note in notes)
+    for changes, nodes in ({}, "4:4"), ({"nnodes": "1:4", "nproc": 8}, "1:4"):
+        said, environment = ran(job_of({**values, **COMPLETE, **changes}), tmp_path)
+        options = arguments.parse(said.split("|")[1:-1], environment)
+        assert (options.nnodes, options.nproc_per_node) == (nodes, str(changes.get("nproc", 1)))
+
+
+@pytest.mark.parametrize("command", ["dlrover-run --nnodes=$WORKER_NUM train.py", "dlrover-run train.py"])
+def test_another_number_than_the_commands_is_refused(command: str) -> None:
+    """The command's own would win, and nothing would say so."""
+    values, _ = translated(elastic_job(["bash", "-c", command], env=[{"name": "PET_NNODES", "value": "4:4"}]))
+    assert refusals(job_of({**values, **COMPLETE}), "k8s") == []
+    (line,) = refusals(job_of({**values, **COMPLETE, "nnodes": "1:2", "replicas": 2}), "k8s")
+    assert line.startswith("nnodes: 1:2 would not count: the command has --nnodes=4")
 
 
 def test_its_flags_are_understood() -> None:
@@ -96,6 +178,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"command": ["/opt/dlrover-run", "a.py"]}, "command: it starts no dlrover-run"),
     ({"command": ["bash", "-c", "dlrover-run a.py && echo done"]}, "command: '&&' stands behind dlrover-run"),
     ({"command": ["bash", "-c", "dlrover-run a.py | tee log"]}, "command: '|' stands behind dlrover-run"),
+    ({"command": ["bash", "-c", "dlrover-run a.py\necho ended"]}, "command: a further line stands behind dlrover-run"),
+    ({"command": ["bash", "-c", "(dlrover-run a.py)"]}, "command: ')' stands behind dlrover-run"),
+    ({"command": ["bash", "-c", "yes | dlrover-run a.py"]}, "command: '|' stands before dlrover-run"),
     ({"command": ["bash", "-c", "dlrover-run a.py 'x"]}, "cannot be cut into words"),
     ({"command": ["bash", "-c", "dlrover-run --nnodes=$N a.py"]}, "command: --nnodes=$N is not N or MIN:MAX"),
     ({"env": [{"name": "A", "valueFrom": {"secretKeyRef": {}}}]}, "containers[0].env: A has a valueFrom"),

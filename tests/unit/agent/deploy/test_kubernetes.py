@@ -205,4 +205,5 @@ def test_a_command_of_others_has_its_flags_as_variables() -> None:
     assert expanded(variables["A"], {"B": "b"}) == "$(B)"
     options = arguments.parse(["train.py"], variables)
     assert (options.job_id, options.checkpoint_dir) == ("gpt", "/checkpoints")
+    assert (options.nnodes, options.nproc_per_node) == ("1:4", "1")
     assert (options.master, options.token_file) == ("gpt-master:29400", "/run/dalsegno/token/token")
