@@ -16,7 +16,7 @@ from dalsegno.protos.contract import CONNECT_TIMEOUT_SECONDS, MASTER_OUTAGE_TIME
 from dalsegno.protos.options import Parser, UsageError, job_id, nnodes, seconds
 
 from ..storage.macros import SAVE_DIR, has_macros, macros_of, misspelt
-from .endpoint import meeting_point
+from .endpoint import find_master
 from .values import (
     address,
     bandwidth,
@@ -360,7 +360,8 @@ def _add_torchrun(group: _Group) -> None:
 
 
 def build_parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
-    """The whole command line."""
+    """The whole command line. A variable that is empty, as templates leave them, is not set."""
+    environ = {name: value for name, value in environ.items() if value}
     parser = _Parser(
         prog="dlrover-run",
         description="Elastic training that goes on from the last mark. Every flag is also an environment variable: "
@@ -371,11 +372,12 @@ def build_parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentPa
     _add_torchrun(_Group(parser.add_argument_group("as torchrun"), environ))
     hidden = parser.add_argument_group("accepted, without effect")
     for flag, takes_value, why in _IGNORED:
-        dest = "ignored_" + flag.lstrip("-").replace("-", "_")
-        if takes_value:
-            hidden.add_argument(*_spellings([flag]), dest=dest, default=None, help=why)
-        else:
-            hidden.add_argument(*_spellings([flag]), dest=dest, nargs=0, action=_Given, default=None, help=why)
+        name = flag.lstrip("-").replace("-", "_")
+        given = environ.get(f"{Variable.FLAG}{name.upper()}")
+        known: dict[str, Any] = {"dest": f"ignored_{name}", "default": given, "help": why}
+        if not takes_value:
+            known |= {"nargs": 0, "action": _Given, "default": (given or "").lower() in _TRUE or None}
+        hidden.add_argument(*_spellings([flag]), **known)
     parser.add_argument("training_script", help="the script, or the module with -m")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its own arguments")
     return parser
@@ -411,6 +413,8 @@ def ignored(options: argparse.Namespace) -> list[str]:
         if options.rdzv_endpoint and options.master:
             line += f", and takes {options.master} for a dlrover-master; with c10d the node with that address hosts one"
         lines.append(line)
+    if options.standalone and options.rdzv_endpoint and not options.own_endpoint:
+        lines.append("--rdzv-endpoint has no effect: --standalone has a master of its own")
     for word, meant in misspelt(options.training_script_args):
         lines.append(f"{word} is handed to the script as it is: only '{meant}' stands for a directory")
     return lines
@@ -465,19 +469,7 @@ def parse(
     if options.module and options.no_python:
         raise UsageError("--module and --no-python exclude each other: drop one")
     options.min_nodes, options.max_nodes = options.nnodes
-    options.meet = "" if options.master or options.standalone else meeting_point(options)
-    if options.rdzv_endpoint and not options.master and not options.meet:
-        try:
-            options.master = address(options.rdzv_endpoint)
-        except argparse.ArgumentTypeError as error:
-            raise UsageError(f"argument --rdzv-endpoint: {error}") from error
-    if not options.master and not options.meet and not options.standalone and environ.get(Variable.MASTER):
-        try:
-            options.master = address(environ[Variable.MASTER])
-        except argparse.ArgumentTypeError as error:
-            raise UsageError(f"environment variable DLROVER_MASTER_ADDR: {error}") from error
-    if options.standalone and options.master:
-        raise UsageError("--standalone has a master of its own: drop it, or --master")
+    find_master(options, environ)
     if options.job_id is None and options.rdzv_id not in ("none", ""):
         try:
             options.job_id = job_id(options.rdzv_id)

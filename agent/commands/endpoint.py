@@ -6,11 +6,15 @@ import argparse
 import contextlib
 import socket
 import time
+from collections.abc import Mapping
 
 from dalsegno.protos.addresses import address_of, host_and_port
+from dalsegno.protos.contract import Variable
 from dalsegno.protos.options import UsageError
 
-__all__ = ["answers", "local_address", "meeting_point", "split", "wait_for_name"]
+from .values import address
+
+__all__ = ["answers", "find_master", "local_address", "meeting_point", "split", "wait_for_name"]
 
 # torchrun's own defaults, of --rdzv-backend=c10d and of --master-addr.
 _C10D_PORT, _STATIC_PORT = 29400, 29500
@@ -18,10 +22,52 @@ _C10D_PORT, _STATIC_PORT = 29400, 29500
 _LOOK_SECONDS = 0.5
 
 
-def meeting_point(options: argparse.Namespace) -> str:
+def find_master(options: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """Sets what this command line means: `master`, a service, or `meet`, a node that hosts one; neither: one of its own.
+
+    Args:
+        options: parsed; a master of its own that an endpoint with port 0 asked for is `standalone`, too.
+        environ: variables; an argument wins over `DLROVER_MASTER_ADDR`.
+
+    Raises:
+        UsageError: an address is none, or two of them contradict each other.
+    """
+    if options.standalone and options.master:
+        raise UsageError("--standalone has a master of its own: drop it, or --master")
+    options.meet = ""
+    options.own_endpoint = _is_own(options.rdzv_endpoint)
+    options.standalone |= options.own_endpoint and not options.master
+    if options.master or options.standalone:
+        return
+    service = environ.get(Variable.MASTER, "")
+    # PET_MASTER_ADDR is for any launcher, DLROVER_MASTER_ADDR for this one.
+    other = service and options.ignored_master_addr == environ.get(f"{Variable.FLAG}MASTER_ADDR")
+    options.meet = meeting_point(options, "" if other else options.ignored_master_addr)
+    if options.meet:
+        return
+    if options.rdzv_endpoint:
+        options.master = _service(options.rdzv_endpoint, "argument --rdzv-endpoint")
+    elif service:
+        options.master = _service(service, f"environment variable {Variable.MASTER}")
+
+
+def _is_own(endpoint: str) -> bool:
+    """Whether it is this machine's with port 0, any free one: torchrun's way to several jobs on one machine."""
+    host, port = split(endpoint)
+    return port.isdecimal() and int(port) == 0 and host in ("localhost", "127.0.0.1", "::1", socket.gethostname())
+
+
+def _service(text: str, what: str) -> str:
+    try:
+        return address(text)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"{what}: {error}") from error
+
+
+def meeting_point(options: argparse.Namespace, master_addr: str | None) -> str:
     """HOST:PORT where the nodes of this command line meet, as torchrun's users give it; empty: they do not.
 
-    `--rdzv-endpoint` with `--rdzv-backend=c10d` (or static), or `--master-addr` and `--master-port` for several nodes.
+    `--rdzv-endpoint` with `--rdzv-backend=c10d` (or static), or `master_addr` and `--master-port` for several nodes.
 
     Raises:
         UsageError: it is no address.
@@ -29,9 +75,9 @@ def meeting_point(options: argparse.Namespace) -> str:
     flag, text, port = "--rdzv-endpoint", options.rdzv_endpoint, _C10D_PORT
     if text and options.rdzv_backend not in ("c10d", "static"):
         return ""
-    if not text and options.max_nodes > 1 and options.ignored_master_addr:
+    if not text and options.max_nodes > 1 and master_addr:
         flag, port = "--master-addr", _port(options.ignored_master_port or str(_STATIC_PORT), "--master-port")
-        text = options.ignored_master_addr
+        text = master_addr
     if not text:
         return ""
     host, given = split(text)

@@ -43,6 +43,8 @@ def test_flags_environment_and_spellings() -> None:
     assert options.grow_interval == -1.0
     assert options.training_script_args == ["--nnodes", "8"]
     assert parse(["x.py"], {}).max_restarts == 3
+    empty = {f"PET_{name}": "" for name in ("MASTER", "JOB_ID", "NNODES", "NODE_TIMEOUT", "RUN_AHEAD", "RESUME_STEP")}
+    assert vars(parse(["x.py"], empty)) == vars(parse(["x.py"], {}))
 
 
 @pytest.mark.parametrize(
@@ -92,6 +94,7 @@ def test_another_way_to_make_universal_files_is_refused() -> None:
         (["--master", "m:2", "x.py"], {"DLROVER_MASTER_ADDR": "h:1"}, "m:2"),
         (["--rdzv-endpoint", "r:3", "x.py"], {"DLROVER_MASTER_ADDR": "h:1"}, "r:3"),
         (["--standalone", "x.py"], {"DLROVER_MASTER_ADDR": "h:1"}, None),
+        (["x.py"], {"DLROVER_MASTER_ADDR": "", "PET_MASTER": ""}, None),
     ],
 )
 def test_where_the_master_is(arguments: list[str], environ: dict[str, str], expected: str | None) -> None:

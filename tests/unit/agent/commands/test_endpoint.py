@@ -40,12 +40,50 @@ def test_where_they_meet(flags: list[str], meet: str) -> None:
     assert [line for line in ignored(options) if "--master-" in line and meet] == []
 
 
+KUBEFLOW = {"PET_NNODES": "2", "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456", "PET_NODE_RANK": "1"}
+
+
+def test_variables_of_a_launcher_are_flags() -> None:
+    """Kubeflow's operator sets them: without a meeting point each pod would wait for the others at a master of its own.
+
+    A master that is named for us wins.
+    """
+    options = parse([SCRIPT], KUBEFLOW)
+    assert (options.meet, options.master) == ("job-master-0:23456", None)
+    assert ignored(options) == ["--node-rank is not needed and has no effect: the master gives the ranks"]
+    options = parse([SCRIPT], {**KUBEFLOW, "DLROVER_MASTER_ADDR": "service:1"})
+    assert (options.meet, options.master) == ("", "service:1")
+    assert "--master-addr is not needed and has no effect: use --master HOST:PORT" in ignored(options)
+    flags = ["--nnodes=2", "--master-addr=node0"]
+    assert parse([*flags, SCRIPT], {"DLROVER_MASTER_ADDR": "service:1"}).meet == "node0:29500"
+    given = parse([SCRIPT], {"PET_NETWORK_CHECK": "1", "PET_AUTO_CONFIG": "0", "PET_ACCELERATOR": ""})
+    assert [line.split()[0] for line in ignored(given)] == ["--network-check"]
+
+
+@pytest.mark.parametrize("flags", [["--rdzv-backend=c10d"], [], ["--rdzv-backend=c10d", "--nnodes=1:4"]])
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", socket.gethostname()])
+def test_port_0_of_this_machine_is_a_master_of_its_own(flags: list[str], host: str) -> None:
+    """As torchrun's page has it for several jobs on one machine."""
+    options = parse([*flags, f"--rdzv-endpoint={host}:0", SCRIPT], {"DLROVER_MASTER_ADDR": "else:1"})
+    assert (options.meet, options.master, ignored(options)) == ("", None, [])
+    assert parse(["--master=m:1", f"--rdzv-endpoint={host}:0", SCRIPT], {}).master == "m:1"
+
+
+@pytest.mark.parametrize("environ", [{}, {"PET_STANDALONE": "1", "PET_RDZV_ENDPOINT": "localhost:29400"}])
+def test_standalone_drops_an_endpoint(environ: dict[str, str]) -> None:
+    """As torchrun does, with a line."""
+    flags = [] if environ else ["--standalone", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:29400"]
+    options = parse([*flags, SCRIPT], environ)
+    assert (options.meet, options.master) == ("", None)
+    assert ignored(options) == ["--rdzv-endpoint has no effect: --standalone has a master of its own"]
+
+
 def test_an_endpoint_without_a_backend_is_a_master_that_is_a_service() -> None:
     options = parse(["--rdzv-endpoint=node0:29500", SCRIPT], {})
     assert (options.master, options.meet) == ("node0:29500", "")
 
 
-@pytest.mark.parametrize("endpoint", ["node0:x", "node0:70000", "node 0:1", ":1"])
+@pytest.mark.parametrize("endpoint", ["node0:x", "node0:70000", "node 0:1", ":1", "node0:0"])
 def test_what_is_no_endpoint(endpoint: str) -> None:
     with pytest.raises(UsageError, match="--rdzv-endpoint"):
         parse(["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", SCRIPT], {})
