@@ -38,6 +38,7 @@ __all__ = [
     "tells_of_a_peer",
     "text_of",
     "uses_dlrover",
+    "working_directory",
 ]
 
 # This flag tells a script to load universal files.
@@ -175,6 +176,20 @@ def main_file(name: str) -> Path | None:
     return path if path.is_file() and not is_archive(name) else None
 
 
+def working_directory() -> str:
+    """Where this process is, and its workers will be.
+
+    Raises:
+        ScriptError: that is nowhere.
+    """
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise ScriptError(
+            f"the working directory is gone ({error.strerror}): change to one that is there (cd)"
+        ) from error
+
+
 def check_script(name: str, *, module: bool, no_python: bool) -> None:
     """Checks that there is something to run.
 
@@ -182,22 +197,23 @@ def check_script(name: str, *, module: bool, no_python: bool) -> None:
         name: Name of a file, of a module (`-m`), or of a program (`--no-python`).
 
     Raises:
-        ScriptError: there is nothing to run, or it is no Python.
+        ScriptError: there is nothing to run, or it is no Python; or there is no working directory.
     """
+    here = working_directory()
     if no_python:
         if shutil.which(name) is None:
             raise ScriptError(f"the program {name} does not exist or cannot be executed")
     elif module:
         # Only the top-level module, because finding a sub-module would import its parents.
         top = name.partition(".")[0]
-        sys.path.insert(0, os.getcwd())
+        sys.path.insert(0, here)
         try:
             if importlib.util.find_spec(top) is None:
                 raise ScriptError(f"there is no module {top} (-m {name})")
         finally:
             sys.path.pop(0)
     elif not os.path.exists(name):
-        raise ScriptError(f"the script {name} does not exist (working directory: {os.getcwd()})")
+        raise ScriptError(f"the script {name} does not exist (working directory: {here})")
     elif os.path.isdir(name) and main_file(name) is None:
         raise ScriptError(f"the script {name} is a directory without a __main__.py; name a file in it, or use -m")
     elif not os.path.isdir(name) and not os.path.isfile(name):

@@ -9,7 +9,7 @@ import argparse
 import re
 from typing import NoReturn
 
-from .limits import MOST_SETTING
+from .limits import LONGEST_SECONDS, MOST_SETTING
 
 __all__ = ("Parser", "UsageError", "job_id", "nnodes", "seconds")
 
@@ -39,13 +39,15 @@ def job_id(text: str) -> str:
 
 
 def seconds(text: str) -> float:
-    """A duration, not negative."""
+    """A duration, not negative, of up to thirty years."""
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    if value > LONGEST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r}: at most {LONGEST_SECONDS:.0f} seconds")
     return value
 
 

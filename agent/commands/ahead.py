@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 
 from dalsegno.protos.contract import Variable
+from dalsegno.protos.options import UsageError
 
 from ..control.grpc_logs import quiet_grpc
 
@@ -37,19 +38,27 @@ def command_line(given: Sequence[str]) -> tuple[list[str], Mapping[str, str]] | 
         Both; None: nothing came, because whoever would have sent it has gone. Of a line that came no variable is a
         flag: whoever sent it has decided about all of them, and what an image has for another launcher (as Kubeflow's
         `PET_NPROC_PER_NODE`) is none of it. Workers inherit the variables all the same.
+
+    Raises:
+        UsageError: the descriptor is not open, or what came is something else.
     """
     numbers = [word.removeprefix(_FLAG) for word in given if word.startswith(_FLAG)]
     if len(numbers) != 1 or not numbers[0].isdecimal() or not all(word.startswith("--") for word in given):
         return list(given), os.environ
     with contextlib.suppress(ImportError):  # what is missing is said when the command line is carried out
         launcher()
-    with open(int(numbers[0]), encoding="utf-8") as file:
-        text = file.read()
-    if not text:
-        return None
-    rest = json.loads(text)
-    os.environ.update(rest["environment"])
-    line = [*(word for word in given if not word.startswith(_FLAG)), *rest["arguments"]]
+    try:
+        with open(int(numbers[0]), encoding="utf-8") as file:
+            text = file.read()
+        if not text:
+            return None
+        rest = json.loads(text)
+        os.environ.update(rest["environment"])
+        line = [*(word for word in given if not word.startswith(_FLAG)), *rest["arguments"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UsageError(
+            f"--command-fd={numbers[0]}: no JSON object of arguments and environment comes there: {error}"
+        ) from error
     return line, {name: value for name, value in os.environ.items() if not name.startswith(Variable.FLAG)}
 
 

@@ -26,6 +26,7 @@ from .values import (
     count_of,
     directory,
     glob,
+    host,
     least_gain,
     log_level,
     metrics_file,
@@ -351,7 +352,7 @@ def _add_torchrun(group: _Group) -> None:
     group.value("--local-ranks-filter", default="", help="show only the output of these local ranks")
     group.value("--duplicate-stdout-filters", default=[], type=commas, help="as torchrun")
     group.value("--duplicate-stderr-filters", default=[], type=commas, help="as torchrun")
-    group.value("--local-addr", default=None, metavar="HOST", help="where other nodes reach this one")
+    group.value("--local-addr", default=None, type=host, metavar="HOST", help="where other nodes reach this one")
     group.value("--logs-specs", default=None, help="as torchrun")
     group.value("--numa-binding", default=None, help="as torchrun")
     group.value("--signals-to-handle", default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", type=signals, help="notices to leave")

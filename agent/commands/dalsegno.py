@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import io
 import json
 import os
 import signal
@@ -393,6 +394,9 @@ def main() -> None:
     """The console script."""
     # Python has none if it was closed: then nobody wants to see anything.
     plain = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until this process ends)
+    # Names and texts of others may have characters that the terminal's encoding has not.
+    if isinstance(plain, io.TextIOWrapper):
+        plain.reconfigure(errors="backslashreplace")
     sys.stdout = _Output(plain)
     try:
         code = run(None)

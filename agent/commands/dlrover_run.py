@@ -44,7 +44,7 @@ def default_job_id(options: argparse.Namespace, user: str) -> str:
         script = os.path.realpath(script)
     key = "\0".join([user, script, *options.training_script_args])
     stem = re.sub(r"[^A-Za-z0-9._-]", "-", Path(script).stem).strip(".-_") or "job"
-    return f"{stem[:64]}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+    return f"{stem[:64]}-{hashlib.sha256(os.fsencode(key)).hexdigest()[:8]}"
 
 
 def user_name() -> str:
@@ -81,6 +81,14 @@ def check_dlrover(options: argparse.Namespace) -> list[str]:
     if options.dlrover_fixes:
         return lines + scripts.fixed(found)
     return lines + scripts.warnings(found, options.min_nodes, options.max_nodes, options.node_unit)
+
+
+def _check_descriptor(tell_fd: int | None) -> None:
+    try:
+        if tell_fd is not None:
+            os.fstat(tell_fd)
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"argument --tell-fd: {tell_fd} is no descriptor that is open here") from error
 
 
 def leave_early(number: int, output: Output) -> NoReturn:
@@ -136,6 +144,7 @@ def run_checked(options: argparse.Namespace, watch: SignalWatch, output: Output)
     """
     if options.command_fd is not None:
         raise UsageError("--command-fd: the script comes on that descriptor, with the rest of the command line")
+    _check_descriptor(options.tell_fd)
     try:
         check_script(options.training_script, module=options.module, no_python=options.no_python)
     except ScriptError as error:
@@ -158,8 +167,12 @@ def main() -> None:
     """The console script."""
     # Whoever started us may have blocked some, as threads of C++ programs do, and workers inherit that.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
-    found = command_line(sys.argv[1:])
-    code = run(*found) if found is not None else EXIT_LEFT
+    try:
+        found = command_line(sys.argv[1:])
+        code = run(*found) if found is not None else EXIT_LEFT
+    except UsageError as error:
+        print(f"dlrover-run: error: {error}", file=sys.stderr)
+        code = EXIT_USAGE
     logging.shutdown()
     # Everything was ended in order. Only a thread that reads a hanging file system may be left, and nobody waits for
     # it.

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint.errors import printable
@@ -30,7 +30,7 @@ from ..dlrover import scripts
 from ..memory.place import NoMemoryError, remove_leftovers, root_of_user
 from ..processes.lifeline import Lifeline
 from ..processes.proc import adopt_orphans, end_descendants, kill_group
-from ..script import Script, expects_session, module_file, text_of
+from ..script import Script, ScriptError, expects_session, module_file, text_of, working_directory
 from ..storage.macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand
 from ..workers.worker_link import sweep
 from .installed import outdated_dlrover, version_of
@@ -81,9 +81,11 @@ def doctor(options: argparse.Namespace) -> int:
         ValueError: There is nothing to examine.
     """
     if options.script is None:
+        if given := [flag for flag, value in _of_a_script(options).items() if value]:
+            raise ValueError(f"{', '.join(given)} without a script: name the SCRIPT that is to be examined")
         return _installation()
     if not options.module and not Path(options.script).is_file():
-        raise ValueError(f"the script {options.script} does not exist (working directory: {os.getcwd()})")
+        raise ValueError(f"the script {options.script} does not exist (working directory: {_here()})")
     ranks, timeout_seconds = (1 if value is None else value for value in (options.nproc_per_node, options.timeout))
     if ranks < 1 or not timeout_seconds > 0:
         raise ValueError("--nproc-per-node is at least 1, and --timeout more than 0")
@@ -92,6 +94,22 @@ def doctor(options: argparse.Namespace) -> int:
             raise ValueError("--dlrover reads a script's file, not a module (-m)")
         return _dlrover(options.script)
     return _examine(options)
+
+
+def _of_a_script(options: argparse.Namespace) -> dict[str, bool]:
+    return {
+        "--nproc-per-node": options.nproc_per_node is not None,
+        "--timeout": options.timeout is not None,
+        "--module": options.module,
+        "--dlrover": options.dlrover,
+    }
+
+
+def _here() -> str:
+    try:
+        return working_directory()
+    except ScriptError as error:
+        raise ValueError(str(error)) from error
 
 
 # ---- the installation ------------------------------------------------------------------------------------------------
@@ -167,11 +185,9 @@ def _examine(options: argparse.Namespace) -> int:
         )
         return EXIT_FAILED
     with tempfile.TemporaryDirectory(prefix="dalsegno-doctor-") as directory:
-        found = Path(directory) / "findings"
         values = {SAVE_DIR: str(Path(directory) / "saved"), RESUME_DIR: None, RESUME_PATH: None}
         command = _command(options, expand(options.arguments, values))
-        code = _run(command, {**os.environ, Variable.DOCTOR: str(found)}, timeout_seconds)
-        lines = found.read_text(encoding="utf-8").splitlines() if found.is_file() else []
+        code, lines = _run(command, Path(directory), timeout_seconds)
     for line in lines:
         print(printable(line))
     if lines and code == 0:
@@ -196,30 +212,40 @@ def _command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]
     return [sys.executable, *torchrun, *module, options.script, *arguments]
 
 
-def _run(command: list[str], environment: dict[str, str], timeout_seconds: float) -> int | None:
-    """Runs the command. Returns the exit code; None: it took too long. No process of it is left afterwards."""
+def _run(command: list[str], directory: Path, timeout_seconds: float) -> tuple[int | None, list[str]]:
+    """Runs the command, with a directory of its own that does not outlive this process.
+
+    Returns the exit code (None: it took too long) and what its session found. No process of it is left afterwards.
+    """
     # Orphans become children of this process, even if they have left their process group.
     adopt_orphans()
+    found = directory / "findings"
     lifeline = Lifeline()  # for the case that this process is killed
+    lifeline.add_path(directory)
+    environment = {**os.environ, Variable.DOCTOR: str(found), **lifeline.environment()}
     with starting("the script"):
-        process = subprocess.Popen(command, env={**environment, **lifeline.environment()}, start_new_session=True)
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
     lifeline.add_group(process.pid)
+    code = None
     try:
-        return process.wait(timeout_seconds)
-    except subprocess.TimeoutExpired:
-        return None
+        with contextlib.suppress(subprocess.TimeoutExpired), _ended(process):
+            code = process.wait(timeout_seconds)
+        return code, found.read_text(encoding="utf-8").splitlines() if found.is_file() else []
     finally:
-        _end(process)
         lifeline.close()
         if left := end_descendants(_END_WITHIN_SECONDS):
             print(f"processes that the script has started do not end: {', '.join(map(str, left))}")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process: torchrun ends its ranks when told to; what is left then is killed."""
-    if process.poll() is None:
-        kill_group(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_WITHIN_SECONDS)
-    kill_group(process.pid)
-    process.wait()
+@contextlib.contextmanager
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Behind this it has ended: torchrun ends its ranks when told to; what is left then is killed."""
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            kill_group(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_WITHIN_SECONDS)
+        kill_group(process.pid)
+        process.wait()

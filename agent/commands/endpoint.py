@@ -12,7 +12,7 @@ from dalsegno.protos.addresses import address_of, host_and_port
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.options import UsageError
 
-from .values import address
+from .values import address, host
 
 __all__ = ["answers", "find_master", "local_address", "meeting_point", "split", "wait_for_name"]
 
@@ -23,7 +23,7 @@ _LOOK_SECONDS = 0.5
 
 
 def find_master(options: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """Sets what this command line means: `master`, a service, or `meet`, a node that hosts one; neither: one of its own.
+    """Sets what this command line means: `master`, a service; `meet`, a node that hosts one; neither: one of its own.
 
     Args:
         options: parsed; a master of its own that an endpoint with port 0 asked for is `standalone`, too.
@@ -81,9 +81,15 @@ def meeting_point(options: argparse.Namespace, master_addr: str | None) -> str:
     if not text:
         return ""
     host, given = split(text)
-    if not host or " " in host:
+    if not host or " " in host or not _is_host(host):
         raise UsageError(f"argument {flag}: {text!r} is not HOST:PORT")
     return address_of(host, _port(given or str(port), flag))
+
+
+def _is_host(text: str) -> bool:
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        return bool(host(text))
+    return False
 
 
 def _port(text: str, flag: str) -> int:

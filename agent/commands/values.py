@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dalsegno.protos.addresses import ADDRESS, addresses_of
 from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS
+from dalsegno.protos.limits import MOST, MOST_SETTING
 from dalsegno.protos.options import seconds
 from dalsegno.protos.text import LONGEST_NAME, name_problem
 
@@ -18,6 +19,11 @@ from ..storage.naming import is_pattern
 
 # Bytes in a second.
 _LEAST_BANDWIDTH = 1_000_000
+# What 32 bits hold, as messages to the master carry counts; and the characters of a number that are looked at.
+_MOST_COUNT = (1 << 32) - 1
+_LONGEST_NUMBER = 100
+# Characters of a wrong value that are shown.
+_SHOWN = 40
 
 
 def more_than_none(text: str) -> float:
@@ -48,8 +54,10 @@ def count_of(least: int) -> Callable[[str], int]:
     """The reader of a whole number of at least so much."""
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+        if len(text) > _LONGEST_NUMBER or not text.isdecimal() or not least <= int(text) <= _MOST_COUNT:
+            raise argparse.ArgumentTypeError(
+                f"{text[:_SHOWN]!r} is no whole number of at least {least} and at most {_MOST_COUNT}"
+            )
         return int(text)
 
     return parse
@@ -59,10 +67,13 @@ def bytes_of(text: str) -> int:
     """A size: 1500, 300MB, 32GiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text, re.IGNORECASE)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, for example 32GiB")
+        raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is no size, for example 32GiB")
     unit = (match[2] or "").upper()
     base = 1024 if unit.endswith("I") else 1000
-    return int(float(match[1]) * base ** (" KMGT".index(unit[0]) if unit else 0))
+    size = float(match[1]) * base ** (" KMGT".index(unit[0]) if unit else 0)
+    if size > MOST:
+        raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is more than {MOST} bytes, the largest size")
+    return int(size)
 
 
 def bandwidth(text: str) -> int:
@@ -75,8 +86,10 @@ def bandwidth(text: str) -> int:
 
 def nproc(text: str) -> str:
     """Workers of a node: a number, or a word that torch knows."""
-    if text.lstrip("-").isdecimal() and int(text) < 1:
+    if text.lstrip("-").isdecimal() and (text.startswith("-") or not text.strip("0")):
         raise argparse.ArgumentTypeError(f"{text!r}: at least 1 worker is needed")
+    if text.isdecimal() and (len(text) > _LONGEST_NUMBER or int(text) > MOST_SETTING):
+        raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r}: at most {MOST_SETTING} workers")
     return text
 
 
@@ -86,6 +99,16 @@ def address(text: str) -> str:
         found = ADDRESS.fullmatch(one)
         if found is None or not 0 < int(found[2] or 0) < 65536:
             raise argparse.ArgumentTypeError(f"{one!r} is not HOST:PORT")
+        host(found[1])
+    return text
+
+
+def host(text: str) -> str:
+    """A host's name or address, as far as its form goes: the system's own look-up raises no OSError at other forms."""
+    try:
+        text.encode("idna")
+    except UnicodeError as error:
+        raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is no host: {error}") from error
     return text
 
 

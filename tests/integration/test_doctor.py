@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.jobs.master_process import eventually
 from tests.support.pages.sources import ROOT
 
 pytestmark = pytest.mark.timeout(180)
@@ -184,8 +186,9 @@ def test_nothing_of_a_script_is_left_however_it_went_away(tmp_path: Path, how: s
         assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_nothing_is_left_where_the_doctor_is_killed(tmp_path: Path) -> None:
-    """It is not there any more to end anything: what is in the script's group, and what has left it."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_where_the_doctor_is_ended(tmp_path: Path, number: int) -> None:
+    """It is not there any more to end anything: what is in the script's group, what has left it, and its directory."""
     script = """
         import os, subprocess, sys, time
 
@@ -196,15 +199,21 @@ def test_nothing_is_left_where_the_doctor_is_killed(tmp_path: Path) -> None:
     """
     (tmp_path / "train.py").write_text(textwrap.dedent(script))
     process = subprocess.Popen(
-        [DALSEGNO, "doctor", "--timeout=100", "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+        [DALSEGNO, "doctor", "--timeout=100", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     try:
         left = [os.pidfd_open(int(pid)) for pid in process.stdout.readline().split()]
+        assert len(list(tmp_path.glob("dalsegno-doctor-*"))) == 1
     finally:
-        process.kill()
+        process.send_signal(number)
         process.communicate()
     assert len(left) == 3
+    eventually(lambda: not list(tmp_path.glob("dalsegno-doctor-*")))
     for one in left:
         ended, _, _ = select.select([one], [], [], 60)
         os.close(one)

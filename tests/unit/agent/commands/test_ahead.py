@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from dalsegno.agent.commands import ahead
+from dalsegno.protos.options import UsageError
 
 PROGRAM = [sys.executable, "-m", "dalsegno.agent.commands.dlrover_run"]
 
@@ -50,6 +51,16 @@ def test_the_rest_comes_later(imported: list[str], monkeypatch: pytest.MonkeyPat
 def test_whoever_would_tell_the_rest_has_gone(imported: list[str]) -> None:
     """Then there is nothing to do."""
     assert ahead.command_line([f"--command-fd={piped('')}"]) is None
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "1", '{"arguments": [', '{"arguments": [], "environment": null}'])
+def test_what_is_no_command_line_is_one_line(imported: list[str], text: str) -> None:
+    """With the flag's name; also a descriptor that is not open."""
+    with pytest.raises(UsageError, match="no JSON object of arguments and environment comes there"):
+        ahead.command_line([f"--command-fd={piped(text)}"])
+    for number in ("9999", "99999999999"):
+        with pytest.raises(UsageError, match=f"--command-fd={number}: no JSON object"):
+            ahead.command_line([f"--command-fd={number}"])
 
 
 @pytest.mark.parametrize(

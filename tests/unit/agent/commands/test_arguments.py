@@ -145,6 +145,20 @@ def test_where_the_master_is(arguments: list[str], environ: dict[str, str], expe
         (["--memory-bandwidth=fast", "x.py"], {}, "no size"),
         (["--memory-bandwidth=0", "x.py"], {}, "at least 1MB in a second"),
         (["x.py"], {"PET_MEMORY_BANDWIDTH": "999KB"}, "at least 1MB in a second"),
+        (["--memory-budget=" + 400 * "9", "x.py"], {}, "is more than 9007199254740992 bytes"),
+        (["--memory-bandwidth=9999TB", "x.py"], {}, "is more than 9007199254740992 bytes"),
+        (
+            ["--max-restarts=99999999999999", "x.py"],
+            {},
+            "'99999999999999' is no whole number of at least 0 and at most",
+        ),
+        (["--keep-checkpoints=4294967296", "x.py"], {}, "and at most 4294967295"),
+        (["--memory-replicas=" + 5000 * "9", "x.py"], {}, "and at most 4294967295"),
+        (["--nproc-per-node=" + 5000 * "9", "x.py"], {}, "at most 1048576 workers"),
+        (["--drain-timeout=1e300", "x.py"], {}, "at most 1000000000 seconds"),
+        (["--local-addr=a..b", "x.py"], {}, "'a..b' is no host"),
+        (["--master=a..b:1", "x.py"], {}, "'a..b' is no host"),
+        (["--rdzv-backend=c10d", "--rdzv-endpoint=a..b:1", "x.py"], {}, "'a..b:1' is not HOST:PORT"),
         (["--redirects=9", "x.py"], {}, "neither"),
         (["--nnod=2", "x.py"], {}, "--nnod"),
         ([], {}, "training_script"),
@@ -227,8 +241,13 @@ def test_the_default_job_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         dlrover_run.default_job_id(options_for("my train!.py", "--lr", "1"), "bob"),
         dlrover_run.default_job_id(options_for("my train!.py", "--lr1"), "ann"),
         dlrover_run.default_job_id(options_for("other.py", "--lr", "1"), "ann"),
+        # Bytes that are no UTF-8, as Python has them of a command line.
+        dlrover_run.default_job_id(options_for("my train!.py", "--lr\udcff"), "ann"),
+        dlrover_run.default_job_id(options_for("my train!\udcff.py", "--lr", "1"), "ann"),
     ]
-    assert len({one, *others}) == 5
+    assert len({one, *others}) == 7
+    for other in others:
+        assert parse(["--job-id", other, "x.py"], {}).job_id == other
     assert parse(["--job-id", one, "x.py"], {}).job_id == one
     assert one.startswith("my-train-")
 
@@ -280,6 +299,34 @@ def test_the_program_says_one_line_and_exits_with_2(tmp_path: Path, arguments: l
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
     assert word in lines[0]
+
+
+@pytest.mark.parametrize("arguments", [["x.py"], [__file__], ["-m", "json.tool"], ["--no-python", "true"]])
+def test_a_working_directory_that_is_gone(tmp_path: Path, arguments: list[str]) -> None:
+    """Workers would have none either: one line, whatever is to run."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = f"import os\nos.rmdir({str(gone)!r})\nfrom dalsegno.agent.commands import dlrover_run\ndlrover_run.main()"
+    path = os.pathsep.join(str(Path(part or ".").absolute()) for part in sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=gone,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert line.startswith("dlrover-run: error: the working directory is gone")
+
+
+def test_a_supervisors_descriptor_that_is_not_open(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By its flag; nothing was made."""
+    for number in ("9999", "4294967295"):
+        assert dlrover_run.run([f"--tell-fd={number}", f"--checkpoint-dir={tmp_path / 'c'}", __file__], {}) == 2
+        assert f"argument --tell-fd: {number} is no descriptor that is open here" in capfd.readouterr().err
+    assert not (tmp_path / "c").exists()
 
 
 def test_without_torch_it_names_the_extra(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import configparser
 import importlib.metadata
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -259,3 +261,39 @@ def test_doctor_finds_two_owners_of_a_script(monkeypatch: pytest.MonkeyPatch, ca
     text = capsys.readouterr().out
     assert "of dalsegno, dlrover\n" in text
     assert "dalsegno-run" in text.split("of dalsegno, dlrover\n")[1].splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--dlrover"], "--dlrover"),
+        (["--timeout=-3", "-m", "--nproc-per-node=-7"], "--nproc-per-node, --timeout, --module"),
+    ],
+)
+def test_a_doctor_without_a_script_takes_no_flags_of_one(flags: list[str], named: str, capsys: Output) -> None:
+    """Whoever gave them forgot the script."""
+    assert dalsegno.run(["doctor", *flags]) == 2
+    assert capsys.readouterr() == (
+        "",
+        f"dalsegno: error: {named} without a script: name the SCRIPT that is to be examined\n",
+    )
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_output_in_another_encoding(tmp_path: Path, encoding: str) -> None:
+    """What the encoding lacks is escaped, also in a file's name that is no UTF-8; what it has stays."""
+    for name in ("ck-ü", os.fsdecode(b"ck-\xff")):
+        make_checkpoint(tmp_path / name / "run-0001", "step-3.e1.1")
+        done = subprocess.run(
+            [sys.executable, "-m", "dalsegno.agent.commands.dalsegno", "checkpoints", "ls", name],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PYTHONIOENCODING": encoding,
+                "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+            },
+            capture_output=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert name.encode(encoding, "backslashreplace") in done.stdout
