@@ -32,7 +32,7 @@ class _Piece(NamedTuple):
 
 
 def agent_line(text: str, place: str) -> str:
-    """The same for `bash -c`, with the shell becoming the agent: `exec dalsegno-run` in the place of `dlrover-run`.
+    """The same line, with the shell becoming the agent: `exec dalsegno-run` in the place of `dlrover-run`.
 
     Args:
         text: What a shell runs; several lines, too.

@@ -160,7 +160,9 @@ def test_the_number_of_nodes_arrives(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["dlrover-run --nnodes=$WORKER_NUM train.py", "dlrover-run train.py"])
 def test_another_number_than_the_commands_is_refused(command: str) -> None:
-    """The command's own would win, and nothing would say so."""
+    """The command's own would win, or the variable in its place, and nothing would say so."""
+    only, _ = translated(elastic_job(["dlrover-run", "a.py"], env=[{"name": "PET_NNODES", "value": "2:4"}]))
+    assert only["nnodes"] == "2:4"
     values, _ = translated(elastic_job(["bash", "-c", command], env=[{"name": "PET_NNODES", "value": "4:4"}]))
     assert refusals(job_of({**values, **COMPLETE}), "k8s") == []
     (line,) = refusals(job_of({**values, **COMPLETE, "nnodes": "1:2", "replicas": 2}), "k8s")
