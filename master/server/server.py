@@ -347,7 +347,6 @@ def _probe(host: str, port: int) -> None:
         with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except OSError as error:
-        raise BindError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}: choose another --port or --host"
-        ) from error
+    except (OSError, UnicodeError) as error:  # the second one of a name like a..b
+        why = getattr(error, "strerror", None) or error
+        raise BindError(f"cannot listen on {host} port {port}: {why}: choose another --port or --host") from error

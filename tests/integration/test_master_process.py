@@ -241,6 +241,7 @@ def test_mutual_tls(tmp_path: Path) -> None:
         (["--port", "99999"], "is no port"),
         (["--host", "0.0.0.0"], "--token-file"),
         (["--host", "nosuch.invalid", "--insecure"], "cannot listen on nosuch.invalid"),
+        (["--host", "a..b", "--insecure"], "cannot listen on a..b"),
         (["--token-file", "/nowhere/token"], "cannot read the token file /nowhere/token"),
         (["--tls-cert", "x.pem"], "--tls-cert and --tls-key belong together"),
         (["--tls-cert", __file__, "--tls-key", __file__], "no PEM certificate chain"),
