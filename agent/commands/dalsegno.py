@@ -28,7 +28,7 @@ from dalsegno.elastic.checkpoint import (
 )
 from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.universal import is_written
-from dalsegno.protos.contract import Variable
+from dalsegno.protos.contract import Variable, run_number
 from dalsegno.protos.options import Parser, UsageError, seconds
 
 from ..control.grpc_logs import quiet_grpc
@@ -158,7 +158,8 @@ def _prune(options: argparse.Namespace) -> int:
 def _prune_run(run: Path, options: argparse.Namespace) -> int:
     found = inventory(run, check_sizes=False)
     store = CheckpointStore(run)
-    jobs = sorted({manifest.job_id for manifest in found if manifest.job_id})
+    # Of a run's first save only the place says whose it is.
+    jobs = sorted({manifest.job_id for manifest in found if manifest.job_id}) if found else _jobs_by_place(run)
     if len({(manifest.job_id, manifest.run_id) for manifest in found}) > 1:
         raise _NotOurs("checkpoints of several runs are there; give each a directory of its own")
     if jobs and not store.finished:
@@ -182,6 +183,12 @@ def _prune_run(run: Path, options: argparse.Namespace) -> int:
     for name, error in failures.items():
         _say(f"{run / name}: it could not be deleted: {error}")
     return EXIT_FAILED if failures else EXIT_FINISHED
+
+
+def _jobs_by_place(run: Path) -> list[str]:
+    """The job whose run lies there, as agents name the directories: `<job>/run-0001`. At most one; links are seen."""
+    place = Path(os.path.realpath(run))
+    return [place.parent.name] if run_number(place.name) is not None else []
 
 
 def _damaged(run: Path, chain: Sequence[Manifest], keep: int) -> list[str]:

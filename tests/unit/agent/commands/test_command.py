@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import shutil
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,6 +149,36 @@ def test_prune_leaves_alone_what_others_decide(finished: Path, capsys: Output) -
     assert names(finished) == [*before, "step-9.e1.1"]
     assert prune(finished, "--keep=0") == 2
     assert prune(finished) == 2
+
+
+@pytest.mark.parametrize("name", ["run-0001", "run-0002"])
+def test_prune_spares_the_first_save_of_a_run(
+    tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Nothing is sealed yet, so no manifest says whose run it is. By its own name, a path below it, or a link."""
+    make_checkpoint(tmp_path / "job" / "run-0001", "step-3.e1.1")
+    run = tmp_path / "job" / name
+    (run / "step-4.e2.1").mkdir(parents=True)
+    if name == "run-0001":
+        shutil.rmtree(run / "step-3.e1.1")
+    else:
+        (tmp_path / "job" / "run-0001" / "FINISHED.json").write_text("{}")
+    (tmp_path / "link").symlink_to(run)
+    monkeypatch.chdir(run)
+    for given in (tmp_path, run, Path(), tmp_path / "link"):
+        assert prune(given, "--keep=1") == 1
+        assert "job job has not finished it, and prunes it itself" in capsys.readouterr().out
+    assert names(run) == ["step-4.e2.1"]
+    (run / "FINISHED.json").write_text("{}")
+    assert prune(run, "--keep=1") == 0
+    assert names(run) == []
+
+
+def test_prune_deletes_what_a_run_without_a_job_has_given_up(tmp_path: Path) -> None:
+    """Also where it has sealed nothing: who has its lock may."""
+    (tmp_path / "mine" / "step-4.e2.1").mkdir(parents=True)
+    assert prune(tmp_path, "--keep=1") == 0
+    assert names(tmp_path / "mine") == []
 
 
 def test_prune_spares_what_a_conversion_uses(finished: Path, capsys: Output) -> None:
