@@ -1,96 +1,219 @@
 """One agent's own place for sockets and shared memory of DLRover's classes, and its removal.
 
-The file `<run's name>_ckpt_shm_owner` in shared memory is the claim. Its owner holds a lock on it while it lives.
+The file `<run's name>_ckpt_shm_owner` in shared memory and the directory of sockets are the claim. Their owner holds a
+lock on each while it lives. Both are taken, because containers may share one of the two places.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
-import glob
 import os
+import secrets
 import shutil
+import socket
+import stat
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
+from ..processes.lifeline import Lifeline
 from .names import SHARED_MEMORY, SOCKETS, run_name, segments, sockets
 
 __all__ = ["NameClaim", "sweep"]
 
 # Agents of one job on one machine.
 _MOST = 1000
-_OWNER = "owner"
+_OWNER = "_ckpt_shm_owner"
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY
 
 
 class NameClaim:
     """The first name that no agent has: a directory of sockets, and the beginning of segments' names.
 
-    Both are taken, because containers may share one of the two places.
-
     Args:
         job_id: the job's.
 
     Raises:
-        OSError: nothing can be made there.
+        OSError: nothing can be made there, or others could put sockets of their own in the place of ours; one line.
     """
 
     def __init__(self, job_id: str) -> None:
         with contextlib.suppress(FileExistsError):
             os.mkdir(SOCKETS)
-            # Other users make directories of their own there.
+            # Real DLRover of other users makes directories of its own there.
             os.chmod(SOCKETS, 0o1777)
+        if why := _unsafe(os.lstat(SOCKETS)):
+            raise PermissionError(why)
         for number in count():
             self.name = run_name(job_id, number)
             try:
-                self._lock = _take(self.name)
+                self._owner, self._directory = _take(self.name)
                 return
-            except (FileExistsError, BlockingIOError):
-                # It belongs to an agent that lives, or that its keeper is just cleaning up after.
+            except (FileExistsError, FileNotFoundError, BlockingIOError):
+                # It belongs to an agent that lives, or somebody is just cleaning up there.
                 if number > _MOST:
                     raise
 
+    def leave_to(self, lifeline: Lifeline) -> None:
+        """Has the keeper remove all that stands under the name, if this agent cannot, and while nobody else has it."""
+        lifeline.add_claim(Path(_owner_of(self.name)), Path(sockets(self.name)), segments(self.name))
+
     def close(self) -> None:
-        """Removes all that stands under the name."""
-        _remove(self.name)
-        os.close(self._lock)
+        """Removes all that stands under the name, as far as it is still ours."""
+        if _is_at(self._directory, str(sockets(self.name))):
+            shutil.rmtree(sockets(self.name), ignore_errors=True)
+        if _is_at(self._owner, _owner_of(self.name)):
+            _remove_segments(self.name)
+        os.close(self._directory)
+        os.close(self._owner)
 
 
 def sweep() -> list[str]:
     """Removes what agents of this user have left whose keepers were killed with them. Returns their names."""
     found = []
-    for path in glob.glob(f"{SHARED_MEMORY}/*_ckpt_shm_{_OWNER}"):
-        name = Path(path).name.removesuffix(f"_ckpt_shm_{_OWNER}")
-        with contextlib.suppress(OSError):
-            lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                if os.fstat(lock).st_uid == os.getuid():
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    _remove(name)
-                    found.append(name)
-            finally:
-                os.close(lock)
+    is_safe = os.path.lexists(SOCKETS) and not _unsafe(os.lstat(SOCKETS))
+    for name in (file.removesuffix(_OWNER) for file in _names_in(str(SHARED_MEMORY)) if file.endswith(_OWNER)):
+        with contextlib.suppress(OSError), _held(_owner_of(name), os.O_RDWR):
+            if is_safe:
+                _remove_sockets(name)
+            _remove_segments(name)
+            found.append(name)
+    for name in _names_in(str(SOCKETS)) if is_safe else ():
+        # A power cut empties shared memory, and not this directory.
+        if not os.path.lexists(_owner_of(name)) and _remove_sockets(name, without_owner=True):
+            found.append(name)
     return found
 
 
-def _take(name: str) -> int:
-    """Makes both places. Returns the lock's descriptor."""
-    owner = f"{segments(name)}{_OWNER}"
-    lock = os.open(owner, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+def _unsafe(found: os.stat_result) -> str:
+    """Why nobody may have sockets there, in one line that says what to do; empty: one may. The path is DLRover's."""
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{SOCKETS}, where DLRover's classes look for their sockets, is a link or a file: delete it"
+    if found.st_uid not in (0, os.geteuid()):
+        return (
+            f"{SOCKETS}, where DLRover's classes look for their sockets, belongs to user {found.st_uid}, who could put"
+            f" others there that run code in this job: have root own it, `chown root: {SOCKETS}; chmod 1777 {SOCKETS}`,"
+            " which disturbs nobody, or give this job a /tmp of its own"
+        )
+    if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
+        return (
+            f"{SOCKETS}, where DLRover's classes look for their sockets, can be changed by all users (mode"
+            f" {stat.S_IMODE(found.st_mode):o}), who could put others there: `chmod +t {SOCKETS}`"
+        )
+    return ""
+
+
+def _owner_of(name: str) -> str:
+    return f"{SHARED_MEMORY}/{name}{_OWNER}"
+
+
+def _take(name: str) -> tuple[int, int]:
+    """Makes both places. Returns the descriptors that hold their locks."""
+    path = _owner_of(name)
+    unnamed = f"{path}-{secrets.token_hex(8)}"
+    owner = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # No other user may enter: DLRover speaks pickle there.
-        os.mkdir(sockets(name), 0o700)
-    except OSError:
-        os.close(lock)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(owner)
-        raise
-    return lock
-
-
-def _remove(name: str) -> None:
-    """Removes everything under the name, the claim last."""
-    shutil.rmtree(sockets(name), ignore_errors=True)
-    for path in sorted(glob.glob(f"{glob.escape(segments(name))}*"), key=lambda path: path.endswith(_OWNER)):
-        with contextlib.suppress(OSError):
+        try:
+            # Locked before it has its name: nobody who sweeps takes it for left behind.
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.link(unnamed, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(unnamed)
+        try:
+            # No other user may enter: DLRover speaks pickle there.
+            os.mkdir(sockets(name), 0o700)
+            return owner, _locked(str(sockets(name)), _DIRECTORY)
+        except OSError:
             os.unlink(path)
+            raise
+    except OSError:
+        os.close(owner)
+        raise
+
+
+def _locked(path: str, flags: int) -> int:
+    """A descriptor that holds the lock of what this user has there.
+
+    Raises:
+        BlockingIOError: somebody else holds it.
+        OSError: it is a link, another user's, or gone.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Whoever held it may have removed it meanwhile, and somebody else made another one.
+        if os.fstat(descriptor).st_uid != os.geteuid() or not _is_at(descriptor, path):
+            raise FileNotFoundError(errno.ENOENT, "it is not there any more, or another user's", path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@contextlib.contextmanager
+def _held(path: str, flags: int) -> Iterator[int]:
+    """Holds the lock meanwhile. Raises as `_locked`."""
+    descriptor = _locked(path, flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_segments(name: str) -> None:
+    """Removes the memory under the name, the claim last."""
+    beginning = f"{name}_ckpt_shm_"
+    for file in sorted(_names_in(str(SHARED_MEMORY)), key=lambda file: file.endswith(_OWNER)):
+        if file.startswith(beginning):
+            with contextlib.suppress(OSError):
+                os.unlink(f"{SHARED_MEMORY}/{file}")
+
+
+def _remove_sockets(name: str, *, without_owner: bool = False) -> bool:
+    """Removes a directory of sockets that no agent of this user holds. Whether it did.
+
+    Args:
+        without_owner: nothing says that it was one of our agents', but that only its user may enter, and nobody listens.
+    """
+    path = str(sockets(name))
+    try:
+        with _held(path, _DIRECTORY) as directory:
+            closed = stat.S_IMODE(os.fstat(directory).st_mode) == 0o700
+            if without_owner and (not closed or _is_heard(path)):
+                return False
+            shutil.rmtree(path)
+            return True
+    except OSError:
+        return False
+
+
+def _is_heard(directory: str) -> bool:
+    """Whether anybody listens on a socket there."""
+    for name in os.listdir(directory):
+        # Of another type, so that whoever listens does not hear of it.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
+            try:
+                asking.connect(f"{directory}/{name}")
+            except (ConnectionRefusedError, FileNotFoundError):
+                continue
+            except OSError:
+                pass
+            return True
+    return False
+
+
+def _names_in(directory: str) -> list[str]:
+    try:
+        return sorted(os.listdir(directory))
+    except OSError:
+        return []

@@ -67,13 +67,11 @@ class NodeSaver:
     ) -> None:
         self._log, self._path, self._lifeline, self._heard, self._say = log, path, lifeline, heard, say
         self._claim = NameClaim(job_id)
-        # After it, so that no name that is just cleaned up is taken.
+        # After it, so that no name is taken whose workers a keeper is just ending.
         for name in sweep():
             logger.warning("an agent that is gone had left sockets and memory of Flash Checkpoint: %s; removed", name)
         self.name = self._claim.name
-        # In this order: a claim of what the keeper still removes would be lost.
-        lifeline.add_prefix(names.segments(self.name))
-        lifeline.add_path(Path(names.sockets(self.name)))
+        self._claim.leave_to(lifeline)
         # What the workers get in every world.
         self.variables = names.job_variables(self.name, str(directory))
         self._process: subprocess.Popen[str]

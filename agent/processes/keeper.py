@@ -9,6 +9,9 @@ holds:
     drop PGID           that group is over
     path DIRECTORY      a private directory of the agent to remove with it
     prefix PATH         the same for all files whose paths begin so
+    claim FILE\\0DIRECTORY\\0PREFIX
+                        both of them, under a name that another agent may have by then. The agent holds locks on
+                        FILE and DIRECTORY. Each is removed only if it is the same one, and nobody has its lock
 
 When the pipe ends (the kernel closes it with the agent, even after SIGKILL) every registered group gets SIGKILL, and so
 does every process whose environment carries the mark. That finds grandchildren that left their group with setsid, and
@@ -19,6 +22,7 @@ processes that were spawned but not yet registered. PR_SET_PDEATHSIG alone would
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -93,14 +97,54 @@ def end_all(groups: dict[int, int], mark: str, patience_seconds: float = PATIENC
         time.sleep(SCAN_PAUSE_SECONDS)
 
 
-def remove_files(prefix: str) -> None:
-    """Removes all files whose paths begin so."""
+def remove_files(prefix: str, last: str = "") -> None:
+    """Removes all files whose paths begin so, the path `last` as the last one."""
     directory, _, beginning = prefix.rpartition("/")
     with contextlib.suppress(OSError):
-        for name in os.listdir(directory):
-            if name.startswith(beginning):
-                with contextlib.suppress(OSError):
-                    os.unlink(f"{directory}/{name}")
+        paths = [f"{directory}/{name}" for name in os.listdir(directory) if name.startswith(beginning)]
+        for path in sorted(paths, key=lambda path: path == last):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+class Claimed:
+    """What the agent has under a name, as it was when the agent told of it. The descriptors tell it from a later one's.
+
+    Args:
+        text: see the module's docstring, behind the word.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._owner, self._directory, self._prefix = text.split("\0")
+        flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self._held = [
+            _open(self._owner, os.O_RDWR | flags),
+            _open(self._directory, os.O_RDONLY | os.O_DIRECTORY | flags),
+        ]
+
+    def remove(self) -> None:
+        """Removes what is still this agent's, now that it has ended."""
+        owner, directory = self._held
+        if _is_ours_still(directory, self._directory):
+            shutil.rmtree(self._directory, ignore_errors=True)
+        if _is_ours_still(owner, self._owner):
+            remove_files(self._prefix, self._owner)
+
+
+def _open(path: str, flags: int) -> int:
+    try:
+        return os.open(path, flags)
+    except OSError:
+        return -1  # it is gone already
+
+
+def _is_ours_still(descriptor: int, path: str) -> bool:
+    """Whether the path still leads there, and nobody has the lock; then this process has it from now on."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except (OSError, ValueError):
+        return False
 
 
 def main() -> None:
@@ -111,6 +155,7 @@ def main() -> None:
     groups: dict[int, int] = {}
     paths: list[str] = []
     prefixes: list[str] = []
+    claims: list[Claimed] = []
     mark = ""
     for raw in sys.stdin.buffer:
         word, _, rest = os.fsdecode(raw).rstrip("\n").partition(" ")
@@ -125,11 +170,15 @@ def main() -> None:
             paths.append(rest)
         elif word == "prefix":
             prefixes.append(rest)
+        elif word == "claim":
+            claims.append(Claimed(rest))
     end_all(groups, mark)
     for prefix in prefixes:
         remove_files(prefix)
     for path in paths:
         shutil.rmtree(path, ignore_errors=True)
+    for claim in claims:
+        claim.remove()
 
 
 if __name__ == "__main__":

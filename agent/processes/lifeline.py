@@ -99,6 +99,15 @@ class Lifeline:
         """Registers files whose paths begin so. They are removed after the agent is gone, and before directories."""
         self._remove_later(f"prefix {prefix}")
 
+    def add_claim(self, owner: Path, directory: Path, prefix: str) -> None:
+        """Registers what stands under a name that others may have later. It is removed only while it is this agent's.
+
+        Args:
+            owner, directory: of both this agent holds the locks (flock), until it ends or gives the name back.
+            prefix: of the files that are removed, `owner` last.
+        """
+        self._remove_later(f"claim {owner}\0{directory}\0{prefix}")
+
     def _remove_later(self, line: str) -> None:
         with self._lock:
             self._removals.append(line)
