@@ -1,6 +1,7 @@
 """`dalsegno doctor`: checks the installation or, if it is given a script, the training before its first step.
 
-Without a script it also removes what killed agents left behind: memory checkpoints, directories of sockets.
+Without a script it also removes what killed agents left behind: memory checkpoints, directories of sockets, what Flash
+Checkpoint has in both places.
 
 The script runs as it would, by itself or under torchrun, up to its first step, where its session writes down what it
 found (`dalsegno.elastic.training.findings`) and ends it. Nothing is saved, and no checkpoint is touched. A script that
@@ -26,7 +27,7 @@ from dalsegno.protos.contract import Variable
 from dalsegno.protos.shortage import starting
 
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
-from ..dlrover import scripts
+from ..dlrover import claims, scripts
 from ..memory.place import NoMemoryError, remove_leftovers, root_of_user
 from ..processes.lifeline import Lifeline
 from ..processes.proc import adopt_orphans, end_descendants, kill_group
@@ -155,6 +156,8 @@ def _sweep() -> None:
         print(f"memory checkpoints: {error}")
     for path in sweep():
         print(f"{path}: of an agent that is gone; removed")
+    for name in claims.sweep():
+        print(f"{name}: sockets and memory of Flash Checkpoint that an agent which is gone has left; removed")
 
 
 def _dlrover(script: str) -> int:

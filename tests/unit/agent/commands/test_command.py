@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import secrets
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,6 +17,8 @@ from types import SimpleNamespace
 import pytest
 
 from dalsegno.agent.commands import dalsegno, doctor
+from dalsegno.agent.dlrover.claims import NameClaim
+from dalsegno.agent.dlrover.names import segments, sockets
 from dalsegno.agent.processes.own_directory import claim
 from dalsegno.agent.workers import worker_link
 from dalsegno.elastic.checkpoint import Best, LocalLock
@@ -328,3 +331,18 @@ def test_output_in_another_encoding(tmp_path: Path, encoding: str) -> None:
         )
         assert (done.returncode, done.stderr) == (0, b"")
         assert name.encode(encoding, "backslashreplace") in done.stdout
+def test_doctor_removes_what_flash_checkpoint_left(capsys: Output) -> None:
+    """Of an agent that was killed with its keeper. One that lives keeps its own."""
+    job = f"doctor-{secrets.token_hex(4)}"
+    dead, living = NameClaim(job), NameClaim(job)
+    segment = Path(f"{segments(dead.name)}0")
+    segment.touch()
+    os.close(dead._owner)
+    os.close(dead._directory)
+    dalsegno.run(["doctor"])
+    said = capsys.readouterr().out
+    assert f"{job}: sockets and memory of Flash Checkpoint that an agent which is gone has left; removed" in said
+    assert living.name not in said
+    assert not segment.exists()
+    assert Path(sockets(living.name)).exists()
+    living.close()
