@@ -27,7 +27,7 @@ from dalsegno.elastic.checkpoint import (
     verify,
 )
 from dalsegno.elastic.checkpoint.errors import printable
-from dalsegno.elastic.universal import is_written
+from dalsegno.elastic.universal import is_read, is_written
 from dalsegno.protos.contract import Variable, run_number
 from dalsegno.protos.options import Parser, UsageError, seconds
 
@@ -172,6 +172,7 @@ def _prune_run(run: Path, options: argparse.Namespace) -> int:
     names = [*gone.left, *gone.old, *store.never_sealed(store.next_epoch())]
     written = [target for target in filter(is_checkpoint_name, os.listdir(run)) if is_written(run / target)]
     used = {name for target in written for name in (target, target.partition(".universal.")[0])}
+    used.update(name for name in names if is_read(run / name))
     for name in sorted(used.intersection(names)):
         _say(f"{run / name}: in use by a conversion, stays")
     names = [name for name in names if name not in used]

@@ -183,7 +183,7 @@ def _remove_sockets(name: str, *, without_owner: bool = False) -> bool:
     """Removes a directory of sockets that no agent of this user holds. Whether it did.
 
     Args:
-        without_owner: nothing says that it was one of our agents', but that only its user may enter, and nobody listens.
+        without_owner: nothing says that an agent made it, but that only its user may enter, and nobody listens.
     """
     path = str(sockets(name))
     try:

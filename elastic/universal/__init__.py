@@ -22,6 +22,7 @@ from .errors import (
     SourceBad,
 )
 from .journal import is_written
+from .readers import is_read
 from .standalone import convert_directory
 
 __all__ = (
@@ -38,5 +39,6 @@ __all__ = (
     "Wish",
     "convert",
     "convert_directory",
+    "is_read",
     "is_written",
 )

@@ -7,6 +7,7 @@ run's checkpoints, it is a manifest instead, so that the run knows the directory
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from .conversion import Watch, Wish, engine_part, produce, seal_form, typed_fail
 from .errors import EnvironmentFailed, SourceBad
 from .journal import JOURNAL, ForeignJournal, Journal, keep_finished
 from .layout import engine_directory
+from .readers import reading
 
 COMPLETE = "CONVERTED.json"
 LATEST = "latest_universal"
@@ -49,11 +51,12 @@ def convert_directory(
         EnvironmentFailed: Anything else failed, or ``target`` holds something else.
     """
     source, target, wish, watch = Path(source), Path(target), wish or Wish(), watch or Watch()
-    with typed_failures():
+    with typed_failures(), contextlib.ExitStack() as held:
         if not source.is_dir():
             raise EnvironmentFailed(f"{source} is no directory")
         if not (source / MANIFEST).exists():
             source = engine_directory(source)
+        held.enter_context(reading(source))
         manifest = verified(source, None, watch.moved) if (source / MANIFEST).exists() else None
         entries = {entry.path: entry for entry in manifest.files} if manifest else _model_files(source, wish, watch)
         name = _made_from(source, manifest, wish)

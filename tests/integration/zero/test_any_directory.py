@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from dalsegno.agent.commands import dalsegno
 from dalsegno.elastic.checkpoint import Manifest, verify
 from dalsegno.elastic.checkpoint.files import checksum
 from dalsegno.elastic.universal import (
@@ -35,6 +36,7 @@ from dalsegno.elastic.universal.output import ConversionOutput
 from tests.support.checkpoints.conversions import Died, convert_halfway, die_after, files_below, target_of
 from tests.support.checkpoints.shards import write_shards
 from tests.support.workers.zero_runs import STEPS, Held, Sources, read_held, run_worker
+from tests.unit.agent.storage.test_storage import make_checkpoint
 
 pytestmark = pytest.mark.timeout(180)
 OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -117,6 +119,33 @@ def test_two_at_a_time(plain: Path, tmp_path: Path) -> None:
         with pytest.raises(EnvironmentFailed, match="another conversion is writing"):
             convert_directory(plain, target)
     assert convert_directory(plain, target)
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_nobody_prunes_what_is_read(
+    sources: Sources, tmp_path: Path, capsys: pytest.CaptureFixture[str], sealed: bool
+) -> None:
+    """By hand, in the middle of a conversion to another place, which failed with a file that was gone."""
+    source, read = tmp_path / "run" / "step-3.e1.0", list[int]()
+    prune = ["checkpoints", "prune", str(source.parent), "--keep=1"]
+    shutil.copytree(sources.get(2, 2)[0], source)
+    described = Manifest.read(source)
+    make_checkpoint(source.parent, "step-4.e1.0", job_id=described.job_id, run_id=described.run_id)
+    (source.parent / "FINISHED.json").write_text("{}")
+    if not sealed:
+        (source / "MANIFEST.json").unlink()
+        shutil.rmtree(source.parent / ".sealed", ignore_errors=True)
+
+    def moved(count: int) -> None:
+        if not read:
+            assert dalsegno.run(prune) == 0
+        read.append(count)
+
+    assert convert_directory(source, tmp_path / "out", watch=Watch(moved=moved))
+    assert read
+    assert f"{source}: in use by a conversion, stays" in capsys.readouterr().out
+    assert dalsegno.run(prune) == 0
+    assert not source.exists()
 
 
 def test_complete_already(plain: Path, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ SURFACES = {
     "elastic.universal": {
         *("EXIT_ENVIRONMENT", "EXIT_IMPOSSIBLE", "EXIT_READY", "EXIT_SOURCE_BAD", "ConversionError", "Effort"),
         *("EnvironmentFailed", "Impossible", "SourceBad", "Watch", "Wish", "convert", "convert_directory"),
-        "is_written",
+        *("is_read", "is_written"),
     },
     "swift_plugin": {"PLUGIN"},
     "swift_plugin.hf": {"elastic", "prepare", "under_dlrover_run"},

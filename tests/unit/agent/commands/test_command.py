@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -22,7 +23,9 @@ from dalsegno.agent.dlrover.names import segments, sockets
 from dalsegno.agent.processes.own_directory import claim
 from dalsegno.agent.workers import worker_link
 from dalsegno.elastic.checkpoint import Best, LocalLock
+from dalsegno.elastic.universal import EnvironmentFailed
 from dalsegno.elastic.universal.journal import Journal
+from dalsegno.elastic.universal.readers import reading
 from tests.support.pages.sources import ROOT
 from tests.unit.agent.storage.test_storage import make_checkpoint
 
@@ -194,6 +197,32 @@ def test_prune_spares_what_a_conversion_uses(finished: Path, capsys: Output) -> 
         assert names(finished) == ["step-1.e1.1", "step-1.e1.1.universal.7", "step-2.e1.1", "step-4.e1.1"]
     assert prune(finished, "--keep=1") == 0
     assert names(finished) == ["step-2.e1.1", "step-4.e1.1"]
+
+
+@pytest.mark.parametrize("name", ["step-1.e1.1", "step-1.e1.1/global_step1", "step-5.e1.1", "link"])
+def test_prune_spares_what_a_conversion_reads(finished: Path, tmp_path: Path, capsys: Output, name: str) -> None:
+    """Wherever it writes to. Sealed or not, from a part of it, and under another name."""
+    (tmp_path / "link").symlink_to(finished / "step-1.e1.1")
+    stays = name.partition("/")[0] if name != "link" else "step-1.e1.1"
+    with reading(tmp_path / "link" if name == "link" else finished / name):
+        assert prune(finished, "--keep=1") == 0
+        assert f"{finished / stays}: in use by a conversion, stays" in capsys.readouterr().out
+        assert names(finished) == sorted([stays, "step-2.e1.1", "step-4.e1.1"])
+    assert prune(finished, "--keep=1") == 0
+    assert names(finished) == ["step-2.e1.1", "step-4.e1.1"]
+
+
+@pytest.mark.parametrize("name", ["step-1.e1.1", "step-5.e1.1"])
+def test_no_conversion_begins_with_what_is_being_deleted(finished: Path, name: str) -> None:
+    path = finished / name
+    held = path / "MANIFEST.json" if name == "step-1.e1.1" else path
+    descriptor = os.open(held, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(EnvironmentFailed, match="is just being deleted"), reading(path):
+        pass
+    os.close(descriptor)
+    with reading(path), reading(path):
+        pass
 
 
 # ---- doctor ---------------------------------------------------------------------------------------------------------
