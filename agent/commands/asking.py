@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -34,7 +35,7 @@ from ..storage.private import PRIVATE
 from ..storage.survey import runs_in_order
 from .endpoint import answers
 
-__all__ = ["AskedMaster", "NoAnswer", "show"]
+__all__ = ["AskedMaster", "NoAnswer", "is_over", "put", "show"]
 
 TIMEOUT_SECONDS = 5.0
 # How long a leader that is gone may be named by those who stand by, and the pause between two tries: its lease, and the
@@ -47,6 +48,15 @@ _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITIO
 _ANSWERED = (*_REFUSED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 # Status codes behind which another master is asked: one of several may have another token than the job's.
 _ASK_ANOTHER = RETRIED | {grpc.StatusCode.UNAUTHENTICATED}
+# Kinds of events behind which a job is over, and those behind which it is not.
+_OVER = frozenset({"finished", "ended", "stopped"})
+_TELL_OF_END = _OVER | {"resumed", "registered", "formed"}
+
+
+def is_over(events: Iterable[control_pb2.Event], before: bool = False) -> bool:
+    """Whether a job has ended, by what happened to it last. `before`: whether it had ended before these events."""
+    told = [event.kind for event in events if event.kind in _TELL_OF_END]
+    return told[-1] in _OVER if told else before
 
 
 class NoAnswer(Exception):
@@ -126,9 +136,24 @@ class AskedMaster:
             try:
                 return self._call(method, request, more_seconds)
             except NoAnswer as said:
+                if said.is_away and self._look_again() and said.is_in_vain:
+                    continue
                 if not said.is_sent_on or time.monotonic() >= until:
                     raise
             time.sleep(CHANGE_PAUSE_SECONDS)  # why: nobody tells who is about to lead
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether agents host the master: where it dies they start another one, and where all are gone nobody does."""
+        return not self._options.master
+
+    def _look_again(self) -> bool:
+        """Reads the claim of an embedded master again. Whether it names another address now."""
+        before = self._addresses
+        if self.is_embedded:
+            with contextlib.suppress(ValueError, OSError):  # it is just being replaced, or its directory has gone
+                self._addresses, self._credentials = _master_of(self._options)
+        return self._addresses != before
 
     def _call(self, method: str, request: Any, more_seconds: float) -> Any:
         ways, asked, is_sent_on = self._ways(), set[tuple[str, str]](), False
@@ -184,6 +209,11 @@ class AskedMaster:
         if self._options.master:
             return None
         return _without_master(Path(self._options.checkpoint_dir) / self._options.job_id)
+
+    def stopped_on_record(self) -> str:
+        """What the record says of a job that was stopped by order and not taken up again; empty: it is not."""
+        told = [event for event in self.events_without_master().events if event.kind in _TELL_OF_END]
+        return told[-1].text if told and told[-1].kind == "stopped" else ""
 
     def events_without_master(self) -> control_pb2.EventsReply:
         """What happened to it, as far as its record says."""

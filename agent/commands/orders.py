@@ -15,13 +15,15 @@ from dalsegno.protos.plain_json import plain
 from dalsegno.protos.text import one_line
 
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
-from .asking import AskedMaster, NoAnswer, put, show
+from .asking import AskedMaster, NoAnswer, is_over, put, show
 
 __all__ = ["checkpoint", "drain", "events", "start", "stop"]
 
 # Seconds between two looks at what has become of an order, and for which a call waits for events.
 LOOK_SECONDS = 0.3
 EVENTS_SECONDS = 20.0
+# Seconds in which agents start another master where theirs has died.
+AWAY_SECONDS = 15.0
 _ENDED = (pb.PHASE_SUCCEEDED, pb.PHASE_FAILED, pb.PHASE_STOPPED)
 # What has become of an order, for a person, by the job's status and the answer to the order; empty: not yet.
 Done = Callable[[pb.StatusReply, pb.OrderReply], str]
@@ -86,7 +88,7 @@ def _saved(status: pb.StatusReply, order: pb.OrderReply) -> pb.Checkpoint | None
 def _order(options: argparse.Namespace, method: str, request: Any, done: Done, *, master_stays: bool = False) -> int:
     """Gives an order, and waits until it is carried out unless the person does not want that.
 
-    `master_stays`: an embedded master that is gone has not carried it out. (Other orders may end master and job.)
+    `master_stays`: an order that ends neither master nor job: if they have ended, it was not carried out.
     """
     asked = AskedMaster(options)
     try:
@@ -107,17 +109,18 @@ def _wait(
     options: argparse.Namespace, asked: AskedMaster, order: pb.OrderReply, done: Done, *, master_stays: bool
 ) -> int:
     """Waits until an order is carried out. Returns the exit code."""
-    began = time.monotonic()
+    began, away, run = time.monotonic(), 0.0, ""
     while True:
+        became, ended, why = "", False, ""
         try:
-            status = asked.call("GetStatus", pb.StatusRequest(protocol=CONTROL_PROTOCOL))
-            became, ended = done(status, order), status.phase in _ENDED
-            why = status.reason
+            status, away = asked.call("GetStatus", pb.StatusRequest(protocol=CONTROL_PROTOCOL)), 0.0
+            became, ended, why, run = done(status, order), status.phase in _ENDED, status.reason, status.run_id
         except NoAnswer as said:
-            # An embedded master ends with its job.
-            ended = said.is_away and asked.without_master() is not None
-            why = asked.why(said) if ended else ""
-            became = "" if master_stays else why
+            away = away or time.monotonic()
+            # An embedded master ends with its job; where it has died alone, agents start another one.
+            if ended := asked.is_embedded and said.is_away and time.monotonic() - away > AWAY_SECONDS:
+                why = asked.why(said)
+                became = "" if master_stays else _on_record(asked, run)
         seconds = time.monotonic() - began
         if became:
             _tell(options, order, became, seconds, done=True)
@@ -127,6 +130,14 @@ def _wait(
             _tell(options, order, why if ended else late, seconds, done=False)
             return EXIT_FAILED
         time.sleep(LOOK_SECONDS)  # why: the status has no event to wait for
+
+
+def _on_record(asked: AskedMaster, run: str) -> str:
+    """How the job has ended by what is on the disk, for a person; empty: it goes on, or would. `run`: its last one."""
+    left = asked.without_master()
+    if left is not None and left.finished and run in ("", left.run):
+        return left.text
+    return asked.stopped_on_record()
 
 
 def _tell(options: argparse.Namespace, order: pb.OrderReply, text: str, seconds: float, *, done: bool) -> None:
@@ -145,28 +156,30 @@ def _text(reply: pb.OrderReply) -> list[str]:
 def events(options: argparse.Namespace) -> int:
     """Prints what happened; with --follow as long as there may be more. Returns the exit code; raises as `AskedMaster`.
 
-    The master of a service comes back, or another one does. With the master that an agent hosts its job has ended, and
-    what happened is read from its record.
+    The master of a service comes back, or another one does; so does the one that agents host, while there are any.
+    Where none comes, its job has ended, and what happened is read from its record.
     """
-    asked, after, is_away = AskedMaster(options), options.after, False
+    asked, after, away, has_ended = AskedMaster(options), options.after, 0.0, False
     while True:
         wait = EVENTS_SECONDS if options.follow else 0.0
         request = pb.EventsRequest(protocol=CONTROL_PROTOCOL, after=after, wait_seconds=wait)
         try:
-            reply, is_away = asked.call("GetEvents", request, wait), False
+            reply, away = asked.call("GetEvents", request, wait), 0.0
         except NoAnswer as said:
-            left = asked.without_master() if said.is_away else None
-            waits = options.follow and said.is_away and left is None
+            is_first, away = not away, away or time.monotonic()
+            waits = options.follow and said.is_away
+            if waits and asked.is_embedded:
+                waits = not has_ended and time.monotonic() - away < AWAY_SECONDS
+            left = asked.without_master() if said.is_away and not waits else None
             if left is not None:
                 _print_events(options, asked.events_without_master(), after)
-            if not (waits and is_away):
+            if not waits or (is_first and not asked.is_embedded):
                 print(f"dalsegno: {asked.why(said)}{'; waiting for it' if waits else ''}", file=sys.stderr)
             if waits:
-                is_away = True
                 time.sleep(LOOK_SECONDS)  # why: nobody tells when another master is there
                 continue
             return EXIT_FINISHED if left is not None and left.finished else EXIT_FAILED
-        after = _print_events(options, reply, after)
+        after, has_ended = _print_events(options, reply, after), is_over(reply.events, has_ended)
         if not options.follow:
             return EXIT_FINISHED
 
