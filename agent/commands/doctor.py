@@ -20,7 +20,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import cast
 
 from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.protos.contract import Variable
@@ -176,8 +178,9 @@ def _dlrover(script: str) -> int:
 
 def _examine(options: argparse.Namespace) -> int:
     timeout_seconds = _TIMEOUT_SECONDS if options.timeout is None else options.timeout
-    file = module_file(options.script) if options.module else Path(options.script)
-    if options.timeout is None and file is not None and not expects_session(Script(sys.executable, ("-u", str(file)))):
+    file = (module_file(options.script) or _installed(options.script)) if options.module else Path(options.script)
+    named = file is not None and expects_session(Script(sys.executable, ("-u", str(file))))
+    if options.timeout is None and not named:
         print(
             f"{options.script} was not run: nothing in it names dalsegno.elastic, so it would train and save here, to "
             "its end; --timeout=S runs it for S seconds"
@@ -206,6 +209,32 @@ def _examine(options: argparse.Namespace) -> int:
             "like torchrun, and where it goes on is its own affair"
         )
     return EXIT_FAILED
+
+
+def _installed(name: str) -> Path | None:
+    """The file of a module that `-m` runs from elsewhere; None: none was found. Imports nothing, not even packages."""
+    path: Sequence[str] | None = None
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        spec = _spec(".".join(parts[:depth]), path)
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations
+        if path is None and depth < len(parts):
+            return None  # no package
+    if path is not None:
+        spec = _spec(f"{name}.__main__", path)
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+
+
+def _spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    """As importlib finds it, which imports the package of a module for that."""
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        with contextlib.suppress(Exception):  # of a finder that is not ours
+            if find is not None and (spec := find(name, path, None)) is not None:
+                return cast("ModuleSpec", spec)
+    return None
 
 
 def _command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:

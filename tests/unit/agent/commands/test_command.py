@@ -375,3 +375,35 @@ def test_doctor_removes_what_flash_checkpoint_left(capsys: Output) -> None:
     assert not segment.exists()
     assert Path(sockets(living.name)).exists()
     living.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "module", "runs"),
+    [
+        ("open('ckpt.pt', 'w')", "faraway.train", False),
+        ("open('ckpt.pt', 'w')", "faraway", False),
+        ("import dalsegno.elastic", "faraway.train", True),
+        ("import dalsegno.elastic", "faraway", True),
+        ("import dalsegno.elastic", "faraway.nothing", False),
+        ("import dalsegno.elastic", "faraway.train.nothing", False),
+        ("", "nothing.at.all", False),
+    ],
+)
+def test_doctor_runs_no_module_without_a_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output, text: str, module: str, runs: bool
+) -> None:
+    """Also one that is installed, or on PYTHONPATH, which was run to its end. To find it imports nothing of it."""
+    package = tmp_path / "site" / "faraway"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise AssertionError('imported')")
+    for name in ("train.py", "__main__.py"):
+        (package / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.chdir(tmp_path)
+    commands: list[list[str]] = []
+    monkeypatch.setattr(doctor, "_run", lambda command, environment, seconds: commands.append(command) or 0)
+    assert dalsegno.run(["doctor", "-m", module]) == 1
+    assert bool(commands) == runs
+    assert (f"{module} was not run: nothing in it names dalsegno.elastic" in capsys.readouterr().out) != runs
+    assert dalsegno.run(["doctor", "--timeout=1", "-m", module]) == 1
+    assert len(commands) == 1 + runs

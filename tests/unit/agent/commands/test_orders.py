@@ -116,9 +116,10 @@ class Asked:
         self.answers = chain(answers, repeat(answers[-1]))
         self.recorded = pb.EventsReply(events=events, newest=len(events))
         self.left = JobOnDisk("how it stands on the disk", finished or "run-0002", finished=bool(finished))
-        self._credentials = None
+        self._credentials, self.called = None, 0
 
     def call(self, method: str, request: Any, more_seconds: float = 0.0) -> Any:
+        self.called += 1
         answer = next(self.answers)
         if answer is None:
             raise NoAnswer("127.0.0.1:1", Unreached())
@@ -202,9 +203,10 @@ def test_events_go_on_with_the_next_master(monkeypatch: pytest.MonkeyPatch, caps
     """Without a line: nothing has happened to the job. It said that nobody runs the job, and ended."""
     first, then = pb.EventsReply(events=RUNNING[:2], newest=2), pb.EventsReply(events=STOPPED[2:3], newest=3)
     monkeypatch.setattr(orders, "AWAY_SECONDS", 60.0)
-    code = follow(monkeypatch, Asked([first, None, None, then, None], STOPPED, "run-0002"))
+    asked = Asked([first, None, None, then, None], STOPPED, "run-0002")
+    code = follow(monkeypatch, asked)
     said = capsys.readouterr()
-    assert code == 0
+    assert (code, asked.called) == (0, 5)
     assert [line.split()[0] for line in said.out.splitlines()] == ["1", "2", "3", "4"], "the last one is on the record"
     assert said.err == "dalsegno: how it stands on the disk\n"
 
