@@ -67,8 +67,11 @@ def carry_on(options: argparse.Namespace, ahead: AgentProcess) -> int:
     volume = Volume(file.l1_root, file.run_id, console.say)
     if problem := volume.problem(must_be_mount=not options.no_mount_check):
         raise UsageError(problem)
-    with _Pod(file, options, volume, access, tls, ahead, console) as pod:
-        return pod.run()
+    try:
+        with _Pod(file, options, volume, access, tls, ahead, console) as pod:
+            return pod.run()
+    except _Left:  # it came at the edges of `run`
+        return EXIT_LEFT
 
 
 def _read(options: argparse.Namespace) -> RunFile:
@@ -107,28 +110,33 @@ class _Pod:
         self._logs: Logs | None = None
         self._mirror = MirrorProcess(options.file, volume, self._say, access.flags())
         self._saves = SaveWatch(file.interval_seconds, self._say)
-        self._before: dict[int, Any] = {}
+        self._handled: list[int] = []
         self._waking = Waking()
         self._signalled, self._interrupted = 0, False
         # The agent is just being started; it has told something, so it handles signals by now.
         self._starting = self._told = False
+        # How the run stands is written for good: a notice changes nothing any more.
+        self._over = False
 
     def __enter__(self) -> _Pod:
         self._waking.__enter__()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # else it is `nohup`
-                self._before[number] = signal.signal(number, self._notice)
+                signal.signal(number, self._notice)
+                self._handled.append(number)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._over = True
         self._saves.end()
         self._mirror.end()
         self._ahead.close()
         if self._logs is not None:
             self._logs.close()
         self._console.close()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        # This process is about to end with an exit code that says how it went, and no signal may replace that.
+        for number in self._handled:
+            signal.signal(number, signal.SIG_IGN)
         self._waking.__exit__(None, None, None)
 
     def run(self) -> int:
@@ -300,6 +308,7 @@ class _Pod:
                 return  # else a notice came in between, and what it has written is replaced
 
     def _ended(self, code: int) -> int:
+        self._over = True
         state = _STATES.get(code, RunState.FAILED)
         if self._epoch:
             self._write(state)
@@ -311,6 +320,8 @@ class _Pod:
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
         """Python calls it between two instructions of the main thread, which only waits."""
+        if self._over:
+            return
         first, self._signalled = not self._signalled, number
         again = number == signal.SIGINT and self._interrupted
         self._interrupted |= number == signal.SIGINT
@@ -322,7 +333,7 @@ class _Pod:
             self._write(RunState.RUNNING)  # as far as that is true now
             self._say(f"{signal.Signals(number).name}: this pod leaves")
         self._volume.note("sigterm", pod=self._name, epoch=self._epoch, signal=signal.Signals(number).name)
-        if self._agent is None and not self._starting:
+        if first and self._agent is None and not self._starting:
             raise _Left
 
     def _for_agent(self, number: int) -> int:

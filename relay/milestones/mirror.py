@@ -17,12 +17,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from threading import get_native_id
 from typing import Any
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, CheckpointName, Manifest, Tracked, is_checkpoint_name
 from dalsegno.elastic.checkpoint.files import replace_file
+from dalsegno.elastic.checkpoint.layout import MANIFEST
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.run_file import RunFile, commander_url, read_run_file
 from dalsegno.protos.text import one_line
@@ -31,7 +33,7 @@ from dalsegno.protos.yaml_text import InputRefused
 from . import due
 from .access import Access, add_tls, secret
 from .alone import alone
-from .child import Transfer, patience
+from .child import Outcome, Transfer, patience
 from .commander_client import Away, CommanderClient, Milestone
 from .console import PodConsole
 from .metrics_file import MetricsFile
@@ -105,12 +107,16 @@ class Mirror:
         if self._pending is not None:
             self._say(f"goes on with the upload of {self._pending.manifest.checkpoint}")
         while True:
-            try:
-                self._turn()
-            except OSError as error:
-                self._say(f"the volume fails ({one_line(str(error), 200)}): milestones wait, training goes on")
+            self._try(self._turn)
             # why: a directory on any volume tells nobody that something is new in it
             time.sleep(POLL_SECONDS)
+
+    def _try(self, do: Callable[[], None]) -> None:
+        """Does it; a volume that fails, for instance because it is full, is one line and ends nothing."""
+        try:
+            do()
+        except OSError as error:
+            self._say(f"the volume fails ({one_line(str(error), 200)}): milestones wait, training goes on")
 
     def _turn(self) -> None:
         self._beside()
@@ -186,9 +192,15 @@ class Mirror:
         metrics = None if self._metrics is None else self._metrics.path(source.parent)
         there = {one.name for one in os.scandir(self._root)} if self._root.is_dir() else set()
         file = self._file
+        # Also a checkpoint that cannot be frozen is a try. It is noted with its end: one that was killed is made again.
+        before, self._pace = self._pace, due.begun(self._pace)
         try:
             snapshot = _with_low_priority(lambda: freeze(source, self._root, file.run_id, file.manifest, metrics))
         except (CheckpointDamaged, OSError) as error:
+            if not (source / MANIFEST).exists():
+                self._pace = before
+                self._say(f"{source.name} was pruned before it was frozen: the next one is taken")
+                return None
             self._give_up(f"{source.name} cannot be frozen ({one_line(str(error), 200)})")
             return None
         # A try that failed is given up for a newer checkpoint.
@@ -219,6 +231,26 @@ class Mirror:
         self._pace, self._pending = due.begun(self._pace), None
         self._note()
         begun = time.monotonic()
+        try:
+            outcome = self._outcome(snapshot)
+        except OSError as error:  # as where no process can be started
+            outcome = {"failed": one_line(str(error), 200)}
+        if "revision" not in outcome:
+            self._give_up(f"{snapshot.manifest.checkpoint}: {outcome.get('refused') or outcome.get('failed')}")
+            return
+        published = snapshot.published(self._hub.repo, str(outcome["revision"]))
+        # The Commander is told also if that cannot be noted: only the next process would have to look on the hub again.
+        self._untold.append(published)
+        self._try(published.note)
+        self._last = snapshot.manifest.digest
+        self._pace = due.done(self._pace, snapshot.manifest.step)
+        self._note()
+        size, took = snapshot.manifest.total_bytes / 1e6, time.monotonic() - begun
+        revision = f"{self._hub.repo}@{outcome['revision']}"
+        self._say(f"step {snapshot.manifest.step} is uploaded as {revision} ({size:.1f} MB in {took:.1f} s)")
+
+    def _outcome(self, snapshot: Snapshot) -> Outcome:
+        """What comes of its upload. Raises OSError if no process can be started."""
         job = {
             "do": "publish",
             "repo": self._hub.repo,
@@ -232,22 +264,13 @@ class Mirror:
         environment = {"HF_XET_CACHE": os.environ.get("HF_XET_CACHE") or str(self._places.hf / "xet")}
         while True:
             with Transfer(job, environment) as transfer:
-                outcome = transfer.result(seconds, POLL_SECONDS, self._beside, lambda event: None)
+                beside = partial(self._try, self._beside)
+                outcome = transfer.result(seconds, POLL_SECONDS, beside, lambda event: None)
             if not outcome.get("xet"):
-                break
+                return outcome
             # The library has no way back by itself.
             self._say(f"the Xet way fails ({outcome['failed']}): uploading the plain way")
             environment = {**environment, "HF_HUB_DISABLE_XET": "1"}
-        if "revision" not in outcome:
-            self._give_up(f"{snapshot.manifest.checkpoint}: {outcome.get('refused') or outcome.get('failed')}")
-            return
-        self._untold.append(snapshot.published(self._hub.repo, str(outcome["revision"])))
-        self._last = snapshot.manifest.digest
-        self._pace = due.done(self._pace, snapshot.manifest.step)
-        self._note()
-        size, took = snapshot.manifest.total_bytes / 1e6, time.monotonic() - begun
-        revision = f"{self._hub.repo}@{outcome['revision']}"
-        self._say(f"step {snapshot.manifest.step} is uploaded as {revision} ({size:.1f} MB in {took:.1f} s)")
 
     def _give_up(self, why: str) -> None:
         self._pace = due.failed(self._pace, self._rules, self._reason)
@@ -268,7 +291,8 @@ class Mirror:
                 self._tell_at = time.monotonic() + ASK_SECONDS
                 return
             if counts:
-                self._write_event(told)
+                # For people: a full volume that does not take it holds up nothing, and this snapshot may have filled it.
+                self._try(partial(self._write_event, told))
                 self._say(f"milestone: step {told.step} is {told.repo}@{told.revision}")
             else:
                 self._say(f"step {told.step} never counts: {told.checkpoint} is not the run's")
@@ -302,10 +326,11 @@ class Mirror:
             return due.MilestonePace(), "", "", ""  # the first one; or it was cut in two: a milestone more does no harm
 
     def _note(self) -> None:
+        """As far as the volume takes it: without it the next process makes a milestone more, or a try too early."""
         self._noted_at = time.monotonic()
         noted = {"pace": asdict(self._pace), "last": self._last, "looked": self._looked, "reported": self._reported}
         text = json.dumps(noted)
-        replace_file(self._places.hf / "mirror.json", text.encode() + b"\n")
+        self._try(lambda: replace_file(self._places.hf / "mirror.json", text.encode() + b"\n"))
 
 
 def _runs(checkpoints: Path) -> list[Path]:
@@ -329,7 +354,7 @@ def _newest(checkpoints: Path) -> tuple[Path, CheckpointName] | None:
         parsed = [CheckpointName.parse(name) for name in names]
         found += [(one.age, directory / str(one), one) for one in parsed if one.lease is None]
     for _, path, name in sorted(found, reverse=True, key=lambda one: one[0]):
-        if (path / "MANIFEST.json").is_file():
+        if (path / MANIFEST).is_file():
             return path, name
     return None
 

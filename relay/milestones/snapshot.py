@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,13 @@ class Snapshot:
     revision: str = ""
 
     def published(self, repo: str, revision: str) -> Snapshot:
-        """Notes, durably, which commit holds it."""
-        text = json.dumps({"repo": repo, "revision": revision}).encode() + b"\n"
+        """The same, with the commit that holds it."""
+        return replace(self, repo=repo, revision=revision)
+
+    def note(self) -> None:
+        """Notes, durably, which commit holds it. Raises OSError if the volume says no."""
+        text = json.dumps({"repo": self.repo, "revision": self.revision}).encode() + b"\n"
         replace_file(self.directory / _STATE, text)
-        return Snapshot(self.directory, self.manifest, repo, revision)
 
     def remove(self) -> None:
         """Deletes it: the manifest first, so that what is left is none."""

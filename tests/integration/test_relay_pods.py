@@ -207,6 +207,22 @@ def test_a_commander_that_is_away_at_the_start_is_waited_for(tmp_path: Path) -> 
         run.assert_one_history(20)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_notices_that_come_again_before_training(tmp_path: Path, number: signal.Signals) -> None:
+    """Until the process has ended: it says once that it left, and its exit code says so, too."""
+    with relayed(tmp_path) as run:
+        run.commander.end()
+        pod = run.pod("a")
+        run.wait(lambda: "nothing is started" in pod.said, "a pod that waits")
+        until = time.monotonic() + 60
+        while pod.process.poll() is None and time.monotonic() < until:
+            pod.process.send_signal(number)
+            time.sleep(0.01)  # why: the moment is what is tried
+        assert pod.process.wait(1) == 75, run.said()
+        assert ("Traceback" in pod.said, pod.said.count("left before training")) == (False, 1), pod.said
+
+
 def damage(run: Run, step: int) -> None:
     """A byte of the checkpoint of this step is another one."""
     (directory,) = run.root.glob(f"ckpt/.store/my-run/*/step-{step}.*")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -72,7 +73,17 @@ def nohup() -> Iterator[None]:
 
 
 @pytest.fixture
-def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def handlers() -> Iterator[None]:
+    """A pod's process ends behind it; this one goes on, and handles signals as before."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handlers: None) -> Iterator[Any]:
     """A pod whose Commander always answers, and whose agent is `Agent`."""
     (tmp_path / "volume").mkdir()
     path = run_file(tmp_path, command=["sleep", "${save_dir}"])
@@ -202,6 +213,73 @@ def test_a_notice_while_the_commander_is_asked_again(pod: Any, monkeypatch: pyte
     monkeypatch.setattr(entry, "ask", ask)
     pod.agent.code = 2
     assert pod.run() == 75
+
+
+def test_a_second_notice_changes_nothing_where_nothing_is_trained(pod: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while the first one is handled, not while all is closed, and not behind that, until the process has ended."""
+
+    def ask(*_: object) -> None:
+        interrupt()
+        pytest.fail("the notice ends it")
+
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        interrupt(signal.SIGINT)
+        said.append(text)
+
+    monkeypatch.setattr(entry, "ask", ask)
+    pod._say = say
+    assert pod.run() == 75
+    assert "left before training began" in said[-1]
+    monkeypatch.setattr(pod._console, "close", interrupt)
+    pod.__exit__(None, None, None)
+    assert {signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)} == {signal.SIG_IGN}
+    pod._waking = contextlib.nullcontext()  # it is closed, and the fixture closes it again
+
+
+def test_a_notice_while_all_is_closed_changes_nothing(pod: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit code says why it ended."""
+
+    def ask(*_: object) -> None:
+        raise entry.Stuck("no checkpoint")
+
+    monkeypatch.setattr(entry, "ask", ask)
+    monkeypatch.setattr(pod._console, "close", interrupt)
+    assert pod.run() == 1
+    pod.__exit__(None, None, None)
+    pod._waking = contextlib.nullcontext()
+
+
+def test_a_notice_at_the_edges_of_a_pod_is_no_traceback(pod: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where what keeps the pod from beginning is just being said."""
+
+    def ask(*_: object) -> None:
+        raise entry.Stuck("no checkpoint")
+
+    def say(text: str) -> None:
+        interrupt()
+
+    monkeypatch.setattr(entry, "ask", ask)
+    monkeypatch.setattr(pod, "_say", say)
+    monkeypatch.setattr(entry, "_Pod", lambda *_: contextlib.nullcontext(pod))
+    assert entry.carry_on(pod._options, pod._ahead) == 75
+
+
+def test_a_notice_behind_the_end_leaves_the_end_as_it_is(pod: Any) -> None:
+    """A finished run's state.json says COMPLETED, also where the machine is taken away at that moment."""
+    note = pod.volume.note
+
+    def noted(event: str, **more: Any) -> None:
+        note(event, **more)
+        if event == "released":
+            interrupt()
+
+    pod.volume.note = noted
+    pod.agent.told = (STARTS,)
+    assert pod.run() == 0
+    assert json.loads(pod.volume.state.read_text())["status"] == "COMPLETED"
+    assert json.loads(pod.volume.events.read_text().splitlines()[-1])["event"] == "released"
 
 
 def test_a_commit_after_the_notice_does_not_say_that_it_runs(pod: Any) -> None:

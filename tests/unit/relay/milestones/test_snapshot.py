@@ -72,7 +72,7 @@ def test_it_knows_where_it_went(volume: Volume) -> None:
     """For the process after the one that uploaded it; a torn note is as none."""
     sealed = volume.save(40)
     root = volume.hf / "snapshots"
-    freeze(volume.run_dir / sealed.name, root, "tune", {}, None).published("me/tune", "abc")
+    freeze(volume.run_dir / sealed.name, root, "tune", {}, None).published("me/tune", "abc").note()
     assert [(one.repo, one.revision) for one in snapshots(root)] == [("me/tune", "abc")]
     (root / sealed.name / "state.json").write_text('{"repo":')
     assert [(one.repo, one.revision) for one in snapshots(root)] == [("", "")]
