@@ -291,7 +291,7 @@ class Mirror:
                 self._tell_at = time.monotonic() + ASK_SECONDS
                 return
             if counts:
-                # For people: a full volume that does not take it holds up nothing, and this snapshot may have filled it.
+                # For people: a full volume holds up nothing, and this snapshot may have filled it.
                 self._try(partial(self._write_event, told))
                 self._say(f"milestone: step {told.step} is {told.repo}@{told.revision}")
             else:
