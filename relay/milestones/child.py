@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import selectors
@@ -16,11 +17,15 @@ from typing import Any
 
 from dalsegno.protos.text import one_line
 
-__all__ = ("Outcome", "Transfer", "patience")
+__all__ = ("FULL_ERRNOS", "VOLUME_ERRNOS", "Outcome", "Transfer", "patience")
 
 _SLOWEST_BYTES_PER_SECOND = 64 << 10
 _LEAST_PATIENCE_SECONDS = 900.0
 _END_SECONDS = 0.3
+
+# What a volume says that has no room, and what one says that fails: never a network. See errno(3).
+FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+VOLUME_ERRNOS = FULL_ERRNOS | {errno.EIO, errno.EROFS, errno.ESTALE}
 
 Outcome = dict[str, Any]
 
@@ -83,7 +88,8 @@ class Transfer:
             heard: gets what it says before.
 
         Returns:
-            What it said last: ``revision``, ``downloaded``, ``refused`` or ``failed``.
+            What it said last: ``revision``, ``downloaded``, ``refused`` or ``failed``; with the last an ``errno`` where
+            it was the volume.
         """
         assert self._process.stdout is not None
         descriptor, text = self._process.stdout.fileno(), b""

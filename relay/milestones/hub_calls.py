@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
+import math
+import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +231,7 @@ def download(job: dict[str, Any], token: str, tell: Tell) -> None:
             path: (one.size, one.lfs.sha256 if one.lfs else "", "" if one.lfs else one.blob_id)
             for path, one in there.items()
         }
+    _check_room(target, {path: size for path, (size, _, _) in wanted.items()})
     for path, (size, sha256, blob_id) in sorted(wanted.items()):
         for anew in (False, True):
             if _is_right(target / path, size, sha256, blob_id):
@@ -238,6 +242,20 @@ def download(job: dict[str, Any], token: str, tell: Tell) -> None:
             raise RefusedMilestone(f"{repo}@{revision}: {path} is not what its checksum says")
         tell({"fetched": path})
     tell({"downloaded": revision, "paths": sorted(wanted)})
+
+
+def _check_room(target: Path, sizes: Mapping[str, int]) -> None:
+    """Raises OSError (ENOSPC) if the files that are not there yet have no room, with how much is missing."""
+    # A download that was killed has left a part of a file, which nothing goes on from.
+    for left in target.glob(".cache/**/*.incomplete"):
+        left.unlink(missing_ok=True)
+    to_come = sum(
+        size for path, size in sizes.items() if not (target / path).is_file() or (target / path).stat().st_size != size
+    )
+    free = shutil.disk_usage(target).free
+    if to_come > free:
+        more = math.ceil((to_come - free) / 1e6)
+        raise OSError(errno.ENOSPC, f"{to_come / 1e6:.1f} MB are to come, and {more} MB of room for that are missing")
 
 
 def _fetched(api: HfApi, repo: str, revision: str, path: str, target: Path, anew: bool = False) -> Path:

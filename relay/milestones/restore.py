@@ -17,13 +17,14 @@ from dalsegno.elastic.checkpoint.files import CANNOT, fsync_directory, fsync_tre
 from dalsegno.elastic.checkpoint.layout import MANIFEST
 from dalsegno.elastic.checkpoint.marks import mark
 from dalsegno.elastic.checkpoint.reading import read_regular
+from dalsegno.protos.options import UsageError
 from dalsegno.protos.text import one_line
 
-from .child import Outcome, Transfer, patience
+from .child import FULL_ERRNOS, Outcome, Transfer, patience
 from .commander_client import Milestone
 from .run_manifest import FOLDER, MANIFEST_PATH, MAX_BYTES, RunManifest
 
-__all__ = ("RevisionRefused", "Unreachable", "baseline", "restore", "restore_newest")
+__all__ = ("RevisionRefused", "Unreachable", "VolumeFull", "baseline", "restore", "restore_newest")
 
 _DOWNLOADED = ".downloaded"
 _PAUSES_SECONDS = (0.5, 2.0, 8.0, 30.0)
@@ -42,6 +43,10 @@ class RevisionRefused(Exception):
 
 class Unreachable(Exception):
     """The hub does not answer now, or not with what we may see: another try may help; one line."""
+
+
+class VolumeFull(UsageError):
+    """What is to be restored has no room on the volume: a person makes some; one line, which says how much."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ def restore_newest(
 
     Raises:
         Unreachable: the hub does not answer. An older milestone is not taken for that.
+        VolumeFull: it has no room. Neither is it for that.
         OSError: the volume says no.
     """
     for one in milestones:
@@ -94,6 +100,7 @@ def restore(milestone: Milestone, checkpoints: Path, hf: Path) -> Restored:
     Raises:
         RevisionRefused: it is not that checkpoint, or not whole.
         Unreachable: the hub does not answer.
+        VolumeFull: it has no room; what has come stays.
         OSError: the volume says no.
     """
     if not milestone.checkpoint:
@@ -134,7 +141,7 @@ def _restore(milestone: Milestone, checkpoints: Path, root: Path) -> Restored:
     try:
         _download({"repo": milestone.repo, "revision": milestone.revision, "milestone": True}, incoming)
         restored = _checked(milestone, name, incoming, checkpoints)
-    except (RevisionRefused, Unreachable) as error:
+    except (RevisionRefused, Unreachable, VolumeFull) as error:
         _check_own(incoming)
         if (found := _found(milestone, checkpoints)) is not None:
             return found  # and whoever brought it removes what has come here
@@ -269,6 +276,7 @@ def baseline(name: str, hf: Path) -> Path:
     Raises:
         RevisionRefused: a file is not what its checksum says, however often it is fetched.
         Unreachable: the hub does not answer.
+        VolumeFull: it has no room; what has come stays.
         OSError: the volume says no.
     """
     root = hf / "baseline"
@@ -296,7 +304,7 @@ def _brought(name: str, root: Path) -> Path:
     target = _own(root, _safe(name))
     try:
         _download({"repo": repo, "revision": revision, "milestone": False}, target)
-    except (RevisionRefused, Unreachable) as error:
+    except (RevisionRefused, Unreachable, VolumeFull) as error:
         _check_own(target)
         if isinstance(error, RevisionRefused):
             shutil.rmtree(target, ignore_errors=True)
@@ -327,7 +335,13 @@ def _download(job: Outcome, target: Path) -> None:
     if "refused" in outcome:
         raise RevisionRefused(str(outcome["refused"]))
     if "failed" in outcome:
-        raise Unreachable(f"{job['repo']}@{job['revision']}: {outcome['failed']}")
+        line = f"{job['repo']}@{job['revision']}: {outcome['failed']}"
+        number = outcome.get("errno", 0)
+        if number in FULL_ERRNOS:
+            raise VolumeFull(f"the volume is full: {line}: make room, or mount a larger one, and start this anew")
+        if number:
+            raise OSError(number, line)
+        raise Unreachable(line)
 
 
 def _safe(name: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from dalsegno.protos.priority import yield_to_others
 from dalsegno.protos.text import one_line
 
+from .child import VOLUME_ERRNOS
 from .throttle import ThrottlingProxy
 
 __all__ = ("main",)
@@ -54,12 +55,17 @@ def main() -> None:
     except hub_calls.RefusedMilestone as refused:
         tell({"refused": _clean(refused, token)})
     except Exception as error:  # whatever the library raises is one line for a person
-        tell({"failed": _clean(error, token), "xet": hub_calls.is_of_xet(error)})
+        tell({"failed": _clean(error, token), "xet": hub_calls.is_of_xet(error), "errno": _of_volume(error)})
     os._exit(0)  # threads of the library may still wait for a network
 
 
+def _of_volume(error: BaseException) -> int:
+    """The errno of what a volume says no with, and a network never; 0: it is something else."""
+    return error.errno or 0 if isinstance(error, OSError) and error.errno in VOLUME_ERRNOS else 0
+
+
 def _clean(error: BaseException, token: str) -> str:
-    text = str(error) or type(error).__name__
+    text = str(error).removeprefix(f"[Errno {_of_volume(error)}] ") or type(error).__name__
     cause = error.__cause__
     if cause is not None and str(cause) and str(cause) not in text:
         text = f"{text}: {cause}"

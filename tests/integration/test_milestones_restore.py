@@ -17,7 +17,14 @@ import pytest
 
 from dalsegno.elastic.checkpoint import Manifest, inventory, verify
 from dalsegno.relay.milestones.commander_client import Milestone
-from dalsegno.relay.milestones.restore import RevisionRefused, Unreachable, baseline, restore, restore_newest
+from dalsegno.relay.milestones.restore import (
+    RevisionRefused,
+    Unreachable,
+    VolumeFull,
+    baseline,
+    restore,
+    restore_newest,
+)
 from tests.support.hub.scene import REPO, Scene
 
 from .test_milestones import scenes
@@ -91,6 +98,33 @@ def test_both_revisions_come_back(scenes: Scenes, monkeypatch: pytest.MonkeyPatc
     elsewhere = Elsewhere(scene, monkeypatch)
     assert elsewhere.restore(second).step == 80
     assert elsewhere.restore(first).step == 40
+
+
+@pytest.mark.full
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk is mounted by root")
+def test_a_volume_without_room_is_no_silent_hub(scenes: Scenes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says how much is missing before a large file comes; with more room it goes on."""
+    scene = scenes()
+    (told,) = milestones(scene, 40, size=3_000_000)
+    elsewhere = Elsewhere(scene, monkeypatch)
+    place = elsewhere.checkpoints.parent
+    place.mkdir()
+    mount = ("mount", "-t", "tmpfs")
+    if subprocess.run([*mount, "-o", "size=2m", "tmpfs", str(place)], check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        with pytest.raises(VolumeFull, match=r"me/tune@.*: 4\.5 MB are to come, and 3 MB of room for that are missing"):
+            elsewhere.restore(told)
+        large = lambda: [one for one in scene.hub.asked() if "/model.bin" in one["line"]]  # noqa: E731
+        assert large() == [], "it was asked for"
+        # What a killed download has left takes no room from the next one.
+        cache = next(place.glob("hf/incoming/*/.cache/huggingface/download"))
+        (cache / "part.1234.incomplete").write_bytes(bytes(1_000_000))
+        subprocess.run([*mount, "-o", "remount,size=5m", "tmpfs", str(place)], check=True)
+        assert elsewhere.restore(told).step == 40
+        assert large() != []
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=False)
 
 
 # What is done to the newest milestone, and what the line says.

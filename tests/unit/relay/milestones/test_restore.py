@@ -1,0 +1,76 @@
+"""What a download that fails is told as: the hub's silence, or the volume's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dalsegno.protos.options import UsageError
+from dalsegno.relay.milestones import restore as module
+from dalsegno.relay.milestones import transfer
+from dalsegno.relay.milestones.commander_client import Milestone
+from dalsegno.relay.milestones.restore import Unreachable, VolumeFull, baseline, restore
+
+TOLD = Milestone("me/tune", "abc", 40, "step-40.e1.0", "digest")
+WAYS: dict[str, Callable[[Path], object]] = {
+    "a milestone": lambda folder: restore(TOLD, folder / "ckpt", folder / "hf"),
+    "a baseline": lambda folder: baseline("me/tune@abc", folder / "hf"),
+}
+
+
+class Transfer:
+    """A download that ends as the test says, without a byte."""
+
+    outcome: dict[str, Any] = {}
+
+    def __init__(self, job: object, environment: object) -> None:
+        pass
+
+    def __enter__(self) -> Transfer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def result(self, *_: object) -> dict[str, Any]:
+        return self.outcome
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("error", "raised", "line"),
+    [
+        (
+            OSError(errno.ENOSPC, "6.0 MB are to come"),
+            VolumeFull,
+            r"volume is full: me/tune@abc: 6\.0 MB .*: make room",
+        ),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), VolumeFull, "the volume is full: .*quota"),
+        (OSError(errno.EIO, "Input/output error"), OSError, "me/tune@abc: Input/output error"),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), Unreachable, "me/tune@abc: .*refused"),
+        (RuntimeError("500"), Unreachable, "me/tune@abc: 500"),
+    ],
+)
+def test_whose_failure_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, error: Exception, raised: type[Exception], line: str
+) -> None:
+    """A hub is waited for, and `--allow-baseline` named; a volume without room is a person's, and keeps what came."""
+    outcome = {"failed": transfer._clean(error, ""), "errno": transfer._of_volume(error), "xet": False}
+    monkeypatch.setattr(module, "Transfer", type("Kind", (Transfer,), {"outcome": outcome}))
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # its type is what is compared
+        WAYS[way](tmp_path)
+    assert type(caught.value) is raised
+    assert re.search(line, str(caught.value)), caught.value
+    assert any(files for _, _, files in os.walk(tmp_path)), "what came is gone"
+
+
+def test_a_full_volume_ends_a_pod_with_a_line() -> None:
+    """As wrong input does, and as a volume without room does before that: nobody waits for a hub."""
+    assert issubclass(VolumeFull, UsageError)
+    assert not issubclass(VolumeFull, Unreachable)
