@@ -56,7 +56,7 @@ def export(options: argparse.Namespace) -> int:
         raise UsageError(f"{options.directory} is the volume itself: name another place")
     access = Access.given(options, file.commander)
     try:
-        manifest = _chosen(volume, _head(file, access))
+        manifest = _chosen(volume, *_head(file, access))
         if manifest is None:
             return _failed(f"no checkpoint in {volume.job} is the run's and intact: nothing was copied")
         target = pack.directory_of(manifest)
@@ -70,20 +70,31 @@ def export(options: argparse.Namespace) -> int:
     return EXIT_FINISHED
 
 
-def _head(file: RunFile, access: Access) -> str:
-    """The digest of the run's newest commit, if the Commander answers; else "", with a line."""
+def _head(file: RunFile, access: Access) -> tuple[str, str]:
+    """The digest of the run's newest commit, or ""; and why it is not known, or what it is, for a person."""
     try:
         head = CommanderClient(file.commander, file.run_id, access).run().get("head")
     except Away as away:
-        _say(f"{away}: the newest intact checkpoint on the volume is taken, which may never have been committed")
-        return ""
-    return str(head["digest"]) if isinstance(head, dict) else ""
+        return "", str(away)
+    if not isinstance(head, dict):
+        return "", "the Commander knows no commit of the run"
+    return str(
+        head["digest"]
+    ), f"{head['name']}, the run's last commit, is not on the volume, or its manifest is damaged"
 
 
-def _chosen(volume: Volume, head: str) -> Manifest | None:
-    """The newest that is intact, and no newer than the head, if that is known and on the volume."""
+def _chosen(volume: Volume, head: str, missing: str) -> Manifest | None:
+    """The newest that is intact, and no newer than the head.
+
+    Args:
+        volume: the run's place.
+        head: the digest of the newest commit, or "".
+        missing: what a person is told if that is not on the volume, and so all of them are looked at.
+    """
     every = volume.manifests()
     places = [number for number, one in enumerate(every) if isinstance(one, Manifest) and one.digest == head]
+    if not places:
+        _say(f"{missing}: the newest intact checkpoint on the volume is taken, which may never have been committed")
     for one in every[places[0] if places else 0 :]:
         if not isinstance(one, Manifest):
             continue

@@ -19,6 +19,7 @@ __all__ = ("Logs",)
 # Seconds between two copies, and those that the last one has.
 _EVERY_SECONDS, _LAST_SECONDS = 3.0, 3.0
 _CHUNK_BYTES = 1 << 20
+_PREFIX = "dalsegno-relay-logs-"
 
 
 class Logs:
@@ -37,7 +38,7 @@ class Logs:
 
     def __init__(self, target: Path, say: Callable[[str], None]) -> None:
         try:
-            self.directory = Path(tempfile.mkdtemp(prefix="dalsegno-relay-logs-"))
+            self.directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
         except OSError as error:
             raise UsageError(
                 f"the logs have no place on this machine: {error.strerror or error}; make room for temporary files, or "
@@ -67,12 +68,21 @@ class Logs:
             for where, _, names in os.walk(self.directory):
                 for name in names:
                     path = Path(where, name)
-                    copy_news(path, self._target / path.relative_to(self.directory))
+                    copy_news(path, self._place(path))
             self._failed = False
         except OSError as error:
             if not self._failed:
                 self._say(f"warning: the logs cannot be copied to the volume: {error}; they are in {self.directory}")
             self._failed = True
+
+    def _place(self, path: Path) -> Path:
+        """Where a log is copied to: what is HOST-PID here has a random part there, which is this pod's alone.
+
+        A pod may come again with the same host name, and in a container with the same process numbers, too.
+        """
+        first, *rest = path.relative_to(self.directory).parts
+        own = self.directory.name.removeprefix(_PREFIX)
+        return Path(self._target, f"{first}-{own}", *rest) if rest else self._target / first
 
 
 def copy_news(source: Path, target: Path) -> None:

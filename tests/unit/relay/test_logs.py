@@ -26,8 +26,20 @@ def test_all_is_copied_in_the_end(tmp_path: Path) -> None:
     (logs.directory / "agent-1" / "0").mkdir(parents=True)
     (logs.directory / "agent-1" / "0" / "stderr.log").write_text("a word\n")
     logs.close()
-    assert (tmp_path / "volume" / "agent-1" / "0" / "stderr.log").read_text() == "a word\n"
+    (copy,) = (tmp_path / "volume").glob("agent-1-*/0/stderr.log")
+    assert copy.read_text() == "a word\n"
     assert not logs.directory.exists()
+
+
+def test_the_logs_of_a_pod_that_comes_again_stay(tmp_path: Path) -> None:
+    """Under the same host name and process number, as in a container: the copies of the pod before are not its own."""
+    for text in ("a long word\n", "short\n"):
+        logs = Logs(tmp_path / "volume", print)
+        (logs.directory / "pod-0-7").mkdir()
+        (logs.directory / "pod-0-7" / "agent.log").write_text(text)
+        logs.close()
+    copies = (tmp_path / "volume").glob("pod-0-7-*/agent.log")
+    assert sorted(one.read_text() for one in copies) == ["a long word\n", "short\n"]
 
 
 def test_a_volume_that_takes_nothing_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -27,7 +27,7 @@ WAYS: dict[str, Callable[[Path], object]] = {
 class Transfer:
     """A download that ends as the test says, without a byte."""
 
-    outcome: dict[str, Any] = {}
+    outcome: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, job: object, environment: object) -> None:
         pass
@@ -49,7 +49,7 @@ class Transfer:
         (
             OSError(errno.ENOSPC, "6.0 MB are to come"),
             VolumeFull,
-            r"volume is full: me/tune@abc: 6\.0 MB .*: make room",
+            r"is full: me/tune@abc: 6\.0 MB .*: make room",
         ),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), VolumeFull, "the volume is full: .*quota"),
         (OSError(errno.EIO, "Input/output error"), OSError, "me/tune@abc: Input/output error"),
