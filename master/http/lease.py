@@ -36,6 +36,8 @@ NO_DIRECTORY = "of no directory"
 OPEN_WITHIN_SECONDS = 10.0
 # The pause between two looks for it: most often it is open at once.
 LOOK_EVERY_SECONDS = 0.1
+# What a worker may be answered beside what orders are: 409 is the last word on what it asks for, 503 is not.
+_STATUS_OF = {**STATUS_OF, "ALREADY_EXISTS": 409, "PERMISSION_DENIED": 409, "ABORTED": 503}
 HELD, FENCED, RELEASED, EXPIRED = "held", "fenced", "released", "expired"
 # Whoever was heard so many seconds ago is alive; for a short lease, within half of it.
 ALIVE_SECONDS = 5.0
@@ -114,7 +116,7 @@ class Lessor:
         """The brain's answer. Raises LeaseRefused."""
         reply = await self._ask(message)
         if reply.code != "OK":
-            raise LeaseRefused(say(STATUS_OF.get(reply.code, 409), reply.detail))
+            raise LeaseRefused(say(_status_of(reply), reply.detail))
         return reply.message
 
     async def acquire(self, worker: str, devices: int, *, force: bool) -> Answer:
@@ -281,7 +283,7 @@ class Lessor:
         if reply.code in ("NOT_FOUND", "PERMISSION_DENIED"):
             raise LeaseRefused(say(409, gone, status=FENCED))
         if reply.code != "OK":
-            raise LeaseRefused(say(STATUS_OF.get(reply.code, 409), reply.detail))
+            raise LeaseRefused(say(_status_of(reply), reply.detail))
         return await self.status()
 
     async def _end(self, caller: pb.Caller, report: Report) -> None:
@@ -302,7 +304,7 @@ class Lessor:
         request.reason, request.left, request.for_good = why, left, for_good
         reply = await self._ask(request)
         if reply.code not in ("OK", "NOT_FOUND"):
-            raise LeaseRefused(say(STATUS_OF.get(reply.code, 409), reply.detail))
+            raise LeaseRefused(say(_status_of(reply), reply.detail))
 
     async def _give_up(self, token: Token, worker: str) -> None:
         node = pb.NodeStatus(node=worker, incarnation=token.incarnation)
@@ -334,3 +336,8 @@ class Lessor:
 def say(code: int, detail: str, **more: Any) -> Answer:
     """An answer with one line for a person."""
     return Answer(code, {"detail": one_line(detail), **more})
+
+
+def _status_of(reply: Reply) -> int:
+    """The status code of a refusal of the brain. One that nobody foresaw is the master's failure, and no last word."""
+    return _STATUS_OF.get(reply.code, 500)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 
 import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra relay")
 
+from dalsegno.master.brain.events import Reply
 from dalsegno.master.http import leases
+from dalsegno.master.http.lease import LeaseRefused, Lessor, RelayedRun
 from dalsegno.master.http.leases import RANDOM_BYTES, Token
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos.commander_api import RunState
@@ -115,3 +118,52 @@ def test_milestones_are_shown_newest_first() -> None:
     assert [made["step"] for made in leases.milestones_of(said)] == [5, 3]
     told = leases.lease_config(FILE, said)
     assert (told["last_hf_repo"], told["last_hf_revision"], told["config"]["hf_repo"]) == ("a/b", "r5", None)
+
+
+class Master:
+    """A master that answers each call in one way."""
+
+    address = "127.0.0.1:1"
+
+    def __init__(self, code: str) -> None:
+        self._code = code
+
+    async def call(self, message: object) -> Reply:
+        return Reply(self._code, "why", None)
+
+    async def status(self) -> Reply:
+        token = Token.drawn("my-run", bytes(RANDOM_BYTES))
+        return Reply(message=pb.StatusReply(nodes=[pb.NodeStatus(node="w1", incarnation=token.incarnation)]))
+
+
+@pytest.mark.parametrize(
+    ("code", "answered"),
+    [
+        ("FAILED_PRECONDITION", 409),
+        ("PERMISSION_DENIED", 409),
+        ("ALREADY_EXISTS", 409),
+        ("UNAVAILABLE", 503),
+        ("ABORTED", 503),
+        ("INTERNAL", 500),
+        ("A_CODE_OF_LATER", 500),
+    ],
+)
+def test_a_masters_failure_is_no_last_word(code: str, answered: int) -> None:
+    """409 says that a milestone never counts, and its snapshot is deleted: only a refusal is answered so."""
+    lessor = Lessor(RelayedRun(FILE, Master(code)))  # type: ignore[arg-type]
+    made = pb.Milestone(repo="me/tune", revision="abc", step=40)
+    with pytest.raises(LeaseRefused) as refused:
+        asyncio.run(lessor.milestone(made))
+    assert (refused.value.answer.code, refused.value.answer.body["detail"]) == (answered, "why")
+
+
+@pytest.mark.parametrize("what", ["fence", "heard"])
+def test_a_masters_failure_ends_no_lease(what: str) -> None:
+    """What a worker hears of its lease, and who expires one, may ask again."""
+    lessor = Lessor(RelayedRun(FILE, Master("INTERNAL")))  # type: ignore[arg-type]
+    token = Token.drawn("my-run", bytes(RANDOM_BYTES))
+    node = pb.NodeStatus(node="w1", incarnation=token.incarnation)
+    heard = lessor._fence(node, "why") if what == "fence" else lessor._heard(token, "w1", pb.StatusRequest())
+    with pytest.raises(LeaseRefused) as refused:
+        asyncio.run(heard)
+    assert refused.value.answer.code == 500

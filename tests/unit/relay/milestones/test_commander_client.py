@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("yaml", reason="needs the extra relay")
 
 from dalsegno.relay.milestones.access import Access
-from dalsegno.relay.milestones.commander_client import Away, CommanderClient
+from dalsegno.relay.milestones.commander_client import Away, CommanderClient, Milestone
 
 # Nobody listens on port 9 (discard) here.
 URL, PROXY = "http://127.0.0.1:9", "http://ann:pa55w0rd@127.0.0.1:9"
@@ -46,6 +46,30 @@ def test_the_proxy_is_the_environments_of_now(monkeypatch: pytest.MonkeyPatch) -
         with proxy.accept()[0] as asked:
             assert asked.recv(100).startswith(f"GET {URL}/".encode())
         asks.join()
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "counts"),
+    [
+        (200, {"status": "ok"}, True),
+        (409, {"detail": "never committed"}, False),
+        (409, {}, None),
+        (500, {"detail": "the master failed"}, None),
+        (503, {"detail": "not now"}, None),
+    ],
+)
+def test_what_never_counts_is_the_commanders_word(
+    monkeypatch: pytest.MonkeyPatch, status: int, answer: dict[str, str], counts: bool | None
+) -> None:
+    """A failure, or what a proxy answers, is none: it is told again."""
+    client = CommanderClient(URL, "my-run", Access(""))
+    monkeypatch.setattr(client, "_ask", lambda *_: (status, answer))
+    told = Milestone("me/tune", "abc", 40, "step-40.e1.0", "digest")
+    if counts is None:
+        with pytest.raises(Away, match=f"answers {status}"):
+            client.tell(told)
+    else:
+        assert client.tell(told) is counts
 
 
 def suppressed(client: CommanderClient) -> None:
