@@ -81,17 +81,22 @@ def stands_at(job: Job, made: int) -> int:
 
 
 def take_back(job: Job, message: control_pb2.RegisterRequest) -> bool:
-    """A milestone that was restored to a checkpoint directory is there again, though its files were once deleted.
+    """What was committed, and was then deleted or is about to be, is there again: a restored milestone, or a copy.
 
-    Returns whether there is one.
+    What is damaged or aside is taken back only as a milestone. Returns whether there is one.
     """
     found = False
     published = {one.digest for one in job.run.milestones}
+    pruned = {one.digest for one in job.pruned}
     for entry in message.inventory:
-        if entry.ref.digest not in published or entry.step != message.resume_step or entry.run_id != job.run_id:
+        if entry.step != message.resume_step or entry.run_id != job.run_id:
+            continue
+        known = job.checkpoint(entry.ref.digest)
+        left = entry.ref.digest in pruned if known is None else known.retired and not (known.damaged or known.aside)
+        if entry.ref.digest not in published and not left:
             continue
         found = True
-        known = job.checkpoint(entry.ref.digest)
+        job.late = tuple(record for record in job.late if record.digest != entry.ref.digest)
         if known is None:
             job.checkpoints.put(from_proto(entry))
         elif known.retired:

@@ -203,6 +203,44 @@ def test_a_restored_milestone_is_gone_back_to_on_another_volume() -> None:
     assert late.directive.run.resume.source.ref == made.ref
 
 
+@pytest.mark.parametrize("looked_before", [False, True])
+@pytest.mark.parametrize("confirmed", [False, True])
+def test_a_copy_of_what_was_deleted_is_gone_back_to(confirmed: bool, looked_before: bool) -> None:
+    """An export that is older than all that is kept; whether it was deleted was heard or not. It is not deleted again.
+
+    Somebody may have started a pod on it before, without a word about going back.
+    """
+    job, (node, *_) = trained(keep_checkpoints=1)
+    made = node.save(2)
+    node.save(4)
+    node.hang_up()
+    job.wait(8)
+    second = job.node()
+    for _ in range(3):
+        second.join()
+        job.wait(1)
+    second.save(6)
+    if confirmed:
+        job.call(pb.PrunedRequest(caller=second.caller(), refs=[made.ref]))
+    second.hang_up()
+    job.wait(8)
+    job.sealed[:] = [made]
+    if looked_before:
+        early = job.node(inventory=[made])
+        for _ in range(3):
+            early.join()
+            job.wait(1)
+        early.hang_up()
+        job.wait(8)
+    late = job.node(resume_step=2, resume_time=9, inventory=[made])
+    for _ in range(5):
+        late.join()
+        job.wait(1)
+    assert job.phase is Phase.RUNNING
+    assert late.directive.run.resume.source.ref == made.ref
+    assert made.ref.digest not in [one.digest for one in late.directive.prune]
+
+
 def test_what_was_never_published_is_not_gone_back_to() -> None:
     """Deleted checkpoints stay deleted, whatever somebody has put into the directory."""
     job, made = lost_volume()
