@@ -51,6 +51,11 @@ def _add_pod(parser: argparse.ArgumentParser) -> None:
         help="begin anew if there is a milestone, and it cannot be had now",
     )
     parser.add_argument(
+        "--allow-older",
+        action="store_true",
+        help="go on from the newest intact checkpoint although a newer one is lost or cannot be read",
+    )
+    parser.add_argument(
         "--notice",
         type=float,
         default=JobSettings.drain_timeout,

@@ -29,7 +29,7 @@ from .logs import Logs
 from .milestones.access import Access, secret
 from .milestones.console import PodConsole
 from .preflight import Away, ask, master_of
-from .recovering import Stuck, prepared
+from .recovering import Stuck, is_held, prepared
 from .saves import SaveWatch
 from .volume import Volume
 from .waking import Waking
@@ -145,14 +145,15 @@ class _Pod:
             while True:
                 shown = self._ask()
                 self._file = self._with_its_lease(shown)
-                found = prepared(self._file, self._volume, shown, self._say, allowed=self._options.allow_baseline)
+                allowed, older = self._options.allow_baseline, self._options.allow_older
+                found = prepared(self._file, self._volume, shown, self._say, allowed=allowed, older=older)
                 if found is None:
                     continue
                 initial, back = found
-                if back and shown.get("holder") and (shown.get("expires_in_sec") or 0) > 0:
+                if back and is_held(shown):
                     # Its volume may be another one; nothing is taken from under it.
                     self._say(f"the run goes back to step {back.partition(':')[0]} once {shown['holder']} has lost it")
-                    time.sleep(_HOLDER_SECONDS)  # why: a lease ends far away, without an event here
+                    self._wait_until_free()
                     continue
                 code = self._train(shown, initial, back)
                 if code != EXIT_USAGE or not self._is_away():
@@ -194,6 +195,11 @@ class _Pod:
             # why: no event tells when a server far away answers again
             time.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+
+    def _wait_until_free(self) -> None:
+        """Only asks the Commander: what is on the volume is verified again once nobody has the run."""
+        while is_held(self._ask()):
+            time.sleep(_HOLDER_SECONDS)  # why: a lease ends far away, without an event here
 
     def _with_its_lease(self, shown: dict[str, Any]) -> RunFile:
         """The run with the Commander's lease: a pod that counts a longer one would train on without the run."""

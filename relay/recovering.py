@@ -8,11 +8,12 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dalsegno.elastic.checkpoint import Manifest
+from dalsegno.elastic.checkpoint import CheckpointName, Manifest, Unsealed, is_checkpoint_name
 from dalsegno.elastic.checkpoint.files import fsync_tree, replace_file
 from dalsegno.protos.commander_api import RunState
 from dalsegno.protos.processes import ends_with_parent
@@ -21,13 +22,15 @@ from dalsegno.protos.run_file import RunFile
 from .milestones import restore
 from .milestones.alone import alone
 from .milestones.commander_client import Milestone
-from .recovery import PodKnowledge, Way, way_of
+from .recovery import Age, PodKnowledge, Way, in_line, way_of
 from .volume import Volume, damage_of
 
-__all__ = ("Stuck", "prepared")
+__all__ = ("Stuck", "is_held", "prepared")
 
 # Pauses between two tries to reach the hub.
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 2.0, 60.0
+# How long the run's last checkpoint is looked for before a milestone takes its place, and the pause between two looks.
+_LOOK_SECONDS, _LOOK_PAUSE_SECONDS = 60.0, 2.0
 
 Say = Callable[[str], None]
 
@@ -36,8 +39,30 @@ class Stuck(Exception):
     """The run cannot go on without a person; one line."""
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What a look at the volume found.
+
+    Attributes:
+        intact: the newest one that verified, byte by byte.
+        damaged: names of newer ones that did not.
+        unreadable: names of newer ones that the file system does not let us read, which may be whole, and why.
+        began: from what each epoch began, as far as that is known.
+    """
+
+    intact: Manifest | None
+    damaged: frozenset[str]
+    unreadable: Mapping[str, str]
+    began: Mapping[int, Age]
+
+
+def is_held(shown: Mapping[str, Any]) -> bool:
+    """Whether another pod has the run, as the Commander has `shown` it."""
+    return bool(shown.get("holder")) and (shown.get("expires_in_sec") or 0) > 0
+
+
 def prepared(
-    file: RunFile, volume: Volume, shown: dict[str, Any], say: Say, *, allowed: bool
+    file: RunFile, volume: Volume, shown: dict[str, Any], say: Say, *, allowed: bool, older: bool = False
 ) -> tuple[Path | None, str] | None:
     """Makes the run's resume point be on the volume. Says each step, and what it waits for.
 
@@ -47,10 +72,11 @@ def prepared(
         shown: what the Commander knows of it.
         say: takes lines for people.
         allowed: the run may begin anew although there are milestones.
+        older: it may go on from the newest intact checkpoint although a newer one is lost or cannot be read.
 
     Returns:
-        A baseline's directory, for a run without a checkpoint, or None; and for `--resume-step` the milestone that the
-        run is to go back to, or "". None: another pod has just prepared it, so that all must be asked anew.
+        A baseline's directory, for a run without a checkpoint, or None; and for `--resume-step` the checkpoint that the
+        run is to go back to, or "". None: something has changed meanwhile, so that all must be asked anew.
 
     Raises:
         Stuck: a person has to change something.
@@ -60,14 +86,28 @@ def prepared(
         return None, ""  # the agent says so, and ends
     head = shown.get("head")
     milestones = [Milestone(**one) for one in shown.get("milestones") or ()]
-    intact, damaged = _newest_intact(volume, say)
+    found = _look(volume, say)
+    intact = found.intact
     _tell_of_report(shown.get("report"), 0 if intact is None else intact.step, say)
+    newer = _newer(milestones, found, head, say)
     known = PodKnowledge(
-        intact is not None, damaged, head is not None, len(milestones), file.baseline is not None, allowed
+        intact=intact is not None,
+        damaged=bool(found.damaged or found.unreadable),
+        head=head is not None,
+        milestones=len(milestones),
+        baseline=file.baseline is not None,
+        allowed=allowed,
+        newer=bool(newer),
     )
     way = way_of(known)
+    _check_readable(found, head, milestones, allowed=allowed, older=older)
+    if way is Way.MILESTONE and head is not None and not older and _is_out_of_sight(head, found, volume):
+        if intact is not None and is_held(shown):
+            way = Way.VOLUME  # a spare, whose volume shows what is saved on another machine late
+        elif _appears(head, volume, say):
+            return None
     if way not in (Way.MILESTONE, Way.BASELINE):
-        return _gone(way, file, volume, shown, milestones, intact, say)
+        return _gone(way, volume, shown, milestones, found, say, older=older)
     waited = False
 
     def waits() -> None:
@@ -80,10 +120,98 @@ def prepared(
             return None
         if way is Way.BASELINE:
             return _baseline(file, volume, say, locked=locked), _anew(shown, say)
+        return _from_milestone(newer or milestones, volume, shown, milestones, found, say, older=older)
+
+
+def _from_milestone(
+    wanted: list[Milestone],
+    volume: Volume,
+    shown: dict[str, Any],
+    milestones: list[Milestone],
+    found: _Found,
+    say: Say,
+    *,
+    older: bool,
+) -> tuple[Path | None, str]:
+    """Restores the first of the `wanted` that can be had; else what is intact is gone on from. See `prepared`."""
+    intact, head = found.intact, shown.get("head")
+    if intact is None:
         say("no checkpoint on the volume is intact: the last milestone is restored")
-        manifest = _restored(milestones, volume, say)
-        volume.note_restored(manifest.digest)
-        return None, _back(shown, milestones, manifest, volume)
+    else:
+        say(f"{intact.name} is the newest intact one on the volume, and a milestone is newer: that is restored")
+    manifest = _restored(wanted, volume, say, intact, older=older)
+    if manifest is None:
+        return _gone(Way.VOLUME, volume, shown, milestones, found, say, older=older)
+    if head is not None and _age(head) > CheckpointName.parse(manifest.name).age:
+        say(f"{head['name']} (step {head['step']}), the run's last checkpoint, is given up")
+    volume.note_restored(manifest.digest)
+    return None, _back(shown, milestones, replace(found, intact=manifest), volume, older=older)
+
+
+def _newer(milestones: list[Milestone], found: _Found, head: dict[str, Any] | None, say: Say) -> list[Milestone]:
+    """The milestones of the run's line that are newer than what is intact on the volume, the newest first.
+
+    What is newer than the head the run has gone back from, or its files were damaged; the Commander does not say which.
+    """
+    if found.intact is None or head is None:
+        return []
+    least, most = CheckpointName.parse(found.intact.name).age, _age(head)
+    named = [
+        (CheckpointName.parse(one.checkpoint).age, one) for one in milestones if is_checkpoint_name(one.checkpoint)
+    ]
+    behind = [(age, one) for age, one in named if age > least and in_line(age, found.began)]
+    for age, one in behind:
+        if age > most:
+            say(
+                f"{one.checkpoint} at {one.repo}@{one.revision} is passed over: the run has gone back to {head['name']}"
+            )
+    counts = [(age, one) for age, one in behind if age <= most]
+    return [one for _, one in sorted(counts, key=lambda pair: pair[0], reverse=True)]
+
+
+def _check_readable(
+    found: _Found, head: dict[str, Any] | None, milestones: list[Milestone], *, allowed: bool, older: bool
+) -> None:
+    """Raises Stuck if what cannot be read may be what the run should go on from, and nobody has given it up."""
+    intact = found.intact
+    is_head = intact is not None and head is not None and head["digest"] == intact.digest
+    if not found.unreadable or is_head or older or (allowed and intact is None):
+        return
+    what = "; ".join(f"{name} cannot be read: {why}" for name, why in found.unreadable.items())
+    if intact is not None:
+        help = f"--allow-older goes on from {intact.name} (step {intact.step}) without it"
+    elif milestones:
+        help = "--allow-older goes on from the last milestone without it"
+    else:
+        help = "--allow-baseline begins anew without it"
+    raise Stuck(f"{what}: it may be whole: mount the volume again, and start this anew; {help}")
+
+
+def _is_out_of_sight(head: dict[str, Any], found: _Found, volume: Volume) -> bool:
+    """Whether the run's last checkpoint may only not be listed yet.
+
+    It is not on a new volume: where nothing is, or what was restored there, from which the run has not gone on yet.
+    """
+    seen = {*found.damaged, *found.unreadable}
+    if found.intact is None or head["name"] in seen:
+        return bool(seen) and head["name"] not in seen
+    return _age(head) > CheckpointName.parse(found.intact.name).age and volume.restored() != found.intact.digest
+
+
+def _appears(head: dict[str, Any], volume: Volume, say: Say) -> bool:
+    """Whether the run's last checkpoint comes in sight in a while."""
+    say(f"the run's last checkpoint, {head['name']}, is not in sight on this volume: looking for {_LOOK_SECONDS:.0f} s")
+    deadline = time.monotonic() + _LOOK_SECONDS
+    while not any(one.name == head["name"] for one in volume.manifests()):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_LOOK_PAUSE_SECONDS)  # why: no event tells what a mount lists late
+    return True
+
+
+def _age(head: dict[str, Any]) -> Age:
+    """Raises ValueError if the Commander's checkpoint has no name of ours, which never is."""
+    return CheckpointName.parse(head["name"]).age
 
 
 def _tell_of_report(report: dict[str, Any] | None, step: int, say: Say) -> None:
@@ -98,20 +226,22 @@ def _tell_of_report(report: dict[str, Any] | None, step: int, say: Say) -> None:
 
 def _gone(
     way: Way,
-    file: RunFile,
     volume: Volume,
     shown: dict[str, Any],
     milestones: list[Milestone],
-    intact: Manifest | None,
+    found: _Found,
     say: Say,
+    *,
+    older: bool,
 ) -> tuple[Path | None, str]:
     """The ways for which nothing has to be brought. See `prepared`."""
     head = shown.get("head")
     match way:
         case Way.VOLUME:
-            assert intact is not None
-            say(f"the run goes on from the volume: {intact.name} is intact (step {intact.step})")
-            return None, _back(shown, milestones, intact, volume)
+            assert found.intact is not None
+            back = _back(shown, milestones, found, volume, older=older)
+            say(_from_volume(head, found, volume, back, older=older))
+            return None, back
         case Way.LOOK:
             say(
                 f"the run's last checkpoint, {head['name'] if head else '?'}, is not on this volume, and there is no "
@@ -129,6 +259,23 @@ def _gone(
     return None, ""
 
 
+def _from_volume(head: dict[str, Any] | None, found: _Found, volume: Volume, back: str, *, older: bool) -> str:
+    """The line about going on from what is intact."""
+    assert found.intact is not None
+    intact = f"{found.intact.name} is intact (step {found.intact.step})"
+    if head is None or _age(head) <= CheckpointName.parse(found.intact.name).age:
+        return f"the run goes on from the volume: {intact}"
+    last = f"{head['name']} (step {head['step']})"
+    if older:
+        return f"--allow-older: the run goes on from the volume: {intact}, without {last}, its last checkpoint"
+    if _is_out_of_sight(head, found, volume):
+        return (
+            f"the run's last checkpoint, {last}, is not in sight on this volume, where {intact}: the agent looks for "
+            f"the last one; mount the volume that has it, or --allow-older goes on from step {found.intact.step}"
+        )
+    return f"the run goes on from the volume: {intact}" + (f"; {last} is given up" if back else "")
+
+
 def _anew(shown: dict[str, Any], say: Say) -> str:
     """The argument of `--resume-step`; empty if the Commander knows no checkpoint, and so none is given up.
 
@@ -141,53 +288,93 @@ def _anew(shown: dict[str, Any], say: Say) -> str:
     return f"0:{int(shown['epoch']) + 1}"
 
 
-def _back(shown: dict[str, Any], milestones: list[Milestone], manifest: Manifest, volume: Volume) -> str:
-    """What `--resume-step` says, if the Commander would not choose that checkpoint by itself.
+def _back(shown: dict[str, Any], milestones: list[Milestone], found: _Found, volume: Volume, *, older: bool) -> str:
+    """What `--resume-step` says, if the Commander would not choose what is intact by itself.
 
     Its record may no longer have a milestone, whose files had been deleted; and it knows another volume than the one
-    that a milestone was restored to, until such a request is followed. The same request has the
-    same number until the next epoch begins, so it is followed once.
+    that a milestone was restored to, until such a request is followed. What is newer is kept aside for ever then, so it
+    must have been seen to be damaged, or a person has given it up. The same request has the same number until the next
+    epoch begins, so it is followed once.
     """
-    head = shown.get("head")
-    if manifest.digest not in {one.digest for one in milestones}:
+    manifest, head = found.intact, shown.get("head")
+    assert manifest is not None
+    request = f"{manifest.step}:{int(shown['epoch']) + 1}"
+    published = manifest.digest in {one.digest for one in milestones}
+    if head is None:
+        # The run went back to its beginning, and this one is aside; or the Commander has lost its record.
+        return request if published or (older and found.unreadable) else ""
+    if published and volume.restored() == manifest.digest:
+        return request
+    if _age(head) <= CheckpointName.parse(manifest.name).age:
         return ""
-    # Without a head the run went back to its beginning, and this one is aside.
-    if head is not None and head["digest"] == manifest.digest and volume.restored() != manifest.digest:
-        return ""
-    return f"{manifest.step}:{int(shown['epoch']) + 1}"
+    return request if older or (published and head["name"] in found.damaged) else ""
 
 
-def _newest_intact(volume: Volume, say: Say) -> tuple[Manifest | None, bool]:
-    """The newest that verifies, and whether one before it did not."""
-    damaged = False
-    for one in volume.manifests():
-        if not isinstance(one, Manifest):
-            if one.damaged or one.unreadable:  # else it was never finished
-                damaged = True
-                say(f"{one.name} is damaged: {one.reason}: the one before is looked at")
+def _look(volume: Volume, say: Say) -> _Found:
+    """Verifies from the newest checkpoint on, until one is intact."""
+    every = volume.manifests()
+    began = {
+        one.epoch: CheckpointName.parse(one.resumed_from.name).age
+        for one in every
+        if isinstance(one, Manifest) and one.resumed_from is not None
+    }
+    damaged: set[str] = set()
+    unreadable: dict[str, str] = {}
+    intact = None
+    for one in every:
+        try:
+            problem = _problem(volume, one)
+        except FileNotFoundError:
+            continue  # another pod has just deleted it
+        except OSError as error:
+            unreadable[one.name] = str(error)
+            say(f"{one.name} cannot be read: {error}: the one before is looked at")
             continue
-        if not (problem := damage_of(volume.directory_of(one), one)):
-            return one, damaged
-        damaged = True
-        say(f"{one.name} is damaged: {problem}: the one before is looked at")
-    return None, damaged
+        if problem is None:
+            continue
+        if problem:
+            damaged.add(one.name)
+            say(f"{one.name} is damaged: {problem}: the one before is looked at")
+        elif not in_line(CheckpointName.parse(one.name).age, began):
+            say(f"{one.name} is passed over: the run has gone back behind it since")
+        else:
+            assert isinstance(one, Manifest)
+            intact = one
+            break
+    return _Found(intact, frozenset(damaged), unreadable, began)
 
 
-def _restored(milestones: list[Milestone], volume: Volume, say: Say) -> Manifest:
+def _problem(volume: Volume, one: Manifest | Unsealed) -> str | None:
+    """Why a checkpoint is damaged; "": it is intact; None: it was never finished. Raises OSError: it cannot be read."""
+    if isinstance(one, Manifest):
+        return damage_of(volume.directory_of(one), one)
+    if one.unreadable:
+        raise OSError(one.reason)
+    return one.reason if one.damaged else None
+
+
+def _restored(
+    milestones: list[Milestone], volume: Volume, say: Say, intact: Manifest | None, *, older: bool
+) -> Manifest | None:
+    """The newest of them that can be had; None: none can, and `intact` is on the volume."""
     pause = _FIRST_PAUSE_SECONDS
+    instead = "--allow-baseline begins anew" if intact is None else f"--allow-older goes on from {intact.name}"
     while True:
         try:
             found = restore.restore_newest(milestones, volume.job, volume.hf, say)
         except restore.Unreachable as error:
-            say(
-                f"the hub does not answer ({error}): tried again in {pause:.0f} s; --allow-baseline begins anew instead"
-            )
+            if older and intact is not None:
+                say(f"the hub does not answer ({error}): step {milestones[0].step} is given up")
+                return None
+            say(f"the hub does not answer ({error}): tried again in {pause:.0f} s; {instead} instead")
         else:
             if found is not None:
                 say(f"restored: {found.manifest.name} (step {found.manifest.step})")
                 revisions = [one.revision for one in milestones if one.digest == found.manifest.digest]
                 volume.note("restored", checkpoint=found.manifest.name, step=found.manifest.step, revision=revisions[0])
                 return found.manifest
+            if intact is not None:
+                return None
             raise Stuck("no milestone holds what it should: --allow-baseline begins anew")
         # why: no event tells when a server far away answers again
         time.sleep(pause)

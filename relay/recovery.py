@@ -5,10 +5,14 @@ Never silently from the baseline, or from nothing, while something better exists
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ("PodKnowledge", "Way", "way_of")
+__all__ = ("Age", "PodKnowledge", "Way", "in_line", "way_of")
+
+# What `CheckpointName.age` returns: epoch, step, attempt.
+Age = tuple[int, int, int]
 
 
 class Way(str, Enum):
@@ -32,11 +36,12 @@ class PodKnowledge:
 
     Attributes:
         intact: a checkpoint on the volume verified, byte by byte.
-        damaged: some on the volume did not.
+        damaged: some on the volume did not, or could not be read.
         head: the Commander has recorded a checkpoint.
         milestones: how many it has recorded, and may still be tried.
         baseline: `run.yaml` has one.
         allowed: somebody said that the run may begin anew (`--allow-baseline`).
+        newer: one of the milestones is newer than what is intact on the volume, and still counts.
     """
 
     intact: bool
@@ -45,12 +50,13 @@ class PodKnowledge:
     milestones: int
     baseline: bool
     allowed: bool = False
+    newer: bool = False
 
 
 def way_of(known: PodKnowledge) -> Way:
     """The best that there is. A milestone that cannot be reached is waited for, so it stays the answer."""
     if known.intact:
-        return Way.VOLUME
+        return Way.MILESTONE if known.newer else Way.VOLUME
     if known.milestones and not known.allowed:
         return Way.MILESTONE
     if known.damaged and not known.allowed:
@@ -58,3 +64,13 @@ def way_of(known: PodKnowledge) -> Way:
     if known.head and not known.allowed:
         return Way.LOOK
     return Way.BASELINE if known.baseline else Way.SCRATCH
+
+
+def in_line(age: Age, began: Mapping[int, Age]) -> bool:
+    """Whether the run has not gone back behind a checkpoint since.
+
+    Args:
+        age: the checkpoint's.
+        began: from what each epoch began, as far as that is known.
+    """
+    return all(age <= start for epoch, start in began.items() if epoch > age[0])

@@ -94,11 +94,20 @@ def checksum(root: Path, path: str, *, moved: Callable[[int], None] = lambda cou
         # A universal checkpoint has thousands of small files, and memory that is touched for each costs more than they.
         buffer = bytearray(min(BUFFER_BYTES, os.fstat(file.fileno()).st_size + 1))
         view = memoryview(buffer)
-        while count := file.readinto(buffer):
+        while count := _read(file, buffer, root / path):
             digest.update(view[:count])
             size += count
             moved(count)
     return FileEntry(path, size, digest.hexdigest())
+
+
+def _read(file: FileIO, buffer: bytearray, path: Path) -> int:
+    """Reads some of a file. An error names it, which read(2) does not."""
+    try:
+        return file.readinto(buffer)
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def _opened(root: Path, path: str) -> FileIO:

@@ -111,5 +111,5 @@ def test_what_was_restored_to_a_new_volume_is_noted(tmp_path: Path, monkeypatch:
     ]
     found = restore.Restored(volume.job / "r1" / manifest.name, manifest)
     monkeypatch.setattr(restore, "restore_newest", lambda *_: found)
-    assert recovering._restored(listed, volume, lambda text: None) == manifest
+    assert recovering._restored(listed, volume, lambda text: None, None, older=False) == manifest
     assert volume.last_revision() == "older"

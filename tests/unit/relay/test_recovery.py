@@ -6,21 +6,24 @@ from itertools import product
 
 import pytest
 
-from dalsegno.relay.recovery import PodKnowledge, Way, way_of
+from dalsegno.relay.recovery import Age, PodKnowledge, Way, in_line, way_of
 
 FLAGS = (False, True)
 EVERY = [
-    PodKnowledge(intact, damaged, head, milestones, baseline, allowed)
-    for intact, damaged, head, milestones, baseline, allowed in product(FLAGS, FLAGS, FLAGS, (0, 2), FLAGS, FLAGS)
+    PodKnowledge(intact, damaged, head, milestones, baseline, allowed, newer)
+    for intact, damaged, head, milestones, baseline, allowed, newer in product(
+        *(FLAGS, FLAGS, FLAGS, (0, 2), FLAGS, FLAGS, FLAGS)
+    )
+    if milestones or not newer
 ]
 
 
 @pytest.mark.parametrize("known", EVERY)
 def test_the_best_that_there_is_is_taken(known: PodKnowledge) -> None:
-    """The volume first; then a milestone; a recorded checkpoint out of sight is waited for."""
+    """The newest of volume and hub; then a milestone; a recorded checkpoint out of sight is waited for."""
     way = way_of(known)
     if known.intact:
-        assert way is Way.VOLUME
+        assert way is (Way.MILESTONE if known.newer else Way.VOLUME)
     elif not known.allowed and known.milestones:
         assert way is Way.MILESTONE
     elif not known.allowed and known.damaged:
@@ -29,3 +32,12 @@ def test_the_best_that_there_is_is_taken(known: PodKnowledge) -> None:
         assert way is Way.LOOK
     else:
         assert way is (Way.BASELINE if known.baseline else Way.SCRATCH)
+
+
+@pytest.mark.parametrize(
+    ("age", "counts"),
+    [((1, 40, 1), True), ((1, 40, 2), False), ((1, 60, 1), False), ((2, 50, 1), True), ((2, 70, 1), False)],
+)
+def test_what_the_run_has_gone_back_behind_is_not_of_its_line(age: Age, counts: bool) -> None:
+    """Epoch 2 began from step 40 of the first one, epoch 3 from step 60 of the second."""
+    assert in_line(age, {2: (1, 40, 1), 3: (2, 60, 1)}) == counts
