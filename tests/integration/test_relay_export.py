@@ -6,11 +6,13 @@ import json
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dalsegno.agent.commands.dalsegno import run as dalsegno
+from dalsegno.elastic.checkpoint import Manifest
 from tests.support.jobs.commander import TOKEN, own_lines, run_file
 from tests.support.jobs.pods import Run, relayed
 
@@ -56,6 +58,60 @@ def test_a_run_goes_on_from_an_export(
         assert b.process.wait(120) == 0, run.said()
         assert run.epochs()[max(run.epochs())][0].step == saved + 1, run.said()
         run.assert_one_history(100)
+
+
+def test_a_run_goes_on_from_an_export_that_is_older_than_its_last_commit(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pod says what it misses, and what goes on without it; what was exported was deleted on the volume since."""
+    monkeypatch.setenv("DALSEGNO_TOKEN", TOKEN)
+    pack = tmp_path / "pack"
+    pack.mkdir()
+    with relayed(tmp_path, "--pace=0.05", steps=160, keep_last=1) as run:
+        a = run.pod("a")
+        run.wait_saved(20)
+        assert exported(run, pack, capfd)[0] == 0
+        saved = Manifest.read(checkpoints(pack)[0]).step
+        run.wait_saved(saved + 60)
+        a.vanish()
+        shutil.rmtree(tmp_path / "volume")
+        pack.rename(tmp_path / "volume")
+        b = run.pod("b")
+        run.wait(lambda: f"or --allow-older goes on from step {saved}" in b.said, "what it misses")
+        b.vanish()
+        c = run.pod("c", "--allow-older")
+        assert c.process.wait(120) == 0, run.said()
+        assert f"is intact (step {saved}), without step-" in c.said
+        assert run.epochs()[max(run.epochs())][0].step == saved + 1, run.said()
+        run.assert_one_history(160)
+
+
+def test_a_pod_on_an_export_takes_nothing_from_a_pod_that_trains(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits with one line, and verifies nothing again until the run is free. Then it goes back."""
+    monkeypatch.setenv("DALSEGNO_TOKEN", TOKEN)
+    pack = tmp_path / "pack"
+    pack.mkdir()
+    with relayed(tmp_path, "--pace=0.1", steps=200) as run:
+        a = run.pod("a")
+        run.wait_saved(20)
+        assert exported(run, pack, capfd)[0] == 0
+        saved = Manifest.read(checkpoints(pack)[0]).step
+        run.wait_saved(saved + 20)
+        other = tmp_path / "other.yaml"
+        other.write_text(json.dumps(json.loads(run.file.read_text()) | {"l1_root": str(pack)}))
+        b = replace(run, file=other).pod("b", "--allow-older")
+        waits = f"the run goes back to step {saved} once "
+        run.wait(lambda: waits in b.said, "b waits")
+        made = run.steps()[-1].step
+        run.wait_step(made + 50)
+        assert (b.said.count("is intact"), b.said.count(waits)) == (1, 1), b.said
+        a.vanish()
+        assert b.process.wait(120) == 0, run.said()
+        assert (b.said.count("is intact"), b.said.count(waits)) == (2, 1), b.said
+        assert run.epochs()[max(run.epochs())][0].step == saved + 1, run.said()
+        run.assert_one_history(200)
 
 
 def test_what_is_damaged_is_not_exported(

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dalsegno.elastic.checkpoint import CheckpointName
 from tests.support.hub.client import Hub
 from tests.support.hub.scene import REPO
-from tests.support.jobs.pods import relayed
+from tests.support.jobs.pods import Run, relayed
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(280)]
 
@@ -39,6 +40,58 @@ def test_a_lost_volume_is_filled_from_the_last_milestone(tmp_path: Path, hub: Hu
         assert b.process.wait(120) == 0, run.said()
         run.assert_one_history(200)
         assert "no checkpoint on the volume is intact: the last milestone is restored" in b.said
+
+
+def test_a_milestone_that_is_newer_than_what_is_whole_is_restored(tmp_path: Path, hub: Hub) -> None:
+    """The newest checkpoints on the volume are damaged, older ones are not: the run goes on from the hub."""
+    environment = hub.pod_environment(tmp_path / "hub-home")
+    with relayed(tmp_path, "--pace=0.1", steps=5000, hf={"repo": REPO, "interval_seconds": 4}, keep_last=500) as run:
+        a = run.pod("a", **environment)
+        synced = lambda: [made for made in run.commander.run()["milestones"] if made["step"] >= 60]  # noqa: E731
+        step = run.wait(synced, "a milestone", 120.0)[0]["step"]
+        run.wait_saved(step + 20)
+        a.vanish()
+        step = run.commander.run()["milestones"][0]["step"]
+        for path in checkpoints(run, step):
+            (path / "trainer_state.json").write_text("{}")
+        lose_saves(run)
+        b = run.pod("b", **environment)
+        run.wait_step(1, epoch=2)
+        assert "is the newest intact one on the volume, and a milestone is newer: that is restored" in b.said
+        assert run.epochs()[max(run.epochs())][0].step == step + 1, run.said()
+
+
+def test_a_checkpoint_that_is_listed_late_is_not_given_up(tmp_path: Path, hub: Hub) -> None:
+    """The newest in sight is a milestone: the pod looks for the run's last checkpoint, and goes on from that."""
+    environment = hub.pod_environment(tmp_path / "hub-home")
+    with relayed(tmp_path, "--pace=0.1", steps=5000, hf={"repo": REPO, "interval_seconds": 900}, keep_last=500) as run:
+        a = run.pod("a", **environment)
+        step = run.wait(lambda: run.commander.run()["milestones"], "a milestone", 120.0)[0]["step"]
+        run.wait_saved(step + 40)
+        a.vanish()
+        head = run.commander.run()["head"]["step"]
+        lose_saves(run)
+        late = checkpoints(run, step + 1)
+        for path in late:
+            path.rename(tmp_path / path.name)
+        b = run.pod("b", **environment)
+        run.wait(lambda: f"(step {head}), is not in sight on this volume" in b.said, "what it misses")
+        for path in late:
+            (tmp_path / path.name).rename(path)
+        run.wait_step(1, epoch=2)
+        assert run.epochs()[max(run.epochs())][0].step == head + 1, run.said()
+
+
+def checkpoints(run: Run, least: int) -> list[Path]:
+    """The sealed ones of at least this step."""
+    every = run.root.glob("ckpt/.store/my-run/*/step-*")
+    return [path for path in every if CheckpointName.parse(path.name).step >= least]
+
+
+def lose_saves(run: Run) -> None:
+    """What the trainer itself has left is not there, either: a pod would take its last one."""
+    for path in run.root.glob("ckpt/.store/my-run/*/e1/checkpoint-*"):
+        shutil.rmtree(path)
 
 
 def test_a_lost_volume_without_a_milestone_begins_anew_if_somebody_says_so(tmp_path: Path) -> None:

@@ -134,6 +134,7 @@ COMMANDS: dict[str, How] = {
     "dalsegno relay deploy/relay/quickstart.yaml --no-mount-check": Scene("test_a_relayed_run"),
     "dalsegno relay verify deploy/relay/quickstart.yaml": Scene("test_a_relayed_run"),
     "dalsegno relay run.yaml": Elsewhere(_RUN, "tests/integration/test_relay_pods.py"),
+    "dalsegno relay run.yaml --allow-older": Elsewhere(_RUN, "tests/integration/test_relay_export.py"),
     "dalsegno relay verify": Elsewhere(_RUN, "tests/integration/test_relay_pods.py"),
     "dalsegno relay": Name(_PROGRAM),
     "dalsegno relay ARGUMENTS": Name(_INSIDE),

@@ -430,3 +430,9 @@ def test_an_order_names_its_version_only_where_it_is_not_the_first(tmp_path: Pat
     spelt_out = old.to_bytes().replace(b'"shuffle":true}', b'"shuffle":true,"version":1}')
     with pytest.raises(ValueError, match="canonical"):
         Manifest.from_bytes(spelt_out)
+
+
+def test_a_file_that_cannot_be_read_is_named() -> None:
+    """read(2) itself names none; a process's memory is not mapped at 0, and so reading it there fails."""
+    with pytest.raises(OSError, match="Input/output error: '/proc/self/mem'"):
+        files.checksum(Path("/proc/self"), "mem")
