@@ -12,11 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
-
 from dalsegno.elastic import Batch, BatchPlan, MicroBatch, Session
 from dalsegno.elastic.checkpoint import Reads, Ref
-from dalsegno.elastic.rank.exchange import MAX_STEPS_APART, Boundary
+from dalsegno.elastic.rank.exchange import Boundary
 from dalsegno.elastic.saving.background_save import Background
 from dalsegno.elastic.saving.resuming import check_strategy
 from dalsegno.elastic.training.findings import OURS, loads_anywhere
@@ -417,50 +415,6 @@ class ElasticRun:
             atexit.register(checkpoints.tidy_at_last, self.output_dir, self.keep)
 
 
-class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """Lets all ranks of a run agree at the boundaries of the Trainer's steps.
-
-    Args:
-        trainer: The Trainer.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    @property
-    def _run(self) -> ElasticRun:
-        """The present world's."""
-        run: ElasticRun = self._trainer.elastic_run
-        return run
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._run.learn(self._trainer, kwargs.get("model"), kwargs.get("optimizer"))
-        self._run.session.meet(_ahead(state) + 1, self._run.loader.alike)
-        self._run.watch(self._trainer)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._run.session.begin_step(_ahead(state))
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._run.stepping()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        boundary = self._run.stepped()
-        # At the end there is nothing to drain: the remaining work is what a drain would have to do.
-        control.should_save = control.should_save or boundary.save
-        self._run.draining = boundary.drain and not boundary.end and not control.should_training_stop
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._run.epoch_ended = True
-
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._run.predicted()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if logs and "loss" in logs:
-            self._run.session.report(float(logs["loss"]))
-
-
 def _refuse_epochs(args: Any) -> None:
     """Refuses options for the end of a data epoch if the data have no end that anybody sees."""
     for name in ("save_strategy", "eval_strategy", "logging_strategy"):
@@ -468,11 +422,6 @@ def _refuse_epochs(args: Any) -> None:
             raise ValueError(f"{name}=epoch with a data set without a length, which has no epochs: set it to steps")
     if getattr(args, "max_epochs", None) is not None:
         raise ValueError("max_epochs with a data set without a length, which has no epochs: set max_steps alone")
-
-
-def _ahead(state: Any) -> int:
-    """Number of steps that every rank has after the one that begins."""
-    return max(0, min(MAX_STEPS_APART, int(state.max_steps) - int(state.global_step) - 1))
 
 
 def strategy_of(trainer: Any) -> str:

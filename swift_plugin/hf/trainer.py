@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
 import transformers.trainer as upstream
@@ -29,37 +29,31 @@ from dalsegno.protos.trace import mark
 
 from . import data, deepspeed_engine, held, refusals, staying, uneven
 from .arguments import hyperparameters, say_what_changed
+from .boundaries import Boundaries
 from .checkpoints import Unfinished
 from .evaluating import Evaluation
 from .options import Options
-from .run import Boundaries, ElasticRun, Leaving, strategy_of
+from .replaced import replaced, undivided
+from .run import ElasticRun, Leaving, strategy_of
+from .saving import SavingTrainer
 
 # The arguments of `_run_epoch` that `_maybe_log_save_evaluate` needs.
 _OF_AN_EPOCH = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")
 
-if TYPE_CHECKING:
-    _Base = Any
-else:
-    _Base = object
 
-
-class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
+class ElasticTrainer(SavingTrainer):
     """Mixed in before a Trainer's class by `elastic_class`.
 
     Attributes:
-        elastic_run: The run that it belongs to; None until `become_elastic`.
         staying: How its process goes from world to world; None: it ends with each.
     """
 
-    elastic_run: ElasticRun | None = None
     staying: staying.Worlds | None = None
     # The one that is under way, or that somebody's leave has ended.
     _evaluation: Evaluation | None = None
     control: Any  # the Trainer's, as the next one
     optimizer: Any
     lr_scheduler: Any
-    # Callbacks that count something and do not save it: names of their classes, and of the attributes.
-    counting: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def become_elastic(self, options: Options) -> None:
         """Called once, when the Trainer is constructed.
@@ -95,11 +89,6 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             deepspeed_engine.configure(self, run)
         if self.staying is not None:
             self.staying.begun(run.session)
-
-    @property
-    def _run(self) -> ElasticRun:
-        assert self.elastic_run is not None
-        return self.elastic_run
 
     # Resuming.
 
@@ -166,7 +155,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         if not self.is_deepspeed_enabled:
             # An evaluation before has it marked as prepared, and accelerate would then train it without a wrapper.
             self.model.__dict__.pop("_is_accelerate_prepared", None)
-        with _replaced("deepspeed_load_checkpoint", self._load_engine):
+        with replaced("deepspeed_load_checkpoint", self._load_engine):
             prepared = super()._prepare_for_training(*args, **kwargs)
         if self.is_deepspeed_enabled:
             deepspeed_engine.check(self.model_wrapped, allowed=self._run.any_optimizer)
@@ -238,7 +227,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         def stands_there(loader: Any, count: int = 0) -> Any:
             return loader if loader is run.loader else skip(loader, count)
 
-        with _replaced("skip_first_batches", stands_there):
+        with replaced("skip_first_batches", stands_there):
             return super()._run_epoch(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], None]:
@@ -270,7 +259,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             # Until the optimizer's step: what follows the last backward pass may be left, too.
             run.session.survivor.anywhere = True
         late_or_not = synchronised(model) if late else contextlib.nullcontext()
-        with uneven.gathered(self.accelerator), late_or_not, _undivided(self.args):
+        with uneven.gathered(self.accelerator), late_or_not, undivided(self.args):
             loss = super().training_step(model, inputs, *args, **kwargs)
         run.computed()
         return loss
@@ -383,116 +372,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             run.session.measured(self.state.best_metric)
             self.state.best_model_checkpoint = run.resume_directory
 
-    # Saving.
-
-    def remembered(self) -> dict[str, dict[str, Any]]:
-        """What the `counting` callbacks have counted."""
-        callbacks = {type(callback).__name__: callback for callback in self.callback_handler.callbacks}
-        return {
-            name: {attribute: getattr(callbacks[name], attribute) for attribute in attributes}
-            for name, attributes in self.counting.items()
-            if name in callbacks
-        }
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if not (self._run.in_memory or self._run.draining):
-            self._run.mark(self, save=True)
-
-        def theirs() -> None:
-            write = self.state.save_to_json
-
-            def kept(path: str) -> None:
-                with self._kept_errors():
-                    write(path)
-
-            self.state.save_to_json = kept
-            if self.args.should_save:
-                held.make_room(self)
-            try:
-                super(ElasticTrainer, self)._save_checkpoint(model, trial)
-            finally:
-                del self.state.save_to_json
-
-        self._run.save(self, theirs)
-
-    def linked(self, step: int) -> None:
-        """What the agents have brought to the disk stands in the output directory."""
-
-    def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
-        if self._run.writing is None or not self.is_deepspeed_enabled:
-            super().save_model(output_dir, _internal_call)
-            return
-        # If the weights cannot be gathered here, it makes the engine save, which comes next in any case.
-        engine = self.model_wrapped
-        engine.save_checkpoint = functools.wraps(engine.save_checkpoint)(lambda *args, **kwargs: None)
-        try:
-            with self._kept_errors():
-                super().save_model(output_dir, _internal_call)
-        finally:
-            del engine.save_checkpoint
-
-    def _get_output_dir(self, trial: Any = None) -> str:
-        writing = self._run.writing if self.elastic_run is not None else None
-        if writing is not None and writing.directory is not None:
-            return str(writing.directory)
-        return str(super()._get_output_dir(trial))
-
-    def _kept_errors(self) -> Any:
-        """Keeps errors in the part of a save that one rank does alone until the others no longer wait for it."""
-        writing = self._run.writing
-        return contextlib.nullcontext() if writing is None else writing.errors.kept()
-
-    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
-        with self._kept_errors():
-            super()._save(output_dir, state_dict=state_dict)
-
-    def _save_rng_state(self, output_dir: Any) -> None:
-        with self._kept_errors():
-            super()._save_rng_state(output_dir)
-
-    def _save_scaler(self, output_dir: Any) -> None:
-        with self._kept_errors():
-            super()._save_scaler(output_dir)
-
-    def _push_from_checkpoint(self, checkpoint_folder: Any) -> None:
-        if self._run.in_memory:
-            return
-        with self._kept_errors():
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def _save_optimizer_and_scheduler(self, output_dir: Any) -> None:
-        with self._kept_errors():
-            if not self.is_deepspeed_enabled:
-                super()._save_optimizer_and_scheduler(output_dir)
-                return
-            from dalsegno.elastic.deepspeed import saved_by_trainer
-
-            kept = None if self._run.writing is None else self._run.writing.kept
-            with saved_by_trainer(self.model_wrapped, None if kept is None else kept.put_file):
-                super()._save_optimizer_and_scheduler(output_dir)
-
 
 def elastic_class(base: type[Any]) -> type[Any]:
     """``base`` made elastic."""
     return type(base.__name__, (ElasticTrainer, base), {"__module__": base.__module__})
-
-
-@contextlib.contextmanager
-def _undivided(args: Any) -> Iterator[None]:
-    """Whoever writes a ``training_step`` of his own divides by this, as transformers' own did once."""
-    slices, args.gradient_accumulation_steps = args.gradient_accumulation_steps, 1
-    try:
-        yield
-    finally:
-        args.gradient_accumulation_steps = slices
-
-
-@contextlib.contextmanager
-def _replaced(name: str, value: Any) -> Iterator[None]:
-    """Replaces a function that the training loop calls by its name in its module."""
-    original = getattr(upstream, name)
-    setattr(upstream, name, value)
-    try:
-        yield
-    finally:
-        setattr(upstream, name, original)

@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 from transformers import TrainerControl
 
 from dalsegno.elastic.rank.exchange import Boundary
-from dalsegno.swift_plugin.hf.run import Boundaries
+from dalsegno.swift_plugin.hf.boundaries import Boundaries
 
 
 def at(boundary: Boundary, **control: bool) -> tuple[TrainerControl, Any]:

@@ -1,0 +1,60 @@
+"""What happens at the boundaries of a Trainer's steps, as the Trainer tells a callback of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+from dalsegno.elastic.rank.exchange import MAX_STEPS_APART
+
+from .run import ElasticRun
+
+
+class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """Lets all ranks of a run agree at the boundaries of the Trainer's steps.
+
+    Args:
+        trainer: The Trainer.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    @property
+    def _run(self) -> ElasticRun:
+        """The present world's."""
+        run: ElasticRun = self._trainer.elastic_run
+        return run
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run.learn(self._trainer, kwargs.get("model"), kwargs.get("optimizer"))
+        self._run.session.meet(_ahead(state) + 1, self._run.loader.alike)
+        self._run.watch(self._trainer)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run.session.begin_step(_ahead(state))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run.stepping()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        boundary = self._run.stepped()
+        # At the end there is nothing to drain: the remaining work is what a drain would have to do.
+        control.should_save = control.should_save or boundary.save
+        self._run.draining = boundary.drain and not boundary.end and not control.should_training_stop
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run.epoch_ended = True
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run.predicted()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:
+            self._run.session.report(float(logs["loss"]))
+
+
+def _ahead(state: Any) -> int:
+    """Number of steps that every rank has after the one that begins."""
+    return max(0, min(MAX_STEPS_APART, int(state.max_steps) - int(state.global_step) - 1))
