@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from dalsegno.elastic.rank.agreement import Refusal
 from dalsegno.elastic.rank.exchange import MAX_STEPS_APART
 
 from .run import ElasticRun
@@ -13,6 +14,8 @@ from .run import ElasticRun
 
 class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
     """Lets all ranks of a run agree at the boundaries of the Trainer's steps.
+
+    Its ``on_epoch_end`` raises Refusal where a callback ends a data epoch before its last step.
 
     Args:
         trainer: The Trainer.
@@ -45,6 +48,12 @@ class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not 
         self._run.draining = boundary.drain and not boundary.end and not control.should_training_stop
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        position, endless = self._run.loader.position, self._run.loader.endless
+        if control.should_epoch_stop and not control.should_training_stop and position.samples and not endless:
+            raise Refusal(
+                f"a callback ends data epoch {position.data_epoch} at its sample {position.samples} "
+                "(should_epoch_stop): this cannot be trained elastically; set should_training_stop, or leave it out"
+            )
         self._run.epoch_ended = True
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -81,7 +81,7 @@ class StepLoader:
         if self._per_data_epoch is not None and epoch != position.data_epoch:
             raise RuntimeError(
                 f"the Trainer begins data epoch {epoch}, and the run stands at sample {position.samples} of data epoch "
-                f"{position.data_epoch}: a callback that ends an epoch early (should_epoch_stop) cannot be used"
+                f"{position.data_epoch}"
             )
 
     def __iter__(self) -> Iterator[Batch[Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from .held import exportable
+from .held import counted, exportable
 
 __all__ = ["Evaluation"]
 
@@ -21,7 +21,7 @@ class Evaluation:
         self._trainer = trainer
         self._logs, self._stops = len(trainer.state.log_history), trainer.control.should_training_stop
         callbacks = [one for one in exportable(trainer) if one is not trainer.control]
-        self._counted = [(one, copy.deepcopy(one.state().get("attributes", {}))) for one in callbacks]
+        self._counted = [(one, copy.deepcopy(counted(one))) for one in callbacks]
         self._others = copy.deepcopy(trainer.remembered())
 
     def undo(self) -> None:

@@ -10,6 +10,7 @@ import copy
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -274,6 +275,43 @@ def make_room(trainer: Any) -> None:
             states[name] = {}
 
 
+def note_given(trainer: Any) -> None:
+    """Notes the arguments of callbacks, before the training changes any."""
+    for one in exportable(trainer):
+        if all(known is not one for known, _ in trainer.given):
+            # Somebody's own may have a state only while it trains.
+            with suppress(Exception):
+                trainer.given = (*trainer.given, (one, copy.deepcopy(one.state().get("args", {}))))
+
+
+def counted(callback: Any) -> dict[str, Any]:
+    """What it saves of its attributes, and of its arguments where they are attributes."""
+    state = callback.state()
+    named = {name: value for name, value in state.get("args", {}).items() if hasattr(callback, name)}
+    return {**named, **state.get("attributes", {})}
+
+
+def states(trainer: Any) -> dict[str, Any]:
+    """What is saved of callbacks, and of the control, by class: one state, or a list of them."""
+    told = {name: [_state(trainer, one) for one in callbacks] for name, callbacks in _by_class(trainer).items()}
+    return {name: found if len(found) > 1 else found[0] for name, found in told.items()}
+
+
+def _state(trainer: Any, one: Any) -> dict[str, Any]:
+    """Its own. An argument that is no longer as the script gave it was counted up: it is among the attributes, too.
+
+    The others are the script's: who changes one there, and starts again, means it.
+    """
+    state: dict[str, Any] = one.state()
+    given = next((arguments for known, arguments in trainer.given if known is one), {})
+    changed = {
+        name: value
+        for name, value in state.get("args", {}).items()
+        if name in given and given[name] != value and hasattr(one, name)
+    }
+    return state if one is trainer.control else {**state, "attributes": {**changed, **state.get("attributes", {})}}
+
+
 def saved_states(trainer: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     """Callbacks, and the control, each with what the Trainer's state has of it."""
     for name, callbacks in _by_class(trainer).items():
@@ -288,9 +326,7 @@ def _state_file(trainer: Any, noted: Noted) -> bytes:
     for name, value in noted.scalars.items():
         setattr(state, name, value)
     state.is_local_process_zero = state.is_world_process_zero = True
-    told = {name: [one.state() for one in callbacks] for name, callbacks in _by_class(trainer).items()}
-    known = {name: states if len(states) > 1 else states[0] for name, states in told.items()}
-    state.stateful_callbacks = {**state.stateful_callbacks, **known}
+    state.stateful_callbacks = {**state.stateful_callbacks, **states(trainer)}
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / TRAINER_STATE
         state.save_to_json(str(path))

@@ -79,9 +79,11 @@ def elastic(
     if under_dlrover_run():
         from dalsegno.elastic.training.entry import tell_of_refusals
 
-        from .trainer import elastic_class
+        from .trainer import ElasticTrainer, elastic_class
 
         tell_of_refusals()
+        if isinstance(trainer, ElasticTrainer):
+            raise ValueError("this Trainer is elastic already: call elastic() once")
         changed: Any = trainer
         changed.__class__ = elastic_class(type(trainer))
         changed.become_elastic(options)

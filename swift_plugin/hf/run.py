@@ -33,8 +33,11 @@ from .survivors import Survivors
 _ASK_SECONDS, _ASK_BATCHES = 0.2, 64
 
 
-class Leaving(Exception):
-    """Some rank is to leave during an evaluation: all ranks leave it at the same batch."""
+class Leaving(BaseException):
+    """Some rank is to leave during an evaluation: all ranks leave it at the same batch.
+
+    It is no failure, which somebody's ``evaluate`` may go on after.
+    """
 
 
 class ElasticRun:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from . import held
@@ -26,6 +26,8 @@ class SavingTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
     elastic_run: ElasticRun | None = None
     # Callbacks that count something and do not save it: names of their classes, and of the attributes.
     counting: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    # Callbacks, each with the arguments that the script gave it.
+    given: Sequence[tuple[Any, Mapping[str, Any]]] = ()
 
     @property
     def _run(self) -> ElasticRun:
@@ -50,6 +52,7 @@ class SavingTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
 
             def kept(path: str) -> None:
                 with self._kept_errors():
+                    self.state.stateful_callbacks.update(held.states(self))
                     write(path)
 
             self.state.save_to_json = kept

@@ -99,6 +99,7 @@ class ElasticTrainer(SavingTrainer):
         if run.session.resume is None:
             refusals.refuse_other_resume(resume_from_checkpoint, run.output_dir)
         refusals.refuse_unsaved(self)
+        held.note_given(self)
         del run
         way_in.at(TRAINS)
         if self.staying is not None and none_stays("train()", made_anew=True):
@@ -164,8 +165,9 @@ class ElasticTrainer(SavingTrainer):
             check_kept(getattr(self.optimizer, "optimizer", self.optimizer), self.model)
         if self.staying is not None:
             self.staying.wrapped()
-        scheduler = self.lr_scheduler
-        if self._run.session.resume is not None and isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        scheduler, resumes = self.lr_scheduler, self._run.session.resume is not None
+        # Elsewhere the optimizer has loaded its rates, also one that a callback has set behind the scheduler's back.
+        if self.is_deepspeed_enabled and resumes and isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
             resume_rates(self.optimizer, scheduler)
         return prepared
 
