@@ -1,13 +1,58 @@
-"""What an evaluation has changed before it is over. The run that goes on from there does all of it again."""
+"""A Trainer's evaluation under way: the signs of life of what it takes, and what it has changed before it is over.
+
+The run that goes on from there does all of it again.
+"""
 
 from __future__ import annotations
 
 import copy
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from .held import counted, exportable
 
-__all__ = ["Evaluation"]
+__all__ = ["Alive", "Evaluation"]
+
+# Between two signs of life, and the most that they come for where nothing is heard of the evaluation itself: a rank
+# that hangs in one is found to be stuck then. Collectives mostly end by themselves before (`ddp_timeout`).
+SIGN_SECONDS, MOST_SECONDS = 2.0, 3600.0
+
+
+class Alive:
+    """Signs of life of a rank that is busy with something of the Trainer's or the script's, which calls nobody.
+
+    Metrics of an evaluation, what callbacks do behind it, or a model that is sent to a hub, may take longer than steps.
+
+    Args:
+        busy: Tells the agent; thread-safe, and never waits.
+    """
+
+    def __init__(self, busy: Callable[[], None]) -> None:
+        self._busy = busy
+        self._heard_at = 0.0
+
+    def sign(self) -> None:
+        """It gets on."""
+        self._heard_at = time.monotonic()
+        self._busy()
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Inside, it is busy."""
+        over = threading.Event()
+        self._heard_at = time.monotonic()
+        try:
+            threading.Thread(target=self._say, args=(over,), name="dalsegno-alive", daemon=True).start()
+            yield
+        finally:
+            over.set()
+
+    def _say(self, over: threading.Event) -> None:
+        while not over.wait(SIGN_SECONDS) and time.monotonic() < self._heard_at + MOST_SECONDS:
+            self._busy()
 
 
 class Evaluation:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,15 +25,12 @@ from dalsegno.elastic.training.training_state import TRAINING_FILE
 from dalsegno.elastic.training.unchanged import UnclearError
 
 from .checkpoints import PROGRESS, TRAINER_STATE, Unfinished, trainers
+from .forgetting import COUNTED_ALIKE
 from .refusals import overrides
 from .written import kept_here, pickled
 
 # Files that each save has anew.
 _OWN = frozenset({upstream.OPTIMIZER_NAME, upstream.SCHEDULER_NAME, TRAINER_STATE})
-# What every rank counts alike; a callback of somebody's own may count on rank 0 alone.
-_COUNTED_ALIKE = ("transformers", "swift", "dalsegno")
-# Callbacks of trl that show or push something: what they have of their own is of this process.
-_SHOWING = frozenset({"RichProgressCallback", "WinRateCallback", "LogCompletionsCallback", "MergeModelCallback"})
 # Has what is of no account, such as the number of its rank.
 _ARGUMENTS = "training_args.bin"
 
@@ -75,7 +71,7 @@ class _Trainers:
     @property
     def stepped_alike(self) -> bool:
         """See ``HeldState``."""
-        return all(type(one).__module__.partition(".")[0] in _COUNTED_ALIKE for one in self._callbacks())
+        return all(type(one).__module__.partition(".")[0] in COUNTED_ALIKE for one in self._callbacks())
 
     def state_dict(self) -> dict[str, Any]:
         state = self._trainer.state
@@ -235,26 +231,6 @@ def exportable(trainer: Any) -> list[Any]:
     return [one for one in [*trainer.callback_handler.callbacks, trainer.control] if isinstance(one, ExportableState)]
 
 
-def forgetful(trainer: Any) -> tuple[str, ...]:
-    """Classes of somebody's own callbacks that may count something and save none of it."""
-    found = [
-        type(one) for one in trainer.callback_handler.callbacks if not isinstance(one, ExportableState) and _counts(one)
-    ]
-    return tuple(dict.fromkeys(kind.__name__ for kind in found if not _is_known(kind, trainer)))
-
-
-def _is_known(kind: type, trainer: Any) -> bool:
-    """Whether it keeps nothing that matters, or a checkpoint has that."""
-    known = kind.__module__.partition(".")[0] in _COUNTED_ALIKE
-    return known or kind.__name__ in _SHOWING or kind.__name__ in trainer.counting
-
-
-def _counts(callback: Any) -> bool:
-    """Whether it has something that may grow."""
-    kinds = (int, float, list, dict, set, deque, torch.Tensor)
-    return any(isinstance(value, kinds) and not isinstance(value, bool) for value in vars(callback).values())
-
-
 def _by_class(trainer: Any) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for one in exportable(trainer):
@@ -303,7 +279,7 @@ def _state(trainer: Any, one: Any) -> dict[str, Any]:
     The others are the script's: who changes one there, and starts again, means it.
     """
     state: dict[str, Any] = one.state()
-    given = next((arguments for known, arguments in trainer.given if known is one), {})
+    given: Mapping[str, Any] = next((arguments for known, arguments in trainer.given if known is one), {})
     changed = {
         name: value
         for name, value in state.get("args", {}).items()

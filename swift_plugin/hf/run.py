@@ -15,6 +15,7 @@ from typing import Any
 from dalsegno.elastic import Batch, BatchPlan, MicroBatch, Session
 from dalsegno.elastic.checkpoint import Reads, Ref
 from dalsegno.elastic.rank.exchange import Boundary
+from dalsegno.elastic.rank.remarks import show
 from dalsegno.elastic.saving.background_save import Background
 from dalsegno.elastic.saving.resuming import check_strategy
 from dalsegno.elastic.training.findings import OURS, loads_anywhere
@@ -24,13 +25,19 @@ from dalsegno.elastic.training.saves import save_at_last
 from . import checkpoints, data, refusals
 from .arguments import alike
 from .checkpoints import Arriving, TrainerWrite, Unfinished
-from .held import TrainersState, forgetful
+from .evaluating import Alive
+from .forgetting import Forgetful, lost_arguments
+from .held import TrainersState
 from .known_writers import nobody_looks, writes_as_known
 from .options import Options, global_batch_size
 from .survivors import Survivors
 
 # Seconds between two questions of an evaluation whether some rank is to leave, and the most batches between them.
 _ASK_SECONDS, _ASK_BATCHES = 0.2, 64
+
+
+# What a callback needs for its counts to be saved.
+KEEPING = "state() of ExportableState"
 
 
 class Leaving(BaseException):
@@ -53,6 +60,7 @@ class ElasticRun:
 
     Attributes:
         plan: Which rank computes what in this world.
+        alive: Its signs of life between steps.
         batch: The step that is being computed, with its ``sample_ids``.
         micro: The micro-batch that is being computed.
         unfinished: What the resume point left unfinished, until it is done.
@@ -76,6 +84,7 @@ class ElasticRun:
         # Rank 0's, because nodes may have different numbers of ranks, and so different ideas of the largest world.
         size = round(session.sum(size if session.rank == 0 else 0))
         self.session = session
+        self.alive = Alive(session.busy)
         self.plan = BatchPlan(
             size, session.world_size, args.per_device_train_batch_size, fixed_micro_batch=options.fixed_micro_batch
         )
@@ -104,6 +113,7 @@ class ElasticRun:
         # The last step that was saved to memory for the disk; such a save is under way; none is to be begun.
         self._asked_for, self._to_disk, self._without_memory = -1, False, False
         self._survivors: Survivors | None = None
+        self._forgetful: Forgetful | None = None
         # What a log says of the last step, by name; tensors are asked for their values when they are needed.
         self.of_step: dict[str, Any] = {}
         self._may_leave, self._ask_every, self._asked, self._asked_at = False, 1, 0, 0.0
@@ -134,7 +144,7 @@ class ElasticRun:
 
     def learn(self, trainer: Any, model: Any, optimizer: Any) -> None:
         """Collects what people should know of this training before its first step."""
-        examination = self.session.examination
+        examination, self._forgetful = self.session.examination, Forgetful(trainer)
         examination.learn_parts(model, optimizer)
         examination.learn(
             strategy=self.strategy,
@@ -145,9 +155,21 @@ class ElasticRun:
             data=OURS,
             fixed_micro_batch=self.plan.fixed_micro_batch,
             seeded=self.loader.cut.seed is not None,
-            stateless=forgetful(trainer),
-            keeping="state() of ExportableState",
+            stateless=self._forgetful.names,
+            keeping=KEEPING,
         )
+
+    def look_at_callbacks(self, trainer: Any) -> None:
+        """At the run's first save rank 0 says which callbacks have turned out to keep what is not saved."""
+        forgetful, self._forgetful = self._forgetful, None
+        if forgetful is None or self.session.rank or self.session.resume is not None:
+            return
+        if names := forgetful.others():
+            show(f"not saved: {', '.join(names)}: without {KEEPING} they begin anew at each start")
+        if names := lost_arguments(trainer):
+            show(
+                f"not saved: {', '.join(names)}: an argument in state() that is no attribute begins anew at each start"
+            )
 
     def watch(self, trainer: Any) -> None:
         """Has the ranks that are left after a crash save the last boundary, where that is possible. Collective."""
@@ -348,7 +370,7 @@ class ElasticRun:
         Raises:
             Leaving: See `interruptible`.
         """
-        self.session.busy()
+        self.alive.sign()
         self._asked += 1
         if not self._may_leave or self._asked < self._ask_every:
             return

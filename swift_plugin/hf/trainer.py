@@ -309,7 +309,8 @@ class ElasticTrainer(SavingTrainer):
         if self._run.micro is None and self.state.global_step == self._run.session.step:
             self._run.mark(self, evaluation=True, save=self.control.should_save)
         self._evaluation = Evaluation(self)
-        found = super()._evaluate(*args, **kwargs)
+        with self._run.alive.under_way():
+            found = super()._evaluate(*args, **kwargs)
         self._evaluation = None
         return found
 
@@ -343,7 +344,8 @@ class ElasticTrainer(SavingTrainer):
         # Done now, because next the best model's weights may replace those of the last step.
         saves = self.args.save_strategy != "no"
         self._run.save_at_last(lambda: self._save_checkpoint(self.model_wrapped, trial), saves=saves)
-        return super()._finalize_training(trial, num_train_samples, start_time)
+        with self._run.alive.under_way():
+            return super()._finalize_training(trial, num_train_samples, start_time)
 
     def _see_to(self, unfinished: Unfinished, **of_epoch: Any) -> None:
         """Does what the processes that saved the resume point had no time for."""

@@ -151,3 +151,93 @@ def test_a_trainer_that_is_elastic_is_refused(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("dalsegno.elastic.training.entry.tell_of_refusals", lambda: None)
     with pytest.raises(ValueError, match="this Trainer is elastic already"):
         plugin.elastic(trainer)
+
+
+class Average(TrainerCallback):  # type: ignore[misc]
+    """Averages the weights, past the versions that torch counts."""
+
+    def __init__(self, model: Any) -> None:
+        self.average = copy.deepcopy(model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for own, trained in zip(self.average.parameters(), model.parameters(), strict=True):
+            own.data.lerp_(trained.data, 0.1)
+
+
+class Best(TrainerCallback):  # type: ignore[misc]
+    """Has no best value at first."""
+
+    def __init__(self) -> None:
+        self.best = None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.best = logs.get("loss", self.best)
+
+
+class Meter:
+    """Of somebody's own."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+
+class Metered(TrainerCallback):  # type: ignore[misc]
+    """Counts in an object."""
+
+    def __init__(self) -> None:
+        self.meter = Meter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.total += 1
+
+
+class Rows(TrainerCallback):  # type: ignore[misc]
+    """Has an array."""
+
+    def __init__(self) -> None:
+        self.rows = torch.zeros(3).numpy()
+
+
+class Refers(TrainerCallback):  # type: ignore[misc]
+    """Keeps nothing of its own that changes."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.head, self.teacher = model, model.lm_head, copy.deepcopy(model)
+        self.settings, self.trainer, self.on, self.said = Meter(), None, False, ""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.on, self.said = True, "x"
+
+
+class Hidden(Seen):
+    """Counts in an argument that is no attribute."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._seen += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"hidden": self._seen}, "attributes": {}}
+
+
+def test_what_turns_out_to_count_is_told_of_at_the_first_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights, a value that was None, an object; not what is the Trainer's, or stays as it was. Once in a run."""
+    model = hf.make_model()
+    refers = Refers(model)
+    callbacks = [Average(model), Best(), Metered(), Rows(), refers, Hidden()]
+    trainer = hf.make(tmp_path, *callbacks, hf.At(7, hf.drain), model=model)
+    refers.trainer = trainer
+    with pytest.raises(Drained):
+        trainer.train()
+    told = capsys.readouterr().out
+    assert "not saved: Rows, At: without state() of ExportableState they begin anew" in told
+    late = "not saved: Average, Best, Metered: without state() of ExportableState they begin anew at each start"
+    assert told.count(late) == 1
+    assert "not saved: Hidden.hidden: an argument in state() that is no attribute begins anew" in told
+    assert "Refers" not in told
+    hf.train(hf.make(tmp_path, Best()))
+    assert "not saved" not in capsys.readouterr().out

@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import math
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -34,7 +35,7 @@ from dalsegno import elastic
 from dalsegno.elastic import Drained, ElasticSampler
 from dalsegno.elastic.checkpoint import inventory
 from dalsegno.elastic.training import entry
-from dalsegno.swift_plugin.hf import refusals
+from dalsegno.swift_plugin.hf import evaluating, refusals
 from dalsegno.swift_plugin.hf.options import Options
 from dalsegno.swift_plugin.hf.trainer import elastic_class
 
@@ -388,7 +389,49 @@ def test_an_evaluation_is_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.Mon
     seen = []
     monkeypatch.setattr("dalsegno.elastic.Session.busy", lambda self: seen.append(self.step))
     train(make(tmp_path, eval_strategy="steps", eval_steps=4, max_steps=4, per_device_eval_batch_size=1))
-    assert seen == [4] * 5
+    assert seen[:5] == [4] * 5
+
+
+@pytest.mark.parametrize("where", ["metrics", "end"])
+def test_what_comes_behind_the_last_batch_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Slow metrics, and a slow callback at the end of the training: signs come meanwhile, and none behind them."""
+    told, threads = threading.Event(), list[str]()
+    monkeypatch.setattr(evaluating, "SIGN_SECONDS", 0.01)
+
+    def busy(session: Any) -> None:
+        threads.append(threading.current_thread().name)
+        if threads[-1] == "dalsegno-alive":
+            told.set()
+
+    def slow(*given: Any, **also: Any) -> dict[str, float]:
+        told.clear()
+        assert told.wait(30)
+        return {"x": 1.0}
+
+    monkeypatch.setattr("dalsegno.elastic.Session.busy", busy)
+    ends = At(1, lambda: None)
+    trainer = make(tmp_path, ends, eval_strategy="steps", eval_steps=4, max_steps=4, metric_for_best_model="loss")
+    if where == "metrics":
+        trainer.compute_metrics = slow
+    else:
+        ends.on_train_end = slow
+    trainer.train()
+    wait_for_threads("dalsegno-alive")
+
+
+def wait_for_threads(name: str) -> None:
+    """Until none of this name is left."""
+    for thread in [one for one in threading.enumerate() if one.name == name]:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_who_hangs_in_an_evaluation_is_not_alive_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a thread that says so stay behind."""
+    monkeypatch.setattr(evaluating, "SIGN_SECONDS", 0.01)
+    monkeypatch.setattr(evaluating, "MOST_SECONDS", 0.1)
+    with evaluating.Alive(lambda: None).under_way():
+        wait_for_threads("dalsegno-alive")
 
 
 @pytest.mark.skipif(
