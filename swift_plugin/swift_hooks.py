@@ -46,6 +46,8 @@ _INSTEAD = {"deepspeed_elastic": "changing the world", "graceful_exit": "saving 
 _DECOMPOSED = ("pissa", "olora", "lora-ga")
 # Tuners of ms-swift's own, whose checkpoints the Trainer of transformers does not load, with plain ms-swift either.
 _NEVER_LOADED = ("adapter", "llamapro", "reft")
+# What ms-swift has added to the Trainer's state.
+_LAST = "last_model_checkpoint"
 
 
 class Marker(TrainerCallback):  # type: ignore[misc]  # ms-swift is not typed
@@ -255,7 +257,12 @@ class _SwiftTrainer(ElasticTrainer):
                 shutil.copyfile(own, Path(output_dir) / own.name)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        told = {name: value for name, value in vars(self.state).items() if name == _LAST}
         super()._save_checkpoint(*args, **kwargs)
+        if self._run.save_failed:
+            vars(self.state).pop(_LAST, None)
+            vars(self.state).update(told)
+            return
         # If this step was saved before, ms-swift's own part was not called.
         place = trainers(Path(self.args.output_dir), self.state.global_step)
         self.state.last_model_checkpoint = str(place)
@@ -263,8 +270,14 @@ class _SwiftTrainer(ElasticTrainer):
 
     def linked(self, step: int) -> None:
         place = trainers(Path(self.args.output_dir), step)
-        if self.state.last_model_checkpoint == str(place) and not is_foreign(place):
-            self._update_last_checkpoint_symlink(barrier=False)
+        before = vars(self.state).get(_LAST)
+        # Of what worlds before have saved, the newest comes last.
+        if before not in (None, str(place)) or is_foreign(place):
+            return
+        self.state.last_model_checkpoint = str(place)
+        self._update_last_checkpoint_symlink(barrier=False)
+        if before is None:
+            vars(self.state).pop(_LAST)
 
     def _update_last_checkpoint_symlink(self, barrier: bool = True) -> None:
         # Not during the save: the target does not exist yet, and perhaps not all ranks come to a barrier.

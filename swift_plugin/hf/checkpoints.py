@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dalsegno.elastic import Session
-from dalsegno.elastic.checkpoint import MANIFEST, CheckpointStore, Reads
+from dalsegno.elastic.checkpoint import MANIFEST, CheckpointStore, Reads, inventory
 from dalsegno.elastic.saving.bests import Sight
 from dalsegno.protos.contract import JobSettings
 
@@ -270,6 +270,24 @@ def _link(place: Path, file: Path) -> None:
         temporary.unlink()
     temporary.symlink_to(file)
     os.replace(temporary, place)
+
+
+def unlinked(output_dir: Path, run_dir: Path, newest: int) -> list[tuple[Path, int]]:
+    """The run's sealed checkpoints up to the step ``newest`` without a place in the output directory, oldest first.
+
+    With their steps. Of several of one step it is the last one.
+    """
+    try:
+        found = {one.step: run_dir / one.name for one in inventory(run_dir, check_sizes=False) if one.step <= newest}
+    except OSError as error:
+        log.warning("%s: what is there cannot be linked in %s: %s", run_dir, output_dir, error)
+        return []
+    places = {step: trainers(output_dir, step) for step in sorted(found)}
+    return [
+        (found[step], step)
+        for step, place in places.items()
+        if not (is_linked(place) or is_foreign(place)) and (trainers(found[step], step) / TRAINER_STATE).is_file()
+    ]
 
 
 def is_linked(place: Path) -> bool:

@@ -122,10 +122,9 @@ class ElasticRun:
         self.keep = None if limit is None else max(0, limit)
         if args.metric_for_best_model is not None:
             session.track(args.metric_for_best_model, mode="max" if args.greater_is_better else "min")
-        if session.resume is not None and session.saves.of(session.resume.step) is not None:
-            self._link(session.resume.path, session.step)  # the process that saved it may have died before
-        elif session.resume is not None:
-            self._arriving.add(session.step, session.resume.ref.name, lambda step: None)
+        self._linked: Callable[[int], None] = trainer.linked
+        if session.resume is not None and session.saves.of(session.resume.step) is None:
+            self._arriving.add(session.step, session.resume.ref.name, self._linked)
 
     # Where the run stands.
 
@@ -167,9 +166,7 @@ class ElasticRun:
         if names := forgetful.others():
             show(f"not saved: {', '.join(names)}: without {KEEPING} they begin anew at each start")
         if names := lost_arguments(trainer):
-            show(
-                f"not saved: {', '.join(names)}: an argument in state() that is no attribute begins anew at each start"
-            )
+            show(f"not saved: {', '.join(names)}: an argument that is no attribute begins anew at each start")
 
     def watch(self, trainer: Any) -> None:
         """Has the ranks that are left after a crash save the last boundary, where that is possible. Collective."""
@@ -248,6 +245,11 @@ class ElasticRun:
     def is_on_disk(self) -> bool:
         """The present step is, as the run goes on from it or has saved it."""
         return self.session.saves.of(self.session.step) is not None
+
+    @property
+    def save_failed(self) -> bool:
+        """Whether the newest of the Trainer's saves has."""
+        return self._failed
 
     def save(self, trainer: Any, save: Callable[[], None]) -> None:
         """Has the Trainer save the present step as one checkpoint of the run, unless it is saved. Collective."""
@@ -353,6 +355,14 @@ class ElasticRun:
         if self.session.rank == 0 and (again or not checkpoints.is_linked(place)):
             checkpoints.link(self.output_dir, checkpoint, step)
 
+    def link_earlier(self) -> None:
+        """Links what worlds before have saved: the process may have died before it did, or before that was there."""
+        if self.session.rank or self.session.run_dir is None:
+            return
+        for checkpoint, step in checkpoints.unlinked(self.output_dir, self.session.run_dir, self.session.step):
+            self._link(checkpoint, step)
+            self._linked(step)
+
     # Between two steps.
 
     @contextmanager
@@ -433,6 +443,7 @@ class ElasticRun:
         self.loader.close()
         self.session.finish()
         self._arriving.look_at_last()
+        self.link_earlier()
         self.finished = True
         if self.session.rank == 0:
             with suppress(OSError):

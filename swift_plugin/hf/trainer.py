@@ -77,6 +77,7 @@ class ElasticTrainer(SavingTrainer):
             run = ElasticRun(self, session(), options)
         args, plan = self.args, run.plan
         self.elastic_run = run
+        run.link_earlier()
         args.gradient_accumulation_steps = plan.accumulation
         args.ignore_data_skip = False
         # A slice's mean is weighed by its part of the step; ms-swift would also multiply it by the number of ranks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,3 +92,33 @@ def test_a_repeated_pair_keeps_its_labels(monkeypatch: pytest.MonkeyPatch) -> No
     batch = {"labels": torch.tensor([[1, 2]])}
     assert made(monkeypatch)._silenced(batch)["labels"].tolist() == [[1, 2]]
     assert made(monkeypatch, pairs=False)._silenced(batch)["labels"].tolist() == [[-100, -100]]
+
+
+def test_the_last_checkpoint_is_one_that_was_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not one whose save has just failed; and one that a world before has saved, until this one has saved its first."""
+    trainer = made(monkeypatch)
+    moved: list[str] = []
+    trainer.args, trainer.state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=8)
+    trainer.elastic_run = SimpleNamespace(save_failed=False, writing=None)
+
+    def theirs(self: Any) -> None:
+        self.state.last_model_checkpoint = str(tmp_path / f"checkpoint-{self.state.global_step}")
+
+    def move(self: Any, barrier: bool) -> None:
+        moved.append(Path(self.state.last_model_checkpoint).name)
+
+    monkeypatch.setattr(ElasticTrainer, "_save_checkpoint", theirs)
+    monkeypatch.setattr(ElasticTrainer, "_update_last_checkpoint_symlink", move, raising=False)
+    trainer.linked(4)
+    trainer.linked(6)
+    assert vars(trainer.state) == {"global_step": 8}
+    trainer.elastic_run.save_failed = True
+    trainer._save_checkpoint()
+    assert vars(trainer.state) == {"global_step": 8}
+    trainer.elastic_run.save_failed = False
+    trainer._save_checkpoint()
+    trainer.linked(4)
+    trainer.state.global_step, trainer.elastic_run.save_failed = 10, True
+    trainer._save_checkpoint()
+    assert Path(trainer.state.last_model_checkpoint).name == "checkpoint-8"
+    assert moved == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]

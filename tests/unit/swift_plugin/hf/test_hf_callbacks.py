@@ -237,7 +237,7 @@ def test_what_turns_out_to_count_is_told_of_at_the_first_save(
     assert "not saved: Rows, At: without state() of ExportableState they begin anew" in told
     late = "not saved: Average, Best, Metered: without state() of ExportableState they begin anew at each start"
     assert told.count(late) == 1
-    assert "not saved: Hidden.hidden: an argument in state() that is no attribute begins anew" in told
+    assert "not saved: Hidden.hidden: an argument that is no attribute begins anew" in told
     assert "Refers" not in told
     hf.train(hf.make(tmp_path, Best()))
     assert "not saved" not in capsys.readouterr().out

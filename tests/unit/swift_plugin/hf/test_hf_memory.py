@@ -236,6 +236,36 @@ def test_a_crash_goes_on_from_the_last_of_them(tmp_path: Path, memory: Path, mon
     assert told.steps == [10, 12]
 
 
+def test_what_comes_to_the_disk_around_a_crash_is_linked(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two worlds and after the next one's begin; not what lies beyond the step that the run goes on from."""
+    told = list[int]()
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    def bring_step(step: int) -> None:
+        (held,) = memory.glob(f"step-{step}.*[0-9]")
+        shutil.copytree(held, tmp_path / "a" / "checkpoints" / held.name)
+
+    def in_output() -> list[str]:
+        return sorted(path.parent.name for path in (tmp_path / "a" / "out").glob("checkpoint-*/trainer_state.json"))
+
+    with pytest.raises(KeyboardInterrupt):
+        hf.train(make(tmp_path / "a", monkeypatch, hf.At(12, die), every=4))
+    assert in_output() == []
+    for step in (5, 8):
+        bring_step(step)
+    monkeypatch.setattr(hf.ElasticTrainer, "linked", lambda trainer, step: told.append(step))
+    trainer = make(tmp_path / "a", monkeypatch, hf.At(10, lambda: bring_step(4)), every=0)
+    assert (in_output(), told) == (["checkpoint-5", "checkpoint-8"], [5, 8])
+    bring_step(10)
+    hf.train(trainer)
+    assert in_output() == sorted(f"checkpoint-{step}" for step in (4, 5, 8, 10, 12))
+    assert told == [5, 8, 4]
+
+
 def test_a_drain_to_memory_changes_nothing(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is linked nowhere: what it would lead to is gone with the machine."""
     wanted = hf.train(make(tmp_path / "b", monkeypatch, every=0))
