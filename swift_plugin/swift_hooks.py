@@ -29,6 +29,7 @@ from .hf.data import silenced
 from .hf.deepspeed_engine import SIZES
 from .hf.options import Options, from_environment, memory_every
 from .hf.plain import under_dlrover_run
+from .hf.refusals import ADALORA
 from .hf.trainer import ElasticTrainer
 
 NAME = "dalsegno"
@@ -130,10 +131,7 @@ def _refuse(args: Any, options: Options) -> None:
     if str(getattr(args, "init_weights", "")).startswith(_DECOMPOSED):
         raise ValueError(f"--init_weights {args.init_weights} cannot be trained elastically: use another one")
     if getattr(args, "tuner_type", "") == "adalora":
-        raise ValueError(
-            "--tuner_type adalora cannot be trained elastically: what it has learned of how much ranks matter is in no "
-            "checkpoint; use lora"
-        )
+        raise ValueError(f"--tuner_type adalora cannot be trained elastically: {ADALORA}")
     if (tuner := getattr(args, "tuner_type", "")) in _NEVER_LOADED:
         raise ValueError(
             f"--tuner_type {tuner} cannot be trained elastically: ms-swift loads no checkpoint of it; use lora"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,10 @@ _MEANS_OVER_TOKENS = frozenset({"CPOTrainer", "ORPOTrainer"})
 _WEIGHTS_ASIDE = {"SyncRefModelCallback": "reference model", "BEMACallback": "average of the weights"}
 # Of PEFT's encoders of prompts: what makes prompts of their embedding while they are trained.
 _LAYERS_OF_PROMPTS = frozenset({"transform", "mlp_head", "lstm_head"})
+# PEFT's beginnings of LoRA that take something off the base weights which another start would not draw or measure
+# alike. (PiSSA's and OLoRA's own decompositions come out the same each time.)
+_TAKEN_OFF = ("pissa_niter", "lora_ga", "corda")
+ADALORA = "what it has learned of how much ranks matter is in no checkpoint; use lora"
 _KNOWN = ("dalsegno", "swift", "transformers")
 # What gives out samples.
 _SAMPLES = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples")
@@ -122,9 +126,23 @@ def _found(trainer: Any) -> list[tuple[str, str]]:
     if getattr(getattr(trainer, "template", None), "sequence_parallel_size", 1) > 1:
         found.append(("sequence parallelism", "leave out --sequence_parallel_size"))
     found += [_of_samples(trainer, name, owner) for name in _SAMPLES if (owner := overrides(trainer, name))]
+    found += _of_adapters(getattr(getattr(trainer, "model", None), "peft_config", None) or {})
     if trainer.train_dataset is None:
         found.append(("no train_dataset", "give the Trainer one"))
     return found
+
+
+def _of_adapters(configs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What no start would make again as the first one has made it."""
+    for config in configs.values():
+        if str(getattr(config.peft_type, "value", config.peft_type)) == "ADALORA":
+            yield "AdaLoRA", ADALORA
+        begins = getattr(config, "init_lora_weights", None)
+        if str(getattr(begins, "value", begins)).lower().replace("-", "_").startswith(_TAKEN_OFF):
+            yield (
+                f"init_lora_weights={begins}, for which each start changes the base model in another way",
+                "take another one, or save the base model as it is changed and begin with that",
+            )
 
 
 def _of_samples(trainer: Any, name: str, owner: str) -> tuple[str, str]:

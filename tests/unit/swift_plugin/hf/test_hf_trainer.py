@@ -842,6 +842,48 @@ def test_adapters_are_in_what_peft_saves(tmp_path: Path, config: Any) -> None:
     make(tmp_path, model=adapted(config))
 
 
+ADALORA = peft.AdaLoraConfig(**LORA, init_r=4, target_r=2, total_step=12, tinit=1, tfinal=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (ADALORA, "AdaLoRA: this cannot be trained elastically; what it has learned .* use lora"),
+        (peft.LoraConfig(**LORA, init_lora_weights="pissa_niter_2"), "init_lora_weights=pissa_niter_2, for which"),
+    ],
+    ids=["adalora", "pissa_niter"],
+)
+def test_adapters_that_no_other_start_makes_alike_are_refused(tmp_path: Path, config: Any, why: str) -> None:
+    """Their shapes have changed; or the base model, by numbers that were drawn."""
+    with pytest.raises(ValueError, match=why):
+        make(tmp_path, model=adapted(config))
+
+
+@pytest.mark.parametrize("begins", ["lora_ga", "corda", "pissa"])
+def test_adapters_that_begin_with_what_was_measured_are_refused(tmp_path: Path, begins: str) -> None:
+    """In the base model, of data; not with a decomposition of the base model alone."""
+    model = adapted(peft.LoraConfig(**LORA))
+    model.peft_config["default"].init_lora_weights = begins
+    with nullcontext() if begins == "pissa" else pytest.raises(ValueError, match=f"init_lora_weights={begins}"):
+        make(tmp_path, model=model)
+
+
+@pytest.mark.parametrize("begins", ["pissa", "olora"])
+def test_adapters_that_begin_with_a_decomposition_resume(tmp_path: Path, begins: str) -> None:
+    """Whatever is drawn before: the base model is changed alike at each start."""
+
+    def made(seed: int) -> Any:
+        model = make_model()
+        torch.manual_seed(seed)
+        return peft.get_peft_model(model, peft.LoraConfig(**LORA, init_lora_weights=begins))
+
+    wanted = without_end(train(make(tmp_path / "a", model=made(1))))
+    with pytest.raises(Drained):
+        train(make(tmp_path / "b", At(7, drain), model=made(2)))
+    found = without_end(train(make(tmp_path / "b", model=made(3))))
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=1e-5)
+
+
 def test_what_trains_beside_adapters_is_refused(tmp_path: Path) -> None:
     """PEFT saves the adapters only: each change of the world would forget what it has learned."""
     model = adapted(peft.LoraConfig(**LORA))
