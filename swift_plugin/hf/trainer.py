@@ -372,6 +372,7 @@ class ElasticTrainer(SavingTrainer):
                 callback.on_save(self.args, self.state, self.control)
         if unfinished.epoch_end or (unfinished.may_end and self.control.should_training_stop):
             self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+            run.evaluates_late |= on_disk and self.control.should_evaluate and self.control.should_save
             self._maybe_log_save_evaluate(self._tr_loss, norm, **of_epoch, **said)
         if on_disk and self.state.best_global_step != best and self.state.best_global_step == self.state.global_step:
             run.session.measured(self.state.best_metric)

@@ -349,6 +349,32 @@ def test_the_last_checkpoint_tells_of_an_evaluation_that_was_cut_short(tmp_path:
     assert found["best_metric"] == wanted["best_metric"]
 
 
+class Asks(TrainerCallback):  # type: ignore[misc]
+    """For a save at this step, as an order does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = control.should_save or state.global_step == self.step
+
+
+def test_the_last_checkpoint_tells_of_its_data_epochs_evaluation(tmp_path: Path) -> None:
+    """The step was saved, and the world ended in the evaluation at the data epoch's end, which comes before a save."""
+    often = {"eval_strategy": "epoch", "save_strategy": "epoch", "metric_for_best_model": "loss"}
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(make(tmp_path, Asks(12), Predicting(12, die), **often, per_device_eval_batch_size=1))
+    assert inventory(tmp_path / "checkpoints")[-1].step == 12
+    train(make(tmp_path, **often, per_device_eval_batch_size=1))
+    found = json.loads((tmp_path / "out/checkpoint-12/trainer_state.json").read_text())
+    assert [line["step"] for line in found["log_history"] if "eval_loss" in line] == [4, 8, 12]
+    assert found["best_global_step"] == 12
+
+
 def test_a_leave_in_an_evaluation_that_was_owed(tmp_path: Path) -> None:
     """The next one who resumes there makes it."""
     often = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4, "per_device_eval_batch_size": 1}
