@@ -255,11 +255,11 @@ class _SwiftTrainer(ElasticTrainer):
                 shutil.copyfile(own, Path(output_dir) / own.name)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        told = {name: value for name, value in vars(self.state).items() if name == _LAST}
+        told = {name: value for name, value in self.state.__dict__.items() if name == _LAST}
         super()._save_checkpoint(*args, **kwargs)
         if self._run.save_failed:
-            vars(self.state).pop(_LAST, None)
-            vars(self.state).update(told)
+            self.state.__dict__.pop(_LAST, None)
+            self.state.__dict__.update(told)
             return
         # If this step was saved before, ms-swift's own part was not called.
         place = trainers(Path(self.args.output_dir), self.state.global_step)
@@ -268,14 +268,14 @@ class _SwiftTrainer(ElasticTrainer):
 
     def linked(self, step: int) -> None:
         place = trainers(Path(self.args.output_dir), step)
-        before = vars(self.state).get(_LAST)
+        before = self.state.__dict__.get(_LAST)
         # Of what worlds before have saved, the newest comes last.
         if before not in (None, str(place)) or is_foreign(place):
             return
         self.state.last_model_checkpoint = str(place)
         self._update_last_checkpoint_symlink(barrier=False)
         if before is None:
-            vars(self.state).pop(_LAST)
+            self.state.__dict__.pop(_LAST)
 
     def _update_last_checkpoint_symlink(self, barrier: bool = True) -> None:
         # Not during the save: the target does not exist yet, and perhaps not all ranks come to a barrier.

@@ -290,6 +290,12 @@ def unlinked(output_dir: Path, run_dir: Path, newest: int) -> list[tuple[Path, i
     ]
 
 
+def newest_linked(output_dir: Path) -> int:
+    """The newest step that has a place in the output directory; -1: none has."""
+    places = [place for place in output_dir.glob("checkpoint-*") if is_linked(place)]
+    return max((int(step) for place in places if (step := place.name.partition("-")[2]).isdecimal()), default=-1)
+
+
 def is_linked(place: Path) -> bool:
     """Whether `link` has made this place, and what it linked still exists."""
     return (place / TRAINER_STATE).is_symlink() and (place / TRAINER_STATE).exists()

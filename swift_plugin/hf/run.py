@@ -361,7 +361,8 @@ class ElasticRun:
             return
         for checkpoint, step in checkpoints.unlinked(self.output_dir, self.session.run_dir, self.session.step):
             self._link(checkpoint, step)
-            self._linked(step)
+            if step == checkpoints.newest_linked(self.output_dir):
+                self._linked(step)
 
     # Between two steps.
 

@@ -263,7 +263,7 @@ def test_what_comes_to_the_disk_around_a_crash_is_linked(
     bring_step(10)
     hf.train(trainer)
     assert in_output() == sorted(f"checkpoint-{step}" for step in (4, 5, 8, 10, 12))
-    assert told == [5, 8, 4]
+    assert told == [5, 8]  # Nobody takes step 4, which comes late, for the last one.
 
 
 def test_a_drain_to_memory_changes_nothing(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
