@@ -7,10 +7,10 @@ import fcntl
 import importlib.metadata
 import json
 import os
-import subprocess
-import sys
 import secrets
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -360,6 +360,8 @@ def test_output_in_another_encoding(tmp_path: Path, encoding: str) -> None:
         )
         assert (done.returncode, done.stderr) == (0, b"")
         assert name.encode(encoding, "backslashreplace") in done.stdout
+
+
 def test_doctor_removes_what_flash_checkpoint_left(capsys: Output) -> None:
     """Of an agent that was killed with its keeper. One that lives keeps its own."""
     job = f"doctor-{secrets.token_hex(4)}"
