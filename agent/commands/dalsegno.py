@@ -172,12 +172,16 @@ def _prune_run(run: Path, options: argparse.Namespace) -> int:
     names = [*gone.left, *gone.old, *store.never_sealed(store.next_epoch())]
     written = [target for target in filter(is_checkpoint_name, os.listdir(run)) if is_written(run / target)]
     used = {name for target in written for name in (target, target.partition(".universal.")[0])}
-    used.update(name for name in names if is_read(run / name))
+    failures: dict[str, OSError] = {}
+    # Each is asked for just before it goes: deleting the ones before it may take minutes.
+    for name in names:
+        if name in used or is_read(run / name):
+            used.add(name)
+        elif not options.dry_run:
+            failures |= store.prune([name])
     for name in sorted(used.intersection(names)):
         _say(f"{run / name}: in use by a conversion, stays")
-    names = [name for name in names if name not in used]
-    failures = {} if options.dry_run else store.prune(names)
-    names = [name for name in names if name not in failures]
+    names = [name for name in names if name not in used and name not in failures]
     _say(f"{run}: {'would delete' if options.dry_run else 'deleted'} {len(names)}")
     for name in names:
         _say(f"  {name}")

@@ -44,6 +44,7 @@ class NameClaim:
             os.mkdir(SOCKETS)
             # Real DLRover of other users makes directories of its own there.
             os.chmod(SOCKETS, 0o1777)
+        _make_sticky()
         if why := _unsafe(os.lstat(SOCKETS)):
             raise PermissionError(why)
         for number in count():
@@ -85,6 +86,13 @@ def sweep() -> list[str]:
         if not os.path.lexists(_owner_of(name)) and _remove_sockets(name, without_owner=True):
             found.append(name)
     return found
+
+
+def _make_sticky() -> None:
+    """DLRover's own classes make it as the umask says, so perhaps without the bit. Only whoever owns it may."""
+    found = os.lstat(SOCKETS)
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and found.st_mode & 0o022:
+        os.chmod(SOCKETS, stat.S_IMODE(found.st_mode) | stat.S_ISVTX)
 
 
 def _unsafe(found: os.stat_result) -> str:
@@ -183,14 +191,18 @@ def _remove_sockets(name: str, *, without_owner: bool = False) -> bool:
     """Removes a directory of sockets that no agent of this user holds. Whether it did.
 
     Args:
-        without_owner: nothing says that an agent made it, but that only its user may enter, and nobody listens.
+        without_owner: nothing says that an agent made it, but that only its user may enter, and that there are sockets
+            at which nobody listens. Its memory goes, too, before anybody else can have the name.
     """
     path = str(sockets(name))
     try:
         with _held(path, _DIRECTORY) as directory:
-            closed = stat.S_IMODE(os.fstat(directory).st_mode) == 0o700
-            if without_owner and (not closed or _is_heard(path)):
-                return False
+            if without_owner:
+                closed = stat.S_IMODE(os.fstat(directory).st_mode) == 0o700
+                # Without sockets it may be that of an agent that begins, in a container with another shared memory.
+                if not closed or not os.listdir(path) or _is_heard(path):
+                    return False
+                _remove_segments(name)
             shutil.rmtree(path)
             return True
     except OSError:

@@ -8,11 +8,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from ..checkpoint import MANIFEST, is_checkpoint_name
 from .errors import EnvironmentFailed
+
+# How often a lock is asked for that somebody has for a moment, and what lies between.
+_TRIES, _PAUSE_SECONDS = 20, 0.05
 
 
 @contextlib.contextmanager
@@ -30,11 +34,21 @@ def reading(path: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 descriptor = _open(manifest if os.path.isfile(manifest) else checkpoint, os.O_RDONLY)
                 held.callback(os.close, descriptor)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError as error:
-                    raise EnvironmentFailed(f"{checkpoint} is just being deleted, or looked at for that") from error
+                if not _shares(descriptor):
+                    raise EnvironmentFailed(f"{checkpoint} is just being deleted, or looked at for that")
         yield
+
+
+def _shares(descriptor: int) -> bool:
+    """Takes the lock, for which whoever asks `is_read` has it for a moment, too. False: it stays taken."""
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_PAUSE_SECONDS)  # why: a lock that is waited for without a limit may never come
+        else:
+            return True
+    return False
 
 
 def is_read(directory: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -10,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from dalsegno.agent.commands import dalsegno
-from dalsegno.elastic.checkpoint import Manifest, verify
+from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, verify
 from dalsegno.elastic.checkpoint.files import checksum
 from dalsegno.elastic.universal import (
     Effort,
@@ -33,6 +34,7 @@ from dalsegno.elastic.universal import (
 from dalsegno.elastic.universal.journal import JOURNAL
 from dalsegno.elastic.universal.loading import load
 from dalsegno.elastic.universal.output import ConversionOutput
+from dalsegno.elastic.universal.readers import is_read, reading
 from tests.support.checkpoints.conversions import Died, convert_halfway, die_after, files_below, target_of
 from tests.support.checkpoints.shards import write_shards
 from tests.support.workers.zero_runs import STEPS, Held, Sources, read_held, run_worker
@@ -146,6 +148,41 @@ def test_nobody_prunes_what_is_read(
     assert f"{source}: in use by a conversion, stays" in capsys.readouterr().out
     assert dalsegno.run(prune) == 0
     assert not source.exists()
+
+
+def test_prune_asks_before_each_deletion(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before may take minutes, in which a conversion begins."""
+    run, prune, begun = tmp_path / "run", CheckpointStore.prune, contextlib.ExitStack()
+    for step in (3, 4, 5):
+        make_checkpoint(run, f"step-{step}.e1.0")
+    (run / "FINISHED.json").write_text("{}")
+
+    def slowly(store: CheckpointStore, names: Iterable[str], **options: Any) -> dict[str, OSError]:
+        deleted = set(names)
+        (other,) = {"step-3.e1.0", "step-4.e1.0"} - deleted
+        begun.enter_context(reading(run / other))
+        return prune(store, deleted, **options)
+
+    monkeypatch.setattr(CheckpointStore, "prune", slowly)
+    with begun:
+        assert dalsegno.run(["checkpoints", "prune", str(run), "--keep=1"]) == 0
+    assert sum((run / f"step-{step}.e1.0").exists() for step in (3, 4)) == 1
+    assert "in use by a conversion, stays" in capsys.readouterr().out
+
+
+def test_a_look_does_not_stop_a_conversion(tmp_path: Path) -> None:
+    """Whoever asks whether somebody reads has the lock for a moment."""
+    source = tmp_path / make_checkpoint(tmp_path, "step-3.e1.0").name
+    with open(source / "MANIFEST.json") as looked:
+        fcntl.flock(looked, fcntl.LOCK_EX)
+        over = threading.Timer(0.2, lambda: fcntl.flock(looked, fcntl.LOCK_UN))
+        over.start()
+        with reading(source):
+            assert is_read(source)
+        over.join()
+    assert not is_read(source)
 
 
 def test_complete_already(plain: Path, tmp_path: Path) -> None:

@@ -213,8 +213,19 @@ def left() -> Iterator[Path]:
 
 def test_sockets_without_a_claim_are_swept(left: Path) -> None:
     """They stayed for ever, and the next agent of the job got another name."""
+    segment = Path(f"{names.segments(left.name)}0")
+    segment.touch()
     assert left.name in sweep()
     assert not left.exists()
+    assert not segment.exists(), "the next agent that has the name would find it"
+
+
+def test_an_agent_that_begins_is_left_alone(left: Path) -> None:
+    """In a container with another shared memory, and of a version that held no lock here: no socket is there yet."""
+    for path in left.iterdir():
+        path.unlink()
+    assert left.name not in sweep()
+    assert left.exists()
 
 
 def test_sockets_of_somebody_else_stay(left: Path) -> None:
@@ -249,9 +260,10 @@ def test_a_place_that_others_can_change_is_refused(place: Path, tmp_path: Path) 
     claim = NameClaim(job_id())
     claim.close()
     assert place.stat().st_mode & 0o7777 == 0o1777
-    place.chmod(0o777)
-    with pytest.raises(PermissionError, match=r"can be changed by all users \(mode 777\), .*: `chmod \+t "):
-        NameClaim(job_id())
+    for mode in (0o777, 0o775):  # DLRover's classes make it as the umask says
+        place.chmod(mode)
+        NameClaim(job_id()).close()
+        assert place.stat().st_mode & 0o7777 == mode | 0o1000
     place.rmdir()
     (tmp_path / "elsewhere").mkdir()
     place.symlink_to(tmp_path / "elsewhere")
@@ -260,6 +272,12 @@ def test_a_place_that_others_can_change_is_refused(place: Path, tmp_path: Path) 
         NameClaim(job_id())
     assert "x" not in sweep()
     assert (tmp_path / "elsewhere" / "x").exists()
+
+
+def test_a_place_of_roots_that_others_can_change_is_refused() -> None:
+    why = claims._unsafe(os.stat_result((0o040777, 1, 1, 2, 0, 0, 0, 0, 0, 0)))
+    assert "can be changed by all users (mode 777)" in why
+    assert "`chmod +t " in why
 
 
 @pytest.mark.parametrize(("owner", "is_safe"), [(0, True), (1000, True), (1001, False)])
