@@ -9,9 +9,11 @@ holds:
     drop PGID           that group is over
     path DIRECTORY      a private directory of the agent to remove with it
     prefix PATH         the same for all files whose paths begin so
-    claim FILE\\0DIRECTORY\\0PREFIX
+    claim FILE DIRECTORY PREFIX
                         both of them, under a name that another agent may have by then. The agent holds locks on
                         FILE and DIRECTORY. Each is removed only if it is the same one, and nobody has its lock
+
+Paths are in hexadecimal, because they may have spaces and line ends in them. Only absolute ones are believed.
 
 When the pipe ends (the kernel closes it with the agent, even after SIGKILL) every registered group gets SIGKILL, and so
 does every process whose environment carries the mark. That finds grandchildren that left their group with setsid, and
@@ -111,11 +113,11 @@ class Claimed:
     """What the agent has under a name, as it was when the agent told of it. The descriptors tell it from a later one's.
 
     Args:
-        text: see the module's docstring, behind the word.
+        owner, directory, prefix: see the module's docstring.
     """
 
-    def __init__(self, text: str) -> None:
-        self._owner, self._directory, self._prefix = text.split("\0")
+    def __init__(self, owner: str, directory: str, prefix: str) -> None:
+        self._owner, self._directory, self._prefix = owner, directory, prefix
         flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self._held = [
             _open(self._owner, os.O_RDWR | flags),
@@ -129,6 +131,20 @@ class Claimed:
             shutil.rmtree(self._directory, ignore_errors=True)
         if _is_ours_still(owner, self._owner):
             remove_files(self._prefix, self._owner)
+
+
+def written(word: str, *paths: str) -> str:
+    """The line that tells the keeper of absolute paths; it removes nothing that is relative."""
+    return " ".join([word, *(os.fsencode(path).hex() for path in paths)])
+
+
+def _paths(text: str) -> list[str]:
+    """What `written` wrote behind the word; nothing if that is not it."""
+    try:
+        paths = [os.fsdecode(bytes.fromhex(one)) for one in text.split(" ")]
+    except ValueError:
+        return []
+    return paths if all(os.path.isabs(path) for path in paths) else []
 
 
 def _open(path: str, flags: int) -> int:
@@ -167,11 +183,11 @@ def main() -> None:
         elif word == "drop":
             groups.pop(int(rest), None)
         elif word == "path":
-            paths.append(rest)
+            paths += _paths(rest)
         elif word == "prefix":
-            prefixes.append(rest)
-        elif word == "claim":
-            claims.append(Claimed(rest))
+            prefixes += _paths(rest)
+        elif word == "claim" and len(claimed := _paths(rest)) == 3:
+            claims.append(Claimed(*claimed))
     end_all(groups, mark)
     for prefix in prefixes:
         remove_files(prefix)

@@ -93,11 +93,11 @@ class Lifeline:
 
     def add_path(self, path: Path) -> None:
         """Registers a private directory that is removed after the agent is gone."""
-        self._remove_later(f"path {path}")
+        self._remove_later(keeper.written("path", str(path.absolute())))
 
     def add_prefix(self, prefix: str) -> None:
         """Registers files whose paths begin so. They are removed after the agent is gone, and before directories."""
-        self._remove_later(f"prefix {prefix}")
+        self._remove_later(keeper.written("prefix", prefix))
 
     def add_claim(self, owner: Path, directory: Path, prefix: str) -> None:
         """Registers what stands under a name that others may have later. It is removed only while it is this agent's.
@@ -106,7 +106,7 @@ class Lifeline:
             owner, directory: of both this agent holds the locks (flock), until it ends or gives the name back.
             prefix: of the files that are removed, `owner` last.
         """
-        self._remove_later(f"claim {owner}\0{directory}\0{prefix}")
+        self._remove_later(keeper.written("claim", str(owner), str(directory), prefix))
 
     def _remove_later(self, line: str) -> None:
         with self._lock:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from dalsegno.agent.processes import keeper
 from dalsegno.agent.processes import lifeline as lifeline_module
 from dalsegno.agent.processes.lifeline import Lifeline
 from dalsegno.agent.processes.proc import start_time
@@ -216,6 +217,35 @@ def test_private_directories_go_too(tmp_path: Path) -> None:
     line.add_path(private)
     line.close()
     assert not private.exists()
+
+
+def test_a_line_end_in_a_path_is_part_of_the_path(tmp_path: Path) -> None:
+    """Of what is to be removed, the part before a line end may be somebody's directory."""
+    other, inside = tmp_path / "other", tmp_path / "other\nend"
+    for directory in (other, inside, tmp_path / "other\nend two"):
+        directory.mkdir()
+        (directory / "file").touch()
+    (tmp_path / "claimed").mkdir()
+    for name in ("pre", "pre\nfix 1", "claimed/\n.owner", "claimed/\nfile"):
+        (tmp_path / name).touch()
+    line = Lifeline()
+    line.add_path(inside)
+    line.add_prefix(f"{tmp_path}/pre\nfix")
+    line.add_claim(tmp_path / "claimed/\n.owner", tmp_path / "other\nend two", f"{tmp_path}/claimed/\n")
+    line.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["claimed", "other", "pre"]
+    assert (other / "file").exists()
+    assert not list((tmp_path / "claimed").iterdir())
+
+
+def test_only_absolute_paths_are_removed(tmp_path: Path) -> None:
+    """The keeper stands in `/`: what is relative would be something else there."""
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    said = "".join(f"{word} {bytes(victim.relative_to('/')).hex()}\n" for word in ("path", "prefix"))
+    said += f"path\npath {victim}\nclaim {bytes(victim).hex()}\n"
+    subprocess.run([sys.executable, "-I", "-S", keeper.__file__], input=said.encode(), cwd="/", timeout=60, check=True)
+    assert victim.exists()
 
 
 def test_files_with_a_common_beginning_go_too(tmp_path: Path) -> None:
