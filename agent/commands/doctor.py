@@ -35,7 +35,7 @@ from ..processes.lifeline import Lifeline
 from ..processes.proc import adopt_orphans, end_descendants, kill_group
 from ..script import Script, ScriptError, expects_session, module_file, text_of, working_directory
 from ..storage.macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand
-from ..workers.worker_link import sweep
+from ..workers.socket_place import sweep
 from .installed import outdated_dlrover, version_of
 
 __all__ = ["PARTS", "add_arguments", "doctor"]

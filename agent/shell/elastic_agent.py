@@ -364,6 +364,7 @@ class ElasticAgent(LocalElasticAgent):
         if hint := self._adoption.hint(world, arguments):
             self._mailbox.put(ev.Remark(hint))
         self._starts += 1
+        self._link.stand(self._effects.say)
         self._link.expect(world.epoch, place.first_rank, place.nproc)
         self._setup_local_watchdog(envs=envs)
         self._setup_healthcheck()

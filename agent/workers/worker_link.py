@@ -14,10 +14,8 @@ import logging
 import os
 import queue
 import selectors
-import shutil
 import socket
 import struct
-import tempfile
 import threading
 import time
 from collections import deque
@@ -33,12 +31,12 @@ from dalsegno.protos.contract import FRAME
 from ..decisions.events import TellWorkers
 from ..decisions.worker_checks import checked, one_line
 from ..processes.lifeline import Lifeline
-from ..processes.own_directory import claim, remove_leftovers
 from ..processes.proc import belongs_to
 from ..processes.semaphores import remove_semaphores, semaphore_files
+from .socket_place import SocketPlace
 from .step_counts import take_step_count
 
-__all__ = ["MAX_FRAME_BYTES", "PREFIX", "WorkerLink", "sweep", "to_worker"]
+__all__ = ["MAX_FRAME_BYTES", "WorkerLink", "to_worker"]
 
 # The most bytes of a message (worker.proto).
 MAX_FRAME_BYTES = 1 << 20
@@ -46,8 +44,6 @@ MAX_FRAME_BYTES = 1 << 20
 _MAX_UNSENT_BYTES = 1 << 16
 # Limits for connections without a Hello: how many, for how many seconds, and with how many bytes.
 _MAX_STRANGERS, _HELLO_TIMEOUT_SECONDS, _MAX_HELLO_BYTES = 64, 10.0, 1024
-# How many connections may wait to be accepted; the kernel's own limit is mostly 4096.
-_BACKLOG = 4096
 # How often a connection is read whose process seems to have a successor: more often than one frame needs.
 _LAST_READS = 32
 # The most lines about cut connections that the log gets, in so many seconds.
@@ -55,12 +51,6 @@ _COMPLAINTS, _COMPLAINTS_SECONDS = 20, 60.0
 # Seconds without accepting, if this process has no file descriptors left.
 _DESCRIPTORS_PAUSE_SECONDS = 1.0
 _PEER = struct.Struct("3i")
-# Length of sun_path of unix(7), without the closing zero.
-_MAX_PATH = 107
-_SOCKET = "agent.sock"
-PREFIX = "dalsegno-"
-# Where the socket goes if TMPDIR is too long a path.
-_SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
 
 logger = logging.getLogger(__name__)
 
@@ -93,50 +83,6 @@ class _Broken(Exception):
     """The peer violates the protocol, or is gone."""
 
 
-def _private_directory(wanted: Path | None) -> Path:
-    """A directory of ours for the socket, with a path short enough for the kernel.
-
-    Raises:
-        OSError: there is none; one line that says what to change.
-    """
-    tried = [str(wanted)] if wanted is not None else [_default_directory(), *_SHORT_DIRECTORIES]
-    reasons = []
-    for place in filter(None, tried):
-        try:
-            directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
-        except OSError as error:
-            reasons.append(f"{place}: {error.strerror or error}")
-            continue
-        if len(os.fsencode(directory / _SOCKET)) <= _MAX_PATH:
-            if left := _remove_leftovers(place):
-                logger.info("removed what agents that are gone have left in %s: %d directories", place, len(left))
-            return directory
-        os.rmdir(directory)
-        reasons.append(f"{place}: too long a path")
-    raise OSError(f"no place for the socket of the workers ({'; '.join(reasons)}); set TMPDIR to a short, writable one")
-
-
-def sweep() -> list[Path]:
-    """Removes the directories of agents of this user that are gone, and returns them."""
-    places = dict.fromkeys(filter(None, (_default_directory(), *_SHORT_DIRECTORIES)))
-    return [path for place in places for path in _remove_leftovers(place)]
-
-
-def _remove_leftovers(place: str) -> list[Path]:
-    """And the semaphores of their ranks."""
-    found = remove_leftovers(Path(place), PREFIX)
-    for path in found:
-        remove_semaphores(path.name)
-    return found
-
-
-def _default_directory() -> str:
-    try:
-        return tempfile.gettempdir()
-    except FileNotFoundError:
-        return ""
-
-
 def to_worker(order: TellWorkers, *, may_stay: bool) -> worker_pb2.ToWorker:
     """The message that an order of the decisions becomes."""
     return worker_pb2.ToWorker(
@@ -160,9 +106,8 @@ class WorkerLink:
 
     def __init__(self, deliver: Deliver, directory: Path | None = None) -> None:
         self._deliver = deliver
-        self.directory = _private_directory(directory)
-        self._claim = claim(self.directory)
-        self.path = self.directory / _SOCKET
+        self._place = SocketPlace(directory)
+        self.directory, self.path = self._place.directory, self._place.path
         self._lock = threading.Lock()
         self._told = worker_pb2.ToWorker()
         self._expected: _Expected | None = None
@@ -178,11 +123,7 @@ class WorkerLink:
         self._wake_reader, self._wake_writer = socket.socketpair()
         for end in (self._wake_reader, self._wake_writer):
             end.setblocking(False)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.setblocking(False)
-        self._listener.bind(str(self.path))
-        os.chmod(self.path, 0o600)
-        self._listener.listen(_BACKLOG)
+        self._listener, self._made_again = self._place.listen(), list[socket.socket]()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
@@ -193,6 +134,22 @@ class WorkerLink:
         """Has the keeper remove the directory, and what goes with it, where the agent is killed."""
         lifeline.add_path(self.directory)
         lifeline.add_prefix(semaphore_files(self.directory.name))
+
+    def stand(self, say: Callable[[str, bool], object]) -> None:
+        """Makes the directory and the socket again, at their path, if somebody has deleted them, and says so.
+
+        Workers that have a connection keep it.
+
+        Raises:
+            OSError: they cannot be made; one line that names the path.
+        """
+        if self._place.is_there():
+            return
+        listener = self._place.listen()
+        with self._lock:
+            self._made_again.append(listener)
+        self._wake()
+        say(f"the socket of the workers was deleted: {self.path} is made again", True)
 
     def tell(self, told: worker_pb2.ToWorker) -> None:
         """Sets what the workers should know; sent to all of them if it changed, and to newcomers."""
@@ -241,13 +198,10 @@ class WorkerLink:
         for connection in list(self._connections.values()):
             self._drop(connection)
         self._selector.close()
-        for end in (self._listener, self._wake_reader, self._wake_writer):
+        for end in (self._listener, *self._made_again, self._wake_reader, self._wake_writer):
             end.close()
         remove_semaphores(self.directory.name)
-        shutil.rmtree(self.directory, ignore_errors=True)
-        if self._claim is not None:
-            os.close(self._claim)
-            self._claim = None
+        self._place.close()
 
     def _wake(self) -> None:
         try:
@@ -271,8 +225,11 @@ class WorkerLink:
             with self._lock:
                 if self._closing:
                     return
-                told, flushes = self._told, list(self._flushes)
+                told, flushes, made_again = self._told, list(self._flushes), list(self._made_again)
                 self._flushes.clear()
+                self._made_again.clear()
+            for listener in made_again:
+                self._listen_at(listener)
             if told != sent:
                 sent = told
                 for connection in list(self._connections.values()):
@@ -327,6 +284,14 @@ class WorkerLink:
             self._serve_connection(oldest, selectors.EVENT_READ)
             if oldest.socket in self._strangers:
                 self._cut(oldest, f"{_MAX_STRANGERS} others came without a Hello, too")
+
+    def _listen_at(self, listener: socket.socket) -> None:
+        self._accept()  # who came before the path was deleted
+        if self._listening_again_at is None:
+            self._selector.unregister(self._listener)
+        self._listener.close()
+        self._listener, self._listening_again_at = listener, None
+        self._selector.register(listener, selectors.EVENT_READ)
 
     def _stop_listening(self, error: OSError) -> None:
         """Stops for a moment, because a listener that cannot accept would keep this thread busy."""

@@ -155,6 +155,8 @@ class Link:
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"the agent let nobody in for {CONNECT_SECONDS:g} s") from None
                 time.sleep(CONNECT_PAUSE_SECONDS)  # why: no event tells when there is room
+            except OSError as error:
+                raise OSError(error.errno, f"the agent's socket: {error.strerror}", path) from None
 
     def _send_all(self, data: bytes) -> None:
         deadline = time.monotonic() + SEND_SECONDS

@@ -6,7 +6,9 @@ import contextlib
 import os
 import queue
 import resource
+import shutil
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import pytest
 
 from dalsegno.agent.shell.mailbox import MailboxFull
 from dalsegno.agent.workers import worker_link
+from dalsegno.agent.workers.socket_place import sweep
 from dalsegno.agent.workers.worker_link import WorkerLink
 from dalsegno.elastic.rank import link
 from dalsegno.protos import worker_pb2
@@ -152,6 +155,44 @@ def test_a_worker_and_what_it_starts_may_speak_for_its_rank(listener: Listener, 
         assert other.stdout is not None
         assert other.stdout.readline() == "cut\n"
         assert listener.said.empty()
+
+
+def test_a_deleted_socket_is_made_again(listener: Listener) -> None:
+    """Whoever has a connection keeps it, also one that was not accepted yet; newcomers find the socket at its path."""
+    said: list[str] = []
+    listener.link.stand(lambda text, _: said.append(text))
+    early = listener.connect()
+    shutil.rmtree(listener.link.directory)
+    with pytest.raises(FileNotFoundError, match=rf"agent's socket.*{listener.link.path}"):
+        link.Link(str(listener.link.path), worker_pb2.Hello())
+    listener.link.stand(lambda text, _: said.append(text))
+    assert said == [f"the socket of the workers was deleted: {listener.link.path} is made again"]
+    assert stat.S_IMODE(listener.link.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(listener.link.directory.stat().st_mode) == 0o700
+    assert not [path for path in sweep() if path == listener.link.directory]
+    early.sendall(HELLO)
+    assert listener.next("hello")[0] == FIRST
+    early.close()
+    listener.link.expect(EPOCH, FIRST, 2)
+    listener.connect().sendall(HELLO + frame(progress=worker_pb2.Progress(step=3)))
+    assert listener.next("progress")[1].progress.step == 3
+    # A cleaner that goes by the age of files deletes the socket alone.
+    listener.link.path.unlink()
+    listener.link.stand(lambda text, _: said.append(text))
+    assert len(said) == 2
+    listener.connect().close()
+
+
+def test_no_socket_is_made_in_the_directory_of_others(listener: Listener) -> None:
+    """Where it was deleted, anybody may make one of its name."""
+    shutil.rmtree(listener.link.directory)
+    listener.link.directory.mkdir(mode=0o700)
+    listener.link.directory.chmod(0o777)
+    with pytest.raises(OSError, match=f"{listener.link.directory} was deleted, and is not this user's alone"):
+        listener.link.stand(lambda *_: None)
+    listener.link.directory.chmod(0o700)
+    listener.link.stand(lambda *_: None)
+    listener.connect().close()
 
 
 def test_a_rank_cannot_be_another(listener: Listener) -> None:

@@ -21,7 +21,7 @@ from dalsegno.agent.commands import dalsegno, doctor
 from dalsegno.agent.dlrover.claims import NameClaim
 from dalsegno.agent.dlrover.names import segments, sockets
 from dalsegno.agent.processes.own_directory import claim
-from dalsegno.agent.workers import worker_link
+from dalsegno.agent.workers import socket_place
 from dalsegno.elastic.checkpoint import Best, LocalLock
 from dalsegno.elastic.universal import EnvironmentFailed
 from dalsegno.elastic.universal.journal import Journal
@@ -295,7 +295,7 @@ def test_doctor_removes_directories_that_dead_agents_left(
 ) -> None:
     """Those of living ones stay."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(worker_link, "_SHORT_DIRECTORIES", ())
+    monkeypatch.setattr(socket_place, "_SHORT_DIRECTORIES", ())
     left = tmp_path / "dalsegno-1234"
     left.mkdir(mode=0o700)
     descriptor = claim(left)
