@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, Damage, Manifest
+from dalsegno.elastic.checkpoint.mounts import is_away, mount_point
 from dalsegno.protos import control_pb2
 from dalsegno.protos.shortage import shortage
 
@@ -66,6 +67,7 @@ class MemoryTier:
         bytes_per_second: at most so much is sent to all buddies together; None: no limit.
         stall_seconds: a transfer is given up after so long without a byte.
         disk_stall_seconds: so is what is written to the disk.
+        disk: the job's directory there, which has the runs' and is made again where it was deleted; None: it is not.
 
     Attributes:
         problem: Why there is no memory tier, in one line; empty where there is one. With a problem nothing else here
@@ -88,6 +90,7 @@ class MemoryTier:
         bytes_per_second: float | None = None,
         stall_seconds: float = STALL_SECONDS,
         disk_stall_seconds: float = DISK_STALL_SECONDS,
+        disk: Path | None = None,
     ) -> None:
         self.problem, self.address = "", ""
         self.path: Path | None = None
@@ -98,6 +101,7 @@ class MemoryTier:
         self._sent_lock = threading.Lock()
         self._ending = threading.Event()
         self._disk_stall_seconds = disk_stall_seconds
+        self._disk, self._mount = disk, mount_point(disk) if disk is not None else None
         with contextlib.ExitStack() as undo:
             try:
                 self._place = MemoryPlace(default_root() if root is None else root, job_id)
@@ -314,6 +318,7 @@ class MemoryTier:
                 return _nothing_of(ref)
             source = self._place.run(run_id) / ref.name
             try:
+                self._stand_on_disk()
                 if parts is None:
                     held_parts = self._holdings.held(run_id, ref.name)
                     failure = make_durable(source, manifest, self._files_here(run_id, manifest), run_dir, stopped)
@@ -341,7 +346,19 @@ class MemoryTier:
         manifest = self._holdings.manifest(run_id, ref.name)
         if manifest is None or manifest.digest != ref.digest:
             return _nothing_of(ref)
+        self._stand_on_disk()
         return look_for(manifest, self._files_here(run_id, manifest), run_dir, stopped)
+
+    def _stand_on_disk(self) -> None:
+        """Not where a mount point has lost its volume: there what is written then says why it cannot be."""
+        if self._disk is None or self._disk.exists() or is_away(self._mount, self._disk):
+            return
+        try:
+            self._disk.mkdir(parents=True)
+        except OSError as error:
+            logger.info("%s is not made again: %s", self._disk, error)  # another node may just have done so
+        else:
+            self._say(f"{self._disk} was deleted: it is made again, without what was in it", True)
 
     def _files_here(self, run_id: str, manifest: Manifest) -> set[str]:
         """Paths of the files of a step that are on this node."""

@@ -64,6 +64,7 @@ class OwnMemory:
             self._remark,
             tls=self._config.tls,
             bytes_per_second=self._config.memory_bytes_per_second,
+            disk=self._config.checkpoint_dir / self._config.job_id,
         )
         if memory.problem:
             self._say_none(memory.problem)

@@ -18,7 +18,7 @@ from dalsegno.protos import control_pb2
 
 from . import checkpoints
 from .holders import able, has_holder, holders, is_there, is_whole, suffices, unaccounted, who_looks
-from .live import HeldStep, State
+from .live import HeldStep, State, Unwritten
 from .membership import in_rank_order
 from .memory import is_candidate
 from .state import Checkpoint, Job, MemberState, Node, Phase
@@ -417,17 +417,25 @@ def may_seal(turn: Turn, node: Node, step: HeldStep) -> bool:
 def cannot(turn: Turn, node: Node, step: HeldStep, failure: str) -> None:
     """A node could not write it: another one does, or the same one after a pause.
 
-    People are told once of each node and step, and once of what is the same with each step until the node can write.
+    People are told once of each node and step. What is the same with each step is said once until the node can write;
+    but while no step reaches the disk also with the second one, the fourth, the eighth, and so on.
     """
     held = turn.live.held
     step.unable[node.incarnation] = turn.now + ASKED_AGAIN_SECONDS
     step.failures += 1
     if step.stuck_since is None and is_stuck(turn.job, step):
         step.stuck_since = turn.heard
-    known, held.complaints[node.name] = held.complaints.get(node.name), failure
+    on_the_disk, known = checkpoints.newest_on_disk(turn.job), held.complaints.get(node.name)
+    newest = on_the_disk.digest if on_the_disk is not None else ""
+    is_news = known is None or known.why != failure
+    if known is None or is_news or known.newest != newest:
+        known = held.complaints[node.name] = Unwritten(failure, newest)
+    elif node.incarnation not in step.told:
+        known.steps += 1
+        is_news = known.steps.bit_count() == 1
     if node.incarnation not in step.told:
         step.told[node.incarnation] = None
-        if failure != known:
+        if is_news:
             turn.notice(f"{node.name} could not write {step.record.name} to the disk: {failure}", True)
 
 

@@ -278,6 +278,16 @@ class Replicas:
 
 
 @dataclass
+class Unwritten:
+    """Why a node cannot write to the disk, and with how many steps in a row that was so while none reached the disk."""
+
+    why: str
+    # Digest of the newest one there; "": none.
+    newest: str
+    steps: int = 1
+
+
+@dataclass
 class Held:
     """All memory checkpoints that are known, by digest."""
 
@@ -285,7 +295,7 @@ class Held:
     # Digest of the step that nodes write to the disk because the ranks want it there; empty: none.
     writing: str = ""
     # By node, why it could not write to the disk when it tried last.
-    complaints: dict[str, str] = field(default_factory=dict)
+    complaints: dict[str, Unwritten] = field(default_factory=dict)
     # Nodes that could not fetch a resume point from memory, by incarnation, and until when drains spare them that.
     unfetched: dict[str, float] = field(default_factory=dict)
     replicas: Replicas = field(default_factory=Replicas)

@@ -21,7 +21,7 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
-from dalsegno.agent.memory import buddies, durable, gathering, search, service, turnstile, wire
+from dalsegno.agent.memory import buddies, durable, gathering, search, service, tier, turnstile, wire
 from dalsegno.agent.memory import connection as connections
 from dalsegno.agent.memory.calls import PeerError, SendPace
 from dalsegno.agent.memory.connection import PIECE_BYTES, BrokenOff, Connection
@@ -33,6 +33,7 @@ from dalsegno.agent.memory.service import PeerServer
 from dalsegno.agent.memory.watch import STALL_SECONDS
 from dalsegno.agent.memory.wire import Wire
 from dalsegno.elastic.checkpoint import FileEntry, Manifest, read_sealed, verify, verify_files
+from dalsegno.elastic.checkpoint.mounts import mount_point
 from dalsegno.elastic.checkpoint.spares import FOLDER
 from dalsegno.protos import control_pb2, peer_pb2
 from tests.support.checkpoints.memory import JOB, RUN, SMALL, TOKEN, Node, called, links, manifest_of, nodes, write_own
@@ -1174,6 +1175,28 @@ def test_the_end_of_an_agent_ends_what_is_under_way(tmp_path: Path) -> None:
         one.tier.gather(RUN, manifest.ref.to_proto(), [], results.append)
         one.tier.make_durable(RUN, manifest.ref.to_proto(), tmp_path, results.append)
         assert results == ["the agent ends"] * 2
+
+
+def test_a_deleted_directory_of_the_job_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody deletes the whole checkpoint directory: the next save reaches the disk, but no bare mount point."""
+    disk = tmp_path / "checkpoints" / "job"
+    disk.mkdir(parents=True)
+    manifest = manifest_of(STEP, {0: SMALL[0]})
+    with nodes(tmp_path, 1, disk=disk) as (one,):
+        one.tier.open_epoch(RUN, 1, 0, [])
+        one.writes(manifest, 0, SMALL[0])
+        one.holds(STEP, 0)
+        shutil.rmtree(disk.parent)
+        with monkeypatch.context() as away:
+            away.setattr(tier, "is_away", lambda before, path: before == mount_point(tmp_path) and path == disk)
+            assert "No such file" in one.makes_durable(manifest, disk / RUN)
+            assert "cannot be looked for" in one.looks(manifest, disk / RUN)
+            assert not disk.parent.exists()
+        assert isinstance(one.looks(manifest, disk / RUN), NothingThere)
+        shutil.rmtree(disk.parent)
+        assert one.makes_durable(manifest, disk / RUN) == ""
+        assert verify(disk / RUN / STEP, read_sealed(disk / RUN / STEP, manifest.digest)) is None
+        assert one.said == [f"{disk} was deleted: it is made again, without what was in it"] * 2
 
 
 def test_without_shared_memory_nothing_is_done(tmp_path: Path) -> None:
