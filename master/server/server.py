@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 import time
@@ -32,6 +33,8 @@ from .service import ORDERS, ControlService
 from .watchers import MOST_STREAMS, End, Watcher, Watchers
 
 __all__ = ("BindError", "ControlServer", "ServerOptions")
+
+_LOOPBACK = "127.0.0.1"
 
 log = logging.getLogger(__name__)
 
@@ -348,5 +351,8 @@ def _probe(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except (OSError, UnicodeError) as error:  # the second one of a name like a..b
-        why = getattr(error, "strerror", None) or error
-        raise BindError(f"cannot listen on {host} port {port}: {why}: choose another --port or --host") from error
+        why, what = getattr(error, "strerror", None) or error, "choose another --port or --host"
+        if host == _LOOPBACK and getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+            # dlrover-run's own master serves there, and has no such flags.
+            what = f"this machine's loopback has no {_LOOPBACK}: `ip link set lo up; ip addr add {_LOOPBACK}/8 dev lo`"
+        raise BindError(f"cannot listen on {host} port {port}: {why}: {what}") from error

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import socket
 import threading
 import time
 from collections import Counter
@@ -668,6 +670,26 @@ def test_a_port_in_use_is_one_line_and_supersedes_nobody() -> None:
             await master.join(1)
 
     asyncio.run(scene())
+
+
+def test_a_loopback_without_its_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose master serves there has no flag for another address (dlrover-run); any other address has one."""
+
+    def bind(self: socket.socket, address: object) -> None:
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+    monkeypatch.setattr(socket.socket, "bind", bind)
+
+    async def refused(host: str) -> str:
+        options = ServerOptions(host=host, insecure=True)
+        server = ControlServer("job", FakeBrain(), MemoryStore(), options)
+        with pytest.raises(BindError) as error:
+            await server.start()
+        await server.close()
+        return str(error.value)
+
+    assert "this machine's loopback has no 127.0.0.1" in asyncio.run(refused("127.0.0.1"))
+    assert asyncio.run(refused("192.0.2.1")).endswith("choose another --port or --host")
 
 
 def test_two_masters_never_share_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
