@@ -31,6 +31,7 @@ from ..control.handshake import mismatch
 from ..control.places import MasterPlaces
 from ..control.spawning import events_on_record, read_token
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
+from ..storage.complaint import of_another
 from ..storage.private import PRIVATE
 from ..storage.survey import runs_in_order
 from .endpoint import answers
@@ -258,12 +259,20 @@ def _master_of(options: argparse.Namespace) -> tuple[list[str], Credentials]:
         files = CredentialFiles.given(options, os.environ.get(Variable.TOKEN))
         files.check()
         return addresses_of(options.master), files.read()
-    private = Path(options.checkpoint_dir) / PRIVATE
+    root = Path(options.checkpoint_dir)
+    try:
+        return _claimed(options, root / PRIVATE)
+    except PermissionError as error:
+        raise ValueError(of_another(root, error) or str(error)) from error
+
+
+def _claimed(options: argparse.Namespace, private: Path) -> tuple[list[str], Credentials]:
     jobs = sorted(path.parent.name for path in private.glob("*/claim.json"))
     job = options.job_id or _the_one(private, jobs)
     if job is None:
         known = f"known here: {', '.join(jobs)}"
         if not jobs:
+            _enter_all(private)
             known = f"no embedded master has left a claim in {private}; --checkpoint-dir says where else"
         raise ValueError(f"name a job with --job-id, or a master with --master HOST:PORT ({known})")
     options.job_id = job
@@ -271,6 +280,13 @@ def _master_of(options: argparse.Namespace) -> tuple[list[str], Credentials]:
     if claim is None:
         raise ValueError(f"job {job} has no embedded master's claim in {private}; use --master HOST:PORT")
     return [claim.address], Credentials(read_token(private / job))
+
+
+def _enter_all(private: Path) -> None:
+    """Raises PermissionError where a job may have a claim that this user cannot see."""
+    for name in os.listdir(private) if private.is_dir() else ():
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(private / name / "claim.json")
 
 
 def _the_one(private: Path, jobs: Sequence[str]) -> str | None:

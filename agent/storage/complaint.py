@@ -16,7 +16,7 @@ from dalsegno.protos.shortage import shortage
 
 from .private import PRIVATE
 
-__all__ = ["Complaint", "unwritable"]
+__all__ = ["Complaint", "of_another", "unwritable"]
 
 # The most things of which people are warned once each.
 _MOST_WARNINGS = 100
@@ -66,6 +66,18 @@ def unwritable(root: Path, error: OSError) -> str:
         error: what came of an attempt to make something in it.
     """
     why = error.strerror or str(error)
+    return of_another(root, error) or (
+        f"the checkpoint directory {root} cannot be written ({why}); choose another with --checkpoint-dir, or fix its"
+        " permissions"
+    )
+
+
+def of_another(root: Path, error: OSError) -> str:
+    """Which directory of another user is in the way, and what to do, in one line; empty: it is something else.
+
+    Args:
+        root, error: as in `unwritable`, of any attempt.
+    """
     # Of what cannot be entered nothing is known: the nearest directory above it is in the way.
     path = Path(os.fsdecode(error.filename)) if error.filename else root
     while not os.path.lexists(path) and path != path.parent:
@@ -75,13 +87,10 @@ def unwritable(root: Path, error: OSError) -> str:
         other = " or --job-id" if path not in (root / PRIVATE, root) else ""
         return (
             f"{path} belongs to {_user(found.st_uid)} (mode {stat.S_IMODE(found.st_mode):o}), and"
-            f" {_user(os.geteuid())} cannot use it ({why}): let one user run all of a job, or give another"
+            f" {_user(os.geteuid())} cannot use it ({error.strerror}): let one user run all of a job, or give another"
             f" --checkpoint-dir{other}"
         )
-    return (
-        f"the checkpoint directory {root} cannot be written ({why}); choose another with --checkpoint-dir, or fix its"
-        " permissions"
-    )
+    return ""
 
 
 def _found(path: Path) -> os.stat_result | None:

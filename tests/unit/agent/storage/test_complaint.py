@@ -58,6 +58,42 @@ def test_what_another_user_has_made_is_named_with_its_owner() -> None:
         assert prepares(6002, "third") == f"{root} belongs to user root (mode 755), {rest} --checkpoint-dir"
 
 
+ASKS = """
+import argparse, os, sys
+from dalsegno.agent.commands.asking import AskedMaster
+
+os.setgroups([])
+os.setgid(6002)
+os.setuid(6002)
+try:
+    AskedMaster(argparse.Namespace(master=None, checkpoint_dir=sys.argv[1], job_id=sys.argv[2]))
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("closed", ["job", "."])
+def test_who_asks_for_the_job_of_another_is_told_whose_it_is(named: bool, closed: str) -> None:
+    """As in the command that runs it, and not only that permission is denied; also if no job is named."""
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o755)
+        private = Path(place) / ".dalsegno"
+        (private / "finished").mkdir(parents=True)
+        (private / "job").mkdir()
+        (private / "job" / "claim.json").write_text("{}")
+        os.chmod(private / closed, 0o700)
+        os.chown(private / closed, 6001, 6001)
+        words = [sys.executable, "-c", ASKS, place, "job" if named else ""]
+        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
+        other = " or --job-id" if closed == "job" else ""
+        assert done.stdout == (
+            f"{private / closed} belongs to user 6001 (mode 700), and user 6002 cannot use it"
+            f" (Permission denied): let one user run all of a job, or give another --checkpoint-dir{other}\n"
+        )
+
+
 def test_a_file_in_its_place_is_still_said_of_the_directory(tmp_path: Path) -> None:
     """Nothing of another user's is in the way: the line names the checkpoint directory, as ever."""
     (tmp_path / "ck").write_text("")
