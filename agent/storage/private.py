@@ -21,6 +21,8 @@ PRIVATE = ".dalsegno"
 # The most bytes of a file of ours.
 _MOST_READ_BYTES = 1 << 16
 _MOST_PUT_ASIDE = 9
+# Owners of the directories that this process has checked. Whoever owns the directory above can put another in its place.
+_checked: dict[Path, int] = {}
 # How often an empty file is looked at, and seconds between two looks.
 PUBLISHED_TRIES, PUBLISHED_PAUSE_SECONDS = 40, 0.05
 
@@ -30,7 +32,7 @@ class NotPrivateError(OSError):
 
 
 def check_private(directory: Path) -> None:
-    """Checks that `directory` is ours, and that nobody else can write it.
+    """Checks that `directory` is ours, and that nobody else can write it. From then on only our files count in it.
 
     Ours is what belongs to the user to whom the file system assigns a file that we make there: with NFS and
     `root_squash` that is not the user who runs this.
@@ -53,6 +55,7 @@ def check_private(directory: Path) -> None:
             " anything: if nobody else did, `chmod go-w` it, else delete it; where the mount gives all files this"
             " mode, give another --checkpoint-dir"
         )
+    _checked[directory] = found.st_uid
 
 
 def _owner_of_ours(directory: Path) -> int:
@@ -92,9 +95,15 @@ def open_private(path: Path, flags: int, *, secret: bool = False) -> int:
 
 
 def _check_file(path: Path, found: os.stat_result, secret: bool) -> None:
-    owner = os.stat(path.parent).st_uid
+    now = os.stat(path.parent).st_uid
+    owner = _checked.get(path.parent, now)
     if not stat.S_ISREG(found.st_mode):
         raise NotPrivateError(f"{path} is no regular file: delete it, the agent makes its own")
+    if found.st_uid != owner != now:
+        raise NotPrivateError(
+            f"{path.parent} was replaced: it belonged to user {owner}, and belongs to user {now} now. Whoever owns"
+            f" {path.parent.parent} can do that: run the job with another --checkpoint-dir"
+        )
     if found.st_uid != owner:
         raise NotPrivateError(
             f"{path} belongs to user {found.st_uid}, its directory to user {owner}: delete it, the agent makes its own"

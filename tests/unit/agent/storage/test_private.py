@@ -54,6 +54,31 @@ def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
 
 
 @needs_root
+def test_a_directory_that_is_put_in_its_place_is_not_believed(tmp_path: Path) -> None:
+    """Who owns `.dalsegno` can move a job's directory away in mid-run, and make one with a token and claim of his."""
+    job = JobDirectory(tmp_path, "job")
+    job.prepare()
+    token = job.private / "token"
+    job.private.rename(tmp_path / "away")
+    job.private.mkdir()
+    token.write_text("0123456789abcdef")
+    token.chmod(0o600)
+    for path in (job.private, token):
+        os.chown(path, STRANGER, STRANGER)
+    with pytest.raises(NotPrivateError, match=f"belonged to user 0, and belongs to user {STRANGER} now"):
+        read_token(job.private)
+
+
+@needs_root
+def test_root_reads_what_a_user_has_made(directory: Path) -> None:
+    """As `dalsegno status` does: only who has made the directory knows that it is its own."""
+    (directory / "claim.json").write_text("{}")
+    for path in (directory, directory / "claim.json"):
+        os.chown(path, STRANGER, STRANGER)
+    assert read_private(directory / "claim.json") == b"{}"
+
+
+@needs_root
 def test_root_squash_makes_us_somebody_else(directory: Path) -> None:
     """Everything that root makes there is nobody's: that is ours, as the file system has it."""
     os.chown(directory, STRANGER, STRANGER)
