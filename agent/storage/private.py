@@ -21,7 +21,7 @@ PRIVATE = ".dalsegno"
 # The most bytes of a file of ours.
 _MOST_READ_BYTES = 1 << 16
 _MOST_PUT_ASIDE = 9
-# Owners of the directories that this process has checked. Whoever owns the directory above can put another in its place.
+# Owners of the directories that this process has checked: who owns the one above can put another in the place of one.
 _checked: dict[Path, int] = {}
 # How often an empty file is looked at, and seconds between two looks.
 PUBLISHED_TRIES, PUBLISHED_PAUSE_SECONDS = 40, 0.05
