@@ -158,7 +158,7 @@ def test_a_worker_and_what_it_starts_may_speak_for_its_rank(listener: Listener, 
 
 
 def test_a_deleted_socket_is_made_again(listener: Listener) -> None:
-    """Whoever has a connection keeps it, also one that was not accepted yet; newcomers find the socket at its path."""
+    """Whoever has a connection keeps it; newcomers find the socket at its path."""
     said: list[str] = []
     listener.link.stand(lambda text, _: said.append(text))
     early = listener.connect()
@@ -181,6 +181,25 @@ def test_a_deleted_socket_is_made_again(listener: Listener) -> None:
     listener.link.stand(lambda text, _: said.append(text))
     assert len(said) == 2
     listener.connect().close()
+
+
+def test_who_connected_before_the_socket_was_deleted_is_heard(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the serving thread was busy since, and had not accepted it."""
+    busy, wait = threading.Event(), listener.gate.wait
+    monkeypatch.setattr(listener.gate, "wait", lambda seconds: (busy.set(), wait(seconds)))
+    listener.gate.clear()
+    first = listener.connect()
+    first.sendall(HELLO)
+    assert busy.wait(PATIENCE)
+    early = listener.connect()
+    shutil.rmtree(listener.link.directory)
+    listener.link.stand(lambda *_: None)
+    listener.link.expect(EPOCH, FIRST, 2)
+    listener.gate.set()
+    early.sendall(HELLO + frame(progress=worker_pb2.Progress(step=3)))
+    assert listener.next("progress")[1].progress.step == 3
 
 
 def test_no_socket_is_made_in_the_directory_of_others(listener: Listener) -> None:
