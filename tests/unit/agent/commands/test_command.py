@@ -403,7 +403,7 @@ def test_doctor_runs_no_module_without_a_session(
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.chdir(tmp_path)
     commands: list[list[str]] = []
-    monkeypatch.setattr(doctor, "_run", lambda command, environment, seconds: commands.append(command) or 0)
+    monkeypatch.setattr(doctor, "_run", lambda command, directory, seconds: (commands.append(command) or 0, []))
     assert dalsegno.run(["doctor", "-m", module]) == 1
     assert bool(commands) == runs
     assert (f"{module} was not run: nothing in it names dalsegno.elastic" in capsys.readouterr().out) != runs
