@@ -198,7 +198,7 @@ def test_closing_does_not_wait_for_a_lookup() -> None:
 def test_a_command_asks_all_addresses_of_a_name(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "MasterPlaces", lambda: MasterPlaces(two.names))
     monkeypatch.setattr(asking, "_master_of", lambda options: ([two.address], Credentials()))
-    asked = asking.AskedMaster(argparse.Namespace(job_id="job"))
+    asked = asking.AskedMaster(argparse.Namespace(job_id="job", master=two.address))
     assert asked.call("GetStatus", pb.StatusRequest()).job_id == "answered by 2"
     two.masters[1].leads = False
     with pytest.raises(asking.NoAnswer, match="this master stands by"):
