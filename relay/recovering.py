@@ -29,8 +29,6 @@ __all__ = ("Stuck", "is_held", "prepared")
 
 # Pauses between two tries to reach the hub.
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 2.0, 60.0
-# How long the run's last checkpoint is looked for before a milestone takes its place, and the pause between two looks.
-_LOOK_SECONDS, _LOOK_PAUSE_SECONDS = 60.0, 2.0
 
 Say = Callable[[str], None]
 
@@ -86,26 +84,24 @@ def prepared(
         return None, ""  # the agent says so, and ends
     head = shown.get("head")
     milestones = [Milestone(**one) for one in shown.get("milestones") or ()]
-    found = _look(volume, say)
+    found = _look(volume, head, say)
     intact = found.intact
     _tell_of_report(shown.get("report"), 0 if intact is None else intact.step, say)
-    newer = _newer(milestones, found, head, say)
+    wanted = _wanted(milestones, found, head, say)
+    if intact is not None and head is not None and not older and not _is_given_up(head, found, volume):
+        # Only the head itself takes its place; a spare's volume shows late what is saved on another machine.
+        wanted = [one for one in wanted if one.digest == head["digest"] and not is_held(shown)]
     known = PodKnowledge(
         intact=intact is not None,
         damaged=bool(found.damaged or found.unreadable),
         head=head is not None,
-        milestones=len(milestones),
+        milestones=len(wanted),
         baseline=file.baseline is not None,
         allowed=allowed,
-        newer=bool(newer),
+        newer=bool(wanted),
     )
     way = way_of(known)
-    _check_readable(found, head, milestones, allowed=allowed, older=older)
-    if way is Way.MILESTONE and head is not None and not older and _is_out_of_sight(head, found, volume):
-        if intact is not None and is_held(shown):
-            way = Way.VOLUME  # a spare, whose volume shows what is saved on another machine late
-        elif _appears(head, volume, say):
-            return None
+    _check_readable(found, head, wanted, allowed=allowed, older=older)
     if way not in (Way.MILESTONE, Way.BASELINE):
         return _gone(way, volume, shown, milestones, found, say, older=older)
     waited = False
@@ -120,7 +116,7 @@ def prepared(
             return None
         if way is Way.BASELINE:
             return _baseline(file, volume, say, locked=locked), _anew(shown, say)
-        return _from_milestone(newer or milestones, volume, shown, milestones, found, say, older=older)
+        return _from_milestone(wanted, volume, shown, milestones, found, say, older=older)
 
 
 def _from_milestone(
@@ -148,65 +144,64 @@ def _from_milestone(
     return None, _back(shown, milestones, replace(found, intact=manifest), volume, older=older)
 
 
-def _newer(milestones: list[Milestone], found: _Found, head: dict[str, Any] | None, say: Say) -> list[Milestone]:
-    """The milestones of the run's line that are newer than what is intact on the volume, the newest first.
+def _wanted(milestones: list[Milestone], found: _Found, head: dict[str, Any] | None, say: Say) -> list[Milestone]:
+    """The milestones that may be restored, the newest first; if something is intact here, only what is newer.
 
-    What is newer than the head the run has gone back from, or its files were damaged; the Commander does not say which.
+    What the run has gone back from is none of them. What is newer than the head is that, or its files were damaged; the
+    Commander does not say which. Where this is not known, one is better than nothing, but not than what is here.
     """
-    if found.intact is None or head is None:
-        return []
-    least, most = CheckpointName.parse(found.intact.name).age, _age(head)
-    named = [
-        (CheckpointName.parse(one.checkpoint).age, one) for one in milestones if is_checkpoint_name(one.checkpoint)
-    ]
-    behind = [(age, one) for age, one in named if age > least and in_line(age, found.began)]
-    for age, one in behind:
-        if age > most:
-            say(
-                f"{one.checkpoint} at {one.repo}@{one.revision} is passed over: the run has gone back to {head['name']}"
-            )
-    counts = [(age, one) for age, one in behind if age <= most]
-    return [one for _, one in sorted(counts, key=lambda pair: pair[0], reverse=True)]
+    intact = found.intact
+    if head is None:
+        return milestones if intact is None else []
+    wanted: list[tuple[Age, Milestone]] = []
+    for one in milestones:
+        if not is_checkpoint_name(one.checkpoint):
+            if intact is None:
+                wanted.append(((0, 0, 0), one))  # of a foreign worker: refused with a line
+            continue
+        age = CheckpointName.parse(one.checkpoint).age
+        if intact is not None and age <= CheckpointName.parse(intact.name).age:
+            continue
+        counts = in_line(age, _age(head), found.began)
+        if counts or (counts is None and intact is None):
+            wanted.append((age, one))
+        else:
+            why = "it is not known whether the run has gone back from it" if counts is None else "the run has left it"
+            say(f"{one.checkpoint} at {one.repo}@{one.revision} is passed over: {why}, on its way to {head['name']}")
+    return [one for _, one in sorted(wanted, key=lambda pair: pair[0], reverse=True)]
 
 
 def _check_readable(
-    found: _Found, head: dict[str, Any] | None, milestones: list[Milestone], *, allowed: bool, older: bool
+    found: _Found, head: dict[str, Any] | None, wanted: list[Milestone], *, allowed: bool, older: bool
 ) -> None:
     """Raises Stuck if what cannot be read may be what the run should go on from, and nobody has given it up."""
     intact = found.intact
     is_head = intact is not None and head is not None and head["digest"] == intact.digest
-    if not found.unreadable or is_head or older or (allowed and intact is None):
+    if is_head or older or (allowed and intact is None):
         return
-    what = "; ".join(f"{name} cannot be read: {why}" for name, why in found.unreadable.items())
+    in_doubt = [
+        f"{name} cannot be read: {why}"
+        for name, why in found.unreadable.items()
+        if head is None or in_line(CheckpointName.parse(name).age, _age(head), found.began) is not False
+    ]
+    if not in_doubt:
+        return
     if intact is not None:
         help = f"--allow-older goes on from {intact.name} (step {intact.step}) without it"
-    elif milestones:
+    elif wanted:
         help = "--allow-older goes on from the last milestone without it"
     else:
         help = "--allow-baseline begins anew without it"
-    raise Stuck(f"{what}: it may be whole: mount the volume again, and start this anew; {help}")
+    raise Stuck(f"{'; '.join(in_doubt)}: it may be whole: mount the volume again, and start this anew; {help}")
 
 
-def _is_out_of_sight(head: dict[str, Any], found: _Found, volume: Volume) -> bool:
-    """Whether the run's last checkpoint may only not be listed yet.
+def _is_given_up(head: dict[str, Any], found: _Found, volume: Volume) -> bool:
+    """Whether the run's last checkpoint was seen here, and is damaged; or an older one was restored for it before.
 
-    It is not on a new volume: where nothing is, or what was restored there, from which the run has not gone on yet.
+    The latter is where the volume is a new one, from which the run has not gone on yet.
     """
-    seen = {*found.damaged, *found.unreadable}
-    if found.intact is None or head["name"] in seen:
-        return bool(seen) and head["name"] not in seen
-    return _age(head) > CheckpointName.parse(found.intact.name).age and volume.restored() != found.intact.digest
-
-
-def _appears(head: dict[str, Any], volume: Volume, say: Say) -> bool:
-    """Whether the run's last checkpoint comes in sight in a while."""
-    say(f"the run's last checkpoint, {head['name']}, is not in sight on this volume: looking for {_LOOK_SECONDS:.0f} s")
-    deadline = time.monotonic() + _LOOK_SECONDS
-    while not any(one.name == head["name"] for one in volume.manifests()):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(_LOOK_PAUSE_SECONDS)  # why: no event tells what a mount lists late
-    return True
+    restored = found.intact is not None and volume.restored() == found.intact.digest
+    return restored or head["name"] in found.damaged
 
 
 def _age(head: dict[str, Any]) -> Age:
@@ -240,7 +235,7 @@ def _gone(
         case Way.VOLUME:
             assert found.intact is not None
             back = _back(shown, milestones, found, volume, older=older)
-            say(_from_volume(head, found, volume, back, older=older))
+            say(_from_volume(head, found, back, older=older))
             return None, back
         case Way.LOOK:
             say(
@@ -259,7 +254,7 @@ def _gone(
     return None, ""
 
 
-def _from_volume(head: dict[str, Any] | None, found: _Found, volume: Volume, back: str, *, older: bool) -> str:
+def _from_volume(head: dict[str, Any] | None, found: _Found, back: str, *, older: bool) -> str:
     """The line about going on from what is intact."""
     assert found.intact is not None
     intact = f"{found.intact.name} is intact (step {found.intact.step})"
@@ -268,7 +263,13 @@ def _from_volume(head: dict[str, Any] | None, found: _Found, volume: Volume, bac
     last = f"{head['name']} (step {head['step']})"
     if older:
         return f"--allow-older: the run goes on from the volume: {intact}, without {last}, its last checkpoint"
-    if _is_out_of_sight(head, found, volume):
+    is_damaged = head["name"] in found.damaged
+    if not back and is_damaged and not in_line(CheckpointName.parse(found.intact.name).age, _age(head), found.began):
+        return (
+            f"{last}, the run's last checkpoint, is damaged; {intact}, and it is not known whether the run has gone "
+            f"back from that: the agent knows; --allow-older goes on from step {found.intact.step}"
+        )
+    if not back and not is_damaged:
         return (
             f"the run's last checkpoint, {last}, is not in sight on this volume, where {intact}: the agent looks for "
             f"the last one; mount the volume that has it, or --allow-older goes on from step {found.intact.step}"
@@ -305,19 +306,19 @@ def _back(shown: dict[str, Any], milestones: list[Milestone], found: _Found, vol
         return request if published or (older and found.unreadable) else ""
     if published and volume.restored() == manifest.digest:
         return request
-    if _age(head) <= CheckpointName.parse(manifest.name).age:
+    age = CheckpointName.parse(manifest.name).age
+    if _age(head) <= age:
         return ""
-    return request if older or (published and head["name"] in found.damaged) else ""
+    is_lost = published and head["name"] in found.damaged
+    return request if older or (is_lost and in_line(age, _age(head), found.began)) else ""
 
 
-def _look(volume: Volume, say: Say) -> _Found:
-    """Verifies from the newest checkpoint on, until one is intact."""
+def _look(volume: Volume, head: dict[str, Any] | None, say: Say) -> _Found:
+    """Verifies from the newest checkpoint on, until one is intact. What the run has gone back from does not count."""
     every = volume.manifests()
-    began = {
-        one.epoch: CheckpointName.parse(one.resumed_from.name).age
-        for one in every
-        if isinstance(one, Manifest) and one.resumed_from is not None
-    }
+    began = _beginnings(every)
+    ages = [CheckpointName.parse(one.name).age for one in every if isinstance(one, Manifest)]
+    last = max(ages, default=(0, 0, 0)) if head is None else _age(head)
     damaged: set[str] = set()
     unreadable: dict[str, str] = {}
     intact = None
@@ -335,13 +336,23 @@ def _look(volume: Volume, say: Say) -> _Found:
         if problem:
             damaged.add(one.name)
             say(f"{one.name} is damaged: {problem}: the one before is looked at")
-        elif not in_line(CheckpointName.parse(one.name).age, began):
+        elif (age := CheckpointName.parse(one.name).age) <= last and in_line(age, last, began) is False:
             say(f"{one.name} is passed over: the run has gone back behind it since")
         else:
             assert isinstance(one, Manifest)
             intact = one
             break
     return _Found(intact, frozenset(damaged), unreadable, began)
+
+
+def _beginnings(every: list[Manifest | Unsealed]) -> dict[int, Age]:
+    """From what each epoch began, as its checkpoints say; zeros: at the run's beginning."""
+    began: dict[int, Age] = {}
+    for one in every:
+        if isinstance(one, Manifest):
+            start = (0, 0, 0) if one.resumed_from is None else CheckpointName.parse(one.resumed_from.name).age
+            began[one.epoch] = max(start, began.get(one.epoch, start))
+    return began
 
 
 def _problem(volume: Volume, one: Manifest | Unsealed) -> str | None:
@@ -367,6 +378,11 @@ def _restored(
                 say(f"the hub does not answer ({error}): step {milestones[0].step} is given up")
                 return None
             say(f"the hub does not answer ({error}): tried again in {pause:.0f} s; {instead} instead")
+        except restore.VolumeFull as error:
+            if intact is None:
+                raise
+            say(f"step {milestones[0].step} is not restored: {error}")
+            return None
         else:
             if found is not None:
                 say(f"restored: {found.manifest.name} (step {found.manifest.step})")

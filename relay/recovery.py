@@ -41,7 +41,7 @@ class PodKnowledge:
         milestones: how many it has recorded, and may still be tried.
         baseline: `run.yaml` has one.
         allowed: somebody said that the run may begin anew (`--allow-baseline`).
-        newer: one of the milestones is newer than what is intact on the volume, and still counts.
+        newer: one of these milestones is newer than what is intact on the volume.
     """
 
     intact: bool
@@ -66,11 +66,18 @@ def way_of(known: PodKnowledge) -> Way:
     return Way.BASELINE if known.baseline else Way.SCRATCH
 
 
-def in_line(age: Age, began: Mapping[int, Age]) -> bool:
-    """Whether the run has not gone back behind a checkpoint since.
+def in_line(age: Age, last: Age, began: Mapping[int, Age]) -> bool | None:
+    """Whether the run came by a checkpoint on its way to its last one; None: that is not known.
 
     Args:
         age: the checkpoint's.
-        began: from what each epoch began, as far as that is known.
+        last: that of the run's last checkpoint.
+        began: from what each epoch began, as far as that is known; an age of zeros: from none.
     """
-    return all(age <= start for epoch, start in began.items() if epoch > age[0])
+    at = last
+    while at[0] > age[0]:
+        start = began.get(at[0])
+        if start is None or start[0] >= at[0]:
+            return None
+        at = start
+    return age <= at

@@ -81,9 +81,10 @@ def stands_at(job: Job, made: int) -> int:
 
 
 def take_back(job: Job, message: control_pb2.RegisterRequest) -> bool:
-    """What was committed, and was then deleted or is about to be, is there again: a restored milestone, or a copy.
+    """What was committed, and was then deleted, is there again: a restored milestone, or a copy.
 
-    What is damaged or aside is taken back only as a milestone. Returns whether there is one.
+    What is damaged, aside or about to be deleted is taken back only as a milestone: a node that is not heard may still
+    delete it. Returns whether there is one.
     """
     found = False
     published = {one.digest for one in job.run.milestones}
@@ -92,8 +93,7 @@ def take_back(job: Job, message: control_pb2.RegisterRequest) -> bool:
         if entry.step != message.resume_step or entry.run_id != job.run_id:
             continue
         known = job.checkpoint(entry.ref.digest)
-        left = entry.ref.digest in pruned if known is None else known.retired and not (known.damaged or known.aside)
-        if entry.ref.digest not in published and not left:
+        if entry.ref.digest not in published and not (known is None and entry.ref.digest in pruned):
             continue
         found = True
         job.late = tuple(record for record in job.late if record.digest != entry.ref.digest)

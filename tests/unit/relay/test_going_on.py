@@ -47,8 +47,6 @@ class Scene:
         self.refused: set[int] = set()
         self.away = False
         monkeypatch.setattr(restore, "restore", self._restore)
-        monkeypatch.setattr(recovering, "_LOOK_SECONDS", 0.05)
-        monkeypatch.setattr(recovering, "_LOOK_PAUSE_SECONDS", 0.01)
 
     def path(self, step: int) -> Path:
         return self.run_dir / self.every[step].name
@@ -118,11 +116,10 @@ def test_a_milestone_of_the_head_itself_is_restored(made: Scene) -> None:
 
 
 def test_a_milestone_that_was_restored_is_replaced_by_a_newer_one(made: Scene) -> None:
-    """The old pod trained on, and vanished: this volume never had more than the first one, so nothing is looked for."""
+    """The old pod trained on, and vanished: this volume never had more than the first one, so the head is not there."""
     made.lose(20, 60, 80)
     made.volume.note_restored(made.every[40].digest)
     assert made.go_on(60, 40) == (None, "60:2")
-    assert not made.said("looking for")
 
 
 def test_an_older_milestone_changes_nothing(made: Scene) -> None:
@@ -146,22 +143,92 @@ def test_what_the_run_has_gone_back_from_is_passed_over(made: Scene) -> None:
     made.lose(60, 80)
     assert made.go_on(60, 40, head=40) == (None, "")
     assert made.asked == []
-    assert made.said("step-60.e1.0 at me/it@r60 is passed over: the run has gone back to step-40.e1.0")
+    assert made.said("step-60.e1.0 at me/it@r60 is passed over: the run has left it, on its way to step-40.e1.0")
 
 
-def test_a_way_back_on_purpose_is_not_undone(tmp_path: Path, made: Scene) -> None:
+def later(made: Scene, step: int, epoch: int, begins: Manifest | None) -> None:
+    """A checkpoint of a later epoch, which is damaged; that epoch began from another one, or from none."""
+    volume = scene.Volume(made.aside.parent / f"epoch-{epoch}")
+    ref = None if begins is None else Ref(begins.name, begins.digest)
+    made.every[step] = replace(volume.save(step, epoch=epoch), resumed_from=ref)
+    shutil.move(volume.run_dir / made.every[step].name, made.run_dir / made.every[step].name)
+    (made.path(step) / "MANIFEST.json").write_bytes(made.every[step].to_bytes())
+    (made.path(step) / "model.bin").write_bytes(b"x")
+
+
+def test_a_way_back_on_purpose_is_not_undone(made: Scene) -> None:
     """Epoch 2 went back to step 40. Its save is damaged: neither step 60 on the volume nor its milestone counts."""
     made.lose(80)
-    later = scene.Volume(tmp_path / "later")
-    second = replace(later.save(50, epoch=2), resumed_from=Ref(made.every[40].name, made.every[40].digest))
-    shutil.move(later.run_dir / second.name, made.run_dir / second.name)
-    (made.run_dir / second.name / "MANIFEST.json").write_bytes(second.to_bytes())
-    (made.run_dir / second.name / "model.bin").write_bytes(b"x")
-    made.every[50] = second
+    later(made, 50, 2, made.every[40])
     assert made.go_on(60, head=50) == (None, "")
     assert made.asked == []
     assert made.said("step-60.e1.0 is passed over: the run has gone back behind it since")
     assert made.said("step-40.e1.0 is intact")
+
+
+@pytest.mark.parametrize("damaged", [(), (20, 40)])
+def test_a_way_back_is_not_undone_where_nothing_is_intact(made: Scene, damaged: tuple[int, ...]) -> None:
+    """It went back to step 40, has saved nothing since, and the volume is lost, or what it had is damaged."""
+    made.damage(*damaged)
+    made.lose(*(step for step in STEPS if step not in damaged))
+    assert made.go_on(60, 40, head=40) == (None, "40:2")
+    assert made.asked == [40]
+    assert made.said("step-60.e1.0 at me/it@r60 is passed over")
+
+
+@pytest.mark.parametrize("gone", [(60, 80), STEPS])
+def test_a_run_that_began_anew_does_not_go_on_from_before(made: Scene, gone: tuple[int, ...]) -> None:
+    """Epoch 2 began at the beginning, on purpose. All that is from before it was left, here and on the hub."""
+    made.lose(*gone)
+    later(made, 10, 2, None)
+    with pytest.raises(Stuck):
+        made.go_on(60, head=10)
+    assert made.asked == []
+
+
+def test_what_was_left_does_not_come_back_through_a_gap(made: Scene) -> None:
+    """Epoch 3 began from the second one, of which nothing is left: that went back to step 20, which nobody knows."""
+    second = scene.Volume(made.aside.parent / "epoch-2").save(70, epoch=2)
+    later(made, 75, 3, second)
+    made.lose(60, 80)
+    assert made.go_on(60, 40, head=75) == (None, ""), "neither the newer milestone nor, for good, what is intact here"
+    assert made.asked == []
+    assert made.said("step-60.e1.0 at me/it@r60 is passed over: it is not known whether the run has gone back from it")
+    assert made.said("step-40.e1.0 is intact (step 40), and it is not known whether the run has gone back from that")
+    assert made.go_on(60, 40, head=75, older=True) == (None, "40:2"), "a person knows"
+
+
+def test_with_a_gap_a_milestone_is_better_than_nothing(made: Scene) -> None:
+    """Each pod's epoch is another one, and a lost volume tells nothing of where they began."""
+    later(made, 90, 2, made.every[80])
+    made.lose(*STEPS, 90)
+    assert made.go_on(80, head=90) == (None, "80:2")
+
+
+def test_an_epoch_that_was_left_says_nothing_about_the_line(made: Scene) -> None:
+    """Epoch 2 went back to step 20 and was left for step 60, from which the third one began: that is the line."""
+    later(made, 30, 2, made.every[20])
+    later(made, 90, 3, made.every[60])
+    made.lose(80)
+    made.damage(60)
+    assert made.go_on(60, head=90) == (None, "60:2")
+
+
+def test_a_milestone_that_has_no_room_is_no_reason_to_stop(made: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something is intact here. Where nothing is, a person makes room."""
+    made.lose(60)
+    made.damage(80)
+
+    def full(*_: object) -> restore.Restored:
+        raise restore.VolumeFull("the volume is full")
+
+    monkeypatch.setattr(restore, "restore", full)
+    assert made.go_on(60) == (None, "")
+    assert made.said("step 60 is not restored: the volume is full")
+    assert made.said("the run goes on from the volume: step-40.e1.0 is intact")
+    made.damage(20, 40)
+    with pytest.raises(restore.VolumeFull):
+        made.go_on(60)
 
 
 @pytest.mark.parametrize("milestones", [(), (60,)])
@@ -186,40 +253,47 @@ def test_a_restored_milestone_is_gone_back_to_until_the_run_has_begun_there(made
     assert made.go_on(60) == (None, "60:2")
 
 
-@pytest.mark.parametrize("damaged", [(), (20,)])
-def test_a_head_is_looked_for_before_a_milestone_is_restored(
-    made: Scene, monkeypatch: pytest.MonkeyPatch, damaged: tuple[int, ...]
-) -> None:
-    """Only an old one is listed, intact or not. The head comes in sight: all is asked anew. Else the milestone."""
-    made.lose(40, 60, 80)
-    made.damage(*damaged)
-    looks: list[object] = []
-    listed = Volume.manifests
-
-    def late(volume: Volume) -> object:
-        looks.append(None)
-        if len(looks) == 3:
-            made.come_back(80)
-        return listed(volume)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Volume, "manifests", late)
-        assert made.go_on(60) is None
+@pytest.mark.parametrize("half", [False, True])
+def test_a_milestone_does_not_replace_a_head_out_of_sight(made: Scene, half: bool) -> None:
+    """An old copy of the volume was mounted, or a mount lists late, perhaps a directory before its manifest."""
+    made.lose(60)
+    if half:
+        (made.path(80) / "MANIFEST.json").unlink()
+        (made.run_dir / ".sealed" / made.every[80].name).unlink()
+    else:
+        made.lose(80)
+    assert made.go_on(60) == (None, "")
     assert made.asked == []
-    made.lose(80)
+    assert made.said("is not in sight on this volume, where step-40.e1.0 is intact")
+    assert made.said("or --allow-older goes on from step 40")
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_only_the_head_itself_is_restored_where_it_is_out_of_sight(made: Scene, refused: bool) -> None:
+    """If that cannot be had, an older milestone is no reason to give it up."""
+    made.lose(60, 80)
+    made.refused = {80} if refused else set()
+    assert made.go_on(80, 60) == (None, "" if refused else "80:2")
+    assert made.asked == [80]
+
+
+def test_nothing_is_restored_in_place_of_a_head_without_its_manifest_and_mark(made: Scene) -> None:
+    """Nothing here says that it was damaged. With nothing intact the last milestone is better than none."""
+    made.lose(20, 40, 60)
+    (made.path(80) / "MANIFEST.json").unlink()
+    (made.run_dir / ".sealed" / made.every[80].name).unlink()
     assert made.go_on(60) == (None, "60:2")
 
 
 def test_an_empty_volume_is_filled_at_once(made: Scene) -> None:
     made.lose(*STEPS)
     assert made.go_on(60) == (None, "60:2")
-    assert not made.said("looking for")
 
 
 def test_a_spare_does_not_restore_while_the_run_goes_on(made: Scene) -> None:
     """What another machine saves comes late: the agent waits."""
     made.lose(40, 60, 80)
-    assert made.go_on(60, holder="other", expires_in_sec=5.0) == (None, "")
+    assert made.go_on(80, 60, holder="other", expires_in_sec=5.0) == (None, "")
     assert made.asked == []
 
 
@@ -278,11 +352,13 @@ def test_what_cannot_be_read_may_be_whole(
     assert found == (None, "0:2" if "baseline" in help else "60:2")
 
 
+@pytest.mark.parametrize("lost", [False, True])
 def test_what_cannot_be_read_and_is_not_the_run_s_is_no_reason_to_stop(
-    made: Scene, monkeypatch: pytest.MonkeyPatch
+    made: Scene, monkeypatch: pytest.MonkeyPatch, lost: bool
 ) -> None:
-    """It was never committed: the head before it is intact."""
+    """It was never committed, or is aside. The head before it is intact, or out of sight."""
     unreadable(monkeypatch, "step-80.e1.0")
+    made.lose(*((60,) if lost else ()))
     assert made.go_on(head=60) == (None, "")
     assert made.said("step-80.e1.0 cannot be read")
 

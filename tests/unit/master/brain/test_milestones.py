@@ -206,9 +206,10 @@ def test_a_restored_milestone_is_gone_back_to_on_another_volume() -> None:
 @pytest.mark.parametrize("looked_before", [False, True])
 @pytest.mark.parametrize("confirmed", [False, True])
 def test_a_copy_of_what_was_deleted_is_gone_back_to(confirmed: bool, looked_before: bool) -> None:
-    """An export that is older than all that is kept; whether it was deleted was heard or not. It is not deleted again.
+    """An export that is older than all that is kept. It is not deleted again.
 
-    Somebody may have started a pod on it before, without a word about going back.
+    Somebody may have started a pod on it before, without a word about going back. Until it was heard that it is
+    deleted, a node that is silent may still do that, so it is refused.
     """
     job, (node, *_) = trained(keep_checkpoints=1)
     made = node.save(2)
@@ -232,6 +233,10 @@ def test_a_copy_of_what_was_deleted_is_gone_back_to(confirmed: bool, looked_befo
             job.wait(1)
         early.hang_up()
         job.wait(8)
+    if not confirmed:
+        said = Node(job, "late").register(resume_step=2, resume_time=9, inventory=[made])
+        assert (said.code, "about to be deleted" in said.detail) == ("FAILED_PRECONDITION", True)
+        return
     late = job.node(resume_step=2, resume_time=9, inventory=[made])
     for _ in range(5):
         late.join()
