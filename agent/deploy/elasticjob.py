@@ -20,6 +20,8 @@ NUMBERS = ("WORKER_NUM", "NODE_NUM")
 # What a pod has anyway here, or what a stock controller decides.
 WITHOUT_EFFECT = ("imagePullPolicy", "restartPolicy", "name", "stdin", "tty", "dnsPolicy", "restartCount", "autoScale")
 
+_NODES = re.compile("([0-9]+)(?::([0-9]+))?")
+
 
 def is_elastic_job(document: Any) -> bool:
     """Whether a document is one."""
@@ -66,7 +68,7 @@ def translated(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     shell = _shell(main, f"{place}containers[0].")
     env = {name: str(number) for name in NUMBERS} | _env(main, f"{place}containers[0].env")
     own = flag_value(shell, "--nnodes", env)
-    low, high = _nnodes(own or env.get(f"{Variable.FLAG}NNODES") or str(number), f"{place}containers[0].")
+    low, high = _nnodes(own or _variable(env) or str(number), f"{place}containers[0].")
     values = {
         "name": _mapping(document, "metadata", "").get("name"),
         "namespace": document["metadata"].get("namespace"),
@@ -118,8 +120,17 @@ def _shell(main: Mapping[str, Any], place: str) -> str:
     return agent_line(text, f"{place}command")
 
 
+def _variable(env: dict[str, str]) -> str:
+    """The number of nodes as their variable has it, with `$(WORKER_NUM)` replaced there; empty: it has none."""
+    name = f"{Variable.FLAG}NNODES"
+    if name not in env:
+        return ""
+    env[name] = re.sub(r"\$\((\w+)\)", lambda found: env.get(found[1], found[0]), env[name])
+    return env[name] if _NODES.fullmatch(env[name]) else ""
+
+
 def _nnodes(given: str, place: str) -> tuple[int, int]:
-    match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", given)
+    match = _NODES.fullmatch(given)
     if match is None:
         raise InputRefused(f"{place}command: --nnodes={given} is not N or MIN:MAX: write the numbers, or $WORKER_NUM")
     return int(match[1]), int(match[2] or match[1])

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dalsegno.protos.contract import JobSettings
+from dalsegno.protos.contract import JobSettings, Variable
 from dalsegno.protos.options import nnodes
 from dalsegno.protos.yaml_text import InputRefused
 
+from .shell_line import flag_value
 from .table import YamlMapping
 
-__all__ = ("BEYOND_DRAIN_SECONDS", "Autoscale", "Host", "JobSpec", "MasterSpec", "Secrets", "VolumeClaim", "job_of")
+__all__ = (
+    "BEYOND_DRAIN_SECONDS",
+    "Autoscale",
+    "Host",
+    "JobSpec",
+    "MasterSpec",
+    "Secrets",
+    "VolumeClaim",
+    "job_of",
+    "shell_nodes",
+)
 
 # Between the end of the notice and SIGKILL: an agent's ranks end, the checkpoint is sealed, the master hears of it.
 BEYOND_DRAIN_SECONDS = 15
@@ -150,14 +162,15 @@ def job_of(values: Any) -> JobSpec:
             `refusals.refusals`' matter.
     """
     table = YamlMapping(values)
-    low, high = _nnodes(table.text("nnodes", "1"))
+    shell, env = _shell(table), table.texts("env")
+    low, high = (None if "nnodes" in table else shell_nodes(shell, env)) or _nnodes(table.text("nnodes", "1"))
     drain = table.whole("drain_timeout", int(JobSettings.drain_timeout), least=1)
     job = JobSpec(
         name=table.name("name"),
         namespace=table.name("namespace"),
         image=table.text("image"),
         command=_command(table),
-        shell=_shell(table),
+        shell=shell,
         flags=table.words("flags"),
         nnodes=(low, high),
         replicas=table.whole("replicas", high, least=1),
@@ -172,7 +185,7 @@ def job_of(values: Any) -> JobSpec:
         grace=table.whole("grace", drain + BEYOND_DRAIN_SECONDS),
         resources=_resources(table),
         shm=table.quantity("shm"),
-        env=table.texts("env"),
+        env=env,
         mounts=table.texts("mounts"),
         user=table.whole("user", 1000, least=1),
         node_selector=table.texts("node_selector"),
@@ -199,6 +212,17 @@ def _nnodes(text: str) -> tuple[int, int]:
         return nnodes(text)
     except argparse.ArgumentTypeError as error:
         raise InputRefused(f"nnodes: {error}") from error
+
+
+def shell_nodes(shell: str, env: Mapping[str, str]) -> tuple[int, int] | None:
+    """The least and the most nodes that a shell line says itself, or its variables.
+
+    None: neither does, or only a node knows: `$N` of its image.
+    """
+    given = shell and (flag_value(shell, "--nnodes", env) or env.get(f"{Variable.FLAG}NNODES", ""))
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        return nnodes(given)
+    return None
 
 
 def _nproc(text: str) -> str:

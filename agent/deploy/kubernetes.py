@@ -11,6 +11,7 @@ from dalsegno.protos.contract import EXIT_FAILED, EXIT_LEFT, EXIT_LEFT_UNSAVED, 
 from .command_lines import SecretFiles, master_line, node_line
 from .job import JobSpec
 from .pods import FILES, Mounts, Object, container, labels, meta, pod_template
+from .shell_line import with_flags
 
 __all__ = ("objects",)
 
@@ -230,7 +231,8 @@ def _trainer_pod(job: JobSpec, restart: str) -> Object:
     env = [{"name": name, "value": _literal(value)} for name, value in job.env.items()]
     master = f"{_master_name(job)}:{job.master.port}"
     if job.shell:
-        line, env = ["/bin/bash", "-c", _literal(job.shell)], [*_as_variables(job, master, files), *env]
+        line = ["/bin/bash", "-c", _literal(_with_numbers(job))]
+        env = [*(entry for entry in _as_variables(job, master, files) if entry["name"] not in job.env), *env]
     else:
         # A pod that replaces another one is another node, also where an index gives both one host name.
         own = ("--node-name=$(POD_NAME)", "--local-addr=$(POD_IP)")
@@ -250,8 +252,6 @@ def _as_variables(job: JobSpec, master: str, files: SecretFiles) -> list[Object]
     """The flags of `dlrover-run` where its command line is somebody else's: what stands there wins."""
     values = {
         Variable.MASTER: master,
-        f"{Variable.FLAG}NNODES": ":".join(map(str, job.nnodes)),
-        f"{Variable.FLAG}NPROC_PER_NODE": job.nproc,
         f"{Variable.FLAG}JOB_ID": job.name,
         f"{Variable.FLAG}CHECKPOINT_DIR": job.checkpoints,
         f"{Variable.FLAG}DRAIN_TIMEOUT": str(job.drain_timeout),
@@ -261,6 +261,21 @@ def _as_variables(job: JobSpec, master: str, files: SecretFiles) -> list[Object]
         f"{Variable.FLAG}LOCAL_ADDR": "$(POD_IP)",
     }
     return [{"name": name, "value": value} for name, value in values.items() if value]
+
+
+def _with_numbers(job: JobSpec) -> str:
+    """Its shell line with the numbers of nodes and workers: torchrun in the same line would take variables for its own.
+
+    What the line or `env` says of them stays, and what is the default is not written.
+    """
+    numbers = {"nnodes": ":".join(map(str, job.nnodes)), "nproc_per_node": job.nproc}
+    flags = {
+        f"--{name.replace('_', '-')}": value
+        for name, value in numbers.items()
+        if value not in ("1:1", "1") and (variable := f"{Variable.FLAG}{name.upper()}") not in job.env
+        if variable not in job.shell
+    }
+    return with_flags(job.shell, flags)
 
 
 def _literal(word: str) -> str:

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 from dalsegno.protos.contract import Variable
 
-from .job import BEYOND_DRAIN_SECONDS, JobSpec
+from .job import BEYOND_DRAIN_SECONDS, JobSpec, shell_nodes
 from .pods import SECRETS
-from .shell_line import flag_value
 
 __all__ = ("TARGETS", "refusals")
 
@@ -57,12 +56,12 @@ def _everywhere(job: JobSpec) -> Iterator[str]:
             yield f"flags: {name} names another master than the one of this job: leave it out"
         elif name in ("-h", "--help"):
             yield f"flags: {name} starts nothing: leave it out"
-    own = job.shell and (flag_value(job.shell, "--nnodes", job.env) or job.env.get(f"{Variable.FLAG}NNODES", ""))
-    # One with a variable of the image is known on the nodes only.
-    if own and "$" not in own and own not in (f"{low}:{high}", *([str(low)] if low == high else [])):
+    own = shell_nodes(job.shell, job.env)
+    if own and own != (low, high):
+        least, most = own
         yield (
-            f"nnodes: {low}:{high} would not count: the command has --nnodes={own} of its own, or env has it as"
-            f" {Variable.FLAG}NNODES: write --nnodes={low}:{high} there, or leave it out there"
+            f"nnodes: {low}:{high} would not count: the command has --nnodes={least}:{most} of its own, or env has it"
+            f" as {Variable.FLAG}NNODES: write --nnodes={low}:{high} there, or leave it out there"
         )
     if job.flags and job.shell:
         yield "flags: with shell they have no place: write them into that line"

@@ -94,8 +94,24 @@ def test_a_job_is_translated() -> None:
             (4, 4),
         ),
         (["bash", "-c", "time dlrover-run a.py"], "time exec dalsegno-run a.py", (4, 4)),
-        (["bash", "-c", "2> log dlrover-run a.py"], "exec 2> log dalsegno-run a.py", (4, 4)),
+        (["bash", "-c", "2> log dlrover-run a.py"], "2> log exec dalsegno-run a.py", (4, 4)),
+        (["bash", "-c", "A[0]=1 dlrover-run a.py"], "A[0]=1 exec dalsegno-run a.py", (4, 4)),
+        (["bash", "-c", "A=b time dlrover-run a.py"], "A=b time dalsegno-run a.py", (4, 4)),
         (["bash", "-c", "exec numactl dlrover-run a.py"], "exec numactl dalsegno-run a.py", (4, 4)),
+        # Only what stands between the agent and its script is its own.
+        (["bash", "-c", "# old: --nnodes=2\ndlrover-run a.py"], "# old: --nnodes=2\nexec dalsegno-run a.py", (4, 4)),
+        (
+            ["bash", "-c", "torchrun --nnodes=1 p.py; dlrover-run a"],
+            "torchrun --nnodes=1 p.py; exec dalsegno-run a",
+            (4, 4),
+        ),
+        (
+            ["bash", "-c", "dlrover-run --node-check a.py --nnodes 1"],
+            "exec dalsegno-run --node-check a.py --nnodes 1",
+            (4, 4),
+        ),
+        (["bash", "-c", "dlrover-run -m a --nnodes 1"], "exec dalsegno-run -m a --nnodes 1", (4, 4)),
+        (["bash", "-c", "dlrover-run --nnodes 1:4 a.py"], "exec dalsegno-run --nnodes 1:4 a.py", (1, 4)),
     ],
 )
 def test_the_shell_becomes_the_agent(command: list[str], shell: str, nodes: tuple[int, int]) -> None:
@@ -128,12 +144,28 @@ COMPLETE = {"claim": "checkpoints", "secrets": {"token": "token"}}
 LINES = "set -e\ncd /tmp\ntrue\ndlrover-run --nnodes=$NODE_NUM \\\n  train.py 'a b'\n"
 
 
+BEFORE = (
+    "2> /dev/null A=b",
+    "time -p",
+    "command -p",
+    "A=b",
+    "A=$'it\\'s'",
+    "A=b command",
+    'runs() { "$@"; }\nruns',
+)
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
         (LINES, "dalsegno-run|--nnodes=4|train.py|a b|"),
-        ("numactl --cpunodebind=0 dlrover-run train.py", "numactl|--cpunodebind=0|dalsegno-run|train.py|"),
-        ("A=b dlrover-run train.py", "dalsegno-run|train.py|"),
+        ("numactl -N 0 dlrover-run train.py", "numactl|-N|0|dalsegno-run|--nnodes=4:4|train.py|"),
+        *((f"{before} dlrover-run train.py", "dalsegno-run|--nnodes=4:4|train.py|") for before in BEFORE),
+        ("dlrover-run train.py --x=$(echo ')')", "dalsegno-run|--nnodes=4:4|train.py|--x=)|"),
+        # These are beyond what is cut into words: nothing but the name is changed.
+        ("dlrover-run train.py ${A:-'}'}", "dalsegno-run|train.py|}|"),
+        ("cat > /dev/null <<EOF\nit's\nEOF\ndlrover-run train.py", "dalsegno-run|train.py|"),
+        ("dlrover-run train.py $(echo $(echo $(echo $(echo 1))))", "dalsegno-run|train.py|1|"),
     ],
 )
 def test_a_pod_runs_the_agent(command: str, said: str, tmp_path: Path) -> None:
@@ -156,6 +188,26 @@ def test_the_number_of_nodes_arrives(tmp_path: Path) -> None:
         said, environment = ran(job_of({**values, **COMPLETE, **changes}), tmp_path)
         options = arguments.parse(said.split("|")[1:-1], environment)
         assert (options.nnodes, options.nproc_per_node) == (nodes, str(changes.get("nproc", 1)))
+
+
+def test_other_launchers_have_numbers_of_their_own(tmp_path: Path) -> None:
+    """torchrun reads PET_NNODES, too. A variable of the job's own stays, once; `$(NAME)` in it is replaced."""
+    values, _ = translated(elastic_job(["bash", "-c", "numactl prep.py && dlrover-run train.py"]))
+    said, environment = ran(job_of({**values, **COMPLETE, "nproc": 8}), tmp_path)
+    assert said == "numactl|prep.py|dalsegno-run|--nnodes=4:4|--nproc-per-node=8|train.py|"
+    assert not {"PET_NNODES", "PET_NPROC_PER_NODE"} & set(environment)
+    own = [{"name": "PET_NNODES", "value": "1:$(WORKER_NUM)"}, {"name": "PET_NODE_NAME", "value": "a"}]
+    values, _ = translated(elastic_job(["bash", "-c", "dlrover-run train.py"], env=own))
+    job = job_of({**values, **COMPLETE})
+    said, environment = ran(job, tmp_path)
+    assert (values["nnodes"], said, environment["PET_NNODES"]) == ("1:4", "dalsegno-run|train.py|", "1:4")
+    (one,) = pods(objects(job))["trainer"]["containers"]
+    assert [entry["value"] for entry in one["env"] if entry["name"] == "PET_NODE_NAME"] == ["a"]
+    for line in "PET_NNODES=2 dlrover-run train.py", "export PET_NNODES=2; dlrover-run train.py":
+        values, _ = translated(elastic_job(["bash", "-c", line]))
+        assert ran(job_of({**values, **COMPLETE}), tmp_path)[0] == "dalsegno-run|train.py|"
+    unknown = [{"name": "PET_NNODES", "value": "$(N)"}]
+    assert translated(elastic_job(["dlrover-run", "a.py"], env=unknown))[0]["nnodes"] == "4:4"
 
 
 @pytest.mark.parametrize("command", ["dlrover-run --nnodes=$WORKER_NUM train.py", "dlrover-run train.py"])
@@ -181,6 +233,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"command": ["bash", "-c", "dlrover-run a.py && echo done"]}, "command: '&&' stands behind dlrover-run"),
     ({"command": ["bash", "-c", "dlrover-run a.py | tee log"]}, "command: '|' stands behind dlrover-run"),
     ({"command": ["bash", "-c", "dlrover-run a.py\necho ended"]}, "command: a further line stands behind dlrover-run"),
+    (
+        {"command": ["bash", "-c", "dlrover-run a.py ${A:-'}'}\necho ended"]},
+        "command: a further line stands behind dlrover-run",
+    ),
+    ({"command": ["bash", "-c", "dlrover-run a.py ${A:-'}'}; echo"]}, "command: ';' stands behind dlrover-run"),
     ({"command": ["bash", "-c", "(dlrover-run a.py)"]}, "command: ')' stands behind dlrover-run"),
     ({"command": ["bash", "-c", "yes | dlrover-run a.py"]}, "command: '|' stands before dlrover-run"),
     ({"command": ["bash", "-c", "dlrover-run a.py 'x"]}, "cannot be cut into words"),

@@ -198,12 +198,12 @@ def test_only_the_jobs_nodes_reach_the_master() -> None:
 
 
 def test_a_command_of_others_has_its_flags_as_variables() -> None:
-    """They are variables that dlrover-run reads: its line stays as it was written."""
-    (one,) = pods(objects(job(**SHELL)))["trainer"]["containers"]
+    """They are variables that dlrover-run reads. The numbers are other launchers' as well: these stand in its line."""
+    (one,) = pods(objects(job(**SHELL, nproc=8)))["trainer"]["containers"]
     variables = {entry["name"]: entry["value"] for entry in one["env"] if "value" in entry}
-    assert expanded(one["command"][2], {}) == SHELL["shell"]
+    line = expanded(one["command"][2], {})
+    assert line == str(SHELL["shell"]).replace("dalsegno-run", "dalsegno-run --nproc-per-node=8")
     assert expanded(variables["A"], {"B": "b"}) == "$(B)"
     options = arguments.parse(["train.py"], variables)
     assert (options.job_id, options.checkpoint_dir) == ("gpt", "/checkpoints")
-    assert (options.nnodes, options.nproc_per_node) == ("1:4", "1")
     assert (options.master, options.token_file) == ("gpt-master:29400", "/run/dalsegno/token/token")

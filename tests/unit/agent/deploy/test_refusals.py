@@ -11,6 +11,26 @@ from dalsegno.agent.deploy.refusals import TARGETS, refusals
 from dalsegno.protos.yaml_text import InputRefused
 from tests.support.deploy import AUTOSCALED, BY_METRIC, ETCD, FULL, GPT, TLS, job
 
+
+@pytest.mark.parametrize(
+    ("changes", "nodes"),
+    [
+        ({"shell": "exec dalsegno-run --nnodes=1:4 a.py"}, (1, 4)),
+        ({"shell": "exec dalsegno-run --nnodes=02 a.py", "nnodes": 2}, (2, 2)),
+        ({"shell": "command -v dalsegno-run || exit; /opt/dalsegno-run --nnodes=2 a.py"}, (2, 2)),
+        ({"shell": "exec dalsegno-run a.py", "env": {"PET_NNODES": "3"}}, (3, 3)),
+        ({"shell": "exec dalsegno-run --nnodes=$N a.py"}, (1, 1)),
+        ({"shell": "# --nnodes=3\nexec dalsegno-run a.py --nnodes 3", "nnodes": "1:4"}, (1, 4)),
+        ({"shell": "torchrun --nnodes=1 p.py && exec dalsegno-run a.py", "nnodes": "1:4"}, (1, 4)),
+        ({"shell": "exec ./start.sh", "nnodes": "1:4"}, (1, 4)),
+    ],
+)
+def test_a_shell_line_says_how_many_nodes(changes: dict[str, Any], nodes: tuple[int, int]) -> None:
+    """Where no key does; what stands elsewhere in it is another's."""
+    one = job(**{"command": None, "nnodes": None, **changes})
+    assert (one.nnodes, refusals(one, "k8s")) == (nodes, [])
+
+
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("k8s", {"nnodes": "3:4", "replicas": 2}, "replicas: 2 nodes are started, and nnodes 3:4 waits for 3"),
     ("slurm", {"nnodes": "3:4", "replicas": 2}, "replicas: 2 nodes are started"),
@@ -31,6 +51,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("k8s", {"command": ["train.py", "--wandb_api_key=1234"]}, "command: --wandb_api_key puts a secret"),
     ("k8s", {"env": {"HUB": "hf_" + "a" * 30}}, "env.HUB: a secret would stand in the manifest"),
     ("k8s", {"flags": ["--standalone"]}, "flags: --standalone names another master"),
+    ("k8s", {"command": None, "shell": "dalsegno-run --nnodes=2 a.py"}, "nnodes: 1:4 would not count: the command has"),
     ("k8s", {"image": None}, "image: missing"),
     ("k8s", {"claim": None}, "claim: missing"),
     ("k8s", {"claim": {"name": "c", "access": "ReadWriteOnce"}}, "claim.access: one node alone can mount"),
